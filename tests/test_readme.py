@@ -12,7 +12,7 @@ from mmray.config.recipes import RECIPES
 from mmray.models.build import build
 from mmray.models.export.export import export
 from tests.conftest import ROOT
-from tests.engine.single_worker import ran
+from tests.engine.single_worker import run_worker
 from tests.made import make_set, noisy, row
 from tests.train import runs
 
@@ -56,7 +56,7 @@ def test_example_model_trains_evaluates_and_exports(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     config, _ = parse_run(own_model_flags(), "train")
     spec = config.model.model_copy(update={"inputs": runs.config("made", tmp_path, "run").model.inputs})
-    state, lines, _ = ran(
+    state, lines, _ = run_worker(
         make_set(tmp_path / "set", list(rows_with_words())), tmp_path / "run", 4, model=spec, steps=60
     )
     losses = [line["train/loss"] for line in lines]

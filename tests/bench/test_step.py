@@ -33,8 +33,7 @@ from mmray.config.model import CustomModel
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.errors import ResourceError, UsageError
-from tests.engine.fake_cuda import DEVICES
-from tests.engine.gpu_devices import gpus
+from tests.engine.fake_cuda import DEVICES, gpus
 
 CPU = torch.device("cpu")
 

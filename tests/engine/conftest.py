@@ -1,17 +1,15 @@
-"""Results of two and four gloo ranks, started once per session."""
-
-import json
+"""One thread per process, and results of two and four gloo ranks, started once per session."""
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from torch.multiprocessing import get_context
 
-from tests.engine import four_ranks, two_ranks
+from tests.engine import ranks
 
 # Imports of all ranks, and lazy imports of torch and transformers, which take many seconds.
-IMPORTED_ONCE = (
-    "tests.engine.four_ranks",
+PRELOADED = (
+    "tests.engine.ranks",
     "tests.engine.checkpoint.shard_ranks",
     "torch._dynamo",
     "torch._inductor.fx_passes.post_grad",
@@ -21,33 +19,28 @@ IMPORTED_ONCE = (
 )
 
 
-def spawned(play, folder, world, *given, apart=0):
-    """Run `play` in `world` processes and load the result of each rank.
+def spawn_ranks(run, folder, world, *args, others=0):
+    """Call `run` in `world` processes and load the result of each rank; `others` leave no results.
 
-    Processes are forked from one server that imports everything once. `apart`: further ranks in a separate group,
-    which leave no results.
+    Processes are forked from one server that imports everything once.
     """
-    get_context("forkserver").set_forkserver_preload(list(IMPORTED_ONCE))
-    mp.start_processes(play, args=(str(folder), *given), nprocs=world + apart, start_method="forkserver")
+    get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+    mp.start_processes(run, args=(str(folder), *args), nprocs=world + others, start_method="forkserver")
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-@pytest.fixture(scope="session")
-def played(tmp_path_factory):
-    """Results of all scenarios, by rank, and the lines that rank 0 logged in the first scenario of the loop."""
-    folder = tmp_path_factory.mktemp("two-ranks")
-    results = spawned(two_ranks.play, folder, two_ranks.WORLD)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return results, [json.loads(line) for line in lines]
+@pytest.fixture(autouse=True)
+def one_thread_like_the_ranks(one_thread):
+    pass
 
 
 @pytest.fixture(scope="session")
-def pairs(tmp_path_factory):
-    """Results of four ranks, and of the pairs whose group breaks."""
-    return spawned(four_ranks.play, tmp_path_factory.mktemp("four-ranks"), 2 * four_ranks.PAIRS)
+def two(tmp_path_factory):
+    """Results of all scenarios of two ranks, by rank."""
+    return spawn_ranks(ranks.main_two, tmp_path_factory.mktemp("two-ranks"), 2)
 
 
 @pytest.fixture(scope="session")
-def four(pairs):
-    """Results of all scenarios of four ranks, by rank."""
-    return pairs[: four_ranks.WORLD]
+def four(tmp_path_factory):
+    """Results of all scenarios of four ranks, and of the pairs whose group breaks, by rank."""
+    return spawn_ranks(ranks.main_four, tmp_path_factory.mktemp("four-ranks"), 4)

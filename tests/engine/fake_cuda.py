@@ -7,9 +7,10 @@ covered: speed, memory, GPU arithmetic, stream ordering, and the autograd hooks 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,162 +23,141 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmray.engine.prefetch import LocalBatch
-from tests.engine.fake_cuda_autograd import backward
 
 aten = torch.ops.aten
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)
 CPU = torch.device("cpu")
-MEMORY = {"allocated_bytes.all.peak": 2**30, "reserved_bytes.all.peak": 2**31}
-BETWEEN_DEVICES = (aten._to_copy.default, aten.copy_.default)
+COPIES = (aten._to_copy.default, aten.copy_.default)
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default)
 
 
-class Waits:
+class SyncCounter:
     """Counts host synchronizations: reads of device values, data-dependent shapes, and copies to the device."""
 
     count = 0
 
 
-class OnDevice(Tensor):
-    """A tensor that reports `device`; `here` has the data on the CPU."""
+class DeviceTensor(Tensor):
+    """A tensor that reports `device`; `data_on_cpu` has the data."""
 
-    here: Tensor
+    data_on_cpu: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # otherwise a copy on the CPU would be of this class
 
     @staticmethod
-    def __new__(cls, here: Tensor, device: torch.device) -> OnDevice:
-        layout = {"strides": here.stride(), "storage_offset": here.storage_offset()}
-        made = Tensor._make_wrapper_subclass(cls, here.size(), dtype=here.dtype, device=device, **layout)
-        made.here = here
-        return made
+    def __new__(cls, data: Tensor, device: torch.device) -> DeviceTensor:
+        layout = {"strides": data.stride(), "storage_offset": data.storage_offset()}
+        tensor = Tensor._make_wrapper_subclass(cls, data.size(), dtype=data.dtype, device=device, **layout)
+        tensor.data_on_cpu = data
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return computed(func, args, kwargs or {})
+        return dispatch(func, args, kwargs or {})
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"OnDevice({self.here}, {self.device})"
+        return f"DeviceTensor({self.data_on_cpu}, {self.device})"
 
     def tolist(self) -> Any:
-        Waits.count += 1
-        return self.here.tolist()
+        SyncCounter.count += 1
+        return self.data_on_cpu.tolist()
 
     def numpy(self, **_: Any) -> Any:
         raise TypeError(f"can't convert {self.device} device type tensor to numpy")
 
     def untyped_storage(self) -> Any:
-        return self.here.untyped_storage()
+        return self.data_on_cpu.untyped_storage()
 
 
-def computed(func: Any, args: Any, kwargs: Any) -> Any:
+def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operator, on the device of its tensors or the requested one."""
-    given = _tensors((args, kwargs))
-    there = [tensor for tensor in given if isinstance(tensor, OnDevice)]
-    asked = kwargs.get("device")
-    place = torch.device(asked) if asked is not None else there[0].device if there else CPU
-    if not there and place.type == "cpu":
+    tensors = tensors_in((args, kwargs))
+    on_device = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
+    requested = kwargs.get("device")
+    device = torch.device(requested) if requested is not None else on_device[0].device if on_device else CPU
+    if not on_device and device.type == "cpu":
         return func(*args, **kwargs)
-    _check_places(func, given)
-    Waits.count += _waits(func, args, kwargs, given, place)
-    if asked is not None:
+    indices = tensors_in(args[1]) if func in INDEXING else []
+    _check_devices(func, tensors, indices)
+    SyncCounter.count += _synchronizes(func, args, kwargs, tensors, indices, device)
+    if requested is not None:
         kwargs = kwargs | {"device": CPU}
-    args, kwargs = _with(lambda tensor: tensor.here if isinstance(tensor, OnDevice) else tensor, (args, kwargs))
+    args, kwargs = map_tensors(lambda it: it.data_on_cpu if isinstance(it, DeviceTensor) else it, (args, kwargs))
     out = ON_CPU.get(func, func)(*args, **kwargs)
-    if place.type == "cpu":
+    if device.type == "cpu":
         return out
     # In-place operators return their argument.
-    known = {id(tensor.here if isinstance(tensor, OnDevice) else tensor): tensor for tensor in given}
-    where = place if place.index is not None else DEVICES[0]
-
-    def placed(tensor: Tensor) -> Tensor:
-        return known[id(tensor)] if id(tensor) in known else OnDevice(tensor, where)
-
-    return _with(placed, out)
+    inputs = {id(tensor.data_on_cpu if isinstance(tensor, DeviceTensor) else tensor): tensor for tensor in tensors}
+    device = device if device.index is not None else DEVICES[0]
+    return map_tensors(lambda it: inputs[id(it)] if id(it) in inputs else DeviceTensor(it, device), out)
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _with(lambda tensor: found.append(tensor) or tensor, values)
-    return found
-
-
-def _with(change: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """Apply a function to each tensor in nested lists and tuples."""
+def map_tensors(function: Callable[[Tensor], Any], values: Any) -> Any:
+    """Apply a function to each tensor in nested containers; several times faster than torch's pytree."""
     if isinstance(values, Tensor):
-        return change(values)
+        return function(values)
     if isinstance(values, list | tuple):
-        return type(values)([_with(change, value) for value in values])
+        return type(values)([map_tensors(function, value) for value in values])
     if isinstance(values, dict):
-        return {name: _with(change, value) for name, value in values.items()}
+        return {name: map_tensors(function, value) for name, value in values.items()}
     return values
 
 
-def _waits(func: Any, args: Any, kwargs: Any, given: list[Tensor], place: torch.device) -> bool:
+def tensors_in(values: Any) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, values)
+    return tensors
+
+
+def _synchronizes(
+    func: Any, args: Any, kwargs: Any, tensors: list[Tensor], indices: list[Tensor], device: torch.device
+) -> bool:
     """Whether the operator synchronizes: a copy, a scalar read, or a data-dependent shape."""
-    if func in BETWEEN_DEVICES:
-        to, origin = (given[0].device, given[1].device) if func is aten.copy_.default else (place, given[0].device)
-        blocking = not (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,)))
-        return blocking and (to.type == "cpu") != (origin.type == "cpu")
-    if not any(isinstance(tensor, OnDevice) for tensor in given):
+    if func in COPIES:
+        to, origin = (tensors[0], tensors[1]) if func is aten.copy_.default else (None, tensors[0])
+        target = device if to is None else to.device
+        blocking = not (kwargs.get("non_blocking") or (to is not None and args[2:] == (True,)))
+        return blocking and (target.type == "cpu") != (origin.device.type == "cpu")
+    if not any(isinstance(tensor, DeviceTensor) for tensor in tensors):
         return False
     # A mask needs the number of true values; indices on the host are copied first.
-    by_index = func in INDEXING and any(index.dtype == torch.bool or _on_host(index) for index in _indices(func, args))
-    return by_index or func in BY_VALUE
+    on_host = (not isinstance(index, DeviceTensor) and index.ndim > 0 for index in indices)
+    return func in BY_VALUE or any(index.dtype == torch.bool for index in indices) or any(on_host)
 
 
-def _indices(func: Any, args: Any) -> list[Tensor]:
-    return _tensors(args[1]) if func in INDEXING else []
-
-
-def _on_host(tensor: Tensor) -> bool:
-    return not isinstance(tensor, OnDevice) and tensor.ndim > 0
-
-
-def _check_places(func: Any, given: list[Tensor]) -> None:
+def _check_devices(func: Any, tensors: list[Tensor], indices: list[Tensor]) -> None:
     """Raise RuntimeError for mixed devices; scalars and indices may be on the host."""
-    if func in BETWEEN_DEVICES:
-        return
-    indices = [tensor for tensor in given[1:] if not tensor.is_floating_point()] if func in INDEXING else []
-    freely = {id(tensor) for tensor in [*indices, *(t for t in given if t.ndim == 0 and t.device == CPU)]}
-    places = sorted({str(tensor.device) for tensor in given if id(tensor) not in freely})
-    if len(places) > 1:
-        raise RuntimeError(f"expected all tensors on the same device, but {func} is given some on {places}")
+    exempt = {id(tensor) for tensor in [*indices, *(t for t in tensors if t.ndim == 0 and t.device == CPU)]}
+    devices = sorted({str(tensor.device) for tensor in tensors if id(tensor) not in exempt})
+    if len(devices) > 1 and func not in COPIES:
+        raise RuntimeError(f"expected all tensors on the same device, but {func} has tensors on {devices}")
 
 
-def _softmax(values: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return aten._softmax(values.float() if half_to_float else values, dim, False)
+def _float32_softmax(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda values, dim, to_float: operator(values.float() if to_float else values, dim, False)
 
 
-def _log_softmax(values: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return aten._log_softmax(values.float() if half_to_float else values, dim, False)
-
-
-def _softmax_backward(gradient: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return aten._softmax_backward_data(gradient, output, dim, gradient.dtype).to(dtype)
-
-
-def _log_softmax_backward(gradient: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return aten._log_softmax_backward_data(gradient, output, dim, gradient.dtype).to(dtype)
+def _backward_in(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda gradient, output, dim, dtype: operator(gradient, output, dim, gradient.dtype).to(dtype)
 
 
 # CPU kernels do not support half-precision inputs with float32 output.
 ON_CPU = {
-    aten._softmax.default: _softmax,
-    aten._log_softmax.default: _log_softmax,
-    aten._softmax_backward_data.default: _softmax_backward,
-    aten._log_softmax_backward_data.default: _log_softmax_backward,
+    aten._softmax.default: _float32_softmax(aten._softmax),
+    aten._log_softmax.default: _float32_softmax(aten._log_softmax),
+    aten._softmax_backward_data.default: _backward_in(aten._softmax_backward_data),
+    aten._log_softmax_backward_data.default: _backward_in(aten._log_softmax_backward_data),
 }
 
 
-class Operators(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
     """Intercepts operators that create tensors on a device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return computed(func, args, kwargs or {})
+        return dispatch(func, args, kwargs or {})
 
 
-class Functions(TorchFunctionMode):
+class FunctionMode(TorchFunctionMode):
     """Intercepts functions that fill device memory without an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,7 +171,64 @@ class Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class HostCopies:
+def backward(
+    roots: tuple[Tensor, ...],
+    gradients: tuple[Tensor, ...],
+    keep_graph: bool,
+    create_graph: bool,
+    inputs: tuple[Tensor, ...] = (),
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor | None, ...]:
+    """Run the graph like torch's engine, which without a CUDA driver fails to get streams even for fake tensors."""
+
+    def edge_of(tensor: Tensor) -> tuple[Any, int]:
+        edge = torch.autograd.graph.get_gradient_edge(tensor)
+        return edge.node, edge.output_nr
+
+    pending: dict[Any, list[Tensor | None]] = {}
+    summed: dict[tuple[Any, int], Tensor] = {}
+
+    def add(edge: tuple[Any, int], gradient: Tensor) -> None:
+        """Add a gradient to an input of a node, in the shape, dtype and device that the node expects."""
+        node, slot = edge
+        expected = node._input_metadata[slot]
+        if gradient.device != expected.device:
+            raise RuntimeError(f"{node.name()} on {expected.device} gets a gradient on {gradient.device}")
+        gradient = gradient.sum_to_size(expected.shape).to(expected.dtype)
+        slots = pending.setdefault(node, [None] * len(node._input_metadata))
+        before = slots[slot]
+        slots[slot] = summed[edge] = gradient if before is None else before + gradient
+
+    wanted = [edge_of(tensor) for tensor in inputs]
+    with torch.no_grad():
+        for root, gradient in zip(roots, gradients, strict=True):
+            add(edge_of(root), gradient)
+        for node in _topological_order([edge_of(root)[0] for root in roots]):
+            received = pending.pop(node, None)
+            if received is None or (wanted and "AccumulateGrad" in node.name()):
+                continue
+            out = node(*received) if callable(node) else node.apply(*received)
+            for edge, gradient in zip(node.next_functions, out if isinstance(out, tuple) else (out,), strict=False):
+                if edge[0] is not None and gradient is not None:
+                    add(edge, gradient)
+    return tuple(summed.get(edge) for edge in wanted)
+
+
+def _topological_order(roots: list[Any]) -> list[Any]:
+    seen, order, stack = set(), [], [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((following, False) for following, _ in node.next_functions if following is not None)
+    return order[::-1]
+
+
+class HostStager:
     """Replaces DCP's pinned staging, which needs a driver."""
 
     should_synchronize_after_execute = False
@@ -204,112 +241,80 @@ class HostCopies:
     def close(self) -> None: ...
 
 
-class Inline:
+class InlineExecutor:
     """An executor that runs at once, because torch modes are set per thread."""
 
     def __init__(self, *_: Any, **__: Any): ...
 
     def shutdown(self, **_: Any) -> None: ...
 
-    def submit(self, work: Any, *given: Any) -> Future[Any]:
+    def submit(self, work: Any, *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(work(*given))
+        future.set_result(work(*args))
         return future
 
 
-class Stream:
-    """A stream that keeps what was recorded or waited for."""
-
-    def __init__(self, device: Any = None):
-        self.events: list[Event] = []
-
-    def record_event(self) -> Event:
-        return Event()
-
-    def wait_event(self, event: Event) -> None:
-        self.events.append(event)
-
-
-class Event:
+def make_event(enable_timing: bool = False) -> Any:
     """An event; consecutive events are a millisecond apart."""
-
-    def __init__(self, enable_timing: bool = False): ...
-
-    def record(self, stream: Stream) -> None:
-        stream.events.append(self)
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, other: Event) -> float:
-        return 1.0
+    return SimpleNamespace(record=ignore, synchronize=ignore, elapsed_time=lambda other: 1.0)
 
 
-def of_cuda(capability: tuple[int, int]) -> dict[str, Any]:
+def make_stream(device: Any = None) -> Any:
+    return SimpleNamespace(record_event=make_event, wait_event=ignore)
+
+
+def ignore(*_: Any, **__: Any) -> None: ...
+
+
+def cuda_functions() -> dict[str, Any]:
     """Replacements of functions of torch.cuda, by name."""
-    current, state = Stream(), torch.zeros(16, dtype=torch.uint8)
-    random = {"get_rng_state": lambda device=None: state, "set_rng_state": lambda state, device=None: None}
-    about = SimpleNamespace(uuid="none", major=capability[0])
-    return {
-        "_lazy_init": lambda: None,
-        "is_available": lambda: True,
-        "device_count": lambda: len(DEVICES),
-        "current_device": lambda: 0,
-        "_exchange_device": lambda index: 0,
-        "_maybe_exchange_device": lambda index: 0,
-        "manual_seed": lambda seed: None,
-        **random,
-        **{f"random.{name}": stand_in for name, stand_in in random.items()},
-        "synchronize": lambda device=None: None,
-        "empty_cache": lambda: None,
-        "reset_peak_memory_stats": lambda device=None: None,
-        "max_memory_allocated": lambda device=None: 2**30,
-        "memory_stats": lambda device=None: MEMORY,
-        "is_bf16_supported": lambda including_emulation=True: capability >= (8, 0),
-        "get_device_capability": lambda device=None: capability,
-        "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
-        "get_device_properties": lambda device=None: about,
-        "Stream": Stream,
-        "Event": Event,
-        "stream": _on,
-        "current_stream": lambda device=None: current,
+    state = torch.zeros(16, dtype=torch.uint8)
+    values: dict[str, Any] = {
+        "is_available": True,
+        "device_count": len(DEVICES),
+        "current_device": 0,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+        "get_rng_state": state,
+        "random.get_rng_state": state,
+        "max_memory_allocated": 2**30,
+        "memory_stats": {"allocated_bytes.all.peak": 2**30, "reserved_bytes.all.peak": 2**31},
+        "is_bf16_supported": True,
+        "get_device_capability": (9, 0),
+        "get_device_name": "NVIDIA H100 80GB HBM3",
+        "get_device_properties": SimpleNamespace(uuid="none", major=9),
+        "current_stream": make_stream(),
+        "stream": nullcontext(),
     }
+    without_effect = ("_lazy_init", "manual_seed", "set_rng_state", "random.set_rng_state")
+    without_effect += ("synchronize", "empty_cache", "reset_peak_memory_stats")
+    functions = {name: lambda *_, _value=value, **__: _value for name, value in values.items()}
+    return functions | dict.fromkeys(without_effect, ignore) | {"Stream": make_stream, "Event": make_event}
 
 
 @contextmanager
-def made_up_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> Iterator[type[Waits]]:
+def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SyncCounter]]:
     """Two fake GPUs in this process and a counter of host synchronizations."""
     with FakeTensorMode():
         pass  # torch notices that there is no driver and requests no streams from here on
-    with monkeypatch.context() as inside:
-        for name, stand_in in of_cuda(capability).items():
-            inside.setattr(f"torch.cuda.{name}", stand_in)
-        inside.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-        inside.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-        inside.setattr(nn.Module, "to", _moved)
-        inside.setattr("torch.backends.cudnn.enabled", False)
-        inside.setattr("torch.autograd.graph._engine_run_backward", backward)
-        inside.setattr("torch.autograd._engine_run_backward", backward)
-        inside.setattr("mmray.engine.checkpoint.manager.DefaultStager", HostCopies)
-        inside.setattr("mmray.engine.prefetch.ThreadPoolExecutor", Inline)
-        inside.setattr("mmray.engine.parallel.branches.ThreadPoolExecutor", Inline)
-        Waits.count = 0
-        with Functions(), Operators():
-            yield Waits
+    with monkeypatch.context() as patch:
+        for name, replacement in cuda_functions().items():
+            patch.setattr(f"torch.cuda.{name}", replacement)
+        patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+        patch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+        patch.setattr(nn.Module, "to", _move_module)
+        patch.setattr("torch.backends.cudnn.enabled", False)
+        patch.setattr("torch.autograd.graph._engine_run_backward", backward)
+        patch.setattr("torch.autograd._engine_run_backward", backward)
+        patch.setattr("mmray.engine.checkpoint.manager.DefaultStager", HostStager)
+        patch.setattr("mmray.engine.prefetch.ThreadPoolExecutor", InlineExecutor)
+        patch.setattr("mmray.engine.parallel.branches.ThreadPoolExecutor", InlineExecutor)
+        SyncCounter.count = 0
+        with FunctionMode(), DispatchMode():
+            yield SyncCounter
 
 
-def share_on(share: LocalBatch, device: torch.device) -> LocalBatch:
-    """A local batch whose micro-batches are on a device."""
-    return replace(
-        share, micro_batches=[{name: it.to(device) for name, it in micro.items()} for micro in share.micro_batches]
-    )
-
-
-@contextmanager
-def _on(stream: Stream) -> Iterator[None]:
-    yield
-
-
-def _moved(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
+def _move_module(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
     """Replaces `nn.Module.to`, which would assign device tensors to CPU weights."""
 
     def moved(tensor: Tensor) -> Tensor:
@@ -323,3 +328,44 @@ def _moved(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
             if buffer is not None:
                 part._buffers[name] = moved(buffer)
     return module
+
+
+def local_batch_on(batch: LocalBatch, device: torch.device) -> LocalBatch:
+    """The local batch with its micro-batches on a device."""
+    return replace(batch, micro_batches=map_tensors(lambda it: it.to(device), batch.micro_batches))
+
+
+def has_gpus(count: int = 1) -> bool:
+    return torch.cuda.device_count() >= count
+
+
+class WarningCounter:
+    """Counts synchronizations that torch warns about."""
+
+    def __init__(self, caught: list[warnings.WarningMessage]):
+        self.caught = caught
+
+    @property
+    def count(self) -> int:
+        return sum("synchronizing CUDA operation" in str(warning.message) for warning in self.caught)
+
+
+@contextmanager
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Iterator[type[SyncCounter] | WarningCounter]:
+    """`count` GPUs, real if this machine has enough, and a counter of host synchronizations."""
+    if not has_gpus(count):
+        with fake_gpus(monkeypatch) as syncs:
+            yield syncs
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield WarningCounter(caught)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def tolerance(kind: str = "") -> float:
+    """Of a float64 run on a GPU against a CPU; generative models have norms in float32."""
+    return 1e-5 if kind == "generative" and has_gpus() else 1e-9

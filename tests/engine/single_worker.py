@@ -1,17 +1,17 @@
-"""One worker without Ray, on a set of generated rows."""
+"""A training worker without Ray, on a prepared set of 22 rows with 8 rows per step."""
 
 from __future__ import annotations
 
 import torch
 
 from mmray.config import Batch
-from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import extend_tokenizer
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.checkpoint import files, state_io
+from mmray.engine.collectives import Group
 from mmray.engine.worker import work
 from mmray.engine.worker_context import DriverHandle, WorkerContext
 from mmray.storage.lease import Lease
@@ -23,55 +23,49 @@ STEPS = 4
 CPU = torch.device("cpu")
 
 
-def rows_of(place):
-    """A prepared set of 22 rows at `place`."""
-    make_set(place, [row(number) for number in range(22)])
-    return PreparedSet.open(str(place))
+def make_prepared(folder):
+    return make_set(folder, [row(number) for number in range(22)])
 
 
-def ran(
-    prepared,
-    folder,
-    micro,
-    dropout=0.0,
-    group_by_length=False,
-    device=CPU,
-    model=None,
-    scored=True,
-    found=None,
-    **settings,
+def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device=CPU, group=None):
+    """Run one worker of a config, from the start or from a checkpoint; return its result and its messages."""
+    group, messages = group or Group(), []
+    tokenizer = extend_tokenizer(train_set.tokenizer_json, config.model.inputs)
+    config = config.model_copy(update={"model": config.model.with_tokens(TextEncoder(tokenizer, 8).vocab_size, None)})
+    micro, steps = resolve_batch_shape(config.batch, group.world).micro, config.train.steps
+    plan = SamplePlan(num_rows=22, global_rows=8, world=group.world, micro=micro, seed=0, steps=steps)
+    first = 0 if checkpoint is None else files.step_of(checkpoint)
+    if group.rank == 0:
+        run_dir.create_run_dir(folder, config, {"train": "made"}, tokenizer)
+    group.barrier()
+    lease = Lease(folder) if group.rank == 0 else None
+    reader = RowReader(train_set, config.model.inputs, tokenizer, 10**6)
+    context = WorkerContext(config, folder, lease.acquire() if lease else 0, reader, eval_set, tokenizer)
+    blocks = Blocks(plan, first, 2)
+    rows = (reader.block(plan, blocks.positions(number)) for number in range(group.rank, blocks.count, group.world))
+    about = {"rank": group.rank, "node": "", "pid": 0}
+    driver = DriverHandle(messages.append, lambda: False, lambda _: 0, lambda _: False, about)
+    try:
+        result = work(context, ResumePoint(plan, first, checkpoint and str(checkpoint)), rows, device, driver)
+        group.barrier()
+    finally:
+        if lease:
+            lease.release()
+    return result, messages
+
+
+def run_worker(
+    prepared, folder, micro, dropout=0.0, group_by_length=False, model=None, evaluate=True, options=None, **settings
 ):
-    """Run a worker with 8 rows per step; return its checkpoint, logged lines and messages.
+    """Run a worker with the model of runs.py, or `model`; return its checkpoint, logged lines and notes.
 
-    `model` replaces the model section of runs.py, to which `dropout` applies. `scored`: hold out rows for evaluation.
-    `found`: the checkpoint to resume from.
+    `options` are those of `run_config`, `settings` of section `train`.
     """
     config = runs.config("made", folder.parent, folder.name, **{"steps": STEPS, "precision": "fp32"} | settings)
-    tokenizer = extend_tokenizer(prepared.tokenizer_json, config.model.inputs)
     text = config.model.text.model_copy(update={"dropout": dropout})
     model = model or config.model.model_copy(update={"text": text})
-    model = model.with_tokens(TextEncoder(tokenizer, 8).vocab_size, None)
-    config = config.model_copy(
-        update={"model": model, "batch": Batch(micro=micro, global_=8, group_by_length=group_by_length)}
-    )
-    plan = SamplePlan(
-        num_rows=22,
-        global_rows=8,
-        world=1,
-        micro=resolve_batch_shape(config.batch, 1).micro,
-        seed=0,
-        steps=config.train.steps,
-    )
-    run_dir.create_run_dir(folder, config, {"train": "made"}, tokenizer)
-    lease, told = Lease(folder), []
-    first = 0 if found is None else files.step_of(found)
-    reader, blocks = RowReader(prepared, config.model.inputs, tokenizer, 10**6), Blocks(plan, first, 2)
-    job = WorkerContext(config, folder, lease.acquire(), reader, prepared if scored else None, tokenizer)
-    read = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
-    line = DriverHandle(told.append, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
-    try:
-        work(job, ResumePoint(plan, first, None if found is None else str(found)), read, device, line)
-    finally:
-        lease.release()
+    batch = Batch(micro=micro, global_=8, group_by_length=group_by_length)
+    config = config.model_copy(update={"model": model, "batch": batch})
+    _, messages = run_config(config, prepared, folder, prepared if evaluate else None, **options or {})
     state = state_io.load(folder / "checkpoints" / f"step-{config.train.steps}")
-    return state, runs.lines(folder), [message["note"] for message in told if "note" in message]
+    return state, runs.lines(folder), [message["note"] for message in messages if "note" in message]

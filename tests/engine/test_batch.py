@@ -8,7 +8,7 @@ from mmray.errors import UsageError
 
 
 @pytest.mark.parametrize(
-    ("given", "workers", "said"),
+    ("settings", "workers", "summary"),
     [
         ({"micro": 8, "global": 64}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows per step"),
         ({"micro": 8, "accumulation": 4}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows per step"),
@@ -17,23 +17,25 @@ from mmray.errors import UsageError
         ({"global": 64, "micro": 64}, 4, "micro 16 x accumulation 1 x workers 4 = 64 rows per step"),
         ({"global": 10, "micro": 4}, 1, "micro 4 x accumulation 3 x workers 1, limited to 10 rows per step"),
         ({"micro": 5}, 3, "micro 5 x accumulation 1 x workers 3 = 15 rows per step"),
+        ({"global": 48, "micro": "auto"}, 2, "48 rows per step over 2 workers, micro-batch: largest that fits"),
     ],
 )
-def test_batch_shape(given, workers, said):
-    assert str(resolve_batch_shape(Batch(**given), workers)).startswith(said)
+def test_batch_shape(settings, workers, summary):
+    assert str(resolve_batch_shape(Batch(**settings), workers)).startswith(summary)
 
 
 @pytest.mark.parametrize(
-    ("given", "workers", "message"),
+    ("settings", "workers", "message"),
     [
         ({}, 1, "set `--batch.global`"),
+        ({"micro": "auto"}, 2, "auto` needs `--batch.global`"),
         ({"global": 2}, 3, "2 rows are fewer than 3 workers"),
         ({"global": 64, "micro": 8, "accumulation": 3}, 2, "needs accumulation 4, not 3"),
     ],
 )
-def test_contradicting_sizes_are_refused(given, workers, message):
+def test_contradicting_sizes_are_refused(settings, workers, message):
     with pytest.raises(UsageError, match=message):
-        resolve_batch_shape(Batch(**given), workers)
+        resolve_batch_shape(Batch(**settings), workers)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +53,5 @@ def test_total_steps(length, steps):
     assert total_steps(Train(**length), num_rows=25, global_rows=10) == steps
 
 
-def test_auto_leaves_the_micro_batch_to_the_workers():
-    shape = resolve_batch_shape(Batch(micro="auto", global_=48), workers=2)
-    assert (shape.global_rows, shape.micro, shape.auto) == (48, 24, True)
-    assert str(shape) == "48 rows per step over 2 workers, micro-batch: largest that fits"
-    with pytest.raises(UsageError, match=r"auto` needs `--batch.global`"):
-        resolve_batch_shape(Batch(micro="auto"), workers=2)
-
-
-@pytest.mark.parametrize(("micro", "smaller"), [(64, 32), (24, 12), (5, 2), (7, 3), (1, 0)])
-def test_micro_batch_is_halved_after_oom(micro, smaller):
-    assert smaller_micro(micro) == smaller
+def test_micro_batch_is_halved_after_oom():
+    assert [smaller_micro(micro) for micro in (64, 24, 5, 7, 1)] == [32, 12, 2, 3, 0]

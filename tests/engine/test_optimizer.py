@@ -1,65 +1,108 @@
-"""Weight decay, learning rates by group, and frozen weights."""
+"""Parameter groups, learning rates, and gradient clipping per model or per branch."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from mmray.engine import optimizer
 from mmray.errors import UsageError
 from tests.engine import toy
 
+SECTION = SimpleNamespace(lr=1.0, warmup_steps=4, final_lr_fraction=0.2, schedule="cosine")
 
-def test_only_matrices_have_weight_decay():
+
+def test_only_trainable_matrices_have_weight_decay():
     model = toy.Toy(batch_norm=True)
-    adam = optimizer.build_optimizer(model, toy.OPTIMIZER)
+    model.image.layers[6].requires_grad_(False)
+    groups = optimizer.build_optimizer(model, toy.OPTIMIZER).param_groups
     names = {parameter: name for name, parameter in model.named_parameters()}
-    decay, *others = ({names[p] for p in group["params"]} for group in adam.param_groups)
-    rest = set().union(*others)
-    assert decay == {"pixels.2.weight", "pixels.6.weight", "words.weight", "caption.1.weight"}
-    assert decay | rest == set(names.values())
-    assert [group["weight_decay"] for group in adam.param_groups] == [0.1, 0.0, 0.0]
-    assert "log_scale" in rest
+    decay, *others = ({names[p] for p in group["params"]} for group in groups)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.0]
+    assert decay == {"image.layers.2.weight", "text.words.weight", "text.blocks.0.1.weight", "text.blocks.1.weight"}
+    assert decay.union(*others) == set(names.values()) - {"image.layers.6.weight", "image.layers.6.bias"}
 
 
-def test_frozen_weights_are_excluded():
+def test_last_matching_pattern_sets_the_learning_rate_also_after_resume():
     model = toy.Toy()
-    model.pixels.requires_grad_(False)
-    kept = sum(len(group["params"]) for group in optimizer.build_optimizer(model, toy.OPTIMIZER).param_groups)
-    assert kept == len(list(model.parameters())) - len(list(model.pixels.parameters()))
-
-
-def test_learning_rate_is_set_in_each_group():
-    adam = optimizer.build_optimizer(toy.Toy(), toy.OPTIMIZER)
-    optimizer.set_lr(adam, 0.125)
-    assert [group["lr"] for group in adam.param_groups] == [0.125] * 3
-
-
-def test_last_matching_pattern_sets_the_learning_rate():
-    model = toy.Toy()
-    section = SimpleNamespace(
-        **vars(toy.OPTIMIZER) | {"lr_multipliers": ("pixels.*=0.1", "*.bias=2", "log_scale=1e-2")}
-    )
+    section = toy.optimizer_settings(lr_multipliers=("image.*=0.1", "*.bias=2", "log_scale=1e-2"))
     adam = optimizer.build_optimizer(model, section)
+    adam.load_state_dict(optimizer.build_optimizer(model, section).state_dict())
     optimizer.set_lr(adam, 0.5)
     names = {parameter: name for name, parameter in model.named_parameters()}
     rates = {names[weight]: group["lr"] for group in adam.param_groups for weight in group["params"]}
     assert rates.keys() == set(names.values())
-    assert rates["pixels.2.weight"] == rates["pixels.3.weight"] == 0.05
-    assert rates["pixels.2.bias"] == rates["caption.1.bias"] == 1.0
-    assert rates["words.weight"] == 0.5
-    assert rates["log_scale"] == 0.005
-    decays = {names[weight] for group in adam.param_groups for weight in group["params"] if group["weight_decay"]}
-    assert decays == {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
-    with pytest.raises(UsageError, match=r"optimizer\.lr_multipliers: `image\.\*` matches no parameter .* log_scale"):
-        optimizer.build_optimizer(model, SimpleNamespace(**vars(section) | {"lr_multipliers": ("image.*=0.1",)}))
+    assert rates["image.layers.2.weight"] == rates["image.layers.3.weight"] == 0.05
+    assert rates["image.layers.2.bias"] == rates["text.blocks.1.bias"] == 1.0
+    assert (rates["text.words.weight"], rates["log_scale"]) == (0.5, 0.005)
+    with pytest.raises(UsageError, match=r"optimizer\.lr_multipliers: `vision\.\*` matches no parameter .* log_scale"):
+        optimizer.build_optimizer(model, toy.optimizer_settings(lr_multipliers=("vision.*=0.1",)))
 
 
-def test_group_keeps_its_factor_after_resume():
-    model = toy.Toy()
-    section = SimpleNamespace(**vars(toy.OPTIMIZER) | {"lr_multipliers": ("pixels.*=0.1",)})
-    again = optimizer.build_optimizer(model, section)
-    again.load_state_dict(optimizer.build_optimizer(model, section).state_dict())
-    optimizer.set_lr(again, 1.0)
-    assert sorted({group["lr"] for group in again.param_groups}) == [0.1, 1.0]
+@pytest.mark.parametrize("patterns", [("vision.*",), ("*",)])
+def test_invalid_freeze_pattern_is_refused(patterns):
+    with pytest.raises(UsageError, match=r"optimizer\.freeze: .*(matches no parameter|leaves no trainable)"):
+        optimizer.freeze_parameters(toy.Toy(), patterns)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "half", "last"),
+    [("cosine", 0.6, 0.2), ("linear", 0.6, 0.2), ("constant", 1.0, 1.0), ("cooldown", 1.0, 0.2)],
+)
+def test_learning_rates_of_each_schedule(schedule, half, last):
+    section = SimpleNamespace(**vars(SECTION) | {"schedule": schedule})
+    rates = [optimizer.lr_at(step, section, 12) for step in range(13)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert (rates[8], rates[12], optimizer.lr_at(40, section, 12)) == pytest.approx((half, last, last))
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    if schedule == "cooldown":
+        assert rates[10:12] == pytest.approx([1.0, 0.7])  # it falls in the last fifth of the eight steps
+
+
+def test_schedule_without_warmup_and_run_shorter_than_warmup():
+    assert optimizer.lr_at(0, SimpleNamespace(**vars(SECTION) | {"warmup_steps": 0}), 10) == 1.0
+    assert all(0 < optimizer.lr_at(step, SECTION, total) <= 1 for total in (1, 4, 5) for step in range(total))
+
+
+def model_with_gradients():
+    model = toy.Branched()
+    for index, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, 0.1 * (index + 1))
+    return model
+
+
+def norms_of(groups):
+    norms = optimizer.grad_norms(groups)
+    return dict(zip(groups, norms.tolist(), strict=True)), norms
+
+
+def test_global_clipping_equals_torch():
+    ours, theirs = model_with_gradients(), model_with_gradients()
+    groups = optimizer.make_clip_groups(ours, "model")
+    by_group, norms = norms_of(groups)
+    optimizer.clip_gradients(groups, norms, by_group, 1.0)
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+    assert by_group == {"": pytest.approx(expected.item())}
+    torch.testing.assert_close(toy.flat_gradient(ours), toy.flat_gradient(theirs), rtol=0, atol=0)
+
+
+def test_branches_are_clipped_by_their_own_norms_and_zero_disables_clipping():
+    model = model_with_gradients()
+    model.log_scale.grad = torch.tensor(0.5)
+    groups = optimizer.make_clip_groups(model, "branch")
+    assert list(groups) == ["image", "text", "rest"]
+    expected = {name: torch.cat([p.grad.flatten() for p in group]).norm().item() for name, group in groups.items()}
+    by_group, norms = norms_of(groups)
+    assert by_group == pytest.approx(expected)
+    before = toy.flat_gradient(model)
+    optimizer.clip_gradients(groups, norms, by_group, 0.0)
+    assert torch.equal(toy.flat_gradient(model), before)
+    optimizer.clip_gradients(groups, norms, by_group, 1.0)
+    assert norms_of(groups)[0] == pytest.approx({"image": 1.0, "text": 1.0, "rest": 0.5}, rel=1e-4)
+    model.text.requires_grad_(False)
+    assert list(optimizer.make_clip_groups(model, "branch")) == ["image", "rest"]
+    with pytest.raises(UsageError, match=r"Toy has no branches\(\); use `model`"):
+        optimizer.make_clip_groups(toy.Toy(), "branch")

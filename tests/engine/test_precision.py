@@ -1,11 +1,13 @@
-"""The result of precision `auto`, and which formats need a loss scaler."""
+"""The result of precision `auto`, which formats need a loss scaler, and the seeds of micro-batches."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 
-from mmray.engine.precision import select_precision
+from mmray.engine.precision import micro_seed, seeded, select_precision
 
 CPU = torch.device("cpu")
 
@@ -27,3 +29,20 @@ def test_auto_is_the_best_format_of_the_gpu(monkeypatch, capability, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     chosen = select_precision("auto", torch.device("cuda:0"))
     assert (chosen.name, chosen.device_type) == (name, "cuda")
+
+
+def test_seeded_block_is_repeatable_and_restores_the_generator():
+    def draw():
+        with seeded(11, CPU):
+            return torch.rand(4)
+
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(draw(), draw())
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_each_step_rank_and_micro_batch_has_its_own_seed():
+    seeds = {micro_seed(*numbers) for numbers in itertools.product(range(3), range(20), range(4), range(8))}
+    assert len(seeds) == 3 * 20 * 4 * 8 and all(0 <= seed < 2**63 for seed in seeds)

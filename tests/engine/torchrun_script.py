@@ -6,13 +6,11 @@ Uses NCCL if there is a GPU for each rank, otherwise gloo on CPUs.
 import os
 import sys
 from datetime import timedelta
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from mmray.data.stream.order import SamplePlan
-from mmray.engine import loop
 from mmray.engine.collectives import Group
 from tests.engine import toy
 
@@ -25,9 +23,9 @@ def main(out: str, parallel: str) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=60))
     group = Group.current(device)
     plan = SamplePlan(num_rows=33, global_rows=10, world=group.world, micro=2, seed=1, steps=8)
-    model, train = toy.Branched().double(), SimpleNamespace(**vars(toy.TRAIN) | {"parallel": parallel})
-    loop.run(toy.task(model, plan, group, train=train), toy.steps_of(plan, group.rank))
-    weights = toy.flat(model).cpu()
+    model = toy.Branched().double()
+    toy.run(model, plan, group, train=toy.train_settings(parallel=parallel))
+    weights = toy.flat(model)
     if group.rank == 0:
         torch.save(weights, out)
     dist.destroy_process_group()

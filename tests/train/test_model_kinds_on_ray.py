@@ -12,7 +12,8 @@ from mmray.config import Cluster, Config, Data
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.train.driver import train
 from mmray.train.evaluate_export import export_run
-from tests.engine.test_model_kinds import KINDS, STEPS, config_of, ended, told, trained
+from tests.engine.single_worker import run_config
+from tests.engine.test_model_kinds import KINDS, STEPS, config_of, final_weights, labelled_row
 from tests.made import CAPTIONS, make_set, png
 from tests.train.runs import Silent, lines, same_weights
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training and an evaluation split."""
-    rows = [told(number) for number in range(30)]
+    rows = [labelled_row(number) for number in range(30)]
     folder = tmp_path_factory.mktemp("kinds-on-ray") / "set"
     make_set(folder, rows[:22], rows[22:])
     return folder
@@ -37,9 +38,10 @@ def on_ray(kind: str, prepared: Path, storage: Path) -> Config:
 @pytest.fixture
 def alone(prepared: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dict]:
     """A run of the kind in this process: its folder and final metrics."""
-    sets = PreparedSet.open(str(prepared), "train"), PreparedSet.open(str(prepared), "test")
+    train_set, test_set = PreparedSet.open(str(prepared), "train"), PreparedSet.open(str(prepared), "test")
     folder = tmp_path / "alone"
-    return folder, trained(config_of(request.param, tmp_path), sets, folder)["metrics"]
+    result, _ = run_config(config_of(request.param, tmp_path), train_set, folder, test_set)
+    return folder, result["metrics"]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_resume_on_ray_gives_the_same_weights(
     run = train(config, Silent())
     assert (run.result["status"], run.result["steps"], run.result["restarts"]) == ("finished", STEPS, 0)
     assert [line["step"] for line in lines(run.path)] == [4, 5, 6]
-    assert same_weights(ended(run.path), ended(folder))
+    assert same_weights(final_weights(run.path), final_weights(folder))
     scores = {name: value for name, value in run.result["metrics"].items() if name.startswith(SCORES)}
     assert {name: metrics[name] for name in scores} == pytest.approx(scores, rel=1e-6)
     loaded = mmray.load(export_run(run.path, tmp_path / "exported", None))

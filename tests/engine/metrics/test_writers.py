@@ -1,58 +1,189 @@
-"""Runs on an object store: only complete checkpoints count, a lease has one owner, growing files are uploaded."""
+"""metrics.jsonl stays correct across restarts and full disks, has one owner, and is uploaded to object stores."""
 
+from __future__ import annotations
+
+import errno
+import json
 from functools import partial
 
 import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mmray.engine.metrics import writers
-from mmray.engine.metrics.writers import LogUploader
-from mmray.errors import TrainingError
+from mmray.engine.metrics.writers import LogUploader, MetricsLog, profiled
+from mmray.errors import StorageError, TrainingError
 from mmray.storage import paths, storage
 from mmray.storage.lease import Lease, check_fence
 from mmray.storage.paths import temp_dir, to_path
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_lines_after_the_resumed_step_are_dropped_and_counted(tmp_path):
+    log = MetricsLog(tmp_path)
+    for step in (10, 20, 30):
+        log.write({"step": step, "rows_sha": "ab", "train/loss": 1 / step})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "trai')  # killed in the middle of a line
+    resumed = MetricsLog(tmp_path, start_step=20)
+    assert resumed.wasted_steps == 10
+    resumed.write({"step": 25, "train/loss": 0.5})
+    resumed.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [10, 20, 25]
+    assert MetricsLog(tmp_path, start_step=25).wasted_steps == 0
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [event.step for event in events] == [10, 20, 25]
+
+
+def test_line_is_flushed_immediately_as_strict_json(tmp_path):
+    log = MetricsLog(tmp_path)
+    log.write({"step": 1, "train/loss": float("nan"), "train/grad_norm": float("inf")})
+    assert lines_of(tmp_path) == [{"step": 1, "train/loss": None, "train/grad_norm": None}]
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    log.close()
+
+
+class LimitedDisk:
+    """The log's file, on a disk with this many free bytes."""
+
+    def __init__(self, log, free):
+        self.file, self.free = log._file, free
+        log._file = self
+
+    def write(self, line):
+        if not self.free:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.file.write(line[: self.free])
+        self.free -= written
+        return written
+
+    def close(self):
+        self.file.close()
+
+
+def test_full_disk_is_logged_once_and_lines_are_written_later(tmp_path):
+    messages = []
+    log = MetricsLog(tmp_path, tell=messages.append)
+    disk = LimitedDisk(log, free=70)
+    for step in range(1, 6):
+        log.write({"step": step, "train/loss": 1 / step})
+    assert len(messages) == 1 and "metrics.jsonl: No space left on device" in messages[0]
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 70  # two lines and a half
+    for step, disk.free in ((6, 10**6), (7, 0)):
+        log.write({"step": step, "train/loss": 0.1})
+    disk.free = 10**6
+    log.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    assert len(messages) == 2  # it was full twice
+
+
+def test_lines_never_written_are_counted_and_do_not_end_the_run(tmp_path):
+    messages = []
+    log = MetricsLog(tmp_path, tell=messages.append)
+    LimitedDisk(log, free=0)
+    for step in (1, 2):
+        log.write({"step": step})
+    log.close()
+    assert len(messages) == 2 and "its last 2 lines are lost" in messages[1]
+
+
+def test_tensorboard_on_full_disk_is_logged_and_starts_another_file_later(tmp_path):
+    messages = []
+    log = MetricsLog(tmp_path, tell=messages.append)
+    log.write({"step": 1, "train/loss": 1.0})
+    writer = log._events._get_file_writer().event_writer._async_writer
+    writer._worker.exception = OSError(errno.ENOSPC, "No space left on device")
+    for step in (2, 3):
+        log.write({"step": step, "train/loss": 0.5})
+    log.close()
+    assert len(messages) == 1 and len(lines_of(tmp_path)) == 3 and len(list(tmp_path.glob("events.*"))) == 2
+    assert EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")[-1].step == 3
+
+
+def test_unopenable_log_is_an_error_with_a_fix(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: Is a directory\. Free disk space"):
+        MetricsLog(tmp_path)
+
+
+def test_log_taken_over_by_another_training_gets_no_further_lines(tmp_path, monkeypatch):
+    now_s, owned = [1000.0], [True]
+    monkeypatch.setattr(writers.time, "time", lambda: now_s[0])
+
+    def check():
+        if not owned[0]:
+            raise TrainingError("taken over")
+
+    log = MetricsLog(tmp_path, check=check)
+    log.write({"step": 1})
+    owned[0] = False
+    log.write({"step": 2})  # the lease file is not read in each step
+    now_s[0] += writers.CHECK_EVERY_S
+    for late in (lambda: log.write({"step": 3}), log.close):
+        with pytest.raises(TrainingError, match="taken over"):
+            late()
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
+
+
+def test_profile_of_requested_steps_is_written(tmp_path):
+    file = tmp_path / "profile" / "rank-0.json"
+    with profiled(2, file, torch.device("cpu")) as step_done:
+        for _ in range(6):
+            torch.ones(3) + 1
+            step_done()
+    trace = json.loads(file.read_text())
+    assert sum(event.get("name") == "aten::add" for event in trace["traceEvents"]) == 2
+    with profiled(0, tmp_path / "none.json", torch.device("cpu")) as step_done:
+        step_done()
+    assert not (tmp_path / "none.json").exists()
+
+
+@pytest.fixture
+def run(s3, monkeypatch):
+    """The folder of a run on an object store."""
     monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
+    return to_path(s3.address) / "run"
 
 
-def test_growing_files_are_uploaded_fully_and_continued(s3, monkeypatch):
+def test_growing_files_are_uploaded_fully_and_continued(run, monkeypatch):
     monkeypatch.setattr(writers, "UPLOAD_EVERY_S", 0.2)
-    folder, told = to_path(s3.address) / "mine", []
+    messages = []
     for text in ("one\n", "two\n"):
-        files = LogUploader(folder, told.append)
+        files = LogUploader(run, messages.append)
         with (files.here / "metrics.jsonl").open("a") as file:
             file.write(text)
         (files.here / "profile").mkdir()
         (files.here / "profile" / "rank-0.json").write_text(text)
         files.push()
-        assert (folder / "metrics.jsonl").read_text().endswith(text)
+        assert (run / "metrics.jsonl").read_text().endswith(text)
         with (files.here / "metrics.jsonl").open("a") as file:
             file.write("last\n")
         files.close()
-    assert (folder / "metrics.jsonl").read_text() == "one\nlast\ntwo\nlast\n"
-    assert (folder / "profile" / "rank-0.json").read_text() == "two\n" and not files.here.exists() and not told
+    assert (run / "metrics.jsonl").read_text() == "one\nlast\ntwo\nlast\n"
+    assert (run / "profile" / "rank-0.json").read_text() == "two\n" and not files.here.exists() and not messages
 
 
-def test_growing_files_do_not_overwrite_those_of_another_training(s3):
-    folder = to_path(s3.address) / "mine"
-    held = Lease(folder)
-    files = LogUploader(folder, print, partial(check_fence, folder, held.acquire()))
+def test_growing_files_do_not_overwrite_those_of_another_training(run):
+    lease = Lease(run)
+    files = LogUploader(run, print, partial(check_fence, run, lease.acquire()))
     (files.here / "metrics.jsonl").write_text("one\n")
     files.push()
-    held.advance()
+    lease.advance()
     (files.here / "metrics.jsonl").write_text("one\nof the orphan\n")
     for late in (files.push, files.close):
         with pytest.raises(TrainingError, match="taken over"):
             late()
-    held.release()
-    assert (folder / "metrics.jsonl").read_text() == "one\n" and not files.here.exists()
+    lease.release()
+    assert (run / "metrics.jsonl").read_text() == "one\n" and not files.here.exists()
 
 
-def test_leftover_growing_files_are_removed_after_their_process_ended(s3, monkeypatch):
+def test_leftover_growing_files_are_removed_after_their_process_ended(run, monkeypatch):
     monkeypatch.setattr(paths, "STALE_AFTER_S", -1.0)
-    files = LogUploader(to_path(s3.address) / "mine", print)
+    files = LogUploader(run, print)
     with temp_dir():  # sweeps
         assert files.here.exists() and files.here.name.startswith(paths.PREFIX)
     files.close()

@@ -1,0 +1,415 @@
+"""Scenarios on two and four gloo ranks, started once; test_ranks.py and test_strategies.py check the results."""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+
+from mmray.data.stream.order import SamplePlan
+from mmray.engine import memory_probe, precision
+from mmray.engine.checkpoint import state_io
+from mmray.engine.collectives import Group
+from mmray.engine.metrics.meters import reduce_over_ranks
+from mmray.engine.parallel import wrap
+from mmray.engine.parallel.transforms import compile_branches
+from mmray.engine.parallel.wrap import ParallelConfig
+from mmray.engine.precision import Precision, micro_seed
+from mmray.engine.prefetch import make_local_batch
+from mmray.engine.step import optimizer_step
+from mmray.errors import OutOfMemoryError
+from mmray.objectives.contrastive import Contrastive
+from mmray.objectives.sigmoid import Sigmoid
+from tests.engine import recipe_models, toy
+
+ROWS = 21  # the second of two ranks has one row of padding, the last of four has three rows
+INVALID = (2, 5, 6, 7)
+STEPS = 6
+LARGE_SCALE = 2.0**20
+KINDS = (
+    "sigmoid",
+    "0.5 * sigmoid",
+    "matching",
+    "language_modelling",
+    "region_text",
+    "contrastive + 0.5 * matching + 0.25 * classification + region_text",
+    "sigmoid + 0.5 * contrastive",
+)
+Train = Callable[[Group], torch.Tensor]
+
+
+def main_two(rank: int, folder: str) -> None:
+    """Entry point of one of two ranks: all scenarios in one process group."""
+    group = join_group(folder, "two", rank, 2)
+    results = {name: train(group) for name, (train, _) in TWO_RANKS.items()}
+    torch.save(results | {scenario.__name__: scenario(group) for scenario in SCENARIOS}, f"{folder}/rank-{rank}.pt")
+    # No barrier: the last scenario broke the group.
+    # Skip interpreter shutdown: gloo's threads may still release tensors of the last collective, which
+    # needs the GIL, and abort the process without it (seen in 1 of 20 runs on a busy machine).
+    os._exit(0)
+
+
+def main_four(rank: int, folder: str) -> None:
+    """Entry point of one of four ranks: all scenarios in one group, then one in a pair."""
+    group = join_group(folder, "four", rank, 4)
+    results: dict[str, Any] = {name: train(group) for name, (train, _) in FOUR_RANKS.items()}
+    results |= {"ring": ring(group), "sharded_bf16": sharded_bf16(group)}
+    group.barrier()
+    dist.destroy_process_group()
+    scenario = (oom_in_sharded_forward, oom_in_optimizer)[rank // 2]
+    results["oom"] = scenario(join_group(folder, scenario.__name__, rank % 2, 2))
+    torch.save(results, f"{folder}/rank-{rank}.pt")
+    os._exit(0)  # the groups of the pairs are broken
+
+
+def join_group(folder: str | Path, name: str, rank: int, world: int) -> Group:
+    faulthandler.enable()  # prints a traceback on a native crash
+    torch.set_num_threads(1)
+    store, timeout = f"file://{folder}/store-{name}", timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
+    return Group.current()
+
+
+def rows_of_rank(batch: dict[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
+    """The rank's consecutive rows, padded with invalid ones to the same number on each rank."""
+    share = -(-len(batch["valid"]) // group.world)
+    own_rows = {name: tensor[group.rank * share : (group.rank + 1) * share] for name, tensor in batch.items()}
+    missing = share - len(own_rows["valid"])
+    padded = {name: torch.cat([tensor, torch.zeros_like(batch[name][:missing])]) for name, tensor in own_rows.items()}
+    padded["attention_mask"][:, 0] = 1
+    return padded
+
+
+def train_toy(
+    group: Group,
+    micro: int = ROWS,
+    invalid: tuple[int, ...] = INVALID,
+    model: type[torch.nn.Module] = toy.Toy,
+    kind: str = "contrastive",
+    steps: int = STEPS,
+    rows: int = ROWS,
+    dropout: float = 0.0,
+    backend: str = "none",
+    **options: Any,
+) -> torch.Tensor:
+    """The weights after some steps; `backend`: of torch.compile, for the branches."""
+    module = model(dropout, kind=kind).double()
+    if kind in ("matching", "language_modelling"):
+        module.log_scale.requires_grad_(False)  # unused there, and DDP waits for each trainable weight
+    if backend != "none":
+        module = compile_branches(module, SimpleNamespace(compile=backend))
+    state = toy.train_state(module, group, **{"objective": toy.objective(kind, chunk=5)} | options)
+    for step in range(steps):
+        batch = make_local_batch(toy.cut(rows_of_rank(toy.rows(rows, step, invalid), group), micro))
+        optimizer_step(state, batch, lambda index, step=step: micro_seed(toy.SEED, step, group.rank, index))
+    return toy.flat(module)
+
+
+def variant(train: Train, **on_ranks: Any) -> tuple[Train, Train]:
+    """A run on ranks with these options, and in one process without them."""
+    return partial(train, **on_ranks), train
+
+
+def train_objective(kind: str) -> Train:
+    return partial(train_toy, kind=kind, invalid=(*INVALID, 11, 12, 13, 14))  # some ranks have no rows
+
+
+ROW_WISE: dict[str, Any] = {"objective": toy.Regression()}
+CLIPPED = partial(train_toy, model=toy.Branched, clip="branch", micro=4)
+LLAVA = partial(recipe_models.train_llava, micro=3, group_by_length=False, parallel="single")
+
+# Weights of two or four ranks, and those of one process that they must equal to 1e-9.
+TWO_RANKS: dict[str, tuple[Train, Train]] = {
+    "accumulated": variant(train_toy, micro=4),
+    "rank without rows": variant(partial(train_toy, invalid=tuple(range(11, ROWS))), micro=4),
+    "row-wise": variant(partial(train_toy, **ROW_WISE), micro=4),
+    **{kind: variant(train_objective(kind), micro=4) for kind in KINDS},
+    **{f"clipped per branch, {way}": variant(CLIPPED, layout=ParallelConfig(kind=way)) for way in ("ddp", "fsdp")},
+    **{
+        f"{kind}, {way}{', activation checkpointing' * checkpointing}": variant(
+            partial(recipe_models.train_kind, kind, parallel="single"), parallel=way, checkpointing=checkpointing
+        )
+        for kind in recipe_models.MODELS
+        for way in ("ddp", "fsdp")
+        for checkpointing in (False, True)
+        if not checkpointing or (kind, way) in (("fusion", "ddp"), ("generative", "fsdp"))
+    },
+    "llava sharded, checkpointed and bucketed": variant(
+        LLAVA, micro=2, group_by_length=True, parallel="fsdp", activation_checkpointing=("text",)
+    ),
+}
+FOUR_RANKS: dict[str, tuple[Train, Train]] = {
+    "accumulated": variant(train_toy, micro=4),
+    "row-wise": variant(partial(train_toy, **ROW_WISE), micro=4),
+    **{kind: variant(train_objective(kind), micro=4) for kind in ("0.5 * sigmoid", "language_modelling", KINDS[-2])},
+    **{
+        f"{kind}, sharded": variant(
+            partial(train_objective(kind), steps=4), micro=4, layout=ParallelConfig(kind="fsdp")
+        )
+        for kind in KINDS
+    },
+}
+
+
+def gradient_storages(group: Group) -> list[int]:
+    """Number of storages of the gradients at each training forward, in three steps."""
+    counts: list[int] = []
+
+    class Counting(toy.Toy):
+        def forward(self, batch):
+            if torch.is_grad_enabled():
+                grads = [weight.grad for weight in self.parameters() if weight.grad is not None]
+                counts.append(len({grad.untyped_storage().data_ptr() for grad in grads}))
+            return super().forward(batch)
+
+    train_toy(group, micro=4, model=Counting, steps=3, objective=toy.Regression())
+    return counts
+
+
+def common_precision(group: Group) -> list[str]:
+    """The result of `auto` if rank 1 has an older GPU than rank 0, and of an explicit setting."""
+    on_gpu = replace(group, device=torch.device("cuda", 0))
+    with patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0) if group.rank == 0 else (7, 0)):
+        own = precision.select_precision("auto", on_gpu.device).name
+        return [own, *(precision.common_precision(setting, on_gpu) for setting in ("auto", "bf16"))]
+
+
+def skipped_step(group: Group) -> dict[str, Any]:
+    """The loop with clipping per branch; the third step is not finite on the last rank."""
+    model, log = toy.NanAtSteps((3,) if group.rank == group.world - 1 else ()).double(), toy.Lines()
+    plan = SamplePlan(num_rows=33, global_rows=10, world=group.world, micro=2, seed=1, steps=8)
+    options = {"train": toy.train_settings(log_every=1), "optimizer": toy.optimizer_settings(clip_per="branch")}
+    outcome = toy.run(model, plan, group, callbacks=(model,), log=log, **options)
+    return {"skipped": outcome.skipped_steps, "weights": toy.flat(model), "norms": log.of("train/grad_norm_text")}
+
+
+def collectives(group: Group) -> dict[str, Any]:
+    """Each rank weights all rows by its own number, so a row's gradient is the sum of the weights."""
+    rows = torch.arange(6.0).reshape(3, 2) + 10 * group.rank
+    gathered = group.all_gather(rows)
+    names = ("time/step_s", "time/step_p95_s", "time/first_step_s", "memory/peak_gib", "host/memory_gib", "gpu/busy")
+    own = {name: float(1 + 2 * group.rank) for name in names}
+    return {
+        "gathered": gathered,
+        "gradient": group.reduce_scatter(torch.full_like(gathered, group.rank + 1.0)),
+        "uneven": group.all_gather_variable(torch.full((2 + group.rank,), group.rank)),
+        "broadcast": group.broadcast_object({"rank": group.rank}),
+        "shifted": group.ring_shift(torch.full((2,), group.rank)),
+        "reduced": reduce_over_ranks(group, [torch.tensor(1.0 + group.rank)], own),
+    }
+
+
+def stopped_loop(group: Group) -> dict[str, Any]:
+    """The loop; only the last rank requests a stop, at its seventh step."""
+    log, polls, model = toy.Lines(), iter(range(100)), toy.Toy().double()
+    plan = SamplePlan(num_rows=33, global_rows=10, world=group.world, micro=4 // group.world, seed=1, steps=12)
+    stop = lambda: group.rank == group.world - 1 and next(polls) == 6  # noqa: E731
+    outcome = toy.run(model, plan, group, log=log, stop=stop)
+    return {"end": (outcome.status, outcome.steps), "weights": toy.flat(model), "lines": list(log)}
+
+
+def overflow(group: Group) -> dict[str, Any]:
+    """The loop in fp16 with a loss scale so high that the first gradients overflow."""
+    scaler, model = torch.amp.GradScaler("cpu", init_scale=LARGE_SCALE), toy.Toy()
+    plan = SamplePlan(num_rows=33, global_rows=10, world=2, micro=2, seed=1, steps=20)
+    history = [toy.flat(model)]
+    callback = SimpleNamespace(on_step=lambda step, metrics: history.append(toy.flat(model)))
+    train = toy.train_settings(precision="fp16", max_nonfinite_steps=plan.steps)
+    with patch.object(Precision, "scaler", lambda _: scaler):
+        outcome = toy.run(model, plan, group, train=train, callbacks=(callback,))
+    unchanged = [torch.equal(before, after) for before, after in pairwise(history)]
+    state = {"skipped": outcome.skipped_steps, "scale": scaler.get_scale()}
+    return {"unchanged": unchanged, "weights": toy.flat(model), **state}
+
+
+OOM_OBJECTIVES = {"contrastive": Contrastive, "sigmoid": partial(Sigmoid, chunk=3), "row-wise": toy.Regression}
+OOM_SCENARIOS = [
+    *((point, "contrastive", 4) for point in toy.OOM_POINTS),
+    *((point, "sigmoid", 4) for point in ("embedding", "loss", "backward")),
+    ("backward", "row-wise", 4),
+    ("loss", "sigmoid", 8),  # a single micro-batch
+]
+OOM_PLAN = SamplePlan(num_rows=60, global_rows=16, world=2, micro=4, seed=1, steps=8)
+
+
+def run_with_oom(
+    group: Group, point: str, objective: str = "contrastive", micro: int = 4, **settings: Any
+) -> dict[str, Any]:
+    """A run in which only rank 1 runs out of memory once, at `point` of step 3."""
+    fault, log, notes = toy.MemoryFault(point if group.rank == 1 else "", at_step=3), toy.Lines(), []
+    model = toy.MemoryLimitedToy(fault, kind=objective).double()
+    options = {"objective": fault.add_to_loss(OOM_OBJECTIVES[objective]()), "train": toy.train_settings(**settings)}
+    options |= {"log": log, "callbacks": (fault,), "note": lambda text, label: notes.append(text)}
+    plan = replace(OOM_PLAN, world=group.world, micro=micro)
+    toy.run(model, plan, group, **options)
+    return {"weights": toy.flat(model), "micro": log.of("batch/micro"), "notes": notes}
+
+
+def oom_error(group: Group, point: str, **options: Any) -> dict[str, Any]:
+    """The error that ends a run with OOM on rank 1: its own, or that of a broken collective."""
+    try:
+        run_with_oom(group, point, **options)
+    except OutOfMemoryError as error:
+        return {"error": str(error), "micro": error.micro}
+    except RuntimeError as error:
+        return {"error": f"a broken collective: {error}", "micro": -1}
+    return {"error": "no error", "micro": -1}
+
+
+def recovered_oom(group: Group) -> list[dict[str, Any]]:
+    return [run_with_oom(group, *scenario) for scenario in OOM_SCENARIOS]
+
+
+def oom_with_one_row(group: Group) -> dict[str, Any]:
+    return oom_error(group, "forward", micro=1)
+
+
+def common_micro(group: Group) -> list[int]:
+    """The probed micro-batch if fewer rows fit on rank 1 than on rank 0, and if all rows fit."""
+    results = []
+    for limits in ((6, 3), (99, 99)):
+        model = toy.MemoryLimitedToy(toy.MemoryFault(max_rows=limits[group.rank]))
+        state = replace(toy.train_state(model), group=group)
+        results.append(memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), share=12, micro=None).micro)
+    return results
+
+
+def oom_in_synchronizing_backward(group: Group) -> dict[str, Any]:
+    """Rank 0 waits there. The last scenario of all."""
+    return oom_error(group, "synchronising backward")
+
+
+def ring(group: Group) -> dict[str, Any]:
+    """Numbers of images and texts that the pairwise loss sees at once, and of gathered rows."""
+    calls, gathers, objective = [], [], toy.objective("0.5 * sigmoid")
+    sigmoid = objective.objective_parts.global_loss._terms[0].objective
+    objective.objective_parts.global_loss.chunk = 3
+    original, all_gather = sigmoid.pairwise_loss, Group.all_gather
+    sigmoid.pairwise_loss = lambda *args: (calls.append((len(args[1]), len(args[3]))), original(*args))[1]
+    with patch.object(Group, "all_gather", lambda self, rows: (gathers.append(len(rows)), all_gather(self, rows))[1]):
+        train_toy(group, 4, kind="sigmoid", steps=1, objective=objective)
+    images, texts = zip(*calls, strict=True)
+    return {"images": max(images), "texts": max(texts), "calls": len(calls), "gathers": gathers}
+
+
+def sharded_bf16(group: Group) -> dict[str, list[float]]:
+    """Losses of a sharded run that gathers weights in bf16, and of one in float32."""
+    losses = {}
+    plan = SamplePlan(num_rows=12, global_rows=12, world=group.world, micro=3, seed=1, steps=6)
+    for number in ("fp32", "bf16"):
+        log, train = toy.Lines(), toy.train_settings(parallel="fsdp", precision=number, log_every=1)
+        toy.run(toy.Branched(kind="sigmoid"), plan, group, objective=Sigmoid(), log=log, train=train)
+        losses[number] = log.of("train/loss")
+    return losses
+
+
+def oom_in_sharded_forward(group: Group) -> dict[str, Any]:
+    """Rank 1 runs out of memory in a forward that gathers weights, where rank 0 waits."""
+    return oom_error(group, "last forward", parallel="fsdp")
+
+
+def oom_in_optimizer(group: Group) -> dict[str, Any]:
+    """Rank 1 runs out of memory in the optimizer at its third step; rank 0 is a step ahead."""
+    steps = iter(range(100))
+
+    def fail(*_: Any) -> None:
+        if group.rank == 1 and next(steps) == 2:
+            raise torch.OutOfMemoryError("allocation failed in the optimizer")
+
+    register_optimizer_step_pre_hook(fail)
+    return oom_error(group, "")
+
+
+SMALL_BUCKETS = "ddp, small buckets"
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"{way}, {kind}": (kind, {"parallel": way}) for way in ("ddp", "fsdp") for kind in OOM_OBJECTIVES},
+    SMALL_BUCKETS: ("contrastive", {}),
+    "bf16 gradients": ("contrastive", {"grad_compression": "bf16"}),
+    "fp16 gradients": ("sigmoid", {"grad_compression": "fp16"}),
+}
+
+
+def train_strategy(
+    group: Group, objective: str, first: dict[str, Any] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Eight steps under a strategy (the last six, from `first`): weights, losses, and the state after the second."""
+    log, states, model = toy.Lines(), {}, toy.Branched(kind=objective).double()
+    plan = SamplePlan(num_rows=30, global_rows=12, world=group.world, micro=3, seed=1, steps=8)
+
+    def evaluate(step: int, _: Any) -> dict[str, float]:
+        """Each rank forwards only as often as its own rows need: no rank may wait for another."""
+        for _ in range(1 + group.rank):
+            model(toy.rows(2, 0))
+        return {"scored": 1.0}
+
+    def save(step: int, state: dict[str, Any], metrics: dict[str, Any], last: bool) -> None:
+        states[step] = copy.deepcopy(tree_map_only(torch.Tensor, toy.whole, state))
+
+    train = toy.train_settings(**{"log_every": 1, "checkpoint_every": 2} | settings)
+    options = {"objective": OOM_OBJECTIVES[objective](), "train": train, "log": log, "save": save}
+    options |= {"evaluate": evaluate, "evaluate_every": 3, "devices": (group.device, group.device)}
+    stored = first and partial(state_io.load, state_io.save(Path(tempfile.mkdtemp()), 2, first, {}))
+    toy.run(model, plan, group, stored, 2 if first else 0, **options)
+    weights = torch.cat([tensor.flatten() for tensor in states[8]["model"].values()])
+    return {"weights": weights, "losses": log.of("train/loss"), "state": states.get(2)}
+
+
+def strategies(group: Group) -> dict[str, Any]:
+    """Each strategy, and a replicated checkpoint that resumes sharded and the reverse."""
+    results = {}
+    for name, (objective, settings) in STRATEGIES.items():
+        with patch.object(wrap, "BUCKET_MB", 0.001 if name == SMALL_BUCKETS else wrap.BUCKET_MB):
+            results[name] = train_strategy(group, objective, **settings)
+    for before, after in (("ddp", "fsdp"), ("fsdp", "ddp")):
+        state = results[f"{before}, contrastive"]["state"]
+        results[f"{before} to {after}"] = train_strategy(group, "contrastive", state, parallel=after)
+    return results
+
+
+COMPILED = {"ddp": {}, "ddp, row-wise": ROW_WISE, "fsdp": {}}
+
+
+def compiled(group: Group) -> dict[str, Any]:
+    """Weights with compiled and eager branches and dropout, and the number of graphs."""
+    results = {}
+    for name, options in COMPILED.items():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        train = partial(train_toy, group, 3, (), toy.Branched, rows=12, dropout=0.3, **options)  # all of one shape
+        train = partial(train, layout=ParallelConfig(kind=name.split(",")[0]))
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # otherwise it would fall back to eager code
+            weights = train(backend="aot_eager")
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        results[name] = {"weights": weights, "graphs": graphs, "eager": train(), "start": train(steps=0)}
+    return results
+
+
+SCENARIOS = (
+    collectives,
+    gradient_storages,
+    common_precision,
+    skipped_step,
+    stopped_loop,
+    overflow,
+    recovered_oom,
+    oom_with_one_row,
+    common_micro,
+    strategies,
+    compiled,
+    oom_in_synchronizing_backward,
+)

@@ -1,0 +1,150 @@
+"""Two and four ranks take the steps of one rank, and errors on one of them are handled on all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import islice
+
+import pytest
+import torch
+
+from mmray.data.stream.order import SamplePlan
+from mmray.engine import prefetch
+from mmray.engine.collectives import Group
+from mmray.train.recovery import COLLECTIVE_ERRORS
+from tests.engine import ranks, toy
+
+
+@pytest.mark.parametrize(
+    ("fixture", "name"), [*(("two", name) for name in ranks.TWO_RANKS), *(("four", name) for name in ranks.FOUR_RANKS)]
+)
+def test_ranks_equal_one_process(request, fixture, name):
+    _, train = (ranks.TWO_RANKS if fixture == "two" else ranks.FOUR_RANKS)[name]
+    expected, start = train(Group()), train(Group(), steps=0)
+    for result in request.getfixturevalue(fixture):
+        toy.assert_equal_weights(result[name], expected, start)
+
+
+def test_weighted_sigmoid_takes_texts_of_one_rank_in_chunks(four):
+    for result in four:
+        ring = result["ring"]
+        assert (ring["texts"], ring["gathers"]) == (3, []) and ring["images"] <= 6
+        assert ring["calls"] == 2 * 4  # chunks of a rank's 6 rows, times ranks
+
+
+def test_sharded_bf16_losses_are_close_to_float32(four):
+    for result in four:
+        plain, half = result["sharded_bf16"]["fp32"], result["sharded_bf16"]["bf16"]
+        assert half == pytest.approx(plain, rel=0.03) and half != pytest.approx(plain, rel=1e-6)
+        assert plain[-1] < 0.95 * plain[0]
+
+
+def test_collectives_keep_rank_order_and_return_gradients(two):
+    first = torch.arange(6.0).reshape(3, 2)
+    maxima = ("time/step_p95_s", "time/first_step_s", "memory/peak_gib", "host/memory_gib")
+    for rank, result in enumerate(two):
+        scenario = result["collectives"]
+        torch.testing.assert_close(scenario["gathered"], torch.cat([first, first + 10]))
+        torch.testing.assert_close(scenario["gradient"], torch.full((3, 2), 3.0))
+        assert scenario["uneven"].tolist() == [0, 0, 1, 1, 1]
+        assert scenario["broadcast"] == {"rank": 0}
+        assert scenario["shifted"].tolist() == [1 - rank] * 2
+        sums, own = scenario["reduced"]
+        assert sums == [3.0]
+        assert own == dict.fromkeys(maxima, 3.0) | {"time/step_s": 2.0, "gpu/busy": 2.0}
+
+
+def test_gradients_are_views_of_ddp_buckets(two):
+    """From the first forward on; separate gradients would double their memory."""
+    assert [result["gradient_storages"] for result in two] == [[1] * 9] * 2  # three micro-batches in three steps
+
+
+def test_ranks_agree_on_a_format_that_all_gpus_support(two):
+    assert [result["common_precision"] for result in two] == [["bf16", "fp16", "bf16"], ["fp16", "fp16", "bf16"]]
+
+
+def test_ranks_agree_on_largest_micro_batch_that_fits_all(two):
+    assert [result["common_micro"] for result in two] == [[3, 12]] * 2
+
+
+def test_non_finite_step_on_one_rank_is_skipped_on_both(two):
+    expected = ranks.skipped_step(Group())
+    assert expected["skipped"] == 1 and [math.isnan(norm) for norm in expected["norms"]].index(True) == 2
+    for result in two:
+        result = result["skipped_step"]
+        assert result["skipped"] == 1
+        toy.assert_equal_weights(result["weights"], expected["weights"])
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-9, nan_ok=True)
+
+
+def test_fp16_overflow_is_skipped_on_both_ranks_and_halves_the_scale(two):
+    one, other = (result["overflow"] for result in two)
+    assert one["unchanged"] == other["unchanged"] and torch.equal(one["weights"], other["weights"])
+    skipped = one["unchanged"].count(True)
+    assert one["unchanged"][:3] == [True] * 3 and 3 <= skipped < 10  # steps that are not skipped update weights
+    for result in (one, other):
+        assert (result["skipped"], result["scale"]) == (skipped, ranks.LARGE_SCALE / 2**skipped)
+
+
+def test_loop_on_two_ranks_takes_steps_of_one_rank(two):
+    """Same rows, losses and weights; both ranks stop after the step at which one requested it."""
+    expected, lines = ranks.stopped_loop(Group()), two[0]["stopped_loop"]["lines"]
+    for result in two:
+        assert result["stopped_loop"]["end"] == expected["end"] == ("stopped", 7)
+        toy.assert_equal_weights(result["stopped_loop"]["weights"], expected["weights"])
+    for key in ("step", "epoch", "rows_start", "rows_stop", "rows_sha"):
+        assert [line[key] for line in lines] == [line[key] for line in expected["lines"]]
+    for key in ("train/loss", "train/loss_image_to_text", "train/grad_norm", "train/logit_scale", "train/lr"):
+        assert [line[key] for line in lines] == pytest.approx([line[key] for line in expected["lines"]], abs=1e-9)
+    plan = SamplePlan(num_rows=33, global_rows=10, world=2, micro=2, seed=1, steps=12)
+    steps = [step for rank in range(2) for step in islice(toy.steps_of(plan, rank), lines[0]["step"])]
+    batches = [prefetch.make_local_batch(micro_batches) for micro_batches in steps]
+    padding = 1 - sum(batch.tokens for batch in batches) / sum(batch.padded_tokens for batch in batches)
+    assert 0.1 < padding < 0.9 and lines[0]["batch/padding"] == pytest.approx(padding)  # of the positions of all ranks
+
+
+@cache
+def run_without_oom(objective, micro):
+    return ranks.run_with_oom(Group(), "", objective, micro)
+
+
+@pytest.mark.parametrize("index", range(len(ranks.OOM_SCENARIOS)), ids=map(str, ranks.OOM_SCENARIOS))
+def test_oom_on_one_rank_retries_the_step_with_smaller_micro_batches(two, index):
+    """Results are equal wherever in the step it happened; the ranks vote, and the log names the rows."""
+    point, objective, micro = ranks.OOM_SCENARIOS[index]
+    expected = run_without_oom(objective, micro)
+    assert expected["micro"] == [micro] * 4
+    plan = replace(ranks.OOM_PLAN, micro=micro)
+    positions = plan.positions(2, 1)
+    names = ", ".join(f"row {row}" for row in plan.rows_at(positions[positions >= 0])[:4])
+    for result in two:
+        result = result["recovered_oom"][index]
+        toy.assert_equal_weights(result["weights"], expected["weights"])
+        assert result["micro"] == [micro, *[micro // 2] * 3]  # lines of steps 2, 4, 6 and 8
+        (note,) = result["notes"]
+        assert f"out of memory at step 3 with micro-batches of {micro} rows (rank 1, with {names} and 4 more" in note
+        assert f"allocation failed at {point})" in note
+        assert note.endswith(f"retrying the same rows with {micro // 2} at a time")
+
+
+def test_oom_with_one_row_is_an_error_on_each_rank(two):
+    for result in two:
+        error, micro = (result["oom_with_one_row"][name] for name in ("error", "micro"))
+        assert micro == 0 and "--model.inputs.image-side" in error
+        assert error.startswith("out of memory at step 3 with micro-batches of 1 rows (rank 1, with row")
+
+
+@pytest.mark.parametrize("scenario", ["synchronising backward", "last forward", "in the optimizer"])
+def test_oom_inside_a_collective_reports_the_smaller_micro_batch(request, scenario):
+    """The collective of the other rank breaks, which is handled as a lost worker."""
+    if scenario == "synchronising backward":
+        other, own = (result["oom_in_synchronizing_backward"] for result in request.getfixturevalue("two"))
+    else:
+        first = 0 if scenario == "last forward" else 2
+        other, own = (result["oom"] for result in request.getfixturevalue("four")[first : first + 2])
+    assert own["micro"] == 2 and scenario in own["error"]
+    assert own["error"].startswith("out of memory at step 3 with micro-batches of 4 rows (rank 1, with row")
+    assert other["error"].startswith("a broken collective")
+    assert COLLECTIVE_ERRORS.search(other["error"]), other["error"]
