@@ -31,26 +31,27 @@ def empty_box_columns(num_rows: int, max_boxes: int) -> dict[str, np.ndarray]:
 
 
 def transform_boxes(
-    boxes: list[list[float]],
-    labels: list[int],
+    boxes: list[list[float]] | None,
+    labels: list[int] | None,
     size: tuple[int, int],
     inputs: Inputs,
     augment: Augment | None = None,
     random: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the visible boxes of a row on the model's square, the largest `inputs.max_boxes` of them.
+) -> dict[str, np.ndarray]:
+    """Return the columns of one row: its visible boxes on the model's square, the largest `inputs.max_boxes` of them.
 
-    The boxes are float32 [max_boxes, 4], their labels int64 [max_boxes] padded with UNLABELED; then their number.
+    boxes float32 [max_boxes, 4], box_labels int64 [max_boxes], num_boxes; no columns if `max_boxes` is 0.
     """
-    moved, visible = clip_boxes(
-        to_model_coords(np.array(boxes, np.float64).reshape(-1, 4), size, inputs, augment, random)
-    )
+    columns = {name: column[0] for name, column in empty_box_columns(1, inputs.max_boxes).items()}
+    if not columns or not boxes:
+        return columns
+    moved, visible = clip_boxes(to_model_coords(np.array(boxes, np.float64), size, inputs, augment, random))
     keep = np.flatnonzero(visible)
     keep = np.sort(keep[np.argsort(-_area(moved[keep]), kind="stable")[: inputs.max_boxes]])
-    out = empty_box_columns(1, inputs.max_boxes)
-    out["boxes"][0, : len(keep)] = moved[keep]
-    out["box_labels"][0, : len(keep)] = np.array(labels or [UNLABELED] * len(moved), np.int64)[keep]
-    return out["boxes"][0], out["box_labels"][0], len(keep)
+    columns["boxes"][: len(keep)] = moved[keep]
+    if labels:
+        columns["box_labels"][: len(keep)] = np.array(labels)[keep]
+    return columns | {"num_boxes": np.int32(len(keep))}
 
 
 def to_model_coords(

@@ -128,8 +128,7 @@ class RowReader:
         pixels = transform(rgb, self.inputs, self.augment, random)
         if has_boxes:
             size, args = (rgb.shape[1], rgb.shape[0]), (self.inputs, self.augment, random)
-            moved, labels, count = boxes.transform_boxes(row.boxes or [], row.box_labels or [], size, *args)
-            return pixels, {"boxes": moved, "box_labels": labels, "num_boxes": np.array(count)}
+            return pixels, boxes.transform_boxes(row.boxes, row.box_labels, size, *args)
         if self.cache is not None:
             self.cache[row_id] = pixels
         return pixels, {}

@@ -89,12 +89,13 @@ def test_boxes_outside_the_crop_are_dropped():
 
 def test_largest_boxes_are_kept_in_order():
     boxes = [[0, 0, side, side] for side in (0.3, 0.1, 0.9, 0.5)]
-    found, labels, count = transform_boxes(boxes, [7, 8, 9, 10], (9, 9), inputs(max_boxes=3))
-    assert labels.tolist() == [7, 9, 10] and count == 3 and np.allclose(found[:, 2], [0.3, 0.9, 0.5])
-    found, labels, count = transform_boxes(boxes[:1], [7], (9, 9), inputs(max_boxes=3))
-    assert labels.tolist() == [7, UNLABELED, UNLABELED] and count == 1 and not found[1:].any()
-    assert transform_boxes([], [], (9, 9), inputs())[2] == 0
-    assert transform_boxes([[0, 0, 1, 1]], [], (9, 9), inputs())[1].tolist() == [UNLABELED] * 4
+    found = transform_boxes(boxes, [7, 8, 9, 10], (9, 9), inputs(max_boxes=3))
+    assert found["box_labels"].tolist() == [7, 9, 10] and np.allclose(found["boxes"][:, 2], [0.3, 0.9, 0.5])
+    found = transform_boxes(boxes[:1], [7], (9, 9), inputs(max_boxes=3))
+    assert found["box_labels"].tolist() == [7, UNLABELED, UNLABELED] and not found["boxes"][1:].any()
+    assert [transform_boxes(part, None, (9, 9), inputs())["num_boxes"] for part in (None, [], boxes)] == [0, 0, 4]
+    assert transform_boxes(boxes, None, (9, 9), inputs())["box_labels"].tolist() == [UNLABELED] * 4
+    assert transform_boxes(boxes, None, (9, 9), inputs(max_boxes=0)) == {}
 
 
 def boxed(number, count):
