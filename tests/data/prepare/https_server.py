@@ -24,8 +24,8 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def __init__(self, folder, image):
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.image, self.asked, self.now, self.most = image, Counter(), 0, 0
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.image, self.requests, self.active, self.max_active = image, Counter(), 0, 0
         self.lock, self.stopping = threading.Lock(), threading.Event()
         self.trusted = ssl.create_default_context(cafile=write_certificate(folder))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -49,21 +49,21 @@ class Server(ThreadingHTTPServer):
         """Ignore disconnected clients: the tests cause them."""
 
 
-class Answers(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     """/N: an image; /slow/N: the same after 0.2 s; /to?at=ADDRESS: a redirect; /busy/M/N: refused M times; /404 etc."""
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
         with self.server.lock:
-            self.server.asked[self.path] += 1
-            self.server.now += 1
-            self.server.most = max(self.server.most, self.server.now)
+            self.server.requests[self.path] += 1
+            self.server.active += 1
+            self.server.max_active = max(self.server.max_active, self.server.active)
         try:
             self._answer(*urlsplit(self.path).path.strip("/").split("/"))
         finally:
             with self.server.lock:
-                self.server.now -= 1
+                self.server.active -= 1
 
     def _answer(self, kind, *rest):
         if kind == "slow":
@@ -72,7 +72,7 @@ class Answers(BaseHTTPRequestHandler):
         elif kind == "to":
             self._send(302, b"", Location=parse_qs(urlsplit(self.path).query, encoding="latin-1")["at"][0])
         elif kind == "busy":
-            busy = self.server.asked[self.path] <= int(rest[0])
+            busy = self.server.requests[self.path] <= int(rest[0])
             self._send(503 if busy else 200, b"" if busy else self.server.image(int(rest[1])))
         elif kind == "endless":  # no Content-Length
             self._send(200, None)

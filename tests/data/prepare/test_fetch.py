@@ -99,11 +99,10 @@ def test_invalid_host_names_are_refused(name):
         ("http://a.b/x", "only https"), ("https://me:pass@a.b/x", "login"), ("https://a.b@evil.org/x", "login"),
         ("https://a.b\\@evil.org/x", "login"), ("https://127.0.0.1/x", "numeric"), ("https://[::1]/x", "numeric"),
         ("https://2130706433/", "numeric"), ("https://0x7f000001/", "numeric"), ("https:///x", "numeric"),
-        ("https://a.b:8443/x", "--allow-urls a.b:8443"), ("https://c.d/x", "--allow-urls c.d"), ("https://a.b./x",
-        "numeric"),
-        ("https://evil.org/https://a.b/", "prepare.allow_urls"), ("https://a.b.evil.org/",
-        "--allow-urls a.b.evil.org"),
-        ("https://a.b\tx/", "numeric"), ("ftp://a.b/", "only https"), ("//a.b/", "only https"),
+        ("https://a.b:8443/x", "--allow-urls a.b:8443"), ("https://c.d/x", "--allow-urls c.d"),
+        ("https://a.b./x", "numeric"), ("https://evil.org/https://a.b/", "prepare.allow_urls"),
+        ("https://a.b.evil.org/", "--allow-urls a.b.evil.org"), ("https://a.b\tx/", "numeric"),
+        ("ftp://a.b/", "only https"), ("//a.b/", "only https"),
     ],
 )  # fmt: skip
 def test_rejection_reason_of_urls(address, why):
@@ -131,7 +130,7 @@ def test_redirects_stay_on_allowed_hosts(server, fetching):
 
     with fetching((f"allowed.test:{server.port}", f"other.test:{server.port}")) as fetcher:
         assert fetcher.fetch(server.address("1?sig=a%2Fb")).result() == colour_image(1)
-        assert server.asked["/1?sig=a%2Fb"] == 1, "the query goes out as it was signed"
+        assert server.requests["/1?sig=a%2Fb"] == 1, "the query goes out as it was signed"
         assert fetcher.fetch(to(server.address("2", "other.test"))).result() == colour_image(2)
         assert fetcher.fetch(to("/3")).result() == colour_image(3)
     with fetching() as fetcher:
@@ -146,7 +145,7 @@ def test_redirects_stay_on_allowed_hosts(server, fetching):
             kind, detail = fault(fetcher, to(address))
             assert (kind, message in detail, "hush" in detail) == ("read redirect", True, False), detail
         fault(fetcher, server.address("to?at=https://allowed.test/%FF"))[1].encode()  # a lone surrogate can be printed
-        assert not any(path.startswith("/4") for path in server.asked)
+        assert not any(path.startswith("/4") for path in server.requests)
         assert fault(fetcher, to(to(to(to(to(to("/5")))))))[1].endswith("more than 5 redirects")
 
 
@@ -156,14 +155,14 @@ def test_name_that_resolves_to_private_address_is_refused(server, fetching, addr
         kind, detail = fault(fetcher, server.address("6?hush", "inner.test"))
     assert kind == "read private-address"
     assert "inner.test is at" in detail and "hush" not in detail
-    assert not server.asked["/6?hush"]
+    assert not server.requests["/6?hush"]
 
 
 def test_localhost_is_refused(server):
     with Fetcher((f"localhost:{server.port}",), LIMITS, server.trusted) as fetcher:
         futures = [fetcher.fetch(server.address("7", "localhost")) for _ in range(9)]
         assert {future.exception().reason for future in futures} == {"private-address"}
-    assert not server.asked["/7"]
+    assert not server.requests["/7"]
 
 
 def test_public_address_is_chosen_among_several(server, fetching):
@@ -176,22 +175,21 @@ def test_size_and_time_are_limited(server, fetching):
     with fetching(limits=FetchLimits(num_bytes=300_000, seconds=0.6, pause_s=0.01)) as fetcher:
         for path in ("large", "endless"):
             assert fault(fetcher, server.address(path))[0] == "read too-large"
-        began = time.monotonic()
+        start_s = time.monotonic()
         kind, detail = fault(fetcher, server.address("drip"))
         assert (kind, "not complete within 0.6 s" in detail) == ("read unreadable", True)
-        assert 0.5 < time.monotonic() - began < 3
+        assert 0.5 < time.monotonic() - start_s < 3
 
 
 def test_transient_failures_are_retried(server, fetching):
     with fetching((f"allowed.test:{server.port}", "nowhere.test")) as fetcher:
         assert fetcher.fetch(server.address("busy/2/9")).result() == colour_image(9)
         for path, kind, tries in (
-            ("busy/99/9", "unreadable", 3), ("429", "unreadable", 3), ("cut", "unreadable", 3), ("404",
-            "missing-image", 1),
-            ("403", "missing-image", 1), ("later", "unreadable", 1), ("418", "refused", 1),
+            ("busy/99/9", "unreadable", 3), ("429", "unreadable", 3), ("cut", "unreadable", 3),
+            ("404", "missing-image", 1), ("403", "missing-image", 1), ("later", "unreadable", 1), ("418", "refused", 1),
         ):  # fmt: skip
             assert fault(fetcher, server.address(path))[0] == f"read {kind}"
-            assert server.asked[f"/{path}"] == tries
+            assert server.requests[f"/{path}"] == tries
         assert fault(fetcher, "https://nowhere.test/x")[0] == "read unreadable"
 
 
@@ -202,7 +200,7 @@ def test_untrusted_certificate_is_refused(server, fetching):
 
 
 def test_downloads_overlap_and_rows_keep_their_order(server, fetching):
-    server.most, began = 0, time.monotonic()
+    server.max_active, start_s = 0, time.monotonic()
     rows = [{"id": n, "image": server.address(f"slow/{n}"), "text": "x"} for n in range(40)]
     items = [SourceItem(n, f"made:{n}", row) for n, row in enumerate(rows)]
     items[5], items[7] = SourceItem(5, "made:5", {"text": "x"}), SourceItem(7, "made:7", BadRow("parse", "json", "x"))
@@ -222,18 +220,18 @@ def test_downloads_overlap_and_rows_keep_their_order(server, fetching):
             elif number != 9:
                 assert raw.image.data == colour_image(number)
     assert number == 39
-    assert time.monotonic() - began < 0.6 * 40 * 0.2
-    assert 4 < server.most <= LIMITS.connections
+    assert time.monotonic() - start_s < 0.6 * 40 * 0.2
+    assert 4 < server.max_active <= LIMITS.connections
     assert most <= PREFETCH_ROWS + 1
 
 
 def test_closing_a_fetcher_cancels_requests(server, fetching):
     threads = threading.active_count()
-    began = time.monotonic()
+    start_s = time.monotonic()
     with fetching() as fetcher:
-        coming = [fetcher.fetch(server.address(f"slow/{n}")) for n in range(40)]
-    assert all(one.done() for one in coming)
-    assert time.monotonic() - began < 1.5
+        futures = [fetcher.fetch(server.address(f"slow/{n}")) for n in range(40)]
+    assert all(future.done() for future in futures)
+    assert time.monotonic() - start_s < 1.5
     assert not fetcher._thread.is_alive()
     assert threading.active_count() <= threads + LIMITS.connections, "the server's own may still sleep"
 
@@ -272,9 +270,9 @@ def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch):
     for file in out.rglob("*"):
         assert not file.is_file() or b"hush" not in file.read_bytes(), file
 
-    asked = server.asked.total()
-    assert [aside.picture for aside in quarantine_of(tmp_path, str(out)).shown] == [None] * 4
-    assert server.asked.total() == asked, "a report fetches nothing"
+    num_requests = server.requests.total()
+    assert [entry.picture for entry in quarantine_of(tmp_path, str(out)).shown] == [None] * 4
+    assert server.requests.total() == num_requests, "a report fetches nothing"
     manifest = prepare(str(source), str(out), settings)  # the refused requests are retried
     assert (manifest.num_rows, packed) == (4, [0, 0])
     prepare(str(source), str(out), settings)
@@ -282,7 +280,7 @@ def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch):
     again = settings.model_copy(update={"index_only": True})
     with pytest.raises(DataError, match=r"6 no-reference, .* a URL: prepare without --index-only"):
         prepare(str(source), str(tmp_path / "index"), again)
-    assert len(packed) == 3 and server.asked.total() == asked + 6
+    assert len(packed) == 3 and server.requests.total() == num_requests + 6
     with pytest.raises(DataError, match=r"7 path, .* \(--allow-urls names the hosts"):
         prepare(str(source), str(out), settings.model_copy(update={"allow_urls": ()}))
     assert len(packed) == 4, "other hosts: packed again"

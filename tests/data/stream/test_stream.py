@@ -133,23 +133,15 @@ def test_changing_worker_groups_take_same_rows(
     assert not ray.data.DataContext.get_current().execution_options.preserve_order  # of these streams only
 
 
-def test_blocks_have_equal_size_and_cover_all_steps():
-    plan = SamplePlan(117, 16, 3, 4, 0, steps=29)
-    blocks = Blocks(plan, 4, 7)
-    sizes = [len(blocks.positions(block)) for block in range(blocks.count)]
-    assert all(len(set(sizes[group : group + 3])) == 1 for group in range(0, blocks.count, 3))
-    seen = np.concatenate([blocks.positions(block) for block in range(blocks.count)])
-    assert sorted(seen[seen != PADDING]) == list(range(plan.rows_start(4), plan.rows_stop(28)))
-
-
-def test_parts_of_a_step_have_equal_size_and_order():
-    plan = SamplePlan(117, 36, 2, 5, 0, steps=9)
-    blocks = Blocks(plan, 3, 1, parts=3)
-    of_ranks = [[blocks.positions(block) for block in range(rank, blocks.count, 2)] for rank in (0, 1)]
-    assert {len(positions) for positions in of_ranks[0] + of_ranks[1]} == {6}
-    for rank, positions in enumerate(of_ranks):
-        whole = np.concatenate([plan.positions(step, rank) for step in range(3, 9)])
-        assert np.concatenate(positions).tolist() == whole.tolist()
+@pytest.mark.parametrize(("global_rows", "world", "shape"), [(16, 3, (7, 1)), (36, 2, (1, 3)), (16, 3, (1, 1))])
+def test_blocks_of_all_ranks_have_equal_size_and_cover_the_steps_in_order(global_rows, world, shape):
+    plan = SamplePlan(117, global_rows, world, 4, 0, steps=29)
+    blocks = Blocks(plan, 4, *shape)
+    by_rank = [[blocks.positions(block) for block in range(rank, blocks.count, world)] for rank in range(world)]
+    assert all(len({len(positions) for positions in group}) == 1 for group in zip(*by_rank, strict=True))
+    for rank, positions in enumerate(by_rank):
+        steps = np.concatenate([plan.positions(step, rank) for step in range(4, plan.steps)])
+        assert np.concatenate(positions).tolist() == steps.tolist()
 
 
 def test_block_shape_depends_on_row_bytes():
