@@ -28,18 +28,14 @@ def own(monkeypatch):
     monkeypatch.setitem(sys.modules, "own_objectives", module)
 
 
-def test_built_in_objectives_are_built_by_name():
-    assert isinstance(objectives.build(kind("contrastive")), Contrastive)
-
-
 def test_sum_splits_into_global_and_local_loss(own):
     combined = objectives.build(kind("contrastive + 0.5*matching + 1e-1 * own_objectives:Mine"))
     assert combined.gathered_outputs == Contrastive.gathered_outputs
     assert combined.scalar_outputs == ("logit_scale",)
-    found = split_objective(combined)
-    assert found.local_loss.score_outputs == Contrastive.gathered_outputs
-    assert found.mining is found.local_loss
-    assert found.global_loss.count({"valid": torch.ones(3)}).tolist() == [3, 3]
+    parts = split_objective(combined)
+    assert parts.local_loss.score_outputs == Contrastive.gathered_outputs
+    assert parts.mining is parts.local_loss
+    assert parts.global_loss.count({"valid": torch.ones(3)}).tolist() == [3, 3]
     assert split_objective(objectives.build(kind("classification"))).global_loss is None
     assert isinstance(split_objective(objectives.build(kind("contrastive + classification"))).global_loss, Contrastive)
 
@@ -52,12 +48,9 @@ def test_invalid_sum_raises(name):
         objectives.build(kind(name))
 
 
-def test_settings_are_passed_to_the_objective():
+def test_settings_are_passed_to_the_objective(own):
     assert objectives.build(kind("sigmoid")).chunk == CHUNK
     assert objectives.build(kind("classification")).label_smoothing == 0.1
-
-
-def test_custom_class_gets_the_section(own):
     section = kind("own_objectives:Mine")
     assert objectives.build(section).section is section
 
