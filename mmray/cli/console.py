@@ -87,19 +87,6 @@ class Terminal:
             self.console.print(f"{word} {done:,.0f}/{total:,.0f}  {figures}")
 
 
-def training_figures(metrics: dict[str, Any], seconds_left: float | None) -> str:
-    """Format the measured metrics of a step."""
-    wait = metrics.get("time/data_wait_share")
-    parts = [
-        f"loss {metrics['train/loss']:.3f}",
-        f"{metrics['throughput/samples_per_s']:,.0f} samples/s" if "throughput/samples_per_s" in metrics else "",
-        f"data wait {wait:.0%}" if wait is not None else "",
-        f"peak {metrics['memory/peak_gib']:.2f} GiB" if "memory/peak_gib" in metrics else "",
-        f"{seconds_left:.0f} s left" if seconds_left is not None else "",
-    ]
-    return "  ".join(part for part in parts if part)
-
-
 def language_note(metrics: dict[str, Any]) -> str:
     """Format the metrics of a generative model."""
     answers = f"; BLEU-4 {metrics['bleu_4']:.3f}, CIDEr {metrics['cider']:.3f}" if "cider" in metrics else ""
@@ -168,7 +155,15 @@ class Reporter:
             scores = {name.removeprefix("evaluate/"): value for name, value in metrics.items()}
             self.log(f"step {metrics['step']:,}: {language_note(scores)}", "evaluation")
         left_s = self._seconds_left(metrics["step"], total_steps)
-        self.terminal.update(metrics["step"], total_steps, training_figures(metrics, left_s), "step")
+        formats = {
+            "train/loss": "loss {:.3f}",
+            "throughput/samples_per_s": "{:,.0f} samples/s",
+            "time/data_wait_share": "data wait {:.0%}",
+            "memory/peak_gib": "peak {:.2f} GiB",
+        }
+        parts = [form.format(metrics[name]) for name, form in formats.items() if metrics.get(name) is not None]
+        parts += [] if left_s is None else [f"{left_s:.0f} s left"]
+        self.terminal.update(metrics["step"], total_steps, "  ".join(parts), "step")
 
     def _seconds_left(self, done: int, total: int) -> float | None:
         """Estimate the remaining time from the rate since the first logged line, which excludes warm-up."""

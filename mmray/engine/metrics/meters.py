@@ -216,8 +216,13 @@ class _FlopCounter(TorchDispatchMode):
         packet = getattr(func, "_overloadpacket", func)
         out = func(*args, **kwargs)
         if packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=out)
-            self.total += flops * (1 + self._backward(packet, args))
+            if "attention" in str(packet):  # two products: queries with keys, scores with values
+                query, key, value = (self._needs_gradient(tensor) for tensor in args[:3])
+                backward = (query + key + value + (query or key)) / 2
+            else:
+                first = 1 if packet in WITH_BIAS else 0
+                backward = sum(self._needs_gradient(tensor) for tensor in args[first : first + 2])
+            self.total += flop_registry[packet](*args, **kwargs, out_val=out) * (1 + backward)
         if packet is not torch.ops.aten.detach and any(
             self._needs_gradient(value) for value in tree_leaves((args, kwargs))
         ):
@@ -225,14 +230,6 @@ class _FlopCounter(TorchDispatchMode):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     self._requires_grad[tensor] = True
         return out
-
-    def _backward(self, packet: Any, args: Any) -> float:
-        """FLOPs of the backward as a multiple of the forward."""
-        if "attention" in str(packet):  # two products: queries with keys, scores with values
-            query, key, value = (self._needs_gradient(tensor) for tensor in args[:3])
-            return (query + key + value + (query or key)) / 2
-        first = 1 if packet in WITH_BIAS else 0
-        return sum(self._needs_gradient(tensor) for tensor in args[first : first + 2])
 
     def _needs_gradient(self, value: Any) -> bool:
         return isinstance(value, Tensor) and (value in self._requires_grad or (value.is_leaf and value.requires_grad))

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import torch
 
-MOST_EVENTS = 1024  # then the older half is read, which has completed by then
+MAX_SCOPES = 1024  # then the older half is read, which has completed by then
 RECENT_STEPS = 500  # window of the percentiles: the steps between two lines are too few for a 95th
 PHASES = ("transfer", "forward", "backward", "sync", "optimizer", "checkpoint")
 
@@ -28,41 +28,39 @@ class DeviceTimer:
         self._cuda = device.type == "cuda"
         self._device = device
         self._took_s = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._scopes: list[tuple[Any, Any]] = []  # start and end: events on a GPU, seconds on a CPU
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Scope whose work is timed."""
-        if not self._cuda:
-            began_s = time.perf_counter()
-            try:
-                yield
-            finally:
-                self._took_s += time.perf_counter() - began_s
-            return
-        stream = torch.cuda.current_stream(self._device)
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record(stream)
+        start = self._now()
         try:
             yield
         finally:
-            ended.record(stream)
-            self._events.append((began, ended))
-            if len(self._events) > MOST_EVENTS:
-                self._read(MOST_EVENTS // 2)
+            self._scopes.append((start, self._now()))
+            if len(self._scopes) > MAX_SCOPES:
+                self._read(MAX_SCOPES // 2)
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def pop_s(self) -> float:
         """Seconds since the last call; waits for the timed work of a GPU."""
-        self._read(len(self._events))
+        self._read(len(self._scopes))
         took_s, self._took_s = self._took_s, 0.0
         return took_s
 
     def _read(self, count: int) -> None:
         """Add up the oldest `count` scopes; another thread may add newer ones."""
-        for began, ended in self._events[:count]:
-            ended.synchronize()
-            self._took_s += began.elapsed_time(ended) / 1000
-        del self._events[:count]
+        for start, end in self._scopes[:count]:
+            if self._cuda:
+                end.synchronize()
+            self._took_s += start.elapsed_time(end) / 1000 if self._cuda else end - start
+        del self._scopes[:count]
 
 
 @dataclass
