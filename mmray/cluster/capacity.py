@@ -119,14 +119,10 @@ def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) ->
     """Return the existing nodes and those that autoscaling can add for this demand."""
     useful = demand.workers + demand.data_cpus  # each node hosts at least one worker or data CPU
     known = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}
-    added = ([Node(pool.resources, known.get(pool.name, pool.labels))] * min(pool.most, useful) for pool in pools)
-    return [*outside_pools(nodes, pools), *chain.from_iterable(added)]
-
-
-def outside_pools(nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
-    """Return the nodes that belong to no pool."""
     names = {pool.name for pool in pools}
-    return [node for node in nodes if (node.labels or {}).get(NODE_GROUP) not in names]
+    fixed = (node for node in nodes if (node.labels or {}).get(NODE_GROUP) not in names)
+    added = ([Node(pool.resources, known.get(pool.name, pool.labels))] * min(pool.most, useful) for pool in pools)
+    return [*fixed, *chain.from_iterable(added)]
 
 
 def exclude_nodes(node_ids: Iterable[str], labels: Labels | None = None) -> Labels:

@@ -23,44 +23,25 @@ def _first_time(name, step, at, rank=1):
     return True
 
 
-class KillRankOneOnce:
-    """Send SIGKILL to rank 1 after step 5."""
+def _once(name, at, act):
+    """A callback that acts on rank 1 after step `at`."""
 
     def on_step(self, step, metrics):
-        if _first_time("killed", step, 5):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if _first_time(name, step, at):
+            act()
+
+    return type(name, (), {"on_step": on_step})
 
 
-class SegfaultOnce:
-    """Read address 0 on rank 1."""
-
-    def on_step(self, step, metrics):
-        if _first_time("segfault", step, 5):
-            ctypes.string_at(0)
+def _out_of_memory():
+    raise OutOfMemoryError("out of memory in the optimizer at step 6", micro=2)
 
 
-class HangOnce:
-    """Block rank 1 forever."""
-
-    def on_step(self, step, metrics):
-        if _first_time("hung", step, 5):
-            time.sleep(1e6)
-
-
-class StopOnce:
-    """Stop the process of rank 1 with SIGSTOP."""
-
-    def on_step(self, step, metrics):
-        if _first_time("stopped", step, 8):
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-
-class OomOnRankOneOnce:
-    """Raise an out-of-memory error on rank 1 outside the recoverable part of a step."""
-
-    def on_step(self, step, metrics):
-        if _first_time("oom", step, 5):
-            raise OutOfMemoryError("out of memory in the optimizer at step 6", micro=2)
+KillRankOneOnce = _once("killed", 5, lambda: os.kill(os.getpid(), signal.SIGKILL))
+SegfaultOnce = _once("segfault", 5, lambda: ctypes.string_at(0))
+HangOnce = _once("hung", 5, lambda: time.sleep(1e6))
+StopOnce = _once("stopped", 8, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+OomOnRankOneOnce = _once("oom", 5, _out_of_memory)  # outside the recoverable part of a step
 
 
 class RaiseAtStepThree:
