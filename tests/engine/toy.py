@@ -30,6 +30,7 @@ from mmray.objectives.sigmoid import Sigmoid
 SEED = 7
 VOCAB = 23
 SIDE = 4
+WIDTH, DIM = 16, 8
 CLASSES = 5
 MAX_BOXES = 3
 MAX_TOKENS = 6
@@ -55,23 +56,23 @@ OPTIMIZER, TRAIN = optimizer_settings(), train_settings()
 
 
 class ImageTower(nn.Module):
-    def __init__(self, width: int, dim: int, dropout: float, batch_norm: bool):
+    def __init__(self, dropout: float, batch_norm: bool):
         super().__init__()
-        norm = nn.BatchNorm2d(3) if batch_norm else nn.Identity()
-        first, last = nn.Linear(3 * SIDE * SIDE, width), nn.Linear(width, dim)
-        dropped = nn.Dropout(dropout)
-        self.layers = nn.Sequential(norm, nn.Flatten(), first, nn.LayerNorm(width), nn.GELU(), dropped, last)
+        first = (nn.BatchNorm2d(3) if batch_norm else nn.Identity(), nn.Flatten(), nn.Linear(3 * SIDE * SIDE, WIDTH))
+        last = (nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(WIDTH, DIM))
+        self.layers = nn.Sequential(*first, *last)
 
     def forward(self, image: Tensor) -> Tensor:
         return F.normalize(self.layers(image.to(self.layers[2].weight.dtype) / 255 - 0.5), dim=-1)
 
 
 class TextTower(nn.Module):
-    def __init__(self, width: int, dim: int, dropout: float):
+    def __init__(self, dropout: float):
         super().__init__()
-        self.words = nn.Embedding(VOCAB, width)
-        first = nn.Sequential(nn.Dropout(dropout), nn.Linear(width, width))
-        self.blocks = nn.ModuleList([first, nn.Linear(width, dim)])
+        self.words = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Dropout(dropout), nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, DIM)]
+        )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         mask = attention_mask[..., None].to(self.words.weight.dtype)
@@ -82,24 +83,22 @@ class TextTower(nn.Module):
 class Toy(nn.Module):
     """Two small towers with optional dropout, BatchNorm in the image tower, and the outputs that `kind` reads."""
 
-    def __init__(
-        self, dropout: float = 0.0, batch_norm: bool = False, width: int = 16, dim: int = 8, kind: str = "contrastive"
-    ):
+    def __init__(self, dropout: float = 0.0, batch_norm: bool = False, kind: str = "contrastive"):
         super().__init__()
         with seeded(1, torch.device("cpu")):
-            self.image, self.text = ImageTower(width, dim, dropout, batch_norm), TextTower(width, dim, dropout)
+            self.image, self.text = ImageTower(dropout, batch_norm), TextTower(dropout)
             self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.2)))
             if "sigmoid" in kind:
                 self.bias = nn.Parameter(torch.tensor(-1.0))
             if "matching" in kind:
-                first, last = nn.Linear(2 * dim, width), nn.Linear(width, 1)
-                self.fuse = nn.Sequential(first, nn.GELU(), nn.Dropout(dropout), last)
+                layers = (nn.Linear(2 * DIM, WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(WIDTH, 1))
+                self.fuse = nn.Sequential(*layers)
             if "classification" in kind:
-                self.classifier = nn.Linear(dim, CLASSES)
+                self.classifier = nn.Linear(DIM, CLASSES)
             if "region_text" in kind:
-                self.region = nn.Linear(dim + 4, dim)
+                self.region = nn.Linear(DIM + 4, DIM)
             if "language_modelling" in kind:
-                self.lm_head = nn.Linear(dim, VOCAB)
+                self.lm_head = nn.Linear(DIM, VOCAB)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         image, ids = self.image(batch["image"]), batch["input_ids"]
