@@ -7,7 +7,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from statistics import median
 from typing import Any, NamedTuple
@@ -189,46 +188,25 @@ CHUNK_ROWS = 512
 MAX_LEAK_LINES = 100_000  # lines of leaks.jsonl
 
 
-@dataclass
-class QuarantinedRow:
-    """A quarantined row; `picture` is a data URI, or None if the image cannot be read."""
+def quarantine_of(run: AnyPath, prepared: str | None) -> dict[str, Any]:
+    """Return the rows quarantined in training and by prepare (for a mixture, of its first set).
 
-    key: str
-    source: str  # file:line
-    reason: str
-    detail: str
-    picture: str | None = None
-
-
-@dataclass(frozen=True)
-class Quarantine:
-    """Quarantined rows of the prepared set and of the run."""
-
-    num_read: int = 0  # rows of the source; 0: unknown
-    reasons: list[tuple[str, int]] = field(default_factory=list)  # in descending order
-    shown: list[QuarantinedRow] = field(default_factory=list)
-    leakage: dict[str, Any] = field(default_factory=dict)  # the manifest's summary of the contamination check
-    leaks: list[dict[str, Any]] = field(default_factory=list)  # lines of leaks.jsonl with images
-
-    @property
-    def num_rows(self) -> int:
-        return sum(count for _, count in self.reasons)
-
-
-def quarantine_of(run: AnyPath, prepared: str | None) -> Quarantine:
-    """Return rows quarantined by prepare (for a mixture, of its first set) and in training."""
+    {"num_rows", "num_read": rows of the source or 0, "reasons": [(reason, count)] in descending order, "shown":
+    examples with key, source (file:line), reason, detail and picture (a data URI, or None if the image cannot be read),
+    "leakage": the manifest's summary of the contamination check, "leaks": lines of leaks.jsonl with images}
+    """
     folder = to_path(parse_mixture(prepared)[0][0]) if prepared else None
     manifest = read_json(folder / MANIFEST) if folder else {}
     reasons: Counter[str] = Counter()
-    examples: dict[str, list[QuarantinedRow]] = defaultdict(list)
+    examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for entry in chain(read_lines(run / QUARANTINE), read_lines(folder / QUARANTINE) if folder else ()):
         in_training = entry.get("stage") == "train"
         reason = "in training" if in_training else str(entry.get("reason") or "")
         reasons[reason] += 1
         if len(examples[reason]) < MAX_EXAMPLES:  # there may be millions
-            key, source = (str(entry.get(name) or "") for name in ("key", "source"))
-            detail = str(entry.get("reason" if in_training else "detail") or "")
-            examples[reason].append(QuarantinedRow(key, source, reason, detail))
+            row = {name: str(entry.get(name) or "") for name in ("key", "source", "detail")}
+            detail = str(entry.get("reason") or "") if in_training else row["detail"]
+            examples[reason].append(row | {"reason": reason, "detail": detail, "picture": None})
     turns = zip_longest(*examples.values())  # one row of each reason in turn
     shown = [row for row in chain.from_iterable(turns) if row is not None][:MAX_EXAMPLES]
     about, settings = manifest.get("source") or {}, manifest.get("settings") or {}
@@ -241,14 +219,15 @@ def quarantine_of(run: AnyPath, prepared: str | None) -> Quarantine:
     if leakage and folder:
         lines = islice(read_lines(folder / LEAKS), MAX_LEAK_LINES)
         leaks = list(islice((line for line in lines if line.get("thumbnails")), MAX_EXAMPLES))
-    return Quarantine(int(manifest.get("num_read") or 0), reasons.most_common(), shown, leakage, leaks)
+    counts = {"num_rows": reasons.total(), "num_read": manifest.get("num_read") or 0, "reasons": reasons.most_common()}
+    return counts | {"shown": shown, "leakage": leakage, "leaks": leaks}
 
 
-def _load_images(rows: list[QuarantinedRow], source: Source, storage: Storage) -> None:
+def _load_images(rows: list[dict[str, Any]], source: Source, storage: Storage) -> None:
     """Set `picture` of these rows if the source still exists and the image can be decoded."""
-    wanted: dict[str, list[QuarantinedRow]] = defaultdict(list)
+    wanted: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        wanted[row.source].append(row)
+        wanted[row["source"]].append(row)
     until = time.monotonic() + SCAN_SECONDS
     try:
         with closing(SandboxedDecoder()) as sandbox:
@@ -260,7 +239,7 @@ def _load_images(rows: list[QuarantinedRow], source: Source, storage: Storage) -
                         data = read_image(storage, parse_row(item.values, item.origin).image)
                     except (OSError, ValueError):  # includes BadRow: unreadable images are often quarantined
                         continue
-                    row.picture = sandbox.thumbnail(data)
+                    row["picture"] = sandbox.thumbnail(data)
                 if not wanted or time.monotonic() > until:
                     return
     except (OSError, ValueError, SourceChanged, MmrayError):

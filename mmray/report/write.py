@@ -40,7 +40,23 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
         sweep = Sweep.read(folder)
         page = _render("sweep.html", sweep=sweep, title=folder.name, parts=sweep_figures(sweep))
     elif (folder / "config.yaml").exists():
-        page = _run_page(folder)
+        run = RunRecord.read(folder)
+        settings = summary.settings_of(run.config)
+        page = _render(
+            "run.html",
+            run=run,
+            title=folder.name,
+            key_figures=summary.key_figures(run),
+            notices=summary.run_warnings(run),
+            batch=summary.batch_summary(run),
+            parts=run_figures(run),
+            recall=summary.recall_rows(run),
+            evaluated=summary.eval_summary(run),
+            memory=summary.memory_rows(run),
+            quarantine=summary.quarantine_of(folder, run.data.get("train")),
+            changed=[setting for setting in settings if setting.value != setting.recipe],
+            settings=settings,
+        )
     else:
         raise UsageError(f"{folder} is neither a run (it has no config.yaml) nor a sweep (no {SWEEP})")
     try:
@@ -48,26 +64,6 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
     return out
-
-
-def _run_page(folder: AnyPath) -> str:
-    run = RunRecord.read(folder)
-    settings = summary.settings_of(run.config)
-    return _render(
-        "run.html",
-        run=run,
-        title=folder.name,
-        key_figures=summary.key_figures(run),
-        notices=summary.run_warnings(run),
-        batch=summary.batch_summary(run),
-        parts=run_figures(run),
-        recall=summary.recall_rows(run),
-        evaluated=summary.eval_summary(run),
-        memory=summary.memory_rows(run),
-        quarantine=summary.quarantine_of(folder, run.data.get("train")),
-        changed=[setting for setting in settings if setting.value != setting.recipe],
-        settings=settings,
-    )
 
 
 def _render(template: str, **values: Any) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from mmray.errors import is_out_of_memory
+from mmray.report.sweep import GOALS
 from mmray.tune.trials import Trial
 
 Status = Literal["finished", "out_of_memory", "failed", "stopped", "infeasible"]
@@ -117,23 +118,11 @@ def figures(lines: list[Row]) -> Row:
 TOLERANCE = 0.02  # relative; the noise of a trial is rarely smaller
 
 
-class Goal(NamedTuple):
-    """The metric to optimize, and the tie-breaker among nearly equal trials."""
-
-    figure: str
-    largest: bool
-    words: str
-    tie: str
-    tie_largest: bool
-    tie_words: str
-
-
-_SPEED = ("samples_per_s", True, "is faster")
-GOALS = {
-    "throughput": Goal("samples_per_s", True, "the most samples/s", "peak_gib", False, "uses less memory"),
-    "loss": Goal("loss", False, "the lowest loss", *_SPEED),
-    "recall": Goal("recall_at_1", True, "the highest recall@1", *_SPEED),
-    "memory": Goal("peak_gib", False, "the least memory", *_SPEED),
+WORDS = {
+    "throughput": "the most samples/s",
+    "loss": "the lowest loss",
+    "recall": "the highest recall@1",
+    "memory": "the least memory",
 }
 _FORMATS = {
     "samples_per_s": "{:,.0f} samples/s",
@@ -148,40 +137,40 @@ def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> Row | N
 
     `relative_to_chance`: compare losses of different global batches by ln(global) - loss (contrastive objectives).
     """
-    wanted = GOALS[goal]
-    measured = [row for row in rows if row["status"] == "finished" and row[wanted.figure] is not None]
+    figure, _, largest = GOALS[goal]
+    measured = [row for row in rows if row["status"] == "finished" and row[figure] is not None]
     if not measured:
         return None
+    # Among nearly equal trials the one with less memory is best, or the faster one.
+    tie, tie_largest = ("peak_gib", False) if goal == "throughput" else ("samples_per_s", True)
+
+    def pick(rows: list[Row]) -> tuple[Row, Row]:
+        """Return the best row with the tie-breaker, and the best by the metric alone."""
+        leader = _extreme(rows, figure, largest)
+        margin = abs(leader[figure]) * TOLERANCE
+        near = [row for row in rows if abs(row[figure] - leader[figure]) <= margin and row[tie] is not None]
+        return (_extreme(near, tie, tie_largest) if near else leader), leader
+
     sizes = sorted({row["global"] for row in measured})
-    per_global = {size: _pick([row for row in measured if row["global"] == size], wanted)[0] for size in sizes}
+    per_global = {size: pick([row for row in measured if row["global"] == size])[0] for size in sizes}
     if goal == "loss" and relative_to_chance and len(sizes) > 1:
-        nats, best = max(
-            ((math.log(size) - row["loss"], row) for size, row in per_global.items()), key=lambda each: each[0]
-        )
+        best = max(per_global.values(), key=lambda row: math.log(row["global"]) - row["loss"])
         why = (
-            f"{best['trial']} ends {nats:.2f} nats below chance, more than the best of the other global batches (loss "
-            f"{best['loss']:.3f}, chance ln {best['global']}): contrastive losses are comparable only within one "
-            "global batch."
+            f"{best['trial']} ends {math.log(best['global']) - best['loss']:.2f} nats below chance, more than the best "
+            f"of the other global batches (loss {best['loss']:.3f}, chance ln {best['global']}): contrastive losses "
+            "are comparable only within one global batch."
         )
     else:
-        best, leader = _pick(measured, wanted)
-        why = _why(best, leader, measured, wanted)
+        best, leader = pick(measured)
+        why = _why(best, leader, measured, goal, figure, tie)
     return {"best": best["trial"], "per_global": {str(g): row["trial"] for g, row in per_global.items()}, "why": why}
-
-
-def _pick(rows: list[Row], goal: Goal) -> tuple[Row, Row]:
-    """Return the best row with the tie-breaker, and the best by the metric alone."""
-    leader = _extreme(rows, goal.figure, goal.largest)
-    margin = abs(leader[goal.figure]) * TOLERANCE
-    near = [row for row in rows if abs(row[goal.figure] - leader[goal.figure]) <= margin and row[goal.tie] is not None]
-    return (_extreme(near, goal.tie, goal.tie_largest) if near else leader), leader
 
 
 def _extreme(rows: list[Row], figure: str, largest: bool) -> Row:
     return (max if largest else min)(rows, key=lambda row: row[figure])
 
 
-def _why(best: Row, leader: Row, rows: list[Row], goal: Goal) -> str:
+def _why(best: Row, leader: Row, rows: list[Row], goal: str, figure: str, tie: str) -> str:
     """Return the reason, with a warning if the second-best speed is within the range of the best trial's windows."""
 
     def text(row: Row, figure: str) -> str:
@@ -189,19 +178,20 @@ def _why(best: Row, leader: Row, rows: list[Row], goal: Goal) -> str:
 
     if best is not leader:
         why = (
-            f"{best['trial']} is within {TOLERANCE:.0%} of {goal.words} ({text(best, goal.figure)}; {leader['trial']}: "
-            f"{text(leader, goal.figure)}) and {goal.tie_words} ({text(best, goal.tie)}; {leader['trial']}: "
-            f"{text(leader, goal.tie)})."
+            f"{best['trial']} is within {TOLERANCE:.0%} of {WORDS[goal]} ({text(best, figure)}; {leader['trial']}: "
+            f"{text(leader, figure)}) and {'uses less memory' if tie == 'peak_gib' else 'is faster'} "
+            f"({text(best, tie)}; {leader['trial']}: {text(leader, tie)})."
         )
     elif len(rows) == 1:
-        return f"{best['trial']} is the only trial that finished: {text(best, goal.figure)}."
+        return f"{best['trial']} is the only trial that finished: {text(best, figure)}."
     else:
-        why = f"{best['trial']} has {goal.words} of {len(rows)} trials: {text(best, goal.figure)}."
-    rival = _extreme([row for row in rows if row is not best], goal.figure, goal.largest)
+        why = f"{best['trial']} has {WORDS[goal]} of {len(rows)} trials: {text(best, figure)}."
     low, high = best["samples_per_s_min"], best["samples_per_s_max"]
-    if goal.figure == "samples_per_s" and low is not None and low <= rival["samples_per_s"] <= high:
-        why += (
-            f" {rival['trial']} may be as fast: its {text(rival, goal.figure)} is within the range of {low:,.0f} to "
-            f"{high:,.0f}; run longer trials (--train.samples) to decide."
-        )
+    if figure == "samples_per_s" and low is not None:
+        rival = _extreme([row for row in rows if row is not best], figure, largest=True)
+        if low <= rival[figure] <= high:
+            why += (
+                f" {rival['trial']} may be as fast: its {text(rival, figure)} is within the range of {low:,.0f} to "
+                f"{high:,.0f}; run longer trials (--train.samples) to decide."
+            )
     return why

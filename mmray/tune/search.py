@@ -82,25 +82,20 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
     os.environ.update(_ENVIRONMENT)
     with ray_session(planning.largest_cluster(trials)):
         trials = filter_feasible(trials)
-        configs, num_rows = _resolve_trials(trials, sweep, listener)
+        resolved, num_rows = _resolve_trials(trials, sweep, listener)
         samples = planning.samples_per_trial(sweep.length, trials, num_rows)
         identity = {"space": planning.searched_values(trials), "samples_per_trial": samples}
         folder = resolve_sweep_dir(sweep.base, identity)
-        lease = Lease(folder.path)
-        lease.acquire()
-        try:
+        with Lease(folder.path):
             create_sweep_dir(folder, sweep.base)
-            resolved = [replace(trial, config=configs[trial.name]) for trial in trials if trial.name in configs]
             runs = {
-                trial.name: planning.trial_config(trial, samples, num_rows, folder.path, sweep.goal)
-                for trial in resolved
+                name: planning.trial_config(trial, samples, num_rows, folder.path, sweep.goal)
+                for name, trial in resolved.items()
             }
             warning = planning.warmup_warning(list(runs.values()), num_rows, sweep.goal)
             if warning is not None:
                 listener.log(warning, "warm-up")
             return _search(sweep, trials, runs, identity, folder, listener)
-        finally:
-            lease.release()
 
 
 def filter_feasible(trials: list[Trial]) -> list[Trial]:
@@ -119,9 +114,9 @@ def filter_feasible(trials: list[Trial]) -> list[Trial]:
     return checked
 
 
-def _resolve_trials(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tuple[dict[str, Config], int]:
-    """Prepare each distinct data set once; return the configs of feasible trials and the number of rows."""
-    configs: dict[str, Config] = {}
+def _resolve_trials(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tuple[dict[str, Trial], int]:
+    """Prepare each distinct data set once; return the feasible trials with prepared data, and the number of rows."""
+    resolved: dict[str, Trial] = {}
     sets: dict[str, dict[str, str | None]] = {}
     num_rows = 0
     for trial in trials:
@@ -135,9 +130,9 @@ def _resolve_trials(trials: list[Trial], sweep: Sweep, listener: SweepListener) 
             raise UsageError("--goal recall: the set holds no rows out; prepare it with --holdout, or give --data.eval")
         held_out = run.eval_set.storage.address if run.eval_set and data.eval else None
         sets[key] = {"train": run.data["train"], "eval": held_out}
-        configs[trial.name] = config.replace(data=config.data.replace(**sets[key]))
+        resolved[trial.name] = replace(trial, config=config.replace(data=config.data.replace(**sets[key])))
         num_rows = max(num_rows, run.data["num_rows"])
-    return configs, num_rows
+    return resolved, num_rows
 
 
 def _search(
@@ -213,6 +208,7 @@ def plan_concurrency(runs: dict[str, Config], limit: int | None) -> tuple[int, d
 def run_trials(state: SweepState, runs: dict[str, Config], at_once: int) -> None:
     """Run Ray Tune in a thread; this thread redraws the table and handles signals. Each started trial gets a row."""
     events: Events = queue.SimpleQueue()
+    controller = _Controller(events, state.stop)
     for name in runs:
         state.clear(name)
     scratch = state.folder.path / "ray"
@@ -226,8 +222,8 @@ def run_trials(state: SweepState, runs: dict[str, Config], at_once: int) -> None
             name="tune",
             storage_path=str(scratch),
             verbose=0,
-            stop=_Stopper(state.stop),
-            callbacks=[_QueueCallback(events)],
+            stop=controller,
+            callbacks=[controller],
             failure_config=tune.FailureConfig(max_failures=0),
         ),
     )
@@ -301,11 +297,14 @@ class _TrialReporter:
         tune.report({"doing": f"step {metrics['step']:,}/{total_steps:,}"})
 
 
-class _Stopper(tune.Stopper):
-    """Stops the experiment when the event is set. Ray Tune pickles the stopper, so the state excludes the event."""
+class _Controller(tune.Stopper, tune.Callback):
+    """Puts trial events of Ray Tune into a queue, and stops the experiment when the event is set.
 
-    def __init__(self, stop: threading.Event):
-        self._stop = stop
+    Ray Tune pickles both for a restore that is not used, so without the state.
+    """
+
+    def __init__(self, events: Events, stop: threading.Event):
+        self._events, self._stop = events, stop
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -316,27 +315,15 @@ class _Stopper(tune.Stopper):
     def stop_all(self) -> bool:
         return self._stop.is_set()
 
-
-class _QueueCallback(tune.Callback):
-    """Puts trial events of Ray Tune into a queue; pickled without the queue."""
-
-    def __init__(self, events: Events):
-        self._events = events
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._put(trial, "starting")
+        self._events.put((trial.config["trial"], "starting"))
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        self._put(trial, TrialOutcome(**result["ended"]) if "ended" in result else result["doing"])
+        event = TrialOutcome(**result["ended"]) if "ended" in result else result["doing"]
+        self._events.put((trial.config["trial"], event))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         error = trial.get_pickled_error() or TrainingError("its driver process died; see the logs of the head node")
-        self._put(trial, outcome_of(error))
-
-    def _put(self, trial: Any, event: str | TrialOutcome) -> None:
-        self._events.put((trial.config["trial"], event))
+        self._events.put((trial.config["trial"], outcome_of(error)))

@@ -36,11 +36,6 @@ class SweepDir(RunDir):
 
     path: Path
 
-    def read_rows(self) -> list[Row]:
-        """Return the rows of trials.jsonl; empty without the file."""
-        file = self.path / "trials.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
     def write_rows(self, rows: list[Row]) -> None:
         """Write all rows in trial order."""
         ordered = sorted(rows, key=lambda row: row["trial"])
@@ -48,9 +43,10 @@ class SweepDir(RunDir):
 
     def reusable_rows(self, trials: list[Trial]) -> dict[str, Row]:
         """Return rows of earlier commands by trial, if the trial still has the same settings."""
-        settings = {trial.name: trial.settings for trial in trials}
-        rows = {row["trial"]: row for row in self.read_rows() if row["status"] in REUSABLE}
-        return {name: row for name, row in rows.items() if settings.get(name) == row["settings"]}
+        settings, file = {trial.name: trial.settings for trial in trials}, self.path / "trials.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        reusable = (row for row in rows if row["status"] in REUSABLE and settings.get(row["trial"]) == row["settings"])
+        return {row["trial"]: row for row in reusable}
 
 
 def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:

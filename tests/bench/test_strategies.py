@@ -24,11 +24,15 @@ def test_rows_are_measured_and_failures_have_a_reason(monkeypatch):
     refused = {"parallel": "fsdp", "precision": "fp32", "grad_compression": "bf16"}
     monkeypatch.setitem(strategies.STRATEGIES, "refused", refused)
     config = tiny(workers=2, optimizer=sensitive, batch=Batch(micro=3, global_=12))
-    said = []
-    result = bench_strategies(config, steps=2, only=("branches fp32", "refused"), notify=said.append)
+    notes = []
+    result = bench_strategies(config, steps=2, only=("branches fp32", "refused"), notify=notes.append)
     base, branches, no = result["rows"]
-    assert [line.partition(":")[0] for line in said] == ["1 of 3, ddp fp32", "2 of 3, branches fp32", "3 of 3, refused"]
-    assert said[2].endswith("failed") and all(line.endswith(" samples/s") for line in said[:2])
+    assert [line.partition(":")[0] for line in notes] == [
+        "1 of 3, ddp fp32",
+        "2 of 3, branches fp32",
+        "3 of 3, refused",
+    ]
+    assert notes[2].endswith("failed") and all(line.endswith(" samples/s") for line in notes[:2])
     assert [row["strategy"] for row in result["rows"]] == [BASE, "branches fp32", "refused"]
     assert result["batch"] == "micro 3 x accumulation 2 x workers 2 = 12 rows per step"
     assert base["loss_vs_ddp"] == 0
@@ -42,40 +46,36 @@ def test_rows_are_measured_and_failures_have_a_reason(monkeypatch):
     json.dumps(result)
 
 
-def test_failed_baseline_leaves_other_rows_without_ratios(monkeypatch):
-    def measured(measure, config, kind):
-        if config.train.parallel == "ddp":
-            raise WorkerFailed("RuntimeError: no room", True)
+@pytest.fixture
+def workers(monkeypatch):
+    """Fixed figures instead of worker processes, with an error for DDP if `fails`; records (kind, workers)."""
+    calls = SimpleNamespace(kinds=[], fails=False)
+
+    def spawn_workers(measure, config, kind):
+        calls.kinds.append((kind, config.cluster.workers))
+        if calls.fails and config.train.parallel == "ddp":
+            raise WorkerFailed("RuntimeError: no memory", True)
         return {"samples_per_s": 1.0, "loss": 1.0}
 
-    monkeypatch.setattr(strategies, "spawn_workers", measured)
+    monkeypatch.setattr(strategies, "spawn_workers", spawn_workers)
+    return calls
+
+
+def test_failed_baseline_leaves_other_rows_without_ratios(workers):
+    workers.fails = True
     result = bench_strategies(tiny(workers=2), steps=2, only=("fsdp fp32",))
-    told = [(row["error"], row["samples_per_s"]) for row in result["rows"]]
-    assert told == [("RuntimeError: no room", None), (None, 1)]
-    assert result["ratios"] == {} and result["rows"][1]["loss_vs_ddp"] is None
+    rows = [(row["error"], row["samples_per_s"], row["loss_vs_ddp"]) for row in result["rows"]]
+    assert rows == [("RuntimeError: no memory", None, None), (None, 1, None)] and result["ratios"] == {}
 
 
-def test_all_rows_use_the_same_device_type(monkeypatch):
+def test_all_rows_use_the_same_device_type(workers, monkeypatch):
     """A worker uses the CPU if the baseline has too few GPUs; an explicit GPU request is an error."""
-    kinds = []
-
-    def measured(measure, config, kind):
-        kinds.append((kind, config.cluster.workers))
-        return {"samples_per_s": 1.0, "loss": 1.0}
-
-    monkeypatch.setattr(strategies, "spawn_workers", measured)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    config = tiny(workers=1)
-    bench_strategies(set_accelerator(config, "auto"), steps=2, only=("single fp32",))
-    assert kinds == [("cpu", 2), ("cpu", 1)]
-    (said,) = bench_strategies(set_accelerator(config, "auto"), steps=2, only=("single fp32",))["notes"]
-    assert said == "measured on the CPU: 2 workers need a GPU each, this machine has 1"
+    result = bench_strategies(tiny().with_cluster(accelerator="auto"), steps=2, only=("single fp32",))
+    assert workers.kinds == [("cpu", 2), ("cpu", 1)]
+    assert result["notes"] == ["measured on the CPU: 2 workers need a GPU each, this machine has 1"]
     with pytest.raises(ResourceError, match="2 workers need a GPU each, this machine has 1"):
-        bench_strategies(set_accelerator(config, "gpu"), steps=2, only=("single fp32",))
-
-
-def set_accelerator(config, accelerator):
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"accelerator": accelerator})})
+        bench_strategies(tiny().with_cluster(accelerator="gpu"), steps=2, only=("single fp32",))
 
 
 def test_communication_time_is_the_union_of_collectives():

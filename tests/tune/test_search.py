@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+import torch
 from rich.console import Console
 
 from mmray import cli
@@ -16,11 +17,20 @@ from mmray.train.driver import train
 from mmray.tune.search import Sweep, search
 from mmray.tune.trials import reset_searched
 from tests.made import make_set, row
+from tests.nodes import several_nodes
 from tests.train.runs import Silent, config, lines
 
 pytestmark = pytest.mark.cluster
-OOM = "tests.tune.faults:OutOfMemory"
+OOM = "tests.tune.test_search:OutOfMemory"
 SPACE = ["batch.micro=4,64", f"train.callbacks=[],[{OOM}]"]  # 64 rows exceed a worker's share of 16
+
+
+class OutOfMemory:
+    """Callback: an OOM at the second step, on every rank."""
+
+    def on_step(self, step, metrics):
+        if step == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
 
 class Watching(Silent):
@@ -49,7 +59,7 @@ def recipe(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stopped(local_ray, recipe):
     typed = reset_searched(recipe, ["batch.micro", "train.callbacks"])
-    length = typed.model_copy(update={"train": typed.train.model_copy(update={"steps": 4})})
+    length = typed.replace(train=typed.train.replace(steps=4))
     listener = Watching(stop=True)
     return search(Sweep(recipe, length, parse_space(SPACE)), listener), listener
 
@@ -87,29 +97,25 @@ def test_same_command_runs_the_remaining_trials(stopped, finished):
     assert "t002       batch.micro=4 train.callbacks" in text and "t001       batch.micro" not in text
     before, after = stopped[0].rows[0], rows_of(folder)
     assert after["t001"] == before  # measured once
-    assert [after[name]["status"] for name in sorted(after)] == [
-        "finished",
-        "out_of_memory",
-        "infeasible",
-        "infeasible",
-    ]
+    statuses = [after[name]["status"] for name in sorted(after)]
+    assert statuses == ["finished", "out_of_memory", "infeasible", "infeasible"]
     assert "CUDA out of memory" in after["t002"]["error"]
 
 
 def test_row_holds_metrics_of_its_run(finished):
     _, _, folder = finished
-    found = rows_of(folder)["t001"]
-    logged = lines(folder / found["run"])
-    assert (found["micro"], found["accumulation"], found["workers"], found["global"]) == (4, 2, 2, 16)
-    assert (found["steps"], found["samples"]) == (logged[-1]["step"], logged[-1]["rows_stop"])
-    assert 64 <= found["samples"] < 64 + 16  # full steps
-    assert found["loss"] == logged[-1]["train/loss"] and found["peak_gib"] > 0
-    assert 0 < found["samples_per_s_min"] <= found["samples_per_s"] <= found["samples_per_s_max"]
-    assert 0 < found["step_p50_s"] <= found["step_p95_s"] == logged[-1]["time/step_p95_s"]
+    measured = rows_of(folder)["t001"]
+    logged = lines(folder / measured["run"])
+    assert (measured["micro"], measured["accumulation"], measured["workers"], measured["global"]) == (4, 2, 2, 16)
+    assert (measured["steps"], measured["samples"]) == (logged[-1]["step"], logged[-1]["rows_stop"])
+    assert 64 <= measured["samples"] < 64 + 16  # full steps
+    assert measured["loss"] == logged[-1]["train/loss"] and measured["peak_gib"] > 0
+    assert 0 < measured["samples_per_s_min"] <= measured["samples_per_s"] <= measured["samples_per_s_max"]
+    assert 0 < measured["step_p50_s"] <= measured["step_p95_s"] == logged[-1]["time/step_p95_s"]
     result = json.loads((folder / "trials" / "t001" / "result.json").read_text())
     assert result["status"] == "finished"
     both = [result["metrics"][f"recall_at_1/{way}"] for way in ("image_to_text", "text_to_image")]
-    assert found["recall_at_1"] == sum(both) / 2
+    assert measured["recall_at_1"] == sum(both) / 2
     assert json.loads((folder / "trials" / "t002" / "result.json").read_text())["status"] == "failed"
 
 
@@ -129,20 +135,33 @@ def test_best_config_is_a_trainable_recipe(finished, recipe):
     best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
     assert best.train == recipe.train  # the length of the recipe, not of the trial
     assert (best.batch.micro, best.batch.global_, best.run.name) == (4, 16, None)
-    short = best.model_copy(update={"train": best.train.model_copy(update={"steps": 2})})
+    short = best.replace(train=best.train.replace(steps=2))
     outcome = train(short, Silent())
     assert (outcome.result["status"], outcome.result["steps"]) == ("finished", 2)
-    assert [line["rows_sha"] for line in lines(outcome.path)] == [
-        line["rows_sha"] for line in lines(folder / "trials" / "t001")
-    ][:2]
+    ours, theirs = ([line["rows_sha"] for line in lines(run)] for run in (outcome.path, folder / "trials" / "t001"))
+    assert ours == theirs[:2]
 
 
 def test_infeasible_sweep_reports_missing_resources(local_ray, recipe):
-    wide = recipe.model_copy(
-        update={
-            "cluster": recipe.cluster.model_copy(update={"cpus_per_worker": 9.0}),
-            "run": recipe.run.model_copy(update={"name": "wide"}),
-        }
-    )
-    with pytest.raises(ResourceError, match=r"no trial fits: 2 training workers of 9 CPU each.* the cluster has 8 CPU"):
+    wide = recipe.with_cluster(cpus_per_worker=9.0).replace(run=recipe.run.replace(name="wide"))
+    with pytest.raises(ResourceError, match=r"2 training workers of 9 CPU each.* the cluster has 8 CPU"):
         search(Sweep(wide, reset_searched(wide, []), parse_space(["batch.micro=4"])), Watching())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # takes two minutes
+def test_two_trials_run_concurrently_on_two_nodes(tmp_path):
+    make_set(tmp_path / "set", [row(number) for number in range(50)])
+    listener = Watching()
+    with several_nodes({"num_cpus": 4}, {"num_cpus": 4}) as nodes:
+        recipe = config(tmp_path / "set", tmp_path, "sweep", address=nodes.address)
+        # Without dropout, because masks are drawn for each micro-batch.
+        recipe = recipe.replace(model=recipe.model.replace(text=recipe.model.text.replace(dropout=0.0)))
+        typed = reset_searched(recipe, [])
+        length = typed.replace(train=typed.train.replace(steps=4))
+        outcome = search(Sweep(recipe, length, parse_space(["batch.micro=4,8"])), listener)
+    assert (outcome.summary["status"], outcome.summary["concurrency"]) == ("finished", 2)
+    assert max(sum(each["status"] == "running" for each in table) for table in listener.tables) == 2
+    split, whole = rows_of(outcome.path).values()
+    assert (split["accumulation"], whole["accumulation"]) == (2, 1)
+    assert split["loss"] == pytest.approx(whole["loss"], rel=1e-4)  # one global batch for any split

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from mmray.cluster import placement as cluster
-from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, max_concurrent
+from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool
 from mmray.cluster.placement import ROLE, parse_launcher_config
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Cluster, Config, recipes
@@ -37,40 +37,28 @@ TWO_CPU_WORKERS = Demand(2, {"CPU": 1.0}, data_cpus=2)
 GPU_WORKERS = Demand(2, {"CPU": 1.0, "GPU": 1.0}, data_cpus=3)
 
 
-def trials(*given, base=SAMPLE, samples=None):
-    return trials_of(base, parse_space(given, samples))
+def trials(*given, base=SAMPLE):
+    return trials_of(base, parse_space(given, None))
 
 
-def set_batch(config, **batch):
-    return config.model_copy(update={"batch": config.batch.model_copy(update=batch)})
-
-
-def set_train(config, **train):
-    return config.model_copy(update={"train": config.train.model_copy(update=train)})
-
-
-def test_searched_accumulation_sets_the_global_batch():
-    base = reset_searched(SAMPLE, ["batch.micro", "batch.accumulation"])
-    shapes = [t.shape for t in trials("batch.micro=8,16", "batch.accumulation=1,2", base=base)]
-    assert [(s.micro, s.accumulation, s.global_rows) for s in shapes] == [
-        (8, 1, 16),
-        (8, 2, 32),
-        (16, 1, 32),
-        (16, 2, 64),
-    ]
-
-
-def test_global_batch_sets_the_accumulation():
-    shapes = [trial.shape for trial in trials("batch.micro=16,32,64")]
-    assert [(s.micro, s.accumulation, s.global_rows) for s in shapes] == [(16, 4, 128), (32, 2, 128), (64, 1, 128)]
-    assert reset_searched(SAMPLE, ["batch.micro"]).batch.global_ == 128
+@pytest.mark.parametrize(
+    ("given", "shapes"),
+    [  # (micro, accumulation, global)
+        (["batch.micro=16,32,64"], [(16, 4, 128), (32, 2, 128), (64, 1, 128)]),
+        (["batch.micro=8,16", "batch.accumulation=1,2"], [(8, 1, 16), (8, 2, 32), (16, 1, 32), (16, 2, 64)]),
+    ],
+)
+def test_searched_accumulation_sets_the_global_batch_and_otherwise_follows_it(given, shapes):
+    base = reset_searched(SAMPLE, [each.partition("=")[0] for each in given])
+    result = [trial.shape for trial in trials(*given, base=base)]
+    assert [(shape.micro, shape.accumulation, shape.global_rows) for shape in result] == shapes
 
 
 def test_impossible_batch_arithmetic_makes_only_its_trial_infeasible():
     one, other = trials("batch.micro=32,128")
     assert one.shape is not None and one.infeasible is None
     assert other.shape is None and "64 rows per worker (batch.global 128 on 2 workers)" in other.infeasible
-    contradicting = trials("batch.accumulation=1,2", base=set_batch(SAMPLE, micro=32))
+    contradicting = trials("batch.accumulation=1,2", base=SAMPLE.replace(batch=SAMPLE.batch.replace(micro=32)))
     assert [t.infeasible is None for t in contradicting] == [False, True]
     with pytest.raises(UsageError, match="no combination is feasible"):
         trials("batch.micro=128,256")
@@ -92,10 +80,9 @@ def test_value_invalid_in_all_trials_is_a_usage_error(given, message):
 def test_all_trials_train_on_the_same_number_of_samples():
     base = reset_searched(SAMPLE, ["batch.micro", "batch.accumulation"])
     result = trials("batch.micro=16,64", "batch.accumulation=1,2", base=base)  # global 32, 64, 128, 256
-    assert samples_per_trial(base, result, 3000) == STEPS * 256
-    assert samples_per_trial(set_train(base, steps=6), result, 3000) == 6 * 256
-    assert samples_per_trial(set_train(base, samples=1000), result, 3000) == 1000
-    assert samples_per_trial(set_train(base, epochs=2), result, 3000) == 6000
+    lengths = [({}, STEPS * 256), ({"steps": 6}, 6 * 256), ({"samples": 1000}, 1000), ({"epochs": 2}, 6000)]
+    for length, samples in lengths:
+        assert samples_per_trial(base.replace(train=base.train.replace(**length)), result, 3000) == samples
     runs = [trial_config(trial, 6 * 256, 10_000, FOLDER, "throughput") for trial in result]
     assert {run.train.samples for run in runs} == {6 * 256} and {run.train.steps for run in runs} == {None}
     assert [run.train.log_every for run in runs] == [4, 2, 1, 1]  # 48, 24, 12, 6 steps: about ten log lines each
@@ -113,16 +100,17 @@ def test_trial_of_elastic_recipe_has_fixed_workers():
 
 
 def test_loss_within_warm_up_is_warned_about():
-    runs = [trial_config(trial, 30 * 128, 10_000, FOLDER, "loss") for trial in trials("batch.micro=32,64")]
-    assert "t001 ends during warm-up (30 of 30 steps)" in warmup_warning(runs, 10_000, "loss")
-    assert warmup_warning(runs, 10_000, "throughput") is None
-    longer = [trial_config(trial, 31 * 128, 10_000, FOLDER, "loss") for trial in trials("batch.micro=64")]
-    assert warmup_warning(longer, 10_000, "loss") is None
+    short, long = (
+        [trial_config(trial, steps * 128, 10_000, FOLDER, "loss") for trial in trials("batch.micro=32,64")]
+        for steps in (30, 31)
+    )
+    assert "t001 ends during warm-up (30 of 30 steps)" in warmup_warning(short, 10_000, "loss")
+    assert warmup_warning(short, 10_000, "throughput") is None and warmup_warning(long, 10_000, "loss") is None
 
 
 def test_best_recipe_keeps_the_original_length():
-    typed = set_train(reset_searched(SAMPLE, ["batch.accumulation"]), steps=6)
-    base = restore_length(typed, SAMPLE)
+    typed = reset_searched(SAMPLE, ["batch.accumulation"])
+    base = restore_length(typed.replace(train=typed.train.replace(steps=6)), SAMPLE)
     assert base.train == SAMPLE.train
     trial = trials("batch.micro=16", "batch.accumulation=2", "optimizer.lr=1e-4", base=base)[0]
     best = to_recipe(trial)
@@ -132,96 +120,70 @@ def test_best_recipe_keeps_the_original_length():
     assert Config.model_validate(best.model_dump(mode="json", by_alias=True)) == best
 
 
-def nodes(*resources):
-    return [Node(each) for each in resources]
-
-
-@pytest.mark.parametrize(("cpus", "fit"), [(3.0, 0), (4.0, 1), (8.0, 2), (80.0, 9)])  # 3: none is left for data
-def test_trials_fit_only_with_cpus_for_data(cpus, fit):
-    assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": cpus}), 9) == fit
-
-
-def test_data_does_not_use_gpu_nodes():
-    free = nodes({"CPU": 2.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 2.0}, {"CPU": 6.0})
-    assert max_concurrent(GPU_WORKERS, free, 9) == 2
-    assert free[2].resources == {"CPU": 6.0}  # the free resources are not changed
-
-
 def test_each_trial_reserves_the_largest_demand():
     assert max_demand([TWO_CPU_WORKERS, GPU_WORKERS]) == Demand(2, {"CPU": 1.0, "GPU": 1.0}, 3)
 
 
-@pytest.mark.parametrize(("cpus", "wanted", "fits"), [(16.0, 1, (1, 13)), (16.0, 2, (2, 5)), (4.0, 1, (1, 1))])
-def test_data_actors_share_cpus_left_by_workers(cpus, wanted, fits):
-    assert trial_concurrency(nodes({"CPU": cpus}), [], TWO_CPU_WORKERS, wanted) == fits
+def nodes(count, group=None, role=None, **resources):
+    return [Node(resources, {NODE_GROUP: group, ROLE: role} if group else None)] * count
 
 
-def test_infeasible_trial_reports_missing_resources():
+CPUS_8, CPUS_16 = nodes(1, CPU=8.0), nodes(1, CPU=16.0)
+GPUS_2, GPUS_1 = [Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 2)], [Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 1)]
+THREE, THREE_BUSY = nodes(3, "gpu", "train", CPU=8.0, GPU=1.0), nodes(3, "gpu", "train")
+ALL = [HEAD, *nodes(4, "gpu", "train", CPU=8.0, GPU=1.0), *nodes(8, "cpu", "data", CPU=16.0)]
+
+
+@pytest.mark.parametrize(
+    ("free", "whole", "demand", "wanted", "pools", "waits", "planned"),
+    [  # planned: concurrent trials, data CPUs of each
+        (CPUS_16, [], TWO_CPU_WORKERS, 1, (), False, (1, 13)),  # data actors share the CPUs left by workers
+        (CPUS_16, [], TWO_CPU_WORKERS, 2, (), False, (2, 5)),
+        (nodes(1, CPU=4.0), [], TWO_CPU_WORKERS, 1, (), False, (1, 1)),
+        ([], CPUS_8, TWO_CPU_WORKERS, 3, (), False, (1, 5)),  # waits for resources in use
+        ([], [], GPU_WORKERS, 4, (), True, (1, 1)),  # waits for a cluster that can grow
+        ([], [], GPU_WORKERS, 4, GPUS_2, False, (1, 13)),
+        ([HEAD], [HEAD], ON_ROLES, 6, POOLS, False, (4, 31)),  # empty pools count: one GPU and a fourth of 128 CPUs
+        ([HEAD], [HEAD], ON_ROLES, 2, POOLS, False, (2, 47)),
+        ([HEAD, *THREE_BUSY], [HEAD, *THREE], ON_ROLES, 6, POOLS, False, (1, 127)),  # only the fourth node is new
+        ([HEAD, *THREE], [HEAD, *THREE], ON_ROLES, 6, POOLS, False, (4, 31)),
+        ([HEAD], ALL, ON_ROLES, 6, POOLS, False, (1, 3 * 16 - 1)),  # as many nodes as one trial could need
+    ],
+)
+def test_concurrency_follows_free_and_future_nodes(free, whole, demand, wanted, pools, waits, planned):
+    assert trial_concurrency(free, whole, demand, wanted, pools, waits) == planned
+
+
+@pytest.mark.parametrize(("whole", "pools"), [(nodes(1, CPU=6.0, GPU=1.0), ()), ([], GPUS_1)])
+def test_trial_that_never_fits_reports_missing_resources(whole, pools):
     with pytest.raises(ResourceError, match=r"no trial fits: 2 training workers of 1 CPU and 1 GPU each"):
-        trial_concurrency([], nodes({"CPU": 6.0, "GPU": 1.0}), GPU_WORKERS, 1)
-
-
-def test_sweep_waits_for_busy_resources_and_for_a_cluster_that_can_grow():
-    assert trial_concurrency([], nodes({"CPU": 8.0}), TWO_CPU_WORKERS, 3)[0] == 1
-    assert trial_concurrency([], [], GPU_WORKERS, 4, waits=True)[0] == 1
-    assert trial_concurrency([], [], GPU_WORKERS, 4, pools=[Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 2)])[0] == 1
-    with pytest.raises(ResourceError):
-        trial_concurrency([], [], GPU_WORKERS, 4, pools=[Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 1)])
-
-
-def test_empty_pools_count_at_their_maximum():
-    assert trial_concurrency([HEAD], [HEAD], ON_ROLES, 6, POOLS) == (4, 31)  # one GPU each, and a fourth of 128 CPUs
-    assert trial_concurrency([HEAD], [HEAD], ON_ROLES, 2, POOLS)[0] == 2
-
-
-def pool_node(pool, role, taken=False, **resources):
-    return Node({} if taken else resources, {NODE_GROUP: pool, ROLE: role})
-
-
-def test_busy_nodes_are_not_counted_as_future_nodes():
-    def here(taken):
-        return [HEAD, *(pool_node("gpu", "train", taken, CPU=8.0, GPU=1.0) for _ in range(3))]
-
-    assert trial_concurrency(here(taken=True), here(taken=False), ON_ROLES, 6, POOLS)[0] == 1  # the fourth trial
-    assert trial_concurrency(here(taken=False), here(taken=False), ON_ROLES, 6, POOLS)[0] == 4
-
-
-def test_waiting_trial_counts_data_actors_on_busy_nodes():
-    here = [HEAD, *(pool_node("gpu", "train", CPU=8.0, GPU=1.0) for _ in range(4))]
-    here += [pool_node("cpu", "data", CPU=16.0) for _ in range(8)]
-    assert trial_concurrency([HEAD], here, ON_ROLES, 6, POOLS) == (
-        1,
-        3 * 16 - 1,
-    )  # as many nodes as one trial could need
+        trial_concurrency([], whole, GPU_WORKERS, 4, pools)
 
 
 @pytest.fixture
-def runs(monkeypatch):
-    """Six trials on the cluster of cluster.yaml before a node of its pools has started."""
-    monkeypatch.setattr(cluster, "alive_nodes", lambda: [HEAD])
-    monkeypatch.setattr(cluster, "free_nodes", lambda: [HEAD])
-    monkeypatch.setattr(cluster, "autoscaling_pools", lambda: POOLS)
-    return {f"t{number:03}": Config(cluster=Cluster(workers=1)) for number in range(1, 7)}
+def place_nodes(monkeypatch):
+    """Set the nodes and pools of the cluster."""
+
+    def place(nodes, pools=()):
+        for name, value in (("alive_nodes", nodes), ("free_nodes", nodes), ("autoscaling_pools", pools)):
+            monkeypatch.setattr(cluster, name, lambda value=value: list(value))
+        monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 16.0})
+
+    return place
 
 
-def test_head_with_empty_pools_is_not_a_single_machine(runs):
+def test_head_with_empty_pools_is_not_a_single_machine(place_nodes):
+    runs = {f"t{number:03}": Config(cluster=Cluster(workers=1)) for number in range(1, 7)}
+    place_nodes([HEAD], POOLS)
     at_once, sized = plan_concurrency(runs, None)
     assert at_once == 4
     assert {config.data.workers for config in sized.values()} == {15}  # one CPU for the controller
+    place_nodes(CPUS_16)
+    assert (plan_concurrency(runs, None)[0], plan_concurrency(runs, 3)[0]) == (1, 3)
 
 
-def test_single_machine_runs_trials_sequentially(runs, monkeypatch):
-    monkeypatch.setattr(cluster, "autoscaling_pools", list)
-    monkeypatch.setattr(cluster, "alive_nodes", lambda: [Node({"CPU": 16.0})])
-    monkeypatch.setattr(cluster, "free_nodes", lambda: [Node({"CPU": 16.0})])
-    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 16.0})
-    assert plan_concurrency(runs, None)[0] == 1
-    assert plan_concurrency(runs, 3)[0] == 3
-
-
-def test_trial_with_too_few_gpus_is_infeasible_and_others_run(monkeypatch):
-    monkeypatch.setattr(cluster, "autoscaling_pools", list)
-    monkeypatch.setattr(cluster, "alive_nodes", lambda: [Node({"CPU": 16.0, "GPU": 2.0})])
+def test_trial_with_too_few_gpus_is_infeasible_and_others_run(place_nodes):
+    place_nodes([Node({"CPU": 16.0, "GPU": 2.0})])
     sizes = {"t001": 1, "t002": 2, "t003": 4, "t004": "1-4"}
     trials = [Trial(name, {}, Config(cluster=Cluster(workers=size)), None) for name, size in sizes.items()]
     checked = filter_feasible(trials)

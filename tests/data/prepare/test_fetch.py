@@ -271,7 +271,7 @@ def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch):
         assert not file.is_file() or b"hush" not in file.read_bytes(), file
 
     num_requests = server.requests.total()
-    assert [entry.picture for entry in quarantine_of(tmp_path, str(out)).shown] == [None] * 4
+    assert [row["picture"] for row in quarantine_of(tmp_path, str(out))["shown"]] == [None] * 4
     assert server.requests.total() == num_requests, "a report fetches nothing"
     manifest = prepare(str(source), str(out), settings)  # the refused requests are retried
     assert (manifest.num_rows, packed) == (4, [0, 0])
