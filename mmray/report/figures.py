@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from mmray.report.run import RunRecord
-from mmray.report.sweep import HeatMap, Sweep
+from mmray.report.sweep import Sweep, Trial
 
 BLUE, ORANGE, TEAL, ROSE, GREY = "#5b7cfa", "#e8833a", "#1fa58a", "#e0567a", "#8b93a7"
 COLOURS = (BLUE, ORANGE, TEAL, ROSE, "#9b6bdf", "#b98a16", GREY)
@@ -113,7 +113,8 @@ def _chart(
 
 def sweep_figures(sweep: Sweep) -> dict[str, list[Figure]]:
     """Return heat maps, throughput bars and memory bars of the measured trials."""
-    heat_maps = [_heat_map(number, each, sweep) for number, each in enumerate(sweep.heat_maps()[:MAX_HEAT_MAPS], 1)]
+    shown = list(sweep.heat_maps().items())[:MAX_HEAT_MAPS]
+    heat_maps = [_heat_map(f"grid-{number}", *each, sweep) for number, each in enumerate(shown, 1)]
     bars = [
         _bars(sweep, "throughput", "samples_per_s", "Samples per second, with the spread of its windows", ",.0f"),
         _bars(sweep, "memory", "peak_gib", "Peak memory of a worker, GiB", ".2f"),
@@ -121,12 +122,13 @@ def sweep_figures(sweep: Sweep) -> dict[str, list[Figure]]:
     return {"grids": heat_maps, "bars": [each for each in bars if each is not None]}
 
 
-def _heat_map(number: int, heat_map: HeatMap, sweep: Sweep) -> Figure:
+def _heat_map(name: str, title: str, trials: dict[tuple[int, int], Trial], sweep: Sweep) -> Figure:
     """One trace for the measured cells and one for the others; all heat maps have one colour scale."""
     goal = sweep.goal
     measured = [value for trial in sweep.trials if (value := trial.measured(goal.figure)) is not None]
-    cells = [[heat_map.cells.get((micro, rows)) for micro in heat_map.micro] for rows in heat_map.accumulation]
-    x, y = [str(each) for each in heat_map.micro], [str(each) for each in heat_map.accumulation]
+    columns, rows = (sorted({cell[axis] for cell in trials}) for axis in (0, 1))
+    cells = [[trials.get((micro, accumulation)) for micro in columns] for accumulation in rows]
+    x, y = [str(each) for each in columns], [str(each) for each in rows]
     values = [[trial.measured(goal.figure) if trial else None for trial in row] for row in cells]
     missing = [[1.0 if trial and trial.measured(goal.figure) is None else None for trial in row] for row in cells]
     style: dict[str, Any] = {"x": x, "y": y, "texttemplate": "%{text}", "textfont": {"size": 12}, "xgap": 3, "ygap": 3}
@@ -136,15 +138,15 @@ def _heat_map(number: int, heat_map: HeatMap, sweep: Sweep) -> Figure:
     for z in (values, missing):
         text = [  # without that of other cells, because Plotly draws it for cells without a value too
             [trial.cell_text(goal.figure, sweep.best) if trial and value is not None else "" for value, trial in pairs]
-            for pairs in (zip(row, trials, strict=True) for row, trials in zip(z, cells, strict=True))
+            for pairs in (zip(*both, strict=True) for both in zip(z, cells, strict=True))
         ]
         traces.append(go.Heatmap(z=z, text=text, **style))
     lowest, highest = min(measured, default=None), max(measured, default=None)
     traces[0].update(colorscale=SCALE, reversescale=not goal.largest, zmin=lowest, zmax=highest)
     traces[1].update(colorscale=[[0, "#b3324f"], [1, "#b3324f"]])
     return figure(
-        f"grid-{number}",
-        heat_map.title,
+        name,
+        title,
         f"{goal.title} by micro-batch and accumulation; the table of trials has the values",
         traces,
         height=110 + 62 * len(y),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain, islice, zip_longest
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from mmray.config import Config, Section
 from mmray.config.data import format_mixture, parse_mixture
@@ -136,24 +136,23 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
     return warnings
 
 
-class Setting(NamedTuple):
-    """A setting: its full name, value, value in the recipe, description."""
+def settings_of(config: dict[str, Any]) -> list[dict[str, str]]:
+    """Return name, value, recipe (its value there) and description of all settings in order.
 
-    name: str
-    value: str
-    recipe: str
-    description: str
-
-
-def settings_of(config: dict[str, Any]) -> list[Setting]:
-    """Return all settings in order; without descriptions if this mmray version cannot parse the config."""
+    Without descriptions if this mmray version cannot parse the config.
+    """
     recipe = _flatten(RECIPES.get(str(config.get("recipe")), Config)().model_dump(mode="json", by_alias=True))
     try:
         descriptions = dict(_descriptions(Config.model_validate(config)))
     except UsageError:
         descriptions = {}
     return [
-        Setting(name, _text(value), _text(recipe[name]) if name in recipe else "", descriptions.get(name, ""))
+        {
+            "name": name,
+            "value": _text(value),
+            "recipe": _text(recipe[name]) if name in recipe else "",
+            "description": descriptions.get(name, ""),
+        }
         for name, value in _flatten(config).items()
     ]
 

@@ -78,22 +78,6 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class HeatMap:
-    """Trials that differ only in micro-batch and accumulation."""
-
-    title: str
-    cells: dict[tuple[int, int], Trial]  # (micro, accumulation) -> its best trial
-
-    @property
-    def micro(self) -> list[int]:
-        return sorted({micro for micro, _ in self.cells})
-
-    @property
-    def accumulation(self) -> list[int]:
-        return sorted({accumulation for _, accumulation in self.cells})
-
-
-@dataclass(frozen=True)
 class Sweep:
     """A sweep and its trials in order."""
 
@@ -147,15 +131,18 @@ class Sweep:
     def count(self, status: str) -> int:
         return sum(trial.status == status for trial in self.trials)
 
-    def heat_maps(self) -> list[HeatMap]:
-        """Return a heat map per combination of workers and other settings; none for a single cell."""
-        maps: dict[str, HeatMap] = {}
+    def heat_maps(self) -> dict[str, dict[tuple[int, int], Trial]]:
+        """Return {title: {(micro, accumulation): its best trial}} per combination of workers and other settings.
+
+        A heat map of one cell is left out.
+        """
+        maps: dict[str, dict[tuple[int, int], Trial]] = defaultdict(dict)
         for trial in sorted(self.trials, key=self.sort_key):
             micro, accumulation = (trial.values.get(name) for name in ("micro", "accumulation"))
             if isinstance(micro, int) and isinstance(accumulation, int):
                 title = ", ".join(filter(None, [f"workers {trial.values.get('workers')}", trial.others]))
-                maps.setdefault(title, HeatMap(title, {})).cells.setdefault((micro, accumulation), trial)
-        return [each for each in maps.values() if len(each.cells) > 1]
+                maps[title].setdefault((micro, accumulation), trial)
+        return {title: cells for title, cells in maps.items() if len(cells) > 1}
 
 
 def _report_link(folder: Path, run: Any) -> str | None:

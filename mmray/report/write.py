@@ -54,7 +54,7 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
             evaluated=summary.eval_summary(run),
             memory=summary.memory_rows(run),
             quarantine=summary.quarantine_of(folder, run.data.get("train")),
-            changed=[setting for setting in settings if setting.value != setting.recipe],
+            changed=[setting for setting in settings if setting["value"] != setting["recipe"]],
             settings=settings,
         )
     else:

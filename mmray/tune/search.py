@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -236,24 +235,23 @@ def run_trials(state: SweepState, runs: dict[str, Config], at_once: int) -> None
             return error
         return None
 
+    def poll() -> None:
+        """Apply the queued events and redraw the table of trials."""
+        while not events.empty():
+            name, event = events.get()
+            if isinstance(event, str):
+                state.update(name, event)
+            else:
+                state.end(name, event)
+        state.listener.trials(state.table())
+
     with handle_signals(state):
-        failure = run_in_thread(fit, partial(_drain_events, state, events))
+        failure = run_in_thread(fit, poll)
     for name in list(state.live):
         state.end(name, TrialOutcome("stopped"))
     shutil.rmtree(scratch, ignore_errors=True)
     if failure is not None:
         raise TrainingError(f"Ray Tune failed: {failure}") from failure
-
-
-def _drain_events(state: SweepState, events: Events) -> None:
-    """Apply the queued events and redraw the table of trials."""
-    while not events.empty():
-        name, event = events.get()
-        if isinstance(event, str):
-            state.update(name, event)
-        else:
-            state.end(name, event)
-    state.listener.trials(state.table())
 
 
 @contextmanager
