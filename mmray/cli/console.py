@@ -144,7 +144,7 @@ class Reporter:
 
     def prepare_progress(self, progress: Any) -> None:
         if progress.total_rows:  # unknown during the scan of the source
-            figures = f"{progress.bad_rows:,} quarantined"
+            figures = f"{progress.bad_rows:,} quarantined" if progress.bad_rows else ""
             self.terminal.update(progress.done_rows, progress.total_rows, figures, f"{progress.stage} rows")
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:

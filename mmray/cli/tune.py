@@ -31,7 +31,10 @@ STYLES = {
 }
 SHAPE = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")  # shown in the batch columns
 VALUE_WIDTH = 16
-CAPTION = "batch: micro x accumulation x workers; * best trial of its global batch"
+CAPTION = (
+    "batch: micro x accumulation x workers; * best trial of its global batch; samples/s: mean (range over time); "
+    "p50/p95: step time; GiB: peak of a worker"
+)
 MISSING = "·"
 
 Row = dict[str, Any]

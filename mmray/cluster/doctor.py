@@ -60,7 +60,7 @@ def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
     yield _warn_if(0 < soft < LEAST_OPEN_FILES, "open files", f"limit {soft:,}", fix)
     if "://" not in storage:
         yield check_disk("disk of run.storage", Path(storage).expanduser())
-    yield check_disk("disk of Ray's files", Path(tempfile.gettempdir()))
+    yield check_disk("disk of Ray temp dir", Path(tempfile.gettempdir()))
     yield check_storage(storage)
     yield check_auth(os.environ.get("RAY_AUTH_MODE"), Path.home() / ".ray" / "auth_token")
     yield check_stale_cluster(Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster"))
@@ -166,11 +166,11 @@ def check_auth(mode: str | None, file: Path) -> Finding:
 
 def check_stale_cluster(file: Path) -> Finding:
     """Check for the address file of a killed head, because Ray's helper processes try that head first."""
-    name = "earlier cluster"
+    name = "stale cluster address"
     try:
         check_reachable(address := file.read_text().strip())
     except OSError:
-        return Finding("ok", name, "no address of an earlier cluster is stored")
+        return Finding("ok", name, "none")
     except ResourceError:
         fix = f"if that cluster has ended: rm {file} (until then each attempt to train ends about 12 s later)"
         return Finding("warning", name, f"{file} names {address}, which does not respond", fix)
@@ -207,8 +207,8 @@ def check_nodes(alive: list[dict[str, Any]], free: dict[str, float]) -> Finding:
     """Report the resources of the cluster; warn if training workers leave no CPU for data."""
     cpus, gpus = (sum(node["Resources"].get(name, 0) for node in alive) for name in ("CPU", "GPU"))
     observed = (
-        f"{len(alive)} node{'s' * (len(alive) > 1)}; free: {free.get('CPU', 0):g} of {cpus:g} CPUs, "
-        f"{free.get('GPU', 0):g} of {gpus:g} GPUs"
+        f"{len(alive)} node{'s' * (len(alive) > 1)}; free resources: {free.get('CPU', 0):g} of {cpus:g} CPU, "
+        f"{free.get('GPU', 0):g} of {gpus:g} GPU"
     )
     fix = "data needs CPUs in addition to one per training worker: add CPU nodes"
     return _warn_if(0 < gpus >= cpus, "cluster", observed, fix)

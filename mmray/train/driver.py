@@ -117,7 +117,8 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: ProgressR
         reporter.log(f"blocks of {rows:,} adjacent rows, {blocks:,} blocks mixed", "shuffle")
     epochs = resolved.steps * resolved.shape.global_rows / num_rows
     gpus, workers = resource_demand(resolved.config).per_worker.get("GPU", 0), resolved.config.cluster.workers
-    devices = f"{gpus:g} GPU{'s' * (gpus > 1)} each" if gpus else "on CPUs"
-    reporter.log(f"{str(workers).replace('-', ' to ')}, {devices}", "workers")
+    devices = f"with {gpus:g} GPU{'s' * (gpus > 1)} each" if gpus else "on CPUs"
+    elastic = ", elastic" if resolved.config.cluster.elastic else ""
+    reporter.log(f"{workers} {devices}{elastic}", "workers")
     reporter.log(str(resolved.shape), "batch")
     reporter.log(f"{resolved.steps:,} steps, about {epochs:.1f} epochs", "schedule")

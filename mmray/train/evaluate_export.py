@@ -40,7 +40,8 @@ def load_run_config(folder: AnyPath) -> Config:
     """The config of a run. Raises UsageError if the folder is not a run."""
     file = folder.expanduser().resolve() / "config.yaml"
     if not file.exists():
-        raise UsageError(f"{file.parent} is not a run: it has no config.yaml")
+        problem = "is not a run: it has no config.yaml" if file.parent.exists() else "does not exist"
+        raise UsageError(f"{file.parent} {problem}")
     return from_yaml(file.read_text(), str(file))
 
 

@@ -161,14 +161,14 @@ def _search(
     }
     folder.write_json("sweep.json", summary)
     folder.write_rows(list(state.rows.values()))
-    counts = [f"{len(trials)} of {identity['samples_per_trial']:,} samples each"]
+    counts = [f"{len(trials)} with {identity['samples_per_trial']:,} samples each"]
     counts += [f"{len(measured)} already measured"] if measured else []
     counts += [f"{len(infeasible)} infeasible"] if infeasible else []
     space = "  ".join(f"{key}={','.join(map(str, values))}" for key, values in identity["space"].items())
     listener.log(str(folder.path), "sweep")
     listener.log(space, "space")
     listener.log(", ".join(counts), "trials")
-    listener.log(f"{sweep.goal}; {at_once} at a time", "goal")
+    listener.log(f"{sweep.goal}; {at_once} trial{'s' * (at_once > 1)} at a time", "goal")
     if remaining:
         run_trials(state, remaining, at_once)
     best = select_best(list(state.rows.values()), sweep.goal, sweep.base.objective.kind == "contrastive")

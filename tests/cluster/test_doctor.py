@@ -39,7 +39,7 @@ CPU_NODE = {"Resources": {"CPU": 8.0}}
         (
             doctor.check_nodes([GPU_NODE, CPU_NODE], {"CPU": 9.0, "GPU": 2.0}),
             "ok",
-            "2 nodes; free: 9 of 10 CPUs, 2 of 2 GPUs",
+            "2 nodes; free resources: 9 of 10 CPU, 2 of 2 GPU",
         ),
         (doctor.check_disk("disk", Path("/not/yet")), None, "free at /"),
     ],

@@ -93,7 +93,7 @@ def test_stopped_sweep_keeps_finished_rows(stopped):
 def test_same_command_runs_the_remaining_trials(stopped, finished):
     code, text, folder = finished
     assert code == 0
-    assert "4 of 64 samples each, 1 already measured, 2 infeasible" in text
+    assert "4 with 64 samples each, 1 already measured, 2 infeasible" in text
     assert "t002       batch.micro=4 train.callbacks" in text and "t001       batch.micro" not in text
     before, after = stopped[0].rows[0], rows_of(folder)
     assert after["t001"] == before  # measured once

@@ -75,7 +75,8 @@ def ensure_prepared(source: str, cache: str, settings: Prepare, notify: Notify, 
     if (folder / MANIFEST).exists():
         return folder
     if not folder.exists() and "," not in folder.name:
-        raise DataError(f"{folder} does not exist: give a prepared set, a source of rows, or `sample`")
+        hint = "give a prepared set, a source (file or folder of JSON lines, CSV, Parquet, ...) or `sample`"
+        raise DataError(f"{folder} does not exist: {hint}")
     hashed = f"{folder}\n{settings.model_dump_json(exclude={'max_bad_fraction'})}"
     name = f"{_NO_NAME.sub('_', folder.stem)}-{hashlib.sha256(hashed.encode()).hexdigest()[:8]}"
     out = to_path(cache) / name
