@@ -1,4 +1,4 @@
-"""The process group of a run: every collective of the package is one of these methods.
+"""The process group of a run: every collective is one of these methods, except those of DDP, FSDP and DCP.
 
 Without torch.distributed it is a group of one, and each method is the identity. So the same code runs in a notebook,
 under torchrun and under Ray Train.

@@ -228,7 +228,8 @@ def ring_loss(
             outputs = {name: part.clone().requires_grad_() for name, part in _split_columns(values, shapes).items()}
             loss_sum, metrics = objective.pairwise_loss(local, valid, outputs, flags[:, 0] > 0, first if own else None)
             inputs = {**local, **outputs}
-            flat = torch.autograd.grad(loss_sum * factor.to(loss_sum.dtype), list(inputs.values()))
+            loss = loss_sum * factor.to(loss_sum.dtype)
+            flat = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
             targets = gradients | _split_columns(gradient_sums, shapes)
             for name, gradient in zip(inputs, flat, strict=True):
                 targets[name].add_(gradient)

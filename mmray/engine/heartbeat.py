@@ -22,6 +22,7 @@ from mmray.storage.paths import AnyPath, open_for_upload
 INTERVAL_S = 1.0
 ENGINE = Path(__file__).parent
 PACKAGE = str(ENGINE.parent)
+LOOP_FILE = str(ENGINE / "loop.py")
 LOOP, LONG_PHASES = "run", {"_evaluate", "_save", "_load"}  # functions of loop.py; the latter take no steps
 CHECKPOINT_WAIT = str(ENGINE / "checkpoint" / "manager.py")
 DATA_WAIT = str(ENGINE / "prefetch.py")
@@ -88,7 +89,7 @@ class Heartbeat:
         frames = stack_of_thread(self._thread_id)
         own = [frame for frame in frames if frame.file.startswith(PACKAGE)]
         innermost = own[0].file if own else ""
-        now_s, functions = time.monotonic(), {frame.function for frame in own}
+        now_s, functions = time.monotonic(), {frame.function for frame in own if frame.file == LOOP_FILE}
         self._waiting_since_s = (self._waiting_since_s or now_s) if innermost == CHECKPOINT_WAIT else None
         writing = self._waiting_since_s is not None and now_s - self._waiting_since_s < self._write_limit_s
         outside_steps = bool(functions & LONG_PHASES) or LOOP not in functions
@@ -103,7 +104,7 @@ class Heartbeat:
             # In a collective, in a backward, or reading a result that the device reduces.
             "in_collective": any(part in file for file in files for part in COLLECTIVES)
             or (bool(frames) and frames[0].file == DEVICE_READ),
-            "waits_for_data": innermost == DATA_WAIT,
+            "waits_for_data": any(frame.file == DATA_WAIT for frame in own),
         }
 
 

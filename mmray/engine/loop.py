@@ -253,7 +253,7 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
         }
         | {f"train/{name}": mean for name, mean in zip(result.sums, sums[: len(means)], strict=True)}
         | {f"train/{name}": float(value) for name, value in result.scalars.items()}
-        | {"train/lr": state.optimizer.param_groups[0]["lr"], "train/grad_norm": result.grad_norm}
+        | {"train/lr": lr_at(step, spec.optimizer, spec.plan.steps), "train/grad_norm": result.grad_norm}
         | {f"train/grad_norm_{name}": norm for name, norm in result.grad_norms.items() if name != WHOLE}
         | {"train/skipped_steps": run.progress.skipped, "batch/micro": run.progress.micro}
         | Padding.over(sums[len(means) :], spec.group_by_length)

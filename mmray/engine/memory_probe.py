@@ -225,7 +225,7 @@ def _find_micro(
             fitting = smaller_micro(fitting)
     agreed = group.all_reduce_min(0 if saved is None else fitting)
     if agreed == 0:
-        raise _does_not_fit(micro)
+        raise _does_not_fit(micro, share if saved is not None else None)
     return agreed
 
 
@@ -240,7 +240,10 @@ def _host_limit(group: Group, bytes_of_one_row: int) -> int:
     return max(1, int(HOST_SHARE * free_memory() / ranks / max(1, bytes_of_one_row)))
 
 
-def _does_not_fit(micro: int | None) -> OutOfMemoryError:
+def _does_not_fit(micro: int | None, output_rows: int | None = None) -> OutOfMemoryError:
+    if output_rows is not None:
+        message = f"one row fits, but not the outputs of the {output_rows} rows of a worker's share"
+        return OutOfMemoryError(f"{message}: lower --batch.global or use more workers")
     if micro is None or micro == 1:
         return OutOfMemoryError(f"a single row does not fit in the memory of a worker's device: {ADVICE}")
     return OutOfMemoryError(f"a micro-batch of {micro} rows does not fit: lower --batch.micro, or set it to auto")

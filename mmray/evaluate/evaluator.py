@@ -90,7 +90,7 @@ class Evaluator(EvalDataset):
 def topk_correct(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
     """Rows with their class in the top 1, in the top 5, and labelled rows: int64 [3].
 
-    scores [N, C], label int64 [N]; labels below 0 or above C are not counted. A wrong class within `tie` of the correct
+    scores [N, C], label int64 [N]; labels outside 0..C-1 are not counted. A wrong class within `tie` of the correct
     one ranks before it, as does a NaN.
     """
     num_classes = scores.shape[1]

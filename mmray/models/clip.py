@@ -64,7 +64,7 @@ class DualEncoder(nn.Module):
         return self.text(input_ids, attention_mask)
 
     def branches(self) -> dict[str, nn.Module]:
-        """The submodules that share nothing but the loss."""
+        """The parts by name: units of FSDP, compile, activation checkpointing and clipping per branch."""
         return {"image": self.image, "text": self.text}
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ class Objective(Protocol):
     """Loss of model outputs. `objective.kind: package.module:Class` calls your class with the `objective` section.
 
     `gathered_outputs`: outputs [B, ...] of all ranks that the loss needs at once; empty for a sum over rows. A global
-    loss reads only these, `scalar_outputs`, and the one-dimensional tensors of the batch.
+    loss reads only these, `scalar_outputs`, and the one-dimensional tensors of the batch (in evaluation only `valid`).
     `scalar_outputs`: outputs that belong to the step and not to a row, such as the temperature.
     """
 

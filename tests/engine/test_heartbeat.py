@@ -2,15 +2,19 @@
 
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
 import torch
 
+from mmray.data.stream.collate import iter_micro_batches
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import heartbeat, loop, step
 from mmray.engine.heartbeat import Frame, Heartbeat, stack_of_thread
 from mmray.engine.metrics.meters import reduce_over_ranks
+from mmray.errors import TrainingError
 from tests.engine import toy
 
 
@@ -89,3 +93,28 @@ def test_reading_reduced_result_counts_as_in_collective(tmp_path, monkeypatch, r
     assert queue.get(timeout=10) == "returned"
     thread.join(10)
     assert last["in_collective"] and "collectives.py" in last["where"]
+
+
+def test_wait_for_rows_is_reported_on_a_cpu(tmp_path, monkeypatch):
+    """The innermost frame is of the stream, because a CPU has no prefetch thread."""
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
+    plan = SamplePlan(num_rows=8, global_rows=8, world=1, micro=8, seed=1, steps=1)
+    release, messages = threading.Event(), []
+
+    def slow_blocks():
+        release.wait(30)
+        yield from ()
+
+    def train():
+        with Heartbeat(messages.append, {}, tmp_path / "rank-0.txt", 60).running(0), suppress(TrainingError):
+            loop.run(toy.train_spec(toy.Toy(), plan), iter_micro_batches(slow_blocks(), plan))
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    deadline_s = time.monotonic() + 20
+    while not any(message.get("waits_for_data") for message in messages) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    waited = messages[-1]["waits_for_data"]
+    release.set()
+    thread.join(60)
+    assert waited and not thread.is_alive()

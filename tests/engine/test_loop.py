@@ -14,6 +14,7 @@ import torch
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.metrics.timers import PHASES
+from mmray.engine.optimizer import lr_at
 from mmray.engine.run_state import EMA_KEY, LoopResult
 from mmray.errors import TrainingError
 from tests.engine import toy
@@ -41,6 +42,12 @@ def train(model, plan, state=None, first=0, **options):
 
 def on_step(function):
     return SimpleNamespace(on_step=function)
+
+
+def test_logged_learning_rate_is_that_without_multipliers():
+    log, settings = toy.Lines(), toy.optimizer_settings(lr_multipliers=["*words*=10"])
+    train(toy.Toy(), plan_of(4), log=log, optimizer=settings)
+    assert [line["train/lr"] for line in log] == [lr_at(line["step"] - 1, settings, 4) for line in log] and log
 
 
 def test_resumed_run_is_bitwise_equal():

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -169,8 +168,7 @@ def average_replicated_gradients(module: nn.Module, group: Group) -> None:
     """Average the gradients of a sharded model's replicated scalars over ranks, because FSDP does not."""
     for parameter in _replicated(module) if is_sharded(module) else ():
         if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= group.world
+            group.all_reduce_sum(parameter.grad).div_(group.world)
 
 
 @contextmanager
