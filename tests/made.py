@@ -54,10 +54,10 @@ def write_set(folder, shards, tokenizer=None, languages=()):
     entries, splits = [], Counter()
     for number, (rows, split, dropped) in enumerate(shards):
         entries.append(replace(write_shard(rows, storage, f"shards/{number}.arrow", split), dropped=dropped))
-        splits.update({split: entries[-1].num_live} if split else {})
-    count = sum(entry.num_live for entry in entries)
+        splits.update({split: entries[-1].num_kept} if split else {})
+    count = sum(entry.num_kept for entry in entries)
     name = TOKENIZER if tokenizer else None
-    manifest = Manifest(count, count, 0, {}, 0, dict(splits), fingerprint(entries), name, {}, {}, tuple(entries))
+    manifest = Manifest(count, count, 0, {}, dict(splits), fingerprint(entries), name, {}, {}, tuple(entries))
     if tokenizer:
         storage.write(TOKENIZER, tokenizer.encode())
     storage.write(MANIFEST, replace(manifest, languages=dict(Counter(languages))).to_json())

@@ -102,7 +102,7 @@ def test_model_kind_is_selected_by_name(typed, verb):
 
 def test_prepare_reports_overlap_and_repeated_captions():
     found = {"exact": 2, "near": 1, "dropped": False, "found_in": {"prepared/eval": 2, "splits": 1}}
-    manifest = Manifest(9, 9, 0, {}, 0, {}, "", None, {}, {}, (), num_same_text=4, leakage=found)
+    manifest = Manifest(9, 9, 0, {}, {}, "", None, {}, {}, (), num_same_text=4, leakage=found)
     captions, overlap, where = _findings(manifest, "out")
     assert captions == ("captions", "4 rows repeat the captions of an earlier row; they are kept")
     assert overlap[1].startswith("3 rows (2 exact, 1 near-duplicates): 2 in prepared/eval, 1 in another split; kept")

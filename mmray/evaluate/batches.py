@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from mmray.data.images import boxes
+from mmray.data.images.crash_probe import CrashProbes
 from mmray.data.images.decode import MAX_PIXELS
-from mmray.data.images.sandbox import SandboxedDecoders
 from mmray.data.store.manifest import BATCH_ROWS
-from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, key_id
-from mmray.data.stream.collate import box_columns, label_columns
+from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, hash_key
+from mmray.data.stream.collate import box_columns, lm_columns
 from mmray.data.stream.reader import NO_LABEL, Block, RowReader
 from mmray.machine import cores
 
@@ -52,7 +52,7 @@ class EvalDataset:
         self.prepared, self.inputs, self.settings, self.max_pixels = prepared, inputs, settings, max_pixels
         self.reader = RowReader(prepared, inputs, tokenizer_json, max_pixels)
         self.encoder = self.reader.encoder
-        self.sandbox = None if prepared.manifest.is_decoded else SandboxedDecoders()
+        self.crash_probe = None if prepared.manifest.is_decoded else CrashProbes()
 
 
 @dataclass
@@ -92,9 +92,9 @@ class EvalBatches:
                     yield batch
 
     def close(self) -> None:
-        """Stop the sandbox processes; the next row restarts them."""
-        if self.data.sandbox is not None:
-            self.data.sandbox.close()
+        """Stop the child processes that probe images; the next row restarts them."""
+        if self.data.crash_probe is not None:
+            self.data.crash_probe.close()
 
     def _read(self, rows: np.ndarray) -> list[EvalRowOrError]:
         """Read rows; a row that fails becomes its exception."""
@@ -119,14 +119,14 @@ class EvalBatches:
         if not record.checksum_ok:
             raise ValueError(f"{record.key} ({record.source}): image digest does not match the prepared set")
         data = self.data
-        if data.sandbox is not None:
-            data.sandbox.check(record.key, record.image, data.max_pixels)
+        if data.crash_probe is not None:
+            data.crash_probe.probe(record.key, record.image, data.max_pixels)
         pixels, values = data.reader.decode_row(0, record, None)
         columns = boxes.empty_box_columns(1, data.inputs.max_boxes)
         for name, value in values.items():
             columns[name][0] = value
         label = NO_LABEL if record.label is None else record.label
-        return pixels, columns, data.encoder.texts_of(record), label
+        return pixels, columns, data.encoder.captions_of(record), label
 
     def _collate(self, rows: np.ndarray, records: Iterable[EvalRowOrError]) -> Batch | None:
         """Collate the readable rows; None if there are none."""
@@ -142,10 +142,10 @@ class EvalBatches:
             return None
         pixels, boxed, texts_of_row, labels = zip(*(record for _, record in readable), strict=True)
         texts = [text for texts in texts_of_row for text in texts]
-        columns = self.data.encoder.columns(texts)
+        columns = self.data.encoder.encode_batch(texts)
         ids, num_tokens = columns["input_ids"], columns["num_tokens"]
         return (
-            label_columns(columns, ids.shape[1])
+            lm_columns(columns, ids.shape[1])
             | box_columns({name: np.concatenate([each[name] for each in boxed]) for name in boxed[0]})
             | {
                 "image": torch.from_numpy(np.stack(pixels)),
@@ -154,6 +154,6 @@ class EvalBatches:
                 "input_ids": torch.from_numpy(ids.astype(np.int64)),
                 "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
                 "owner": torch.tensor([row for row, record in readable for _ in record[2]]),
-                "text_id": torch.tensor([key_id(str(text)) for text in texts]),
+                "text_id": torch.tensor([hash_key(str(text)) for text in texts]),
             }
         )

@@ -17,8 +17,8 @@ from mmray.config.recipes import RECIPES
 from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.formats.source import Source, SourceChanged
+from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.read import read_image
-from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
 from mmray.errors import MmrayError, UsageError
@@ -229,16 +229,16 @@ def _load_images(rows: list[dict[str, Any]], source: Source, storage: Storage) -
         wanted[row["source"]].append(row)
     until = time.monotonic() + SCAN_SECONDS
     try:
-        with closing(SandboxedDecoder()) as sandbox:
+        with closing(CrashProbe()) as crash_probe:
             for item in chain.from_iterable(source.read(chunk) for chunk in source.scan(CHUNK_ROWS, ())):
-                for row in wanted.pop(item.origin, ()):
+                for row in wanted.pop(item.location, ()):
                     if isinstance(item.values, BadRow):
                         continue
                     try:
-                        data = read_image(storage, parse_row(item.values, item.origin).image)
+                        data = read_image(storage, parse_row(item.values, item.location).image)
                     except (OSError, ValueError):  # includes BadRow: unreadable images are often quarantined
                         continue
-                    row["picture"] = sandbox.thumbnail(data)
+                    row["picture"] = crash_probe.thumbnail(data)
                 if not wanted or time.monotonic() > until:
                     return
     except (OSError, ValueError, SourceChanged, MmrayError):

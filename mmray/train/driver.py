@@ -110,7 +110,7 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: ProgressR
     reporter.log(str(run.path), "run")
     reporter.log(f"{resolved.data['train']}: {num_rows:,} rows, {held_out}", "data")
     if isinstance(resolved.train_set, PreparedMixture):
-        for name, part in zip(resolved.train_set.names, resolved.train_set.parts, strict=True):
+        for name, part in zip(resolved.train_set.names, resolved.train_set.components, strict=True):
             reporter.log(f"{part.per_epoch:,} rows of {name} per epoch (it has {part.num_rows:,})", "mixture")
     rows, blocks = resolved.config.data.shuffle_shape
     if rows != 1:

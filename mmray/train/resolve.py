@@ -54,7 +54,7 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     eval_set, split = None, config.data.eval_split
     if config.data.eval is not None:
         eval_set = PreparedSet.open(str(prepared(config.data.eval)), split)
-    elif train_sets[0].has_split(split):
+    elif split in train_sets[0].manifest.splits:
         eval_set = PreparedSet.open(terms[0][0], split)
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
     chunk, window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
@@ -73,7 +73,7 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
         encoder.format_caption("", config.evaluate.language)  # raises UsageError for an unknown language
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     if isinstance(train_set, PreparedMixture):
-        num_rows = sum(part.per_epoch for part in train_set.parts)
+        num_rows = sum(part.per_epoch for part in train_set.components)
     steps = total_steps(config.train, num_rows, shape.global_rows)
     model = with_region_labels(config.model, train_sets, eval_set).with_absolute_weights()
     resolved = config.replace(

@@ -13,7 +13,7 @@ from mmray.cluster.placement import LiveNodes
 from mmray.config import Config
 from mmray.data.store.prepared_set import PreparedMixture
 from mmray.data.stream.order import ResumePoint, SamplePlan
-from mmray.data.stream.reader import KEEP_MB, RowReader
+from mmray.data.stream.reader import IMAGE_CACHE_MB, RowReader
 from mmray.data.stream.stream import StreamDataConfig
 from mmray.engine.checkpoint import files
 from mmray.engine.worker_context import WorkerContext
@@ -76,7 +76,7 @@ def build_trainer(
         resolved.tokenizer_json,
         config.prepare.max_pixels,
         config.augment,
-        KEEP_MB,
+        IMAGE_CACHE_MB,
     )
     # Counted for the largest group, so that CPUs of workers that join later stay free.
     actors = num_data_actors(config.with_cluster(accelerator=sized.cluster.accelerator))
@@ -108,8 +108,8 @@ def build_trainer(
 def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) -> ResumePoint:
     """Return the resume point of a group of `world` workers, the same for every rank."""
     shape, config = resolved.shape, resolved.config
-    chunk, window = config.data.shuffle_shape
-    assert chunk and window, "resolve_run leaves no `auto`"
+    shuffle_block, window = config.data.shuffle_shape
+    assert shuffle_block and window, "resolve_run leaves no `auto`"
     plan = SamplePlan(
         num_rows=resolved.data["num_rows"],
         global_rows=shape.global_rows,
@@ -118,8 +118,8 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) 
         seed=config.train.seed,
         steps=resolved.steps,
         shuffle=config.data.shuffle,
-        parts=resolved.train_set.parts if isinstance(resolved.train_set, PreparedMixture) else (),
-        chunk=chunk,
+        components=resolved.train_set.components if isinstance(resolved.train_set, PreparedMixture) else (),
+        shuffle_block=shuffle_block,
         window=window,
     )
     if checkpoint is None:

@@ -15,7 +15,7 @@ from mmray.cluster.capacity import NODE_ID
 from mmray.cluster.placement import alive_nodes, free_nodes
 from mmray.config import Cluster, CustomModel
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
+from mmray.data.stream.order import BlockPlan, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.worker import work
@@ -48,7 +48,7 @@ def losses_of_one_worker(wanted, folder):
     fence = lease.acquire()
     plan = SamplePlan(50, 16, 1, 4, 0, calm.train.steps)
     reader = RowReader(prepared, calm.model.inputs, tokenizer, calm.prepare.max_pixels, calm.augment)
-    blocks = Blocks(plan, 0, 1)
+    blocks = BlockPlan(plan, 0, 1)
     stream = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
     line = DriverHandle(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
     context = WorkerContext(calm, folder, fence, reader, None, tokenizer)

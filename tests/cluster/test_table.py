@@ -12,7 +12,7 @@ import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 from mmray.config import to_yaml
-from mmray.data.stream.reader import KEEP_MB
+from mmray.data.stream.reader import IMAGE_CACHE_MB
 from mmray.errors import UsageError
 from mmray.train.driver import train
 from tests.cluster.test_faults import assert_same_model, in_double, losses_of_one_worker
@@ -148,7 +148,7 @@ class KillingAReader(Silent):
 def test_object_store_of_80_mb_streams_five_times_that(tmp_path):
     """An epoch of 5,120 rows of 160 pixels, 393 MB decoded: no deadlock, no spilling, flat memory.
 
-    Each row is read once, and all rows exceed KEEP_MB. Half of the blocks (197 MB) pass each process between
+    Each row is read once, and all rows exceed IMAGE_CACHE_MB. Half of the blocks (197 MB) pass each process between
     the two measurements, so a leak would be visible.
     """
     ray.shutdown()
@@ -163,7 +163,7 @@ def test_object_store_of_80_mb_streams_five_times_that(tmp_path):
             batch=wanted.batch.replace(micro=16, global_=64),
             data=wanted.data.replace(block_mb=24.0),
         )
-        assert max(KEEP_MB * 1e6, 4 * 80e6) < 5120 * 3 * 160**2  # no decoded image is kept for another epoch
+        assert max(IMAGE_CACHE_MB * 1e6, 4 * 80e6) < 5120 * 3 * 160**2  # no decoded image is kept for another epoch
         reporter = KillingAReader()
         outcome = train(wanted, reporter)
         state = get_state_from_address(started.address_info["address"])

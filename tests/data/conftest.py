@@ -1,4 +1,4 @@
-"""In-memory object store for the tests of the data packages: addresses `memory://...`."""
+"""Fixtures of the data packages: an object store in memory (`memory://...`), and prepare without Ray."""
 
 import io
 
@@ -6,6 +6,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs
 
+from mmray.data.prepare import pipeline
+from mmray.data.prepare.pack import pack_chunk
 from mmray.storage import storage
 
 
@@ -26,3 +28,24 @@ def memory_store(monkeypatch):
 
     monkeypatch.setattr(MemoryFileSystem, "_open", open_separately)
     monkeypatch.setattr(storage, "open_filesystem", open_filesystem)
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Pack without Ray; the fixture lists the chunks that were packed."""
+    packed = []
+
+    def run(job, chunks):
+        for chunk in chunks:
+            packed.append(chunk.index)
+            yield pack_chunk(job, chunk)
+
+    monkeypatch.setattr(pipeline, "pack_chunks", run)
+    return packed
+
+
+@pytest.fixture
+def memory():
+    """Address of a store in memory."""
+    yield "memory://set"
+    MemoryFileSystem.store.clear()

@@ -41,10 +41,10 @@ def test_kept_images_are_decoded_once_and_give_the_same_blocks(prepared, decoded
     plain = blocks(prepared)
     assert len(decoded) == 3 * ROWS
     decoded.clear()
-    blocks(prepared, keep_mb=0.99 * ALL_MB)
+    blocks(prepared, image_cache_mb=0.99 * ALL_MB)
     assert len(decoded) == 3 * ROWS, "a larger set is not kept"
     decoded.clear()
-    kept = blocks(prepared, keep_mb=ALL_MB)
+    kept = blocks(prepared, image_cache_mb=ALL_MB)
     assert sorted(decoded) == sorted(noisy(number) for number in range(ROWS))
     for mine, theirs in zip(kept, plain, strict=True):
         assert mine.keys() == theirs.keys()
@@ -53,15 +53,6 @@ def test_kept_images_are_decoded_once_and_give_the_same_blocks(prepared, decoded
 
 def test_augmented_images_are_not_kept(prepared):
     augment = Augment(crop_scale=(0.3, 0.6))
-    first, second, _ = blocks(prepared, keep_mb=ALL_MB, augment=augment)
+    first, second, _ = blocks(prepared, image_cache_mb=ALL_MB, augment=augment)
     by_key = [dict(zip(block["key"].tolist(), block["image"], strict=True)) for block in (first, second)]
     assert all((by_key[0][key] != by_key[1][key]).any() for key in by_key[0])
-
-
-def test_unreadable_image_is_retried(tmp_path, decoded):
-    prepared = make_set(tmp_path, [row(0, data=b"no image"), *(row(number, data=noisy(number)) for number in (1, 2))])
-    reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, keep_mb=1.0)
-    plan = SamplePlan(num_rows=3, global_rows=3, world=1, micro=3, seed=1, steps=2)
-    valid = [reader.block(plan, part)["valid"].sum() for part in np.split(np.arange(6), 2)]
-    assert valid == [2, 2]
-    assert decoded.count(b"no image") == 2

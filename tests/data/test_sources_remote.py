@@ -1,13 +1,16 @@
-"""A source on an object store has the same chunks, rows, images and errors as on a disk."""
+"""A source on an object store has the same chunks, rows, images, errors and prepared set as on a disk."""
 
 import fsspec
+import numpy as np
 import pytest
 
 from mmray.data.formats.detect import detect_source, open_source
 from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.images.read import read_image
+from mmray.data.prepare.pipeline import prepare
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.storage.storage import Storage
-from tests.data.formats.test_formats import SOURCES, colour_image, images
+from tests.data.formats.test_formats import COUNT, LAX, SOURCES, colour_image, images, tars
 
 
 def jsonl(folder):
@@ -33,7 +36,7 @@ def read(address, out):
     chunks = list(source.scan(3, ()))
     items = [item for chunk in chunks for item in source.read(chunk)]
     return [(one.file, one.start, one.stop, one.first_line, one.num_rows) for one in chunks], [
-        (item.line, item.origin, told(source.place, item)) for item in items
+        (item.line, item.location, told(source.storage, item)) for item in items
     ]
 
 
@@ -41,7 +44,7 @@ def told(place, item):
     try:
         if isinstance(item.values, BadRow):
             raise item.values
-        row = parse_row(item.values, item.origin)
+        row = parse_row(item.values, item.location)
     except BadRow as bad:
         return bad.stage, bad.reason, bad.detail
     return row.key, row.texts, row.label, row.boxes, read_image(place, row.image)
@@ -60,3 +63,20 @@ def test_source_on_a_store_equals_source_on_a_disk(tmp_path, title):
         fsspec.filesystem("memory").store.clear()
     assert there == here
     assert len(here[1]) >= 4 and any(isinstance(row[-1], bytes) for *_, row in here[1])
+
+
+def test_prepare_from_bucket_to_bucket_resumes(s3, tmp_path, in_process):
+    raw, here, out = Storage(str(tars(tmp_path / "raw"))), str(tmp_path / "out"), f"{s3.address}/out"
+    source = f"{s3.address}/raw"
+    for name in raw.list_files():
+        Storage(source).write(name, raw.read(name))
+    there = prepare(source, out, LAX)
+    on_disk = prepare(raw.address, here, LAX)
+    assert there.fingerprint == on_disk.fingerprint and there.num_rows == COUNT
+    rows = np.arange(COUNT)
+    assert PreparedSet.open(out).read(rows) == PreparedSet.open(here).read(rows)
+    prepare(source, f"{s3.address}/index", LAX.model_copy(update={"index_only": True}))
+    indexed = PreparedSet.open(f"{s3.address}/index").read(rows)
+    assert [row.image for row in indexed] == [colour_image(number) for number in range(COUNT)]
+    in_process.clear()
+    assert prepare(source, out, LAX) == there and in_process == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mmray.config import Batch
-from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
+from mmray.data.stream.order import BlockPlan, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import extend_tokenizer
 from mmray.data.text.tokenizer import TextEncoder
@@ -41,7 +41,7 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
     lease = Lease(folder) if group.rank == 0 else None
     reader = RowReader(train_set, config.model.inputs, tokenizer, 10**6)
     context = WorkerContext(config, folder, lease.acquire() if lease else 0, reader, eval_set, tokenizer)
-    blocks = Blocks(plan, first, 2)
+    blocks = BlockPlan(plan, first, 2)
     rows = (reader.block(plan, blocks.positions(number)) for number in range(group.rank, blocks.count, group.world))
     about = {"rank": group.rank, "node": "", "pid": 0}
     driver = DriverHandle(messages.append, lambda: False, lambda _: 0, lambda _: False, about)

@@ -84,7 +84,7 @@ def test_image_that_kills_the_decoder_is_skipped(tmp_path: Path, caplog: pytest.
             assert [number for batch in reading for number in batch["row"].tolist()] == [0, 1, 2, 4]
             assert reading.skipped[0].startswith("row 3: decoder-crash: row-3: the decoder process died")
     assert len(log.read_text().splitlines()) == 1 and "row-3" in caplog.text
-    assert batches(made).data.sandbox is None
+    assert batches(made).data.crash_probe is None
 
 
 def test_adjacent_rows_are_read_in_one_request(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:

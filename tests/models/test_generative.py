@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mmray
 from mmray.config import Chat, ChatInputs, ClipImage, Decoder, Generative
-from mmray.data.stream.collate import IGNORE_INDEX, label_columns
+from mmray.data.stream.collate import IGNORE_INDEX, lm_columns
 from mmray.data.text.chat import ChatEncoder, extend_tokenizer
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
@@ -57,10 +57,10 @@ def picture(seed: int = 0) -> Image.Image:
 
 
 def batch_of(conversations: list, seed: int = 0) -> dict[str, Tensor]:
-    columns = ENCODER.columns(conversations)
+    columns = ENCODER.encode_batch(conversations)
     ids = torch.from_numpy(columns["input_ids"].astype(np.int64))
     pixels = [np.asarray(picture(seed + number)).transpose(2, 0, 1) for number in range(len(ids))]
-    return label_columns(columns, ids.shape[1]) | {
+    return lm_columns(columns, ids.shape[1]) | {
         "image": torch.from_numpy(np.stack(pixels)),
         "input_ids": ids,
         "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(columns["num_tokens"])[:, None]).long(),

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mmray.data.prepare.pipeline import create_output_dir, exclusive_lock
 from mmray.errors import TrainingError, UsageError
 from mmray.storage import lease
 from mmray.storage.lease import Lease, check_fence
 from mmray.storage.paths import to_path
-from mmray.storage.storage import Storage
 
 BEAT_S, STALE_S = 0.05, 0.3
 ELSEWHERE = {"host": "node-7", "pid": 4711, "machine": "another", "process": "1"}
@@ -154,12 +152,6 @@ def test_one_of_many_contenders_wins(tmp_path):
     assert results == [0, 0, 0, 0, 0, 4]
 
 
-def test_unwritable_folder_is_a_usage_error(tmp_path):
-    (tmp_path / "run").write_text("a file")
-    with pytest.raises(UsageError, match=r"--run\.storage"):
-        short(tmp_path / "run").acquire()
-
-
 def test_lease_on_a_store_has_one_holder_until_release(s3, monkeypatch):
     run = to_path(s3.address) / "mine"
     first = Lease(run, heartbeat_s=1.1)  # longer than the resolution of S3's timestamps
@@ -213,13 +205,3 @@ def test_at_most_one_contender_on_a_store_gets_a_number(s3):
             thread.join()
         assert sum(won) <= 1 and len(won) == 4
     assert claims[0]._claim(4) and not claims[1]._claim(4)
-
-
-def test_second_prepare_on_a_store_is_refused(s3):
-    out = Storage(f"{s3.address}/set")
-    held = pytest.raises(UsageError, match=rf"is being prepared by process {os.getpid()} on")
-    with exclusive_lock(out), held, exclusive_lock(out):
-        pass
-    create_output_dir(out)  # the released lease does not make the folder look occupied
-    with exclusive_lock(out):
-        pass

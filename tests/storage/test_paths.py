@@ -55,6 +55,10 @@ def test_options_stay_at_the_end_of_an_address():
     path = to_path("s3://bucket/runs?endpoint_override=127.0.0.1:9000&scheme=http") / "one" / "config.yaml"
     assert str(path) == "s3://bucket/runs/one/config.yaml?endpoint_override=127.0.0.1:9000&scheme=http"
     assert path.key == "bucket/runs/one/config.yaml" and to_path(str(path)).key == path.key
+    assert Storage.split("s3://bucket/x/a.jsonl?scheme=http") == (Storage("s3://bucket/x?scheme=http"), "a.jsonl")
+    assert Storage.split("a.jsonl") == (Storage("."), "a.jsonl")
+    for address in ("prepared/a@b", "s3://bucket/a@b", "s3://bucket/set?region=eu-west-1"):
+        assert Storage(address).address.endswith(address)
 
 
 @pytest.mark.parametrize("kind", ["store", "disk"])
@@ -125,11 +129,6 @@ def test_credentials_are_refused_without_repeating_them(address):
         with pytest.raises(UsageError, match="AWS_SECRET_ACCESS_KEY") as refused:
             use(address)
         assert "hush" not in str(refused.value)
-
-
-@pytest.mark.parametrize("address", ["prepared/a@b", "s3://bucket/a@b", "s3://bucket/set?region=eu-west-1"])
-def test_address_with_at_sign_or_options_is_accepted(address):
-    assert Storage(address).address.endswith(address)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from mmray.config import Batch, Cluster, Config, Data, Evaluate, ImageTower, Inputs, Optimizer, Run, TextTower, Train
 from mmray.config import TwoTower as Model
-from mmray.data.store.prepared_set import key_id
+from mmray.data.store.prepared_set import hash_key
 from mmray.data.stream.order import PADDING, SamplePlan
 from mmray.engine.checkpoint import state_io
 from mmray.engine.metrics.meters import rows_sha
@@ -67,7 +67,7 @@ def expected_marks(steps, rows=50, global_rows=16, names=None, **plan):
     )
     for step in range(steps):
         positions = plan.positions(step, 0)
-        keys = [key_id(names[number]) for number in plan.rows_at(positions[positions != PADDING])]
+        keys = [hash_key(names[number]) for number in plan.rows_at(positions[positions != PADDING])]
         yield step + 1, plan.rows_start(step), rows_sha(torch.tensor(np.array(keys, np.int64)))
 
 

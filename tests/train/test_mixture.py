@@ -46,7 +46,7 @@ def test_mixture_resumes_bitwise_after_stop(local_ray, sets, tmp_path):
     assert calm.result["status"] == "finished" and calm.result["metrics"]["recall_at_10/image_to_text"] >= 0
     names = [f"one/row-{number}" for number in range(30)] + [f"two/row-{number}" for number in range(8)]
     parts = (MixtureComponent(30, 30), MixtureComponent(8, 12))
-    expected = list(expected_marks(STEPS, 42, names=names, parts=parts))
+    expected = list(expected_marks(STEPS, 42, names=names, components=parts))
     assert marks(calm.path) == expected
     first = train(config(sets, tmp_path / "runs", "stopped", ("tests.train.faults:Slowly",)), Stopping())
     assert first.result["status"] == "stopped" and 0 < first.result["steps"] < STEPS

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import PurePosixPath
 
 import orjson
 
 from mmray.data.formats import listing
-from mmray.data.formats.listing import ListingSource, class_rows, coco_rows, is_image, pair_rows
+from mmray.data.formats.listing import ClassFolders, CocoSource, ImageTextPairs, is_image
 from mmray.data.formats.parquet import HFSavedSource, ParquetSource
 from mmray.data.formats.rows import is_valid_name
 from mmray.data.formats.source import Source, read_head
-from mmray.data.formats.text_lines import CsvSource, JsonlSource, TsvSource
+from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, CsvSource, JsonlSource, TsvSource
 from mmray.data.formats.webdataset import WebDatasetSource
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Storage
 
-_SOURCES: dict[str, Callable[[Storage, str, dict[str, str]], Source]] = {
+_SOURCES: dict[str, type[Source]] = {
     "jsonl": JsonlSource, "csv": CsvSource, "tsv": TsvSource, "parquet": ParquetSource, "webdataset": WebDatasetSource,
     "saved": HFSavedSource,
 }  # fmt: skip
+_LISTINGS = {"folders": ClassFolders, "pairs": ImageTextPairs, "coco": CocoSource}
 _SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".tar": "webdataset",
     ".json": "coco",
@@ -31,7 +30,7 @@ _SUFFIXES = {
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """Format, folder that paths are relative to, and file name of a source; an empty name is the full folder."""
+    """Format and location of a source: paths are relative to folder `address`; `name` is empty for a full folder."""
 
     format: str
     address: str
@@ -42,51 +41,38 @@ class SourceSpec:
         return self.name or PurePosixPath(self.address.partition("?")[0]).name
 
 
-def detect_source(address: str, forced: str = "auto") -> SourceSpec:
+def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
     """Detect the source at `address`. Raises DataError if it does not exist or its format is unknown."""
     if not is_valid_name(address):
         raise UsageError(f"{address!r} is not plain UTF-8: rename the file")
-    place, name = Storage.split(address.rstrip("/") if len(address) > 1 else address)
+    storage, name = Storage.split(address.rstrip("/") if len(address) > 1 else address)
     folder = Storage(address)
     if folder.is_dir():
-        kind = forced if forced != "auto" else _detect_folder_format(folder)
+        kind = source_format if source_format != "auto" else _detect_folder_format(folder)
         if kind in ("jsonl", "csv", "tsv", "coco"):
             raise UsageError(f"{address} is a folder, and {kind} is a file: give the path of the file")
         return SourceSpec(kind, folder.address, "")
     names = [name]
-    if "," in name and forced in ("auto", "coco") and place.size(name) is None:
-        names, forced = name.split(","), "coco"
-    detected = [_detect_file_format(place, each) for each in names]
-    kind = detected[0] if forced == "auto" else forced
+    if "," in name and source_format in ("auto", "coco") and storage.size(name) is None:
+        names, source_format = name.split(","), "coco"
+    detected = [_detect_file_format(storage, each) for each in names]
+    kind = detected[0] if source_format == "auto" else source_format
     if kind in ("saved", "folders", "pairs"):
         raise UsageError(f"{address} is a file, and {kind} is a folder: give the path of the folder")
-    if kind == "coco" and PurePosixPath(place.address).name == "annotations":  # COCO has its images next to this folder
-        place, annotations = Storage.split(place.address)
+    if (
+        kind == "coco" and PurePosixPath(storage.address).name == "annotations"
+    ):  # COCO has its images next to this folder
+        storage, annotations = Storage.split(storage.address)
         name = f"{annotations}/{name}"
-    return SourceSpec(kind, place.address, name)
+    return SourceSpec(kind, storage.address, name)
 
 
 def open_source(spec: SourceSpec, out: Storage, columns: dict[str, str], template: str) -> Source:
     """Open the source without reading it. `out` is the folder of the prepared set, which stores listings."""
-    place = Storage(spec.address)
+    storage = Storage(spec.address)
     if spec.format in _SOURCES:
-        return _SOURCES[spec.format](place, spec.name, columns)
-    title, rows = {
-        "folders": ("a folder for each class", partial(class_rows, place, template)),
-        "pairs": ("image and text pairs", partial(pair_rows, place)),
-        "coco": ("COCO", partial(coco_rows, place, spec.name, template)),
-    }[spec.format]
-    return ListingSource(place, out, columns, title, rows)
-
-
-def label_names(spec: SourceSpec) -> dict[str, str]:
-    """Return the names of the box labels; empty if the format has none."""
-    return listing.label_names(Storage(spec.address), spec.name) if spec.format == "coco" else {}
-
-
-def class_names(spec: SourceSpec) -> tuple[str, ...]:
-    """Return the names of the labels 0, 1, ...; empty if the format has none."""
-    return listing.class_names(Storage(spec.address)) if spec.format == "folders" else ()
+        return _SOURCES[spec.format](storage, spec.name, columns)
+    return _LISTINGS[spec.format](storage, spec.name, columns, out, template)
 
 
 def companion_file(spec: SourceSpec) -> str | None:
@@ -94,9 +80,9 @@ def companion_file(spec: SourceSpec) -> str | None:
     return listing.companion_file(Storage(spec.address), spec.name) if spec.format == "coco" else None
 
 
-def _detect_file_format(place: Storage, name: str) -> str:
+def _detect_file_format(storage: Storage, name: str) -> str:
     """Detect the format by magic number, otherwise by suffix; the default is JSON lines."""
-    head = read_head(place, name, 64 << 10)
+    head = read_head(storage, name, 512)
     if head.startswith(b"PAR1"):
         return "parquet"
     if head[257:262] == b"ustar":
@@ -104,16 +90,16 @@ def _detect_file_format(place: Storage, name: str) -> str:
     kind = _SUFFIXES.get(PurePosixPath(name).suffix.lower(), "jsonl")
     if kind != "coco":
         return kind
-    text = head.lstrip()
+    text = read_head(storage, name, MAX_LINE_BYTES).removeprefix(BOM).lstrip()
     try:  # a JSON file may hold rows (lines or an array)
         first = orjson.loads(text.partition(b"\n")[0])
-    except ValueError:  # a document over several lines, or a truncated line
+    except ValueError:  # a document over several lines, or one line that is longer than a row may be
         return "jsonl" if text.startswith(b"[") else "coco"
     return "coco" if isinstance(first, dict) and {"images", "annotations"} <= first.keys() else "jsonl"
 
 
-def _detect_folder_format(place: Storage) -> str:
-    names = place.list_files()
+def _detect_folder_format(storage: Storage) -> str:
+    names = storage.list_files()
     suffixes = {PurePosixPath(name).suffix.lower() for name in names}
     if ".arrow" in suffixes and any(name.rpartition("/")[2] == "state.json" for name in names):
         return "saved"
@@ -131,5 +117,5 @@ def _detect_folder_format(place: Storage) -> str:
     files = [name for name in names if "/" not in name and PurePosixPath(name).suffix.lower() in _SUFFIXES]
     hint = f": give the path of one of its files ({', '.join(files[:5])})" if files else ""
     raise DataError(
-        f"{place.address} holds no source that is known{hint or ' (no tars, no Parquet, no folders of images)'}"
+        f"no known source format found in {storage.address}{hint or ' (no tars, no Parquet, no folders of images)'}"
     )

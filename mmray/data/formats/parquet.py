@@ -8,35 +8,32 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import accumulate
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mmray.data.formats.rows import COLUMNS, BadRow, is_safe_path, rename_columns
-from mmray.data.formats.source import SourceChunk, SourceItem, check_unchanged, file_signature, list_files
+from mmray.data.formats.source import Source, SourceChunk, SourceItem, check_unchanged, file_signature, list_files
 from mmray.errors import DataError
-from mmray.storage.storage import Storage, with_retries
+from mmray.storage.storage import with_retries
 
 T = TypeVar("T")
-_ROWS_AT_ONCE = 32  # inline images held as Python bytes
+_ROWS_PER_BATCH = 32  # inline images held as Python bytes
 _BUFFER_BYTES = 4 << 20  # of a column; without a buffer size pyarrow reads the whole column chunk
 # Maximum chunks per row group. A range cannot be seeked to, so n ranges read the group (n + 1) / 2 times. Without
 # ranges, the million rows of a pandas row group would be one task.
-MOST_PARTS = 16
+MAX_RANGES_PER_GROUP = 16
 
 
-class ParquetSource:
+class ParquetSource(Source):
     """A Parquet file, or the Parquet files of a folder in sorted order."""
 
-    title: ClassVar[str] = "Parquet"
-
-    def __init__(self, place: Storage, name: str, columns: dict[str, str]) -> None:
-        self.place, self.name, self.columns = place, name, columns
+    title = "Parquet"
 
     def names(self) -> list[str]:
-        return list_files(self.place, self.name, ".parquet")
+        return list_files(self.storage, self.name, ".parquet")
 
     def split_of(self, name: str) -> str | None:
         """Return the split of a file, if the layout defines it."""
@@ -44,18 +41,18 @@ class ParquetSource:
 
     def group_ends(self, name: str) -> tuple[list[int], pa.Schema]:
         """Return (number of rows up to the end of each row group or record batch, schema)."""
-        with self.place.open(name) as raw:
+        with self.storage.open(name) as raw:
             file = pq.ParquetFile(raw)
             return _group_ends(file), file.schema_arrow
 
     def batches(self, name: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield the known columns of the rows start..stop of a file."""
-        with self.place.open(name) as raw:
+        with self.storage.open(name) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
             ends, columns = _group_ends(file), self._known_columns(file.schema_arrow, name)
             first = bisect_right(ends, start)
             groups = list(range(first, bisect_left(ends, stop) + 1))
-            rows = file.iter_batches(_ROWS_AT_ONCE, row_groups=groups, columns=columns)
+            rows = file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns)
             yield from _slice_rows(rows, start - (ends[first - 1] if first else 0), stop - start)
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
@@ -64,13 +61,13 @@ class ParquetSource:
             try:
                 ends, schema = self._retry(lambda name=name: self.group_ends(name))  # type: ignore[misc]
             except (pa.ArrowException, OSError) as error:
-                raise DataError(f"{self.place.address}/{name} cannot be read as {self.title}: {error}") from None
+                raise DataError(f"{self.storage.address}/{name} cannot be read as {self.title}: {error}") from None
             self._known_columns(schema, name)
-            signature, start = file_signature(self.place, name), 0
+            signature, start = file_signature(self.storage, name), 0
             for end, following in zip(ends, [*ends[1:], None], strict=True):
                 if following is not None and following - start <= rows_per_chunk:
                     continue
-                step = max(rows_per_chunk, -(-(end - start) // MOST_PARTS))
+                step = max(rows_per_chunk, -(-(end - start) // MAX_RANGES_PER_GROUP))
                 for first in range(start, end, step):
                     stop = min(first + step, end)
                     yield SourceChunk(index, name, first, stop, first + 1, stop - first, signature)
@@ -78,7 +75,7 @@ class ParquetSource:
                 start = end
 
     def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
-        check_unchanged(self.place, chunk)
+        check_unchanged(self.storage, chunk)
         line, split = chunk.first_line, self.split_of(chunk.file)
         try:
             for batch in self._read_batches(chunk):
@@ -90,12 +87,12 @@ class ParquetSource:
                     line += 1
         except (pa.ArrowException, OSError) as error:  # the rest of the chunk is unreadable: report each row
             # pyarrow also raises OSError for damaged files, but without an errno
-            is_storage = isinstance(error, OSError) and (self.place.local_path is None or error.errno is not None)
+            is_storage = isinstance(error, OSError) and (self.storage.local_path is None or error.errno is not None)
             for rest in range(line, chunk.stop + 1):
                 detail = f"rows {line} to {chunk.stop}: {str(error)[:200]}"
-                fault = BadRow("read", "unreadable" if is_storage else "damaged", detail)
-                yield SourceItem(rest, f"{chunk.file}:{rest}", fault)
-        check_unchanged(self.place, chunk)
+                bad_row = BadRow("read", "unreadable" if is_storage else "damaged", detail)
+                yield SourceItem(rest, f"{chunk.file}:{rest}", bad_row)
+        check_unchanged(self.storage, chunk)
 
     def _read_batches(self, chunk: SourceChunk) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a chunk; resume after the last returned row if an object store fails transiently."""
@@ -117,7 +114,7 @@ class ParquetSource:
 
     def _retry(self, call: Callable[[], T]) -> T:
         """Return `call()`, retried if the source is on an object store."""
-        return call() if self.place.local_path is not None else with_retries(call)
+        return call() if self.storage.local_path is not None else with_retries(call)
 
     def _known_columns(self, schema: pa.Schema, name: str) -> list[str]:
         """Return the columns to read. Raises DataError if no column has images or none has text."""
@@ -127,7 +124,7 @@ class ParquetSource:
         for kind, columns in (("image", ("image", "image_path", "images")), ("text", ("text", "texts", "messages"))):
             if not renamed.keys() & columns:
                 raise DataError(
-                    f"{self.place.address}/{name} has the columns {', '.join(schema.names)[:300]}: none is "
+                    f"{self.storage.address}/{name} has the columns {', '.join(schema.names)[:300]}: none is "
                     f"`{kind}`; name one with --columns {kind}=NAME"
                 )
         return known
@@ -136,38 +133,39 @@ class ParquetSource:
 class HFSavedSource(ParquetSource):
     """Output of `datasets.Dataset.save_to_disk` and `DatasetDict.save_to_disk`; does not need `datasets`."""
 
-    title: ClassVar[str] = "Hugging Face datasets"
+    title = "Hugging Face datasets"
 
     def names(self) -> list[str]:
         """Return the Arrow files that state.json of each split lists, in order. Raises DataError."""
-        states = [name for name in list_files(self.place, "", "state.json") if name.rpartition("/")[2] == "state.json"]
+        files = list_files(self.storage, "", "state.json")
+        states = [name for name in files if name.rpartition("/")[2] == "state.json"]
         if names := [name for state in states for name in self._files_of(state)]:
             return names
-        raise DataError(f"{self.place.address} has no state.json that names Arrow files: it is no saved dataset")
+        raise DataError(f"{self.storage.address} has no state.json that names Arrow files: it is no saved dataset")
 
     def _files_of(self, state: str) -> list[str]:
-        where = f"{self.place.address}/{state}"
+        path = f"{self.storage.address}/{state}"
         try:
-            values = orjson.loads(self.place.read(state))
+            values = orjson.loads(self.storage.read(state))
             names = [state.removesuffix("state.json") + str(item["filename"]) for item in values["_data_files"]]
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{where} cannot be read: {error}") from None
+            raise DataError(f"{path} cannot be read: {error}") from None
         if values.get("_indices_data_files"):
             hint = "save it again after flatten_indices()"
-            raise DataError(f"{where}: the dataset was shuffled or filtered by an index: {hint}")
+            raise DataError(f"{path}: the dataset was shuffled or filtered by an index: {hint}")
         if not all(map(is_safe_path, names)):
-            raise DataError(f"{where} names files outside its folder")
+            raise DataError(f"{path} names files outside its folder")
         return names
 
     def split_of(self, name: str) -> str | None:
         return name.partition("/")[0] if "/" in name else None
 
     def group_ends(self, name: str) -> tuple[list[int], pa.Schema]:
-        with self.place.open(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
+        with self.storage.open(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
             return list(accumulate(batch.num_rows for batch in reader)), reader.schema
 
     def batches(self, name: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        with self.place.open(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
+        with self.storage.open(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
             columns = self._known_columns(reader.schema, name)
             yield from _slice_rows((batch.select(columns) for batch in reader), start, stop - start)
 

@@ -59,13 +59,13 @@ class SourceRow:
     messages: tuple[dict[str, str], ...] = ()
 
 
-def parse_row(values: dict[str, Any], origin: str, hosts: tuple[str, ...] = ()) -> SourceRow:
+def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()) -> SourceRow:
     """Parse a row from named values. Raises BadRow.
 
-    `origin` is the key of a row without one. Image URLs must be on one of `hosts`.
+    `location` is the key of a row without one. Image URLs must be on one of `hosts`.
     """
     values = {name: value for name, value in values.items() if value is not None}
-    key = values.get("id", values.get("key", origin))
+    key = values.get("id", values.get("key", location))
     if isinstance(key, bool) or not isinstance(key, (str, int)):
         raise BadRow("columns", "key", f"id must be text or an integer, is {type(key).__name__}")
     key = str(key)
@@ -176,8 +176,8 @@ def _is_label(value: Any) -> bool:
 
 
 def _is_box(box: Any) -> bool:
-    numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(number, (int, float)) for number in box)
-    return numbers and all(abs(number) < 2**63 for number in box) and box[2] >= 0 and box[3] >= 0
+    is_numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(number, (int, float)) for number in box)
+    return is_numbers and all(abs(number) < 2**63 for number in box) and box[2] >= 0 and box[3] >= 0
 
 
 def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
@@ -204,7 +204,7 @@ def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
         try:
             num_bytes = len(content.encode())
         except UnicodeEncodeError as error:
-            raise _invalid_messages(f"character {error.start} of a message is half a surrogate pair") from None
+            raise _invalid_messages(f"character {error.start} of a message is a lone surrogate") from None
         if num_bytes > MAX_MESSAGE_BYTES:
             raise _invalid_messages(f"a message of {num_bytes} bytes is over {MAX_MESSAGE_BYTES}")
         content = "".join(character for character in content if character >= " " or character in "\t\n")

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from mmray.data.formats.rows import BadRow, rename_columns
-from mmray.data.formats.source import SourceChanged, SourceChunk, SourceItem, read_head
+from mmray.data.formats.source import Source, SourceChanged, SourceChunk, SourceItem, read_head
 from mmray.errors import DataError
 from mmray.storage.storage import Storage
 
@@ -25,7 +25,7 @@ MAX_LINE_BYTES = 16 * 1024 * 1024  # longer lines are truncated, so memory does 
 MAX_FIELD_BYTES = 1024 * 1024  # of a CSV, so that a missing quote does not consume the rest of the file
 _PIECE_BYTES = 1024 * 1024
 BOM = b"\xef\xbb\xbf"
-_LISTS = ("images", "texts", "boxes", "box_labels", "messages")  # JSON lists in a field of a CSV
+_LIST_COLUMNS = ("images", "texts", "boxes", "box_labels", "messages")  # JSON lists in a field of a CSV
 _NOT_JSONL = (
     (b"\x1f\x8b", "is gzip: unpack it first"),
     (b"PK\x03\x04", "is a zip archive: unpack it first"),
@@ -59,16 +59,21 @@ class LineReader(Iterator[bytes]):
         return line
 
 
-Splitter = Callable[[LineReader], Iterator[Any]]  # lines to records; a blank record is empty
+RecordIterator = Callable[[LineReader], Iterator[Any]]  # yields records of lines; a blank record is empty
+NumberedRecords = Iterator[tuple[int, Any]]
 
 
-def split_lines(lines: LineReader) -> Iterator[bytes]:
+def line_records(lines: LineReader) -> Iterator[bytes]:
     """Yield each line as a record."""
     return (line if line.strip() else b"" for line in lines)
 
 
 def scan_lines(
-    place: Storage, name: str, rows_per_chunk: int, stops: Collection[int] = (), split: Splitter = split_lines
+    storage: Storage,
+    name: str,
+    rows_per_chunk: int,
+    stops: Collection[int] = (),
+    iter_records: RecordIterator = line_records,
 ) -> Iterator[SourceChunk]:
     """Yield the chunks of a text file, in order.
 
@@ -77,9 +82,9 @@ def scan_lines(
     """
     index = start = records = rows = 0
     first_line = 1
-    with place.open(name) as file:
+    with storage.open(name) as file:
         lines = LineReader(file)
-        for record in split(lines):
+        for record in iter_records(lines):
             records, rows = records + 1, rows + bool(record)
             if records == rows_per_chunk or lines.offset in stops:
                 yield SourceChunk(index, name, start, lines.offset, first_line, rows, lines.digest.hexdigest())
@@ -89,36 +94,33 @@ def scan_lines(
             yield SourceChunk(index, name, start, lines.offset, first_line, rows, lines.digest.hexdigest())
 
 
-def read_lines(place: Storage, chunk: SourceChunk, split: Splitter = split_lines) -> Iterator[tuple[int, Any]]:
+def read_lines(storage: Storage, chunk: SourceChunk, iter_records: RecordIterator = line_records) -> NumberedRecords:
     """Yield (line number, record) of the non-blank records of a chunk.
 
     Raises SourceChanged at the end if the bytes differ from those of the scan.
     """
     line = chunk.first_line
-    with place.open(chunk.file) as file:
+    with storage.open(chunk.file) as file:
         lines = LineReader(file, chunk.start, chunk.stop)
-        for record in split(lines):
+        for record in iter_records(lines):
             if record:
                 yield line, record
             line = chunk.first_line + lines.num_lines
-    if lines.digest.hexdigest() != chunk.sha256:
+    if lines.digest.hexdigest() != chunk.signature:
         raise SourceChanged(f"{chunk.file} changed while it was read: run the same command again")
 
 
-class JsonlSource:
+class JsonlSource(Source):
     """A .jsonl file; images are paths relative to it."""
 
-    title: ClassVar[str] = "JSON lines"
-
-    def __init__(self, place: Storage, name: str, columns: dict[str, str]) -> None:
-        self.place, self.name, self.columns = place, name, columns
+    title = "JSON lines"
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
         self.check()
-        return scan_lines(self.place, self.name, rows_per_chunk, stops, self.split)
+        return scan_lines(self.storage, self.name, rows_per_chunk, stops, self.iter_records)
 
     def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
-        for line, record in read_lines(self.place, chunk, self.split):
+        for line, record in read_lines(self.storage, chunk, self.iter_records):
             try:
                 values: dict[str, Any] | BadRow = self.parse(record)
             except BadRow as bad:
@@ -127,15 +129,15 @@ class JsonlSource:
 
     def check(self) -> None:
         """Raise DataError if the file is missing, empty, or clearly of another format."""
-        head, where = read_head(self.place, self.name), f"{self.place.address}/{self.name}"
+        head, path = read_head(self.storage, self.name), f"{self.storage.address}/{self.name}"
         if not head:
-            raise DataError(f"{where} is empty: it must hold one JSON object a line, with `image` and `text`")
+            raise DataError(f"{path} is empty: it must hold one JSON object a line, with `image` and `text`")
         for mark, advice in _NOT_JSONL:
             if head.removeprefix(BOM).lstrip().startswith(mark):
-                raise DataError(f"{where} {advice}")
+                raise DataError(f"{path} {advice}")
 
-    def split(self, lines: LineReader) -> Iterator[Any]:
-        return split_lines(lines)
+    def iter_records(self, lines: LineReader) -> Iterator[Any]:
+        return line_records(lines)
 
     def parse(self, record: Any) -> dict[str, Any]:
         """Return the values of a record. Raises BadRow."""
@@ -145,17 +147,19 @@ class JsonlSource:
 class CsvSource(JsonlSource):
     """A .csv file; images are paths relative to it."""
 
-    title: ClassVar[str] = "CSV"
+    title = "CSV"
     dialect: ClassVar[dict[str, Any]] = {"strict": True}
 
     def check(self) -> None:
         if not self._names:
-            raise DataError(f"{self.place.address}/{self.name} has no line of column names")
+            raise DataError(f"{self.storage.address}/{self.name} has no line of column names")
 
-    def split(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
-        return ([] if record == self._header else record for record in self._split(lines))
+    def iter_records(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
+        """Yield the fields of each record, each UTF-8 byte as one character; the header is empty."""
+        _, header_end = self._header
+        return ([] if lines.offset <= header_end else record for record in self._iter_fields(lines))
 
-    def _split(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
+    def _iter_fields(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
         """Yield the fields of each record, each UTF-8 byte as one character, or a BadRow."""
         csv.field_size_limit(MAX_FIELD_BYTES)
         rows = csv.reader((line.decode("latin-1") for line in lines), **self.dialect)
@@ -172,21 +176,22 @@ class CsvSource(JsonlSource):
             yield fields if len(fields) > 1 or "".join(fields).strip() else []
 
     @cached_property
-    def _header(self) -> list[str] | BadRow:
-        """The first non-blank record."""
-        read_head(self.place, self.name)
-        with self.place.open(self.name) as file:
-            return next((record for record in self._split(LineReader(file)) if record), [])
+    def _header(self) -> tuple[list[str] | BadRow, int]:
+        """The first non-blank record, and the byte offset of its end."""
+        read_head(self.storage, self.name)
+        with self.storage.open(self.name) as file:
+            lines = LineReader(file)
+            return next((record for record in self._iter_fields(lines) if record), []), lines.offset
 
     @cached_property
     def _names(self) -> list[str]:
-        where = f"{self.place.address}/{self.name}"
+        path = f"{self.storage.address}/{self.name}"
         try:
-            names = [name.strip() for name in _decode_fields(self._header)]
+            names = [name.strip() for name in _decode_fields(self._header[0])]
         except BadRow as bad:
-            raise DataError(f"{where}: the line of column names: {bad.detail}") from None
+            raise DataError(f"{path}: the line of column names: {bad.detail}") from None
         if len(set(names)) < len(names):
-            raise DataError(f"{where}: duplicate column name: {', '.join(names)[:200]}")
+            raise DataError(f"{path}: duplicate column name: {', '.join(names)[:200]}")
         return names
 
     def parse(self, record: list[str] | BadRow) -> dict[str, Any]:
@@ -195,7 +200,7 @@ class CsvSource(JsonlSource):
             raise BadRow("parse", "columns", f"{len(fields)} fields, the first line names {len(names)}")
         values: dict[str, Any] = rename_columns(dict(zip(names, fields, strict=True)), self.columns)
         values = {name: text for name, text in values.items() if text != ""}
-        for name in values.keys() & _LISTS:
+        for name in values.keys() & _LIST_COLUMNS:
             values[name] = parse_json(b'{"list": %s}' % values[name].encode())["list"]
         if "label" in values:
             with suppress(ValueError):  # parse_row rejects a text
@@ -206,7 +211,7 @@ class CsvSource(JsonlSource):
 class TsvSource(CsvSource):
     """A .tsv file: tabs, no quoting; images are paths relative to it."""
 
-    title: ClassVar[str] = "TSV"
+    title = "TSV"
     dialect: ClassVar[dict[str, Any]] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
 
 

@@ -12,85 +12,99 @@ import re
 import tarfile
 from collections.abc import Collection, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from mmray.data.formats.rows import BadRow, ImageRef, is_safe_path, rename_columns
-from mmray.data.formats.source import SourceChunk, SourceItem, check_unchanged, file_signature, list_files, read_head
+from mmray.data.formats.source import (
+    IMAGE_SUFFIXES,
+    Source,
+    SourceChunk,
+    SourceItem,
+    check_unchanged,
+    file_signature,
+    list_files,
+    read_head,
+)
 from mmray.data.formats.text_lines import parse_json
 from mmray.data.images.read import MAX_IMAGE_BYTES
 from mmray.errors import DataError
 from mmray.storage.storage import Storage
 
-IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
-_TEXTS = ("text", "texts", "caption")
-_FROM_JSON = (*_TEXTS, "label", "split", "language", "boxes", "box_labels", "messages")
+TarMember = ImageRef  # with its bytes
+_TEXT_COLUMNS = ("text", "texts", "caption")
+_JSON_COLUMNS = (*_TEXT_COLUMNS, "label", "split", "language", "boxes", "box_labels", "messages")
 _SUFFIX = re.compile(r"\.tar/", re.IGNORECASE)
 _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
 
 
-class WebDatasetSource:
+class WebDatasetSource(Source):
     """A tar, or the tars of a folder in sorted order."""
 
-    title: ClassVar[str] = "WebDataset"
-
-    def __init__(self, place: Storage, name: str, columns: dict[str, str]) -> None:
-        self.place, self.name, self.columns = place, name, columns
+    title = "WebDataset"
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
-        for index, name in enumerate(list_files(self.place, self.name, ".tar")):
-            if read_head(self.place, name).startswith(b"\x1f\x8b"):
-                raise DataError(f"{self.place.address}/{name} is gzip: unpack it to a plain tar first")
-            size = self.place.size(name) or 0
-            yield SourceChunk(index, name, 0, size, 1, None, file_signature(self.place, name))
+        for index, name in enumerate(list_files(self.storage, self.name, ".tar")):
+            if read_head(self.storage, name).startswith(b"\x1f\x8b"):
+                raise DataError(f"{self.storage.address}/{name} is gzip: unpack it to a plain tar first")
+            size = self.storage.size(name) or 0
+            yield SourceChunk(index, name, 0, size, 1, None, file_signature(self.storage, name))
 
     def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
-        members = _iter_members(self.place, chunk.file)
-        for number, (stem, parts) in enumerate(_group_samples(members), 1):
-            origin = f"{chunk.file}/{stem}"
-            key = _SUFFIX.sub("/", origin, count=1)
+        tar_members = _iter_members(self.storage, chunk.file)
+        for number, (stem, members) in enumerate(_group_samples(tar_members), 1):
+            location = f"{chunk.file}/{stem}"
+            key = _SUFFIX.sub("/", location, count=1)
             try:
-                values: dict[str, Any] | BadRow = parts if isinstance(parts, BadRow) else self._values(key, parts)
+                if isinstance(members, BadRow):
+                    raise members
+                values: dict[str, Any] | BadRow = self._values(key, members)
             except BadRow as bad:
                 bad.key, values = key, bad
-            yield SourceItem(number, origin, values)
-        check_unchanged(self.place, chunk)
+            yield SourceItem(number, location, values)
+        check_unchanged(self.storage, chunk)
 
-    def _values(self, key: str, parts: dict[str, ImageRef]) -> dict[str, Any]:
+    def _values(self, key: str, members: dict[str, TarMember]) -> dict[str, Any]:
         """Return the row of a sample: images, and columns from its txt, cls and json. Raises BadRow.
 
         The txt has precedence over the json. Invalid json values that are not used do not reject the sample.
         """
         values: dict[str, Any] = {}
-        if "json" in parts:
+        if "json" in members:
             columns = {theirs for ours, theirs in self.columns.items() if ours not in ("image", "images")}
-            replaced = {"label"} if "cls" in parts else set()
-            replaced |= set(_TEXTS) if "txt" in parts or {"text", "texts"} & set(self.columns) else set()
-            values = parse_json(parts["json"].data or b"", {*_FROM_JSON} - replaced | columns)
+            replaced = {"label"} if "cls" in members else set()
+            replaced |= set(_TEXT_COLUMNS) if "txt" in members or {"text", "texts"} & set(self.columns) else set()
+            values = parse_json(members["json"].data or b"", {*_JSON_COLUMNS} - replaced | columns)
             if "caption" in values and "caption" not in columns:
                 caption = values.pop("caption")
                 values = {"text": caption} | values if "texts" not in values else values
-        try:
-            if "txt" in parts:
-                values["text"] = (parts["txt"].data or b"").decode()
-            if "cls" in parts:
-                values["label"] = int((parts["cls"].data or b"").decode())
-        except UnicodeDecodeError as error:
-            raise BadRow("parse", "encoding", f"the txt is not UTF-8 at byte {error.start}") from None
-        except ValueError:
-            raise BadRow("columns", "label", "the cls is not an integer (number your classes)") from None
+        if "txt" in members:
+            values["text"] = _decode_text("txt", members["txt"])
+        if "cls" in members:
+            label = _decode_text("cls", members["cls"])
+            try:
+                values["label"] = int(label)
+            except ValueError:
+                raise BadRow("columns", "label", "the cls is not an integer (number your classes)") from None
         values = rename_columns(values, self.columns)
-        if images := [parts[kind] for kind in parts if kind in IMAGES]:
+        if images := [members[kind] for kind in members if f".{kind}" in IMAGE_SUFFIXES]:
             values["images"] = images
-        elif others := [kind for kind in parts if kind.rpartition(".")[2] in IMAGES]:
-            detail = f"it has {', '.join(others)[:200]}; its image is the part named up to the first dot, as KEY.jpg"
+        elif others := [kind for kind in members if kind.endswith(IMAGE_SUFFIXES)]:
+            detail = f"it has {', '.join(others)[:200]}; its image is the member named up to the first dot, as KEY.jpg"
             raise BadRow("columns", "no-image", detail)
         return {"id": key} | values
 
 
-def _iter_members(place: Storage, name: str) -> Iterator[tuple[str, ImageRef | BadRow]]:
+def _decode_text(kind: str, member: TarMember) -> str:
+    try:
+        return (member.data or b"").decode()
+    except UnicodeDecodeError as error:
+        raise BadRow("parse", "encoding", f"the {kind} is not UTF-8 at byte {error.start}") from None
+
+
+def _iter_members(storage: Storage, name: str) -> Iterator[tuple[str, TarMember | BadRow]]:
     """Yield the members of a tar with their bytes in one pass; a BadRow is last if the tar is truncated."""
-    with place.open(name) as raw:
+    with storage.open(name) as raw:
         file = io.BufferedReader(raw, _BUFFER_BYTES)
         last = "its beginning"
         try:
@@ -102,17 +116,17 @@ def _iter_members(place: Storage, name: str) -> Iterator[tuple[str, ImageRef | B
                 end = tar.offset
             file.seek(end)
             if file.read(_BLOCK) != bytes(_BLOCK):
-                yield "", BadRow("read", "truncated", f"the tar breaks off or is damaged after {last}, byte {end}")
+                yield "", BadRow("read", "truncated", f"the tar is truncated or damaged after {last}, byte {end}")
             elif any(piece.strip(b"\0") for piece in iter(partial(file.read, _BUFFER_BYTES), b"")):
                 detail = f"the tar ends after {last}, byte {end}, more data follows (another tar?) and is not read"
                 yield "", BadRow("read", "truncated", detail)
         except (tarfile.TarError, EOFError) as error:
-            yield "", BadRow("read", "truncated", f"the tar breaks off or is damaged after {last}: {error}")
+            yield "", BadRow("read", "truncated", f"the tar is truncated or damaged after {last}: {error}")
 
 
-def _read_member(file: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> ImageRef | BadRow:
+def _read_member(file: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> TarMember | BadRow:
     if not member.isreg() or member.issparse():
-        return BadRow("read", "not-regular-file", f"member {member.name[:200]!r} is a link, a device or a pipe")
+        return BadRow("read", "not-regular-file", f"member {member.name[:200]!r} is a link, a device or a named pipe")
     if not is_safe_path(member.name):
         return BadRow("columns", "path", f"member {member.name[:200]!r} is not a path inside a folder")
     if member.size > MAX_IMAGE_BYTES:
@@ -121,28 +135,28 @@ def _read_member(file: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> Im
     if len(data) < member.size:
         return BadRow("read", "truncated", f"{member.name} has {len(data)} of its {member.size} bytes")
     tar.members.clear()  # type: ignore[attr-defined]  # otherwise tarfile keeps all members in memory
-    return ImageRef(member.name, file, member.offset_data, member.size, data)
+    return TarMember(member.name, file, member.offset_data, member.size, data)
 
 
 def _group_samples(
-    members: Iterator[tuple[str, ImageRef | BadRow]],
-) -> Iterator[tuple[str, dict[str, ImageRef] | BadRow]]:
+    tar_members: Iterator[tuple[str, TarMember | BadRow]],
+) -> Iterator[tuple[str, dict[str, TarMember] | BadRow]]:
     """Group consecutive members with the same base name; a bad member rejects its sample.
 
     A repeated member starts a new sample, so no data is lost silently: one of both is rejected for its duplicate id.
     """
-    current, parts = None, {}
-    for name, member in members:
+    current, members = None, {}
+    for name, member in tar_members:
         folder, _, base = name.removeprefix("./").rpartition("/")
         first, _, kind = base.partition(".")
         stem, kind = f"{folder}/{first}".lstrip("/"), kind.lower()
-        if current is not None and (stem != current or kind in parts):
-            yield current, _sample_of(parts)
-            parts = {}
-        current, parts[kind] = stem, member
+        if current is not None and (stem != current or kind in members):
+            yield current, _sample_of(members)
+            members = {}
+        current, members[kind] = stem, member
     if current is not None:
-        yield current, _sample_of(parts)
+        yield current, _sample_of(members)
 
 
-def _sample_of(parts: dict[str, Any]) -> dict[str, ImageRef] | BadRow:
-    return next((part for part in parts.values() if isinstance(part, BadRow)), parts)
+def _sample_of(members: dict[str, Any]) -> dict[str, TarMember] | BadRow:
+    return next((member for member in members.values() if isinstance(member, BadRow)), members)

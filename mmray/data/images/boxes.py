@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmray.data.images.transform import CROP, FLIP, Box, crop_rect, letterbox_rect, random_crop_box
+from mmray.data.images.transform import CROP, FLIP, Box, crop_box, letterbox_rect, random_crop_box
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
@@ -36,7 +36,7 @@ def transform_boxes(
     size: tuple[int, int],
     inputs: Inputs,
     augment: Augment | None = None,
-    random: np.ndarray | None = None,
+    uniforms: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the columns of one row: its visible boxes on the model's square, the largest `inputs.max_boxes` of them.
 
@@ -45,7 +45,7 @@ def transform_boxes(
     columns = {name: column[0] for name, column in empty_box_columns(1, inputs.max_boxes).items()}
     if not columns or not boxes:
         return columns
-    moved, visible = clip_boxes(to_model_coords(np.array(boxes, np.float64), size, inputs, augment, random))
+    moved, visible = clip_boxes(to_model_coords(np.array(boxes, np.float64), size, inputs, augment, uniforms))
     keep = np.flatnonzero(visible)
     keep = np.sort(keep[np.argsort(-_area(moved[keep]), kind="stable")[: inputs.max_boxes]])
     columns["boxes"][: len(keep)] = moved[keep]
@@ -55,25 +55,25 @@ def transform_boxes(
 
 
 def to_model_coords(
-    boxes: np.ndarray, size: tuple[int, int], inputs: Inputs, augment: Augment | None, random: np.ndarray | None
+    boxes: np.ndarray, size: tuple[int, int], inputs: Inputs, augment: Augment | None, uniforms: np.ndarray | None
 ) -> np.ndarray:
     """Map boxes [N, 4] of an image of (width, height) `size` to fractions of the model's square, without clipping.
 
-    `augment` and `random` are those of `transform`; None means no augmentation.
+    `augment` and `uniforms` are those of `transform`; None means no augmentation.
     """
     width, height = size
-    if augment is not None and augment.crops and random is not None:
-        part: Box = random_crop_box(size, augment, random[CROP])
+    if augment is not None and augment.crops and uniforms is not None:
+        crop: Box = random_crop_box(size, augment, uniforms[CROP])
     elif inputs.fit == "pad":  # the square is larger than the image
         x, y, w, h = letterbox_rect(width, height, inputs.image_side)
-        across, down = width / w, height / h
-        part = (-x * across, -y * down, (inputs.image_side - x) * across, (inputs.image_side - y) * down)
+        scale_x, scale_y = width / w, height / h
+        crop = (-x * scale_x, -y * scale_y, (inputs.image_side - x) * scale_x, (inputs.image_side - y) * scale_y)
     else:
-        part = crop_rect(width, height, inputs.fit)
-    left, top, right, bottom = part  # of the image, in its pixels
+        crop = crop_box(width, height, inputs.fit)
+    left, top, right, bottom = crop  # of the image, in its pixels
     origin, extent = [left, top, left, top], [right - left, bottom - top, right - left, bottom - top]
     out = (boxes * [width, height, width, height] - origin) / extent
-    if augment is not None and random is not None and random[FLIP] < augment.flip:
+    if augment is not None and uniforms is not None and uniforms[FLIP] < augment.flip:
         out = np.stack([1 - out[:, 2], out[:, 1], 1 - out[:, 0], out[:, 3]], axis=1)
     return out
 
@@ -81,8 +81,8 @@ def to_model_coords(
 def clip_boxes(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return boxes [N, 4] clipped to the square, and bool [N]: whether enough of each is visible."""
     clipped = boxes.clip(0, 1)
-    whole, visible = _area(boxes), _area(clipped)
-    return clipped, (visible > 0) & (visible >= MIN_VISIBLE_FRACTION * whole)
+    visible = _area(clipped)
+    return clipped, (visible > 0) & (visible >= MIN_VISIBLE_FRACTION * _area(boxes))
 
 
 def _area(boxes: np.ndarray) -> np.ndarray:

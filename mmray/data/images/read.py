@@ -19,29 +19,29 @@ MAX_IMAGE_BYTES = 256 * 1024 * 1024
 _BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # the name cannot belong to a file
 
 
-def read_image(place: Storage, image: ImageRef) -> bytes:
+def read_image(storage: Storage, image: ImageRef) -> bytes:
     """Return the encoded bytes of an image. Raises BadRow (stage `read`) or OSError."""
     if image.data is not None:
         return image.data
     if image.length is None:
-        return read_file(place, str(image.file))
-    if place.local_path is not None:
-        _checked_size(place, str(image.file))  # rejects links that leave the folder, and pipes
-    with place.open(str(image.file)) as file:
+        return read_file(storage, str(image.file))
+    if storage.local_path is not None:
+        _checked_size(storage, str(image.file))  # rejects links that leave the folder, and pipes
+    with storage.open(str(image.file)) as file:
         file.seek(image.offset)
         return bytes(file.read(image.length))
 
 
-def read_images(place: Storage, images: Sequence[ImageRef], files: RangeReader | None = None) -> list[bytes]:
+def read_images(storage: Storage, images: Sequence[ImageRef], files: RangeReader | None = None) -> list[bytes]:
     """Return the encoded bytes of several images, in order. Raises BadRow or OSError.
 
     On an object store, neighbouring byte ranges share a request. `files` are files that are already open, because
     opening one costs a request.
     """
-    if place.local_path is not None:
-        return [read_image(place, image) for image in images]
-    out, files = [b""] * len(images), files or RangeReader(place)
-    whole = [number for number, image in enumerate(images) if image.length is None]
+    if storage.local_path is not None:
+        return [read_image(storage, image) for image in images]
+    out, files = [b""] * len(images), files or RangeReader(storage)
+    full_files = [number for number, image in enumerate(images) if image.length is None]
     numbers_of: dict[str, list[int]] = {}
     for number, image in enumerate(images):
         if image.length is not None:
@@ -51,8 +51,8 @@ def read_images(place: Storage, images: Sequence[ImageRef], files: RangeReader |
         spans = [(images[number].offset, images[number].offset + (images[number].length or 0)) for number in numbers]
         reads += [(file, read, spans, numbers) for read in coalesce_ranges(spans)]
 
-    def read_whole(number: int) -> None:
-        out[number] = with_retries(lambda: read_image(place, images[number]))
+    def read_full(number: int) -> None:
+        out[number] = with_retries(lambda: read_image(storage, images[number]))
 
     def read_range(job: tuple[str, ByteRange, list[tuple[int, int]], list[int]]) -> None:
         file, read, spans, numbers = job
@@ -61,18 +61,18 @@ def read_images(place: Storage, images: Sequence[ImageRef], files: RangeReader |
             start, stop = spans[span]
             out[numbers[span]] = data[start - read.start : stop - read.start]
 
-    parallel_map(read_whole, whole)
+    parallel_map(read_full, full_files)
     parallel_map(read_range, reads)
     return out
 
 
-def read_file(place: Storage, name: str) -> bytes:
+def read_file(storage: Storage, name: str) -> bytes:
     """Return the bytes of a file in the folder of the source. Raises BadRow (stage `read`) or OSError."""
     try:
-        size = place.size(name) if place.local_path is None else _checked_size(place, name)
+        size = storage.size(name) if storage.local_path is None else _checked_size(storage, name)
         if size is not None and size > MAX_IMAGE_BYTES:
             raise BadRow("read", "too-large", f"{name} has {size} bytes, over {MAX_IMAGE_BYTES}")
-        return place.read(name)
+        return storage.read(name)
     except (FileNotFoundError, NotADirectoryError):
         raise BadRow("read", "missing-image", f"there is no file {name}") from None
     except OSError as error:
@@ -90,23 +90,23 @@ def quarantine_os_errors(name: str) -> Iterator[None]:
         raise BadRow("read", "unreadable", f"{name}: {error}") from None
 
 
-def file_stamp(place: Storage, name: str) -> tuple[str, int | None, int | None]:
+def image_signature(storage: Storage, name: str) -> tuple[str, int | None, int | None]:
     """Return (name, size, mtime) to detect a changed image; None if it is missing or on an object store."""
     with suppress(OSError):
-        if place.local_path is not None:
-            info = os.stat(f"{place.local_path}/{name}")  # noqa: PTH116 - called for each image of the set
+        if storage.local_path is not None:
+            info = os.stat(f"{storage.local_path}/{name}")  # noqa: PTH116 - called for each image of the set
             return (name, info.st_size, info.st_mtime_ns)
     return (name, None, None)
 
 
-def _checked_size(place: Storage, name: str) -> int:
+def _checked_size(storage: Storage, name: str) -> int:
     """Return the size of a local file.
 
-    Raises BadRow for a link that leaves the folder and for anything but a regular file (reading a pipe would not end).
+    Raises BadRow for a symbolic link out of the folder and for anything but a regular file (a named pipe has no end).
     """
-    real = os.path.realpath(f"{place.local_path}/{name}")
-    if not real.startswith(place.real_prefix):
-        raise BadRow("read", "path", f"{name} is a link that leaves the folder of the source")
+    real = os.path.realpath(f"{storage.local_path}/{name}")
+    if not real.startswith(storage.real_prefix):
+        raise BadRow("read", "path", f"{name} is a symbolic link out of the folder of the source")
     info = os.stat(real)  # noqa: PTH116 - called for each image of the set
     if not stat.S_ISREG(info.st_mode):
         raise BadRow("read", "not-regular-file", f"{name} is not a regular file")

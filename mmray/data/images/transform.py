@@ -1,6 +1,6 @@
 """Convert RGB pixels to model input: resize to a square, and random crop, flip and colour jitter of training images.
 
-All randomness is a function of (seed, epoch, key), so a resumed or resized run augments each image identically.
+All randomness is a function of (seed, pass, key), so a resumed or resized run augments each image identically.
 
 Resizing uses SIMD (`cykooz.resizer`) if a build exists for the processor: 0.4 instead of 2.5 ms for 640 x 480 to 224.
 It is within 2 of 255 levels of Pillow's filters in two passes, width first. Pillow 13 resizes the height of tall images
@@ -13,13 +13,12 @@ import base64
 import io
 import math
 import threading
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageEnhance
 
 from mmray.data.images.decode import WHITE, detect_format
-from mmray.data.stream.order import hash_uniform
 
 try:  # no build for Linux on ARM
     import cykooz_resizer as simd
@@ -28,10 +27,9 @@ except ImportError:
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
+    from mmray.config.model import Fit, Interpolation
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
-Interpolation = Literal["bilinear", "bicubic"]
-Fit = Literal["squash", "crop", "pad"]
 
 _PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 _FILTER_RADIUS = 2  # radius in pixels of the widest filter, bicubic
@@ -39,36 +37,33 @@ _THREAD = threading.local()  # a resizer owns its buffers, so threads must not s
 _ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 CROP_TRIES = 10
 CROP_RATIO = (3 / 4, 4 / 3)  # width by height, as in torchvision's RandomResizedCrop
-CROP, FLIP, JITTER, ORDER = slice(0, 4 * CROP_TRIES), 40, slice(41, 45), slice(45, 49)
-NUM_RANDOM = 49  # random numbers per row, at the indices above
+FLIP = 4 * CROP_TRIES
+CROP, JITTER, JITTER_ORDER = slice(0, FLIP), slice(FLIP + 1, FLIP + 5), slice(FLIP + 5, FLIP + 9)
+NUM_UNIFORMS = FLIP + 9  # random numbers per row, at the indices above
 THUMBNAIL_SIDE = 128  # pixels
 
 
-def random_numbers(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Return numbers in [0, 1) float64 [R, NUM_RANDOM] for rows of int64 `epoch` and `key` [R]."""
-    return hash_uniform(seed, epoch, key, NUM_RANDOM)
-
-
 def transform(
-    rgb: np.ndarray, inputs: Inputs, augment: Augment | None = None, random: np.ndarray | None = None
+    rgb: np.ndarray, inputs: Inputs, augment: Augment | None = None, uniforms: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return model input uint8 [3, side, side] of RGB uint8 [H, W, 3]; `random` float64 [NUM_RANDOM] augments it.
+    """Return model input uint8 [3, side, side] of RGB uint8 [H, W, 3]; `uniforms` float64 [NUM_UNIFORMS] augments it.
 
     A random crop fills the square for any `inputs.fit`. Jitter runs on the small square, so its cost does not depend on
     the size of the source.
     """
-    if augment is None or random is None:
+    if augment is None or uniforms is None:
         return resize_to_square(rgb, inputs.image_side, inputs.fit, inputs.interpolation)
     fit = inputs.fit
     if augment.crops:
-        left, top, right, bottom = random_crop_box((rgb.shape[1], rgb.shape[0]), augment, random[CROP])
+        left, top, right, bottom = random_crop_box((rgb.shape[1], rgb.shape[0]), augment, uniforms[CROP])
         rgb, fit = rgb[top:bottom, left:right], "squash"
     square = resize_to_square(rgb, inputs.image_side, fit, inputs.interpolation)
-    if random[FLIP] < augment.flip:
+    if uniforms[FLIP] < augment.flip:
         square = square[:, :, ::-1]
     if any(augment.color_jitter):
         image = Image.fromarray(square.transpose(1, 2, 0))
-        square = np.asarray(_jitter(image, augment, random[JITTER], np.argsort(random[ORDER]))).transpose(2, 0, 1)
+        jittered = _jitter(image, augment, uniforms[JITTER], np.argsort(uniforms[JITTER_ORDER]))
+        square = np.asarray(jittered).transpose(2, 0, 1)
     return np.ascontiguousarray(square)
 
 
@@ -84,7 +79,7 @@ def resize_to_square(rgb: np.ndarray, side: int, fit: Fit, interpolation: Interp
         square = np.full((side, side, 3), WHITE, np.uint8)
         square[top : top + h, left : left + w] = resize(rgb, (w, h), interpolation, (0, 0, width, height))
     else:
-        square = resize(rgb, (side, side), interpolation, crop_rect(width, height, fit))
+        square = resize(rgb, (side, side), interpolation, crop_box(width, height, fit))
     return np.ascontiguousarray(square.transpose(2, 0, 1))
 
 
@@ -161,7 +156,7 @@ def letterbox_rect(width: int, height: int, side: int) -> tuple[int, int, int, i
     return (side - w) // 2, (side - h) // 2, w, h
 
 
-def crop_rect(width: int, height: int, fit: str) -> Box:
+def crop_box(width: int, height: int, fit: str) -> Box:
     """Return the part of the source that fills the square: all of it (`squash`), or the central square (`crop`)."""
     if fit == "squash":
         return (0, 0, width, height)
@@ -170,20 +165,20 @@ def crop_rect(width: int, height: int, fit: str) -> Box:
     return (left, top, left + short, top + short)
 
 
-def random_crop_box(size: tuple[int, int], augment: Augment, random: np.ndarray) -> tuple[int, int, int, int]:
+def random_crop_box(size: tuple[int, int], augment: Augment, uniforms: np.ndarray) -> tuple[int, int, int, int]:
     """Return a random part (left, top, right, bottom) of an image of (width, height) `size` (Szegedy et al. 2015).
 
     Makes ten attempts, then takes the largest central part of an allowed aspect ratio, as torchvision's
     RandomResizedCrop.
     """
     width, height = size
-    (low, high), (narrow, wide) = augment.crop_scale, np.log(CROP_RATIO)
-    for scale, ratio, across, down in random.reshape(CROP_TRIES, 4):
+    (low, high), (log_min, log_max) = augment.crop_scale, np.log(CROP_RATIO)
+    for scale, ratio, u_left, u_top in uniforms.reshape(CROP_TRIES, 4):
         area = width * height * (low + (high - low) * scale)
-        aspect = np.exp(narrow + (wide - narrow) * ratio)
+        aspect = np.exp(log_min + (log_max - log_min) * ratio)
         w, h = round(float(np.sqrt(area * aspect))), round(float(np.sqrt(area / aspect)))
         if 1 <= w <= width and 1 <= h <= height:
-            left, top = int((width - w + 1) * across), int((height - h + 1) * down)
+            left, top = int((width - w + 1) * u_left), int((height - h + 1) * u_top)
             return (left, top, left + w, top + h)
     w = max(1, min(width, round(height * CROP_RATIO[1])))
     h = max(1, min(height, round(width / CROP_RATIO[0])))

@@ -18,21 +18,21 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from mmray.data.prepare.pack import read_record, shards_of
+from mmray.data.prepare.pack import read_chunk_record, record_path, shards_of
 from mmray.data.store.manifest import QUARANTINE, TOKENIZER, Shard
 from mmray.data.store.prepared_set import SCHEMA
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError
 from mmray.storage.storage import MAX_PARALLEL, Storage
 
-NONE = -1
-HELD_OUT = ("test", "val", "valid", "validation", "dev", "eval")  # held-out splits, which are not trained on
-LEAKED = "overlap"  # the reason of rows that --drop-overlap quarantines; they do not count against the budget
+NO_ROW = -1
+HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # held-out splits, which are not trained on
+OVERLAP = "overlap"  # the reason of rows that --drop-overlap quarantines; they do not count against the budget
 REASONS = ("", "duplicate-key", "duplicate", "duplicate-text")
 SAME_KEY, SAME_CONTENT, SAME_TEXT = 1, 2, 3
 
 
-def records(out: Storage, chunks: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+def iter_chunk_records(out: Storage, chunks: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (number of its first row, record) of finished chunks, read ahead in threads.
 
     Raises DataError if one no longer exists.
@@ -41,7 +41,8 @@ def records(out: Storage, chunks: Sequence[int]) -> Iterator[tuple[int, dict[str
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
         for first in range(0, len(chunks), 2 * MAX_PARALLEL):
             batch = chunks[first : first + 2 * MAX_PARALLEL]
-            for index, record in zip(batch, pool.map(partial(read_record, out), batch), strict=True):
+            chunk_records = pool.map(partial(read_chunk_record, out), map(record_path, batch))
+            for index, record in zip(batch, chunk_records, strict=True):
                 if record is None:
                     raise DataError(f"{out.address}: the record of chunk {index} was deleted: rerun the same command")
                 yield start, record
@@ -66,7 +67,7 @@ def first_occurrence(values: np.ndarray) -> np.ndarray:
     is_first = np.ones(len(values), dtype=bool)
     is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
     first = order[np.maximum.accumulate(np.where(is_first, np.arange(len(values)), 0))]
-    out = np.full(len(values), NONE, dtype=np.int64)
+    out = np.full(len(values), NO_ROW, dtype=np.int64)
     out[order[~is_first]] = first[~is_first]
     return out
 
@@ -86,17 +87,17 @@ def match_duplicates(
     error under each rule, and such a row is never the original of another.
     """
     original = first_occurrence(keys)
-    reason = np.where(original != NONE, SAME_KEY, 0).astype(np.uint8)
-    unique = np.flatnonzero(original == NONE)
+    reason = np.where(original != NO_ROW, SAME_KEY, 0).astype(np.uint8)
+    unique = np.flatnonzero(original == NO_ROW)
     unique = unique[np.argsort(~held_out[unique], kind="stable")]
     if rule == "text":
         first, why = _first_kept_occurrence(images[unique], texts[unique])
     else:
-        first = np.full(len(unique), NONE)
+        first = np.full(len(unique), NO_ROW)
         if rule != "keep":
             first = first_occurrence((images if rule == "image" else rows)[unique])
         why = np.full(len(unique), SAME_CONTENT, np.uint8)
-    repeats = first != NONE
+    repeats = first != NO_ROW
     original[unique[repeats]], reason[unique[repeats]] = unique[first[repeats]], why[repeats]
     return original, reason
 
@@ -107,8 +108,8 @@ def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.nd
     Works row by row, because a row that is dropped for its captions must not cause another row with its image to be
     dropped.
     """
-    first, why = np.full(len(images), NONE, np.int64), np.zeros(len(images), np.uint8)
-    groups = [np.where(same == NONE, np.arange(len(same)), same) for same in map(first_occurrence, (images, texts))]
+    first, why = np.full(len(images), NO_ROW, np.int64), np.zeros(len(images), np.uint8)
+    groups = [np.where(same == NO_ROW, np.arange(len(same)), same) for same in map(first_occurrence, (images, texts))]
     shared = np.flatnonzero(np.any([np.bincount(group, minlength=len(group))[group] > 1 for group in groups], axis=0))
     by_image: dict[int, int] = {}
     by_text: dict[int, int] = {}
@@ -124,40 +125,36 @@ def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.nd
 
 @dataclass(frozen=True)
 class DedupResult:
-    """Duplicate rows, and rows that are dropped as leaks."""
+    """Duplicate rows, and rows that are dropped for contamination."""
 
     original: np.ndarray  # see match_duplicates
     reason: np.ndarray
-    num_leaks: int  # rows whose image is also in another split
     num_same_text: int = 0  # kept rows with the captions of an earlier one
-    leaked: dict[int, str] = field(default_factory=dict)  # row -> detail in the quarantine
+    contaminated: dict[int, str] = field(default_factory=dict)  # row -> detail in the quarantine
 
     @property
     def dropped(self) -> np.ndarray:
         """Whether each packed row is dropped: bool [N]."""
-        dropped = self.original != NONE
-        dropped[list(self.leaked)] = True
+        dropped = self.original != NO_ROW
+        dropped[list(self.contaminated)] = True
         return dropped
 
 
 def find_duplicates(out: Storage, chunks: Sequence[int], rule: Any) -> DedupResult:
     """Find duplicates in the rows of these chunks, in source order."""
     columns: list[tuple[np.ndarray, ...]] = []
-    for _, record in records(out, chunks):
+    for _, record in iter_chunk_records(out, chunks):
         rows = record["rows"]
-        splits = [str(record["shards"][shard]["split"]) for shard in rows["shard"]]
-        digests = [parse_digests(rows[name]) for name in ("image", "row", "text")]
-        held_out = np.array([split in HELD_OUT for split in splits], bool)
-        columns.append((hash_texts(rows["key"]), *digests, hash_texts(splits)[:, 0], held_out))
-    keys, images, whole, texts, split, held = (np.concatenate(column) for column in zip(*columns, strict=True))
-    first = first_occurrence(images)
-    num_leaks = int(((first != NONE) & (split != split[first])).sum())
-    result = DedupResult(*match_duplicates(keys, images, whole, texts, rule, held), num_leaks)
-    return replace(result, num_same_text=int((first_occurrence(texts[~result.dropped]) != NONE).sum()))
+        digests = [parse_digests(rows[name]) for name in ("image_digest", "row_digest", "text_digest")]
+        held_out = [record["shards"][shard]["split"] in HELD_OUT_SPLITS for shard in rows["shard"]]
+        columns.append((hash_texts(rows["key"]), *digests, np.array(held_out, bool)))
+    keys, images, rows, texts, held_out_rows = (np.concatenate(column) for column in zip(*columns, strict=True))
+    result = DedupResult(*match_duplicates(keys, images, rows, texts, rule, held_out_rows))
+    return replace(result, num_same_text=int((first_occurrence(texts[~result.dropped]) != NO_ROW).sum()))
 
 
 @dataclass
-class PackedRows:
+class PrepareResult:
     """The shards with their dropped rows; counts by quarantine reason, with an example; kept rows by language."""
 
     shards: list[Shard] = field(default_factory=list)
@@ -166,29 +163,29 @@ class PackedRows:
     languages: Counter[str] = field(default_factory=Counter)
 
 
-def write_quarantine(out: Storage, chunks: Sequence[int], dedup: DedupResult) -> PackedRows:
+def finish_shards(out: Storage, chunks: Sequence[int], dedup: DedupResult) -> PrepareResult:
     """Write quarantine.jsonl, one object per line in source order: key, source (`file:line`), stage, reason, detail."""
-    result, dropped = PackedRows(), dedup.dropped
-    wanted = set(dedup.original[dedup.original != NONE].tolist())
+    result, dropped = PrepareResult(), dedup.dropped
+    wanted = set(dedup.original[dedup.original != NO_ROW].tolist())
     originals: dict[int, tuple[str, str | None]] = {}  # key and split
-    for start, record in records(out, chunks if wanted else ()):
+    for start, record in iter_chunk_records(out, chunks if wanted else ()):
         for row, (key, shard) in enumerate(zip(record["rows"]["key"], record["rows"]["shard"], strict=True), start):
             if row in wanted:
                 originals[row] = (key, record["shards"][shard]["split"])
     with out.open_output(QUARANTINE) as file:
-        for start, record in records(out, chunks):
+        for start, record in iter_chunk_records(out, chunks):
             rows, shards = record["rows"], shards_of(record)
             drops = np.flatnonzero(dropped[start : start + len(rows["key"])])
-            faults = record["faults"]
+            bad_rows = record["bad_rows"]
             for index in drops.tolist():
-                fault = {"line": rows["line"][index], "key": rows["key"][index], "source": rows["origin"][index]}
+                entry = {"line": rows["line"][index], "key": rows["key"][index], "source": rows["location"][index]}
                 split = shards[rows["shard"][index]].split
-                faults.append(fault | _drop_reason(dedup, start + index, split, originals))
-            for fault in sorted(faults, key=lambda fault: fault["line"]):
-                del fault["line"]
-                file.write(orjson.dumps(fault, option=orjson.OPT_APPEND_NEWLINE))
-                result.reasons[fault["reason"]] += 1
-                result.examples.setdefault(fault["reason"], f"{fault['source']}: {fault['detail'][:160]}")
+                bad_rows.append(entry | _drop_reason(dedup, start + index, split, originals))
+            for entry in sorted(bad_rows, key=lambda entry: entry["line"]):
+                del entry["line"]
+                file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
+                result.reasons[entry["reason"]] += 1
+                result.examples.setdefault(entry["reason"], f"{entry['source']}: {entry['detail'][:160]}")
             shard_of = np.asarray(rows["shard"], np.int64)
             for number, shard in enumerate(shards):
                 in_shard = dropped[start : start + len(shard_of)][shard_of == number]
@@ -202,8 +199,8 @@ def _drop_reason(
     dedup: DedupResult, row: int, split: str | None, originals: dict[int, tuple[str, str | None]]
 ) -> dict[str, str]:
     """Return the quarantine entry of a packed row: why it is dropped."""
-    if dedup.original[row] == NONE:
-        return {"stage": "leakage", "reason": LEAKED, "detail": dedup.leaked[row]}
+    if dedup.original[row] == NO_ROW:
+        return {"stage": "leakage", "reason": OVERLAP, "detail": dedup.contaminated[row]}
     original, original_split = originals[int(dedup.original[row])]
     detail = {
         SAME_KEY: "an earlier row has this id",
@@ -220,13 +217,13 @@ def max_bad_rows(budget: float, total: int) -> int:
     return int(budget * total + 1e-6)
 
 
-def check_budget(source: str, out: Storage, num_read: int, total: int, rows: PackedRows, budget: float) -> None:
+def check_budget(source: str, out: Storage, num_read: int, total: int, result: PrepareResult, budget: float) -> None:
     """Raise DataError if more rows are bad than the budget allows, or if all are."""
-    reasons, quarantine = rows.reasons, f"{out.address}/{QUARANTINE}"
-    bad = reasons.total() - reasons[LEAKED]
-    if reasons[LEAKED] and reasons.total() == num_read:
+    reasons, quarantine = result.reasons, f"{out.address}/{QUARANTINE}"
+    bad = reasons.total() - reasons[OVERLAP]
+    if reasons[OVERLAP] and reasons.total() == num_read:
         raise DataError(
-            f"{source}: no row of {num_read:,} is left; {reasons[LEAKED]:,} leak from other sets or splits "
+            f"{source}: no row of {num_read:,} is left; {reasons[OVERLAP]:,} leak from other sets or splits "
             f"(prepare.drop_overlap). {quarantine} lists them; compare with other sets"
         )
     if bad < num_read and bad <= max_bad_rows(budget, total):
@@ -247,25 +244,25 @@ def check_budget(source: str, out: Storage, num_read: int, total: int, rows: Pac
             f"Correct them{keep}, or accept them with --max-bad-fraction {-(-1000 * bad // total) / 1000:g}. "
             "Then rerun the same command to resume."
         )
-    counts = [f"  {count:,} {reason}, for example {rows.examples[reason]}" for reason, count in reasons.most_common(5)]
+    example = result.examples
+    counts = [f"  {count:,} {reason}, for example {example[reason]}" for reason, count in reasons.most_common(5)]
     raise DataError("\n".join([first, *counts, f"All of them are in {quarantine}.", advice]))
 
 
 def write_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> bool:
     """Train a tokenizer on the captions outside the held-out splits, if there are any; return whether it is written."""
-    used = [shard for shard in shards if shard.split not in HELD_OUT and shard.num_live]
-    if vocab_size and used:
-        texts = (text for shard in used for text in _texts(out, shard))
-        out.write(TOKENIZER, train_tokenizer(texts, vocab_size).encode())
-    return bool(vocab_size and used)
-
-
-def _texts(out: Storage, shard: Shard) -> Iterator[str]:
-    """Yield the captions of the kept rows of a shard; images are not read."""
-    dropped = set(shard.dropped)
+    used = [shard for shard in shards if shard.split not in HELD_OUT_SPLITS and shard.num_kept]
     only_texts = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index("texts")])
-    with pa.ipc.open_file(out.open(shard.file, mapped=True), options=only_texts) as reader:
-        batches = (reader.get_batch(number).column("texts") for number in range(reader.num_record_batches))
-        for row, texts in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches)):
-            if row not in dropped:
-                yield from texts
+
+    def captions() -> Iterator[str]:
+        for shard in used:
+            dropped = set(shard.dropped)
+            with pa.ipc.open_file(out.open(shard.file, mapped=True), options=only_texts) as reader:
+                batches = (reader.get_batch(number).column("texts") for number in range(reader.num_record_batches))
+                for row, texts in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches)):
+                    if row not in dropped:
+                        yield from texts
+
+    if vocab_size and used:
+        out.write(TOKENIZER, train_tokenizer(captions(), vocab_size).encode())
+    return bool(vocab_size and used)

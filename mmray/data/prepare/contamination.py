@@ -1,8 +1,8 @@
 """Contamination check: find rows whose images are also in another prepared set or in another split of this set.
 
 Exact matches have the same image bytes; near matches have similar perceptual hashes. Between two splits of one set, the
-held-out row is kept and the training row is the leak. Ray tasks hash one shard each. Hash files are stored in the set
-that is being prepared and named by the digest of the shard, so an unchanged shard is hashed once.
+training row counts as contaminated. Ray tasks hash one shard each. Hash files are stored in the set that is being
+prepared and named by the digest of the shard, so an unchanged shard is hashed once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import orjson
 from PIL import Image
 
 from mmray.data.formats.rows import BadRow
+from mmray.data.images.crash_probe import CRASH, CrashProbe
 from mmray.data.images.decode import BadImage, decode
-from mmray.data.images.sandbox import CRASH, SandboxedDecoder
-from mmray.data.prepare.assemble import HELD_OUT, NONE, DedupResult, first_occurrence, records
+from mmray.data.prepare.assemble import HELD_OUT_SPLITS, NO_ROW, DedupResult, first_occurrence, iter_chunk_records
 from mmray.data.prepare.pack import shards_of
-from mmray.data.prepare.tasks import Result, contain_crashes, map_tasks
+from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
 from mmray.data.store.manifest import Manifest, Shard
 from mmray.data.store.prepared_set import PreparedSet, read_or_none
 from mmray.errors import DataError, UsageError
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from mmray.config import Prepare
 
 LEAKS, HASHES_DIR = "leaks.jsonl", "hashes"
-SAME_SET, EXACT = -1, -1
-MAX_EXAMPLES = 12  # maximum leaks with thumbnails
+UNMATCHED, SAME_SET, EXACT = -2, -1, -1
+MAX_EXAMPLES = 12  # maximum rows with thumbnails
 CELLS = 4
 MAX_COLOR_DISTANCE = 4.0  # of 255, mean over the cells; JPEG with quality 30 changes them by 2
 IMAGE_HASH_DTYPE = np.dtype(
@@ -49,15 +49,15 @@ _ROW_BITS = 48  # a match is differing bits << 48 | row, so that the smallest is
 _NO_MATCH = np.iinfo(np.int64).max
 
 
-class LeakMatches(NamedTuple):
-    """Leaking rows in source order; all arrays are [L].
+class Matches(NamedTuple):
+    """Contaminated rows in source order; all arrays are [L].
 
-    The columns are the row, the number of the other set (SAME_SET: another split of this set), the row in that set, and
+    The columns are the row, the index of the other set (SAME_SET: another split of this set), the row in that set, and
     the number of differing bits of 256 (EXACT: same bytes).
     """
 
     row: np.ndarray
-    where: np.ndarray
+    set_index: np.ndarray
     match: np.ndarray
     bits: np.ndarray
 
@@ -82,98 +82,101 @@ def validate(settings: Prepare, out: str) -> None:
 def check_contamination(
     out: Storage,
     chunks: Sequence[int],
-    images_from: str,
+    image_folder: str,
     dedup: DedupResult,
     settings: Prepare,
     on_rows: Callable[[int, int], None],
     notify: Callable[[str, str], None],
 ) -> tuple[dict[int, str], dict[str, Any]]:
-    """Write leaks.jsonl; return {row: description} of the leaking rows, and the summary for the manifest.
+    """Write leaks.jsonl; return {row: description} of the contaminated rows, and the summary for the manifest.
 
-    `images_from` is the folder of the images of an index-only set. `on_rows` gets the hashed rows and their total,
+    `image_folder` is that of an index-only set's source. `on_rows` gets the hashed rows and their total,
     `notify` a message and a label. Raises DataError, or ResourceError if tasks die.
     """
     others = [PreparedSet.open(address) for address in settings.check_contamination]
     shards: list[Shard] = []
     splits: list[str | None] = []
-    order = [np.zeros(0, np.int64)]  # number in the shards of each row of the source
-    for start, record in records(out, chunks):
+    order = [np.zeros(0, np.int64)]  # row in the shards of each row of the source
+    for start, record in iter_chunk_records(out, chunks):
         shard_of = np.asarray(record["rows"]["shard"], np.int64)
         shards += shards_of(record)
         splits += [record["shards"][number]["split"] for number in shard_of]
         order.append(np.empty_like(shard_of))
         order[-1][np.argsort(shard_of, kind="stable")] = np.arange(start, start + len(shard_of))
-    numbers, own = np.concatenate(order), _all_rows(out.address, images_from, shards)
+    shard_row_of, own = np.concatenate(order), _all_rows(out.address, image_folder, shards)
     _hash_shards(out, [own, *others], settings, on_rows, notify)
-    near = settings.phash_distance >= 0
-    own_hashes, other_hashes = _load_hashes(out, own, near)[numbers], [_load_hashes(out, each, near) for each in others]
-    leaks = find_leaks(own_hashes, ~dedup.dropped, splits, other_hashes, settings.phash_distance)
-    exact, names = int((leaks.bits == EXACT).sum()), (*settings.check_contamination, "splits")
-    by_set: Counter[str] = Counter(names[where] for where in leaks.where.tolist())  # SAME_SET is the last index
-    return _write_leaks(out, leaks, own, numbers, others), {
+    use_phash = settings.phash_distance >= 0
+    own_hashes = _load_hashes(out, own, use_phash)[shard_row_of]
+    other_hashes = [_load_hashes(out, each, use_phash) for each in others]
+    matches = find_matches(own_hashes, ~dedup.dropped, splits, other_hashes, settings.phash_distance)
+    exact, names = int((matches.bits == EXACT).sum()), (*settings.check_contamination, "splits")
+    by_set: Counter[str] = Counter(names[index] for index in matches.set_index.tolist())  # SAME_SET is the last index
+    return _write_leaks(out, matches, own, shard_row_of, others), {
         "exact": exact,
-        "near": len(leaks.row) - exact,
+        "near": len(matches.row) - exact,
         "phash_distance": settings.phash_distance,
         "dropped": settings.drop_overlap,
         "found_in": {name: by_set[name] for name in names},
     }
 
 
-def _all_rows(address: str, images_from: str, shards: Sequence[Shard]) -> PreparedSet:
+def _all_rows(address: str, image_folder: str, shards: Sequence[Shard]) -> PreparedSet:
     """Return all rows of these shards, including dropped ones."""
-    whole = tuple(replace(shard, dropped=(), split=None) for shard in shards)
-    count, source = sum(shard.num_rows for shard in whole), {"address": images_from}
-    return PreparedSet(Storage(address), Manifest(count, count, 0, {}, 0, {}, "", None, source, {}, whole))
+    full_shards = tuple(replace(shard, dropped=(), split=None) for shard in shards)
+    count, source = sum(shard.num_rows for shard in full_shards), {"address": image_folder}
+    return PreparedSet(Storage(address), Manifest(count, count, 0, {}, {}, "", None, source, {}, full_shards))
 
 
-def _hash_file(shard: Shard, near: bool) -> str:
-    return f"{HASHES_DIR}/{shard.sha256[:32]}{'' if near else '-exact'}.npy"
+def _hash_file(shard: Shard, use_phash: bool) -> str:
+    return f"{HASHES_DIR}/{shard.sha256[:32]}{'' if use_phash else '-exact'}.npy"
 
 
-def _load_hashes(out: Storage, prepared: PreparedSet, near: bool) -> np.ndarray:
+def _load_hashes(out: Storage, prepared: PreparedSet, use_phash: bool) -> np.ndarray:
     """Return the hashes of the rows of a set; 97 bytes each."""
     parts = [np.zeros(0, IMAGE_HASH_DTYPE)]
     for shard in prepared.manifest.shards:
-        hashes = np.load(io.BytesIO(out.read(_hash_file(shard, near))), allow_pickle=False)
+        hashes = np.load(io.BytesIO(out.read(_hash_file(shard, use_phash))), allow_pickle=False)
         parts.append(np.delete(hashes, shard.dropped) if shard.dropped else hashes)
     return np.concatenate(parts)
 
 
-def find_leaks(
-    own: np.ndarray, live: np.ndarray, splits: Sequence[str | None], others: Sequence[np.ndarray], phash_distance: int
-) -> LeakMatches:
+def find_matches(
+    own: np.ndarray, kept: np.ndarray, splits: Sequence[str | None], others: Sequence[np.ndarray], phash_distance: int
+) -> Matches:
     """Find rows of `own` [N] that match a row of the sets `others` or of another split.
 
-    Rows that are not in `live` [N] are ignored. `phash_distance` below 0 finds exact matches only. A row is reported
+    Rows that are not in `kept` [N] are ignored. `phash_distance` below 0 finds exact matches only. A row is reported
     once, for the first set that contains it.
     """
-    where, match, bits = (np.full(len(own), NONE - 1, np.int64) for _ in range(3))
+    set_index, match, num_bits = (np.full(len(own), UNMATCHED, np.int64) for _ in range(3))
 
     def search(queries: np.ndarray, references: np.ndarray, hashes: np.ndarray, number: int) -> None:
-        queries = queries[where[queries] < SAME_SET]
-        index, differ = _matches(own[queries], hashes, phash_distance)
-        hit = index != NONE
-        where[queries[hit]], match[queries[hit]], bits[queries[hit]] = number, references[index[hit]], differ[hit]
+        queries = queries[set_index[queries] == UNMATCHED]
+        index, bits = _matches(own[queries], hashes, phash_distance)
+        hit = index != NO_ROW
+        rows = queries[hit]
+        set_index[rows], match[rows], num_bits[rows] = number, references[index[hit]], bits[hit]
 
-    rows = np.flatnonzero(live)
+    rows = np.flatnonzero(kept)
     for number, hashes in enumerate(others):
         search(rows, np.arange(len(hashes)), hashes, number)
-    # Held-out splits first, training last: the later row is the leak.
-    names = sorted({name or "train" for name in splits}, key=lambda name: (name == "train", name not in HELD_OUT, name))
+    # Held-out splits first, training last: the later row counts as contaminated.
+    used = {name or "train" for name in splits}
+    names = sorted(used, key=lambda name: (name == "train", name not in HELD_OUT_SPLITS, name))
     priority = np.array([names.index(name or "train") for name in splits], np.int64)
     for each in range(1, len(names)):
         earlier = rows[priority[rows] < each]
         search(rows[priority[rows] == each], earlier, own[earlier], SAME_SET)
-    leaking = np.flatnonzero(where >= SAME_SET)
-    return LeakMatches(leaking, where[leaking], match[leaking], bits[leaking])
+    matched = np.flatnonzero(set_index != UNMATCHED)
+    return Matches(matched, set_index[matched], match[matched], num_bits[matched])
 
 
 def _matches(queries: np.ndarray, references: np.ndarray, phash_distance: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the matching reference of each query, or NONE, and the number of differing bits."""
-    index, bits = np.full(len(queries), NONE, np.int64), np.full(len(queries), EXACT, np.int64)
+    """Return the matching reference of each query, or NO_ROW, and the number of differing bits."""
+    index, bits = np.full(len(queries), NO_ROW, np.int64), np.full(len(queries), EXACT, np.int64)
     first = first_occurrence(np.concatenate([references["sha256"], queries["sha256"]]))[len(references) :]
     # A hash of zeros means that the image could not be read.
-    exact = (first != NONE) & (first < len(references)) & queries["sha256"].any(axis=1)
+    exact = (first != NO_ROW) & (first < len(references)) & queries["sha256"].any(axis=1)
     index[exact] = first[exact]
     if phash_distance >= 0:
         index[~exact], bits[~exact] = nearest(queries[~exact], references, phash_distance)
@@ -209,13 +212,13 @@ def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
 
 
 def nearest(queries: np.ndarray, references: np.ndarray, max_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the nearest reference of each query: (index int64 [N], differing bits int64 [N]); NONE without a match.
+    """Return the nearest reference of each query: (index int64 [N], differing bits int64 [N]); NO_ROW without a match.
 
     Arguments are IMAGE_HASH_DTYPE records. A match differs in at most `max_bits` of 256 bits, and in colour by at most
     MAX_COLOR_DISTANCE; ties go to the first. The search is exact: with max_bits + 1 bands, any two such hashes have an
     equal band. Duplicates are compared once, so a thousand blank pages cost as much as one.
     """
-    index, bits = np.full(len(queries), NONE, np.int64), np.full(len(queries), NONE, np.int64)
+    index, bits = np.full(len(queries), NO_ROW, np.int64), np.full(len(queries), NO_ROW, np.int64)
     (query_rows, group), (reference_rows, _) = _distinct(queries), _distinct(references)
     if not len(query_rows) or not len(reference_rows):
         return index, bits
@@ -225,10 +228,10 @@ def nearest(queries: np.ndarray, references: np.ndarray, max_bits: int) -> tuple
     for query_band, reference_band in zip(query_bands, reference_bands, strict=True):
         for query, candidate in _candidate_pairs(query_band, reference_band):
             left, right = queries[query_rows[query]], references[reference_rows[candidate]]
-            differ = np.bitwise_count(left["phash"] ^ right["phash"]).sum(axis=1).astype(np.int64)
+            num_bits = np.bitwise_count(left["phash"] ^ right["phash"]).sum(axis=1).astype(np.int64)
             colors = np.abs(left["colors"].astype(np.int16) - right["colors"]).mean(axis=1)
-            near = (differ <= max_bits) & (colors <= MAX_COLOR_DISTANCE)
-            np.minimum.at(best, query[near], differ[near] << _ROW_BITS | reference_rows[candidate[near]])
+            near = (num_bits <= max_bits) & (colors <= MAX_COLOR_DISTANCE)
+            np.minimum.at(best, query[near], num_bits[near] << _ROW_BITS | reference_rows[candidate[near]])
     match = best[group]
     rows, match = np.flatnonzero(queries["has_phash"])[match != _NO_MATCH], match[match != _NO_MATCH]
     index[rows], bits[rows] = match & ((1 << _ROW_BITS) - 1), match >> _ROW_BITS
@@ -262,39 +265,40 @@ def _candidate_pairs(queries: np.ndarray, references: np.ndarray) -> Iterator[tu
 
 
 def _write_leaks(
-    out: Storage, leaks: LeakMatches, own: PreparedSet, numbers: np.ndarray, others: Sequence[PreparedSet]
+    out: Storage, matches: Matches, own: PreparedSet, shard_row_of: np.ndarray, others: Sequence[PreparedSet]
 ) -> dict[int, str]:
-    """Write leaks.jsonl; return {row: description}. `numbers` [N] are the row numbers in `own`.
+    """Write leaks.jsonl; return {row: description}. `shard_row_of` [N] are the row numbers in `own`.
 
     Some records have thumbnails of both images, alternating near and exact matches.
     """
-    keys, matches = own.keys(numbers[leaks.row]), np.empty(len(leaks.row), object)
+    keys, match_keys = own.keys(shard_row_of[matches.row]), np.empty(len(matches.row), object)
     for number in range(SAME_SET, len(others)):
-        in_set = leaks.where == number
-        rows = leaks.match[in_set]
-        matches[in_set] = own.keys(numbers[rows]) if number == SAME_SET else others[number].keys(rows)
-    near, exact = np.flatnonzero(leaks.bits != EXACT), np.flatnonzero(leaks.bits == EXACT)
+        in_set = matches.set_index == number
+        rows = matches.match[in_set]
+        match_keys[in_set] = own.keys(shard_row_of[rows]) if number == SAME_SET else others[number].keys(rows)
+    near, exact = np.flatnonzero(matches.bits != EXACT), np.flatnonzero(matches.bits == EXACT)
     turns = chain.from_iterable(zip_longest(near[:MAX_EXAMPLES].tolist(), exact[:MAX_EXAMPLES].tolist()))
     examples = set([number for number in turns if number is not None][:MAX_EXAMPLES])
     descriptions = {}
-    with out.open_output(LEAKS) as file, closing(SandboxedDecoder()) as sandbox:
-        for number, (row, where, match, bits) in enumerate(zip(*(column.tolist() for column in leaks), strict=True)):
-            other = None if where == SAME_SET else others[where].storage.address
-            differ = None if bits == EXACT else bits
-            line = {"key": keys[number], "set": other, "other": matches[number], "bits": differ}
-            how = "same image as" if differ is None else f"near-duplicate ({differ} of 256 bits differ) of"
-            descriptions[row] = f"{how} row {matches[number]} of {other or 'a held-out split of this set'}"
+    with out.open_output(LEAKS) as file, closing(CrashProbe()) as crash_probe:
+        columns = (column.tolist() for column in matches)
+        for number, (row, set_index, match, bits) in enumerate(zip(*columns, strict=True)):
+            other = None if set_index == SAME_SET else others[set_index].storage.address
+            is_exact = bits == EXACT
+            line = {"key": keys[number], "set": other, "other": match_keys[number], "bits": None if is_exact else bits}
+            how = "same image as" if is_exact else f"near-duplicate ({bits} of 256 bits differ) of"
+            descriptions[row] = f"{how} row {match_keys[number]} of {other or 'a held-out split of this set'}"
             if number in examples:
-                match_of = (own, numbers[match]) if where == SAME_SET else (others[where], match)
-                pair = ((own, numbers[row]), match_of)
-                line["thumbnails"] = [_thumbnail(prepared, index, sandbox) for prepared, index in pair]
+                match_of = (own, shard_row_of[match]) if set_index == SAME_SET else (others[set_index], match)
+                pair = ((own, shard_row_of[row]), match_of)
+                line["thumbnails"] = [_thumbnail(prepared, index, crash_probe) for prepared, index in pair]
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
     return descriptions
 
 
-def _thumbnail(rows: PreparedSet, number: int, sandbox: SandboxedDecoder) -> str | None:
+def _thumbnail(rows: PreparedSet, number: int, crash_probe: CrashProbe) -> str | None:
     try:
-        return sandbox.thumbnail(rows.read(np.array([number]))[0].image)
+        return crash_probe.thumbnail(rows.read(np.array([number]))[0].image)
     except (OSError, ValueError):
         return None
 
@@ -308,15 +312,15 @@ def _hash_shards(
 ) -> None:
     """Hash the shards without a hash file; delete the hash files of shards that no longer exist."""
     out.mkdir(HASHES_DIR)
-    near = settings.phash_distance >= 0
-    wanted = {_hash_file(shard, near): (each, shard) for each in sets for shard in each.manifest.shards}
+    use_phash = settings.phash_distance >= 0
+    wanted = {_hash_file(shard, use_phash): (each, shard) for each in sets for shard in each.manifest.shards}
     existing = {f"{HASHES_DIR}/{name}" for name in out.listdir(HASHES_DIR)}
     for file in existing - wanted.keys():
         out.delete(file)
-    job: dict[str, Any] = {"out": out.address, "near": near, "max_pixels": settings.max_pixels}
+    job: dict[str, Any] = {"out": out.address, "use_phash": use_phash, "max_pixels": settings.max_pixels}
     items = [
         job
-        | {"file": file, "set": each.storage.address, "images_from": each.manifest.source.get("address") or ""}
+        | {"file": file, "set": each.storage.address, "image_folder": each.manifest.source.get("address") or ""}
         | {"shard": asdict(shard)}
         for file, (each, shard) in wanted.items()
         if file not in existing
@@ -337,9 +341,9 @@ def _hash_task(item: dict[str, Any]) -> Result:
     An unreadable row matches nothing.
     """
     shard, out = Shard.from_json(item["shard"]), Storage(item["out"])
-    rows, name = _all_rows(item["set"], item["images_from"], [shard]), f"{item['set']}/{shard.file}"
+    rows, name = _all_rows(item["set"], item["image_folder"], [shard]), f"{item['set']}/{shard.file}"
 
-    def hash_rows(sandbox: SandboxedDecoder | None) -> list[str]:
+    def hash_rows(crash_probe: CrashProbe | None) -> list[str]:
         hashes, crashed = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE), []
         for start in range(0, shard.num_rows, _ROWS):
             numbers = np.arange(start, min(start + _ROWS, shard.num_rows))
@@ -347,11 +351,11 @@ def _hash_task(item: dict[str, Any]) -> Result:
                 if row is None:
                     continue
                 entry["sha256"] = np.frombuffer(hashlib.sha256(row.image).digest()[:16], "<u8")
-                if not item["near"]:
+                if not item["use_phash"]:
                     continue
                 try:
-                    if sandbox is not None:
-                        sandbox.check(row.image, item["max_pixels"])
+                    if crash_probe is not None:
+                        crash_probe.probe(row.image, item["max_pixels"])
                     image = Image.fromarray(decode(row.image, item["max_pixels"]))
                     entry["phash"], entry["colors"] = perceptual_hash(image)
                     entry["has_phash"] = True
@@ -364,7 +368,7 @@ def _hash_task(item: dict[str, Any]) -> Result:
         return crashed
 
     try:
-        crashed = contain_crashes(hash_rows, out, item["file"], name)
+        crashed = run_with_crash_limit(hash_rows, out, item["file"], name)
     except (OSError, ValueError) as error:  # rows of a damaged shard must not count as compared
         raise DataError(f"cannot hash {name}: {error}") from error
     return {"num_rows": shard.num_rows, "crashed": crashed}

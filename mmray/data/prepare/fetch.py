@@ -27,7 +27,7 @@ from mmray.data.formats.rows import BadRow
 from mmray.storage.address import is_public_ip, redact_url, rejection_reason
 
 MAX_REDIRECTS, MAX_ATTEMPTS = 5, 3
-_REDIRECT, _MISSING, _BUSY = (301, 302, 303, 307, 308), (401, 403, 404, 410), (408, 425, 429)
+_REDIRECT_STATUS, _MISSING_STATUS, _RETRY_STATUS = (301, 302, 303, 307, 308), (401, 403, 404, 410), (408, 425, 429)
 _ENCODED = re.compile(r"[!-~]+")  # encoding such a URL again would break its signature
 
 
@@ -88,7 +88,9 @@ class Fetcher:
 
     async def _fetch(self, url: str) -> bytes:
         name, reason = redact_url(url), ""
-        async with self._slots[self._validate(url, "", name).raw_authority]:  # waiting for a slot costs no time limit
+        async with self._slots[
+            self._validate(url, "", name).raw_authority
+        ]:  # waiting for a slot does not count against the time limit
             try:
                 async with asyncio.timeout(self.limits.seconds):
                     for attempt in range(MAX_ATTEMPTS):
@@ -111,7 +113,7 @@ class Fetcher:
             for _ in range(MAX_REDIRECTS + 1):
                 hop = self._validate(url, location, name)
                 async with self._session.get(hop, allow_redirects=False) as response:
-                    if response.status not in _REDIRECT or "Location" not in response.headers:
+                    if response.status not in _REDIRECT_STATUS or "Location" not in response.headers:
                         return await self._body(response, name)
                     url, location = str(hop), response.headers["Location"]
         except _PrivateAddressError as error:
@@ -140,12 +142,14 @@ class Fetcher:
 
     async def _body(self, response: aiohttp.ClientResponse, name: str) -> bytes:
         status, max_bytes = response.status, self.limits.num_bytes
-        if status in _BUSY or status >= 500:
+        if status in _RETRY_STATUS or status >= 500:
             retry_after = response.headers.get("Retry-After", "")
             seconds = int(retry_after) if re.fullmatch("[0-9]{1,6}", retry_after) else 0
             raise _TransientError(f"the host answers {status}", seconds)
         if status != 200:
-            raise BadRow("read", "missing-image" if status in _MISSING else "refused", f"{name}: HTTP status {status}")
+            raise BadRow(
+                "read", "missing-image" if status in _MISSING_STATUS else "refused", f"{name}: HTTP status {status}"
+            )
         data = bytearray()
         if (response.content_length or 0) <= max_bytes:
             async for piece in response.content.iter_chunked(64 * 1024):

@@ -22,22 +22,22 @@ import pyarrow as pa
 from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.rows import BadRow, SourceRow, parse_row
 from mmray.data.formats.source import Source, SourceChunk, SourceItem, SourceUnreadable
+from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import BadImage, decode, header_size, verify_image
-from mmray.data.images.read import file_stamp, quarantine_os_errors, read_image
-from mmray.data.images.sandbox import SandboxedDecoder
+from mmray.data.images.read import image_signature, quarantine_os_errors, read_image
 from mmray.data.images.transform import reencode
-from mmray.data.store.manifest import BATCH_ROWS, PARTS, SHARDS, Shard
+from mmray.data.store.manifest import BATCH_ROWS, RECORDS, SHARDS, Shard
 from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, Row
-from mmray.data.text.tokenizer import BadText, clean_caption
+from mmray.data.text.tokenizer import clean_caption
 from mmray.storage.storage import Storage
 
 if TYPE_CHECKING:
     from mmray.data.prepare.fetch import Fetcher
 
 PREFETCH_ROWS = 32  # images by URL in flight, and rows that wait for them
-_RECORD_VERSION = 5
+_RECORD_VERSION = 6
 _BOX_SLACK = 0.01  # tolerated fraction outside the image, because annotations may exceed the edge by a pixel
-_DIGESTED = ("key", "texts", "label", "split", "language", "sha256", "boxes", "box_labels", "ref")
+_DIGEST_COLUMNS = ("key", "texts", "label", "split", "language", "sha256", "boxes", "box_labels", "ref")
 
 
 class ShardWriter:
@@ -52,7 +52,7 @@ class ShardWriter:
     def append(self, row: Row) -> None:
         self._batch.append(row)
         self._num_rows += 1
-        values = [getattr(row, name) for name in _DIGESTED] + ([row.messages] if row.messages else [])
+        values = [getattr(row, name) for name in _DIGEST_COLUMNS] + ([row.messages] if row.messages else [])
         self._digest.update(orjson.dumps(values))
         if len(self._batch) == BATCH_ROWS:
             self.flush()
@@ -98,8 +98,7 @@ class PrepareJob:
     def digest(self) -> str:
         """Return a hash of the settings without addresses, so that a set can be moved together with its source."""
         settings: list[object] = [_RECORD_VERSION, self.image_side, self.max_pixels, self.holdout, self.rows_per_shard]
-        settings += [self.source.format, self.columns, self.template, self.check, self.index_only]
-        settings += [self.allow_urls] if self.allow_urls else []  # older sets have digests without this option
+        settings += [self.source.format, self.columns, self.template, self.check, self.index_only, self.allow_urls]
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
     def open(self) -> Source:
@@ -108,37 +107,37 @@ class PrepareJob:
 
 
 class RecordRow(NamedTuple):
-    """Columns of the rows in a record; `image`, `row` (image and texts) and `text` are digests."""
+    """Columns of the rows in a record; `row_digest` is of image and texts."""
 
     line: int
-    origin: str
+    location: str
     key: str
-    image: str
-    row: str
-    text: str
+    image_digest: str
+    row_digest: str
+    text_digest: str
     shard: int
     language: str | None
 
 
 def record_path(index: int) -> str:
-    return f"{PARTS}/chunk-{index:05d}.json"
+    return f"{RECORDS}/chunk-{index:05d}.json"
 
 
 def pack_chunk(
     job: PrepareJob,
     chunk: SourceChunk,
-    sandbox: SandboxedDecoder | None = None,
+    crash_probe: CrashProbe | None = None,
     fetcher: Callable[[tuple[str, ...]], Fetcher] | None = None,
 ) -> tuple[int, int, int]:
     """Pack one chunk; return its index, rows and bad rows.
 
-    `sandbox` decodes each image first; `fetcher` makes the client for images by URL.
+    `crash_probe` decodes each image first; `fetcher` makes the client for images by URL.
     Raises SourceChanged, SourceUnreadable, and OSError if the set cannot be written.
     """
     out = Storage(job.out)
-    record = read_record(out, chunk.index) if job.run_id else None
+    record = read_chunk_record(out, record_path(chunk.index)) if job.run_id else None
     if record is None or record.get("run_id") != job.run_id:
-        packer, fetch = _ChunkPacker(job, chunk, sandbox), None
+        packer, fetch = _ChunkPacker(job, chunk, crash_probe), None
         with ExitStack() as files:
             if job.allow_urls and not job.index_only:
                 from mmray.data.prepare.fetch import Fetcher  # only tasks with URLs need an HTTP client
@@ -148,7 +147,7 @@ def pack_chunk(
                 packer.pack(item, row, files)
         record = packer.record()  # after the shard files are closed
         out.write(record_path(chunk.index), orjson.dumps(record))
-    return chunk.index, num_record_rows(record), len(record["faults"])
+    return chunk.index, num_record_rows(record), len(record["bad_rows"])
 
 
 def _items(job: PrepareJob, chunk: SourceChunk) -> Iterator[SourceItem]:
@@ -177,7 +176,7 @@ def prefetch_rows(
     for item in items:
         row: SourceRow | BadRow
         try:
-            row = item.values if isinstance(item.values, BadRow) else parse_row(item.values, item.origin, hosts)
+            row = item.values if isinstance(item.values, BadRow) else parse_row(item.values, item.location, hosts)
         except BadRow as bad:
             row = bad
         url = row.image.url if fetch and isinstance(row, SourceRow) else None
@@ -188,10 +187,10 @@ def prefetch_rows(
         yield finish()
 
 
-def read_record(out: Storage, index: int) -> dict[str, Any] | None:
+def read_chunk_record(out: Storage, name: str) -> dict[str, Any] | None:
     """Return the record of a finished chunk, or None if it is missing or unreadable."""
     try:
-        record = orjson.loads(out.read(record_path(index)))
+        record = orjson.loads(out.read(name))
     except (FileNotFoundError, ValueError):
         return None
     return record if isinstance(record, dict) else None
@@ -199,7 +198,7 @@ def read_record(out: Storage, index: int) -> dict[str, Any] | None:
 
 def num_record_rows(record: dict[str, Any]) -> int:
     """Return the number of rows of a record, good and bad."""
-    return len(record["rows"]["key"]) + len(record["faults"])
+    return len(record["rows"]["key"]) + len(record["bad_rows"])
 
 
 def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
@@ -210,43 +209,43 @@ def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> b
         and record["chunk"] == asdict(chunk)
         and not record["retry"]
         and all(out.size(shard["file"]) == shard["num_bytes"] for shard in record["shards"])
-        and all(tuple(file) == file_stamp(source, file[0]) for file in record["files"])
+        and all(tuple(file) == image_signature(source, file[0]) for file in record["files"])
     )
 
 
 class _ChunkPacker:
     """State of one chunk while it is packed."""
 
-    def __init__(self, job: PrepareJob, chunk: SourceChunk, sandbox: SandboxedDecoder | None) -> None:
-        self.job, self.chunk, self.sandbox = job, chunk, sandbox
+    def __init__(self, job: PrepareJob, chunk: SourceChunk, crash_probe: CrashProbe | None) -> None:
+        self.job, self.chunk, self.crash_probe = job, chunk, crash_probe
         self.source, self.out = Storage(job.source.address), Storage(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
         self.rows: list[RecordRow] = []
-        self.faults: list[dict[str, Any]] = []
+        self.bad_rows: list[dict[str, Any]] = []
         self.files: list[tuple[str, int | None, int | None]] = []
         self.retry = False
-        self.token = uuid.uuid4().hex[:8]  # never overwrite a file that an earlier manifest names
+        self.file_suffix = uuid.uuid4().hex[:8]  # never overwrite a file that an earlier manifest names
 
     def pack(self, item: SourceItem, raw: SourceRow | BadRow, files: ExitStack) -> None:
-        where, key = _to_utf8(item.origin), _to_utf8(raw.key or item.origin)
+        location, key = _to_utf8(item.location), _to_utf8(raw.key or item.location)
         try:
             if isinstance(raw, BadRow):
                 raise raw
-            row, original = self._check(raw, where)
+            row, image_digest = self._check(raw, location)
         except BadRow as bad:
             # The cause may be temporary (a network file system), so the next prepare packs the chunk again.
             self.retry = self.retry or bad.reason == "unreadable"
-            fault = {"stage": bad.stage, "reason": bad.reason, "detail": _to_utf8(bad.detail)}
-            self.faults.append({"line": item.line, "key": key, "source": where} | fault)
+            entry = {"stage": bad.stage, "reason": bad.reason, "detail": _to_utf8(bad.detail)}
+            self.bad_rows.append({"line": item.line, "key": key, "source": location} | entry)
             return
         if row.split not in self.writers:
-            name = f"{SHARDS}/{self.chunk.index:05d}-{row.split or 'rows'}-{self.token}.arrow"
+            name = f"{SHARDS}/{self.chunk.index:05d}-{row.split or 'rows'}-{self.file_suffix}.arrow"
             self.writers[row.split] = files.enter_context(open_shard(self.out, name, row.split))
         self.writers[row.split].append(row)
         captions = [*row.texts, *(row.messages or [])]
-        text, whole = (_sha256(orjson.dumps(values))[:32] for values in (captions, [original, *captions]))
-        shard = list(self.writers).index(row.split)
-        self.rows.append(RecordRow(item.line, where, row.key, original[:32], whole, text, shard, row.language))
+        text_digest, row_digest = (_sha256(orjson.dumps(each))[:32] for each in (captions, [image_digest, *captions]))
+        digests, shard = (image_digest[:32], row_digest, text_digest), list(self.writers).index(row.split)
+        self.rows.append(RecordRow(item.line, location, row.key, *digests, shard, row.language))
 
     def record(self) -> dict[str, Any]:
         return {
@@ -256,55 +255,52 @@ class _ChunkPacker:
             "retry": self.retry,
             "shards": [asdict(writer.entry()) for writer in self.writers.values()],
             "rows": {name: [getattr(row, name) for row in self.rows] for name in RecordRow._fields},
-            "faults": self.faults,
+            "bad_rows": self.bad_rows,
             "files": self.files,
         }
 
-    def _check(self, raw: SourceRow, where: str) -> tuple[Row, str]:
-        """Return the validated row and the digest of its original image. Raises BadRow.
+    def _check(self, raw: SourceRow, location: str) -> tuple[Row, str]:
+        """Return the validated row and the digest of its image as read. Raises BadRow.
 
         With `--index-only --check none` the image is not read: it has no checksum, and only the same file is its
         duplicate.
         """
         job, image = self.job, raw.image
-        try:
-            texts = [clean_caption(text) for text in raw.texts]
-        except BadText as bad:
-            raise BadRow("text", bad.reason, bad.detail) from None
+        texts = [clean_caption(text) for text in raw.texts]
         if job.index_only and (image.url or image.file is None):
             what = "a URL" if image.url else "inside the row"
             raise BadRow("read", "no-reference", f"the image is {what}: prepare without --index-only")
         if image.data is None:
-            self.files.append(file_stamp(self.source, str(image.file)))
+            self.files.append(image_signature(self.source, str(image.file)))
         ref = {"file": image.file, "offset": image.offset, "length": image.length} if job.index_only else None
         if job.index_only and job.check == "none":
-            stored, size, sha256, original = b"", (0, 0), "", _sha256(orjson.dumps(ref))
+            stored, size, sha256, image_digest = b"", (0, 0), "", _sha256(orjson.dumps(ref))
         else:
             with quarantine_os_errors(image.name):
                 data = read_image(self.source, image)
             stored, size = self._decode(image.name, data)
-            original = _sha256(data)
-            sha256 = original if stored is data else _sha256(stored)
-        row = Row(raw.key, b"" if ref else stored, texts, raw.label, raw.split, raw.language, where, sha256, ref=ref)
+            image_digest = _sha256(data)
+            sha256 = image_digest if stored is data else _sha256(stored)
+        row = Row(raw.key, b"" if ref else stored, texts, raw.label, raw.split, raw.language, location, sha256, ref=ref)
         row.messages = list(raw.messages) or None
         if raw.boxes:
             row.boxes, row.box_labels = _relative_boxes(raw, size), list(raw.box_labels)
         if row.split is None and job.holdout > 0:
             # By content hash, so that duplicates share a split and a row keeps its split when the set grows.
-            row.split = "test" if int(original[:16], 16) / 2**64 < job.holdout else "train"
-        return row, original
+            row.split = "test" if int(image_digest[:16], 16) / 2**64 < job.holdout else "train"
+        return row, image_digest
 
     def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
         """Return the bytes to store for an image and its size; `check` sets how completely it is decoded."""
         max_pixels = self.job.max_pixels
         try:
             if self.job.image_side:
-                if self.sandbox:
-                    self.sandbox.check(data, max_pixels)
+                if self.crash_probe:
+                    self.crash_probe.probe(data, max_pixels)
                 rgb = decode(data, max_pixels)
                 return reencode(rgb, data, self.job.image_side), (rgb.shape[1], rgb.shape[0])
             if self.job.check == "full":
-                return data, (self.sandbox.check if self.sandbox else verify_image)(data, max_pixels)
+                return data, (self.crash_probe.probe if self.crash_probe else verify_image)(data, max_pixels)
             return data, header_size(data, max_pixels) if self.job.check == "header" else (0, 0)
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None

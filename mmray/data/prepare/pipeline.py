@@ -17,15 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmray.data.formats.detect import class_names, companion_file, detect_source, label_names
-from mmray.data.formats.source import SourceChanged, SourceChunk, SourceUnreadable
+from mmray.data.formats.detect import companion_file, detect_source
+from mmray.data.formats.source import Source, SourceChanged, SourceChunk, SourceUnreadable
 from mmray.data.prepare import assemble, contamination, sample
-from mmray.data.prepare.pack import PrepareJob, is_current, num_record_rows, pack_chunk, read_record, record_path
-from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, Result, contain_crashes, map_tasks
+from mmray.data.prepare.pack import PrepareJob, is_current, num_record_rows, pack_chunk, read_chunk_record, record_path
+from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, Result, map_tasks, run_with_crash_limit
 from mmray.data.store.manifest import (
     MANIFEST,
-    PARTS,
     QUARANTINE,
+    RECORDS,
     SHARDS,
     TOKENIZER,
     Manifest,
@@ -40,7 +40,7 @@ from mmray.storage.storage import TEMP_SUFFIX, Storage
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
-_NO_NAME = re.compile(r"[^\w.-]+")
+_UNSAFE_CHARS = re.compile(r"[^\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,10 @@ class Progress:
     done_rows: int
     total_rows: int  # 0 during the scan
     bad_rows: int = 0
-    kept_rows: int = 0  # of the done rows: finished by an earlier prepare
 
 
 OnProgress = Callable[[Progress], None]
-Notify = Callable[[str, str], None]  # message, label
+Notify = Callable[[str, str], None]  # message, heading
 
 
 def ensure_prepared(source: str, cache: str, settings: Prepare, notify: Notify, progress: OnProgress) -> AnyPath:
@@ -70,19 +69,19 @@ def ensure_prepared(source: str, cache: str, settings: Prepare, notify: Notify, 
                 f"the sample set needs a local disk, and data.cache is {cache}: set data.cache to a local folder, or "
                 "data.train to your own data"
             )
-        source = str(sample.draw(Path(cache) / "sample-source"))
-    folder = to_path(source)
-    if (folder / MANIFEST).exists():
-        return folder
-    if not folder.exists() and "," not in folder.name:
+        source = str(sample.generate(Path(cache) / "sample-source"))
+    path = to_path(source)
+    if (path / MANIFEST).exists():
+        return path
+    if not path.exists() and "," not in path.name:
         hint = "give a prepared set, a source (file or folder of JSON lines, CSV, Parquet, ...) or `sample`"
-        raise DataError(f"{folder} does not exist: {hint}")
-    hashed = f"{folder}\n{settings.model_dump_json(exclude={'max_bad_fraction'})}"
-    name = f"{_NO_NAME.sub('_', folder.stem)}-{hashlib.sha256(hashed.encode()).hexdigest()[:8]}"
+        raise DataError(f"{path} does not exist: {hint}")
+    hashed = f"{path}\n{settings.model_dump_json(exclude={'max_bad_fraction'})}"
+    name = f"{_UNSAFE_CHARS.sub('_', path.stem)}-{hashlib.sha256(hashed.encode()).hexdigest()[:8]}"
     out = to_path(cache) / name
-    manifest = prepare(str(folder), str(out), settings, progress, notify)
+    manifest = prepare(str(path), str(out), settings, progress, notify)
     quarantined = f"{manifest.num_quarantined:,} quarantined ({QUARANTINE} has the reasons)"
-    notify(f"{out}: {manifest.num_rows:,} rows of {folder.name}, {quarantined}", "prepared")
+    notify(f"{out}: {manifest.num_rows:,} rows of {path.name}, {quarantined}", "prepared")
     return out
 
 
@@ -113,98 +112,106 @@ def prepare(
 
 def make_job(source: str, out: str, settings: Prepare) -> PrepareJob:
     """Return the settings that determine how a chunk is packed. Raises DataError and UsageError."""
-    same = ("check", "index_only", "image_side", "max_pixels", "holdout", "rows_per_shard", "allow_urls")
+    copied_settings = ("check", "index_only", "image_side", "max_pixels", "holdout", "rows_per_shard", "allow_urls")
     return PrepareJob(
         source=detect_source(source, settings.format),
         out=Storage(out).address,
         columns=tuple(settings.column_names.items()),
         template=settings.caption,
         run_id=uuid.uuid4().hex,
-        **{name: getattr(settings, name) for name in same},
+        **{name: getattr(settings, name) for name in copied_settings},
     )
 
 
 def _prepare(job: PrepareJob, settings: Prepare, progress: OnProgress, notify: Notify, retry: bool) -> Manifest:
-    out, where = Storage(job.out), f"{job.source.address}/{job.source.name}".rstrip("/")
-    _remove_files(out, lambda name: name.endswith((TEMP_SUFFIX, ATTEMPT_SUFFIX)), ("", SHARDS, PARTS))
+    out, source_path = Storage(job.out), f"{job.source.address}/{job.source.name}".rstrip("/")
+    _remove_files(out, lambda name: name.endswith((TEMP_SUFFIX, ATTEMPT_SUFFIX)), ("", SHARDS, RECORDS))
     before = read_manifest(out)
-    chunks = _scan(job, progress)
-    is_counted, title = all(chunk.num_rows is not None for chunk in chunks), job.open().title
+    source = job.open()
+    chunks = _scan(job, source, progress)
+    is_counted, title = all(chunk.num_rows is not None for chunk in chunks), source.title
     total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None  # None: only known after reading
     if not chunks or total == 0:
-        raise DataError(f"{where} holds no rows of {title}")
-    notify(f"{where}: {f'{len(chunks):,} files' if total is None else f'{total:,} rows'} of {title}", "source")
+        raise DataError(f"{source_path} holds no rows of {title}")
+    notify(f"{source_path}: {f'{len(chunks):,} files' if total is None else f'{total:,} rows'} of {title}", "source")
     if companion := companion_file(job.source):
-        notify(f"found {companion} next to it; pass {where},{companion} to use both", "hint")
+        notify(f"found {companion} next to it; pass {source_path},{companion} to use both", "hint")
     if job.allow_urls:
         notify(f"images by URL, only from {', '.join(job.allow_urls)}", "download")
     if before is not None:
-        same = _identity(job, chunks[: before.source["num_chunks"]])
-        if not same.items() <= before.source.items():  # otherwise it is that source, possibly with rows appended
+        previous_identity = _source_identity(job, chunks[: before.source["num_chunks"]])
+        if not previous_identity.items() <= before.source.items():  # not that source with rows appended
             if (name := before.source["name"]) != (other := job.source.display_name):
                 raise UsageError(f"{job.out} holds the set made from {name}: choose another folder for {other}")
             before = None
-    done, over = _pack(job, chunks, total, settings, progress, retry)
+    done, over_budget = _pack(job, chunks, total, settings, progress, retry)
     if total is None:
-        total = sum(num_record_rows(record) for _, record in assemble.records(out, done))
+        total = sum(num_record_rows(record) for _, record in assemble.iter_chunk_records(out, done))
     if not total:
-        raise DataError(f"{where} holds no rows of {title}")
+        raise DataError(f"{source_path} holds no rows of {title}")
     progress(Progress("deduplicate", total, total))
     dedup = assemble.find_duplicates(out, done, settings.duplicates)
     leakage: dict[str, Any] = {}
-    if contamination.is_enabled(settings) and not over:
-        images, on_rows = job.source.address if job.index_only else "", partial(Progress, "hash")
-        leaked, leakage = contamination.check_contamination(
-            out, done, images, dedup, settings, lambda rows, of: progress(on_rows(rows, of)), notify
+    if contamination.is_enabled(settings) and not over_budget:
+        contaminated, leakage = contamination.check_contamination(
+            out,
+            done,
+            job.source.address if job.index_only else "",
+            dedup,
+            settings,
+            on_rows=lambda rows, total_rows: progress(Progress("hash", rows, total_rows)),
+            notify=notify,
         )
-        dedup = replace(dedup, leaked=leaked) if settings.drop_overlap else dedup
-    rows = assemble.write_quarantine(out, done, dedup)
-    num_rows, num_bad = sum(shard.num_live for shard in rows.shards), rows.reasons.total()
-    assemble.check_budget(where, out, num_rows + num_bad, total, rows, settings.max_bad_fraction)
+        dedup = replace(dedup, contaminated=contaminated) if settings.drop_overlap else dedup
+    result = assemble.finish_shards(out, done, dedup)
+    num_rows, num_bad = sum(shard.num_kept for shard in result.shards), result.reasons.total()
+    assemble.check_budget(source_path, out, num_rows + num_bad, total, result, settings.max_bad_fraction)
     progress(Progress("tokenize", num_rows + num_bad, total, num_bad))
     # A set that grew keeps its tokenizer, because models were trained with it.
     has_tokenizer = bool(before and before.tokenizer and before.settings["vocab_size"] == settings.vocab_size)
-    has_tokenizer = has_tokenizer or assemble.write_tokenizer(out, rows.shards, settings.vocab_size)
-    shards = [shard for shard in rows.shards if shard.num_live]
+    has_tokenizer = has_tokenizer or assemble.write_tokenizer(out, result.shards, settings.vocab_size)
+    shards = [shard for shard in result.shards if shard.num_kept]
     if any(shard.split for shard in shards):  # rows without a split are training rows if others have one
         shards = [replace(shard, split=shard.split or "train") for shard in shards]
     splits: Counter[str] = Counter()
     for shard in shards:
-        splits.update({shard.split: shard.num_live} if shard.split else {})
+        splits.update({shard.split: shard.num_kept} if shard.split else {})
+    spec = {"format": job.source.format, "folder": job.source.address, "file": job.source.name}
     manifest = Manifest(
         num_rows=num_rows,
         num_read=num_rows + num_bad,
         num_quarantined=num_bad,
-        reasons=dict(rows.reasons.most_common()),
-        num_leaks=dedup.num_leaks,
+        reasons=dict(result.reasons.most_common()),
         splits=dict(splits),
         fingerprint=fingerprint(shards),
         tokenizer=TOKENIZER if has_tokenizer else None,
-        source=_identity(job, chunks)
-        | {"format": job.source.format, "folder": job.source.address, "file": job.source.name},
+        source=_source_identity(job, chunks) | spec,
         settings=settings.model_dump(mode="json"),
         shards=tuple(shards),
         num_same_text=dedup.num_same_text,
         leakage=leakage,
-        box_names=label_names(job.source),
-        class_names=class_names(job.source),
-        languages=dict(sorted(rows.languages.items())),
+        box_names=dict(source.box_names),
+        class_names=source.class_names,
+        languages=dict(sorted(result.languages.items())),
     )
     out.write(MANIFEST, manifest.to_json())
     # Leftovers of killed tasks and earlier settings. The shards come from this process, not from the records, because
     # another writer may have replaced one on a store.
-    wanted = {shard.file for shard in rows.shards} | {record_path(index) for index in range(len(chunks))}
-    _remove_files(out, lambda name: name not in wanted, (SHARDS, PARTS))
+    wanted = {shard.file for shard in result.shards} | {record_path(index) for index in range(len(chunks))}
+    _remove_files(out, lambda name: name not in wanted, (SHARDS, RECORDS))
     return manifest
 
 
-def _scan(job: PrepareJob, progress: OnProgress) -> list[SourceChunk]:
+def _scan(job: PrepareJob, source: Source, progress: OnProgress) -> list[SourceChunk]:
     """Return the chunks of the source, with the same ends as in an earlier prepare with the same settings."""
     out, digest = Storage(job.out), job.digest()
-    records = (read_record(out, index) for index in range(len(out.listdir(PARTS))))
-    stops = {record["chunk"]["stop"] for record in records if record and record["job"] == digest}
+    stops = set()
+    for name in out.listdir(RECORDS):
+        record = read_chunk_record(out, f"{RECORDS}/{name}")
+        if record and record["job"] == digest:
+            stops.add(record["chunk"]["stop"])
     chunks, rows = [], 0
-    for chunk in job.open().scan(job.rows_per_shard, stops):
+    for chunk in source.scan(job.rows_per_shard, stops):
         chunks.append(chunk)
         rows += chunk.num_rows or 0
         progress(Progress("scan", rows, 0))
@@ -221,34 +228,33 @@ def _pack(
     out, max_bad = Storage(job.out), None if total is None else assemble.max_bad_rows(settings.max_bad_fraction, total)
     done: list[int] = []
     todo: list[SourceChunk] = []
-    rows = bad = kept = 0
+    rows = bad = 0
 
     def report() -> bool:
         """Report progress, with an estimate of an unknown total; return whether too many rows are bad."""
-        of = total if total is not None else round(rows * len(chunks) / max(1, len(done)))
-        progress(Progress("pack", rows, of, bad, kept))
+        total_rows = total if total is not None else round(rows * len(chunks) / max(1, len(done)))
+        progress(Progress("pack", rows, total_rows, bad))
         return max_bad is not None and bad > max_bad
 
     for chunk in chunks:
-        record = read_record(out, chunk.index)
+        record = read_chunk_record(out, record_path(chunk.index))
         if (
             record is None
             or not is_current(record, job, chunk)
-            or (retry and any(fault["stage"] in ("read", "decode") for fault in record["faults"]))
+            or (retry and any(entry["stage"] in ("read", "decode") for entry in record["bad_rows"]))
         ):
             todo.append(chunk)
         else:
             done.append(chunk.index)
-            rows, bad = rows + num_record_rows(record), bad + len(record["faults"])
-    kept = rows
-    over = report()
-    with closing(pack_chunks(job, [] if over else todo)) as results:  # an error in `progress` also stops the job
+            rows, bad = rows + num_record_rows(record), bad + len(record["bad_rows"])
+    over_budget = report()
+    with closing(pack_chunks(job, [] if over_budget else todo)) as results:  # an error in `progress` also stops the job
         for index, num_rows, num_bad in results:
             done.append(index)
             rows, bad = rows + num_rows, bad + num_bad
-            if over := report():
+            if over_budget := report():
                 break
-    return sorted(done), over
+    return sorted(done), over_budget
 
 
 def pack_chunks(job: PrepareJob, chunks: list[SourceChunk]) -> Generator[tuple[int, int, int], None, None]:
@@ -262,9 +268,9 @@ def pack_chunks(job: PrepareJob, chunks: list[SourceChunk]) -> Generator[tuple[i
 def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
     """Ray task: pack one chunk. Ray retries it if its worker dies; the retry decodes images in a child process."""
     chunk = SourceChunk(**item)
-    name, where = record_path(chunk.index), f"{chunk.file} from row {chunk.first_line}"
+    name, item_name = record_path(chunk.index), f"{chunk.file} from row {chunk.first_line}"
     try:
-        return {"chunk": contain_crashes(partial(pack_chunk, job, chunk), Storage(job.out), name, where)}
+        return {"chunk": run_with_crash_limit(partial(pack_chunk, job, chunk), Storage(job.out), name, item_name)}
     except SourceChanged as error:
         raise DataError(str(error)) from error
     except SourceUnreadable as error:
@@ -273,21 +279,21 @@ def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
         raise ResourceError(f"cannot write to {job.out}: {error}. {RESUME_HINT}") from error
 
 
-def _identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
+def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
     """Return what identifies a source; with --index-only its address too, because the images stay there."""
-    digest = hashlib.sha256("".join(chunk.sha256 for chunk in chunks).encode()).hexdigest()
-    size = {"num_chunks": len(chunks), "num_bytes": chunks[-1].stop}
+    digest = hashlib.sha256("".join(chunk.signature for chunk in chunks).encode()).hexdigest()
+    end = {"num_chunks": len(chunks), "num_bytes": chunks[-1].stop}  # rows or bytes of the last file
     address = {"address": job.source.address} if job.index_only else {}
-    return {"name": job.source.display_name, **size, "sha256": digest, **address}
+    return {"name": job.source.display_name, **end, "sha256": digest, **address}
 
 
 def create_output_dir(out: Storage) -> None:
     """Create the folder. Raises UsageError if it contains anything else."""
     try:
         names = set(out.listdir()) - {lease.FOLDER}
-        if names and not names & {MANIFEST, PARTS}:
+        if names and not names & {MANIFEST, RECORDS}:
             raise UsageError(f"{out.address} is not empty and is not a prepared set: choose another folder")
-        out.mkdir(PARTS)
+        out.mkdir(RECORDS)
         out.mkdir(SHARDS)
     except OSError as error:
         raise UsageError(f"cannot write to {out.address} ({error}): choose another folder") from None

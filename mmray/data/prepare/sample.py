@@ -86,7 +86,7 @@ class Scene:
         return [template.format(**vars(self)).replace("crosss", "crosses") for template in templates]
 
 
-def draw(out: Path, seed: int = 0) -> Path:
+def generate(out: Path, seed: int = 0) -> Path:
     """Return the JSONL of the sample set under `out`; generate the set if it does not exist (3 s on one core).
 
     The set is written to a temporary folder and renamed, so an existing folder is complete. Raises UsageError if `out`
@@ -119,14 +119,14 @@ def scenes(seed: int) -> tuple[list[Scene], list[Scene]]:
 def _draw_all(folder: Path, seed: int) -> None:
     (folder / "images").mkdir(parents=True)
     train, test = scenes(seed)
-    split_of = [("train", scene) for scene in train] + [("test", scene) for scene in test]
-    random.Random(f"order {seed}").shuffle(split_of)
+    rows = [("train", scene) for scene in train] + [("test", scene) for scene in test]
+    random.Random(f"order {seed}").shuffle(rows)
     lines = []
-    for number, (split, scene) in enumerate(split_of):
-        chance = random.Random(f"row {seed} {number}")
-        name = f"images/{number:05d}.{chance.choice(('jpg', 'jpg', 'png'))}"
-        _draw_scene(scene, chance).save(folder / name, **SAVE_OPTIONS[name[-3:]])
-        texts = chance.sample(scene.captions(), chance.choice((1, 2, 3)))
+    for number, (split, scene) in enumerate(rows):
+        rng = random.Random(f"row {seed} {number}")
+        name = f"images/{number:05d}.{rng.choice(('jpg', 'jpg', 'png'))}"
+        _draw_scene(scene, rng).save(folder / name, **SAVE_OPTIONS[name[-3:]])
+        texts = rng.sample(scene.captions(), rng.choice((1, 2, 3)))
         lines.append(_line(f"shapes-{number:05d}", name, texts, split))
     for number, line in enumerate(_damaged(folder, lines)):
         lines.insert((number + 1) * len(lines) // 10, line)
@@ -138,7 +138,7 @@ def _line(key: str, image: str, texts: list[str], split: str = "train") -> str:
 
 
 def _damaged(folder: Path, lines: list[str]) -> Iterator[str]:
-    """Return eight lines to quarantine: five bad files, a blank caption, a broken line and a repeated image."""
+    """Yield eight lines to quarantine: five bad files, a blank caption, a truncated line and a repeated image."""
     rows = [json.loads(line) for line in lines if '"train"' in line]
     jpg = (folder / next(row["image"] for row in rows if row["image"].endswith("jpg"))).read_bytes()
     png = bytearray((folder / next(row["image"] for row in rows if row["image"].endswith("png"))).read_bytes())
@@ -158,24 +158,24 @@ def _damaged(folder: Path, lines: list[str]) -> Iterator[str]:
     yield _line("damaged-duplicate", rows[0]["image"], rows[0]["texts"])
 
 
-def _draw_scene(scene: Scene, chance: random.Random) -> Image.Image:
+def _draw_scene(scene: Scene, rng: random.Random) -> Image.Image:
     """Draw a scene on a random canvas with jittered positions, angles and colours; supersampled twice."""
-    width, height = chance.choice(CANVASES)
-    image = Image.new("RGB", (2 * width, 2 * height), _tinted(BACKGROUNDS[scene.background], chance))
+    width, height = rng.choice(CANVASES)
+    image = Image.new("RGB", (2 * width, 2 * height), _tinted(BACKGROUNDS[scene.background], rng))
     pen = ImageDraw.Draw(image)
-    positions = chance.sample(CORNERS, COUNTS[scene.where]) if scene.where in COUNTS else [scene.where]
+    positions = rng.sample(CORNERS, COUNTS[scene.where]) if scene.where in COUNTS else [scene.where]
     for position in positions:
         x, y = (
-            2 * side * (at + chance.uniform(-0.03, 0.03))
+            2 * side * (at + rng.uniform(-0.03, 0.03))
             for side, at in zip((width, height), CENTRES[position], strict=True)
         )
-        radius = 2 * min(width, height) * RADII[scene.size] * chance.uniform(0.92, 1.08)
-        _draw_shape(pen, scene.shape, x, y, radius, _tinted(COLORS[scene.colour], chance), chance.uniform(-0.12, 0.12))
+        radius = 2 * min(width, height) * RADII[scene.size] * rng.uniform(0.92, 1.08)
+        _draw_shape(pen, scene.shape, x, y, radius, _tinted(COLORS[scene.colour], rng), rng.uniform(-0.12, 0.12))
     return image.reduce(2)
 
 
-def _tinted(colour: tuple[int, int, int], chance: random.Random) -> tuple[int, ...]:
-    return tuple(min(255, max(0, value + chance.randint(-10, 10))) for value in colour)
+def _tinted(colour: tuple[int, int, int], rng: random.Random) -> tuple[int, ...]:
+    return tuple(min(255, max(0, value + rng.randint(-10, 10))) for value in colour)
 
 
 def _draw_shape(

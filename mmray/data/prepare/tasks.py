@@ -16,13 +16,13 @@ import ray.exceptions
 
 from mmray import errors
 from mmray.cluster.placement import physical_cores_if_local
-from mmray.data.images.sandbox import SandboxedDecoder
+from mmray.data.images.crash_probe import CrashProbe
 from mmray.errors import MmrayError, ResourceError
 from mmray.storage.storage import Storage
 
 MAX_TASKS = 2000  # with more items, several share a task
 TASKS_PER_CORE = 10
-MAX_ATTEMPTS = 3  # per item whose worker dies; from the second on, images are decoded in a child process
+MAX_ATTEMPTS = 3  # per item whose worker dies; from the second on, images are probed in a child process
 # Ray retries a task forever if its worker dies. This bounds tasks that die before they start an item, and must allow
 # the attempts of several items in one task.
 MAX_RETRIES = 50
@@ -69,28 +69,28 @@ def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]
         raise ResourceError(f"prepare workers died: {error}\n{RESUME_HINT}") from error
 
 
-def contain_crashes(work: Callable[[SandboxedDecoder | None], T], out: Storage, name: str, what: str) -> T:
-    """Return `work(sandbox)`; with a sandbox, it must decode each image there first.
+def run_with_crash_limit(work: Callable[[CrashProbe | None], T], out: Storage, name: str, item_name: str) -> T:
+    """Return `work(crash_probe)`, which must probe each image first.
 
-    There is none at first, and one after this item killed its worker or ran out of memory. The file `name`.attempt
-    counts the workers that died, for the retried task. Raises ResourceError after MAX_ATTEMPTS.
+    `crash_probe` is None at the first attempt, and a decoder in a child process once this item has killed a worker or
+    raised MemoryError. The file `name`.attempt counts the attempts. Raises ResourceError after MAX_ATTEMPTS.
     """
     name += ATTEMPT_SUFFIX
-    deaths = int(out.read(name)) if out.size(name) else 0
-    if deaths == MAX_ATTEMPTS:
+    attempts = int(out.read(name)) if out.size(name) else 0
+    if attempts == MAX_ATTEMPTS:
         out.delete(name)
         raise ResourceError(
-            f"a prepare worker died {deaths} times at {what}. Images were decoded in a child process, so the node "
-            f"probably ran out of memory: lower --rows-per-shard. {RESUME_HINT}"
+            f"a prepare worker died {attempts} times at {item_name}. Images were decoded in a child process, so the "
+            f"node probably ran out of memory: lower --rows-per-shard. {RESUME_HINT}"
         )
-    out.write(name, str(deaths + 1).encode())
-    with closing(SandboxedDecoder()) as sandbox:  # its child process starts with the first image
+    out.write(name, str(attempts + 1).encode())
+    with closing(CrashProbe()) as crash_probe:  # its child process starts with the first image
         try:
-            return work(sandbox if deaths else None)
+            return work(crash_probe if attempts else None)
         except MemoryError:
-            if deaths:
+            if attempts:
                 raise
-            return work(sandbox)
+            return work(crash_probe)
         finally:
             out.delete(name)
 
@@ -103,7 +103,7 @@ def _run_item(batch: dict[str, np.ndarray], work: Work) -> dict[str, np.ndarray]
         result = {"error": type(error).__name__, "message": str(error)}
     except Exception as error:  # noqa: BLE001 - the driver raises it
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{frame.filename}:{frame.lineno} in {frame.name}"
-        message = f"prepare failed: {''.join(traceback.format_exception_only(error)).strip()} ({where})"
+        location = f"{frame.filename}:{frame.lineno} in {frame.name}"
+        message = f"prepare failed: {''.join(traceback.format_exception_only(error)).strip()} ({location})"
         result = {"error": "MmrayError", "message": f"{message}. {RESUME_HINT}"}
     return {"result": np.array([orjson.dumps(result).decode()])}

@@ -29,7 +29,7 @@ class ShardCache:
 
     def __init__(self, folder: str, max_bytes: int) -> None:
         self.folder, self.max_bytes = Path(folder).expanduser().absolute(), max_bytes
-        self._uncounted: float = max_bytes  # the folder may hold entries of earlier processes
+        self._bytes_since_count: float = max_bytes  # the folder may hold entries of earlier processes
         self._warned = False
 
     def get(self, name: str, size: int, fetch: Callable[[], bytes]) -> pa.Buffer:
@@ -69,13 +69,13 @@ class ShardCache:
             if not self._warned:
                 logging.getLogger(__name__).warning("Cannot write to data.local_cache %s: %s", self.folder, error)
             self._warned = True
-        self._uncounted += len(data)
-        if self._uncounted > self.max_bytes * RECOUNT_FRACTION:
+        self._bytes_since_count += len(data)
+        if self._bytes_since_count > self.max_bytes * RECOUNT_FRACTION:
             self._evict()
 
     def _evict(self) -> None:
         """Delete the least recently used entries until the total is below the limit."""
-        with self._file_lock("trim"):
+        with self._file_lock("evict"):
             entries: list[tuple[int, int, str]] = []  # last use in ns, bytes, path; also partial files
             for file in os.scandir(self.folder):
                 with suppress(FileNotFoundError):  # just renamed
@@ -87,7 +87,7 @@ class ShardCache:
                     break
                 Path(path).unlink(missing_ok=True)
                 total -= size
-        self._uncounted = 0
+        self._bytes_since_count = 0
 
     @contextmanager
     def _file_lock(self, name: str) -> Iterator[None]:

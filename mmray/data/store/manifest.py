@@ -18,7 +18,7 @@ from mmray.storage.storage import Storage
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 QUARANTINE = "quarantine.jsonl"
-SHARDS, PARTS = "shards", "parts"
+SHARDS, RECORDS = "shards", "parts"
 SCHEMA_VERSION = 3
 BATCH_ROWS = 8  # rows of a record batch: few enough to read one random row, enough to keep the index of a shard short
 
@@ -36,7 +36,7 @@ class Shard:
     batches: str = ""  # byte offset of each record batch, and of the end of the last one
 
     @property
-    def num_live(self) -> int:
+    def num_kept(self) -> int:
         return self.num_rows - len(self.dropped)
 
     @classmethod
@@ -57,7 +57,6 @@ class Manifest:
     num_read: int
     num_quarantined: int
     reasons: dict[str, int]  # rows by quarantine reason
-    num_leaks: int  # rows whose images are also in a row of another split
     splits: dict[str, int]  # rows by split; empty if rows have no splits
     fingerprint: str  # equal for the same rows in the same order
     tokenizer: str | None  # file name
@@ -100,7 +99,7 @@ def read_manifest(storage: Storage) -> Manifest | None:
                 f"{storage.address} has schema version {values['schema_version']}, this version of mmray reads "
                 f"{SCHEMA_VERSION}. Prepare the source again into another folder."
             )
-        del values["format"]
+        values = {name: value for name, value in values.items() if name in Manifest.__dataclass_fields__}
         values["shards"] = tuple(Shard.from_json(item) for item in values["shards"])
         for shard in values["shards"]:  # only range reads need the offsets
             if storage.local_path is None and shard.batches.count(" ") != -(-shard.num_rows // BATCH_ROWS):

@@ -26,7 +26,7 @@ from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import (
     BATCH_ROWS,
     MANIFEST,
-    PARTS,
+    RECORDS,
     TOKENIZER,
     Manifest,
     Shard,
@@ -60,7 +60,7 @@ SCHEMA = pa.schema(
 
 @dataclass
 class Row:
-    """A stored sample: encoded images, captions, and its origin (`file:line`)."""
+    """A stored sample: an encoded image, its captions, and its location in the source (`file:line`)."""
 
     key: str
     image: bytes  # encoded; empty in an index-only set until it is read
@@ -69,41 +69,41 @@ class Row:
     split: str | None = None
     language: str | None = None
     source: str = ""
-    sha256: str = ""  # of the stored images
-    boxes: list[list[float]] | None = None  # left, top, right, bottom as fractions of the first image
+    sha256: str = ""  # of the stored image
+    boxes: list[list[float]] | None = None  # left, top, right, bottom as fractions of the image
     box_labels: list[int] | None = None
     ref: dict[str, Any] | None = None  # index-only set: file, offset, length in the folder of the source
     messages: list[dict[str, str]] | None = None  # conversation: role and content of each turn
 
     @property
     def checksum_ok(self) -> bool:
-        """Whether the images are bit-identical to the validated ones; always true for unvalidated references.
+        """Whether the image is bit-identical to the validated one; always true for an unvalidated reference.
 
         Decoding is no substitute, because a damaged JPEG often decodes.
         """
         return (not self.sha256 and self.ref is not None) or self.sha256 == hashlib.sha256(self.image).hexdigest()
 
 
-def key_id(key: str) -> int:
-    """Return a signed 64-bit hash of a row key, the same in every process."""
+def hash_key(key: str) -> int:
+    """Return the batch column `key` of a row key: a signed 64-bit hash, the same in every process."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class BatchRequest(NamedTuple):
     """Rows of one record batch: their indices in the result, and their numbers in the batch.
 
-    `first` and `last` are the record batches of the block to cache it with.
+    first_batch..last_batch is the shuffle block that a cache fetches as one entry.
     """
 
     shard: Shard
     batch: int
-    first: int
-    last: int
+    first_batch: int
+    last_batch: int
     indices: np.ndarray
-    inside: np.ndarray
+    rows_in_batch: np.ndarray
 
 
-Consumer = Callable[[BatchRequest, pa.RecordBatch], bool]
+Consumer = Callable[[BatchRequest, pa.RecordBatch], bool]  # returns whether all checksums match
 
 
 class ShardReader:
@@ -124,8 +124,7 @@ class ShardReader:
     def for_each_batch(self, requests: Sequence[BatchRequest], consume: Consumer) -> None:
         """Call `consume` with each request and its record batch; on a store from several threads.
 
-        `consume` returns whether the rows match their checksums. If rows from the cache do not, the entry is fetched
-        again and `consume` is called once more.
+        If rows from the cache do not match their checksums, the entry is fetched and consumed again.
 
         Raises OSError, or ValueError with the file name if a shard is damaged.
         """
@@ -134,7 +133,7 @@ class ShardReader:
                 consume(request, self._read_mapped(request.shard.file, request.batch))
             return
         fetches = list(self._plan(requests))
-        if self._cache is not None:  # so that actors that start a window together fetch different parts of it
+        if self._cache is not None:  # so that actors that start a window together fetch different blocks of it
             random.shuffle(fetches)
         parallel_map(lambda fetch: self._fetch(*fetch, consume), fetches)
 
@@ -142,16 +141,16 @@ class ShardReader:
         """Yield byte range and requests of each fetch; a fetch is of one shard."""
         groups: dict[tuple[Any, ...], list[BatchRequest]] = {}
         for request in requests:
-            block = (request.first, request.last) if self._cache is not None else ()
+            block = (request.first_batch, request.last_batch) if self._cache is not None else ()
             groups.setdefault((request.shard.file, *block), []).append(request)
         for group in groups.values():
             offsets = group[0].shard.offsets
             if self._cache is not None:
-                yield offsets[group[0].first], offsets[group[0].last + 1], group
+                yield offsets[group[0].first_batch], offsets[group[0].last_batch + 1], group
                 continue
             spans = [(offsets[request.batch], offsets[request.batch + 1]) for request in group]
-            for start, stop, inside in coalesce_ranges(spans):
-                yield start, stop, [group[index] for index in inside]
+            for start, stop, indices in coalesce_ranges(spans):
+                yield start, stop, [group[index] for index in indices]
 
     def _fetch(self, start: int, stop: int, requests: list[BatchRequest], consume: Consumer) -> None:
         shard = requests[0].shard
@@ -177,22 +176,22 @@ class ShardReader:
     def _decode(self, shard: Shard, batch: int, data: bytes | pa.Buffer, start: int) -> pa.RecordBatch:
         """Return a record batch of a shard from the bytes read at `start`, without a copy."""
         first, last = (offset - start for offset in shard.offsets[batch : batch + 2])
-        with self._damage_named(shard.file, batch):
-            records = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(data)[first:last]), SCHEMA)
-            records.validate(full=True)  # damaged offsets would crash the process later
-            return records
+        with self._name_damaged_shard(shard.file, batch):
+            record_batch = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(data)[first:last]), SCHEMA)
+            record_batch.validate(full=True)  # damaged offsets would crash the process later
+            return record_batch
 
     def _read_mapped(self, file: str, batch: int) -> pa.RecordBatch:
         """Return a record batch of a local shard, without a copy."""
-        with self._damage_named(file, batch):
+        with self._name_damaged_shard(file, batch):
             lock, reader = self._open_mapped(file)
             with lock:
-                records = reader.get_batch(batch)
-            records.validate(full=True)
-            return records
+                record_batch = reader.get_batch(batch)
+            record_batch.validate(full=True)
+            return record_batch
 
     @contextmanager
-    def _damage_named(self, file: str, batch: int) -> Iterator[None]:
+    def _name_damaged_shard(self, file: str, batch: int) -> Iterator[None]:
         """Convert Arrow's errors for damaged bytes to a ValueError with the file name."""
         try:
             yield
@@ -206,7 +205,7 @@ class ShardReader:
             if file not in self._mapped:
                 reader = pa.ipc.open_file(self._storage.open(file, mapped=True))
                 if not reader.schema.equals(SCHEMA):
-                    raise pa.ArrowInvalid("its columns are not those of a shard")
+                    raise pa.ArrowInvalid("its schema is not that of a shard")
                 self._mapped[file] = (threading.Lock(), reader)
                 if len(self._mapped) > MAX_OPEN:
                     self._mapped.popitem(last=False)
@@ -227,13 +226,13 @@ class PreparedSet:
         manifest: Manifest,
         split: str | None = None,
         cache: ShardCache | None = None,
-        chunk: int = BATCH_ROWS,
+        shuffle_block: int = BATCH_ROWS,
     ) -> None:
         self.storage, self.manifest, self.split = storage, manifest, split
         self._shards = [shard for shard in manifest.shards if split is None or shard.split == split]
-        self._starts = np.concatenate([[0], np.cumsum([shard.num_live for shard in self._shards])]).astype(np.int64)
+        self._starts = np.concatenate([[0], np.cumsum([shard.num_kept for shard in self._shards])]).astype(np.int64)
         self._shard_reader = ShardReader(storage, cache)
-        self._chunk = chunk if cache is not None and storage.local_path is None else 0
+        self._shuffle_block = shuffle_block if cache is not None and storage.local_path is None else 0
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
@@ -243,7 +242,7 @@ class PreparedSet:
         """
         storage = Storage(str(path))
         manifest = read_manifest(storage)
-        if manifest is None and storage.listdir(PARTS):
+        if manifest is None and storage.listdir(RECORDS):
             raise DataError(f"{path} is not complete: rerun the same `mmray prepare` command to finish it")
         if manifest is None:
             raise DataError(f"{path} is not a prepared set (no {MANIFEST}): run `mmray prepare SOURCE {path}`")
@@ -256,9 +255,9 @@ class PreparedSet:
             raise DataError(f"{path} has no split `{split}`; it has {known}")
         return cls(storage, manifest, split)
 
-    def cached(self, cache: ShardCache, chunk: int) -> PreparedSet:
-        """Return this set with a cache for reads from an object store; the cache fetches blocks of `chunk` rows."""
-        return PreparedSet(self.storage, self.manifest, self.split, cache, chunk)
+    def cached(self, cache: ShardCache, shuffle_block: int) -> PreparedSet:
+        """Return this set with a cache for reads from an object store, which fetches `shuffle_block` rows at once."""
+        return PreparedSet(self.storage, self.manifest, self.split, cache, shuffle_block)
 
     @property
     def num_rows(self) -> int:
@@ -267,10 +266,6 @@ class PreparedSet:
     @property
     def num_bytes(self) -> int:
         return sum(shard.num_bytes for shard in self._shards)
-
-    def has_split(self, name: str) -> bool:
-        """Return whether the full set has this split."""
-        return name in self.manifest.splits
 
     @property
     def fingerprint(self) -> str:
@@ -328,8 +323,9 @@ class PreparedSet:
         rows = np.asarray(rows, np.int64)
         out: list[Any] = [None] * len(rows)
 
-        def fill(request: BatchRequest, records: pa.RecordBatch) -> bool:
-            taken = (records if column is None else records.select([column])).take(pa.array(request.inside))
+        def fill(request: BatchRequest, record_batch: pa.RecordBatch) -> bool:
+            columns = record_batch if column is None else record_batch.select([column])
+            taken = columns.take(pa.array(request.rows_in_batch))
             try:
                 values = (taken if column is None else taken.column(0)).to_pylist()
             except (UnicodeDecodeError, pa.ArrowException) as error:
@@ -337,7 +333,7 @@ class PreparedSet:
             values = [Row(**each) for each in values] if column is None else values
             for index, value in zip(request.indices, values, strict=True):
                 out[index] = value
-            return not self._chunk or all(value.checksum_ok for value in values if isinstance(value, Row))
+            return not self._shuffle_block or all(value.checksum_ok for value in values if isinstance(value, Row))
 
         self._shard_reader.for_each_batch(list(self._requests(rows)), fill)
         return out
@@ -350,26 +346,21 @@ class PreparedSet:
         within = rows - self._starts[shards]
         for shard in np.unique(shards).tolist():
             indices = np.flatnonzero(shards == shard)
-            physical = self._physical(shard, within[indices])
-            for batch in np.unique(physical // BATCH_ROWS).tolist():
-                in_batch, first, last = physical // BATCH_ROWS == batch, batch, batch
-                if self._chunk:
-                    first, last = self._chunk_of(shard, int(rows[indices[in_batch]].min()))
-                inside = physical[in_batch] % BATCH_ROWS
-                yield BatchRequest(self._shards[shard], batch, first, last, indices[in_batch], inside)
+            file_rows = self._file_rows(shard, within[indices])
+            for batch in np.unique(file_rows // BATCH_ROWS).tolist():
+                in_batch, first, last = file_rows // BATCH_ROWS == batch, batch, batch
+                if self._shuffle_block:  # the batches of this shard that have the shuffle block
+                    start = int(rows[indices[in_batch]].min()) // self._shuffle_block * self._shuffle_block
+                    bounds = np.array([start, start + self._shuffle_block - 1]) - self._starts[shard]
+                    bounds = bounds.clip(0, self._shards[shard].num_kept - 1)
+                    first, last = (self._file_rows(shard, bounds) // BATCH_ROWS).tolist()
+                rows_in_batch = file_rows[in_batch] % BATCH_ROWS
+                yield BatchRequest(self._shards[shard], batch, first, last, indices[in_batch], rows_in_batch)
 
-    def _chunk_of(self, shard: int, row: int) -> tuple[int, int]:
-        """Return the first and last record batch, within this shard, of the shuffle block of a row."""
-        first, rows = int(self._starts[shard]), self._shards[shard].num_live
-        start = row // self._chunk * self._chunk - first
-        ends = np.array([max(start, 0), min(start + self._chunk, rows) - 1])
-        begin, end = (self._physical(shard, ends) // BATCH_ROWS).tolist()
-        return begin, end
-
-    def _physical(self, shard: int, live: np.ndarray) -> np.ndarray:
+    def _file_rows(self, shard: int, rows: np.ndarray) -> np.ndarray:
         """Map row numbers that skip dropped rows to row numbers in the file."""
         entry = self._shards[shard]
-        return np.delete(np.arange(entry.num_rows), entry.dropped)[live] if entry.dropped else live
+        return np.delete(np.arange(entry.num_rows), entry.dropped)[rows] if entry.dropped else rows
 
 
 class PreparedMixture:
@@ -385,7 +376,7 @@ class PreparedMixture:
         self._starts = np.cumsum([0, *(each.num_rows for each in sets)])
 
     @property
-    def parts(self) -> tuple[MixtureComponent, ...]:
+    def components(self) -> tuple[MixtureComponent, ...]:
         """Rows of each set, and its rows per epoch."""
         return tuple(
             MixtureComponent(each.num_rows, max(1, round(weight * each.num_rows)))
@@ -399,8 +390,8 @@ class PreparedMixture:
     @property
     def fingerprint(self) -> str:
         """Hex digest of the rows and weights of all sets."""
-        parts = [(each.fingerprint, weight) for each, weight in zip(self.sets, self.weights, strict=True)]
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        components = [(each.fingerprint, weight) for each, weight in zip(self.sets, self.weights, strict=True)]
+        return hashlib.sha256(repr(components).encode()).hexdigest()
 
     @property
     def languages(self) -> frozenset[str]:

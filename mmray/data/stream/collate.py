@@ -25,36 +25,36 @@ def iter_micro_batches(
 
     `group_by_length` groups captions of similar length, longest first; the rows of the step do not change.
     """
-    for parts in _by_step(blocks, plan.rank_rows):
+    for step_blocks in _by_step(blocks, plan.rank_rows):
         if group_by_length and plan.accumulation > 1:  # the order within one micro-batch has no effect
-            all_rows = _rows(parts, 0, plan.rank_rows)
+            all_rows = _rows(step_blocks, 0, plan.rank_rows)
             order = np.argsort(-all_rows["num_tokens"], kind="stable")
-            parts = [{name: column[order] for name, column in all_rows.items()}]
+            step_blocks = [{name: column[order] for name, column in all_rows.items()}]
         starts = range(0, plan.rank_rows, plan.micro)
-        yield [_batch(_rows(parts, first, min(first + plan.micro, plan.rank_rows))) for first in starts]
+        yield [_batch(_rows(step_blocks, first, min(first + plan.micro, plan.rank_rows))) for first in starts]
 
 
-def _by_step(blocks: Iterable[NumpyBatch], share: int) -> Iterator[list[NumpyBatch]]:
+def _by_step(blocks: Iterable[NumpyBatch], rank_rows: int) -> Iterator[list[NumpyBatch]]:
     """Yield the blocks of each step: a slice of one, or several."""
     pending: list[NumpyBatch] = []
     for block in blocks:
         size = len(block["pos"])
-        if size >= share:
-            for first in range(0, size, share):
-                yield [{name: column[first : first + share] for name, column in block.items()}]
+        if size >= rank_rows:
+            for first in range(0, size, rank_rows):
+                yield [{name: column[first : first + rank_rows] for name, column in block.items()}]
             continue
         pending.append(block)
-        if len(pending) * size == share:
+        if len(pending) * size == rank_rows:
             yield pending
             pending = []
 
 
-def _rows(parts: list[NumpyBatch], first: int, last: int) -> NumpyBatch:
-    """Return rows first..last of equal parts; a view if one part has them all."""
-    size = len(parts[0]["pos"])
+def _rows(blocks: list[NumpyBatch], first: int, last: int) -> NumpyBatch:
+    """Return rows first..last of equal blocks; a view if one block has them all."""
+    size = len(blocks[0]["pos"])
     pieces = [
-        {name: column[max(0, first - start) : last - start] for name, column in part.items()}
-        for start, part in zip(range(0, len(parts) * size, size), parts, strict=True)
+        {name: column[max(0, first - start) : last - start] for name, column in block.items()}
+        for start, block in zip(range(0, len(blocks) * size, size), blocks, strict=True)
         if start < last and first < start + size
     ]
     if len(pieces) == 1:
@@ -73,7 +73,7 @@ def _batch(rows: NumpyBatch) -> Batch:
     longest = int(rows["num_tokens"].max())
     num_tokens = torch.from_numpy(rows["num_tokens"].astype(np.int64))
     return (
-        label_columns(rows, longest)
+        lm_columns(rows, longest)
         | box_columns(rows)
         | {
             "image": torch.from_numpy(rows["image"]),
@@ -87,7 +87,7 @@ def _batch(rows: NumpyBatch) -> Batch:
     )
 
 
-def label_columns(rows: dict[str, np.ndarray], longest: int) -> Batch:
+def lm_columns(rows: dict[str, np.ndarray], longest: int) -> Batch:
     """Return the columns of generative models: labels int64 [B, T], -100 for tokens without loss; image_pos [B]."""
     if "loss_mask" not in rows:
         return {}

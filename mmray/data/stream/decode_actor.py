@@ -6,11 +6,11 @@ from typing import Any
 
 import ray
 
-from mmray.data.images.sandbox import SandboxedDecoder
-from mmray.data.stream.order import Blocks
+from mmray.data.images.crash_probe import CrashProbe
+from mmray.data.stream.order import BlockPlan
 from mmray.data.stream.reader import Block, RowReader
 
-SANDBOXED_BLOCKS = 8
+PROBED_BLOCKS = 8
 WORKER_DIED_MESSAGE = (
     "a data worker on {node} died and was restarted; its block is read again. If no image is named as the cause, the "
     "node may have run out of memory: lower --data.workers or --data.block-mb"
@@ -18,28 +18,28 @@ WORKER_DIED_MESSAGE = (
 
 
 class DecodeActor:
-    """Reads and decodes blocks. After a restart it reports to the coordinator `board` and decodes in a child process.
+    """Reads and decodes blocks. After a restart it reports to `coordinator` and decodes in a child process first.
 
     Ray gives the same block to a restarted actor again, forever, so the image that crashed it must be identified here.
     """
 
-    def __init__(self, reader: RowReader, blocks: Blocks, board: Any = None):
+    def __init__(self, reader: RowReader, blocks: BlockPlan, coordinator: Any = None):
         self.reader, self.blocks = reader, blocks
-        again = ray.get_runtime_context().was_current_actor_reconstructed
-        self.sandboxed_blocks_left = SANDBOXED_BLOCKS if again else 0
-        reader.sandbox = SandboxedDecoder() if again else None
-        if again and board is not None:
-            board.push.remote(
+        was_restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        self.probed_blocks_left = PROBED_BLOCKS if was_restarted else 0
+        reader.crash_probe = CrashProbe() if was_restarted else None
+        if was_restarted and coordinator is not None:
+            coordinator.push.remote(
                 {"note": WORKER_DIED_MESSAGE.format(node=ray.util.get_node_ip_address()), "label": "data"}
             )
 
     def __call__(self, batch: Block) -> Block:
         """Return the block with the number `batch["id"]`."""
         block = self.reader.block(self.blocks.plan, self.blocks.positions(int(batch["id"][0])))
-        sandbox = self.reader.sandbox
-        if sandbox is not None and not sandbox.deaths:  # no image crashed; the node may have been lost
-            self.sandboxed_blocks_left -= 1
-            if not self.sandboxed_blocks_left:
-                sandbox.close()
-                self.reader.sandbox = None
+        crash_probe = self.reader.crash_probe
+        if crash_probe is not None and not crash_probe.num_crashes:  # no image crashed; the node may have been lost
+            self.probed_blocks_left -= 1
+            if not self.probed_blocks_left:
+                crash_probe.close()
+                self.reader.crash_probe = None
         return block

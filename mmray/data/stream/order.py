@@ -30,37 +30,41 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
     A Feistel network over Z_a x Z_b with a*b >= size, applied again until the result is below size (cycle walking).
     """
-    return _cycle_walk(lambda inside, keys: _feistel(inside, size, keys), index, size, key)
+    return _cycle_walk(lambda larger, keys: _feistel(larger, size, keys), index, size, key)
 
 
-def chunked_permutation(index: np.ndarray, size: int, key: np.ndarray, chunk: int, window: int) -> np.ndarray:
-    """Keyed bijection of 0..size-1 that shuffles chunks of neighbouring rows, and rows within windows of chunks.
+def block_shuffle(index: np.ndarray, size: int, key: np.ndarray, shuffle_block: int, window: int) -> np.ndarray:
+    """Keyed bijection of 0..size-1 that shuffles blocks of adjacent rows, and rows within windows of blocks.
 
-    Rows that are stored next to each other stay close, so that few large reads fetch them. A window has `window` to
-    2 * window - 1 chunks (or all). If the last chunk is ragged, fewer than `chunk` rows fall outside their window.
+    Adjacent rows stay close, so that few large reads fetch them. A window has `window` to 2 * window - 1 blocks (or
+    all). If the last block is shorter, fewer than `shuffle_block` rows fall outside their window.
     """
-    if chunk == 1:
+    if shuffle_block == 1:
         return permute(index, size, key)
-    chunk = min(chunk, size)  # otherwise most of the cycle walk would be outside
-    chunks = -(-size // chunk)
+    shuffle_block = min(shuffle_block, size)  # otherwise most of the cycle walk would be outside
+    num_blocks = -(-size // shuffle_block)
 
-    def both(inside: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        slot, row = np.divmod(windowed_permutation(inside, chunks, keys, window, chunk), np.uint64(chunk))
-        return permute(slot, chunks, keys) * np.uint64(chunk) + row
+    def shuffle_both(larger: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        in_windows = windowed_permutation(larger, num_blocks, keys, window, shuffle_block)
+        block, row = np.divmod(in_windows, np.uint64(shuffle_block))
+        return permute(block, num_blocks, keys) * np.uint64(shuffle_block) + row
 
-    return _cycle_walk(both, index, size, key)
+    return _cycle_walk(shuffle_both, index, size, key)
 
 
-def windowed_permutation(index: np.ndarray, units: int, key: np.ndarray, window: int, unit: int = 1) -> np.ndarray:
-    """Keyed bijection of 0..units*unit-1 that keeps a number in its window of at least `window` units."""
-    windows = max(1, units // window)
-    length, longer = divmod(units, windows)  # number of windows that are one unit longer
-    edge = longer * (length + 1) * unit
+def windowed_permutation(
+    index: np.ndarray, num_blocks: int, key: np.ndarray, window: int, block_rows: int = 1
+) -> np.ndarray:
+    """Keyed bijection that shuffles rows within consecutive windows of at least `window` blocks (or all)."""
+    num_windows = max(1, num_blocks // window)
+    blocks_per_window, num_longer_windows = divmod(num_blocks, num_windows)  # the longer ones have one more block
+    edge = num_longer_windows * (blocks_per_window + 1) * block_rows
+    longer, shorter = (blocks_per_window + 1) * block_rows, blocks_per_window * block_rows
     out = np.empty_like(index)
-    for first, size, selected in ((0, (length + 1) * unit, index < edge), (edge, length * unit, index >= edge)):
-        number, inside = np.divmod(index[selected] - np.uint64(first), np.uint64(size))
+    for first, size, selected in ((0, longer, index < edge), (edge, shorter, index >= edge)):
+        number, row = np.divmod(index[selected] - np.uint64(first), np.uint64(size))
         salt = splitmix64(key[selected] ^ splitmix64(number + np.uint64(first)))
-        out[selected] = permute(inside, size, salt) + number * np.uint64(size) + np.uint64(first)
+        out[selected] = permute(row, size, salt) + number * np.uint64(size) + np.uint64(first)
     return out
 
 
@@ -89,20 +93,20 @@ def _feistel(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     return left * b + right
 
 
-def hash_choice(seed: int, epoch: np.ndarray, key: np.ndarray, choices: np.ndarray) -> np.ndarray:
-    """Return a choice 0..choices-1 for each row (all int64, one shape), determined by (seed, epoch, key)."""
-    return (_row_hash(seed, epoch, key) % choices.astype(np.uint64)).astype(np.int64)
+def hash_choice(seed: int, passes: np.ndarray, key: np.ndarray, choices: np.ndarray) -> np.ndarray:
+    """Return a choice 0..choices-1 for each row (all int64, one shape), determined by (seed, pass, key)."""
+    return (_row_hash(seed, passes, key) % choices.astype(np.uint64)).astype(np.int64)
 
 
-def hash_uniform(seed: int, epoch: np.ndarray, key: np.ndarray, count: int) -> np.ndarray:
-    """Return numbers in [0, 1) for each row: float64 [R, count], determined by (seed, epoch [R], key [R])."""
-    numbers = splitmix64(_row_hash(seed, epoch, key)[:, None] ^ splitmix64(np.arange(1, count + 1, dtype=np.uint64)))
+def hash_uniform(seed: int, passes: np.ndarray, key: np.ndarray, count: int) -> np.ndarray:
+    """Return numbers in [0, 1) for each row: float64 [R, count], determined by (seed, pass [R], key [R])."""
+    numbers = splitmix64(_row_hash(seed, passes, key)[:, None] ^ splitmix64(np.arange(1, count + 1, dtype=np.uint64)))
     return (numbers >> np.uint64(11)) * 2.0**-53
 
 
-def _row_hash(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Return a uint64 hash of (seed, epoch, key) of each row."""
-    salt = splitmix64(epoch.astype(np.uint64) ^ splitmix64(np.full(epoch.shape, seed, np.uint64)))
+def _row_hash(seed: int, passes: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Return a uint64 hash of (seed, pass, key) of each row."""
+    salt = splitmix64(passes.astype(np.uint64) ^ splitmix64(np.full(passes.shape, seed, np.uint64)))
     return splitmix64(key.view(np.uint64) ^ salt)
 
 
@@ -115,12 +119,12 @@ class MixtureComponent:
 
 
 def mixture_rows(
-    parts: tuple[MixtureComponent, ...],
+    components: tuple[MixtureComponent, ...],
     slots: np.ndarray,
     epoch: np.ndarray,
     seed: int,
     shuffle: bool,
-    chunk: int,
+    shuffle_block: int,
     window: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (row, pass over its set) int64 of the slots of an epoch, all of one shape; rows are numbered set by set.
@@ -131,27 +135,29 @@ def mixture_rows(
     """
     rows, passes = np.zeros(slots.shape, np.int64), np.zeros(slots.shape, np.int64)
     first_slot = first_row = 0
-    for number, part in enumerate(parts):
-        selected = (slots >= first_slot) & (slots < first_slot + part.per_epoch)
-        passed, row = np.divmod(epoch[selected] * part.per_epoch + slots[selected] - first_slot, part.num_rows)
+    for number, component in enumerate(components):
+        selected = (slots >= first_slot) & (slots < first_slot + component.per_epoch)
+        passed, row = np.divmod(
+            epoch[selected] * component.per_epoch + slots[selected] - first_slot, component.num_rows
+        )
         if shuffle:
             key = splitmix64(splitmix64(splitmix64(passed.astype(np.uint64)) ^ np.uint64(seed)) ^ np.uint64(number + 1))
-            row = chunked_permutation(row.astype(np.uint64), part.num_rows, key, chunk, window).astype(np.int64)
+            row = block_shuffle(row.astype(np.uint64), component.num_rows, key, shuffle_block, window).astype(np.int64)
         rows[selected], passes[selected] = row + first_row, passed
-        first_slot, first_row = first_slot + part.per_epoch, first_row + part.num_rows
+        first_slot, first_row = first_slot + component.per_epoch, first_row + component.num_rows
     return rows, passes
 
 
-def interleave(parts: tuple[MixtureComponent, ...], positions: np.ndarray) -> np.ndarray:
+def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) -> np.ndarray:
     """Return the slots (see `mixture_rows`) of positions of an epoch, int64; each set is in order and evenly spread."""
     slots, rest = np.empty(positions.size, np.int64), np.arange(positions.size)
-    offset, left, first = positions.ravel(), sum(part.per_epoch for part in parts), 0
-    for part in parts:  # every (left / per_epoch)th of the remaining positions belongs to this set
-        before = offset * part.per_epoch // left
-        selected = (offset + 1) * part.per_epoch // left > before
+    offset, left, first = positions.ravel(), sum(component.per_epoch for component in components), 0
+    for component in components:  # every (left / per_epoch)th of the remaining positions belongs to this set
+        before = offset * component.per_epoch // left
+        selected = (offset + 1) * component.per_epoch // left > before
         slots[rest[selected]] = first + before[selected]
         rest, offset = rest[~selected], (offset - before)[~selected]
-        left, first = left - part.per_epoch, first + part.per_epoch
+        left, first = left - component.per_epoch, first + component.per_epoch
     return slots.reshape(positions.shape)
 
 
@@ -166,8 +172,8 @@ class SamplePlan:
     seed: int
     steps: int  # of the run
     shuffle: bool = True
-    parts: tuple[MixtureComponent, ...] = ()  # sets of a mixture; their `per_epoch` add up to num_rows
-    chunk: int = 1  # see `chunked_permutation`; 1: full shuffle
+    components: tuple[MixtureComponent, ...] = ()  # sets of a mixture; their `per_epoch` add up to num_rows
+    shuffle_block: int = 1  # rows; see `block_shuffle`; 1: full shuffle
     window: int = 1
 
     @property
@@ -214,55 +220,53 @@ class SamplePlan:
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the row ids of positions, int64 of one shape; PADDING is unchanged."""
-        return np.where(positions >= 0, self._lookup(positions)[0], PADDING)
+        return self.rows_and_passes_at(positions)[0]
 
-    def passes_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return how often each row was seen before this position, int64; seeds augmentation. 0 for PADDING."""
-        return self._lookup(positions)[1]
-
-    def _lookup(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def rows_and_passes_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return `rows_at`, and how often each row was seen before its position, which seeds augmentation."""
         epoch, offset = np.divmod(np.maximum(positions, 0), self.num_rows)
         if self.shuffle:
             key = splitmix64(splitmix64(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
-            rows = offset.astype(np.uint64)
-            if self.parts and self.chunk > 1:  # slots of a mixture
-                shuffled = windowed_permutation(rows, self.num_rows, key, self.chunk * self.window)
-                offset = interleave(self.parts, shuffled.astype(np.int64))
+            index = offset.astype(np.uint64)
+            if self.components and self.shuffle_block > 1:  # slots of a mixture
+                shuffled = windowed_permutation(index, self.num_rows, key, self.shuffle_block * self.window)
+                offset = interleave(self.components, shuffled.astype(np.int64))
             else:
-                offset = chunked_permutation(rows, self.num_rows, key, self.chunk, self.window).astype(np.int64)
-        if not self.parts:
-            return offset, np.where(positions >= 0, epoch, 0)
-        rows, passes = mixture_rows(self.parts, offset, epoch, self.seed, self.shuffle, self.chunk, self.window)
-        return rows, np.where(positions >= 0, passes, 0)
+                offset = block_shuffle(index, self.num_rows, key, self.shuffle_block, self.window).astype(np.int64)
+        rows, passes = offset, epoch
+        if self.components:
+            order = self.seed, self.shuffle, self.shuffle_block, self.window
+            rows, passes = mixture_rows(self.components, offset, epoch, *order)
+        return np.where(positions >= 0, rows, PADDING), np.where(positions >= 0, passes, 0)
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockPlan:
     """Positions of each block of a stream: one rank's rows of several steps, or a part of its rows of one step.
 
-    Blocks are assigned to the ranks in turn. `parts` divides `plan.rank_rows`; if it is more than 1, `steps_per_block`
-    is 1.
+    Blocks are assigned to the ranks in turn. `blocks_per_step` divides `plan.rank_rows`; if it is more than 1,
+    `steps_per_block` is 1.
     """
 
     plan: SamplePlan
     first_step: int
     steps_per_block: int
-    parts: int = 1
+    blocks_per_step: int = 1  # of one rank
 
     @property
     def count(self) -> int:
         groups = -(-(self.plan.steps - self.first_step) // self.steps_per_block)
-        return groups * self.parts * self.plan.world
+        return groups * self.blocks_per_step * self.plan.world
 
     def positions(self, block: int) -> np.ndarray:
         """Return the positions [rows] of a block; blocks of all ranks for the same steps have the same length."""
         group, rank = divmod(block, self.plan.world)
-        group, part = divmod(group, self.parts)
+        group, slice_index = divmod(group, self.blocks_per_step)
         first = self.first_step + group * self.steps_per_block
         last = min(first + self.steps_per_block, self.plan.steps)
         rows = np.concatenate([self.plan.positions(step, rank) for step in range(first, last)])
-        size = len(rows) // self.parts
-        return rows[part * size : (part + 1) * size]
+        size = len(rows) // self.blocks_per_step
+        return rows[slice_index * size : (slice_index + 1) * size]
 
 
 @dataclass(frozen=True)

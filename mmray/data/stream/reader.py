@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import numpy as np
 
 from mmray.data.images import boxes
+from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import BadImage, decode
-from mmray.data.images.sandbox import SandboxedDecoder
-from mmray.data.images.transform import random_numbers, transform
-from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, key_id, read_or_none
-from mmray.data.stream.order import PADDING, SamplePlan, hash_choice
+from mmray.data.images.transform import NUM_UNIFORMS, transform
+from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, hash_key, read_or_none
+from mmray.data.stream.order import PADDING, SamplePlan, hash_choice, hash_uniform
 from mmray.data.text.chat import build_encoder
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
 
 NO_LABEL = -1
-KEEP_MB = 256.0  # decoded images cached by a worker, if the full set fits and is not augmented
+IMAGE_CACHE_MB = 256.0  # decoded images cached by a worker, if the full set fits and is not augmented
 Block = dict[str, np.ndarray]
 T = TypeVar("T")
 
@@ -39,16 +39,16 @@ class RowReader:
         tokenizer_json: str,
         max_pixels: int,
         augment: Augment | None = None,
-        keep_mb: float = 0.0,
+        image_cache_mb: float = 0.0,
     ):
         self.prepared, self.inputs, self.max_pixels = prepared, _to_namespace(inputs), max_pixels
         self.augment = _to_namespace(augment) if augment is not None and augment.is_active else None
-        fits = prepared.num_rows * 3 * inputs.image_side**2 <= keep_mb * 1e6
+        fits = prepared.num_rows * 3 * inputs.image_side**2 <= image_cache_mb * 1e6
         # Decoded images by row; used only if all of them fit, because hits would be rare otherwise.
-        self.cache: dict[int, np.ndarray] | None = {} if fits and self.augment is None else None
+        self.image_cache: dict[int, np.ndarray] | None = {} if fits and self.augment is None else None
         self.encoder = build_encoder(tokenizer_json, self.inputs)
         # Decodes each image in a child process first; used in a process that was restarted after a crash.
-        self.sandbox: SandboxedDecoder | None = None
+        self.crash_probe: CrashProbe | None = None
 
     def block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
         """Arrays of the rows at `positions` [R] of the sample order.
@@ -59,18 +59,18 @@ class RowReader:
         the square, box_labels int64 [R, M], num_boxes int32 [R]. Padding and unreadable rows are zeros with
         valid=False.
         """
-        row_ids, epoch = plan.rows_at(positions), plan.passes_at(positions)
+        row_ids, passes = plan.rows_and_passes_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
         rows: list[Row | None] = [None] * len(row_ids)
         for index, row in zip(stored, read_or_none(self.prepared, row_ids[stored]), strict=True):
             rows[index] = row
-        key = np.array([key_id(row.key) if row else 0 for row in rows], np.int64)
+        key = np.array([hash_key(row.key) if row else 0 for row in rows], np.int64)
         pixels, valid, box_columns = self._pixels(
-            row_ids, rows, random_numbers(plan.seed, epoch, key) if self.augment else None
+            row_ids, rows, hash_uniform(plan.seed, passes, key, NUM_UNIFORMS) if self.augment else None
         )
-        texts = [self.encoder.texts_of(row) if row else [self.encoder.empty] for row in rows]
-        chosen = hash_choice(plan.seed, epoch, key, np.array([len(choices) for choices in texts], np.int64))
-        tokens = self.encoder.columns([choices[c] for choices, c in zip(texts, chosen, strict=True)])
+        texts = [self.encoder.captions_of(row) if row else [self.encoder.empty] for row in rows]
+        chosen = hash_choice(plan.seed, passes, key, np.array([len(choices) for choices in texts], np.int64))
+        tokens = self.encoder.encode_batch([choices[c] for choices, c in zip(texts, chosen, strict=True)])
         return {
             "image": pixels,
             **tokens,
@@ -84,22 +84,22 @@ class RowReader:
     def explain_bad_row(self, row: int) -> tuple[Row | None, str]:
         """Return the row, if its record is readable, and the reason why it cannot be used (for the quarantine)."""
         try:
-            record = self.prepared.read(np.array([row]))[0]
+            stored = self.prepared.read(np.array([row]))[0]
         except (OSError, ValueError) as error:
             return None, f"store: {error}"
         try:
-            if not record.checksum_ok:
-                return record, "checksum: the bytes differ from those that were prepared"
-            with closing(SandboxedDecoder()) as sandbox:  # the image may have crashed a worker
-                sandbox.check(record.image, self.max_pixels)
+            if not stored.checksum_ok:
+                return stored, "checksum: the bytes differ from those that were prepared"
+            with closing(CrashProbe()) as crash_probe:  # the image may have crashed a worker
+                crash_probe.probe(stored.image, self.max_pixels)
         except BadImage as error:
-            return record, str(error)
-        return record, "readable at the second attempt"
+            return stored, str(error)
+        return stored, "readable at the second attempt"
 
     def _pixels(
-        self, row_ids: np.ndarray, rows: list[Row | None], random: np.ndarray | None
+        self, row_ids: np.ndarray, rows: list[Row | None], uniforms: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, Block]:
-        """Return pixels uint8 [R, 3, S, S], valid bool [R], and box columns; `random` [R, NUM_RANDOM] augments them."""
+        """Return pixels uint8 [R, 3, S, S], valid bool [R], and box columns; `uniforms` [R, NUM_UNIFORMS] augments."""
         side = self.inputs.image_side
         pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
         columns = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
@@ -108,7 +108,7 @@ class RowReader:
                 continue
             try:
                 pixels[index], values = self.decode_row(
-                    int(row_ids[index]), row, None if random is None else random[index]
+                    int(row_ids[index]), row, None if uniforms is None else uniforms[index]
                 )
             except BadImage:
                 continue
@@ -117,20 +117,20 @@ class RowReader:
                 columns[name][index] = value
         return pixels, valid, columns
 
-    def decode_row(self, row_id: int, row: Row, random: np.ndarray | None) -> tuple[np.ndarray, Block]:
-        """Return the pixels of a row, augmented by `random` [NUM_RANDOM], and its box columns. Raises BadImage."""
+    def decode_row(self, row_id: int, row: Row, uniforms: np.ndarray | None) -> tuple[np.ndarray, Block]:
+        """Return the pixels of a row, augmented by `uniforms` [NUM_UNIFORMS], and its box columns. Raises BadImage."""
         has_boxes = bool(self.inputs.max_boxes and row.boxes)
-        if self.cache is not None and row_id in self.cache and not has_boxes:
-            return self.cache[row_id], {}
-        if self.sandbox is not None:
-            self.sandbox.check(row.image, self.max_pixels, (self.inputs, self.augment, random))
+        if self.image_cache is not None and row_id in self.image_cache and not has_boxes:
+            return self.image_cache[row_id], {}
+        if self.crash_probe is not None:
+            self.crash_probe.probe(row.image, self.max_pixels, (self.inputs, self.augment, uniforms))
         rgb = decode(row.image, self.max_pixels)
-        pixels = transform(rgb, self.inputs, self.augment, random)
+        pixels = transform(rgb, self.inputs, self.augment, uniforms)
         if has_boxes:
-            size, args = (rgb.shape[1], rgb.shape[0]), (self.inputs, self.augment, random)
+            size, args = (rgb.shape[1], rgb.shape[0]), (self.inputs, self.augment, uniforms)
             return pixels, boxes.transform_boxes(row.boxes, row.box_labels, size, *args)
-        if self.cache is not None:
-            self.cache[row_id] = pixels
+        if self.image_cache is not None:
+            self.image_cache[row_id] = pixels
         return pixels, {}
 
 

@@ -32,19 +32,19 @@ def shuffle_block_and_window(data: Data, sets: Sequence[PreparedSet], global_row
     """Return rows of a shuffle block and blocks of a window for these sets; (1, 1) for a full shuffle."""
     row_bytes = [size for each in sets if (size := _contiguous_row_bytes(each))]
     is_cached = data.local_cache is not None and bool(row_bytes)
-    chunk, window = data.shuffle_shape
-    if chunk is None:  # the rows of one request, in whole record batches
+    shuffle_block, window = data.shuffle_shape
+    if shuffle_block is None:  # the rows of one request, in whole record batches
         request_bytes, max_rows = (CACHED_BYTES, MAX_CACHED_ROWS) if is_cached else (REQUEST_BYTES, MAX_ROWS)
         batches = (min(round(request_bytes / size / BATCH_ROWS), max_rows // BATCH_ROWS) for size in row_bytes)
-        chunk = max((BATCH_ROWS * max(1, count) for count in batches), default=1)
-    if chunk == 1 or not data.shuffle:
+        shuffle_block = max((BATCH_ROWS * max(1, count) for count in batches), default=1)
+    if shuffle_block == 1 or not data.shuffle:
         return 1, 1
     if window is not None:
-        return chunk, window
+        return shuffle_block, window
     if not is_cached:
-        return chunk, WINDOW
-    fitting = int(data.local_cache_gb * 1e9 * CACHE_FRACTION / (chunk * max(row_bytes)))
-    return chunk, max(1, min(max(MIN_CACHED_WINDOW, global_rows), fitting))
+        return shuffle_block, WINDOW
+    fitting = int(data.local_cache_gb * 1e9 * CACHE_FRACTION / (shuffle_block * max(row_bytes)))
+    return shuffle_block, max(1, min(max(MIN_CACHED_WINDOW, global_rows), fitting))
 
 
 def _contiguous_row_bytes(prepared: PreparedSet) -> float:
@@ -67,7 +67,7 @@ def is_index_only(prepared: PreparedSet) -> bool:
     return bool(prepared.manifest.settings.get("index_only"))
 
 
-def with_local_cache(data: Data, prepared: PreparedSet, chunk: int) -> PreparedSet:
+def with_local_cache(data: Data, prepared: PreparedSet, shuffle_block: int) -> PreparedSet:
     """Return the set with `data.local_cache` for reads from an object store. Raises UsageError."""
     storages = [prepared.storage, *([prepared.image_storage] if is_index_only(prepared) else [])]
     if data.local_cache is None or all(storage.local_path is not None for storage in storages):
@@ -77,4 +77,4 @@ def with_local_cache(data: Data, prepared: PreparedSet, chunk: int) -> PreparedS
             f"data.local_cache cannot cache {prepared.storage.address}, which only refers to its images: prepare it "
             "without --index-only, or leave data.local_cache out."
         )
-    return prepared.cached(ShardCache(data.local_cache, int(data.local_cache_gb * 1e9)), max(chunk, BATCH_ROWS))
+    return prepared.cached(ShardCache(data.local_cache, int(data.local_cache_gb * 1e9)), max(shuffle_block, BATCH_ROWS))

@@ -14,10 +14,10 @@ import ray.data
 import ray.train
 
 from mmray.data.stream.decode_actor import DecodeActor
-from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
+from mmray.data.stream.order import BlockPlan, ResumePoint, SamplePlan
 from mmray.data.stream.reader import Block, RowReader
 
-BLOCKS_PER_TASK = 1000
+BLOCK_IDS_PER_TASK = 1000
 MAX_INLINE_BLOCKS = 1000  # listing takes 0.5 s of the driver; a task needs a process that imports Ray Data
 TOKEN_BYTES = 4
 # Tasks queued at an actor. With Ray's default of two, actors were idle for 8 % of the time on busy cores. A queued task
@@ -32,11 +32,12 @@ def block_shape(plan: SamplePlan, row_bytes: int, block_mb: float) -> tuple[int,
     A block has about `block_mb`, or down to a quarter of it if the rows of a step are not divisible. It is larger if
     there is no divisor (a prime number of rows).
     """
-    fitting = max(1, int(block_mb * 1e6 / row_bytes))  # rows
-    if fitting >= plan.rank_rows:
-        return max(1, min(fitting // plan.rank_rows, plan.steps)), 1
-    fewest = -(-plan.rank_rows // fitting)
-    return 1, next((parts for parts in range(fewest, 4 * fewest) if plan.rank_rows % parts == 0), 1)
+    fitting_rows = max(1, int(block_mb * 1e6 / row_bytes))
+    if fitting_rows >= plan.rank_rows:
+        return max(1, min(fitting_rows // plan.rank_rows, plan.steps)), 1
+    min_blocks = -(-plan.rank_rows // fitting_rows)
+    counts = range(min_blocks, 4 * min_blocks)
+    return 1, next((count for count in counts if plan.rank_rows % count == 0), 1)
 
 
 def max_block_mb(store_bytes: float, world: int) -> float:
@@ -53,61 +54,56 @@ def block_ids_dataset(count: int) -> ray.data.Dataset:
     if is_short := count <= MAX_INLINE_BLOCKS:
         numbers = ray.data.from_items([{"id": number} for number in range(count)], override_num_blocks=count)
     else:
-        numbers = ray.data.range(count, override_num_blocks=-(-count // BLOCKS_PER_TASK))
+        numbers = ray.data.range(count, override_num_blocks=-(-count // BLOCK_IDS_PER_TASK))
     numbers.context.execution_options.preserve_order = True
     return numbers if is_short else numbers.repartition(target_num_rows_per_block=1, strict=True)
-
-
-def stream_dataset(
-    actor: type, arguments: tuple[Any, ...], count: int, workers: int, labels: dict[str, str] | None = None
-) -> ray.data.Dataset:
-    """Return `count` blocks in order, from `workers` actors of one CPU each, on nodes with these labels."""
-    dataset = block_ids_dataset(count).map_batches(
-        actor,
-        fn_constructor_args=arguments,
-        batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(workers, count), max_tasks_in_flight_per_actor=IN_FLIGHT),
-        num_cpus=1,
-    )
-    dataset.context.execution_options.label_selector = labels
-    dataset.context.enable_progress_bars = False
-    dataset.context.print_on_execution_start = False
-    return dataset
 
 
 class StreamDataConfig(ray.train.DataConfig):
     """Builds the stream of one worker group from its start; Ray Train calls `configure`.
 
-    Data actors import only what it pickles, which excludes torch. `board` is the coordinator actor that receives
-    messages for the user.
+    Data actors import only what it pickles, which excludes torch. The actor `coordinator` receives messages for
+    the user.
     """
 
     def __init__(
         self,
-        start: ResumePoint,
+        resume_point: ResumePoint,
         reader: RowReader,
         workers: int,
         block_mb: float,
-        labels: dict[str, str] | None = None,
-        board: Any = None,
+        node_labels: dict[str, str] | None = None,
+        coordinator: Any = None,
     ):
         super().__init__()
-        self.start, self.reader, self.workers, self.block_mb = start, reader, workers, block_mb
-        self.labels, self.board = labels, board
+        self.resume_point, self.reader, self.workers, self.block_mb = resume_point, reader, workers, block_mb
+        self.node_labels, self.coordinator = node_labels, coordinator
 
     def configure(self, datasets: dict[str, Any], world_size: int, *_: Any, **__: Any) -> list[dict[str, Any]]:
         (name,) = datasets
-        assert world_size == self.start.plan.world, "the worker group must have the size of its plan"
+        assert world_size == self.resume_point.plan.world, "the worker group must have the size of its plan"
         row_bytes = 3 * self.reader.inputs.image_side**2 + TOKEN_BYTES * self.reader.inputs.max_tokens
-        most_mb = max_block_mb(ray.cluster_resources()["object_store_memory"], world_size)
-        shape = block_shape(self.start.plan, row_bytes, min(self.block_mb, most_mb))
-        blocks = Blocks(self.start.plan, self.start.step, *shape)
+        max_mb = max_block_mb(ray.cluster_resources()["object_store_memory"], world_size)
+        shape = block_shape(self.resume_point.plan, row_bytes, min(self.block_mb, max_mb))
+        blocks = BlockPlan(self.resume_point.plan, self.resume_point.step, *shape)
         splits = self.dataset(blocks).streaming_split(world_size, equal=True)
         return [{name: split} for split in splits]
 
-    def dataset(self, blocks: Blocks) -> ray.data.Dataset:
-        """Return the dataset of decoded blocks, in order."""
-        return stream_dataset(DecodeActor, (self.reader, blocks, self.board), blocks.count, self.workers, self.labels)
+    def dataset(self, blocks: BlockPlan) -> ray.data.Dataset:
+        """Return the dataset of decoded blocks, in order, from actors of one CPU each."""
+        dataset = block_ids_dataset(blocks.count).map_batches(
+            DecodeActor,
+            fn_constructor_args=(self.reader, blocks, self.coordinator),
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(
+                size=min(self.workers, blocks.count), max_tasks_in_flight_per_actor=IN_FLIGHT
+            ),
+            num_cpus=1,
+        )
+        dataset.context.execution_options.label_selector = self.node_labels
+        dataset.context.enable_progress_bars = False
+        dataset.context.print_on_execution_start = False
+        return dataset
 
     def datasets(self) -> dict[str, Callable[[], Any]]:
         """Return the `datasets` of a TorchTrainer: a name only, because `configure` builds the dataset."""

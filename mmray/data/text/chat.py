@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 Message = dict[str, str]
-NO_IMAGE = -1
+NO_TOKEN = -1
 
 
 class ChatEncoder:
@@ -34,17 +34,17 @@ class ChatEncoder:
         self.pad_id, self.vocab_size = encoder.pad_id, encoder.vocab_size
         self._chat, self.tokenizer = chat, encoder.tokenizer
         ids = (self.tokenizer.token_to_id(token) for token in (chat.image, chat.end))
-        self.image_id, self.end_id = (NO_IMAGE if index is None else index for index in ids)
+        self.image_id, self.end_id = (NO_TOKEN if index is None else index for index in ids)
         self._special_tokens = sorted(encoder.special_tokens, key=len, reverse=True)
 
-    def texts_of(self, row: Row) -> list[list[Message]]:
+    def captions_of(self, row: Row) -> list[list[Message]]:
         """Return the conversation of a row, or each of its captions as the answer to `chat.question`."""
         return [row.messages] if row.messages else [self.as_conversation(text) for text in row.texts]
 
     def as_conversation(self, caption: str) -> list[Message]:
         return [{"role": "user", "content": self._chat.question}, {"role": "assistant", "content": caption}]
 
-    def columns(self, conversations: list[list[Message]]) -> dict[str, np.ndarray]:
+    def encode_batch(self, conversations: list[list[Message]]) -> dict[str, np.ndarray]:
         """Return input_ids int32 [N, T], num_tokens int32 [N], loss_mask bool [N, T], image_pos int32 [N].
 
         `loss_mask` marks the tokens of assistant turns and their end tokens. It is empty for a row whose image token
@@ -56,7 +56,7 @@ class ChatEncoder:
         num_tokens = np.array([len(row.ids) for row in rows], np.int32)
         shape = len(rows), max(1, num_tokens.max(initial=0))
         ids, loss_mask = np.full(shape, self.pad_id, np.int32), np.zeros(shape, bool)
-        image_pos = np.full(len(rows), NO_IMAGE, np.int32)
+        image_pos = np.full(len(rows), NO_TOKEN, np.int32)
         for number, (row, (_, spans)) in enumerate(zip(rows, rendered, strict=True)):
             ids[number, : len(row.ids)] = row.ids
             images = np.flatnonzero(ids[number] == self.image_id)
@@ -108,7 +108,7 @@ class ChatEncoder:
 def build_encoder(tokenizer_json: str, inputs: Inputs) -> Any:
     """Return the encoder for the inputs of a model.
 
-    Both encoders have texts_of, columns, empty, pad_id and vocab_size.
+    Both encoders have captions_of, encode_batch, empty, pad_id and vocab_size.
     """
     if (chat := getattr(inputs, "chat", None)) is not None:
         return ChatEncoder(tokenizer_json, chat, inputs.max_tokens)

@@ -1,8 +1,8 @@
 """Caption cleaning and tokenization.
 
 `clean_caption` validates captions before they enter a prepared set. The tokenizer is trained on these captions or
-loaded from elsewhere, and is passed on as the text of its tokenizer.json. Only the light `tokenizers` package is used,
-because importing transformers would slow down the start of data workers several times.
+loaded, and passed between processes as the text of its tokenizer.json. Only `tokenizers` is imported, because
+transformers would slow down the start of data workers several times.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import AddedToken, BertWordPieceTokenizer, Tokenizer
 
+from mmray.data.formats.rows import BadRow
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_CAPTION_BYTES = 64 * 1024
 MAX_TRAINING_TEXTS = 1_000_000  # more hardly change a vocabulary of some thousand tokens, and all are in memory
-TOKENIZER, VOCABULARY, SETTINGS = "tokenizer.json", "vocab.txt", "tokenizer_config.json"
+TOKENIZER, VOCABULARY, TOKENIZER_CONFIG = "tokenizer.json", "vocab.txt", "tokenizer_config.json"
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode category Cc, which is stable
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
@@ -36,32 +37,23 @@ _RESERVED_TOKENS = {*SPECIAL_TOKENS, *_PAD_NAMES, "<s>", "<unk>", "<mask>", "<|s
 _NO_LANGUAGES = "it has no tokens of languages: it was trained without model.inputs.language_token"
 
 
-class BadText(ValueError):
-    """An unusable caption; `reason` is a short word, `detail` a sentence."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail
-
-
 def clean_caption(text: str) -> str:
     """Remove control characters from a caption and collapse runs of whitespace.
 
-    Raises BadText with reason `type`, `encoding` (a lone surrogate), `too-long` (64 KiB of UTF-8) or `blank`.
+    Raises BadRow with reason `type`, `encoding` (a lone surrogate), `too-long` (64 KiB of UTF-8) or `blank`.
     """
     if not isinstance(text, str):
-        raise BadText("type", f"a caption must be text, not {type(text).__name__}")
+        raise BadRow("text", "type", f"a caption must be text, not {type(text).__name__}")
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
-        raise BadText("encoding", f"character {error.start} is half a surrogate pair") from None
+        raise BadRow("text", "encoding", f"character {error.start} is a lone surrogate") from None
     if num_bytes > MAX_CAPTION_BYTES:
-        raise BadText("too-long", f"{num_bytes} bytes are over {MAX_CAPTION_BYTES}")
+        raise BadRow("text", "too-long", f"{num_bytes} bytes are over {MAX_CAPTION_BYTES}")
     words = " ".join(text.split())  # before control characters are removed, because tab and newline are both
     kept = " ".join(_CONTROLS.sub("", words).split())
     if all(unicodedata.category(character) in ("Cf", "Zs") for character in kept):  # invisible characters
-        raise BadText("blank", f"nothing to read in {text[:40]!r}")
+        raise BadRow("text", "blank", f"nothing to read in {text[:40]!r}")
     return kept
 
 
@@ -90,10 +82,10 @@ class TextEncoder:
         self._language_tokens = {match[1]: match[0] for match in matches if match}
         self.languages = tuple(sorted(self._language_tokens))  # those with a token
 
-    def texts_of(self, row: Row) -> list[str]:
+    def captions_of(self, row: Row) -> list[str]:
         """Return the captions of a row, with the token of the row's language if it is known."""
-        token = self._language_tokens.get(row.language or "", "")
-        return [token + remove_tokens(text, self._language_tokens.values()) for text in row.texts]
+        language = row.language if row.language in self._language_tokens else None
+        return [self.format_caption(text, language) for text in row.texts]
 
     def format_caption(self, text: str, language: str | None = None) -> str:
         """Return a text as a caption of this language. Raises UsageError if the language has no token."""
@@ -103,7 +95,7 @@ class TextEncoder:
         token = self._language_tokens.get(language or "", "")
         return token + remove_tokens(text, self._language_tokens.values())
 
-    def columns(self, texts: list[str]) -> dict[str, np.ndarray]:
+    def encode_batch(self, texts: list[str]) -> dict[str, np.ndarray]:
         """Return the output of `encode` as batch columns: input_ids int32 [N, T], num_tokens int32 [N]."""
         ids, num_tokens = self.encode(texts)
         return {"input_ids": ids, "num_tokens": num_tokens}
@@ -178,20 +170,20 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     return str(BertWordPieceTokenizer(tokenizer.get_vocab(), lowercase=True).to_str())
 
 
-def load_tokenizer(name: str, trained: str | None) -> str:
+def load_tokenizer(name: str, trained_tokenizer_json: str | None) -> str:
     """Return the text of the tokenizer.json for the value `name` of `model.inputs.tokenizer`.
 
-    `trained` is the tokenizer of the prepared set, if it has one. Other names are a directory with tokenizer.json or
-    vocab.txt, a tokenizer.json, a WordPiece vocabulary, or a Hugging Face Hub name. The pad token of
+    `trained_tokenizer_json` is that of the prepared set, if it has one. Other names are a directory with tokenizer.json
+    or vocab.txt, a tokenizer.json, a WordPiece vocabulary, or a Hugging Face Hub name. The pad token of
     tokenizer_config.json is stored as `padding`. Raises UsageError.
     """
     if name == "trained":
-        if trained is None:
+        if trained_tokenizer_json is None:
             raise UsageError(
                 "model.inputs.tokenizer is `trained`, but this prepared set holds no tokenizer: prepare it with "
                 "prepare.vocab_size above 0 (and captions outside the test split), or name another tokenizer"
             )
-        return trained
+        return trained_tokenizer_json
     path = Path(name).expanduser()
     if path.is_dir():
         return _load_folder(path)
@@ -202,12 +194,12 @@ def load_tokenizer(name: str, trained: str | None) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(name, allow_patterns=[TOKENIZER, VOCABULARY, SETTINGS])
+        folder = snapshot_download(name, allow_patterns=[TOKENIZER, VOCABULARY, TOKENIZER_CONFIG])
     except Exception as error:  # noqa: BLE001 - of the hub, its cache, and the connection
         raise UsageError(
-            f"model.inputs.tokenizer: {name!r} is no file or directory here, and the hub did not give it "
-            f"({str(error).splitlines()[0][:200]}): check the name, or, where there is no network, name a directory "
-            "with tokenizer.json, a vocab.txt, or `trained`"
+            f"model.inputs.tokenizer: {name!r} is not a local file or directory, and could not be downloaded from the "
+            f"Hugging Face Hub ({str(error).splitlines()[0][:200]}): check the name, or, without a network, name a "
+            "directory with tokenizer.json, a vocab.txt, or `trained`"
         ) from None
     return _load_folder(Path(folder))
 
@@ -221,13 +213,13 @@ def declared_pad_id(tokenizer_json: str) -> int | None:
 def _load_folder(folder: Path) -> str:
     """Load tokenizer.json or vocab.txt; as in transformers, the pad token of tokenizer_config.json overrides theirs."""
     settings: Any = {}
-    if (folder / SETTINGS).is_file():
+    if (folder / TOKENIZER_CONFIG).is_file():
         try:
-            settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            settings = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
         except ValueError:
             settings = None
     if not isinstance(settings, dict):
-        raise UsageError(f"model.inputs.tokenizer: {folder / SETTINGS} is not a JSON object")
+        raise UsageError(f"model.inputs.tokenizer: {folder / TOKENIZER_CONFIG} is not a JSON object")
     name = TOKENIZER if (folder / TOKENIZER).is_file() else VOCABULARY
     if not (folder / name).is_file():
         raise UsageError(f"model.inputs.tokenizer: {folder} holds neither tokenizer.json nor vocab.txt")
@@ -255,7 +247,9 @@ def _load_file(path: Path, lowercase: bool | None) -> str:
         raise UsageError(f"model.inputs.tokenizer: {path} cannot be read as a tokenizer: {error}") from None
     vocabulary = {token: index for index, token in enumerate(text.removesuffix("\n").split("\n"))}
     if missing := [token for token in ("[UNK]", "[CLS]", "[SEP]", "[PAD]") if token not in vocabulary]:
-        raise UsageError(f"model.inputs.tokenizer: the vocabulary has no {', '.join(missing)}: it is not WordPiece's")
+        raise UsageError(
+            f"model.inputs.tokenizer: the vocabulary has no {', '.join(missing)}: it is not a WordPiece vocabulary"
+        )
     if lowercase is None:
         lowercase = not any(token != token.lower() for token in vocabulary if not token.startswith("["))
     return str(BertWordPieceTokenizer(vocabulary, lowercase=lowercase).to_str())

@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mmray.data.formats.rows import BadRow
 from mmray.data.images.boxes import clip_boxes, to_model_coords
 from mmray.data.images.decode import MAX_PIXELS, decode
 from mmray.data.images.transform import transform
@@ -156,8 +157,8 @@ class Embedder:
         for index, text in enumerate(texts, start):
             try:
                 captions.append(self._encoder.format_caption(clean_caption(text), language))
-            except ValueError as error:
-                raise DataError(f"text {index}: {error}") from error
+            except BadRow as bad:
+                raise DataError(f"text {index}: {bad.reason}: {bad.detail}") from bad
         ids, num_tokens = self._encoder.encode(captions)
         mask = np.arange(ids.shape[1]) < num_tokens[:, None]
         return [torch.from_numpy(array.astype(np.int64)).to(self.device) for array in (ids, mask)]

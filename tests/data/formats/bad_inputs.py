@@ -14,6 +14,7 @@ from PIL import Image
 
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 KEPT = "kept"
+TOO_LARGE = ("decode too-large", "refused before it is decoded")
 
 
 def encode(image, kind="PNG", **options):
@@ -95,62 +96,48 @@ IMAGES = {
     **{f"EXIF orientation {turn}": (turned(turn), KEPT, "turned upright") for turn in range(1, 9)},
     "1 x 1": (encoded(size=(1, 1), colour=(5, 5, 5)), KEPT, ""),
     "1 x 4000": (encoded(size=(1, 4000), colour=(6, 6, 6)), KEPT, ""),
-    "a header of 100 megapixels": (
-        raw_png(8, 2, [b""], size=(10_000, 10_000)),
-        "decode too-large",
-        "refused before it is decoded",
-    ),
-    "a header of 900 megapixels": (
-        raw_png(8, 2, [b""], size=(30_000, 30_000)),
-        "decode too-large",
-        "refused before it is decoded",
-    ),
+    "a header of 100 megapixels": (raw_png(8, 2, [b""], size=(10_000, 10_000)), *TOO_LARGE),
+    "a header of 900 megapixels": (raw_png(8, 2, [b""], size=(30_000, 30_000)), *TOO_LARGE),
 }
 GOOD = {"image": "good.png", "text": "x"}
 FIRST = {"a byte order mark": (b'\xef\xbb\xbf{"id": "bom", "image": "good.png", "text": "x"}', KEPT, "")}
 # name -> (line of JSONL, outcome of the row, note)
 LINES = {
-    "an image that is not there": (GOOD | {"image": "gone.png"}, "read missing-image", ""),
-    "a link out of the folder": (GOOD | {"image": "link.png"}, "read path", ""),
+    "a missing image": (GOOD | {"image": "gone.png"}, "read missing-image", ""),
+    "a symbolic link out of the folder": (GOOD | {"image": "link.png"}, "read path", ""),
     "a path with ../": (GOOD | {"image": "../secret.png"}, "columns path", ""),
     "an absolute path": (GOOD | {"image": "/etc/passwd"}, "columns path", ""),
     "a URL": (GOOD | {"image": "https://example.org/a.png"}, "columns path", "nothing is downloaded"),
-    "a pipe": (GOOD | {"image": "pipe.png"}, "read not-regular-file", "it would never end"),
+    "a named pipe": (GOOD | {"image": "pipe.png"}, "read not-regular-file", "it would never end"),
     "a malformed line": (b'{"image": "good.png", "text"', "parse json", ""),
     "no caption": ({"image": "good.png"}, "columns no-text", ""),
     "no image": ({"text": "x"}, "columns no-image", ""),
     "an image that is a number": (GOOD | {"image": 5}, "columns image", ""),
     "a caption that is a number": (GOOD | {"text": 5}, "text type", ""),
     "NaN": (b'{"image": "good.png", "text": "x", "label": NaN}', "parse json", ""),
-    "a name given twice": (b'{"image": "good.png", "text": "x", "text": "y"}', "parse json", ""),
+    "a repeated name": (b'{"image": "good.png", "text": "x", "text": "y"}', "parse json", ""),
     "NUL in a path": (GOOD | {"image": "a\0.png"}, "columns path", ""),
     "NUL in a caption": (GOOD | {"id": "nul", "text": "a\0b"}, KEPT, "control characters are removed"),
     "CRLF": (b'{"id": "crlf", "image": "good.png", "text": "x"}\r', KEPT, ""),
-    "half a surrogate pair": (b'{"image": "good.png", "text": "\\ud800"}', "text encoding", ""),
+    "a lone surrogate": (b'{"image": "good.png", "text": "\\ud800"}', "text encoding", ""),
     "a line that is not UTF-8": (b'{"image": "good.png", "text": "caf\xe9"}', "parse encoding", ""),
     "a blank caption": (GOOD | {"text": " \n"}, "text blank", ""),
     "a caption of 1 MB": (GOOD | {"text": "x" * 1_000_000}, "text too-long", "the limit is 64 KiB"),
     "several images in one row": (GOOD | {"image": ["good.png"] * 2}, "columns multiple-images", "models take one"),
-    "an id again": (GOOD | {"id": "crlf"}, "duplicates duplicate-key", ""),
+    "a repeated id": (GOOD | {"id": "crlf"}, "duplicates duplicate-key", ""),
 }
 TEXT = ("m.txt", b"x")
+MASKED = tar(("m.mask.png", b"?"), ("m.png", encoded()), TEXT)
+UNUSED_NAN = tar(("m.png", encoded()), ("m.json", b'{"caption": "x", "similarity": NaN}'))
 # name -> (bytes of a tar with a valid row before and after, outcome of the row, note)
 TARS = {
     "a member with ../ in a tar": (tar(("../up.png", encoded())), "columns path", "nothing is extracted"),
-    "a link in a tar": (tar(("m.png", b"", tarfile.SYMTYPE), TEXT), "read not-regular-file", ""),
+    "a symbolic link in a tar": (tar(("m.png", b"", tarfile.SYMTYPE), TEXT), "read not-regular-file", ""),
     "a device in a tar": (tar(("m.png", b"", tarfile.CHRTYPE), TEXT), "read not-regular-file", ""),
-    "a.mask.png before a.png in a tar": (
-        tar(("m.mask.png", b"?"), ("m.png", encoded()), TEXT),
-        KEPT,
-        "the kind is all after the first dot",
-    ),
+    "a.mask.png before a.png in a tar": (MASKED, KEPT, "the kind is all after the first dot"),
     "a member twice in a tar": (tar(("m.png", encoded()), TEXT, TEXT), "columns no-image", "a row of its own"),
-    "NaN in an unused field of a tar's JSON": (
-        tar(("m.png", encoded()), ("m.json", b'{"caption": "x", "similarity": NaN}')),
-        KEPT,
-        "",
-    ),
-    "a tar that breaks off": (tar()[:2300], "read truncated", "the rows before are kept"),
+    "NaN in an unused field of a tar's JSON": (UNUSED_NAN, KEPT, ""),
+    "a truncated tar": (tar()[:2300], "read truncated", "the rows before are kept"),
     "a damaged header in a tar": (damaged(tar(), "z.png"), "read truncated", "the rows before are kept"),
 }
 

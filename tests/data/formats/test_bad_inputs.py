@@ -1,6 +1,5 @@
 """Every entry of the matrix has the documented outcome in one prepare; the README has the same table."""
 
-import json
 from contextlib import suppress
 
 import pytest
@@ -8,10 +7,10 @@ import pytest
 from mmray.config import Prepare
 from mmray.data.images.decode import BadImage, decode, verify_image
 from mmray.data.prepare import pipeline as prepare_module
-from mmray.data.prepare.pack import pack_chunk
 from mmray.data.prepare.pipeline import prepare
 from tests.conftest import ROOT
 from tests.data.formats import bad_inputs as matrix
+from tests.data.prepare.test_pipeline import quarantine, run_here
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +27,11 @@ def outcomes(tmp_path_factory):
 
 def faults_of(source, out):
     """Stage and reason of the quarantined rows by location; all other rows are kept."""
-
-    def run(job, chunks):
-        for chunk in chunks:
-            yield pack_chunk(job, chunk)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, "pack_chunks", run)
+        patch.setattr(prepare_module, "pack_chunks", run_here)
         settings = Prepare(max_bad_fraction=1.0, vocab_size=0, duplicates="keep")
         manifest = prepare(str(source), str(out), settings)
-    faults = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
+    faults = quarantine(out)
     assert manifest.num_rows + len(faults) == manifest.num_read == matrix.count(source)
     assert all(fault["detail"] for fault in faults)
     return {fault["source"]: f"{fault['stage']} {fault['reason']}" for fault in faults}

@@ -7,10 +7,9 @@ import pytest
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
-from tests.data.formats import test_formats as formats
 from tests.data.formats.test_formats import COUNT, LAX, images, prepared, text
 
-in_process = formats.in_process
+pytestmark = pytest.mark.usefixtures("in_process")
 CAPTIONS, INSTANCES = "annotations/captions_val2017.json", "annotations/instances_val2017.json"
 
 
@@ -41,10 +40,8 @@ def test_incomplete_coco_document_is_reported(tmp_path):
     _, rows, faults = prepared(source, tmp_path / "out")
     assert [row.key for row in rows] == ["1"] and faults == {"instances.json:image 0": "boxes"}
     for name, item, message in (
-        ("categories", {"id": 1}, r"categories\[0\] needs `id` and `name`"),
         ("images", {"id": 0}, r"images\[0\] needs `id` and `file_name`"),
         ("annotations", {"caption": "x"}, r"annotations\[0\] needs `image_id`, is {'caption': 'x'}"),
-        ("annotations", {"image_id": [1]}, r"annotations\[0\] needs `image_id`"),
         ("annotations", "image_id", "is not COCO's JSON"),
     ):
         write_json(source, **document | {name: [item]})
@@ -102,15 +99,6 @@ def test_change_of_the_second_document_is_detected(tmp_path, in_process):
         prepared(tmp_path / "raw" / CAPTIONS, out)
 
 
-def test_coco_hint_names_companion_file(tmp_path):
-    both, said = coco_halves(tmp_path / "raw"), []
-    for source, beside in ((tmp_path / "raw" / CAPTIONS, "instances"), (tmp_path / "raw" / INSTANCES, "captions")):
-        prepare(str(source), str(tmp_path / beside), LAX, notify=lambda line, label: said.append(line))
-        assert said[-1] == f"found {beside}_val2017.json next to it; pass {source},{beside}_val2017.json to use both"
-    prepare(str(both), str(tmp_path / "both"), LAX, notify=lambda line, label: said.append(line))
-    assert said[-1] == f"{both}: 7 rows of COCO"
-
-
 def test_mismatched_coco_documents_are_refused(tmp_path):
     source = coco_halves(tmp_path / "raw")
     path = tmp_path / "raw" / INSTANCES
@@ -119,16 +107,11 @@ def test_mismatched_coco_documents_are_refused(tmp_path):
     for document, message in (
         ({"images": []}, r"instances_val2017\.json is not COCO's JSON \('annotations'\)"),
         (good | {"images": []}, r"captions_val2017\.json and .*instances_val2017\.json have no image in common"),
-        (good | {"images": others}, r"different images: 0 is 0\.png in .* and other-0\.png in .*instances"),
+        (good | {"images": others}, r"disagree on image ids: 0 is 0\.png in .* and other-0\.png in .*instances"),
     ):
         write_json(path, **document)
         with pytest.raises(DataError, match=message):
             prepared(source, tmp_path / "out")
-    captions = json.loads((tmp_path / "raw" / CAPTIONS).read_text())
-    write_json(tmp_path / "raw" / CAPTIONS, **captions, categories=[{"id": 7, "name": "kite"}])
-    write_json(path, **good)
-    with pytest.raises(DataError, match=r"instances_val2017\.json calls category 7 cat, before it is kite"):
-        prepared(source, tmp_path / "out")
     path.unlink()
     with pytest.raises(DataError, match=r"there is no file .*instances_val2017\.json"):
         prepared(source, tmp_path / "out")

@@ -1,9 +1,11 @@
-"""All source formats: same rows, detection of the format, errors with file and line."""
+"""All source formats: same rows, detection of the format, and quarantined rows with file and line."""
 
 import csv
 import io
 import json
+import os
 import tarfile
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -12,47 +14,29 @@ import pytest
 
 from mmray.config import Prepare
 from mmray.data.formats.detect import detect_source
-from mmray.data.prepare import pipeline as prepare_module
-from mmray.data.prepare.pack import pack_chunk
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
-from tests.data.prepare.test_pipeline import colour_image
+from mmray.storage.storage import Storage
+from tests.data.prepare.test_pipeline import colour_image, quarantine
 
+pytestmark = pytest.mark.usefixtures("in_process")
 LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=3, vocab_size=0)
 COUNT = 7
-
-
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch):
-    """Pack without Ray; the fixture lists the chunks that were packed."""
-    packed = []
-
-    def run(job, chunks):
-        for chunk in chunks:
-            packed.append(chunk.index)
-            yield pack_chunk(job, chunk)
-
-    monkeypatch.setattr(prepare_module, "pack_chunks", run)
-    return packed
+LATIN = os.fsdecode(b"caf\xe9")
 
 
 def prepared(source, out, **settings):
     """(manifest, rows, {source: reason} of the quarantine) of a source."""
     manifest = prepare(str(source), str(out), LAX.model_copy(update=settings))
     rows = PreparedSet.open(str(out)).read(np.arange(manifest.num_rows))
-    faults = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
+    faults = {fault["source"]: fault["reason"] for fault in quarantine(out)}
     assert manifest.num_read == manifest.num_rows + len(faults)
-    return manifest, rows, {fault["source"]: fault["reason"] for fault in faults}
+    return manifest, rows, faults
 
 
 def text(number):
     return f"colour, {number}"
-
-
-def lossy(number, kind):
-    """JPEG of a colour that no other number shares after compression."""
-    return colour_image(number * 30, kind)
 
 
 def images(folder, count=COUNT):
@@ -70,10 +54,6 @@ def csv_source(folder, delimiter=","):
         writer.writerow(["image", "text", "label"])
         writer.writerows([f"{number}.png", text(number), number] for number in range(COUNT))
     return source
-
-
-def tsv_source(folder):
-    return csv_source(folder, "\t")
 
 
 def parquet_paths(folder):
@@ -113,24 +93,6 @@ def tars(folder, count=COUNT):
     return folder
 
 
-def downloaded(folder):
-    """Files in img2dataset's default layout: 00000/000000000.jpg, .txt and .json, and a Parquet of all requested rows
-    next to each folder; the last folder has no downloaded row."""
-    for shard in range(2):
-        images_of = folder / f"{shard:05d}"
-        images_of.mkdir(parents=True)
-        for number in range(shard * 4, min(COUNT, shard * 4 + 4)):
-            stem = images_of / f"{shard * 10**4 + number:09d}"
-            stem.with_suffix(".jpg").write_bytes(lossy(number, "JPEG"))
-            stem.with_suffix(".txt").write_text(text(number))
-            stem.with_suffix(".json").write_text(json.dumps({"caption": "of the json", "url": "http://x"}))
-    for shard in range(3):
-        columns = {"url": ["http://x"], "caption": ["x"], "key": ["000000000"], "status": ["success"]}
-        pq.write_table(pa.table(columns), folder / f"{shard:05d}.parquet")
-        (folder / f"{shard:05d}_stats.json").write_text("{}")
-    return folder
-
-
 def coco_captions(folder):
     images(folder / "val2017")
     (folder / "annotations").mkdir()
@@ -162,7 +124,7 @@ def saved(folder):
 
 SOURCES = {
     "CSV": csv_source,
-    "TSV": tsv_source,
+    "TSV": partial(csv_source, delimiter="\t"),
     "Parquet": parquet_paths,
     "Parquet of bytes": parquet_bytes,
     "WebDataset": tars,
@@ -240,9 +202,11 @@ def test_csv_keeps_quoted_fields_and_reports_bad_lines(tmp_path):
     assert faults == {"a.csv:5": "columns", "a.csv:6": "encoding", "a.csv:7": "label", "a.csv:8": "csv"}
 
 
-def append_to_csv(source):
-    (source.parent / "new.png").write_bytes(colour_image(99))
-    source.write_bytes(source.read_bytes() + b"new.png,new,\r\n")
+def test_csv_drops_its_header_only_once(tmp_path):
+    folder = images(tmp_path / "raw")
+    (folder / "a.csv").write_bytes(b"\n\n\n\nimage,text\n0.png,x\nimage,text\n")  # rows_per_shard is 3
+    _, rows, faults = prepared(folder / "a.csv", tmp_path / "out")
+    assert [row.source for row in rows] == ["a.csv:6"] and faults == {"a.csv:7": "missing-image"}
 
 
 def append_tar(source):
@@ -251,12 +215,11 @@ def append_tar(source):
         add(tar, "new.txt", b"new")
 
 
-@pytest.mark.parametrize(("make", "append"), [(csv_source, append_to_csv), (tars, append_tar)])
-def test_only_appended_rows_are_packed(tmp_path, in_process, make, append):
-    source = make(tmp_path / "raw")
+def test_only_an_appended_tar_is_packed(tmp_path, in_process):
+    source = tars(tmp_path / "raw")
     prepared(source, tmp_path / "out")
     in_process.clear()
-    append(source)
+    append_tar(source)
     manifest, rows, _ = prepared(source, tmp_path / "out")
     assert (manifest.num_rows, len(in_process), rows[-1].texts) == (COUNT + 1, 1, ["new"])
 
@@ -269,8 +232,6 @@ def test_columns_can_be_renamed(tmp_path):
         prepared(folder / "rows.parquet", tmp_path / "out")
     _, rows, _ = prepared(folder / "rows.parquet", tmp_path / "b", columns=("image=path", "text=caption"))
     assert [row.texts for row in rows] == [[text(n)] for n in range(COUNT)]
-    with pytest.raises(UsageError, match="OURS=THEIRS"):
-        Prepare(columns=("picture=x",))
 
 
 def test_bad_parquet_rows_are_quarantined(tmp_path):
@@ -283,30 +244,23 @@ def test_bad_parquet_rows_are_quarantined(tmp_path):
     assert faults == {"rows.parquet:2": "encoding", "rows.parquet:3": "blank", "rows.parquet:4": "empty"}
 
 
-def test_img2dataset_files_are_read_as_image_text_pairs(tmp_path):
-    source, said = downloaded(tmp_path / "raw"), []
-    manifest = prepare(str(source), str(tmp_path / "out"), LAX, notify=lambda line, label: said.append(line))
-    assert ": 7 rows of image and text pairs" in said[0] and manifest.num_read == COUNT
-    rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(COUNT))
-    assert [row.key for row in rows][3:5] == ["00000/000000003.jpg", "00001/000010004.jpg"]
-    assert [(row.texts, row.image) for row in rows] == [([text(n)], lossy(n, "JPEG")) for n in range(COUNT)]
-
-
-def test_unrelated_parquet_next_to_pairs_is_the_source(tmp_path):
-    source = parquet_paths(tmp_path / "raw").parent
-    pairs(source)
+def test_parquet_next_to_pairs_is_ignored_only_in_the_layout_of_img2dataset(tmp_path):
+    source = pairs(tmp_path / "raw")
+    (source / "some" / "0.json").write_text('{"caption": "of the json"}')
+    pq.write_table(pa.table({"url": ["http://x"], "caption": ["x"], "key": ["0"]}), source / "some.parquet")
+    _, rows, _ = prepared(source, tmp_path / "out")
+    assert [(row.key, row.texts) for row in rows] == [(f"some/{n}.png", [text(n)]) for n in range(COUNT)]
+    images(source)  # these have no Parquet with the name of their folder
     assert detect_source(str(source)).format == "parquet" and detect_source(str(source), "pairs").format == "pairs"
-    (source / "some.parquet").write_bytes((source / "rows.parquet").read_bytes())
-    assert detect_source(str(source)).format == "parquet"  # images of the top folder have no Parquet of the same name
 
 
 def test_cls_member_is_the_label(tmp_path):
-    members = [("a.webp", lossy(1, "WEBP")), ("a.txt", b"one"), ("a.cls", b"3")]
-    members += [("b.webp", lossy(2, "WEBP")), ("b.txt", b"two"), ("b.cls", b" 11\n")]
+    members = [("a.webp", colour_image(30, "WEBP")), ("a.txt", b"one"), ("a.cls", b"3")]
+    members += [("b.webp", colour_image(60, "WEBP")), ("b.txt", b"two"), ("b.cls", b" 11\n")]
     members += [("b.json", b'{"label": 5, "caption": "no"}')]
     _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
     assert [(row.key, row.texts, row.label) for row in rows] == [("A/a", ["one"], 3), ("A/b", ["two"], 11)]
-    assert rows[1].image == lossy(2, "WEBP") and not faults
+    assert rows[1].image == colour_image(60, "WEBP") and not faults
 
 
 def test_damaged_parquet_page_quarantines_only_its_rows(tmp_path):
@@ -331,65 +285,49 @@ def test_saved_datasets_with_splits_or_indices_are_read(tmp_path):
         prepared(tmp_path / "raw", tmp_path / "b")
 
 
-def folder_of_tar(folder, members, name="A.TAR"):
+def folder_of_tar(folder, members):
     folder.mkdir()
-    with tarfile.open(folder / name, "w") as tar:
-        for member, data, *kind in members:
-            if kind:
-                info = tarfile.TarInfo(member)
-                info.type, info.linkname = kind[0], "/etc/passwd"
-                tar.addfile(info)
-            else:
-                add(tar, member, data)
+    with tarfile.open(folder / "A.TAR", "w") as tar:
+        for member, data in members:
+            add(tar, member, data)
     return folder
 
 
 def test_bad_tar_members_reject_their_rows_only(tmp_path):
     """More kinds than the table of bad inputs has."""
     picture = colour_image(0)
-    members = [("link.png", b"", tarfile.LNKTYPE), ("link.txt", b"x"), ("pipe.png", b"", tarfile.FIFOTYPE)]
-    members += [("/abs.png", picture), ("latin.png", picture), ("latin.txt", b"caf\xe9")]
+    members = [("/abs.png", picture), ("latin.png", picture), ("latin.txt", b"caf\xe9")]
+    members += [("latin-class.png", picture), ("latin-class.cls", b"\xe9")]
     members += [("cls.png", picture), ("cls.cls", b"cat"), ("only.txt", b"no image"), ("only.depth.png", picture)]
     members += [("json.png", picture), ("json.json", b'{"caption": NaN}')]
     members += [("good.PNG", picture), ("good.json", b'{"caption": "from the json"}')]
     _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
     assert [(row.key, row.texts, row.source) for row in rows] == [("A/good", ["from the json"], "A.TAR/good")]
     assert faults == {
-        "A.TAR/link": "not-regular-file", "A.TAR/pipe": "not-regular-file", "A.TAR/abs": "path",
-        "A.TAR/latin": "encoding", "A.TAR/cls": "label", "A.TAR/only": "no-image", "A.TAR/json": "json",
+        "A.TAR/abs": "path", "A.TAR/latin": "encoding", "A.TAR/latin-class": "encoding", "A.TAR/cls": "label",
+        "A.TAR/only": "no-image", "A.TAR/json": "json",
     }  # fmt: skip
-    assert "it has depth.png" in (tmp_path / "out" / "quarantine.jsonl").read_text()
+    quarantined = quarantine(tmp_path / "out")
+    assert all(entry["key"] == entry["source"].replace("A.TAR/", "A/") for entry in quarantined)
+    details = {entry["source"]: entry["detail"] for entry in quarantined}
+    assert "it has depth.png" in details["A.TAR/only"] and "the txt is not UTF-8" in details["A.TAR/latin"]
+    assert "the cls is not UTF-8" in details["A.TAR/latin-class"]
 
 
-def test_repeated_tar_member_is_another_row(tmp_path):
-    members = [("a.png", colour_image(1)), ("a.txt", b"one"), ("a.png", colour_image(2)), ("a.txt", b"two")]
-    manifest, rows, _ = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
-    assert [(row.key, row.texts) for row in rows] == [("A/a", ["one"])]
-    assert (manifest.num_read, manifest.reasons) == (2, {"duplicate-key": 1})
-
-
-def test_unused_json_fields_do_not_invalidate_a_row(tmp_path):
-    stated = (b'{"similarity": NaN, "caption": "c", "x": [{"y": 1, "y": 2}]}', b'{"caption": NaN, "alt": "d"}')
-    members = [("a.png", colour_image(1)), ("a.json", stated[0]), ("b.png", colour_image(2)), ("b.json", stated[1])]
-    members += [("c.png", colour_image(3)), ("c.txt", b"e"), ("c.json", stated[1])]
-    source = folder_of_tar(tmp_path / "raw", members)
-    _, rows, faults = prepared(source, tmp_path / "out")
-    assert [row.texts for row in rows] == [["c"], ["e"]] and faults == {"A.TAR/b": "json"}
-    _, rows, faults = prepared(source, tmp_path / "alt", columns=("text=alt", "image=caption"))
-    assert [row.texts for row in rows] == [["d"], ["d"]] and faults == {"A.TAR/a": "no-text"}
-
-
-@pytest.mark.parametrize("keep", [0.35, 0.5, 0.52, 0.65, 0.75])
-def test_truncated_tar_is_reported(tmp_path, keep):
-    source = tars(tmp_path / "raw") / "00000.tar"
-    data = source.read_bytes()
-    with tarfile.open(source) as tar:
-        content = tar.getmembers()[-1]
-    source.write_bytes(data[: int((content.offset_data + 512) * keep)])
-    manifest, rows, faults = prepared(source, tmp_path / "out")
-    assert "truncated" in faults.values()
-    assert manifest.num_rows < 4
-    assert [row.texts for row in rows] == [[text(number)] for number in range(len(rows))]
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'\xef\xbb\xbf{"image": "a.png", "text": "x"}\n', "jsonl"),
+        (b'{"image": "a.png", "text": "' + b"x" * 100_000 + b'"}\n{}\n', "jsonl"),
+        (b'\xef\xbb\xbf{"images": [], "annotations": []}', "coco"),
+        (b'{"images": [], "annotations": [' + b"0," * 100_000 + b"0]}", "coco"),
+        (b'{\n"images": [], "annotations": []}', "coco"),
+    ],
+    ids=["rows with a BOM", "long row", "COCO with a BOM", "long COCO", "COCO over lines"],
+)
+def test_json_file_is_rows_or_coco(tmp_path, content, expected):
+    (tmp_path / "a.json").write_bytes(content)
+    assert detect_source(str(tmp_path / "a.json")).format == expected
 
 
 def test_unsupported_sources_are_refused(tmp_path):
@@ -400,8 +338,72 @@ def test_unsupported_sources_are_refused(tmp_path):
         detect_source(str(tmp_path))
     with pytest.raises(UsageError, match="is a folder, and csv is a file"):
         detect_source(str(tmp_path), "csv")
-    with pytest.raises(UsageError, match="is a file, and pairs is a folder"):
-        detect_source(str(tmp_path / "rows.csv"), "pairs")
     assert detect_source(str(tmp_path / "rows.csv"), "tsv").format == "tsv"
     with pytest.raises(DataError, match="holds no rows of CSV"):
         prepared(tmp_path / "rows.csv", tmp_path / "out")
+
+
+def tar_of(path, *stems, **options):
+    with tarfile.open(path, "w", **options) as tar:
+        for stem in stems:
+            add(tar, f"{stem}.png", colour_image(ord(stem[0])))
+            add(tar, f"{stem}.txt", b"x")
+    return path
+
+
+def test_tar_member_with_non_utf8_name_is_quarantined(tmp_path):
+    tar_of(tmp_path / "a.tar", "a", "caf\xe9", "z", format=tarfile.GNU_FORMAT, encoding="latin-1")
+    manifest, _, faults = prepared(tmp_path / "a.tar", tmp_path / "out")
+    assert (manifest.num_rows, faults) == (2, {"a.tar/caf\\udce9": "path"})
+
+
+def test_files_with_non_utf8_names_are_quarantined(tmp_path):
+    folder = tmp_path / "raw"
+    for number, name in enumerate(("cat", "dog", LATIN)):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "1.png").write_bytes(colour_image(number))
+    (folder / "dog" / f"{LATIN}.png").write_bytes(colour_image(9))
+    manifest, _, faults = prepared(folder, tmp_path / "out")
+    assert (manifest.num_rows, faults) == (2, {"caf\\udce9/1.png": "key", "dog/caf\\udce9.png": "key"})
+
+
+def test_json_extension_is_read_as_jsonl_or_refused_with_a_hint(tmp_path):
+    (tmp_path / "a.png").write_bytes(colour_image(1))
+    row = json.dumps({"image": "a.png", "text": "x"})
+    (tmp_path / "two.json").write_text(f"{row}\n{row}\n")
+    assert prepared(tmp_path / "two.json", tmp_path / "out", duplicates="keep")[0].num_rows == 2
+    (tmp_path / "llava.json").write_text(f"[{row}]")
+    with pytest.raises(DataError, match="is a JSON array: write one object a line"):
+        prepared(tmp_path / "llava.json", tmp_path / "array")
+
+
+def test_concatenated_tars_are_reported(tmp_path):
+    first, second = (tar_of(tmp_path / f"{stem}.tar", stem).read_bytes() for stem in "ab")
+    (tmp_path / "both.tar").write_bytes(first + second)
+    manifest, _, faults = prepared(tmp_path / "both.tar", tmp_path / "out")
+    assert (manifest.num_rows, list(faults.values())) == (1, ["truncated"])
+
+
+def test_csv_may_hold_messages(tmp_path):
+    (tmp_path / "a.png").write_bytes(colour_image(1))
+    said = json.dumps([{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A colour."}])
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["image", "messages"], ["a.png", said]])
+    _, rows, _ = prepared(tmp_path / "a.csv", tmp_path / "out")
+    assert [turn["content"] for turn in rows[0].messages] == ["What?", "A colour."]
+
+
+def test_folder_walk_follows_links_without_cycles(tmp_path):
+    for name in ("a/1.txt", "b/2.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("x")
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    (tmp_path / "a" / "other").symlink_to(tmp_path / "b")
+    (tmp_path / "b" / "back").symlink_to(tmp_path / "a")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    place = Storage(str(tmp_path))
+    assert place.list_files() == ["a/1.txt", "a/other/2.txt", "b/2.txt", "b/back/1.txt"]
+    assert place.list_files("a")[:2] == ["a/1.txt", "a/other/2.txt"]
+    with pytest.raises(FileNotFoundError):
+        place.list_files("none")

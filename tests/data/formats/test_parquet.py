@@ -36,7 +36,7 @@ def in_arrow(path):
     [(7, 16, [7] * 8 + [4] + [7] * 5 + [5]), (7, 2, [30, 30, 20, 20]), (60, 16, [60, 40]), (200, 16, [100])],
 )
 def test_large_file_is_split_into_row_ranges(tmp_path, monkeypatch, source_in, rows_per_chunk, most_parts, sizes):
-    monkeypatch.setattr(columnar, "MOST_PARTS", most_parts)
+    monkeypatch.setattr(columnar, "MAX_RANGES_PER_GROUP", most_parts)
     source = source_in(tmp_path)
     chunks = list(source.scan(rows_per_chunk, ()))
     assert [chunk.num_rows for chunk in chunks] == sizes
@@ -75,11 +75,6 @@ def read(source):
     return [item.values for chunk in source.scan(200, ()) for item in source.read(chunk)]
 
 
-def test_transient_store_failure_loses_no_row(on_store, monkeypatch):
-    failing(monkeypatch, 3, OSError("AWS Error NETWORK_CONNECTION"))
-    assert [row["text"] for row in read(on_store)] == TABLE.column("text").to_pylist()
-
-
 def test_unavailable_store_leaves_rows_to_retry(on_store, monkeypatch):
     failing(monkeypatch, 99, OSError("AWS Error NETWORK_CONNECTION"))
     rows = read(on_store)
@@ -89,11 +84,7 @@ def test_unavailable_store_leaves_rows_to_retry(on_store, monkeypatch):
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [
-        (OSError(errno.EIO, "Input/output error"), "unreadable"),
-        (OSError("Unexpected end of stream"), "damaged"),
-        (pa.ArrowInvalid("no UTF-8"), "damaged"),
-    ],
+    [(OSError(errno.EIO, "x"), "unreadable"), (OSError("end of stream"), "damaged"), (pa.ArrowInvalid("x"), "damaged")],
 )
 def test_os_error_of_a_disk_is_unreadable_and_other_errors_are_damaged(tmp_path, monkeypatch, error, reason):
     failing(monkeypatch, 1, error)

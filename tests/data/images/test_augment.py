@@ -1,8 +1,5 @@
 """Augmentation depends only on (seed, epoch, key), and each kind equals torchvision's."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -12,23 +9,20 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
-from mmray.config import Augment, Config, Inputs, recipes
+from mmray.config import Augment, Inputs
 from mmray.data.images.transform import (
     CROP,
     FLIP,
     JITTER,
-    NUM_RANDOM,
-    ORDER,
+    JITTER_ORDER,
+    NUM_UNIFORMS,
     random_crop_box,
-    random_numbers,
     resize_to_square,
     transform,
 )
 from mmray.data.stream.order import SamplePlan, hash_uniform
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
-from mmray.errors import UsageError
-from tests.conftest import ROOT
 from tests.made import CAPTIONS, make_set, noisy, row
 
 INPUTS = Inputs(image_side=16, fit="squash", interpolation="bilinear", max_tokens=12)
@@ -42,10 +36,10 @@ def picture(width=40, height=30):
 
 def drawn(**places):
     """Draws of 0.5, which have no effect, except at these indices."""
-    numbers = np.full(NUM_RANDOM, 0.5)
-    numbers[ORDER] = [0.1, 0.2, 0.3, 0.4]
+    numbers = np.full(NUM_UNIFORMS, 0.5)
+    numbers[JITTER_ORDER] = [0.1, 0.2, 0.3, 0.4]
     for place, value in places.items():
-        numbers[{"flip": FLIP, "factors": JITTER, "turns": ORDER, "crop": CROP}[place]] = value
+        numbers[{"flip": FLIP, "factors": JITTER, "turns": JITTER_ORDER, "crop": CROP}[place]] = value
     return numbers
 
 
@@ -68,7 +62,7 @@ def test_uniform_is_flat_and_depends_only_on_its_arguments():
 @given(st.integers(1, 500), st.integers(1, 500), st.integers(0, 2**62), st.floats(0.01, 1.0))
 def test_random_crop_is_inside_the_image_and_within_limits(width, height, key, low):
     augment = Augment(crop_scale=(low, 1.0))
-    numbers = random_numbers(0, np.zeros(1, np.int64), np.array([key]))[0]
+    numbers = hash_uniform(0, np.zeros(1, np.int64), np.array([key]), NUM_UNIFORMS)[0]
     box = random_crop_box((width, height), augment, numbers[CROP])
     left, top, right, bottom = box
     assert all(isinstance(edge, int) for edge in box)
@@ -95,50 +89,23 @@ def test_random_crop_equals_torchvision():
     assert places == {(0, 2, 8, 10), (2, 2, 10, 10), (4, 2, 12, 10)}
 
 
-THIN = """
-import numpy as np
-from mmray.config import Augment, Inputs
-from mmray.data.images.transform import transform, random_numbers
-augment = Augment(crop_scale=(0.08, 1.0))
-for side, sizes in {256: [(512, 64), (400, 64), (801, 128)], 64: [(293, 32), (128, 16), (101, 32)]}.items():
-    for width, height in sizes:
-        for fit in ("crop", "squash", "pad"):
-            inputs = Inputs(image_side=side, fit=fit, interpolation="bicubic", max_tokens=12)
-            image = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-            for numbers in random_numbers(1, np.zeros(40, np.int64), np.arange(40)):
-                transform(np.asarray(image), inputs, augment, numbers)
-                transform(np.asarray(image), inputs, Augment(), numbers)
-"""
-
-
-def test_thin_images_do_not_crash_crop_and_enlarge():
-    run = subprocess.run([sys.executable, "-c", THIN], capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 0, run.stderr
-
-
-def test_crop_fills_the_square():
-    augment = Augment(crop_scale=(0.25, 0.25))
-    image = picture(40, 40)
-    numbers = drawn(crop=np.tile([0.0, 0.5, 0.5, 0.25], 10))
-    expected = image.crop((10, 5, 30, 25)).resize((16, 16), Image.Resampling.BILINEAR)
-    mine = transform(np.asarray(image), INPUTS, augment, numbers).astype(int)
-    assert np.abs(mine - np.asarray(expected).transpose(2, 0, 1)).max() <= 1
+def test_thin_images_are_cropped_and_enlarged():
+    sizes = {256: [(512, 64), (400, 64), (801, 128)], 64: [(293, 32), (128, 16)], 8: [(1, 1), (1000, 1), (1, 1000)]}
+    for side, shapes in sizes.items():
+        for width, height in shapes:
+            pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+            for fit in ("crop", "squash", "pad"):
+                inputs = Inputs(image_side=side, fit=fit, interpolation="bicubic", max_tokens=12)
+                for numbers in hash_uniform(1, np.zeros(40, np.int64), np.arange(40), len(drawn())):
+                    for augment in (Augment(), Augment(crop_scale=(0.08, 1.0))):
+                        assert transform(pixels, inputs, augment, numbers).shape == (3, side, side)
 
 
 def test_flip_mirrors_the_image():
     plain = resize_to_square(PIXELS, 16, "squash", "bilinear")
     assert np.array_equal(transform(PIXELS, INPUTS, Augment(flip=0.5), drawn(flip=0.4)), plain[:, :, ::-1])
     assert np.array_equal(transform(PIXELS, INPUTS, Augment(flip=0.5), drawn(flip=0.5)), plain)
-
-
-def test_augmentation_is_off_by_default():
-    """No flip by default: it would make captions with "left" or "right" wrong."""
-    assert Augment().flip == 0 and not Augment().is_active
-    assert not any(recipes.load(name).augment.flip for name in recipes.RECIPES)
-    plain = resize_to_square(PIXELS, 16, "squash", "bilinear")
-    assert all(
-        np.array_equal(transform(PIXELS, INPUTS, Augment(), drawn(flip=chance)), plain) for chance in (0.0, 0.99)
-    )
+    assert Augment().flip == 0 and not Augment().is_active, "a flip would make `left` in a caption wrong"
 
 
 def test_jitter_equals_torchvision_in_the_drawn_order():
@@ -161,25 +128,11 @@ def test_augmentation_depends_on_epoch_and_not_on_position(tmp_path):
     plan = SamplePlan(num_rows=6, global_rows=3, world=1, micro=3, seed=1, steps=8)
     positions = np.arange(12)
     block = varied.block(plan, positions)
-    by_key = [{int(k): p for k, p in zip(block["key"][e], block["image"][e], strict=True)} for e in _epochs(6)]
+    by_key = [
+        {int(k): p for k, p in zip(block["key"][e], block["image"][e], strict=True)}
+        for e in (slice(0, 6), slice(6, 12))
+    ]
     assert all((by_key[0][key] != by_key[1][key]).any() for key in by_key[0])
     alone = varied.block(plan, positions[4:5])
     assert np.array_equal(alone["image"][0], block["image"][4])
     assert np.array_equal(off.block(plan, positions)["image"], plain.block(plan, positions)["image"])
-
-
-def _epochs(rows):
-    return slice(0, rows), slice(rows, 2 * rows)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"crop_scale": (0.9, 0.5)}, "augment: crop_scale must be two shares"),
-        ({"flip": 1.5}, "augment.flip"),
-        ({"color_jitter": (0, 0, 0, 0.7)}, "augment: color_jitter must be"),
-    ],
-)
-def test_bad_settings_are_refused(given, said):
-    with pytest.raises(UsageError, match=said):
-        Config(augment=given)

@@ -1,7 +1,6 @@
 """Image decoding: every accepted format, transparency, bit depth, orientation, and damaged bytes."""
 
 import io
-import pickle
 import struct
 import subprocess
 import sys
@@ -63,32 +62,13 @@ def test_exif_orientation_is_applied(kind, orientation):
     assert header_size(data) == verify_image(data) == ((30, 40) if orientation >= 5 else (40, 30))
 
 
-def damaged_exif(number):
-    """A JPEG with damaged EXIF: a text longer than the file, or a truncated list of tags."""
-    entry = struct.pack(">HHHLL", 1, 0x010E + number, 2, 10**6 + number, 26) + bytes(4)
-    header = b"Exif\0\0MM\0*" + struct.pack(">L", 8)
-    return encode(picture(), "JPEG", exif=header + (entry if number % 2 else entry[: 3 + number]))
-
-
 def test_pillow_warnings_are_not_logged():
-    """Run in a process set up like a data worker; Pillow alone warns about each of these files."""
-    code = """
-import io, pickle, sys
-from PIL import Image
-pictures = pickle.load(sys.stdin.buffer)
-sys.stderr.write("alone\\n")
-for data in pictures:
-    Image.open(io.BytesIO(data)).getexif()
-sys.stderr.write("mmray\\n")
-from mmray.data.images.decode import decode, verify_image
-for data in pictures:
-    assert verify_image(data) == decode(data).shape[1::-1] == (40, 30)
-"""
-    pictures = pickle.dumps([damaged_exif(number) for number in range(8)])
-    run = subprocess.run([sys.executable, "-c", code], input=pictures, capture_output=True, check=True)
-    alone, _, ours = run.stderr.decode().removeprefix("alone\n").partition("mmray\n")
-    assert len({line for line in alone.splitlines() if "Warning: " in line}) == 8, alone
-    assert ours == ""
+    """Damaged EXIF, in a process set up like a data worker."""
+    exif = b"Exif\0\0MM\0*" + struct.pack(">LHHHLL", 8, 1, 0x010F, 2, 10**6, 26) + bytes(4)
+    code = "import sys; from mmray.data.images.decode import verify_image; verify_image(sys.stdin.buffer.read())"
+    data = encode(picture(), "JPEG", exif=exif)
+    run = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=True)
+    assert run.stderr == b""
 
 
 def test_transparency_is_composited_on_white():
@@ -107,17 +87,12 @@ def test_transparency_is_composited_on_white():
         (raw_png(16, 0, [struct.pack(">2H", 0, 65535), struct.pack(">2H", 32768, 257)]), [0, 255, 128, 1]),
         (raw_png(16, 0, [struct.pack(">2H", 0, 1000)], struct.pack(">H", 1000)), [0, 255]),
         (raw_png(16, 0, [struct.pack(">2H", 1000, 999)], struct.pack(">H", 1000)), [255, 4]),
-        (raw_png(4, 0, [b"\x5a"], struct.pack(">H", 5)), [255, 170]),
-        (raw_png(2, 0, [b"\x40"], struct.pack(">H", 1)), [255, 0]),
-        (raw_png(1, 0, [b"\x40"], struct.pack(">H", 0)), [255, 255]),
-        (raw_png(1, 0, [b"\x40"], struct.pack(">H", 1)), [0, 255]),
-        (raw_png(8, 0, [b"\x05\x06"], struct.pack(">H", 5)), [255, 6]),
-        (
-            raw_png(16, 2, [struct.pack(">6H", *[0x1234] * 3, *[0x5678] * 3)], struct.pack(">3H", *[0x1234] * 3)),
-            [255, 86],
-        ),
+        (raw_png(4, 0, [b"\x5a"], b"\0\5"), [255, 170]), (raw_png(2, 0, [b"\x40"], b"\0\1"), [255, 0]),
+        (raw_png(1, 0, [b"\x40"], b"\0\0"), [255, 255]), (raw_png(1, 0, [b"\x40"], b"\0\1"), [0, 255]),
+        (raw_png(8, 0, [b"\x05\x06"], b"\0\5"), [255, 6]),
+        (raw_png(16, 2, [b"\x12\x34" * 3 + b"\x56\x78" * 3], b"\x12\x34" * 3), [255, 86]),
     ],
-)
+)  # fmt: skip
 def test_bit_depth_is_scaled_and_transparent_colour_is_applied(data, expected):
     pixels = np.asarray(with_pillow(data))
     assert pixels[..., 0].ravel().tolist() == expected
@@ -137,22 +112,11 @@ def test_cmyk_and_grey_become_rgb():
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "empty"),
-        (b"<html><body>404</body></html>", "format"),
-        (encode(picture(), "BMP"), "format"),
-        (encode(picture(), "TIFF"), "format"),
-        (FORMATS["PNG"][:60], "truncated"),
-        (FORMATS["PNG"][:-12], "truncated"),
-        (FORMATS["JPEG"][:-100], "truncated"),
-        (FORMATS["WEBP"][:-40], "truncated"),
-        (FORMATS["GIF"][:-400], "truncated"),
-        (FORMATS["PNG"][:60] + b"\0" + FORMATS["PNG"][61:], "checksum"),
-        (b"\x89PNG\r\n\x1a\n", "truncated"),
-        (b"\xff\xd8\xff\xe0", "corrupt"),
-        (raw_png(8, 0, [b"\0\0"], size=(60000, 60000)), "too-large"),
+        (encode(picture(), "BMP"), "format"), (FORMATS["PNG"][:-12], "truncated"), (FORMATS["WEBP"][:-40], "truncated"),
+        (FORMATS["GIF"][:-400], "truncated"), (b"\x89PNG\r\n\x1a\n", "truncated"), (b"\xff\xd8\xff\xe0", "corrupt"),
         (raw_png(8, 0, [b"\0\0"], size=(6000, 6000)), "too-large"),
     ],
-)
+)  # fmt: skip
 def test_bad_bytes_raise_with_reason(data, reason):
     with pytest.raises(BadImage) as caught:
         with_pillow(data)
@@ -187,31 +151,11 @@ def test_squash_crop_and_pad():
     image.paste("red", (30, 0, 60, 30))
     squash, crop, pad = (resize_to_square(np.asarray(image), 12, fit, "bilinear") for fit in ("squash", "crop", "pad"))
     for pixels in (squash, crop, pad):
-        assert (pixels.shape, pixels.dtype) == ((3, 12, 12), np.uint8)
-        assert pixels.flags.c_contiguous
-    assert (squash[0, :, 0] < 10).all()
-    assert (squash[0, :, 6] > 245).all()
+        assert (pixels.shape, pixels.dtype, pixels.flags.c_contiguous) == ((3, 12, 12), np.uint8, True)
+    assert (squash[0, :, 0] < 10).all() and (squash[0, :, 6] > 245).all()
     assert (crop[0, :, 1:-1] == 255).all()  # at the edges the filter reads the black outside, as after a full resize
-    assert (crop[0] > 200).all()
-    assert (crop[1:] == 0).all()
-    assert (pad[:, :4] == 255).all()
-    assert (pad[:, 8:] == 255).all()
-    assert (pad[1, 4:8] < 10).all()
-
-
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize("size", [(97, 61), (61, 97), (200, 64)])
-def test_fused_crop_agrees_with_resize_then_centre_crop(size, interpolation):
-    """Preprocessing of pretrained models: shorter side to `side`, then a centre crop; within 3 levels on average."""
-    image, side = picture(*size), 32
-    scale = side / min(size)
-    whole = image.resize(
-        (max(side, round(size[0] * scale)), max(side, round(size[1] * scale))),
-        {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[interpolation],
-    )
-    left, top = (whole.width - side) // 2, (whole.height - side) // 2
-    usual = np.asarray(whole.crop((left, top, left + side, top + side))).transpose(2, 0, 1).astype(int)
-    assert np.abs(resize_to_square(np.asarray(image), side, "crop", interpolation) - usual).mean() < 3
+    assert (crop[0] > 200).all() and (crop[1:] == 0).all()
+    assert (pad[:, :4] == 255).all() and (pad[:, 8:] == 255).all() and (pad[1, 4:8] < 10).all()
 
 
 @pytest.mark.parametrize(
@@ -264,12 +208,6 @@ def test_damaged_jpegs_give_same_result_on_both_paths(progressive):
     assert outcomes == {"bad", "good"}
 
 
-def test_pixels_of_extreme_shapes():
-    for size in ((1, 1), (1000, 1), (1, 1000)):
-        for fit in ("squash", "crop", "pad"):
-            assert resize_to_square(np.asarray(Image.new("RGB", size)), 8, fit, "bicubic").shape == (3, 8, 8)
-
-
 def test_shrink_keeps_small_images_and_re_encodes_large_ones():
     jpeg, lossless = FORMATS["JPEG"], FORMATS["PNG"]
     assert reencode(decode(jpeg), jpeg, 30) is jpeg
@@ -294,12 +232,3 @@ def test_png_suite(shared_data):
         else:
             assert with_pillow(path.read_bytes()).mode == "RGB"
     assert (len(paths), len(refused)) == (175, 14)
-
-
-def test_png_suite_backgrounds(shared_data):
-    """The same image at several depths with a transparent background: white everywhere."""
-    names = ["tbbn0g04", "tbbn2c16", "tbbn3p08", "tbgn2c16", "tbrn2c08", "tbwn0g16", "tbyn3p08", "tp1n3p08"]
-    pixels = [np.asarray(with_pillow((shared_data / f"pngsuite/{name}.png").read_bytes())) for name in names]
-    for other in pixels:
-        assert (other[0, :3] == 255).all()
-        assert np.abs(other.mean() - pixels[0].mean()) < 4

@@ -1,15 +1,12 @@
 """SIMD resize equals Pillow's, in every thread; Pillow is the fallback without a SIMD build."""
 
-import base64
-import io
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw, ImageFont
 
 from mmray.data.images import transform as module
-from mmray.data.images.transform import resize, resize_with_pillow, thumbnail
+from mmray.data.images.transform import resize, resize_with_pillow
 
 SIZES = [(1, 1), (3, 200), (224, 224), (257, 131), (640, 17), (60, 400)]
 
@@ -24,15 +21,6 @@ def stripes(width, height, seed):
     return (((x + y) % 2)[..., None] * 255).repeat(3, 2).astype(np.uint8)
 
 
-def words(width, height, seed):
-    image, random = Image.new("RGB", (width, height), "white"), np.random.default_rng(seed)
-    draw, font = ImageDraw.Draw(image), ImageFont.load_default(size=8 + seed % 9)
-    for y in range(0, height, 12):
-        line = "".join(map(chr, random.integers(33, 127, width // 5)))
-        draw.text((0, y), line, fill=tuple(random.integers(0, 120, 3).tolist()), font=font)
-    return np.asarray(image)
-
-
 def centre(width, height):
     """A central crop with integer sides, at half-pixel offsets if the difference is odd."""
     w, h = -(-2 * width // 3), -(-3 * height // 4)
@@ -43,7 +31,7 @@ def centre(width, height):
 @pytest.mark.skipif(module.simd is None, reason="no build of cykooz.resizer for this processor")
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("picture", [noise, stripes, words])
+@pytest.mark.parametrize("picture", [noise, stripes])
 def test_resize_equals_pillow_within_two_levels(picture, size, interpolation):
     """Enlarged and reduced, full image and crop."""
     for seed in range(3):
@@ -55,14 +43,6 @@ def test_resize_equals_pillow_within_two_levels(picture, size, interpolation):
                 assert mine.shape == (target[1], target[0], 3)
                 assert difference.max() <= 2
                 assert difference.mean() < 0.05 or picture is stripes or min(size) < 9
-
-
-@pytest.mark.parametrize("target", [(224, 224), (96, 96), (300, 260)])
-def test_wide_image_equals_a_single_pillow_call(target):
-    for seed in range(5):
-        rgb = words(341, 256, seed)
-        whole = Image.fromarray(rgb).resize(target, Image.Resampling.BICUBIC)
-        assert np.abs(resize(rgb, target, "bicubic", (0, 0, 341, 256)).astype(int) - np.asarray(whole)).max() <= 2
 
 
 def test_concurrent_threads_resize_correctly():
@@ -79,9 +59,3 @@ def test_pillow_is_the_fallback(monkeypatch):
     monkeypatch.setattr(module, "simd", None)
     box = (0, 0, 20, 30)
     assert np.array_equal(resize(rgb, (8, 8), "bilinear", box), resize_with_pillow(rgb, (8, 8), "bilinear", box))
-
-
-def test_thumbnail_is_small_and_never_enlarged():
-    for (width, height), size in (((1000, 500), (128, 64)), ((20, 10), (20, 10))):
-        data = thumbnail(np.zeros((height, width, 3), np.uint8)).partition(",")[2]
-        assert Image.open(io.BytesIO(base64.b64decode(data))).size == size

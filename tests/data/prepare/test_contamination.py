@@ -1,6 +1,5 @@
 """Contamination: exact and near matches in other sets and splits are counted, listed and quarantined."""
 
-import io
 import json
 
 import numpy as np
@@ -12,19 +11,17 @@ from PIL import Image
 from mmray.config import Prepare
 from mmray.data.prepare import contamination
 from mmray.data.prepare import pipeline as prepare_module
+from mmray.data.prepare.assemble import NO_ROW
 from mmray.data.prepare.contamination import (
     IMAGE_HASH_DTYPE,
     MAX_COLOR_DISTANCE,
-    NONE,
-    SAME_SET,
-    find_leaks,
     nearest,
     perceptual_hash,
 )
 from mmray.data.prepare.pipeline import prepare
-from mmray.data.prepare.tasks import map_tasks
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
+from tests.data.formats.bad_inputs import encode
 from tests.data.prepare.test_pipeline import quarantine, run_here
 
 LAX = Prepare(max_bad_fraction=0.0, rows_per_shard=4, vocab_size=100, phash_distance=20)
@@ -51,12 +48,6 @@ def patches_image(number):
     return Image.fromarray(patches).resize((96, 96), Image.Resampling.BICUBIC)
 
 
-def encoded(image, kind="PNG", **options):
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
-
-
 def make_source(folder, images, splits=None):
     """JSONL of these encoded images; returns its path."""
     folder.mkdir()
@@ -71,12 +62,12 @@ def make_source(folder, images, splits=None):
 @pytest.fixture
 def two(tmp_path, in_process):
     """A prepared evaluation set of 6 rows, and a source of 10 with two exact and two re-encoded copies of it."""
-    seen = [encoded(patches_image(number)) for number in range(6)]
+    seen = [encode(patches_image(number)) for number in range(6)]
     prepare(make_source(tmp_path / "e", seen), str(tmp_path / "eval"), LAX)
-    images = [encoded(patches_image(number)) for number in range(20, 30)]
+    images = [encode(patches_image(number)) for number in range(20, 30)]
     images[2], images[7] = seen[4], seen[0]
-    images[3] = encoded(patches_image(1).resize((64, 64)), "JPEG", quality=75)
-    images[9] = encoded(patches_image(5).resize((150, 150)), "WEBP", quality=80)
+    images[3] = encode(patches_image(1).resize((64, 64)), "JPEG", quality=75)
+    images[9] = encode(patches_image(5).resize((150, 150)), "WEBP", quality=80)
     return make_source(tmp_path / "t", images), str(tmp_path / "eval")
 
 
@@ -116,21 +107,15 @@ def test_leaks_are_quarantined_and_other_rows_kept(tmp_path, two, in_process):
 
 
 def test_training_row_is_the_leak_between_splits(tmp_path, in_process):
-    images = [encoded(patches_image(number)) for number in range(8)]
-    images[6] = encoded(patches_image(1), "JPEG", quality=80)  # of test, after its copy in train
-    images[2] = encoded(patches_image(7), "JPEG", quality=80)  # of train, before its copy in test
-    images[5] = encoded(patches_image(3), "JPEG", quality=80)  # both in train: no leak
+    images = [encode(patches_image(number)) for number in range(8)]
+    images[6] = encode(patches_image(1), "JPEG", quality=80)  # of test, after its copy in train
+    images[2] = encode(patches_image(7), "JPEG", quality=80)  # of train, before its copy in test
+    images[5] = encode(patches_image(3), "JPEG", quality=80)  # both in train: no leak
     source = make_source(tmp_path / "s", images, splits=["train"] * 6 + ["test"] * 2)
     manifest = prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"drop_overlap": True}))
     assert manifest.splits == {"train": 4, "test": 2}
     assert [fault["key"] for fault in quarantine(tmp_path / "out")] == ["s1", "s2"]
     assert manifest.leakage["found_in"] == {"splits": 2}
-
-
-def test_source_of_leaks_only_is_a_data_error(tmp_path, two):
-    settings = LAX.model_copy(update={"check_contamination": (two[1],), "drop_overlap": True})
-    with pytest.raises(DataError, match=r"no row of 6 is left; 6 leak from other sets or splits"):
-        prepare(str(tmp_path / "e" / "rows.jsonl"), str(tmp_path / "out"), settings)
 
 
 def test_invalid_comparisons_are_refused(tmp_path, two, monkeypatch):
@@ -142,26 +127,6 @@ def test_invalid_comparisons_are_refused(tmp_path, two, monkeypatch):
     monkeypatch.setattr(contamination, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'mmray\[leakage\]'"):
         prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"check_contamination": (eval_set,)}))
-
-
-def test_deleted_referenced_image_matches_nothing(tmp_path, two):
-    source, _ = two
-    settings = LAX.model_copy(update={"index_only": True})
-    prepare(str(tmp_path / "e" / "rows.jsonl"), str(tmp_path / "index"), settings)
-    (tmp_path / "e" / "0.img").unlink()
-    settings = LAX.model_copy(update={"check_contamination": (str(tmp_path / "index"),)})
-    found = prepare(source, str(tmp_path / "out"), settings)
-    assert (found.leakage["exact"], found.leakage["near"]) == (1, 2)
-
-
-def test_ray_job_equals_in_process_check(tmp_path, two, monkeypatch, local_ray):
-    source, eval_set = two
-    settings = LAX.model_copy(update={"check_contamination": (eval_set,), "drop_overlap": True})
-    here = prepare(source, str(tmp_path / "here"), settings)
-    monkeypatch.setattr(contamination, "map_tasks", map_tasks)
-    found = prepare(source, str(tmp_path / "out"), settings)
-    assert (found.fingerprint, found.leakage) == (here.fingerprint, here.leakage)
-    assert leaks_in(tmp_path / "out") == leaks_in(tmp_path / "here")
 
 
 def random_hashes(rng, count, base=None):
@@ -185,13 +150,13 @@ def test_band_search_equals_search_of_all_pairs(seed, num_queries, num_reference
     queries, references = random_hashes(rng, num_queries, base), random_hashes(rng, num_references, base)
     index, bits = nearest(queries, references, most_bits)
     for number, query in enumerate(queries):
-        best = (257, NONE)
+        best = (257, NO_ROW)
         for place, reference in enumerate(references):
             differ = int(np.bitwise_count(query["phash"] ^ reference["phash"]).sum())
             apart = np.abs(query["colors"].astype(int) - reference["colors"]).mean()
             if query["has_phash"] and reference["has_phash"] and differ <= most_bits and apart <= MAX_COLOR_DISTANCE:
                 best = min(best, (differ, place))
-        assert (index[number], bits[number]) == ((best[1], best[0]) if best[1] != NONE else (NONE, NONE))
+        assert (index[number], bits[number]) == ((best[1], best[0]) if best[1] != NO_ROW else (NO_ROW, NO_ROW))
 
 
 def test_equal_hashes_are_compared_once():
@@ -201,27 +166,16 @@ def test_equal_hashes_are_compared_once():
     assert not index.any() and not bits.any()
 
 
-def test_leak_is_reported_once_and_dropped_rows_match_nothing():
-    rows = random_hashes(np.random.default_rng(0), 6, np.arange(4, dtype=np.uint64)[None])
-    rows["has_phash"] = False
-    rows["sha256"] = np.array([[1, 1], [1, 1], [2, 2], [2, 2], [3, 3], [0, 0]])
-    live = np.array([True, True, False, True, True, True])
-    found = find_leaks(rows, live, ["test", None, "test", "train", "train", "train"], [rows[4:5], rows[4:]], 7)
-    assert found.row.tolist() == [1, 4]
-    assert found.where.tolist() == [SAME_SET, 0]
-    assert found.match.tolist() == [0, 0]
-
-
 def test_images_of_different_colour_do_not_match():
     red, blue = (perceptual_hash(Image.new("RGB", (32, 32), colour)) for colour in ((200, 0, 0), (0, 0, 200)))
     assert np.array_equal(red[0], blue[0])
     both = np.zeros(2, IMAGE_HASH_DTYPE)
     both["phash"], both["colors"], both["has_phash"] = [red[0], blue[0]], [red[1], blue[1]], True
-    assert nearest(both[:1], both[1:], 7)[0].tolist() == [NONE]
+    assert nearest(both[:1], both[1:], 7)[0].tolist() == [NO_ROW]
 
 
 def test_unreadable_shard_is_an_error(tmp_path, in_process):
-    images = [encoded(patches_image(number)) for number in range(4)]
+    images = [encode(patches_image(number)) for number in range(4)]
     other = prepare(make_source(tmp_path / "other", images), str(tmp_path / "eval"), LAX)
     (tmp_path / "eval" / other.shards[0].file).write_bytes(b"gone")
     wanted = LAX.model_copy(update={"check_contamination": (str(tmp_path / "eval"),)})

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,37 +20,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmray.cli import main
 from mmray.config import Prepare
-from mmray.data.images.decode import decode
 from mmray.data.prepare import assemble
 from mmray.data.prepare import pipeline as prepare_module
-from mmray.data.prepare.assemble import NONE, hash_texts, match_duplicates
 from mmray.data.prepare.pack import pack_chunk
-from mmray.data.prepare.pipeline import Progress, create_output_dir, ensure_prepared, prepare
+from mmray.data.prepare.pipeline import ensure_prepared, prepare
 from mmray.data.prepare.tasks import MAX_ATTEMPTS
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, MmrayError, ResourceError, UsageError
-from mmray.storage.storage import Storage
 
 LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=4, vocab_size=100)
 
 
 def run_here(job, chunks):
     yield from (pack_chunk(job, chunk) for chunk in chunks)
-
-
-@pytest.fixture
-def in_process(monkeypatch):
-    """Pack without Ray; the fixture lists the chunks that were packed."""
-    packed = []
-
-    def run(job, chunks):
-        packed.extend(chunk.index for chunk in chunks)
-        return run_here(job, chunks)
-
-    monkeypatch.setattr(prepare_module, "pack_chunks", run)
-    return packed
 
 
 @pytest.fixture
@@ -107,27 +89,23 @@ def test_every_row_is_kept_or_quarantined(tmp_path, in_process, run):
         source,
         {"id": "a", "image": "gone.png", "text": "x"},
         {"id": "b", "image": "half.png", "text": "x"},
-        {"id": "c", "image": "0.png", "text": " \n "},
         b"{broken",
         b"",
-        {"id": "d", "image": "../raw/0.png", "text": "x"},
         {"id": "e", "image": "3.png", "text": "the same image again"},
         {"id": "k4", "image": "half.png", "text": "bad before its id counts"},
         {"id": "k5", "image": "new.png", "text": "an id again"},
     )
     manifest, faults = run(), quarantine(out)
-    assert (manifest.num_rows, manifest.num_quarantined, manifest.num_read) == (10, 8, 18)
+    assert (manifest.num_rows, manifest.num_quarantined, manifest.num_read) == (10, 6, 16)
     assert [(fault["key"], fault["source"], fault["stage"], fault["reason"]) for fault in faults] == [
         ("a", "rows.jsonl:11", "read", "missing-image"),
         ("b", "rows.jsonl:12", "decode", "truncated"),
-        ("c", "rows.jsonl:13", "text", "blank"),
-        ("rows.jsonl:14", "rows.jsonl:14", "parse", "json"),
-        ("d", "rows.jsonl:16", "columns", "path"),
-        ("e", "rows.jsonl:17", "duplicates", "duplicate"),
-        ("k4", "rows.jsonl:18", "decode", "truncated"),
-        ("k5", "rows.jsonl:19", "duplicates", "duplicate-key"),
+        ("rows.jsonl:13", "rows.jsonl:13", "parse", "json"),
+        ("e", "rows.jsonl:15", "duplicates", "duplicate"),
+        ("k4", "rows.jsonl:16", "decode", "truncated"),
+        ("k5", "rows.jsonl:17", "duplicates", "duplicate-key"),
     ]
-    assert manifest.reasons == Counter(fault["reason"] for fault in faults) and "k3" in faults[5]["detail"]
+    assert manifest.reasons == Counter(fault["reason"] for fault in faults) and "k3" in faults[3]["detail"]
     prepared = PreparedSet.open(str(out))
     rows = prepared.read(np.arange(10))
     assert [row.key for row in rows] == numbered(10)
@@ -178,50 +156,20 @@ def test_duplicates_across_chunks_and_splits(tmp_path, in_process, run):
     assert len(in_process) == 3
     faults = [(fault["key"], fault["detail"]) for fault in quarantine(tmp_path / "out")]
     assert faults == [(key, "duplicate of row t (in split test)") for key in ("k2", "u")]  # held-out rows stay held out
-    assert manifest.splits == {"train": 8, "test": 1} and manifest.num_leaks == 2
+    assert manifest.splits == {"train": 8, "test": 1}
     with pytest.raises(DataError, match=r"(?s)2 duplicate, for example rows\.jsonl:3: .* keep duplicates with"):
         run(max_bad_fraction=0.01)
-
-
-def test_row_with_a_repeated_id_is_never_the_original():
-    ids, images = hash_texts(["k", "k", "l"]), hash_texts(["a", "b", "b"])
-    original, reason = match_duplicates(ids, images, images, images, "image", np.zeros(3, bool))
-    assert original.tolist() == [NONE, 0, NONE] and reason.tolist() == [0, assemble.SAME_KEY, 0]
-
-
-def test_text_rule_equals_a_loop_over_rows():
-    """A row dropped for its captions does not cause rows with the same image to be dropped."""
-    images, texts = np.random.default_rng(1).integers(0, 40, (2, 90, 2)).astype(np.uint64) // 8
-    held_out = np.arange(90) % 7 == 3
-    original, reason = match_duplicates(hash_texts(numbered(90)), images, images, texts, "text", held_out)
-    kept: list[int] = []
-    for number in (*np.flatnonzero(held_out), *np.flatnonzero(~held_out)):
-        image = next((one for one in kept if (images[one] == images[number]).all()), -1)
-        text = next((one for one in kept if (texts[one] == texts[number]).all()), -1) if image < 0 else -1
-        why = assemble.SAME_CONTENT if image >= 0 else assemble.SAME_TEXT if text >= 0 else 0
-        assert (original[number], reason[number]) == (max(image, text), why)
-        kept += [number] if image == text == -1 else []
-    assert 5 < len(kept) < 25
 
 
 def test_holdout_is_by_content_and_stable(tmp_path, in_process, run):
     source, out = make_source(tmp_path / "raw", 60), tmp_path / "out"
     add(source, *({"id": f"twin{number}", "image": f"{number}.png", "text": "y"} for number in range(60)))
     manifest, before = run(holdout=0.3, duplicates="keep"), keys(out, "test")
-    assert 20 < manifest.splits["test"] < 55 and manifest.num_leaks == 0
+    assert 20 < manifest.splits["test"] < 55
     assert {key.replace("twin", "k") for key in before} == {key for key in before if key.startswith("k")}
     make_source(tmp_path / "raw", 10, start=100)
     run(holdout=0.3, duplicates="keep")
     assert keys(out, "test")[: len(before)] == before
-
-
-def test_image_side_re_encodes_only_larger_images(tmp_path, in_process, run):
-    source = make_source(tmp_path / "raw", 2)
-    (source.parent / "1.png").write_bytes(colour_image(1, "JPEG", (90, 60)))
-    run(image_side=30)
-    rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(2))
-    assert rows[0].image == colour_image(0) and decode(rows[1].image).shape[:2] == (30, 45)
-    assert all(row.checksum_ok for row in rows)
 
 
 def test_second_prepare_packs_only_new_rows(tmp_path, in_process, run):
@@ -236,40 +184,6 @@ def test_second_prepare_packs_only_new_rows(tmp_path, in_process, run):
     assert in_process == [3, 4] and grown.num_rows == 17 and keys(out) == numbered(17)
     assert all(path.stat().st_mtime_ns == time for path, time in shards.items())
     assert (out / "tokenizer.json").read_text() == tokenizer and grown.fingerprint != first.fingerprint
-
-
-def test_shards_survive_records_of_another_writer(tmp_path, in_process, run):
-    make_source(tmp_path / "raw", 10)
-
-    def meddle(progress):
-        if progress.stage == "tokenize":
-            for record in (tmp_path / "out" / "parts").iterdir():
-                record.write_text(json.dumps(json.loads(record.read_text()) | {"shards": []}))
-
-    run(progress=meddle)
-    assert keys(tmp_path / "out") == numbered(10)
-
-
-def test_killed_prepare_resumes(tmp_path, in_process, monkeypatch, run):
-    make_source(tmp_path / "raw", 20)
-    whole, out, seen = run("whole"), tmp_path / "out", []
-    in_process.clear()
-
-    def killed(job, chunks):
-        yield from run_here(job, chunks[:2])
-        (out / "shards" / "00002-rows-x.arrow.1234.unfinished").write_bytes(b"half")
-        (out / "shards" / "00002-rows-y.arrow").write_bytes(b"whole, but its record was never written")
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare_module, "pack_chunks", killed)
-        run()
-    with pytest.raises(DataError, match="is not complete"):
-        PreparedSet.open(str(out))
-    manifest = run(progress=seen.append)
-    assert in_process == [2, 3, 4] and manifest.fingerprint == whole.fingerprint
-    assert Progress("pack", 8, 20, 0, 8) in seen
-    assert {f"shards/{path.name}" for path in (out / "shards").iterdir()} == {shard.file for shard in manifest.shards}
 
 
 def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
@@ -296,6 +210,16 @@ def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
     assert in_process == [2, 0, 1, 2] and len(list((out / "shards").iterdir())) == 3
 
 
+def test_grown_source_keeps_its_chunks_without_a_record(tmp_path, in_process, run):
+    """The end of the last old chunk is known, although the record of another one was deleted."""
+    make_source(tmp_path / "raw", 10)
+    run()
+    (tmp_path / "out" / "parts" / "chunk-00000.json").unlink()
+    make_source(tmp_path / "raw", 4, start=100)
+    in_process.clear()
+    assert run().num_rows == 14 and in_process == [0, 3]
+
+
 def test_exceeded_budget_is_a_data_error_and_a_larger_one_resumes(tmp_path, in_process, run):
     source, out = make_source(tmp_path / "raw", 16), tmp_path / "out"
     (source.parent / "15.png").unlink()
@@ -303,12 +227,7 @@ def test_exceeded_budget_is_a_data_error_and_a_larger_one_resumes(tmp_path, in_p
     with pytest.raises(DataError) as caught:
         run(max_bad_fraction=0.1)
     assert caught.value.exit_code == 5
-    for part in (
-        "2 of 16 rows are bad (12.5 %), the budget is 10 %",
-        "1 missing-image, for example rows.jsonl:16: there is no file 15.png",
-        f"{out}/quarantine.jsonl",
-        "--max-bad-fraction 0.125",
-    ):
+    for part in ("2 of 16 rows are bad (12.5 %)", "rows.jsonl:16: there is no file", "--max-bad-fraction 0.125"):
         assert part in str(caught.value)
     assert len(quarantine(out)) == 2
     with pytest.raises(DataError, match="is not complete"):
@@ -332,7 +251,7 @@ def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypa
     whole = run("whole")
     add(source, {"image": "0.png", "text": " "})
     for module in ("images.read", "prepare.pack"):  # a file system without modification times, like an object store
-        monkeypatch.setattr(f"mmray.data.{module}.file_stamp", lambda storage, name: (name, None, None))
+        monkeypatch.setattr(f"mmray.data.{module}.image_signature", lambda storage, name: (name, None, None))
     for number in (5, 9, 10):
         (source.parent / f"{number}.png").unlink()
     assert run().reasons == {"missing-image": 3, "blank": 1}
@@ -352,7 +271,6 @@ def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypa
     ("rows", "message"),
     [
         ([{"caption": "x", "url": "y"}] * 3, r"none is good\n.*3 no-image, .*\(the row has caption, url\)"),
-        ([{"image": "0.png"}], "no-text"),
         ([{"image": "gone.png", "text": "x"}], r"there is no file gone\.png"),
         ([b"\n", b"  "], "holds no rows"),
         ([b"id,image,text", b"1,a.png,x"], "not JSON"),
@@ -375,8 +293,6 @@ def test_missing_source_and_invalid_output_folders_are_refused(tmp_path, in_proc
     for out, message in (("raw", "is not empty and is not a prepared set"), ("file", "cannot write to")):
         with pytest.raises(UsageError, match=message):
             run(out)
-    with pytest.raises(UsageError, match="cannot write to"):
-        prepare(str(tmp_path / "raw" / "rows.jsonl"), "/proc/out", LAX)
 
 
 def test_another_source_does_not_replace_a_set(tmp_path, in_process, run):
@@ -401,17 +317,6 @@ def test_concurrent_prepare_is_refused(tmp_path, in_process, monkeypatch, run):
     assert run().num_rows == 8
 
 
-def test_set_and_source_may_be_moved_together(tmp_path, in_process, run):
-    make_source(tmp_path / "raw", 8)
-    first, there = run(), tmp_path / "there"
-    there.mkdir()
-    for name in ("raw", "out"):
-        (tmp_path / name).rename(there / name)
-    in_process.clear()
-    again = prepare(str(there / "raw" / "rows.jsonl"), str(there / "out"), LAX)
-    assert again == replace(first, source=first.source | {"folder": str(there / "raw")}) and in_process == []
-
-
 def test_tokenizer_is_trained_on_training_captions_if_there_are_any(tmp_path, in_process, run):
     make_source(tmp_path / "raw", 4, split="test", text="qqqq")
     assert run("a").tokenizer is None
@@ -420,12 +325,6 @@ def test_tokenizer_is_trained_on_training_captions_if_there_are_any(tmp_path, in
     assert run("c").tokenizer == "tokenizer.json"
     vocabulary = json.loads((tmp_path / "c" / "tokenizer.json").read_text())["model"]["vocab"]
     assert "words" in vocabulary and not any("q" in piece for piece in vocabulary)
-
-
-def test_packing_needs_neither_torch_nor_ray():
-    heavy = ("torch", "transformers", "ray", "pydantic", "aiohttp")
-    code = f"import sys, mmray.data.prepare.pack; print([name for name in {heavy} if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
 
 
 def test_cache_name_ignores_the_error_budget(tmp_path, monkeypatch):
@@ -442,18 +341,6 @@ def test_cache_name_ignores_the_error_budget(tmp_path, monkeypatch):
         ensure_prepared("sample", "s3://b/cache", Prepare(), lambda *_: None, lambda _: None)
 
 
-def test_retried_task_does_not_repack_a_finished_chunk(tmp_path):
-    source, shards = make_source(tmp_path / "raw", 4), tmp_path / "out" / "shards"
-    job = prepare_module.make_job(str(source), str(tmp_path / "out"), LAX)
-    (chunk,) = job.open().scan(4, ())
-    create_output_dir(Storage(job.out))
-    first, files = pack_chunk(job, chunk), list(shards.iterdir())
-    assert pack_chunk(job, chunk) == first and list(shards.iterdir()) == files
-    again = prepare_module.make_job(str(source), str(tmp_path / "out"), LAX)
-    assert pack_chunk(again, chunk) == first  # a concurrent prepare that requested this chunk packs it
-    assert len(list(shards.iterdir())) == 2
-
-
 def test_ray_job_equals_in_process_prepare(tmp_path, in_process, monkeypatch, local_ray, run):
     source, seen = make_source(tmp_path / "raw", 30), []
     add(source, {"image": "gone.png", "text": "x"}, {"image": "3.png", "text": "twin"})
@@ -464,17 +351,6 @@ def test_ray_job_equals_in_process_prepare(tmp_path, in_process, monkeypatch, lo
     assert quarantine(tmp_path / "out") == quarantine(tmp_path / "here")
     packed = [progress.done_rows for progress in seen if progress.stage == "pack"]
     assert packed == sorted(packed) and packed[-1] == 32 and len(packed) > 3
-
-
-def test_command_over_budget_exits_with_5(tmp_path, in_process, local_ray, capsys):
-    source, out = make_source(tmp_path / "raw", 7), tmp_path / "out"
-    add(source, {"image": "gone.png", "text": "x"})
-    command = ["prepare", str(source), str(out), "--rows-per-shard", "4", "--max-bad-fraction"]
-    for budget, code in (("0.1", 5), ("0.125", 0)):
-        with pytest.raises(SystemExit) as ended:
-            main([*command, budget])
-        assert ended.value.code == code
-        assert ("1 of 8 rows are bad (12.5 %)" in capsys.readouterr().err) == (code == 5)
 
 
 def test_task_that_cannot_write_is_a_resource_error(tmp_path, local_ray, run):
@@ -498,12 +374,12 @@ def task_with(pack, item, job):
         return _pack_task(item, job)
 
 
-def dies_at_1(job, chunk, sandbox):
+def dies_at_1(job, chunk, crash_probe):
     if chunk.index == 1:
         with Path(job.out, "deaths").open("a") as file:
             file.write("x")
         os.kill(os.getpid(), signal.SIGKILL)
-    return pack_chunk(job, chunk, sandbox)
+    return pack_chunk(job, chunk, crash_probe)
 
 
 @pytest.mark.cluster
@@ -516,7 +392,7 @@ def test_chunk_that_keeps_killing_workers_is_named_and_others_are_kept(tmp_path,
     assert not list(tmp_path.glob("out/parts/*.attempt"))
 
 
-def has_a_bug(job, chunk, sandbox):
+def has_a_bug(job, chunk, crash_probe):
     with Path(job.out, "calls").open("a") as file:
         file.write("x")
     return {}["absent"]
@@ -544,6 +420,8 @@ prepare(sys.argv[1], sys.argv[2], Prepare(rows_per_shard=4, vocab_size=100))
 @pytest.mark.cluster
 def test_prepare_resumes_after_the_driver_was_killed(tmp_path, in_process, run):
     source, out = make_source(tmp_path / "raw", 400), tmp_path / "out"
+    whole = run("whole")
+    in_process.clear()
     driver = subprocess.Popen([sys.executable, "-c", KILLED, str(source), str(out)])
     deadline = time.monotonic() + 60
     while len(list((out / "parts").glob("chunk-*.json"))) < 5:
@@ -552,9 +430,11 @@ def test_prepare_resumes_after_the_driver_was_killed(tmp_path, in_process, run):
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     time.sleep(2)  # its workers exit by themselves
-    assert not (out / "manifest.json").exists()
+    with pytest.raises(DataError, match="is not complete"):
+        PreparedSet.open(str(out))
+    (out / "shards" / "00099-rows-y.arrow").write_bytes(b"whole, but its record was never written")
     done = len(list((out / "parts").glob("chunk-*.json")))
     manifest = run()
     assert len(in_process) == 100 - done < 96
-    assert (manifest.num_rows, manifest.num_quarantined) == (400, 0) and keys(out) == numbered(400)
-    assert not list(out.glob("shards/*.unfinished"))
+    assert manifest.fingerprint == whole.fingerprint and keys(out) == numbered(400)
+    assert {f"shards/{path.name}" for path in (out / "shards").iterdir()} == {shard.file for shard in manifest.shards}

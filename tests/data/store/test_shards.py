@@ -2,12 +2,9 @@
 
 import hashlib
 import pickle
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import fsspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,7 +20,6 @@ from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
 from mmray.data.stream import shuffle
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.shuffle import shuffle_block_and_window
-from mmray.errors import DataError, UsageError
 from mmray.storage import storage
 from mmray.storage.storage import Storage, coalesce_ranges
 from tests.data.store.test_prepared_set import make_rows
@@ -31,13 +27,6 @@ from tests.made import write_set as make_set
 from tests.made import write_shard
 
 SPANS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)).map(lambda s: (s[0], s[0] + s[1])), max_size=30)
-
-
-@pytest.fixture
-def memory():
-    """Address of a store in memory."""
-    yield "memory://set"
-    fsspec.filesystem("memory").store.clear()
 
 
 def put(address, shards, name="set"):
@@ -66,7 +55,7 @@ def make_index_only_set(store, images, rows, size=300, per_tar=512):
             row.image, row.ref = b"", ref
         shards.append(write_shard(here, store, f"shards/{tar}.arrow", None))
     settings, source = {"index_only": True}, {"address": images.address}
-    store.write(MANIFEST, Manifest(rows, rows, 0, {}, 0, {}, "", None, source, settings, tuple(shards)).to_json())
+    store.write(MANIFEST, Manifest(rows, rows, 0, {}, {}, "", None, source, settings, tuple(shards)).to_json())
     return PreparedSet.open(store.address)
 
 
@@ -108,21 +97,12 @@ def test_rows_on_a_store_equal_rows_on_a_disk(memory, tmp_path, cached):
         there.read(np.array([here.num_rows]))
 
 
-def test_manifest_without_all_record_batches_is_damaged(memory):
-    there = put(memory, [(make_rows(18), None, ())])
-    text = there.storage.read(MANIFEST).decode()
-    last = there.manifest.shards[0].batches.rpartition(" ")[2]
-    there.storage.write(MANIFEST, text.replace(f" {last}", "").encode())
-    with pytest.raises(DataError, match=r"manifest\.json is damaged .*shards/0\.arrow"):
-        PreparedSet.open(there.storage.address)
-
-
 BLOCK_ROWS = 128
 
 
 def cost_of(s3, prepared, chunk, window, blocks=2):
     """(requests, bytes read / bytes of the rows) per block, averaged over blocks of two ranks."""
-    plan = SamplePlan(prepared.num_rows, 2 * BLOCK_ROWS, 2, BLOCK_ROWS, 0, 100, chunk=chunk, window=window)
+    plan = SamplePlan(prepared.num_rows, 2 * BLOCK_ROWS, 2, BLOCK_ROWS, 0, 100, shuffle_block=chunk, window=window)
     with s3.requests() as made:
         for block in range(blocks):
             rows = prepared.read(plan.rows_at(plan.positions(*divmod(block, 2))))
@@ -205,30 +185,8 @@ def test_cache_replaces_the_store_and_refetches_damaged_entries(memory, cache):
     assert PreparedSet(there.storage, there.manifest).cached(cache, 16).read(np.arange(40)) == rows
     there.storage.delete(shard)
     assert PreparedSet(there.storage, there.manifest).cached(cache, 16).read(np.arange(40)) == rows
-
-
-def test_bit_flip_in_the_cache_is_refetched_and_in_the_store_reported(memory, cache):
-    rows = make_rows(20)
-    there = put(memory, [(rows, None, ())]).cached(cache, 100)
-    assert there.read(np.arange(20)) == rows
-    (entry,) = files_of(cache)
-    shard, good = there.manifest.shards[0].file, entry.read_bytes()
-    for store in range(good.index(rows[9].image), len(good), 400):
-        entry.write_bytes(good[:store] + bytes([good[store] ^ 64]) + good[store + 1 :])
-        assert [row.image for row in there.read(np.arange(20))] == [row.image for row in rows]
-    stored = bytearray(there.storage.read(shard))
-    stored[stored.index(rows[9].image) + 3] ^= 64
-    there.storage.write(shard, bytes(stored))
-    cache.invalidate(entry.name)
-    found = PreparedSet(there.storage, there.manifest).cached(cache, 100).read(np.arange(20))
-    assert [number for number, row in enumerate(found) if not row.checksum_ok] == [9]
-
-
-def test_replaced_set_at_the_same_address_is_not_read_from_the_cache(memory, cache):
-    first = put(memory, [(make_rows(20), None, ())]).cached(cache, 16)
-    assert first.read(np.arange(20)) == make_rows(20)
-    other = put(memory, [(make_rows(20)[::-1], None, ())]).cached(cache, 16)
-    assert other.read(np.arange(20)) == make_rows(20)[::-1]
+    other = put(memory, [(rows[::-1], None, ())]).cached(cache, 16)
+    assert other.read(np.arange(40)) == rows[::-1], "another set at the same address"
 
 
 def test_cache_evicts_least_recently_used_entries(tmp_path):
@@ -261,17 +219,7 @@ def test_concurrent_readers_fetch_an_entry_once(cache):
     assert len(fetched) == 1
 
 
-def test_killed_process_leaves_no_lock_and_no_partial_entry(cache):
-    code = (
-        "import os, sys; from mmray.data.store.cache import ShardCache; "
-        "ShardCache(sys.argv[1], 10**9).get('entry', 5, lambda: os._exit(9))"
-    )
-    run = subprocess.run([sys.executable, "-c", code, str(cache.folder)], check=False)
-    assert run.returncode == 9 and files_of(cache) == []
-    assert cache.get("entry", 5, lambda: b"whole") == b"whole"
-
-
-def test_full_cache_disk_warns_once_and_invalid_folder_is_an_error(cache, monkeypatch, caplog, tmp_path):
+def test_full_cache_disk_warns_once(cache, monkeypatch, caplog):
     assert cache.get("one", 1, lambda: b"1") == b"1"
 
     def full(*_):
@@ -280,9 +228,6 @@ def test_full_cache_disk_warns_once_and_invalid_folder_is_an_error(cache, monkey
     monkeypatch.setattr(shard_cache.Path, "replace", full)
     assert [cache.get("two", 1, lambda: b"2") for _ in range(3)] == [b"2"] * 3
     assert caplog.text.count("No space left on device") == 1 and len(files_of(cache)) == 1
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"data\.local_cache .* cannot be used"):
-        ShardCache(str(tmp_path / "file" / "below"), 10**9).get("one", 1, lambda: b"1")
 
 
 def test_referenced_images_are_read_in_few_requests_in_order(memory, monkeypatch):

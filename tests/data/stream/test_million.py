@@ -11,7 +11,7 @@ import psutil
 
 from mmray.config import Inputs
 from mmray.data.store.manifest import MANIFEST, Manifest, fingerprint
-from mmray.data.store.prepared_set import PreparedSet, key_id
+from mmray.data.store.prepared_set import PreparedSet, hash_key
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
@@ -32,7 +32,7 @@ def make_million(folder):
     for name in names:
         os.link(folder / whole.file, folder / name)
     shards = (*(replace(whole, file=name) for name in names), last)
-    storage.write(MANIFEST, Manifest(ROWS, ROWS, 0, {}, 0, {}, fingerprint(shards), None, {}, {}, shards).to_json())
+    storage.write(MANIFEST, Manifest(ROWS, ROWS, 0, {}, {}, fingerprint(shards), None, {}, {}, shards).to_json())
 
 
 def test_million_rows_are_opened_and_read_within_bounds(tmp_path):
@@ -49,5 +49,5 @@ def test_million_rows_are_opened_and_read_within_bounds(tmp_path):
     assert took_s < 3 and held_mib < 64 and len(pickle.dumps(reader)) < 500_000
     rows = plan.rows_at(positions)
     assert len(set((rows // IN_SHARD).tolist())) > 100  # rows from the entire set
-    assert block["key"].tolist() == [key_id(f"row-{number % IN_SHARD}") for number in rows] and block["valid"].all()
+    assert block["key"].tolist() == [hash_key(f"row-{number % IN_SHARD}") for number in rows] and block["valid"].all()
     assert np.array_equal(np.sort(plan.rows_at(np.arange(ROWS))), np.arange(ROWS))

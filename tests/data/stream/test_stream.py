@@ -5,20 +5,18 @@ import pickle
 import subprocess
 import sys
 import time
-from unittest.mock import Mock
 
 import numpy as np
-import psutil
 import pytest
 import ray
 import torch
 
 from mmray.config import Augment, ChatInputs, Inputs
-from mmray.data.store.prepared_set import key_id
+from mmray.data.store.prepared_set import hash_key
 from mmray.data.stream.collate import iter_micro_batches
-from mmray.data.stream.order import PADDING, Blocks, ResumePoint, SamplePlan
+from mmray.data.stream.order import PADDING, BlockPlan, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.stream.stream import StreamDataConfig, block_ids_dataset, block_shape, max_block_mb
+from mmray.data.stream.stream import StreamDataConfig
 from mmray.data.text.tokenizer import train_tokenizer
 from tests.made import CAPTIONS, make_set, png, row
 
@@ -58,19 +56,8 @@ def consume(iterator, plan, pause_s, steps):
     return list(itertools.islice(taken(iterator, plan, pause_s), steps))
 
 
-@ray.remote(num_cpus=0)
-class Mortal:
-    """A rank that waits in the middle of its stream until it is killed."""
-
-    def __init__(self, iterator, plan, pause_s):
-        self.left = taken(iterator, plan, pause_s)
-
-    def take(self, steps=None):
-        return list(itertools.islice(self.left, steps))
-
-
-def stream(reader, plan, first_step, pause_s, steps, block_mb, killed):
-    """Keys and positions of each step, rank after rank; after `steps` the group stops, or is `killed`.
+def stream(reader, plan, first_step, pause_s, steps, block_mb):
+    """Keys and positions of each step, rank after rank; after `steps` the group stops.
 
     The first rank pauses after each step; the others do not.
     """
@@ -78,14 +65,7 @@ def stream(reader, plan, first_step, pause_s, steps, block_mb, killed):
     made = StreamDataConfig(ResumePoint(plan, first_step), reader, workers, block_mb)
     iterators = [shard["train"] for shard in made.configure({"train": None}, plan.world)]
     given = [(iterator, plan, 0.0 if rank else pause_s) for rank, iterator in enumerate(iterators)]
-    if killed:
-        mortals = [Mortal.remote(*each) for each in given]
-        ranks = ray.get([mortal.take.remote(steps) for mortal in mortals])
-        for mortal in mortals:
-            mortal.take.remote()  # the rows it would take next are lost with it
-            ray.kill(mortal)
-    else:
-        ranks = ray.get([consume.remote(*each, steps) for each in given])
+    ranks = ray.get([consume.remote(*each, steps) for each in given])
     return [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
 
 
@@ -95,21 +75,20 @@ def expected(plan):
     for step in range(plan.steps):
         positions = np.concatenate([plan.positions(step, rank) for rank in range(plan.world)])
         positions = positions[positions != PADDING]
-        out.append([(key_id(f"row-{r}"), int(p)) for r, p in zip(plan.rows_at(positions), positions, strict=True)])
+        out.append([(hash_key(f"row-{r}"), int(p)) for r, p in zip(plan.rows_at(positions), positions, strict=True)])
     return out
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "global_rows", "stops", "pause_s", "block_mb", "killed"),
+    ("num_rows", "global_rows", "stops", "pause_s", "block_mb"),
     [
-        pytest.param(117, 1, (40, 90, 125), 0.005, 0.01, False, id="one row a step"),
-        pytest.param(117, 4, (11, 37, 70), 0.01, 0.01, False, id="four rows, which do not divide the set"),
-        pytest.param(117, 4, (11, 37, 70), 0.01, 0.01, True, id="killed", marks=pytest.mark.cluster),
-        pytest.param(5000, 250, (7, 13, 24), 0.03, 0.04, False, id="5000 rows, blocks of a part of a step"),
+        pytest.param(117, 1, (40, 90, 125), 0.005, 0.01, id="one row a step"),
+        pytest.param(117, 4, (11, 37, 70), 0.01, 0.01, id="four rows, which do not divide the set"),
+        pytest.param(5000, 250, (7, 13, 24), 0.03, 0.04, id="5000 rows, blocks of a part of a step"),
     ],
 )
 def test_changing_worker_groups_take_same_rows(
-    local_ray, readers, monkeypatch, num_rows, global_rows, stops, pause_s, block_mb, killed
+    local_ray, readers, monkeypatch, num_rows, global_rows, stops, pause_s, block_mb
 ):
     """Groups of one, three and two workers stop in mid-epoch; the next starts where the counted rows end.
 
@@ -120,13 +99,13 @@ def test_changing_worker_groups_take_same_rows(
     rows_consumed, found, plans = 0, [], []
     for world, stop in zip((1, 3, 2), stops, strict=True):
         plan = SamplePlan(num_rows, global_rows, world, micro=1 if global_rows < 16 else 32, seed=3, steps=stops[-1])
-        first_step, leaving = plan.step_at(rows_consumed), stop < plan.steps
-        steps = stop - first_step if leaving else None
-        found += stream(readers[num_rows], plan, first_step, pause_s, steps, block_mb, killed and leaving)
+        first_step = plan.step_at(rows_consumed)
+        steps = stop - first_step if stop < plan.steps else None
+        found += stream(readers[num_rows], plan, first_step, pause_s, steps, block_mb)
         rows_consumed = plan.rows_start(stop)
         plans.append(plan)
     assert [expected(plan) == found for plan in plans] == [True] * 3
-    everyone = sorted(key_id(f"row-{number}") for number in range(num_rows))
+    everyone = sorted(hash_key(f"row-{number}") for number in range(num_rows))
     for epoch in range(plan.epoch(plan.steps)):
         steps_of_it = found[epoch * plan.steps_per_epoch : (epoch + 1) * plan.steps_per_epoch]
         assert sorted(key for step in steps_of_it for key, _ in step) == everyone
@@ -136,7 +115,7 @@ def test_changing_worker_groups_take_same_rows(
 @pytest.mark.parametrize(("global_rows", "world", "shape"), [(16, 3, (7, 1)), (36, 2, (1, 3)), (16, 3, (1, 1))])
 def test_blocks_of_all_ranks_have_equal_size_and_cover_the_steps_in_order(global_rows, world, shape):
     plan = SamplePlan(117, global_rows, world, 4, 0, steps=29)
-    blocks = Blocks(plan, 4, *shape)
+    blocks = BlockPlan(plan, 4, *shape)
     by_rank = [[blocks.positions(block) for block in range(rank, blocks.count, world)] for rank in range(world)]
     assert all(len({len(positions) for positions in group}) == 1 for group in zip(*by_rank, strict=True))
     for rank, positions in enumerate(by_rank):
@@ -144,23 +123,12 @@ def test_blocks_of_all_ranks_have_equal_size_and_cover_the_steps_in_order(global
         assert np.concatenate(positions).tolist() == steps.tolist()
 
 
-def test_block_shape_depends_on_row_bytes():
-    plan = SamplePlan(10**6, 256, 2, 64, 0, steps=10**6)
-    assert block_shape(plan, row_bytes=3 * 224 * 224, block_mb=24) == (1, 1)
-    assert block_shape(plan, row_bytes=3 * 64 * 64, block_mb=24) == (15, 1)
-    assert block_shape(plan, row_bytes=3 * 224 * 224, block_mb=6) == (1, 4)
-    large = SamplePlan(10**6, 4096, 1, 256, 0, steps=100)
-    assert block_shape(large, row_bytes=3 * 224 * 224, block_mb=24) == (1, 32)  # otherwise 617 MB in one block
-    assert block_shape(SamplePlan(10**6, 1021, 1, 64, 0, 100), 3 * 224 * 224, 24) == (1, 1)  # a prime number of rows
-    assert max_block_mb(80e6, world=2) == pytest.approx(6) and max_block_mb(60e9, world=8) > 512  # any size
-
-
 def test_block_holds_pixels_tokens_and_padding(reader):
     plan = SamplePlan(117, 5, 2, 3, seed=0, steps=4, shuffle=False)
     block = reader.block(plan, plan.positions(0, 1))
     assert block["pos"].tolist() == [3, 4, PADDING]
     assert block["valid"].tolist() == [True, True, False]
-    assert block["key"].tolist() == [key_id("row-3"), key_id("row-4"), 0]
+    assert block["key"].tolist() == [hash_key("row-3"), hash_key("row-4"), 0]
     assert (block["image"][0] == 3).all() and (block["image"][2] == 0).all()
     (micro,) = next(iter_micro_batches([block], plan))
     assert micro["attention_mask"].sum(1).tolist() == block["num_tokens"].tolist()
@@ -198,30 +166,9 @@ def test_unreadable_row_and_damaged_record_invalidate_only_themselves(tmp_path):
     assert "checksum" in reader.explain_bad_row(11)[1]
 
 
-def test_unavailable_store_raises_instead_of_invalidating_rows(reader, monkeypatch):
-    monkeypatch.setattr(type(reader.prepared), "read", Mock(side_effect=OSError("503 slow down")))
-    with pytest.raises(OSError, match="503"):
-        reader.block(SamplePlan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
-
-
 def test_caption_choice_differs_by_epoch_and_is_reproducible(tmp_path):
     reader = RowReader(make_set(tmp_path, [row(0, texts=CAPTIONS)]), INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     plan = SamplePlan(1, 1, 1, 1, seed=0, steps=40)
     lengths = reader.block(plan, np.arange(40))["num_tokens"]
     assert len(set(lengths.tolist())) == 3
     assert np.array_equal(lengths[7:9], reader.block(plan, np.arange(7, 9))["num_tokens"])
-
-
-def test_million_blocks_start_in_seconds(local_ray):
-    """Starts in seconds: block numbers come from coarse tasks, never from a list of a million.
-
-    Memory is bounded too: a task per block takes about 4 KB, 4 GB in total. Measured: 25 to 29 MiB.
-    """
-    driver = psutil.Process()
-    before = driver.memory_info().rss
-    began_s = time.monotonic()
-    numbers = block_ids_dataset(1_000_000)
-    assert time.monotonic() - began_s < 2
-    first = [int(batch["id"][0]) for batch in itertools.islice(numbers.iter_batches(batch_size=None), 100)]
-    assert first == list(range(100))
-    assert (driver.memory_info().rss - before) / 2**20 < 100

@@ -8,13 +8,13 @@ import pytest
 import ray
 
 from mmray.config import Augment, Inputs, Prepare
-from mmray.data.images import sandbox as sandbox_module
+from mmray.data.images import crash_probe as probe_module
+from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import BadImage
-from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.prepare import contamination
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pipeline import prepare
-from mmray.data.store.prepared_set import PreparedSet, key_id
+from mmray.data.store.prepared_set import PreparedSet, hash_key
 from mmray.data.stream import stream as stream_module
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
@@ -56,60 +56,60 @@ def tries(source, number):
 
 
 def test_crash_kills_only_the_child_and_a_new_one_starts(tmp_path):
-    sandbox = SandboxedDecoder()
+    crash_probe = CrashProbe()
     with decoder_dies():
-        assert sandbox.check(png(1), 10**6) == (16, 16)
+        assert crash_probe.probe(png(1), 10**6) == (16, 16)
         with pytest.raises(BadImage, match=r"crash: the decoder process died \(exit status -11\)"):
-            sandbox.check(deadly(png(2), tmp_path / "log"), 10**6)
+            crash_probe.probe(deadly(png(2), tmp_path / "log"), 10**6)
         for data, max_pixels, reason in ((b"<html>", 10**6, "format"), (png(1), 16 * 16 - 1, "too-large")):
             with pytest.raises(BadImage, match=reason):
-                sandbox.check(data, max_pixels)
-        assert sandbox.check(png(3, side=9), 10**6) == (9, 9)
-    child = sandbox._child
-    sandbox.close()
-    assert sandbox.deaths == 1 and child is not None and child.poll() == 0
+                crash_probe.probe(data, max_pixels)
+        assert crash_probe.probe(png(3, side=9), 10**6) == (9, 9)
+    child = crash_probe._child
+    crash_probe.close()
+    assert crash_probe.num_crashes == 1 and child is not None and child.poll() == 0
 
 
 DIES_OF_CROPS = """
 import os, sys
-from mmray.data.images import sandbox, transform
+from mmray.data.images import crash_probe, transform
 transform.random_crop_box = lambda *rest: os.abort()
-sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)
+crash_probe.serve(sys.stdin.buffer, sys.stdout.buffer)
 """
 
 
 @pytest.mark.parametrize("augment", [None, Augment(crop_scale=(0.5, 0.5))])
-def test_sandbox_also_runs_the_augmentation(tmp_path, monkeypatch, augment):
-    monkeypatch.setattr(sandbox_module, "COMMAND", (sys.executable, "-c", DIES_OF_CROPS))
+def test_probe_also_runs_the_augmentation(tmp_path, monkeypatch, augment):
+    monkeypatch.setattr(probe_module, "COMMAND", (sys.executable, "-c", DIES_OF_CROPS))
     prepared = make_set(tmp_path, [row(number, data=png(number)) for number in range(2)])
     inputs = Inputs(image_side=8, max_tokens=12)
     reader = RowReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6, augment)
-    reader.sandbox = SandboxedDecoder()
+    reader.crash_probe = CrashProbe()
     block = reader.block(SamplePlan(2, 2, 1, 2, seed=0, steps=1), np.arange(2))
-    reader.sandbox.close()
+    reader.crash_probe.close()
     assert block["valid"].tolist() == [augment is None] * 2
-    assert reader.sandbox.deaths == (0 if augment is None else 2)
+    assert reader.crash_probe.num_crashes == (0 if augment is None else 2)
 
 
 CRAMPED = """
 import resource, sys
-from mmray.data.images import sandbox
+from mmray.data.images import crash_probe
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 24 * 2**20,) * 2)
-sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)
+crash_probe.serve(sys.stdin.buffer, sys.stdout.buffer)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a process's memory as Linux has them")
 def test_out_of_memory_image_is_not_reported_corrupt(monkeypatch):
     """16 megapixels with 24 MiB left, then a small image."""
-    monkeypatch.setattr(sandbox_module, "COMMAND", (sys.executable, "-c", CRAMPED))
-    sandbox = SandboxedDecoder()
+    monkeypatch.setattr(probe_module, "COMMAND", (sys.executable, "-c", CRAMPED))
+    crash_probe = CrashProbe()
     with pytest.raises(BadImage, match="memory: no memory to decode it"):
-        sandbox.check(png(1, side=4000), 25 * 10**6)
-    assert sandbox.check(png(3, side=9), 10**6) == (9, 9)
-    sandbox.close()
-    assert sandbox.deaths == 0
+        crash_probe.probe(png(1, side=4000), 25 * 10**6)
+    assert crash_probe.probe(png(3, side=9), 10**6) == (9, 9)
+    crash_probe.close()
+    assert crash_probe.num_crashes == 0
 
 
 def pack_task_without_memory(item, job):
@@ -189,7 +189,7 @@ def test_index_only_stream_skips_crashing_row(tmp_path, monkeypatch, local_ray):
     rows = plan.rows_at(np.arange(80))
     assert column["pos"].tolist() == list(range(80))
     assert column["valid"].tolist() == (rows != 17).tolist()
-    assert column["key"].tolist() == [0 if row == 17 else key_id(f"k{row}") for row in rows]
+    assert column["key"].tolist() == [0 if row == 17 else hash_key(f"k{row}") for row in rows]
     assert tries(source, 17) == 3  # one crash of the actor, then one of a child per epoch
     with decoder_dies():
         record, reason = reader.explain_bad_row(17)

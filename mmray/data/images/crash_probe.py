@@ -1,4 +1,4 @@
-"""Decode images in a child process, so that a native decoder crash kills only the child and identifies the image.
+"""Test-decode images in a child process, so that a native decoder crash kills only the child and names the image.
 
 `except` cannot catch a SIGSEGV. The child runs all native code of a reader: decoding and the resize of the model's
 transform. It costs a copy of the bytes. So it is used only after a worker died, and for held-out images that no prepare
@@ -23,18 +23,21 @@ if TYPE_CHECKING:
 
     from mmray.config import Augment, Inputs
 
-COMMAND = (sys.executable, "-m", "mmray.data.images.sandbox")
+COMMAND = (sys.executable, "-m", "mmray.data.images.crash_probe")
 CRASH = "decoder-crash"  # reason of an image that killed its decoder
 
 
-class SandboxedDecoder:
-    """A child process that decodes images; started with the first image and after each crash."""
+class CrashProbe:
+    """Checks in a child process that an image does not crash its decoder; the caller then decodes it itself.
+
+    The child is started with the first image and after each crash.
+    """
 
     def __init__(self) -> None:
-        self.deaths = 0
+        self.num_crashes = 0
         self._child: subprocess.Popen[bytes] | None = None
 
-    def check(
+    def probe(
         self, data: bytes, max_pixels: int, spec: tuple[Inputs, Augment | None, np.ndarray | None] | None = None
     ) -> tuple[int, int]:
         """Return (width, height) of an image that decodes completely and survives `transform` with `spec`.
@@ -51,7 +54,7 @@ class SandboxedDecoder:
             child.stdin.flush()
             line = child.stdout.readline()
         if not line:
-            self._child, self.deaths = None, self.deaths + 1
+            self._child, self.num_crashes = None, self.num_crashes + 1
             raise BadImage(CRASH, f"the decoder process died (exit status {child.wait()})")
         reply = orjson.loads(line)
         if "reason" in reply:
@@ -61,7 +64,7 @@ class SandboxedDecoder:
     def thumbnail(self, data: bytes) -> str | None:
         """Return a thumbnail of untrusted encoded bytes; None if they cannot be decoded."""
         try:
-            self.check(data, MAX_PIXELS)
+            self.probe(data, MAX_PIXELS)
             return thumbnail(decode(data))
         except (BadImage, MemoryError):
             return None
@@ -73,33 +76,33 @@ class SandboxedDecoder:
             self._child = None
 
 
-class SandboxedDecoders:
-    """Checks each image once; thread-safe, with one child for each active thread."""
+class CrashProbes:
+    """Probes each image once; thread-safe, with one child for each active thread."""
 
     def __init__(self) -> None:
-        self._free: list[SandboxedDecoder] = []
+        self._idle: list[CrashProbe] = []
         self._results: dict[str, BadImage | None] = {}
 
-    def check(self, key: str, data: bytes, max_pixels: int) -> None:
-        """Raise BadImage as `SandboxedDecoder.check`; the result is cached by key."""
+    def probe(self, key: str, data: bytes, max_pixels: int) -> None:
+        """Raise BadImage as `CrashProbe.probe`; the result is cached by key."""
         if key not in self._results:
-            sandbox = SandboxedDecoder()
+            crash_probe = CrashProbe()
             with suppress(IndexError):  # pop is atomic, a check of the length before it is not
-                sandbox = self._free.pop()
+                crash_probe = self._idle.pop()
             try:
-                sandbox.check(data, max_pixels)
+                crash_probe.probe(data, max_pixels)
                 self._results[key] = None
             except BadImage as bad:
                 self._results[key] = bad
             finally:
-                self._free.append(sandbox)
+                self._idle.append(crash_probe)
         if (bad_image := self._results[key]) is not None:
             raise BadImage(bad_image.reason, f"{key}: {bad_image.detail}")
 
     def close(self) -> None:
         """Stop the children; cached results are kept."""
-        while self._free:
-            self._free.pop().close()
+        while self._idle:
+            self._idle.pop().close()
 
 
 def serve(source: BinaryIO, out: BinaryIO) -> None:
