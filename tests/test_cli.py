@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 
 from mmray import cli
-from mmray.cli.args import parse
+from mmray.cli.args import parse_args
 from mmray.cli.console import Terminal, scores_tables
-from mmray.cli.evaluate import command_of
+from mmray.cli.evaluate import parse_evaluate
 from mmray.cli.prepare import PrepareCommand, _findings
 from mmray.cli.train import _print_outcome
 from mmray.config import CustomModel, Siglip, from_yaml, to_yaml
@@ -87,7 +87,7 @@ def test_flags_change_settings(typed, words, expected):
     [["--drop-overlap", "--check-contamination", "x"], ["--check-contamination", "x", "--drop-overlap", "true"]],
 )
 def test_prepare_boolean_flag_needs_no_value(words):
-    settings = parse(PrepareCommand, ["a", "b", *words], "mmray prepare").settings
+    settings = parse_args(PrepareCommand, ["a", "b", *words], "mmray prepare").settings
     assert settings.drop_overlap and settings.check_contamination == ("x",) and not settings.index_only
 
 
@@ -146,7 +146,7 @@ import time
 from mmray import cli
 def endless(argv, screen):
     {work}
-cli.VERBS["endless"] = endless
+cli.COMMANDS["endless"] = endless
 cli.main(["endless"])
 """
 JOINED = """
@@ -174,7 +174,7 @@ def test_help_lists_commands_and_flags(typed):
     code, out, _ = typed("train", "--help")
     assert code == 0 and "--batch.global" in out and "Rows per optimizer step over all workers" in out
     code, out, _ = typed()
-    assert code == 0 and all(f"mmray {verb}" in out for verb in cli.VERBS)
+    assert code == 0 and all(f"mmray {verb}" in out for verb in cli.COMMANDS)
 
 
 def test_log_gets_plain_lines_including_the_last():
@@ -269,9 +269,9 @@ def test_evaluation_flags_override_run_settings(tmp_path):
     own = config.evaluate.model_copy(update={"limit": 7, "classes": ("cat",)})
     (tmp_path / "config.yaml").write_text(to_yaml(config.model_copy(update={"evaluate": own})))
     words = [str(tmp_path), "--evaluate.classes", "fox", "dog", "--evaluate.batch", "3", "--workers=1"]
-    command = command_of(words)
+    command = parse_evaluate(words)
     assert command.workers == 1 and command.accelerator is None
     assert command.evaluate == own.scoring.model_copy(update={"classes": ("fox", "dog"), "batch": 3})
-    assert command_of([str(tmp_path)]).evaluate == own.scoring
+    assert parse_evaluate([str(tmp_path)]).evaluate == own.scoring
     with pytest.raises(UsageError, match=r"--workers: must be at least 1 \(got 0\)"):
-        command_of([str(tmp_path), "--workers", "0"])
+        parse_evaluate([str(tmp_path), "--workers", "0"])

@@ -8,7 +8,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, missing_capacity
-from mmray.cluster.placement import ROLE, data_labels, train_labels
+from mmray.cluster.placement import ROLE_LABEL, data_labels, train_labels
 
 FILE = Path(__file__).parents[1] / "cluster.yaml"
 TEXT = FILE.read_text()
@@ -39,7 +39,7 @@ def test_pools_start_at_zero_spot_nodes_with_role_labels(cluster, pool, role):
     node_type = cluster["available_node_types"][pool]
     assert node_type["min_workers"] == 0 < node_type["max_workers"] <= cluster["max_workers"]
     assert node_type["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
-    assert node_type["labels"] == {ROLE: role}
+    assert node_type["labels"] == {ROLE_LABEL: role}
     assert bool(node_type["resources"].get("GPU")) is (role == "train")
     assert any("--shm-size" in option for option in node_type["docker"]["worker_run_options"])
 
@@ -70,7 +70,7 @@ def test_empty_pools_accept_feasible_and_refuse_infeasible_run(cluster):
         for name in ("cpu", "gpu")
     ]
     labels = {"worker_labels": train_labels("auto", [head]), "data_labels": data_labels("auto", [head])}
-    assert labels == {"worker_labels": {ROLE: "train"}, "data_labels": {ROLE: "data"}}
+    assert labels == {"worker_labels": {ROLE_LABEL: "train"}, "data_labels": {ROLE_LABEL: "data"}}
     gpus = int(types["gpu"]["max_workers"] * types["gpu"]["resources"]["GPU"])
     assert missing_capacity(Demand(gpus, {"CPU": 1.0, "GPU": 1.0}, 2, **labels), [head], pools) is None
     said = missing_capacity(Demand(99, {"CPU": 1.0, "GPU": 1.0}, 2, **labels), [head], pools)

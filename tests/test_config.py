@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from mmray.cli.args import parse_run
+from mmray.cli.args import parse_config
 from mmray.config import (
     Batch,
     Clip,
@@ -63,13 +63,13 @@ def test_kind_selects_the_model_config():
 
 
 def test_kind_flag_replaces_the_model_config():
-    config, _ = parse_run(["sample", "--model.kind", "clip", "--model.image.patch", "8"], "train")
+    config, _ = parse_config(["sample", "--model.kind", "clip", "--model.image.patch", "8"], "train")
     assert isinstance(config.model, Clip) and config.model.image.patch == 8
     assert config.model.inputs == recipes.load("sample").model.inputs
-    config, _ = parse_run(["--model.kind=my.models:Mine"], "train")
+    config, _ = parse_config(["--model.kind=my.models:Mine"], "train")
     assert config.model == CustomModel(kind="my.models:Mine", inputs=config.model.inputs)
     with pytest.raises(UsageError, match="unknown kind `clap`"):
-        parse_run(["sample", "--model.kind", "clap"], "train")
+        parse_config(["sample", "--model.kind", "clap"], "train")
 
 
 def test_resume_may_change_batch_split_but_not_rows():

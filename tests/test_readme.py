@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mmray
-from mmray.cli.args import parse_run
+from mmray.cli.args import parse_config
 from mmray.config.recipes import RECIPES
 from mmray.models.build import build
 from mmray.models.export.export import export
@@ -38,7 +38,7 @@ def own_model_flags():
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_documented_train_commands_parse(words):
-    config, _ = parse_run([word for word in words if not word.endswith(".yaml")], "train")
+    config, _ = parse_config([word for word in words if not word.endswith(".yaml")], "train")
     assert config.recipe in RECIPES
 
 
@@ -54,7 +54,7 @@ def rows_with_words():
 def test_example_model_trains_evaluates_and_exports(tmp_path, monkeypatch):
     (tmp_path / "my_pkg.py").write_text(EXAMPLE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    config, _ = parse_run(own_model_flags(), "train")
+    config, _ = parse_config(own_model_flags(), "train")
     spec = config.model.model_copy(update={"inputs": runs.config("made", tmp_path, "run").model.inputs})
     state, lines, _ = run_worker(
         make_set(tmp_path / "set", list(rows_with_words())), tmp_path / "run", 4, model=spec, steps=60

@@ -5,7 +5,7 @@ import torch
 
 from mmray.bench.step import Bench, build_bench
 from mmray.config import Batch, Config, Train, recipes, to_yaml
-from mmray.config.search_space import with_settings
+from mmray.config.search_space import override_settings
 from mmray.engine.collectives import Group
 from mmray.errors import UsageError
 from mmray.models.build import build
@@ -58,7 +58,7 @@ def test_full_recipe_yaml_round_trip_is_equal(name, tmp_path):
 )
 def test_short_yaml_overrides_the_named_recipe(text, expected, tmp_path):
     (tmp_path / "short.yaml").write_text(f"recipe: clip\n{text}\n")
-    assert recipes.load(str(tmp_path / "short.yaml")) == with_settings(recipes.clip(), expected)
+    assert recipes.load(str(tmp_path / "short.yaml")) == override_settings(recipes.clip(), expected)
 
 
 def test_short_yaml_may_change_model_kind(tmp_path):

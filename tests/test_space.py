@@ -3,7 +3,7 @@
 import pytest
 
 from mmray.config import Batch, Config
-from mmray.config.search_space import parse_space, setting_value, with_settings
+from mmray.config.search_space import override_settings, parse_space, setting_value
 from mmray.errors import UsageError
 
 
@@ -17,11 +17,11 @@ def test_settings_get_the_types_of_the_config():
     base = Config(batch=Batch(micro=4, global_=64))
     for typed, value in (({"batch.micro": "16"}, 16), ({"optimizer.lr": "1e-3"}, 1e-3), ({"data.limit": None}, None)):
         (key,) = typed
-        changed = with_settings(base, typed)
+        changed = override_settings(base, typed)
         assert setting_value(changed, key) == value and type(setting_value(changed, key)) is type(value)
         assert setting_value(changed, "batch.global") == 64
     betas = parse_space(["optimizer.betas=[0.9, 0.95],[0.9, 0.99]"]).combinations()
-    assert [with_settings(base, each).optimizer.betas for each in betas] == [(0.9, 0.95), (0.9, 0.99)]
+    assert [override_settings(base, each).optimizer.betas for each in betas] == [(0.9, 0.95), (0.9, 0.99)]
 
 
 def test_range_draws_depend_only_on_the_seed():
@@ -65,7 +65,7 @@ def test_invalid_range_is_refused(given, message):
 )
 def test_unknown_setting_is_named(key, message):
     with pytest.raises(UsageError, match=message):
-        with_settings(Config(), {key: "many"})
+        override_settings(Config(), {key: "many"})
 
 
 @pytest.mark.parametrize(

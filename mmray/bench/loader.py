@@ -1,8 +1,4 @@
-"""`mmray bench loader`: rate of the stream against PyTorch DataLoaders over the same images.
-
-Prepares the images twice (original bytes, and re-encoded at 256 pixels), starts the consumers, and runs the arms in
-ABBA order, so that each ratio compares adjacent windows on one machine.
-"""
+"""`mmray bench loader`: rate of the stream against PyTorch DataLoaders over the same images, in ABBA order."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ import ray
 import torch
 
 from mmray.bench import synthetic_images
-from mmray.bench.loader_arms import WARMUP_ARRIVALS, Arrival, LoaderWorker, TextbookDataset, TunedDataset, rate
+from mmray.bench.loader_arms import WARMUP_ARRIVALS, Arrival, LoaderWorker, TextbookDataset, TunedDataset, rows_per_s
 from mmray.bench.spawn import describe_machine
 from mmray.cluster.connect import ray_session
 from mmray.config import Cluster, Inputs, Prepare
@@ -36,7 +32,7 @@ from mmray.machine import cores
 
 GLOBAL_ROWS, CONSUMERS, SIDE = 256, 2, 224
 MIN_STEPS = 12  # minimum of a stream window; its first blocks do not count
-FOREVER = 10**6  # steps of a plan that no window finishes
+ENDLESS = 10**6  # steps of a plan that no window finishes
 EXPECTED_RATE = 600  # images/s per actor, to choose the length of a stream window
 # The first blocks of a stream arrive while other actors are starting.
 STREAM_WINDOWS, STREAM_SKIP = 2, 6
@@ -66,32 +62,27 @@ class LoaderSettings:
 
 
 def bench_loader(settings: LoaderSettings, notify: Notify) -> dict[str, Any]:
-    """Return {"machine", "ratios", "spread", "rows", "notes"}, one row per arm (median window).
-
-    Raises UsageError if there are fewer rows than one global batch.
-    """
+    """Return {machine, ratios, spread, rows, notes}, one row per arm (median window). Raises UsageError."""
     actors = settings.workers or cores()
     rounds: list[dict[str, float]] = []
     first_s: dict[str, list[float]] = defaultdict(list)
     with ray_session(Cluster(workers=max(actors, CONSUMERS))):
-        arms = _arms(settings, actors, notify)
+        arms = _build_arms(settings, actors, notify)
         for turn in range(settings.rounds):
             rates = {}
             for name in arms if turn % 2 == 0 else reversed(arms):
                 start_s = time.time()
                 arrivals = arms[name]()
-                rates[name] = rate(arrivals, STREAM_SKIP if name.startswith("stream") else WARMUP_ARRIVALS)
+                rates[name] = rows_per_s(arrivals, STREAM_SKIP if name.startswith("stream") else WARMUP_ARRIVALS)
                 first_s[name].append(max(each[0].at_s for each in arrivals) - start_s)
                 notify(f"round {turn + 1} of {settings.rounds}: {name} {rates[name]:,.0f} images/s")
             rounds.append(rates)
-    spread = ratios(rounds, RATIOS)
+    spread = arm_ratios(rounds, RATIOS)
     rates = {name: statistics.median(each[name] for each in rounds) for name in arms}
     rows = []
     for name in arms:
-        row = {"arm": name, "images_per_s": round(rates[name], 1), "first_batch_s": None}
-        if not name.startswith("reader"):
-            row["first_batch_s"] = round(statistics.median(first_s[name]), 3)
-        rows.append(row)
+        first_batch_s = None if name.startswith("reader") else round(statistics.median(first_s[name]), 3)
+        rows.append({"arm": name, "images_per_s": round(rates[name], 1), "first_batch_s": first_batch_s})
     machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"data_workers": actors}
     return {
         "machine": machine,
@@ -102,7 +93,7 @@ def bench_loader(settings: LoaderSettings, notify: Notify) -> dict[str, Any]:
     }
 
 
-def _arms(settings: LoaderSettings, actors: int, notify: Notify) -> dict[str, Arm]:
+def _build_arms(settings: LoaderSettings, actors: int, notify: Notify) -> dict[str, Arm]:
     """Prepare the images and start the processes; return the arms by name."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmray" / "bench"
     notify("preparing the images: original bytes and re-encoded")
@@ -114,35 +105,35 @@ def _arms(settings: LoaderSettings, actors: int, notify: Notify) -> dict[str, Ar
     if len(files) < GLOBAL_ROWS:
         raise UsageError(f"bench loader needs {GLOBAL_ROWS} images (a global batch), got {len(files)}: raise --images")
     tokenizer = load_tokenizer("trained", sets["original"].tokenizer_json)
-    everyone = [LoaderWorker.remote(rank) for rank in range(max(actors, CONSUMERS))]  # type: ignore[attr-defined]
-    consumers, readers = everyone[:CONSUMERS], everyone[:actors]
-    ray.get([one.ready.remote() for one in everyone])
+    workers = [LoaderWorker.remote(rank) for rank in range(max(actors, CONSUMERS))]  # type: ignore[attr-defined]
+    consumers, readers = workers[:CONSUMERS], workers[:actors]
+    ray.get([actor.ready.remote() for actor in workers])
     inputs, window_s = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear"), settings.window_s
     rows = {name: RowReader(each, inputs, tokenizer, Prepare().max_pixels) for name, each in sets.items()}
     share = GLOBAL_ROWS // CONSUMERS
-    plan = SamplePlan(num_rows=len(files), global_rows=GLOBAL_ROWS, world=CONSUMERS, micro=share, seed=0, steps=FOREVER)
+    plan = SamplePlan(num_rows=len(files), global_rows=GLOBAL_ROWS, world=CONSUMERS, micro=share, seed=0, steps=ENDLESS)
     steps = max(MIN_STEPS, round(STREAM_WINDOWS * window_s * EXPECTED_RATE * actors / plan.global_rows))
     window = replace(plan, steps=steps)  # the stream ends with the window
 
     def run(group: list[Any], method: str, *arguments: Any) -> Arm:
-        return lambda: ray.get([getattr(one, method).remote(len(group), *arguments, window_s) for one in group])
+        return lambda: ray.get([getattr(actor, method).remote(len(group), *arguments, window_s) for actor in group])
 
     def run_stream(reader: RowReader) -> list[list[Arrival]]:
         """Run one window of the stream as training workers receive it."""
         stream = StreamDataConfig(ResumePoint(window, 0), reader, actors, settings.block_mb)
         shards = zip(consumers, stream.configure({"train": None}, plan.world), strict=True)
-        arrivals: list[list[Arrival]] = ray.get([one.stream.remote(each["train"], window) for one, each in shards])
+        arrivals: list[list[Arrival]] = ray.get([actor.stream.remote(each["train"], window) for actor, each in shards])
         return arrivals
 
-    apiece = max(1, actors // CONSUMERS)
+    textbook = TextbookDataset(files, tokenizer, SIDE)
+    tuned = TunedDataset(sets["prepared"], tokenizer, SIDE, inputs.max_tokens)
+    num_workers = max(1, actors // CONSUMERS)
     return {
         "reader original": run(readers, "reader", rows["original"], plan),
         "reader prepared": run(readers, "reader", rows["prepared"], plan),
-        "textbook original": run(consumers, "loader", TextbookDataset(files, tokenizer, SIDE), share, apiece),
+        "textbook original": run(consumers, "loader", textbook, share, num_workers),
         "stream original": partial(run_stream, rows["original"]),
-        "tuned prepared": run(
-            *(consumers, "loader", TunedDataset(sets["prepared"], tokenizer, SIDE, inputs.max_tokens), share, apiece)
-        ),
+        "tuned prepared": run(consumers, "loader", tuned, share, num_workers),
         "stream prepared": partial(run_stream, rows["prepared"]),
     }
 
@@ -179,11 +170,13 @@ def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int)
     return lines
 
 
-def ratios(rounds: Sequence[Mapping[str, float]], named: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, float]]:
+def arm_ratios(
+    rounds: Sequence[Mapping[str, float]], arms: Mapping[str, tuple[str, str]]
+) -> dict[str, dict[str, float]]:
     """Return {name: {median, min, max, pairs}} of the ratio of two arms, paired by round."""
     out = {}
-    for name, (over, under) in named.items():
-        pairs = [each[over] / each[under] for each in rounds if each.get(over) and each.get(under)]
+    for name, (arm, base) in arms.items():
+        pairs = [each[arm] / each[base] for each in rounds if each.get(arm) and each.get(base)]
         if pairs:
             spread = {"median": statistics.median(pairs), "min": min(pairs), "max": max(pairs)}
             out[name] = {key: round(value, 4) for key, value in spread.items()} | {"pairs": len(pairs)}

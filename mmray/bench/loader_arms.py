@@ -1,8 +1,4 @@
-"""Arms of `bench loader`: two PyTorch baseline datasets, and the actor that runs every arm.
-
-`TextbookDataset` follows tutorials: Pillow, Resize, CenterCrop, ToTensor, Normalize, captions padded to 512.
-`TunedDataset` is optimized: uint8 pixels, crop and resize in one call, captions padded to the longest of the batch.
-"""
+"""Arms of `bench loader`: two PyTorch baseline datasets, and the actor that runs every arm."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ from mmray.data.stream.stream import iter_blocks
 
 TEXTBOOK_TOKENS = 512  # padding="max_length" of a BERT
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-ENDLESS = 10**9  # rows that no window reaches, so that no loader restarts its workers
+UNLIMITED_ROWS = 10**9  # rows that no window reaches, so that no loader restarts its workers
 CHUNK_ROWS = 32  # rows per arrival of a reader
 WARMUP_ARRIVALS = 2  # first arrivals of a consumer, excluded because other processes are starting
 Source = list[tuple[str, str]] | PreparedSet  # (image file, caption) of each row, or a set
@@ -42,7 +38,7 @@ class Arrival(NamedTuple):
     rows: int
 
 
-def rate(consumers: Sequence[Sequence[Arrival]], skip: int = WARMUP_ARRIVALS) -> float:
+def rows_per_s(consumers: Sequence[Sequence[Arrival]], skip: int = WARMUP_ARRIVALS) -> float:
     """Return rows/s summed over consumers, without each consumer's first `skip` arrivals."""
     total = 0.0
     for arrivals in consumers:
@@ -144,21 +140,21 @@ class LoaderWorker:
         batches = DataLoader(
             dataset,
             batch_size=batch,
-            sampler=RandomSampler(dataset, replacement=True, num_samples=ENDLESS, generator=seed),
+            sampler=RandomSampler(dataset, replacement=True, num_samples=UNLIMITED_ROWS, generator=seed),
             num_workers=workers,
             collate_fn=dataset.collate if isinstance(dataset, TunedDataset) else None,
             pin_memory=torch.cuda.is_available(),
         )
-        return collect((Arrival(time.time(), len(each["image"])) for each in batches), window_s)
+        return collect_arrivals((Arrival(time.time(), len(each["image"])) for each in batches), window_s)
 
     def reader(self, world: int, reader: RowReader, plan: SamplePlan, window_s: float) -> list[Arrival]:
         """Read, decode and tokenize as the stream does, in this process without Ray Data: its upper bound."""
         starts = range(self.rank * CHUNK_ROWS, plan.steps * plan.global_rows, world * CHUNK_ROWS)
         blocks = (reader.block(plan, np.arange(start, start + CHUNK_ROWS)) for start in starts)
-        return collect((Arrival(time.time(), int(block["valid"].sum())) for block in blocks), window_s)
+        return collect_arrivals((Arrival(time.time(), int(block["valid"].sum())) for block in blocks), window_s)
 
 
-def collect(arrivals: Iterable[Arrival], window_s: float) -> list[Arrival]:
+def collect_arrivals(arrivals: Iterable[Arrival], window_s: float) -> list[Arrival]:
     """Collect arrivals until `window_s` seconds after the warm-up arrivals."""
     seen: list[Arrival] = []
     for arrival in arrivals:

@@ -1,7 +1,4 @@
-"""Run a measurement in new worker processes joined by torch.distributed (gloo on CPUs, NCCL on GPUs), without Ray.
-
-Each call starts new processes, so that no measurement inherits the memory of another.
-"""
+"""Run a measurement in new worker processes (so that memory is not inherited) joined by torch.distributed."""
 
 from __future__ import annotations
 
@@ -37,13 +34,13 @@ class WorkerFailed(TrainingError):
         self.out_of_memory = out_of_memory
 
 
-def device_of(config: Config) -> torch.device:
+def select_device(config: Config) -> torch.device:
     """Return the device type a run would choose: GPUs if there is one per worker. Raises ResourceError."""
-    have, workers = torch.cuda.device_count(), config.cluster.max_workers
-    if config.cluster.accelerator == "cpu" or (config.cluster.accelerator == "auto" and have < workers):
+    num_gpus, workers = torch.cuda.device_count(), config.cluster.max_workers
+    if config.cluster.accelerator == "cpu" or (config.cluster.accelerator == "auto" and num_gpus < workers):
         return torch.device("cpu")
-    if have < workers:
-        raise ResourceError(f"{workers} workers need a GPU each, this machine has {have}: lower --cluster.workers")
+    if num_gpus < workers:
+        raise ResourceError(f"{workers} workers need a GPU each, this machine has {num_gpus}: lower --cluster.workers")
     return torch.device("cuda", 0)
 
 
@@ -64,25 +61,23 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 def idle_gpu_notes(config: Config) -> list[str]:
     """Return a note if GPUs of this machine are not used although --cluster.accelerator allows them."""
-    have, workers = torch.cuda.device_count(), config.cluster.max_workers
-    if config.cluster.accelerator == "cpu" or have in (0, workers):
+    num_gpus, workers = torch.cuda.device_count(), config.cluster.max_workers
+    if config.cluster.accelerator == "cpu" or num_gpus in (0, workers):
         return []
-    if have < workers:
-        return [f"measured on the CPU: {workers} workers need a GPU each, this machine has {have}"]
-    return [f"{have - workers} of {have} GPUs are idle: cluster.workers is {workers}"]
+    if num_gpus < workers:
+        return [f"measured on the CPU: {workers} workers need a GPU each, this machine has {num_gpus}"]
+    return [f"{num_gpus - workers} of {num_gpus} GPUs are idle: cluster.workers is {workers}"]
 
 
-def spawn_workers(measure: Measure, config: Config, kind: str = "") -> Any:
-    """Run `measure` (a module-level function) in `cluster.max_workers` new processes; return rank 0's result.
-
-    `measure` gets a temporary folder. `kind` is `cpu` or `cuda`, by default what a run would choose.
-    Raises WorkerFailed if a process raised or was killed.
-    """
-    kind = kind or device_of(config).type
+def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> Any:
+    """Run `measure`, a module-level function, in new processes; return rank 0's result. Raises WorkerFailed."""
+    device_type = device_type or select_device(config).type
     with tempfile.TemporaryDirectory(prefix="mmray-bench-") as name:
         folder = Path(name)
         try:
-            torch.multiprocessing.spawn(_enter, (measure, config, kind, folder), nprocs=config.cluster.max_workers)
+            torch.multiprocessing.spawn(
+                _run_worker, (measure, config, device_type, folder), nprocs=config.cluster.max_workers
+            )
         except torch.multiprocessing.ProcessExitedException as error:
             if error.signal_name == "SIGKILL":
                 reason = "killed by SIGKILL, which the kernel sends when the machine is out of memory"
@@ -91,35 +86,35 @@ def spawn_workers(measure: Measure, config: Config, kind: str = "") -> Any:
             raise WorkerFailed(reason, out_of_memory=False) from None
         except torch.multiprocessing.ProcessRaisedException:
             # Out of memory first, because the other ranks only see a broken connection.
-            faults = [json.loads(file.read_text()) for file in sorted(folder.glob("fault-*.json"))]
-            fault = max(faults, key=lambda fault: fault["out_of_memory"])
-            raise WorkerFailed(fault["reason"].splitlines()[0], fault["out_of_memory"]) from None
+            failures = [json.loads(file.read_text()) for file in sorted(folder.glob("fault-*.json"))]
+            failure = max(failures, key=lambda failure: failure["out_of_memory"])
+            raise WorkerFailed(failure["reason"].splitlines()[0], failure["out_of_memory"]) from None
         return json.loads((folder / "answer.json").read_text())
 
 
-def _enter(rank: int, measure: Measure, config: Config, kind: str, folder: Path) -> None:
+def _run_worker(rank: int, measure: Measure, config: Config, device_type: str, folder: Path) -> None:
     try:
         torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))
-        device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-        if kind == "cuda":
+        device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+        if device_type == "cuda":
             torch.cuda.set_device(device)
         else:
             keep_freed_memory()  # as in a training worker
         dist.init_process_group(
-            "nccl" if kind == "cuda" else "gloo",
+            "nccl" if device_type == "cuda" else "gloo",
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=config.cluster.max_workers,
             timeout=timedelta(seconds=config.cluster.collective_timeout_s),
         )
         group = Group.current(device)
-        answer = measure(config, group, folder)
+        result = measure(config, group, folder)
     except BaseException as error:
-        fault = {"reason": f"{type(error).__name__}: {error}", "out_of_memory": is_out_of_memory(error)}
-        (folder / f"fault-{rank}.json").write_text(json.dumps(fault))
+        failure = {"reason": f"{type(error).__name__}: {error}", "out_of_memory": is_out_of_memory(error)}
+        (folder / f"fault-{rank}.json").write_text(json.dumps(failure))
         raise
     if rank == 0:
-        (folder / "answer.json").write_text(json.dumps(answer))
+        (folder / "answer.json").write_text(json.dumps(result))
     group.barrier()
     # Skip interpreter shutdown, during which a gloo thread may release a tensor and abort the process.
     os._exit(0)

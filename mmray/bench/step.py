@@ -1,8 +1,4 @@
-"""`mmray bench step`: cost of the training loop against a bare PyTorch loop; with `--space`, of each batch shape.
-
-Both loops train the same model on the same synthetic batches in the same processes, in ABBA order. Each batch shape
-runs the training loop in new processes, so that its memory is its own. Uses no Ray and no data.
-"""
+"""`mmray bench step`: cost of the training loop against a bare loop on the same synthetic batches; of batch shapes."""
 
 from __future__ import annotations
 
@@ -25,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray import objectives
-from mmray.bench.spawn import WorkerFailed, describe_machine, device_of, idle_gpu_notes, spawn_workers
-from mmray.config.search_space import parse_space, setting_value, with_settings
+from mmray.bench.spawn import WorkerFailed, describe_machine, idle_gpu_notes, select_device, spawn_workers
+from mmray.config.search_space import override_settings, parse_space, setting_value
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine import optimizer as optimizers
@@ -46,7 +42,7 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 Batch = dict[str, Tensor]
-WARM_STEPS = 3  # not timed: allocation, DDP's buckets
+WARMUP_STEPS = 3  # not timed: allocation, DDP's buckets
 MIN_STEPS = 5  # minimum of timed steps for a 95th percentile
 NUM_BATCHES = 4  # used in rotation
 VOCAB_SIZE = 30522  # of BERT; used if the config has none
@@ -60,10 +56,7 @@ def train_baseline(
     steps: int,
     on_step: Callable[[int], None],
 ) -> float:
-    """Run `steps` steps of the bare loop on this rank's batches; return the last loss.
-
-    Has no accumulation, checkpoints, logging or NaN checks; its losses equal those of engine/loop.py (tested).
-    """
+    """Run `steps` steps of a bare loop whose losses equal those of engine/loop.py; return the last loss."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     net = parallel.wrap(model.train(), Group.current(device))  # the same DDP in both loops
     precision = select_precision(config.train.precision, device)
@@ -103,19 +96,14 @@ def baseline_loss(outputs: dict[str, Tensor], world: int) -> Tensor:
 
 
 def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[str, Any]:
-    """Measure samples/s of both loops in `pairs` pairs of windows of about `window_s` seconds.
-
-    Returns {"machine", "batch", "ratios": {"loop_vs_bare": median}, "spread": {"loop_vs_bare": {...}}, "rows"}, one row
-    per pair with both last losses. A step is one micro-batch per worker, because a bare loop cannot accumulate a
-    contrastive loss. Raises UsageError, ResourceError.
-    """
+    """Measure both loops in `pairs` pairs of windows with one micro-batch per step. Raises UsageError."""
     if config.objective.kind != "contrastive":
         raise UsageError(f"bench step supports objective.kind `contrastive` only, got `{config.objective.kind}`")
     micro, workers = resolve_batch_shape(config.batch, config.cluster.max_workers).micro, config.cluster.max_workers
     rows = spawn_workers(partial(_measure_pairs, micro=micro, pairs=pairs, window_s=window_s), config)
     ratios = [row["loop_vs_bare"] for row in rows]
     return {
-        "machine": describe_machine(device_of(config)),
+        "machine": describe_machine(select_device(config)),
         "batch": f"micro {micro} x accumulation 1 x workers {workers} = {micro * workers} rows per step",
         "ratios": {"loop_vs_bare": statistics.median(ratios)},
         "spread": {"loop_vs_bare": {"min": min(ratios), "max": max(ratios), "pairs": len(ratios)}},
@@ -128,7 +116,7 @@ def _measure_pairs(
     config: Config, group: Group, folder: Path, micro: int, pairs: int, window_s: float
 ) -> list[dict[str, float]]:
     log = MetricsLog(folder) if group.rank == 0 else None
-    rows = measure(build_bench(config, group, micro, log), pairs, window_s)
+    rows = time_pairs(build_bench(config, group, micro, log), pairs, window_s)
     if log is not None:
         log.close()
     return rows
@@ -145,13 +133,13 @@ class StepTimer:
     _last_s: float = 0.0
 
     def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
-        if self.last_step and step not in (WARM_STEPS, self.last_step):
+        if self.last_step and step not in (WARMUP_STEPS, self.last_step):
             return
         for device in self.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # wait for queued kernels
         now_s = time.perf_counter()
-        if step > WARM_STEPS:
+        if step > WARMUP_STEPS:
             self.times_s.append(now_s - self._last_s)
         self._last_s = now_s
 
@@ -194,18 +182,17 @@ class Bench:
 
     def loop_window(self, steps: int) -> tuple[float, float]:
         """Return (seconds, last loss) of a window of mmray's loop on a copy of the model."""
-        micro, world, timer = len(self.batches[0]["valid"]), self.group.world, self._timer(steps)
+        micro, world = len(self.batches[0]["valid"]), self.group.world
+        timer = StepTimer((self.group.device,), last_step=steps)
         result = self.train(self._copy(), BatchShape(micro * world, micro, 1, world), steps, timer, log=self.log)
         return sum(timer.times_s), result.metrics["train/loss"]
 
     def bare_window(self, steps: int) -> tuple[float, float]:
         """Return (seconds, last loss) of a window of the bare loop on a copy of the model."""
-        timer, device = self._timer(steps), self.group.device
+        device = self.group.device
+        timer = StepTimer((device,), last_step=steps)
         loss = train_baseline(self._copy().to(device), self.batches, self.config, device, steps, timer.on_step)
         return sum(timer.times_s), loss
-
-    def _timer(self, last_step: int) -> StepTimer:
-        return StepTimer((self.group.device,), last_step=last_step)
 
     def _copy(self) -> nn.Module:
         return compile_branches(deepcopy(self.model), self.config.train)
@@ -239,14 +226,14 @@ def build_bench(config: Config, group: Group, micro: int, log: MetricsLog | None
     return Bench(config, group, model, batches, log)
 
 
-def measure(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]:
+def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]:
     """Return one row per pair; all ranks run the same windows, timed on rank 0."""
-    every = bench.config.train.log_every
-    took_s, _ = bench.bare_window(WARM_STEPS + 4)
-    wanted = WARM_STEPS + max(4, round(window_s / (took_s / 4)))
-    steps = int(bench.group.broadcast_object(-(-wanted // every) * every))
+    log_every = bench.config.train.log_every
+    took_s, _ = bench.bare_window(WARMUP_STEPS + 4)
+    min_steps = WARMUP_STEPS + max(4, round(window_s / (took_s / 4)))
+    steps = int(bench.group.broadcast_object(-(-min_steps // log_every) * log_every))
     bench.loop_window(steps)  # the first window imports TensorBoard
-    timed_rows = len(bench.batches[0]["valid"]) * bench.group.world * (steps - WARM_STEPS)
+    timed_rows = len(bench.batches[0]["valid"]) * bench.group.world * (steps - WARMUP_STEPS)
     rows = []
     for pair in range(pairs):
         results: dict[str, tuple[float, float]] = {}
@@ -274,12 +261,7 @@ STEP_SETTINGS = (
 def bench_shapes(
     config: Config, given: Sequence[str], window_s: float = 3.0, notify: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Measure each combination of `--space`; return {"machine", "ratios": {}, "rows", "notes"}.
-
-    A row has the searched `settings`, micro, accumulation, workers, global, `status` (measured, out_of_memory, failed
-    or infeasible), samples_per_s, step_p50_s, step_p95_s, peak_gib (GPU: allocated by torch; CPU: resident memory of
-    rank 0), peak_reserved_gib (GPU), and `reason`. Missing values are None. Raises UsageError, ResourceError.
-    """
+    """Measure each combination of `--space`; missing values of a row are None. Raises UsageError."""
     space = parse_space(given)
     for key in space.axes:
         if not key.startswith(STEP_SETTINGS):
@@ -288,14 +270,16 @@ def bench_shapes(
             )
     if "batch.global" not in space.axes:  # derived, otherwise every micro-batch would have the recipe's global batch
         config = config.replace(batch=config.batch.replace(global_=None))
-    configs = [with_settings(config, typed) for typed in space.combinations()]  # validated before the first runs
+    # All are validated before the first runs.
+    configs = [override_settings(config, settings) for settings in space.combinations()]
     rows = []
     for number, each in enumerate(configs, 1):
         row = _shape_row(each, {key: setting_value(each, key) for key in space.axes}, window_s)
         chosen = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
         notify(f"{number} of {len(configs)}, {chosen}: {row['status'].replace('_', ' ')}")
         rows.append(row)
-    return {"machine": describe_machine(device_of(config)), "ratios": {}, "rows": rows, "notes": idle_gpu_notes(config)}
+    machine = describe_machine(select_device(config))
+    return {"machine": machine, "ratios": {}, "rows": rows, "notes": idle_gpu_notes(config)}
 
 
 def _shape_row(config: Config, settings: dict[str, Any], window_s: float) -> dict[str, Any]:
@@ -317,10 +301,10 @@ def measure_shape(config: Config, group: Group, _: Path, shape: BatchShape, wind
         torch.cuda.reset_peak_memory_stats(group.device)
     bench, timer = build_bench(config, group, shape.micro), StepTimer((group.device,), window_s)
     bench.train(bench.model, shape, MAX_STEPS, timer, stop=timer.enough)
-    return speed(shape, timer.times_s) | peak_memory(group.device)
+    return step_time_stats(shape, timer.times_s) | peak_memory(group.device)
 
 
-def speed(shape: BatchShape, times_s: Sequence[float]) -> dict[str, float]:
+def step_time_stats(shape: BatchShape, times_s: Sequence[float]) -> dict[str, float]:
     """Return samples_per_s, step_p50_s and step_p95_s of these step times."""
     p50_s, p95_s = np.percentile(times_s, (50, 95)).tolist()
     return {"samples_per_s": shape.global_rows / statistics.mean(times_s), "step_p50_s": p50_s, "step_p95_s": p95_s}
@@ -336,10 +320,7 @@ def peak_memory(*devices: torch.device) -> dict[str, float | None]:
 
 
 def peak_resident_bytes() -> int:
-    """Return the peak resident memory of this process.
-
-    Reads VmHWM, because ru_maxrss of a forked process starts at the parent's peak.
-    """
+    """Return the peak resident memory; ru_maxrss of a forked process starts at its parent's peak."""
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))

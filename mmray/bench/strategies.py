@@ -1,8 +1,4 @@
-"""`mmray bench strategies`: one model and global batch under every parallel strategy and precision of this machine.
-
-Each strategy runs the training loop in new processes on the same synthetic rows and initial weights. The loss after the
-last step is compared with DDP in float32. Uses no Ray and no data.
-"""
+"""`mmray bench strategies`: one model and global batch under every parallel strategy and precision of this machine."""
 
 from __future__ import annotations
 
@@ -17,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mmray.bench.spawn import WorkerFailed, describe_machine, device_of, idle_gpu_notes, spawn_workers
-from mmray.bench.step import WARM_STEPS, StepTimer, build_bench, peak_memory, speed
+from mmray.bench.spawn import WorkerFailed, describe_machine, idle_gpu_notes, select_device, spawn_workers
+from mmray.bench.step import WARMUP_STEPS, StepTimer, build_bench, peak_memory, step_time_stats
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import Metrics
@@ -28,7 +24,7 @@ from mmray.train.validate import unsupported_reasons
 if TYPE_CHECKING:
     from mmray.config import Config
 
-BASE = "ddp fp32"
+BASELINE = "ddp fp32"
 PROFILED_STEPS = 2
 IDLE_SHARES = ("idle_share_0", "idle_share_1")  # of the two devices of branches
 FIGURES = (
@@ -37,7 +33,7 @@ FIGURES = (
 )
 # Name: settings of `train`. The kinds in ONE_WORKER run with one worker.
 STRATEGIES: dict[str, dict[str, Any]] = {
-    BASE: {"parallel": "ddp", "precision": "fp32"},
+    BASELINE: {"parallel": "ddp", "precision": "fp32"},
     "ddp fp32, bf16 gradients": {"parallel": "ddp", "precision": "fp32", "grad_compression": "bf16"},
     "ddp fp32, fp16 gradients": {"parallel": "ddp", "precision": "fp32", "grad_compression": "fp16"},
     "ddp bf16": {"parallel": "ddp", "precision": "bf16"},
@@ -53,18 +49,15 @@ ONE_WORKER = ("single", "branches")
 def bench_strategies(
     config: Config, steps: int = 10, only: tuple[str, ...] = (), notify: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Return {"machine", "batch", "ratios", "rows", "notes"}, a row per strategy; a failed one has only `error`.
-
-    `steps` are timed after a warm-up; `only` selects strategies by name (the baseline is always measured).
-    """
+    """Return {machine, batch, ratios, rows, notes}, a row per strategy; a failed one has only `error`."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
     config = config.with_cluster(workers=max(2, config.cluster.max_workers))
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
-    kind = device_of(config).type  # the same for all rows, with one worker too
-    chosen = {name: train for name, train in STRATEGIES.items() if not only or name in (BASE, *only)}
+    kind = select_device(config).type  # the same for all rows, with one worker too
+    chosen = {name: train for name, train in STRATEGIES.items() if not only or name in (BASELINE, *only)}
     rows: list[dict[str, Any]] = []
     for number, (name, train) in enumerate(chosen.items(), 1):
-        row = {"strategy": name} | _row(config, train, shape, kind, steps)
+        row = {"strategy": name} | _measure_row(config, train, shape, kind, steps)
         result = "failed" if row["error"] else f"{row['samples_per_s']:,.0f} samples/s"
         notify(f"{number} of {len(chosen)}, {name}: {result}")
         rows.append(row)
@@ -78,7 +71,7 @@ def bench_strategies(
     return {"machine": machine, "batch": str(shape), "ratios": ratios, "rows": rows, "notes": notes}
 
 
-def _row(config: Config, train: dict[str, Any], shape: BatchShape, kind: str, steps: int) -> dict[str, Any]:
+def _measure_row(config: Config, train: dict[str, Any], shape: BatchShape, kind: str, steps: int) -> dict[str, Any]:
     """Measure one strategy in new processes, with the same rows per step; on failure `error` is the reason."""
     if train["parallel"] in ONE_WORKER:
         config = config.with_cluster(workers=1)
@@ -91,7 +84,7 @@ def _row(config: Config, train: dict[str, Any], shape: BatchShape, kind: str, st
     if reasons:
         return row | {"error": "; ".join(reasons)}
     try:
-        return row | spawn_workers(partial(_measure, steps=steps), config, kind)
+        return row | spawn_workers(partial(_measure_rank, steps=steps), config, kind)
     except WorkerFailed as error:
         return row | {"error": str(error)}
 
@@ -124,16 +117,15 @@ class ProfiledTimer(StepTimer):
 def communication_us(events: Any) -> float:
     """Return the microseconds of a profile during which any collective ran."""
     collectives = (event.time_range for event in events if event.name.startswith(("gloo:", "nccl:", "ncclDevKernel")))
-    total, reached = 0.0, float("-inf")
+    total, covered_until = 0.0, float("-inf")
     for start, end in sorted((span.start, span.end) for span in collectives):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
     return total
 
 
-def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, Any]:
-    """Measure one strategy on one rank."""
-    shape, timed = resolve_batch_shape(config.batch, group.world), WARM_STEPS + steps
+def _measure_rank(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, Any]:
+    shape, timed = resolve_batch_shape(config.batch, group.world), WARMUP_STEPS + steps
     devices = two_devices(group.device) if config.train.parallel == "branches" else (group.device,)
     config = config.replace(train=config.train.replace(log_every=timed))
     # Every rank generates the same global batches, as rank 0 of 1, and takes its share of the rows.
@@ -144,7 +136,7 @@ def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, 
         bench.model, shape, timed + PROFILED_STEPS, timer, devices=devices
     )
     idle = {name: timer.metrics[f"branches/{name}"] for name in IDLE_SHARES if f"branches/{name}" in timer.metrics}
-    return speed(shape, timer.times_s[:steps]) | {
+    return step_time_stats(shape, timer.times_s[:steps]) | {
         "communication_share": timer.communication_share,
         "peak_gib": timer.peak_gib,
         "loss": timer.metrics["train/loss"],
@@ -155,6 +147,6 @@ def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, 
 def rank_share(batch: dict[str, torch.Tensor], rank: int, world: int) -> dict[str, torch.Tensor]:
     """Return this rank's rows of a global batch; the last row is repeated as padding."""
     num_rows = len(batch["image"])
-    share = -(-num_rows // world)
-    rows = torch.arange(rank * share, (rank + 1) * share).clamp(max=num_rows - 1)
+    rows_per_rank = -(-num_rows // world)
+    rows = torch.arange(rank * rows_per_rank, (rank + 1) * rows_per_rank).clamp(max=num_rows - 1)
     return {name: column[rows] for name, column in batch.items()}

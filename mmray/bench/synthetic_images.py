@@ -1,8 +1,4 @@
-"""Synthetic image-text files with the decoding cost of photographs, for benchmarks without user data.
-
-Seeded noise with the amplitude spectrum of photographs (about 1/f; Field 1987): 500 x 375 pixels, JPEG quality 95,
-about 110 KB, and 35 KB re-encoded at 256 pixels.
-"""
+"""Seeded noise with the spectrum of photographs (1/f; Field 1987) and captions, for benchmarks without user data."""
 
 from __future__ import annotations
 
@@ -19,7 +15,8 @@ from mmray.storage.paths import write_atomic
 
 VERSION = 1  # of the generator; part of the folder name
 WIDTH, HEIGHT, QUALITY = 500, 375, 95
-FALL = 1.35  # amplitude ~ 1 / frequency^FALL, chosen to match the file size of photographs at both sizes
+# Amplitude ~ 1 / frequency^SPECTRUM_EXPONENT, chosen to match the file size of photographs at both sizes.
+SPECTRUM_EXPONENT = 1.35
 CAPTIONS = "captions.jsonl"
 WORDS = "a the red small old two dog street tree person sits near runs under bright water bicycle and with of"
 
@@ -29,22 +26,22 @@ def synthetic_photos(num: int) -> Iterator[tuple[bytes, str]]:
     height, width = 4 * HEIGHT, 4 * WIDTH
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequency[0, 0] = np.inf
-    white = np.random.default_rng(0).standard_normal((height, width))
-    field = np.fft.irfft2(np.fft.rfft2(white) / frequency**FALL, (height, width))  # mean 0
+    noise = np.random.default_rng(0).standard_normal((height, width))
+    field = np.fft.irfft2(np.fft.rfft2(noise) / frequency**SPECTRUM_EXPONENT, (height, width))  # mean 0
     field = np.asarray(field / field.std(), np.float32)
     for number in range(num):
-        draw = np.random.default_rng((1, number))
+        rng = np.random.default_rng((1, number))
         layers = []  # luma and two chroma channels: random crops, flipped, of deviation 1
         for _ in range(3):
-            top, left = draw.integers(0, height - HEIGHT), draw.integers(0, width - WIDTH)
-            crop = field[top : top + HEIGHT, left : left + WIDTH][:: draw.choice([-1, 1]), :: draw.choice([-1, 1])]
+            top, left = rng.integers(0, height - HEIGHT), rng.integers(0, width - WIDTH)
+            crop = field[top : top + HEIGHT, left : left + WIDTH][:: rng.choice([-1, 1]), :: rng.choice([-1, 1])]
             layers.append((crop - crop.mean()) / crop.std())
         luma, red, blue = layers
         grey = 128 + 55 * luma
         rgb = np.stack([grey + 22 * red, grey - 11 * red - 8 * blue, grey + 20 * blue], axis=-1)
         file = io.BytesIO()
         Image.fromarray(rgb.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=QUALITY)
-        yield file.getvalue(), " ".join(draw.choice(WORDS.split(), draw.integers(5, 31)))
+        yield file.getvalue(), " ".join(rng.choice(WORDS.split(), rng.integers(5, 31)))
 
 
 def sample_rows(prepared: PreparedSet, num: int) -> Iterator[tuple[bytes, str]]:

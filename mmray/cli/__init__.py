@@ -24,8 +24,8 @@ from mmray.cli.train import train
 from mmray.cli.tune import tune
 from mmray.errors import INTERRUPTED, ForceExit, MmrayError, UsageError, suggest
 
-_COMMANDS = (train, prepare, tune, evaluate, export, report, bench, doctor)
-VERBS: dict[str, Callable[[Sequence[str], Terminal], int]] = {command.__name__: command for command in _COMMANDS}
+_FUNCTIONS = (train, prepare, tune, evaluate, export, report, bench, doctor)
+COMMANDS: dict[str, Callable[[Sequence[str], Terminal], int]] = {each.__name__: each for each in _FUNCTIONS}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,16 +49,16 @@ def run(argv: list[str], terminal: Terminal) -> int:
     """Run a command line and return its exit code; print an MmrayError without traceback. Raises ForceExit."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         terminal.note("mmray trains image-text models on a Ray cluster. Each command has --help.\n")
-        for verb in VERBS.values():
-            terminal.note(f"  {verb.__doc__}")
+        for command in COMMANDS.values():
+            terminal.note(f"  {command.__doc__}")
         return 0
     if argv[0] == "--version":
         terminal.note(f"mmray {version('mmray')}")
         return 0
     try:
-        if argv[0] not in VERBS:
-            raise UsageError(f"unknown command `{argv[0]}`; {suggest(argv[0], VERBS)}")
-        return VERBS[argv[0]](argv[1:], terminal)
+        if argv[0] not in COMMANDS:
+            raise UsageError(f"unknown command `{argv[0]}`; {suggest(argv[0], COMMANDS)}")
+        return COMMANDS[argv[0]](argv[1:], terminal)
     except MmrayError as error:
         terminal.error(str(error))
         return error.exit_code

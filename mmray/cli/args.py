@@ -21,7 +21,7 @@ _REGISTRY = ConstructorRegistry()
 
 
 @_REGISTRY.primitive_rule
-def _switch(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
+def _parse_bool(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
     """Parse True or False, in either spelling; a flag without a value is True."""
     if info.type is not bool:
         return None
@@ -36,7 +36,7 @@ def _switch(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
 
 
 @_REGISTRY.primitive_rule
-def _nothing(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[None] | None:
+def _parse_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[None] | None:
     """Parse None or null."""
     if info.type is not type(None):
         return None
@@ -57,19 +57,19 @@ def split_args(argv: Sequence[str]) -> tuple[str, list[str], bool]:
     return name, [word for word in rest if word != "--print-config"], "--print-config" in rest
 
 
-def values_of(flag: str, words: Sequence[str]) -> list[str]:
+def flag_values(flag: str, words: Sequence[str]) -> list[str]:
     """Return the values of `--flag value` and `--flag=value`, before the flags are parsed."""
     pairs = [*pairwise(words), *(tuple(word.split("=", 1)) for word in words if "=" in word)]
     return [value for given, value in pairs if given == flag]
 
 
-def recipe_for(name: str, words: Sequence[str]) -> Config:
+def load_recipe(name: str, words: Sequence[str]) -> Config:
     """Return the recipe with the model kind of `--model.kind`, because it determines the other flags."""
-    recipe, kinds = recipes.load(name), values_of("--model.kind", words)
+    recipe, kinds = recipes.load(name), flag_values("--model.kind", words)
     return recipe.with_model_kind(kinds[-1]) if kinds else recipe
 
 
-def parse_run(argv: Sequence[str], verb: str) -> tuple[Config, bool]:
+def parse_config(argv: Sequence[str], command_name: str) -> tuple[Config, bool]:
     """Return the config of a recipe name and flags, and whether --print-config is given."""
     name, rest, print_config = split_args(argv)
     given = [word.removeprefix("--").partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")]
@@ -77,32 +77,29 @@ def parse_run(argv: Sequence[str], verb: str) -> tuple[Config, bool]:
         f"Train the recipe `{name}`; the defaults below are the recipe's values. "
         f"Recipes: {', '.join(recipes.RECIPES)}, or a YAML file. --print-config prints the settings and exits."
     )
-    recipe = recipe_for(name, rest).without_conflicting(given)
-    return parse(Config, rest, f"mmray {verb} {name}", recipe, description), print_config
+    recipe = load_recipe(name, rest).without_conflicting(given)
+    return parse_args(Config, rest, f"mmray {command_name} {name}", recipe, description), print_config
 
 
-def parse(
+def parse_args(
     command: type[Command],
     words: Sequence[str],
     prog: str,
     default: Command | None = None,
     description: str | None = None,
 ) -> Command:
-    """Parse the arguments as `command`; exit the process for `--help` and invalid flags.
-
-    Raises UsageError for a `--json` that cannot be written.
-    """
+    """Parse the arguments as `command`; exits for --help and invalid flags, UsageError if --json is not writable."""
     given: dict[str, Any] = {} if default is None else {"default": default}
     style = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
-    typed = tyro.cli(
+    parsed = tyro.cli(
         command, args=list(words), prog=prog, description=description, config=style, registry=_REGISTRY, **given
     )
-    file = vars(typed).get("json")
+    file = vars(parsed).get("json")
     if file is not None and not Path(file).parent.is_dir():
         raise UsageError(f"--json {file}: folder {Path(file).parent} does not exist; create it or choose another file")
     if file is not None and Path(file).is_dir():
         raise UsageError(f"--json {file}: is a folder; give a file in it")
-    return typed
+    return parsed
 
 
 def require_positive(command: Any, *names: str) -> None:

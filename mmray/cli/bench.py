@@ -10,7 +10,7 @@ import tyro
 from rich.table import Table
 from tyro.conf import Positional
 
-from mmray.cli.args import parse, require_positive, write_json
+from mmray.cli.args import parse_args, require_positive, write_json
 from mmray.cli.console import Terminal, rows_table
 from mmray.config import recipes
 from mmray.errors import UsageError, suggest
@@ -81,7 +81,7 @@ def bench(argv: Sequence[str], terminal: Terminal) -> int:
     if what not in BENCHES:
         raise UsageError(f"unknown benchmark `{what}`; {suggest(what, BENCHES)}")
     command_type, run = BENCHES[what]
-    command = parse(command_type, rest, f"mmray bench {what}")
+    command = parse_args(command_type, rest, f"mmray bench {what}")
     require_positive(command, "pairs", "images", "rounds", "steps")
     result, table = run(command, terminal)
     machine = result["machine"]
@@ -100,20 +100,18 @@ def bench(argv: Sequence[str], terminal: Terminal) -> int:
 
 def _step(command: StepCommand, terminal: Terminal) -> tuple[dict[str, Any], Table]:
     """compare the training loop with a bare one, or measure batch shapes"""
+    from mmray.bench.step import bench_shapes, bench_step
+
     config = recipes.load(command.recipe)
     if command.space:
-        from mmray.bench.step import bench_shapes
-
         result = bench_shapes(config, command.space, command.window_s, terminal.status)
         return result, shapes_table(result["rows"])
-    from mmray.bench.step import bench_step
-
     total_s = 2 * command.pairs * command.window_s
     terminal.status(f"{command.pairs} pairs of windows of {command.window_s:g} s, about {total_s:.0f} s in total")
     result = bench_step(config, command.pairs, command.window_s)
     first = result["rows"][0].items()
     columns = {name: (name.replace("_", " "), ",.3f" if isinstance(value, float) else "") for name, value in first}
-    return {"notes": ()} | result, rows_table(result["rows"], columns)
+    return result, rows_table(result["rows"], columns)
 
 
 def _loader(command: LoaderCommand, terminal: Terminal) -> tuple[dict[str, Any], Table]:

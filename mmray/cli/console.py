@@ -14,12 +14,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from mmray.report.run import non_retrieval_metrics
+from mmray.report.run import DIRECTIONS, non_retrieval_metrics, recall_rows
 
-LINE_EVERY_S = 5.0  # interval of progress lines in a log
+LOG_INTERVAL_S = 5.0  # interval of progress lines in a log
 LOG_WIDTH = 200
-RECALLS = (1, 5, 10)
-WAYS = ("image_to_text", "text_to_image")
 
 
 class Terminal:
@@ -49,7 +47,7 @@ class Terminal:
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[count]}"),
-            TextColumn("{task.fields[figures]}", style="cyan", table_column=Column()),  # wraps if it is narrow
+            TextColumn("{task.fields[details]}", style="cyan", table_column=Column()),  # wraps if it is narrow
         )
         if not self.console.is_terminal:
             yield
@@ -72,19 +70,19 @@ class Terminal:
 
     def _add_task(self, title: str) -> None:
         assert self._live is not None
-        self._task = self._live.add_task(title, total=None, count="", figures="", start=False)
+        self._task = self._live.add_task(title, total=None, count="", details="", start=False)
 
-    def update(self, done: float, total: float, figures: str, word: str) -> None:
+    def update(self, done: float, total: float, details: str, label: str) -> None:
         """Set the progress to done of total; in a log, print a line every few seconds and at the end."""
         if self._live is not None:
             self._live.start_task(self._task)
             count = f"{done:,.0f}/{total:,.0f}"
-            self._live.update(self._task, completed=done, total=total, count=count, figures=figures, description=word)
+            self._live.update(self._task, completed=done, total=total, count=count, details=details, description=label)
             return
         now = time.monotonic()
-        if not self.console.is_terminal and (now - self._printed_s >= LINE_EVERY_S or done >= total):
+        if not self.console.is_terminal and (now - self._printed_s >= LOG_INTERVAL_S or done >= total):
             self._printed_s = now
-            self.console.print(f"{word} {done:,.0f}/{total:,.0f}  {figures}")
+            self.console.print(f"{label} {done:,.0f}/{total:,.0f}  {details}")
 
 
 def language_note(metrics: dict[str, Any]) -> str:
@@ -100,21 +98,8 @@ def scores_tables(metrics: dict[str, Any]) -> list[Table]:
     others.add_column(justify="right", min_width=len("image to text"))  # aligned with the recall table
     for name, value in non_retrieval_metrics(metrics):
         others.add_row(name, value)
-    if "recall_at_1/image_to_text" not in metrics:
-        return [others]
-    rows = [
-        {
-            "way": way.replace("_", " "),
-            **{name.partition("/")[0]: metrics[name] for name in metrics if name.endswith(way)},
-        }
-        for way in WAYS
-    ]
-    columns = {
-        "way": ("", ""),
-        **{f"recall_at_{k}": (f"R@{k}", ".3f") for k in RECALLS},
-        "median_rank": ("median rank", "g"),
-    }
-    return [rows_table(rows, columns), others]
+    rows = recall_rows(metrics)
+    return [rows_table(rows, {name: (name, ">" if name else "") for name in rows[0]}), others] if rows else [others]
 
 
 def rows_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, str]]) -> Table:
@@ -144,12 +129,14 @@ class Reporter:
 
     def prepare_progress(self, progress: Any) -> None:
         if progress.total_rows:  # unknown during the scan of the source
-            figures = f"{progress.bad_rows:,} quarantined" if progress.bad_rows else ""
-            self.terminal.update(progress.done_rows, progress.total_rows, figures, f"{progress.stage} rows")
+            details = f"{progress.bad_rows:,} quarantined" if progress.bad_rows else ""
+            self.terminal.update(progress.done_rows, progress.total_rows, details, f"{progress.stage} rows")
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
         if "evaluate/recall_at_1/image_to_text" in metrics:
-            recalls = ", ".join(f"{way.replace('_', ' ')} {metrics[f'evaluate/recall_at_1/{way}']:.3f}" for way in WAYS)
+            recalls = ", ".join(
+                f"{each.replace('_', ' ')} {metrics[f'evaluate/recall_at_1/{each}']:.3f}" for each in DIRECTIONS
+            )
             self.log(f"step {metrics['step']:,}: recall@1 {recalls}", "evaluation")
         elif "evaluate/perplexity" in metrics:
             scores = {name.removeprefix("evaluate/"): value for name, value in metrics.items()}
@@ -161,7 +148,7 @@ class Reporter:
             "time/data_wait_share": "data wait {:.0%}",
             "memory/peak_gib": "peak {:.2f} GiB",
         }
-        parts = [form.format(metrics[name]) for name, form in formats.items() if metrics.get(name) is not None]
+        parts = [pattern.format(metrics[name]) for name, pattern in formats.items() if metrics.get(name) is not None]
         parts += [] if left_s is None else [f"{left_s:.0f} s left"]
         self.terminal.update(metrics["step"], total_steps, "  ".join(parts), "step")
 
@@ -171,8 +158,8 @@ class Reporter:
         if self._first is None or done <= self._first[1]:
             self._first = (now, done)
             return None
-        began_s, first = self._first
-        return (total - done) * (now - began_s) / (done - first)
+        start_s, first = self._first
+        return (total - done) * (now - start_s) / (done - first)
 
 
 def relative_paths(text: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from mmray.cli.args import parse, write_json
+from mmray.cli.args import parse_args, write_json
 from mmray.cli.console import Terminal
 from mmray.errors import ResourceError
 
@@ -28,7 +28,7 @@ class DoctorCommand:
 
 def doctor(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray doctor [--address A] [--storage runs]"""
-    command = parse(DoctorCommand, argv, "mmray doctor")
+    command = parse_args(DoctorCommand, argv, "mmray doctor")
     from mmray.cluster.doctor import run_checks
 
     findings = []

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from mmray.cli.args import parse, require_positive, write_json
+from mmray.cli.args import parse_args, require_positive, write_json
 from mmray.cli.console import Reporter, Terminal, scores_tables
 from mmray.config import Scoring
 
@@ -37,21 +37,21 @@ class EvaluateCommand:
     """Metrics to compute; the default of each setting is the run's value."""
 
 
-def command_of(argv: Sequence[str]) -> EvaluateCommand:
+def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
     """Parse the command line, with the run's own settings as defaults. Raises UsageError."""
-    run = parse(EvaluateCommand, argv, "mmray evaluate").run
+    run = parse_args(EvaluateCommand, argv, "mmray evaluate").run
     from mmray.storage.paths import to_path
     from mmray.train.evaluate_export import load_run_config
 
     own = load_run_config(to_path(run)).evaluate.scoring
-    command = parse(EvaluateCommand, argv, "mmray evaluate", EvaluateCommand(run, evaluate=own))
+    command = parse_args(EvaluateCommand, argv, "mmray evaluate", EvaluateCommand(run, evaluate=own))
     require_positive(command, "workers")
     return command
 
 
 def evaluate(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray evaluate RUN [--data SET] [--split NAME] [--evaluate.classes A B ...] [--json FILE]"""
-    command = command_of(argv)
+    command = parse_evaluate(argv)
     from mmray.storage.paths import to_path
     from mmray.train.evaluate_export import evaluate_run
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from mmray.cli.args import parse
+from mmray.cli.args import parse_args
 from mmray.cli.console import Terminal
 
 
@@ -26,7 +26,7 @@ class ExportCommand:
 
 def export(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray export RUN OUT [--step N|best]"""
-    command = parse(ExportCommand, argv, "mmray export")
+    command = parse_args(ExportCommand, argv, "mmray export")
     from mmray.models.export.export import PROCESSOR
     from mmray.storage.paths import to_path
     from mmray.train.evaluate_export import export_run

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import OmitArgPrefixes, Positional
 
-from mmray.cli.args import parse
+from mmray.cli.args import parse_args
 from mmray.cli.console import Reporter, Terminal
 from mmray.config import Cluster, Prepare
 
@@ -39,28 +39,26 @@ def _findings(manifest: Manifest, out: str) -> Iterator[tuple[str, str]]:
     """Yield (label, line) for repeated captions and overlap with other sets."""
     if manifest.num_same_text:
         yield "captions", f"{manifest.num_same_text:,} rows repeat the captions of an earlier row; they are kept"
-    if found := manifest.leakage:
-        total = found["exact"] + found["near"]
+    if leakage := manifest.leakage:
+        total = leakage["exact"] + leakage["near"]
         where = ", ".join(
-            f"{rows:,} in {'another split' if name == 'splits' else name}" for name, rows in found["found_in"].items()
+            f"{rows:,} in {'another split' if name == 'splits' else name}" for name, rows in leakage["found_in"].items()
         )
-        kept = "quarantined" if found["dropped"] else "kept; --drop-overlap quarantines them"
-        yield (
-            "overlap",
-            f"{total:,} rows ({found['exact']:,} exact, {found['near']:,} near-duplicates): {where}; {kept}",
-        )
+        kept = "quarantined" if leakage["dropped"] else "kept; --drop-overlap quarantines them"
+        kinds = f"{leakage['exact']:,} exact, {leakage['near']:,} near-duplicates"
+        yield "overlap", f"{total:,} rows ({kinds}): {where}; {kept}"
         if total:
             yield "", f"listed in {out}/leaks.jsonl"
 
 
 def prepare(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray prepare SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] [--check-contamination SET] ..."""
-    command = parse(PrepareCommand, argv, "mmray prepare")
+    command = parse_args(PrepareCommand, argv, "mmray prepare")
     from mmray.cluster.connect import ray_session
     from mmray.cluster.placement import check_data_capacity
     from mmray.data.prepare.pipeline import prepare as prepare_rows
 
-    began_s = time.monotonic()
+    start_s = time.monotonic()
     section = Cluster(address=command.address, wait_for_nodes=command.wait_for_nodes)
     with ray_session(section), terminal.progress("starting Ray"):
         check_data_capacity(section)
@@ -68,7 +66,7 @@ def prepare(argv: Sequence[str], terminal: Terminal) -> int:
         report = (reporter.prepare_progress, reporter.log)
         manifest = prepare_rows(command.source, command.out, command.settings, *report, command.retry_quarantined)
     splits = ", ".join(f"{name} {rows:,}" for name, rows in sorted(manifest.splits.items())) or "no splits"
-    terminal.note(f"{manifest.num_read:,} rows read in {time.monotonic() - began_s:.0f} s", "read")
+    terminal.note(f"{manifest.num_read:,} rows read in {time.monotonic() - start_s:.0f} s", "read")
     terminal.note(f"{manifest.num_rows:,} rows ({splits}) in {command.out}", "prepared")
     terminal.note(f"{manifest.num_quarantined:,} rows; reasons are in {command.out}/quarantine.jsonl", "quarantined")
     for label, line in _findings(manifest, command.out):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tyro.conf import Positional
 
-from mmray.cli.args import parse
+from mmray.cli.args import parse_args
 from mmray.cli.console import Terminal
 
 
@@ -23,7 +23,7 @@ class ReportCommand:
 
 def report(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray report RUN [--out FILE]"""
-    command = parse(ReportCommand, argv, "mmray report")
+    command = parse_args(ReportCommand, argv, "mmray report")
     from mmray.report.write import write_report  # importing Plotly takes a second
     from mmray.storage.paths import to_path
 

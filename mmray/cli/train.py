@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from mmray.cli.args import parse_run
+from mmray.cli.args import parse_config
 from mmray.cli.console import Reporter, Terminal, relative_paths, scores_tables
 from mmray.config import to_yaml
 from mmray.errors import INTERRUPTED
@@ -14,7 +14,7 @@ from mmray.errors import INTERRUPTED
 
 def train(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray train [RECIPE] [--section.field value ...] [--print-config]"""
-    config, print_config = parse_run(argv, "train")
+    config, print_config = parse_config(argv, "train")
     if print_config:
         print(to_yaml(config), end="")
         return 0
@@ -29,10 +29,8 @@ def train(argv: Sequence[str], terminal: Terminal) -> int:
 def _print_outcome(outcome: Any, terminal: Terminal) -> int:
     result = outcome.result
     if outcome.already_done:
-        terminal.note(
-            f"{outcome.path} has already finished its {result['steps']:,} steps; to continue, raise --train.steps",
-            "done",
-        )
+        steps = f"{result['steps']:,} steps"
+        terminal.note(f"{outcome.path} has already finished its {steps}; to continue, raise --train.steps", "done")
         return 0
     took = f"{result['steps']:,} steps in {result['elapsed_s']:.0f} s"
     restarts = (

@@ -15,12 +15,12 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import UseAppendAction
 
-from mmray.cli.args import parse, recipe_for, split_args, values_of
+from mmray.cli.args import flag_values, load_recipe, parse_args, split_args
 from mmray.cli.console import Reporter, Terminal, relative_paths
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED, TrainingError
 
-STYLES = {
+STATUS_STYLES = {
     "finished": "green",
     "running": "cyan",
     "out_of_memory": "yellow",
@@ -29,7 +29,7 @@ STYLES = {
     "infeasible": "dim",
     "waiting": "dim",
 }
-SHAPE = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")  # shown in the batch columns
+SHAPE_KEYS = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")  # shown in the batch columns
 VALUE_WIDTH = 16
 CAPTION = (
     "batch: micro x accumulation x workers; * best trial of its global batch; samples/s: mean (range over time); "
@@ -61,9 +61,8 @@ class SweepReporter(Reporter):
             return
         if self._live is None:  # close the bar: rich allows one live display
             self._stack.close()
-            self._live = self._stack.enter_context(
-                Live(console=self.terminal.console, transient=True, auto_refresh=False)
-            )
+            live_display = Live(console=self.terminal.console, transient=True, auto_refresh=False)
+            self._live = self._stack.enter_context(live_display)
         self._live.update(trials_table(rows, self.goal), refresh=True)
 
     def ended(self, row: Row) -> None:
@@ -73,10 +72,10 @@ class SweepReporter(Reporter):
             self.log(row["error"], row["trial"])
 
 
-def trials_table(rows: list[Row], goal: str, found: Row | None = None) -> Table:
+def trials_table(rows: list[Row], goal: str, ranking: Row | None = None) -> Table:
     """Return the table of trials, 80 columns wide; a star marks the best per global batch, bold the best overall."""
-    searched = [key for key in rows[0]["settings"] if key not in SHAPE]
-    winners, best = (set(found["per_global"].values()), found["best"]) if found else (set(), None)
+    searched = [key for key in rows[0]["settings"] if key not in SHAPE_KEYS]
+    winners, best = (set(ranking["per_global"].values()), ranking["best"]) if ranking else (set(), None)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), caption=CAPTION, caption_justify="left")
     table.add_column("trial", no_wrap=True)
     for key in searched:
@@ -91,24 +90,24 @@ def trials_table(rows: list[Row], goal: str, found: Row | None = None) -> Table:
             row["trial"] + ("*" if row["trial"] in winners else ""),
             *(str(row["settings"].get(key)) for key in searched),
             *((shape, str(row["global"])) if row["global"] else (MISSING, MISSING)),
-            _rate(row),
+            _format_rate(row),
             MISSING if p50_s is None or p95_s is None else f"{1000 * p50_s:,.0f}/{1000 * p95_s:,.0f}",
-            _figure(row["peak_gib"], ".2f"),
-            _figure(row["loss"], ".3f"),
-            *((_figure(row["recall_at_1"], ".3f"),) if goal == "recall" else ()),
-            Text(row.get("doing") or row["status"].replace("_", " "), style=STYLES[row["status"]]),
+            _format(row["peak_gib"], ".2f"),
+            _format(row["loss"], ".3f"),
+            *((_format(row["recall_at_1"], ".3f"),) if goal == "recall" else ()),
+            Text(row.get("activity") or row["status"].replace("_", " "), style=STATUS_STYLES[row["status"]]),
             style="bold" if row["trial"] == best else None,
         )
     return table
 
 
-def _rate(row: Row) -> str:
+def _format_rate(row: Row) -> str:
     """Format samples/s with the range over logging windows."""
     low, high = row["samples_per_s_min"], row["samples_per_s_max"]
-    return _figure(row["samples_per_s"], ",.0f") + ("" if low is None else f" ({low:,.0f}-{high:,.0f})")
+    return _format(row["samples_per_s"], ",.0f") + ("" if low is None else f" ({low:,.0f}-{high:,.0f})")
 
 
-def _figure(value: float | None, style: str) -> str:
+def _format(value: float | None, style: str) -> str:
     return MISSING if value is None else format(value, style)
 
 
@@ -118,7 +117,7 @@ def trial_line(row: Row) -> str:
     took = f" in {row['elapsed_s']:.0f} s" if row["elapsed_s"] is not None else ""
     parts = [
         f"{settings}: {row['status'].replace('_', ' ')}{took}",
-        f"{_rate(row)} samples/s" if row["samples_per_s"] is not None else "",
+        f"{_format_rate(row)} samples/s" if row["samples_per_s"] is not None else "",
         f"loss {row['loss']:.3f}" if row["loss"] is not None else "",
         f"{row['peak_gib']:.2f} GiB" if row["peak_gib"] is not None else "",
         relative_paths(row["error"] or ""),
@@ -158,21 +157,16 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     from mmray.config import search_space  # these import numpy, which parsing errors do not need
     from mmray.tune import trials
 
-    recipe = recipe_for(name, rest)
-    searched = [text.partition("=")[0].replace("-", "_") for text in values_of("--space", rest)]
-    command = parse(
-        TuneCommand,
-        rest,
-        f"mmray tune {name}",
-        TuneCommand(trials.reset_searched(recipe, searched)),
-        DESCRIPTION.strip().format(name=name),
-    )
+    recipe = load_recipe(name, rest)
+    searched = [text.partition("=")[0].replace("-", "_") for text in flag_values("--space", rest)]
+    default, description = TuneCommand(trials.reset_searched(recipe, searched)), DESCRIPTION.strip().format(name=name)
+    command = parse_args(TuneCommand, rest, f"mmray tune {name}", default, description)
     base = trials.restore_length(command.settings, recipe)
     if print_config:
         print(to_yaml(base), end="")
         return 0
     space = search_space.parse_space(command.space, command.samples, base.train.seed)
-    trials.trials_of(base, space)  # report invalid values before Ray and torch are imported
+    trials.build_trials(base, space)  # report invalid values before Ray and torch are imported
     from mmray.tune.search import Sweep, search
 
     terminal.note(f"mmray {version('mmray')}, sweep of recipe {base.recipe}")
@@ -183,12 +177,12 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
 
 
 def _print_outcome(outcome: Any, terminal: Terminal) -> int:
-    summary, found, rows = outcome.summary, outcome.summary["recommendation"], outcome.rows
+    summary, recommendation, rows = outcome.summary, outcome.summary["recommendation"], outcome.rows
     stopped = summary["status"] == "stopped"
     measured = sum(row["status"] == "finished" for row in rows)
     errors = {row["trial"]: f"{row['status'].replace('_', ' ')}: {row['error']}" for row in rows if row["error"]}
-    terminal.table(trials_table(rows, summary["goal"], found))
-    if found is None and not stopped:
+    terminal.table(trials_table(rows, summary["goal"], recommendation))
+    if recommendation is None and not stopped:
         reasons = [f"  {trial} {relative_paths(error)}" for trial, error in errors.items()]
         raise TrainingError(
             f"no trial could be ranked; each run is in {relative_paths(str(outcome.path))}/trials:\n"
@@ -198,7 +192,7 @@ def _print_outcome(outcome: Any, terminal: Terminal) -> int:
         terminal.note(relative_paths(error), trial)
     took = f"{measured} of {len(rows)} trials measured in {summary['elapsed_s']:.0f} s"
     terminal.note(took + "; run the same command to resume" * stopped, summary["status"])
-    if found is not None:
-        terminal.note(found["why"], "best")
+    if recommendation is not None:
+        terminal.note(recommendation["why"], "best")
         terminal.note(f"mmray train {relative_paths(str(outcome.path / 'best.yaml'))}", "next")
     return 0 if summary["status"] == "finished" else INTERRUPTED

@@ -22,11 +22,11 @@ class Node:
     resources: Resources
     labels: Labels | None = field(default_factory=dict)
 
-    def matches_labels(self, wanted: Labels) -> bool:
+    def matches_labels(self, selectors: Labels) -> bool:
         """Return whether the node satisfies this label selector."""
         if self.labels is None:
             return True
-        for key, selector in wanted.items():  # those that mmray uses: `value`, `!value`, `in(a,b)`, `!in(a,b)`
+        for key, selector in selectors.items():  # those that mmray uses: `value`, `!value`, `in(a,b)`, `!in(a,b)`
             body = selector.removeprefix("!")
             values = body[3:-1].split(",") if body.startswith("in(") else [body]
             if (self.labels.get(key) in {each.strip() for each in values}) == selector.startswith("!"):
@@ -40,11 +40,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Pool:
-    """A node type of an autoscaling cluster, with at most `most` nodes including existing ones."""
+    """A node type of an autoscaling cluster, with at most `max_nodes` nodes including existing ones."""
 
     name: str
     resources: Resources
-    most: int
+    max_nodes: int
     labels: Labels | None = None
 
 
@@ -76,18 +76,18 @@ def missing_capacity(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool
     names = {"CPU", "GPU", *demand.per_worker}
     totals = {name: sum(node.resources.get(name, 0) for node in largest) for name in names}
     total = f"the cluster {'can grow to' if pools else 'has'} {format_resources(totals)} on {len(largest)} nodes"
-    grow = "raise max_workers of a pool in cluster.yaml" if pools else "add nodes, or join a larger cluster"
+    grow_fix = "raise max_workers of a pool in cluster.yaml" if pools else "add nodes, or join a larger cluster"
     cause, fix = _cause_and_fix(demand, largest)
     on_cpus = "; or train on CPUs (--cluster.accelerator cpu)" if demand.per_worker.get("GPU") else ""
-    return f"{demand}: {cause}; {total}. {fix or grow}{on_cpus}"
+    return f"{demand}: {cause}; {total}. {fix or grow_fix}{on_cpus}"
 
 
 def _cause_and_fix(demand: Demand, nodes: Sequence[Node]) -> tuple[str, str]:
     """The first cause why the demand does not fit, and a change with which it may (empty: only more nodes)."""
-    absent = [name for name in demand.per_worker if not any(node.resources.get(name) for node in nodes)]
-    if absent:
+    missing = [name for name in demand.per_worker if not any(node.resources.get(name) for node in nodes)]
+    if missing:
         known = sorted({name for node in nodes for name in node.resources if ":" not in name})
-        return f"no node has any {' or '.join(absent)}", f"the nodes have {', '.join(known)}"
+        return f"no node has any {' or '.join(missing)}", f"the nodes have {', '.join(known)}"
     for purpose, labels in (("training", demand.worker_labels), ("data", demand.data_labels)):
         if not any(node.matches_labels(labels) for node in nodes):
             fix = f"--cluster.{purpose.removesuffix('ing')}-label none allows any node"
@@ -117,11 +117,11 @@ def max_workers(demand: Demand, nodes: Sequence[Node]) -> int:
 
 def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
     """Return the existing nodes and those that autoscaling can add for this demand."""
-    useful = demand.workers + demand.data_cpus  # each node hosts at least one worker or data CPU
+    needed = demand.workers + demand.data_cpus  # each node hosts at least one worker or data CPU
     known = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}
     names = {pool.name for pool in pools}
     fixed = (node for node in nodes if (node.labels or {}).get(NODE_GROUP) not in names)
-    added = ([Node(pool.resources, known.get(pool.name, pool.labels))] * min(pool.most, useful) for pool in pools)
+    added = ([Node(pool.resources, known.get(pool.name, pool.labels))] * min(pool.max_nodes, needed) for pool in pools)
     return [*fixed, *chain.from_iterable(added)]
 
 

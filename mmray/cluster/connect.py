@@ -20,9 +20,9 @@ from mmray.machine import cores
 if TYPE_CHECKING:
     from mmray.config import Cluster
 
-_PRELOADED = "ray.data,mmray.data.stream.decode_actor"  # starts each data actor a second faster
+_PRELOADED_MODULES = "ray.data,mmray.data.stream.decode_actor"  # starts each data actor a second faster
 # Object storage settings for workers of a remote cluster. No credentials, because Ray logs these values.
-_STORE = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED")
+S3_ENV = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED")
 INPUT_TASK_CPUS = 1  # for tasks that feed the data actors
 CONNECT_TIMEOUT_S = 5.0
 
@@ -31,11 +31,7 @@ CONNECT_TIMEOUT_S = 5.0
 def ray_session(
     section: Cluster, data_actors: int = 1, while_starting: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Connect to Ray inside the block and restrict Ray Data to the data nodes; a local cluster stops with the block.
-
-    A local cluster has CPUs for `data_actors` actors. `while_starting` runs in a thread while Ray starts, and its
-    exceptions are raised; it must not import Ray's modules, because this thread imports them.
-    """
+    """Connect to Ray, or start it here; runs `while_starting`, which must not import Ray, in a thread meanwhile."""
     import ray.data  # here: `mmray --help` must not import Ray
 
     from mmray.cluster.placement import set_data_placement
@@ -51,13 +47,13 @@ def ray_session(
         return
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as threads:
-        done = threads.submit(while_starting) if while_starting is not None else None
+        future = threads.submit(while_starting) if while_starting is not None else None
         _start(section.address or os.environ.get("RAY_ADDRESS"), section, data_actors)
     if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler exits with code 15
     try:
-        if done is not None:
-            done.result()
+        if future is not None:
+            future.result()
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
         for name in ("ray", "ray.data", "ray.train", "ray.tune"):
@@ -73,25 +69,25 @@ def _start(address: str | None, section: Cluster, data_actors: int) -> None:
 
     from mmray.cluster.ray_internals import ENVIRONMENT, PRELOAD_VARIABLE
 
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+    log_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     try:
         if address:
             check_reachable(address)
-            shared = {name: os.environ[name] for name in (*ENVIRONMENT, *_STORE) if name in os.environ}
+            env_vars = {name: os.environ[name] for name in (*ENVIRONMENT, *S3_ENV) if name in os.environ}
             # A submitted job has the variables of its runtime environment here too; equal names are no conflict.
             os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
-            ray.init(address=address, runtime_env={"env_vars": shared}, **quiet)
+            ray.init(address=address, runtime_env={"env_vars": env_vars}, **log_options)
         else:
             paths = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
             variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-            variables[PRELOAD_VARIABLE] = os.environ.get(PRELOAD_VARIABLE, _PRELOADED)
+            variables[PRELOAD_VARIABLE] = os.environ.get(PRELOAD_VARIABLE, _PRELOADED_MODULES)
             # A local cluster requires a token unless the user sets RAY_AUTH_MODE.
             with _environment(variables):
                 ray.init(
                     address="local",
                     num_cpus=num_local_cpus(section, data_actors, physical=cores()),
                     include_dashboard=False,
-                    **quiet,
+                    **log_options,
                 )
             token = Path.home() / ".ray" / "auth_token"
             if token.exists() and token.stat().st_uid == os.getuid():
@@ -102,10 +98,7 @@ def _start(address: str | None, section: Cluster, data_actors: int) -> None:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for processes started inside the block.
-
-    A runtime environment would apply to new processes only, so prestarted workers could not be used.
-    """
+    """Set variables for processes started inside the block; Ray's prestarted workers have no runtime environment."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -26,10 +26,10 @@ from mmray.errors import ResourceError
 from mmray.machine import cores, free_memory
 
 GIB = 2**30
-LEAST_MEMORY_GIB = 2.0
-LEAST_DISK_GIB = 5.0
-LEAST_SHM_SHARE = 0.25  # of memory; Ray's object store needs 30 % and falls back to slow files below that
-LEAST_OPEN_FILES = 4096
+MIN_MEMORY_GIB = 2.0
+MIN_DISK_GIB = 5.0
+MIN_SHM_SHARE = 0.25  # of memory; Ray's object store needs 30 % and falls back to slow files below that
+MIN_OPEN_FILES = 4096
 PROBE_MB = 8
 
 
@@ -49,41 +49,40 @@ def _warn_if(problem: bool, name: str, observed: str, fix: str) -> Finding:
 
 def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
     """Check this machine and the Ray cluster at `address` (default: RAY_ADDRESS, otherwise one started here)."""
-    yield from _packages()
-    yield from _torch()
+    yield from _check_packages()
+    yield from _check_torch()
     yield check_memory(free_memory() / GIB)
     shm = Path("/dev/shm")
     shm_gib = shutil.disk_usage(shm).total / GIB if shm.exists() else None
     yield check_shm(shm_gib, psutil.virtual_memory().total / GIB)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fix = f"run `ulimit -n {min(hard, 65536) if hard > 0 else 65536}` in the shell that starts mmray (or Ray)"
-    yield _warn_if(0 < soft < LEAST_OPEN_FILES, "open files", f"limit {soft:,}", fix)
+    yield _warn_if(0 < soft < MIN_OPEN_FILES, "open files", f"limit {soft:,}", fix)
     if "://" not in storage:
         yield check_disk("disk of run.storage", Path(storage).expanduser())
     yield check_disk("disk of Ray temp dir", Path(tempfile.gettempdir()))
     yield check_storage(storage)
     yield check_auth(os.environ.get("RAY_AUTH_MODE"), Path.home() / ".ray" / "auth_token")
     yield check_stale_cluster(Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster"))
-    yield from _ray(address or os.environ.get("RAY_ADDRESS"))
+    yield from _check_ray(address or os.environ.get("RAY_ADDRESS"))
 
 
-def _packages() -> Iterator[Finding]:
-    """Check that each package has a supported version."""
+def _check_packages() -> Iterator[Finding]:
     for line in requires("mmray") or []:
-        wanted, fix = Requirement(line), f"pip install '{line}'"
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+        package, fix = Requirement(line), f"pip install '{line}'"
+        if package.marker is not None and not package.marker.evaluate({"extra": ""}):
             continue
         try:
-            have = version(wanted.name)
+            installed = version(package.name)
         except PackageNotFoundError:
-            yield Finding("error", wanted.name, "not installed", fix)
+            yield Finding("error", package.name, "not installed", fix)
             continue
-        if not wanted.specifier.contains(have, prereleases=True):
-            yield Finding("error", wanted.name, f"{have} is installed, mmray needs {wanted.specifier}", fix)
+        if not package.specifier.contains(installed, prereleases=True):
+            yield Finding("error", package.name, f"{installed} is installed, mmray needs {package.specifier}", fix)
     yield Finding("ok", "packages", f"mmray {version('mmray')}, Ray {version('ray')}, Python {sys.version.split()[0]}")
 
 
-def _torch() -> Iterator[Finding]:
+def _check_torch() -> Iterator[Finding]:
     """Check that torch and torchvision are builds of one index (mixed builds fail at import), and torch's GPUs."""
     try:
         import torch
@@ -109,15 +108,14 @@ def check_gpus(listed: int, usable: list[str], visible: str | None = None) -> Fi
     observed = f"the driver lists {listed} GPUs, torch can use {len(usable)}"
     if visible is None:
         return Finding("error", "GPUs", observed, "update the driver, or install the torch build for its CUDA version")
-    return Finding(
-        "warning", "GPUs", observed, f"CUDA_VISIBLE_DEVICES={visible} hides the others; unset it to use all of them"
-    )
+    fix = f"CUDA_VISIBLE_DEVICES={visible} hides the others; unset it to use all of them"
+    return Finding("warning", "GPUs", observed, fix)
 
 
 def check_memory(available_gib: float) -> Finding:
     """Check the free memory of this machine."""
     fix = "close other programs, or use fewer --cluster.workers and --data.workers"
-    return _warn_if(available_gib < LEAST_MEMORY_GIB, "memory", f"{available_gib:.1f} GiB free, {cores()} cores", fix)
+    return _warn_if(available_gib < MIN_MEMORY_GIB, "memory", f"{available_gib:.1f} GiB free, {cores()} cores", fix)
 
 
 def check_shm(size_gib: float | None, memory_gib: float) -> Finding:
@@ -125,7 +123,7 @@ def check_shm(size_gib: float | None, memory_gib: float) -> Finding:
     if size_gib is None:
         return Finding("ok", "shared memory", "no /dev/shm on this system; Ray uses files")
     fix = f"start the container with --shm-size={0.3 * memory_gib:.0f}g; otherwise Ray uses slow files in /tmp"
-    small = size_gib < LEAST_SHM_SHARE * memory_gib
+    small = size_gib < MIN_SHM_SHARE * memory_gib
     return _warn_if(small, "shared memory", f"/dev/shm has {size_gib:.1f} GiB", fix)
 
 
@@ -133,7 +131,7 @@ def check_disk(what: str, folder: Path) -> Finding:
     """Check the free disk space; Ray stops spilling objects above 95 %."""
     existing = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
     usage = shutil.disk_usage(existing)
-    full = usage.free / GIB < LEAST_DISK_GIB or usage.used > 0.95 * usage.total
+    full = usage.free / GIB < MIN_DISK_GIB or usage.used > 0.95 * usage.total
     fix = "free disk space, or choose another folder (--run.storage; for Ray: RAY_TMPDIR)"
     return _warn_if(full, what, f"{usage.free / GIB:.0f} GiB free at {existing}", fix)
 
@@ -177,7 +175,7 @@ def check_stale_cluster(file: Path) -> Finding:
     return Finding("ok", name, f"{address} responds")
 
 
-def _ray(address: str | None) -> Iterator[Finding]:
+def _check_ray(address: str | None) -> Iterator[Finding]:
     """Connect to (or start) Ray, run a task, transfer data through the object store."""
     start_s = time.monotonic()
     try:

@@ -37,7 +37,7 @@ from mmray.machine import cores
 if TYPE_CHECKING:
     from mmray.config import Cluster
 
-ROLE = "mmray/role"
+ROLE_LABEL = "mmray/role"
 LAUNCHER_FILE = Path("~/ray_bootstrap_config.yaml")
 UNLIMITED = 10_000  # maximum of a pool without a limit
 EXPIRES_S, REFRESH_S, REQUEST_TIMEOUT_S = 60.0, 15.0, 5.0  # for requests to the autoscaler
@@ -77,10 +77,7 @@ def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
 
 
 def live_nodes() -> LiveNodes:
-    """Return the reachable, non-draining nodes with their free resources.
-
-    Ray reports a lost node as alive for half a minute, but a connection to its raylet fails at once.
-    """
+    """Return the nodes that accept connections and are not draining, with their free resources."""
     draining, alive = draining_nodes(), [node for node in ray.nodes() if node["Alive"]]
     unavailable = {node["NodeID"] for node in alive if node["NodeID"] in draining or not _is_reachable(node)}
     nodes = [node for node in free_nodes() if (node.labels or {})[NODE_ID] not in unavailable]
@@ -88,8 +85,8 @@ def live_nodes() -> LiveNodes:
 
 
 def _is_reachable(node: dict[str, Any]) -> bool:
-    """Return whether the node's raylet accepts a connection; tries twice because a packet may be lost."""
-    for _ in range(2):
+    """Return whether the raylet accepts a connection, because Ray reports a lost node as alive for half a minute."""
+    for _ in range(2):  # a packet may be lost
         with suppress(OSError):
             address = (node["NodeManagerAddress"], node["NodeManagerPort"])
             socket.create_connection(address, timeout=CONNECT_TIMEOUT_S).close()
@@ -99,37 +96,30 @@ def _is_reachable(node: dict[str, Any]) -> bool:
 
 
 def autoscaling_pools() -> list[Pool]:
-    """Return the pools of an autoscaling cluster; empty if it cannot grow or its limits are unknown.
-
-    KubeRay and managed services report their pools to Ray. For `ray up`, the pools are read from the launcher file on
-    the head node, on which submitted jobs run.
-    """
+    """Return the pools of an autoscaling cluster; empty if it cannot grow or its limits are unknown."""
     groups = autoscaler_groups()
     if groups is None:
-        file = LAUNCHER_FILE.expanduser()
+        file = LAUNCHER_FILE.expanduser()  # of `ray up`, on the head node, where submitted jobs run
         return parse_launcher_config(yaml.safe_load(file.read_text())) if file.exists() else []
-    return [Pool(name, resources, UNLIMITED if most < 0 else most) for name, resources, most in groups if most]
+    return [Pool(name, resources, UNLIMITED if limit < 0 else limit) for name, resources, limit in groups if limit]
 
 
 def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
     """Return the worker pools of a cluster launcher file such as cluster.yaml."""
     limit = int(launcher.get("max_workers", 0))
     pools = []
-    for name, kind in (launcher.get("available_node_types") or {}).items():
-        most = min(limit, int(kind.get("max_workers", limit)))
-        if name != launcher.get("head_node_type") and most > 0:
-            resources = {key: float(amount) for key, amount in kind.get("resources", {}).items()}
-            labels = {str(key): str(value) for key, value in (kind.get("labels") or {}).items()}
-            pools.append(Pool(name, resources, most, labels))
+    for name, node_type in (launcher.get("available_node_types") or {}).items():
+        max_nodes = min(limit, int(node_type.get("max_workers", limit)))
+        if name != launcher.get("head_node_type") and max_nodes > 0:
+            resources = {key: float(amount) for key, amount in node_type.get("resources", {}).items()}
+            labels = {str(key): str(value) for key, value in (node_type.get("labels") or {}).items()}
+            pools.append(Pool(name, resources, max_nodes, labels))
     return pools
 
 
 @dataclass
 class AutoscalerRequest:
-    """Autoscaler request of one run. It expires unless repeated, so the nodes of a dead driver are released.
-
-    Only elastic groups need it: a fixed-size group has a placement group, but no task is pending for more workers.
-    """
+    """Autoscaler request of an elastic run; it expires unless repeated, which releases a dead driver's nodes."""
 
     name: str
     _count: int = 0
@@ -151,8 +141,8 @@ class AutoscalerRequest:
 
 def physical_cores_if_local() -> int | None:
     """Return the cores of a single-node cluster if Ray counts more CPUs (see connect.py); otherwise None."""
-    nodes, here = alive_nodes(), cores()
-    return here if len(nodes) == 1 and nodes[0].resources.get("CPU", 0) > here else None
+    nodes, physical = alive_nodes(), cores()
+    return physical if len(nodes) == 1 and nodes[0].resources.get("CPU", 0) > physical else None
 
 
 def data_labels(setting: str, nodes: list[Node]) -> Labels:
@@ -160,8 +150,8 @@ def data_labels(setting: str, nodes: list[Node]) -> Labels:
     if setting != "auto" or _has_roles(nodes):
         return _role_labels(setting, "data")
     gpu_nodes = [node for node in nodes if node.resources.get("GPU")]
-    others = [n for n in nodes if n not in gpu_nodes and n.resources.get("CPU") and HEAD_RESOURCE not in n.resources]
-    return exclude_nodes((node.labels or {})[NODE_ID] for node in gpu_nodes) if gpu_nodes and others else {}
+    cpu_nodes = [n for n in nodes if n not in gpu_nodes and n.resources.get("CPU") and HEAD_RESOURCE not in n.resources]
+    return exclude_nodes((node.labels or {})[NODE_ID] for node in gpu_nodes) if gpu_nodes and cpu_nodes else {}
 
 
 def train_labels(setting: str, nodes: list[Node]) -> Labels:
@@ -171,12 +161,12 @@ def train_labels(setting: str, nodes: list[Node]) -> Labels:
 
 def _role_labels(setting: str, role: str) -> Labels:
     """Labels of a setting: `auto` (those of `role`), `none` or `key=value`."""
-    key, _, value = {"auto": f"{ROLE}={role}", "none": ""}.get(setting, setting).partition("=")
+    key, _, value = {"auto": f"{ROLE_LABEL}={role}", "none": ""}.get(setting, setting).partition("=")
     return {key: value} if key else {}
 
 
 def _has_roles(nodes: list[Node]) -> bool:
-    return any((node.labels or {}).get(ROLE) for node in nodes)
+    return any((node.labels or {}).get(ROLE_LABEL) for node in nodes)
 
 
 def set_data_placement(section: Cluster) -> None:
@@ -197,10 +187,7 @@ def check_data_capacity(section: Cluster) -> None:
 
 
 def kill_processes(processes: Iterable[tuple[str, int, float]], timeout_s: float = 10.0) -> None:
-    """Send SIGKILL to processes given as (node ID, PID, start time in seconds since the epoch).
-
-    SIGKILL also ends processes that hang in native code. Unreachable nodes are skipped.
-    """
+    """Send SIGKILL to processes (node ID, PID, start time in epoch seconds); skips unreachable nodes."""
     kill = ray.remote(num_cpus=0, max_retries=0)(kill_process)
     tasks = [
         kill.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pid, started_s)

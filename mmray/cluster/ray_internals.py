@@ -81,14 +81,11 @@ def autoscaler_groups() -> list[tuple[str, dict[str, float], int]] | None:
 def request_nodes(
     requester: str, bundles: list[dict[str, float]], labels: dict[str, str], expire_s: float, timeout_s: float
 ) -> None:
-    """Request capacity for these bundles from the autoscaler; an empty list cancels the request.
-
-    Uses the coordinator actor of Ray Data and Ray Train, which adds up all requests and would overwrite those of
-    `ray.autoscaler.sdk`. Raises RayError or TimeoutError.
-    """
+    """Request capacity for these bundles; an empty list cancels it. Raises RayError or TimeoutError."""
     with _checked("the autoscaling coordinator"):
         from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as module
 
+        # It adds up all requests of Ray Data and Ray Train, and would overwrite those of `ray.autoscaler.sdk`.
         coordinator: Any = module.get_or_create_autoscaling_coordinator()
         if bundles:
             answer = coordinator.request_resources.remote(

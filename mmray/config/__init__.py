@@ -1,9 +1,5 @@
 # ruff: noqa: F401 - the sections are imported from here
-"""All settings of mmray as typed, validated, immutable sections.
-
-A config comes from a recipe (recipes.py) or a YAML file and is changed by `--section.field value` flags. The driver
-validates it before it requests resources. Each run and each checkpoint stores its config.
-"""
+"""All settings of mmray as typed, validated, immutable sections; a config comes from a recipe or YAML and flags."""
 
 from __future__ import annotations
 
@@ -75,10 +71,7 @@ class Config(Section):
         return self.replace(model=section(kind=kind, inputs=inputs(**shared)))
 
     def without_conflicting(self, given: Collection[str]) -> Config:
-        """Return a copy without the settings that `given` (names `section.field`) override.
-
-        A given length overrides the recipe's length; micro and accumulation together override its global batch.
-        """
+        """Return a copy without the length and global batch that the settings `given` override."""
         update: dict[str, Any] = {}
         if any(name in LENGTHS for name in given):
             update["train"] = self.train.replace(**dict.fromkeys(name.partition(".")[2] for name in LENGTHS))
@@ -92,12 +85,17 @@ def to_yaml(config: Section) -> str:
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
 
-def from_yaml(text: str, where: str, recipes: Mapping[str, Callable[[], Config]] = MappingProxyType({})) -> Config:
-    """Parse a config from YAML; `where` names the file in errors.
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as {`section.field`: value}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
 
-    Missing settings come from the recipe named in the file if it is one of `recipes`, otherwise from the defaults.
-    Raises UsageError.
-    """
+
+def from_yaml(text: str, where: str, recipes: Mapping[str, Callable[[], Config]] = MappingProxyType({})) -> Config:
+    """Parse a config; missing settings come from its recipe if in `recipes`, else defaults. Raises UsageError."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:

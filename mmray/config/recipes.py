@@ -149,10 +149,7 @@ RECIPES: dict[str, Callable[[], Config]] = {recipe.__name__.replace("_", "-"): r
 
 
 def load(name: str) -> Config:
-    """Load a built-in recipe or a YAML file; a YAML file with `recipe: NAME` needs only the changed settings.
-
-    Raises UsageError with the closest known name.
-    """
+    """Load a built-in recipe or a YAML file. Raises UsageError with the closest known name."""
     if name in RECIPES:
         return RECIPES[name]()
     file = Path(name)

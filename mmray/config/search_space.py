@@ -1,8 +1,4 @@
-"""Search space of `--space key=values`, for `mmray tune` and `mmray bench step`.
-
-Listed values form a grid. Ranges are sampled, and each sample is combined with the full grid. Values stay text until
-`with_settings` validates them against the config.
-"""
+"""Search space of `--space key=values`: listed values form a grid, and each sample of the ranges takes all of it."""
 
 from __future__ import annotations
 
@@ -31,10 +27,10 @@ class Range:
     high: float
     log: bool
 
-    def draw(self, source: random.Random) -> float:
+    def draw(self, rng: random.Random) -> float:
         """Sample a value, rounded to four digits to keep recipes readable."""
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
-        value = source.uniform(low, high)
+        value = rng.uniform(low, high)
         return float(f"{math.exp(value) if self.log else value:.4g}")
 
 
@@ -48,12 +44,12 @@ class Space:
 
     def combinations(self) -> list[dict[str, Any]]:
         """Return each combination as {`section.field`: value}; the last axis changes fastest."""
-        source = random.Random(self.seed)
+        rng = random.Random(self.seed)
         ranges = {key: axis for key, axis in self.axes.items() if isinstance(axis, Range)}
         listed = {key: axis for key, axis in self.axes.items() if not isinstance(axis, Range)}
-        draws = [{key: axis.draw(source) for key, axis in ranges.items()} for _ in range(self.samples)]
-        crossed = [dict(zip(listed, values, strict=True)) for values in itertools.product(*listed.values())]
-        return [{key: (draw | lists)[key] for key in self.axes} for draw in draws for lists in crossed]
+        draws = [{key: axis.draw(rng) for key, axis in ranges.items()} for _ in range(self.samples)]
+        grid = [dict(zip(listed, values, strict=True)) for values in itertools.product(*listed.values())]
+        return [{key: (draw | lists)[key] for key in self.axes} for draw in draws for lists in grid]
 
 
 def parse_space(given: Sequence[str], samples: int | None = None, seed: int = 0) -> Space:
@@ -70,16 +66,16 @@ def parse_space(given: Sequence[str], samples: int | None = None, seed: int = 0)
             raise UsageError(f"--space {key}: every trial trains as many samples, so a sweep has one length: --{key} N")
         if key.startswith(("run.", "cluster.address")) or key == "recipe":
             raise UsageError(f"--space {key}: it belongs to the whole sweep; give it once, as --{key} VALUE")
-        axes[key] = _axis(key, values.strip())
+        axes[key] = _parse_axis(key, values.strip())
     if not axes:
         raise UsageError("nothing to search: give at least one --space, as in --space batch.micro=8,16,32")
-    drawn = any(isinstance(axis, Range) for axis in axes.values())
-    if drawn != (samples is not None):
+    has_ranges = any(isinstance(axis, Range) for axis in axes.values())
+    if has_ranges != (samples is not None):
         raise UsageError("--samples N is the number of draws from a range: give both, or neither")
     return Space(axes, samples or 1, seed)
 
 
-def with_settings(base: Config, settings: dict[str, Any]) -> Config:
+def override_settings(base: Config, settings: dict[str, Any]) -> Config:
     """Return `base` with these settings changed and validated. Raises UsageError."""
     values = base.model_dump(mode="json", by_alias=True)
     for key, value in settings.items():
@@ -105,7 +101,7 @@ def setting_value(config: Config, key: str) -> Any:
     return value
 
 
-def _axis(key: str, text: str) -> tuple[Any, ...] | Range:
+def _parse_axis(key: str, text: str) -> tuple[Any, ...] | Range:
     match = _RANGE.fullmatch(text)
     if match is None:
         items = [item.strip() for item in _COMMA.split(text)]  # text, `None`, or a list in brackets

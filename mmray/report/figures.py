@@ -8,16 +8,15 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from mmray.report.run import RunRecord
+from mmray.report.run import DIRECTIONS, RunRecord
 from mmray.report.sweep import Sweep, Trial
 
 BLUE, ORANGE, TEAL, ROSE, GREY = "#5b7cfa", "#e8833a", "#1fa58a", "#e0567a", "#8b93a7"
 COLOURS = (BLUE, ORANGE, TEAL, ROSE, "#9b6bdf", "#b98a16", GREY)
 FILLS = {BLUE: "rgba(91,124,250,.14)", ORANGE: "rgba(232,131,58,.30)", TEAL: "rgba(31,165,138,.14)"}
-SCALE = [[0, "#dbe4ff"], [0.35, "#9db4fb"], [0.7, "#5b7cfa"], [1, "#2c3fb1"]]  # Plotly derives the text colour
+COLORSCALE = [[0, "#dbe4ff"], [0.35, "#9db4fb"], [0.7, "#5b7cfa"], [1, "#2c3fb1"]]  # Plotly derives the text colour
 MAX_TICKS, FEW_POINTS = 8, 25
 MAX_HEAT_MAPS, MAX_BARS = 12, 30  # longer lists are only in the table
-DIRECTIONS = {"image_to_text": ("image to text", BLUE), "text_to_image": ("text to image", ORANGE)}
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,12 @@ class Figure:
     wide: bool = False
 
 
-def figure(
+def make_figure(
     name: str, title: str, summary: str, traces: list[Any], height: int = 260, wide: bool = False, **layout: Any
 ) -> Figure:
     """Return a chart of these traces in the page's style; `layout` is passed to Plotly."""
-    drawn = go.Figure(traces)
-    drawn.update_layout(
+    plot = go.Figure(traces)
+    plot.update_layout(
         template="none",
         margin={"l": 52, "r": 14, "t": 10, "b": 40},
         paper_bgcolor="rgba(0,0,0,0)",
@@ -46,38 +45,38 @@ def figure(
         showlegend=sum(trace.showlegend is not False for trace in traces) > 1,
         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "xanchor": "left"},
     )
-    drawn.update_xaxes(showgrid=False, zeroline=False, automargin=True)
-    drawn.update_yaxes(zeroline=False, automargin=True, nticks=6)
-    drawn.update_layout(**layout)
-    return Figure(name, title, summary, drawn.to_plotly_json(), height, wide)
+    plot.update_xaxes(showgrid=False, zeroline=False, automargin=True)
+    plot.update_yaxes(zeroline=False, automargin=True, nticks=6)
+    plot.update_layout(**layout)
+    return Figure(name, title, summary, plot.to_plotly_json(), height, wide)
 
 
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     """Return the charts of the measured metrics by page section."""
-    loss = {"train/loss": _series("training", BLUE), "evaluate/loss": _series("held out", ORANGE)}
-    rate = {"throughput/samples_per_s": _series("samples/s", BLUE, fill=True)}
-    step = {"time/step_s": _series("whole step", TEAL, fill=True)}
-    step["time/data_wait_s"] = _series("waiting for data", ORANGE, fill=True)
+    loss = {"train/loss": _line("training", BLUE), "evaluate/loss": _line("held out", ORANGE)}
+    rate = {"throughput/samples_per_s": _line("samples/s", BLUE, fill=True)}
+    step = {"time/step_s": _line("whole step", TEAL, fill=True)}
+    step["time/data_wait_s"] = _line("waiting for data", ORANGE, fill=True)
     recall = {
-        f"evaluate/recall_at_{k}/{way}": _series(f"R@{k} {title}", colour, dash=dash)
+        f"evaluate/recall_at_{k}/{direction}": _line(f"R@{k} {direction.replace('_', ' ')}", colour, dash=dash)
         # Six legend entries are too wide for a narrow page.
-        | {"legendgroup": way, "showlegend": k == 1, "opacity": 1 if k == 1 else 0.75}
+        | {"legendgroup": direction, "showlegend": k == 1, "opacity": 1 if k == 1 else 0.75}
         for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items()
-        for way, (title, colour) in DIRECTIONS.items()
+        for direction, colour in zip(DIRECTIONS, (BLUE, ORANGE), strict=True)
     }
     percent = {"range": [0, 1.03], "tickformat": ".0%"}
     parts = {
         "learning": [
             _chart(run, "loss", "Loss", loss),
-            _chart(run, "lr", "Learning rate", {"train/lr": _series("rate", TEAL, fill=True)}, exponentformat="power"),
-            _chart(run, "gradient", "Gradient norm", {"train/grad_norm": _series("before clipping", ROSE)}),
+            _chart(run, "lr", "Learning rate", {"train/lr": _line("rate", TEAL, fill=True)}, exponentformat="power"),
+            _chart(run, "gradient", "Gradient norm", {"train/grad_norm": _line("before clipping", ROSE)}),
         ],
         "recall": [_chart(run, "recall", "Recall over the run: R@1, dashed R@5, dotted R@10", recall, 320, **percent)],
         "speed": [
             _chart(run, "throughput", "Samples per second", rate, rangemode="tozero"),
             _chart(run, "step", "Where a step's time goes", step, rangemode="tozero", ticksuffix=" s"),
             _chart(
-                *(run, "memory", "Peak memory of a worker", {"memory/peak_gib": _series("peak", ROSE)}),
+                *(run, "memory", "Peak memory of a worker", {"memory/peak_gib": _line("peak", ROSE)}),
                 rangemode="tozero",
                 ticksuffix=" GiB",
             ),
@@ -86,8 +85,7 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     return {part: [each for each in figures if each is not None] for part, figures in parts.items()}
 
 
-def _series(name: str, colour: str, fill: bool = False, dash: str = "solid") -> dict[str, Any]:
-    """Return the style of a line."""
+def _line(name: str, colour: str, fill: bool = False, dash: str = "solid") -> dict[str, Any]:
     style: dict[str, Any] = {"name": name, "line": {"color": colour, "width": 2, "dash": dash}}
     return style | ({"fill": "tozeroy", "fillcolor": FILLS[colour]} if fill else {})
 
@@ -108,7 +106,7 @@ def _chart(
     few = run.lines[-1]["step"] - run.lines[0]["step"] < MAX_TICKS
     ticks = {"dtick": 1} if few else {"nticks": MAX_TICKS}
     xaxis = {"title": {"text": "step", "standoff": 6}, "tickformat": ",d", **ticks}
-    return figure(name, title, "; ".join(ranges), traces, height, xaxis=xaxis, yaxis=yaxis)
+    return make_figure(name, title, "; ".join(ranges), traces, height, xaxis=xaxis, yaxis=yaxis)
 
 
 def sweep_figures(sweep: Sweep) -> dict[str, list[Figure]]:
@@ -125,26 +123,26 @@ def sweep_figures(sweep: Sweep) -> dict[str, list[Figure]]:
 def _heat_map(name: str, title: str, trials: dict[tuple[int, int], Trial], sweep: Sweep) -> Figure:
     """One trace for the measured cells and one for the others; all heat maps have one colour scale."""
     goal = sweep.goal
-    measured = [value for trial in sweep.trials if (value := trial.measured(goal.figure)) is not None]
+    measured = [value for trial in sweep.trials if (value := trial.measured(goal.metric)) is not None]
     columns, rows = (sorted({cell[axis] for cell in trials}) for axis in (0, 1))
     cells = [[trials.get((micro, accumulation)) for micro in columns] for accumulation in rows]
     x, y = [str(each) for each in columns], [str(each) for each in rows]
-    values = [[trial.measured(goal.figure) if trial else None for trial in row] for row in cells]
-    missing = [[1.0 if trial and trial.measured(goal.figure) is None else None for trial in row] for row in cells]
+    values = [[trial.measured(goal.metric) if trial else None for trial in row] for row in cells]
+    missing = [[1.0 if trial and trial.measured(goal.metric) is None else None for trial in row] for row in cells]
     style: dict[str, Any] = {"x": x, "y": y, "texttemplate": "%{text}", "textfont": {"size": 12}, "xgap": 3, "ygap": 3}
     style |= {"hovertemplate": "micro %{x}, accumulation %{y}: %{text}<extra></extra>"}
     style |= {"showscale": False, "showlegend": False}
     traces = []
     for z in (values, missing):
         text = [  # without that of other cells, because Plotly draws it for cells without a value too
-            [trial.cell_text(goal.figure, sweep.best) if trial and value is not None else "" for value, trial in pairs]
+            [trial.cell_text(goal.metric, sweep.best) if trial and value is not None else "" for value, trial in pairs]
             for pairs in (zip(*both, strict=True) for both in zip(z, cells, strict=True))
         ]
         traces.append(go.Heatmap(z=z, text=text, **style))
     lowest, highest = min(measured, default=None), max(measured, default=None)
-    traces[0].update(colorscale=SCALE, reversescale=not goal.largest, zmin=lowest, zmax=highest)
+    traces[0].update(colorscale=COLORSCALE, reversescale=not goal.largest, zmin=lowest, zmax=highest)
     traces[1].update(colorscale=[[0, "#b3324f"], [1, "#b3324f"]])
-    return figure(
+    return make_figure(
         name,
         title,
         f"{goal.title} by micro-batch and accumulation; the table of trials has the values",
@@ -160,17 +158,17 @@ def _heat_map(name: str, title: str, trials: dict[tuple[int, int], Trial], sweep
 def _bars(sweep: Sweep, name: str, metric: str, title: str, digits: str) -> Figure | None:
     """Return bars of the finished trials in descending order, coloured by global batch, with the range of windows."""
     measured = [trial for trial in sweep.trials if trial.measured(metric) is not None]
-    trials = sorted(measured, key=lambda trial: -(trial.figure(metric) or 0.0))[:MAX_BARS]
+    trials = sorted(measured, key=lambda trial: -(trial.value(metric) or 0.0))[:MAX_BARS]
     if not trials:
         return None
     traces = []
     sizes = sorted({trial.values.get("global") for trial in trials}, key=lambda size: (size is None, size))
     for size, colour in zip(sizes, cycle(COLOURS), strict=False):
         group = [trial for trial in trials if trial.values.get("global") == size]
-        values = [trial.figure(metric) or 0.0 for trial in group]
-        ends = [[trial.figure(f"{metric}_{end}") or 0.0 for trial in group] for end in ("min", "max")]
-        less, more = ([abs(e - v) if e else 0.0 for e, v in zip(end, values, strict=True)] for end in ends)
-        spread = {"type": "data", "symmetric": False, "array": more, "arrayminus": less}
+        values = [trial.value(metric) or 0.0 for trial in group]
+        ends = [[trial.value(f"{metric}_{end}") or 0.0 for trial in group] for end in ("min", "max")]
+        below, above = ([abs(e - v) if e else 0.0 for e, v in zip(end, values, strict=True)] for end in ends)
+        spread = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
         bar = go.Bar(
             y=[trial.label for trial in group],
             x=values,
@@ -182,14 +180,14 @@ def _bars(sweep: Sweep, name: str, metric: str, title: str, digits: str) -> Figu
             textposition="inside",
             insidetextanchor="start",
             insidetextfont={"color": "#10131a"},  # contrast of at least 4.4:1 on every series colour
-            error_x=spread | {"color": GREY, "thickness": 1.5, "width": 5} if any(more + less) else None,
+            error_x=spread | {"color": GREY, "thickness": 1.5, "width": 5} if any(above + below) else None,
         )
         traces.append(bar)
     labels = [trial.label for trial in reversed(trials)]
-    return figure(
+    return make_figure(
         name,
         title,
-        f"{title}: {len(trials)} trials, the most {trials[0].figure(metric):.4g} of {trials[0].label}",
+        f"{title}: {len(trials)} trials, the most {trials[0].value(metric):.4g} of {trials[0].label}",
         traces,
         height=110 + 27 * len(trials),
         hovermode="closest",

@@ -13,6 +13,7 @@ import yaml
 from mmray.storage.paths import AnyPath, local_copy
 
 EXAMPLES = "examples.json"  # hits and misses of the newest evaluation
+DIRECTIONS = ("image_to_text", "text_to_image")
 Line = dict[str, Any]
 
 
@@ -89,6 +90,18 @@ def read_lines(file: AnyPath) -> Iterator[Line]:
 def format_number(value: float | None, digits: int = 3) -> str:
     """Format with `digits` decimals and thousands separators; a missing or non-finite value is a dash."""
     return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def recall_rows(scores: Mapping[str, float | None]) -> list[dict[str, str]]:
+    """Return the rows of the retrieval table, one per measured direction."""
+    rows = []
+    for direction in DIRECTIONS:
+        if f"recall_at_1/{direction}" in scores:
+            recalls = {f"R@{k}": format_number(scores.get(f"recall_at_{k}/{direction}")) for k in (1, 5, 10)}
+            rank = scores.get(f"median_rank/{direction}")
+            rank_text = format_number(rank) if rank is None else f"{rank:g}"
+            rows.append({"": direction.replace("_", " "), **recalls, "median rank": rank_text})
+    return rows
 
 
 def non_retrieval_metrics(scores: Mapping[str, float | None]) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from itertools import chain, islice, zip_longest
 from statistics import median
 from typing import Any
 
-from mmray.config import Config, Section
+from mmray.config import Config, Section, flatten
 from mmray.config.data import format_mixture, parse_mixture
 from mmray.config.recipes import RECIPES
 from mmray.data.formats.detect import SourceSpec, open_source
@@ -22,8 +22,7 @@ from mmray.data.images.read import read_image
 from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
 from mmray.errors import MmrayError, UsageError
-from mmray.report.figures import DIRECTIONS
-from mmray.report.run import RunRecord, format_number, non_retrieval_metrics, read_json, read_lines
+from mmray.report.run import DIRECTIONS, RunRecord, format_number, non_retrieval_metrics, read_json, read_lines
 from mmray.storage.paths import AnyPath, to_path
 from mmray.storage.storage import Storage
 
@@ -49,11 +48,12 @@ def dataset_names(trained_on: str) -> str:
 def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return (name, value, note) of the measured recall or perplexity, loss, speed, data wait, memory, duration."""
     scores, figures = run.newest("evaluate/"), []
-    for way, (title, _) in DIRECTIONS.items():
-        if f"recall_at_1/{way}" in scores:
-            rank = scores.get(f"median_rank/{way}")
+    for direction in DIRECTIONS:
+        if f"recall_at_1/{direction}" in scores:
+            rank = scores.get(f"median_rank/{direction}")
             note = f"median rank {rank:g}" if rank is not None else ""
-            figures.append((f"Recall@1 {title}", f"{scores[f'recall_at_1/{way}']:.1%}", note))
+            title, recall = direction.replace("_", " "), scores[f"recall_at_1/{direction}"]
+            figures.append((f"Recall@1 {title}", f"{recall:.1%}", note))
     if "perplexity" in scores:
         note = f"{scores['token_accuracy']:.1%} of tokens guessed"
         figures.append(("Perplexity", format_number(scores["perplexity"]), note))
@@ -81,17 +81,6 @@ def batch_summary(run: RunRecord) -> str:
     return f"{batch.get('global')} rows per step in micro-batches of {batch.get('micro')}, {workers} workers"
 
 
-def recall_rows(run: RunRecord) -> list[dict[str, str]]:
-    """Return the rows of the retrieval table, one per direction."""
-    scores = run.newest("evaluate/")
-    rows = []
-    for way, (title, _) in DIRECTIONS.items():
-        if f"recall_at_1/{way}" in scores:
-            row = {f"R@{k}": format_number(scores.get(f"recall_at_{k}/{way}")) for k in (1, 5, 10)}
-            rows.append({"": title, **row, "median rank": f"{scores.get(f'median_rank/{way}', math.nan):g}"})
-    return rows
-
-
 def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
     """Return the memory of a worker by component and its peak in GiB; empty without a memory breakdown."""
     memory = run.newest("memory/")
@@ -113,35 +102,27 @@ def eval_summary(run: RunRecord) -> list[tuple[str, str]]:
 
 def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
     """Return (kind, sentence) of failures (`bad`) and warnings (`note`)."""
-    warnings: list[tuple[str, str]] = []
-    if run.status == "failed":
-        warnings.append(("bad", f"The run failed: {run.result.get('error', 'no reason was recorded')}"))
-    if run.status == "stopped":
-        warnings.append(("note", "The run was stopped; run the same command to resume it."))
-    if run.status == "unfinished":
-        warnings.append(("note", "The run has no result yet: it is still running or was killed."))
-    if nan := sum(value is None for value in run.series("train/loss")[1]):
-        steps = f"{nan:,} of {len(run.lines):,} logged steps"
-        warnings.append(("bad", f"The loss was not a number at {steps} (gaps in the curve)."))
-    if skipped := max(run.values("train/skipped_steps"), default=0):
-        warnings.append(("bad", f"{skipped:,.0f} steps were skipped because their gradient was not finite."))
-    if restarts := run.result.get("restarts"):
-        wasted = run.result.get("wasted_steps", 0)
-        warnings.append(("note", f"Workers failed {restarts:,} times; {wasted:,} steps were repeated."))
-    if bad := run.newest("evaluate/").get("bad_rows"):
-        warnings.append(("note", f"{bad:,.0f} held-out rows could not be read and were left out of the scores."))
-    waits = run.values("time/data_wait_share")
-    if waits and median(waits) > DATA_WAIT_WARNING:
-        warnings.append(("note", f"Data-bound: the workers waited for data {median(waits):.0%} of the time."))
-    return warnings
+    nan, result = sum(value is None for value in run.series("train/loss")[1]), run.result
+    skipped, waits = max(run.values("train/skipped_steps"), default=0), run.values("time/data_wait_share")
+    restarts, wasted = result.get("restarts") or 0, result.get("wasted_steps") or 0
+    bad, data_wait = run.newest("evaluate/").get("bad_rows") or 0, median(waits or [0.0])
+    waits_often = data_wait > DATA_WAIT_WARNING
+    rules = (
+        (run.status == "failed", "bad", f"The run failed: {result.get('error', 'no reason was recorded')}"),
+        (run.status == "stopped", "note", "The run was stopped; run the same command to resume it."),
+        (run.status == "unfinished", "note", "The run has no result yet: it is still running or was killed."),
+        (nan, "bad", f"The loss was not a number at {nan:,} of {len(run.lines):,} logged steps (gaps in the curve)."),
+        (skipped, "bad", f"{skipped:,.0f} steps were skipped because their gradient was not finite."),
+        (restarts, "note", f"Workers failed {restarts:,} times; {wasted:,} steps were repeated."),
+        (bad, "note", f"{bad:,.0f} held-out rows could not be read and were left out of the scores."),
+        (waits_often, "note", f"Data-bound: the workers waited for data {data_wait:.0%} of the time."),
+    )
+    return [(kind, sentence) for shown, kind, sentence in rules if shown]
 
 
-def settings_of(config: dict[str, Any]) -> list[dict[str, str]]:
-    """Return name, value, recipe (its value there) and description of all settings in order.
-
-    Without descriptions if this mmray version cannot parse the config.
-    """
-    recipe = _flatten(RECIPES.get(str(config.get("recipe")), Config)().model_dump(mode="json", by_alias=True))
+def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
+    """Return name, value, recipe value and description (if this version knows it) of all settings."""
+    recipe = flatten(RECIPES.get(str(config.get("recipe")), Config)().model_dump(mode="json", by_alias=True))
     try:
         descriptions = dict(_descriptions(Config.model_validate(config)))
     except UsageError:
@@ -153,15 +134,8 @@ def settings_of(config: dict[str, Any]) -> list[dict[str, str]]:
             "recipe": _text(recipe[name]) if name in recipe else "",
             "description": descriptions.get(name, ""),
         }
-        for name, value in _flatten(config).items()
+        for name, value in flatten(config).items()
     ]
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, value in values.items():
-        out |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return out
 
 
 def _descriptions(section: Section, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -187,13 +161,8 @@ CHUNK_ROWS = 512
 MAX_LEAK_LINES = 100_000  # lines of leaks.jsonl
 
 
-def quarantine_of(run: AnyPath, prepared: str | None) -> dict[str, Any]:
-    """Return the rows quarantined in training and by prepare (for a mixture, of its first set).
-
-    {"num_rows", "num_read": rows of the source or 0, "reasons": [(reason, count)] in descending order, "shown":
-    examples with key, source (file:line), reason, detail and picture (a data URI, or None if the image cannot be read),
-    "leakage": the manifest's summary of the contamination check, "leaks": lines of leaks.jsonl with images}
-    """
+def quarantine_summary(run: AnyPath, prepared: str | None) -> dict[str, Any]:
+    """Return the rows quarantined in training and by prepare, with examples, and the contamination check."""
     folder = to_path(parse_mixture(prepared)[0][0]) if prepared else None
     manifest = read_json(folder / MANIFEST) if folder else {}
     reasons: Counter[str] = Counter()
@@ -206,11 +175,11 @@ def quarantine_of(run: AnyPath, prepared: str | None) -> dict[str, Any]:
             row = {name: str(entry.get(name) or "") for name in ("key", "source", "detail")}
             detail = str(entry.get("reason") or "") if in_training else row["detail"]
             examples[reason].append(row | {"reason": reason, "detail": detail, "picture": None})
-    turns = zip_longest(*examples.values())  # one row of each reason in turn
-    shown = [row for row in chain.from_iterable(turns) if row is not None][:MAX_EXAMPLES]
-    about, settings = manifest.get("source") or {}, manifest.get("settings") or {}
-    if shown and folder and about.get("format"):
-        spec = SourceSpec(about["format"], about["folder"], about["file"])
+    interleaved = zip_longest(*examples.values())  # one row of each reason in turn
+    shown = [row for row in chain.from_iterable(interleaved) if row is not None][:MAX_EXAMPLES]
+    source_info, settings = manifest.get("source") or {}, manifest.get("settings") or {}
+    if shown and folder and source_info.get("format"):
+        spec = SourceSpec(source_info["format"], source_info["folder"], source_info["file"])
         columns = {ours: theirs for ours, _, theirs in (each.partition("=") for each in settings.get("columns") or ())}
         template = str(settings.get("caption") or "")
         _load_images(shown, open_source(spec, Storage(str(folder)), columns, template), Storage(spec.address))
@@ -224,14 +193,14 @@ def quarantine_of(run: AnyPath, prepared: str | None) -> dict[str, Any]:
 
 def _load_images(rows: list[dict[str, Any]], source: Source, storage: Storage) -> None:
     """Set `picture` of these rows if the source still exists and the image can be decoded."""
-    wanted: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    rows_by_origin: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        wanted[row["source"]].append(row)
-    until = time.monotonic() + SCAN_SECONDS
+        rows_by_origin[row["source"]].append(row)
+    deadline_s = time.monotonic() + SCAN_SECONDS
     try:
         with closing(CrashProbe()) as crash_probe:
             for item in chain.from_iterable(source.read(chunk) for chunk in source.scan(CHUNK_ROWS, ())):
-                for row in wanted.pop(item.location, ()):
+                for row in rows_by_origin.pop(item.location, ()):
                     if isinstance(item.values, BadRow):
                         continue
                     try:
@@ -239,7 +208,7 @@ def _load_images(rows: list[dict[str, Any]], source: Source, storage: Storage) -
                     except (OSError, ValueError):  # includes BadRow: unreadable images are often quarantined
                         continue
                     row["picture"] = crash_probe.thumbnail(data)
-                if not wanted or time.monotonic() > until:
+                if not rows_by_origin or time.monotonic() > deadline_s:
                     return
     except (OSError, ValueError, SourceChanged, MmrayError):
         return  # the source is gone or changed: show the rows without images

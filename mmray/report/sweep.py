@@ -17,7 +17,7 @@ STATUS_LABELS = {"out_of_memory": "out of<br>memory", "infeasible": "infeasible"
 class Goal(NamedTuple):
     """The compared field of a trial, its title, and whether larger is better."""
 
-    figure: str
+    metric: str
     title: str
     largest: bool
 
@@ -40,13 +40,13 @@ class Trial:
     rank: int | None = None  # among measured trials of the same global batch; 1 is best
     page: str | None = None  # report of the trial, relative to the sweep's
 
-    def figure(self, name: str) -> float | None:
+    def value(self, name: str) -> float | None:
         value = self.values.get(name)
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
     def measured(self, name: str) -> float | None:
-        """Return a figure of a finished trial."""
-        return self.figure(name) if self.status == "finished" else None
+        """Return a value of a finished trial."""
+        return self.value(name) if self.status == "finished" else None
 
     @property
     def shape(self) -> str:
@@ -96,7 +96,7 @@ class Sweep:
         sweep = cls(folder, read_json(folder / SWEEP), list(trials.values()))
         by_global: dict[Any, list[Trial]] = defaultdict(list)
         for trial in sorted(trials.values(), key=sweep.sort_key):
-            if trial.measured(sweep.goal.figure) is not None:
+            if trial.measured(sweep.goal.metric) is not None:
                 by_global[trial.values.get("global")].append(trial)
         for group in by_global.values():
             trials |= {trial.name: replace(trial, rank=rank) for rank, trial in enumerate(group, 1)}
@@ -108,7 +108,7 @@ class Sweep:
 
     def sort_key(self, trial: Trial) -> tuple[bool, float]:
         """Sort the best trial first, unmeasured ones last."""
-        value = trial.measured(self.goal.figure)
+        value = trial.measured(self.goal.metric)
         return value is None, (value or 0.0) * (-1 if self.goal.largest else 1)
 
     @property
@@ -132,10 +132,7 @@ class Sweep:
         return sum(trial.status == status for trial in self.trials)
 
     def heat_maps(self) -> dict[str, dict[tuple[int, int], Trial]]:
-        """Return {title: {(micro, accumulation): its best trial}} per combination of workers and other settings.
-
-        A heat map of one cell is left out.
-        """
+        """Return {title: {(micro, accumulation): its best trial}}, without heat maps of one cell."""
         maps: dict[str, dict[tuple[int, int], Trial]] = defaultdict(dict)
         for trial in sorted(self.trials, key=self.sort_key):
             micro, accumulation = (trial.values.get(name) for name in ("micro", "accumulation"))

@@ -1,7 +1,4 @@
-"""Write report.html, a self-contained page about a run or a sweep.
-
-The page embeds compressed Plotly JavaScript (about 2 MB), so it opens from a file without network access.
-"""
+"""Write report.html, a page about a run or a sweep with Plotly's JavaScript inside, so that it works offline."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from plotly.offline import get_plotlyjs
 from mmray.errors import UsageError
 from mmray.report import summary
 from mmray.report.figures import run_figures, sweep_figures
-from mmray.report.run import RunRecord, format_number
+from mmray.report.run import RunRecord, format_number, recall_rows
 from mmray.report.sweep import SWEEP, Sweep
 from mmray.storage.paths import AnyPath, write_atomic
 
@@ -29,10 +26,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
-    """Write the report of the run or sweep in `folder` to `out` (default: report.html there); return its path.
-
-    Raises UsageError if the folder is neither, or if the page cannot be written.
-    """
+    """Write the report of the run or sweep in `folder` to `out`; return its path. Raises UsageError."""
     folder, out = folder.expanduser().resolve(), (out or folder / REPORT).expanduser()
     if not folder.is_dir():
         raise UsageError(f"folder {folder} does not exist; give a run (runs/NAME) or a sweep")
@@ -41,7 +35,7 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
         page = _render("sweep.html", sweep=sweep, title=folder.name, parts=sweep_figures(sweep))
     elif (folder / "config.yaml").exists():
         run = RunRecord.read(folder)
-        settings = summary.settings_of(run.config)
+        settings = summary.settings_table(run.config)
         page = _render(
             "run.html",
             run=run,
@@ -50,10 +44,10 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
             notices=summary.run_warnings(run),
             batch=summary.batch_summary(run),
             parts=run_figures(run),
-            recall=summary.recall_rows(run),
+            recall=recall_rows(run.newest("evaluate/")),
             evaluated=summary.eval_summary(run),
             memory=summary.memory_rows(run),
-            quarantine=summary.quarantine_of(folder, run.data.get("train")),
+            quarantine=summary.quarantine_summary(folder, run.data.get("train")),
             changed=[setting for setting in settings if setting["value"] != setting["recipe"]],
             settings=settings,
         )

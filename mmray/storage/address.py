@@ -36,10 +36,7 @@ def redact_url(address: str) -> str:
 
 
 def parse_host(name: str) -> str:
-    """Normalize `host` or `host:port`: lower case, without the default port of https.
-
-    Raises ValueError for a numeric address or for anything with a scheme, path or login.
-    """
+    """Normalize `host` or `host:port`. Raises ValueError for numeric addresses, schemes, paths and logins."""
     match = _HOST.fullmatch(name.lower())
     port = int(match[2] or _HTTPS_PORT) if match else 0
     if not match or len(match[1]) > 253 or not 1 <= port <= 65535:
@@ -63,17 +60,14 @@ def rejection_reason(address: str, hosts: Collection[str]) -> str:
 
 
 def is_public_ip(address: str) -> bool:
-    """Return whether an IP address is on the public internet; checks an IPv4 address embedded in IPv6 as well.
-
-    Not public: loopback, private and link-local networks (metadata services of clouds), multicast, and 6to4 and Teredo
-    tunnels, which route to an IPv4 address chosen by the sender.
-    """
+    """Return whether an IP address, or the IPv4 address embedded in it, is on the public internet."""
     try:
         ip = ip_address(address)
     except ValueError:
         return False
     if isinstance(ip, IPv6Address):
         ip = ip.ipv4_mapped or (IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip)
+    # 6to4 and Teredo tunnels route to an IPv4 address chosen by the sender.
     if isinstance(ip, IPv6Address) and (ip not in _UNICAST or ip.sixtofour or ip.teredo):
         return False
     return ip.is_global and not ip.is_multicast

@@ -29,11 +29,7 @@ MAX_PAUSE_S = 1.0  # before a contender on an object store retries
 
 
 class Lease:
-    """The right to write into `directory`, renewed every `heartbeat_s` seconds by a thread until released.
-
-    `activity` and `advice` complete the error message for a second writer: what the first one does, and what to do
-    instead.
-    """
+    """The right to write into `directory`, renewed by a thread; `activity` and `advice` are for error messages."""
 
     def __init__(
         self,
@@ -59,11 +55,7 @@ class Lease:
         self.release()
 
     def acquire(self) -> int:
-        """Acquire the lease, start its heartbeat and return the fencing number.
-
-        Raises UsageError if another process holds it or the directory is not writable. A dead owner on this machine is
-        replaced at once, one on another machine after `stale_after_s` without a heartbeat.
-        """
+        """Acquire the lease and return the fencing number. Raises UsageError if it is held or not writable."""
         try:
             while not self.fence:
                 newest, file = max(_claims(self._folder), key=lambda claim: claim[0], default=(0, None))
@@ -90,10 +82,7 @@ class Lease:
         return self.fence
 
     def advance(self) -> int:
-        """Advance to the next fencing number, so that workers of an earlier attempt can no longer write.
-
-        Raises TrainingError if the lease is lost, StorageError if the storage fails.
-        """
+        """Fence off workers of an earlier attempt. Raises TrainingError if the lease is lost, StorageError."""
         before = self.fence
         try:
             while not self._claim(before + 1):
@@ -150,7 +139,7 @@ class Lease:
 
     def _is_held(self, file: AnyPath) -> bool:
         """Return whether the owner of a claim is alive; waits for heartbeats of an owner on another machine."""
-        beat_s, owner = _modified_s(file), _read_owner(file)
+        last_heartbeat_s, owner = _modified_s(file), _read_owner(file)
         if owner is None or owner.get("released"):
             return False
         if (alive := _is_alive_here(owner)) is not None:
@@ -160,7 +149,7 @@ class Lease:
         deadline = time.monotonic() + self._stale_after_s
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._heartbeat_s / 4))
-            if _modified_s(file) != beat_s or (not owner and _read_owner(file)):
+            if _modified_s(file) != last_heartbeat_s or (not owner and _read_owner(file)):
                 return True
         return False
 

@@ -1,8 +1,4 @@
-"""Paths on object stores with the interface of pathlib.Path, and file operations that work on both.
-
-`to_path` converts user input to a `Path` or a `RemotePath`. Object writes are atomic. A store has no folders, no
-appending and no renaming. Transient errors of a store are retried.
-"""
+"""Paths on object stores with the interface of pathlib.Path, with atomic writes and retries."""
 
 from __future__ import annotations
 
@@ -46,8 +42,8 @@ class RemotePath:
         return RemotePath(self.storage, f"{self.relative}/{name}".strip("/"))
 
     def __str__(self) -> str:
-        head, mark, options = self.storage.address.partition("?")
-        return f"{head.rstrip('/')}/{self.relative}".rstrip("/") + mark + options
+        head, separator, options = self.storage.address.partition("?")
+        return f"{head.rstrip('/')}/{self.relative}".rstrip("/") + separator + options
 
     @property
     def key(self) -> str:
@@ -137,9 +133,7 @@ class RemotePath:
 
 
 def _copy(open_source: Callable[[], Any], open_target: Callable[[], Any]) -> None:
-    """Copy with retries, through streams: pyarrow's copy_files drops the error of an object's last request, and S3
-    limits its own copies to 5 GB.
-    """
+    """Copy with retries, as streams: pyarrow's copy_files drops the last error, and S3's copies are limited to 5 GB."""
 
     def copy() -> None:
         with open_source() as source, open_target() as target:
@@ -190,10 +184,7 @@ def local_copy(path: AnyPath) -> Iterator[Path]:
 
 @contextmanager
 def staged_upload(path: AnyPath, names: Sequence[str]) -> Iterator[Path]:
-    """Yield a local folder for the files `names`; they are moved to the folder `path` after the block succeeds.
-
-    On an object store the last file is written only after all others are complete.
-    """
+    """Yield a local folder for the files `names`; on an object store the last is uploaded after all others."""
     if not isinstance(path, RemotePath):
         path.mkdir(parents=True, exist_ok=True)
         yield path

@@ -1,7 +1,4 @@
-"""Files in a folder of a local disk or an object store, addressed by names relative to the folder (pyarrow.fs).
-
-Writes are atomic: a local file is renamed from a temporary name, and an object appears when it is closed.
-"""
+"""Files in a folder of a local disk or an object store (pyarrow.fs), by relative name; writes are atomic."""
 
 from __future__ import annotations
 
@@ -54,9 +51,9 @@ class Storage:
     @classmethod
     def split(cls, address: str) -> tuple[Storage, str]:
         """Split a path into the folder and the file name; URI options (`?endpoint_override=`) stay with the folder."""
-        head, mark, options = address.partition("?") if "://" in address else (address, "", "")
+        head, separator, options = address.partition("?") if "://" in address else (address, "", "")
         folder, _, name = head.rpartition("/")
-        return cls((folder or ("/" if head.startswith("/") else ".")) + mark + options), name
+        return cls((folder or ("/" if head.startswith("/") else ".")) + separator + options), name
 
     @cached_property
     def filesystem(self) -> tuple[fs.FileSystem, str]:
@@ -118,10 +115,7 @@ class Storage:
         self.filesystem[0].create_dir(self.key(folder), recursive=True)
 
     def open(self, name: str, mapped: bool = False) -> pa.NativeFile:
-        """Open a file for random access; `mapped` memory-maps a local one.
-
-        Map only files that never change: truncating a mapped file kills the processes that read it.
-        """
+        """Open for random access; memory-map only files that never change: truncating them kills readers."""
         if mapped and self.local_path is not None:
             return pa.memory_map(self.key(name))
         return self.filesystem[0].open_input_file(self.key(name))
@@ -170,16 +164,16 @@ class Storage:
 
 def open_filesystem(address: str) -> tuple[fs.FileSystem, str]:
     """Return file system and path of a local path or URI. Raises UsageError for a scheme that is not in SCHEMES."""
-    scheme, mark, rest = address.partition("://")
-    if not mark:
+    scheme, separator, rest = address.partition("://")
+    if not separator:
         return fs.LocalFileSystem(), address
     if scheme not in SCHEMES:
         raise UsageError(f"{address} cannot be opened: use a local path or an address with {', '.join(SCHEMES)}.")
-    path, mark, options = rest.partition("?")
+    path, separator, options = rest.partition("?")
     authority, slash, path = path.partition("/")
-    uri = f"{scheme}://{authority}{slash}{quote(path, safe='/%')}{mark}{options}"  # user input may contain spaces
+    uri = f"{scheme}://{authority}{slash}{quote(path, safe='/%')}{separator}{options}"  # user input may contain spaces
     if scheme == "s3" and "allow_delayed_open" not in uri:  # small objects in one request, no request for empty uploads
-        uri += f"{'&' if mark else '?'}allow_delayed_open=true"
+        uri += f"{'&' if separator else '?'}allow_delayed_open=true"
     try:
         system, root = fs.FileSystem.from_uri(uri)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
@@ -187,18 +181,15 @@ def open_filesystem(address: str) -> tuple[fs.FileSystem, str]:
     return system, root
 
 
-def _walk(folder: str, prefix: str, above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the regular files below a local folder, with `prefix` before their names; follows links, but no cycles.
-
-    pyarrow's selector is not used, because it stops at the first name that is not UTF-8.
-    """
+def _walk(folder: str, prefix: str, parents: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield regular files below a folder; pyarrow's selector stops at the first name that is not UTF-8."""
     real = os.path.realpath(folder)
-    if real in above:
+    if real in parents:  # a cycle of links
         return
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir():
-                yield from _walk(entry.path, f"{prefix}{entry.name}/", (*above, real))
+                yield from _walk(entry.path, f"{prefix}{entry.name}/", (*parents, real))
             elif entry.is_file():
                 yield f"{prefix}{entry.name}"
 

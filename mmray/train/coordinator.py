@@ -1,8 +1,4 @@
-"""The actor between the driver and the training workers: metrics and heartbeats one way, requests the other.
-
-`ray.train.report` would carry metrics too, but each call blocks all ranks until the controller's next poll (0.5 to
-2 s). Ranks write to this actor without waiting. The module imports little, because the actor's process does.
-"""
+"""The actor between driver and workers, imports little: `ray.train.report` would block all ranks until a poll."""
 
 from __future__ import annotations
 
@@ -55,5 +51,5 @@ class Coordinator:
 
 def start_coordinator(bad_rows: set[int]) -> Any:
     """Start the actor on the driver's node, without a CPU; `bad_rows` are those of earlier attempts."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=here).remote(bad_rows)
+    driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=driver_node).remote(bad_rows)

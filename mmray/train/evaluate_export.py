@@ -46,10 +46,7 @@ def load_run_config(folder: AnyPath) -> Config:
 
 
 def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
-    """Config, tokenizer and checkpoint folder of a run. Raises UsageError if there is no valid checkpoint.
-
-    No damaged checkpoint is quarantined, because the run may be active.
-    """
+    """Config, tokenizer and valid checkpoint of a run, which may be active. Raises UsageError without one."""
     run, config = RunDir(folder.expanduser().resolve()), load_run_config(folder)
     metric, faults = best_metric(config), list[str]()
     if step is None:
@@ -84,15 +81,12 @@ def evaluate_run(
     scoring: Scoring | None = None,
     **cluster: Any,
 ) -> dict[str, float]:
-    """Metrics of a run's checkpoint on `data`, or on the rows that the run held out.
-
-    scoring, cluster: settings that override those of the run; None keeps them.
-    """
+    """Metrics of a checkpoint on `data` or the held-out rows; None in `scoring`, `cluster` keeps the run's value."""
     config, tokenizer_json, checkpoint = open_run(folder, step)
     config = with_evaluation_settings(config, scoring, **cluster).with_cluster(address=address)
     with ray_session(config.cluster):
         check_capacity(config, with_data=False)
-        held_out = _held_out(config, folder, data, split, reporter)
+        held_out = _open_held_out(config, folder, data, split, reporter)
         config = config.with_cluster(workers=num_free_workers(config))
         score = partial(_score_on_worker, config, tokenizer_json, held_out, checkpoint)
         trainer = torch_trainer(score, config, folder.resolve())
@@ -117,15 +111,15 @@ def load_model(config: Config, checkpoint: AnyPath) -> nn.Module:
     from mmray.engine.checkpoint import state_io  # late: DCP takes seconds to import
 
     if config.train.ema:
-        averaged = state_io.load_weights(checkpoint, EMA_KEY).items()
-        weights = {name.removeprefix("module."): each for name, each in averaged if name.startswith("module.")}
+        ema_weights = state_io.load_weights(checkpoint, EMA_KEY).items()
+        weights = {name.removeprefix("module."): each for name, each in ema_weights if name.startswith("module.")}
     else:
         weights = state_io.load_weights(checkpoint)
     model.load_state_dict(weights)
     return model
 
 
-def _held_out(
+def _open_held_out(
     config: Config, folder: AnyPath, data: str | None, split: str | None, reporter: ProgressReporter
 ) -> PreparedSet:
     """The set to evaluate on: `data`, or the run's evaluation set or split. A raw source is prepared first."""
@@ -143,8 +137,8 @@ def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet,
     group = Group.current(ray.train.torch.get_device())
     model = load_model(config, checkpoint)
     check_evaluable(config, model)
-    scorer = build_evaluator(config, held_out, tokenizer_json)
+    evaluator = build_evaluator(config, held_out, tokenizer_json)
     rows = config.batch.global_  # resolved when the run started
     assert rows is not None
     with precision.select_precision(config.train.precision, group.device).autocast():
-        return dict(scorer.score(model.to(group.device), group, objectives.build(config.objective), rows))
+        return dict(evaluator.score(model.to(group.device), group, objectives.build(config.objective), rows))

@@ -81,7 +81,7 @@ class HangDetector:
 
     def check(self, records: Sequence[HeartbeatRecord], now_s: float) -> str | None:
         """Return a message that names the ranks the others wait for; None without a hang."""
-        late, idle_s, others_may = [], [], False
+        stalled, idle_s, others_run = [], [], False
         for record in records:
             if self._last.get(record.rank, (-1, 0.0))[0] != record.progress:
                 self._last[record.rank] = (record.progress, now_s)
@@ -89,10 +89,10 @@ class HangDetector:
             started = record.step > self.first_step and not record.waits_for_data
             limit_s = self.limit_s if started else max(self.limit_s, self.start_limit_s)
             if idle_s[-1] > limit_s:
-                late.append(record)
-            others_may |= idle_s[-1] < limit_s
-        all_wait = all(record.in_collective and record.age_s <= SILENT_S for record in late)
-        if not late or (all_wait and others_may):  # they wait for a rank that writes, evaluates or waits for data
+                stalled.append(record)
+            others_run |= idle_s[-1] < limit_s
+        all_wait = all(record.in_collective and record.age_s <= SILENT_S for record in stalled)
+        if not stalled or (all_wait and others_run):  # they wait for a rank that writes, evaluates or waits for data
             return None
         return f"no step for {max(idle_s):.0f} s: {'; '.join(str(record) for record in stuck_ranks(records))}"
 
@@ -105,12 +105,10 @@ def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
 
 
 def checkpoint_deadline_s(preemption_s: float, checkpoint_s: float, step_s: float) -> float:
-    """Time at which to request the last checkpoint before a node is preempted; 0 (at once) if a duration is unknown.
-
-    Allows twice the measured checkpoint time and two steps: the current one, and the one that carries the request.
-    """
+    """When to request the last checkpoint before a preemption; 0 (at once) if a duration is unknown."""
     if not preemption_s or not checkpoint_s:
         return 0.0
+    # Two steps: the current one, and the one that carries the request.
     return preemption_s - 2 * checkpoint_s - 2 * step_s - REQUEST_DELAY_S
 
 
@@ -164,7 +162,7 @@ class AttemptMonitor:
 
     def poll(self) -> None:
         """Read metrics and heartbeats from the coordinator, and run the checks that are due."""
-        self.read_news()
+        self.read_updates()
         now_s = time.monotonic()
         if now_s < self._next_check_s:
             return
@@ -192,14 +190,14 @@ class AttemptMonitor:
         self._signalled, self.stop_reason = True, None  # overrides a resize or a preemption
         self.request_stop("user", "after this step, with a checkpoint; press Ctrl-C again to exit at once")
 
-    def read_news(self) -> None:
+    def read_updates(self) -> None:
         try:
-            news, records = ray.get(self.coordinator.take.remote(), timeout=10)
+            new_metrics, records = ray.get(self.coordinator.take.remote(), timeout=10)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return  # Ray is shutting down: the attempt itself raises
         self.heartbeats = [HeartbeatRecord(**record) for record in records]
-        self.started = self.started or bool(news or records)
-        for metrics in news:
+        self.started = self.started or bool(new_metrics or records)
+        for metrics in new_metrics:
             self.progress.update(metrics)
             if "note" in metrics:
                 self.reporter.log(metrics["note"], metrics["label"])
@@ -232,11 +230,11 @@ class AttemptMonitor:
         """Request a resize if more workers fit at several polls in a row."""
         request_nodes(self.config, self.autoscaler, self.world)
         demand = resource_demand(self.config, with_data=False)
-        further = replace(demand, workers=demand.workers - self.world)
-        more = max_workers(further, live_nodes().nodes) if self.heartbeats else 0
-        self._capacity_polls = self._capacity_polls + 1 if more else 0
+        remaining = replace(demand, workers=demand.workers - self.world)
+        extra = max_workers(remaining, live_nodes().nodes) if self.heartbeats else 0
+        self._capacity_polls = self._capacity_polls + 1 if extra else 0
         if self._capacity_polls >= CAPACITY_POLLS * 4**self.failed_resizes:
-            self.request_stop("resize", f"{self.world + more} workers fit now; checkpointing to restart with all")
+            self.request_stop("resize", f"{self.world + extra} workers fit now; checkpointing to restart with all")
 
 
 @contextmanager

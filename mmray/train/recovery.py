@@ -47,18 +47,12 @@ class Restart:
 
 
 def count_failures(failures: int, kind: str, progressed: bool) -> int:
-    """Consecutive failures without a new checkpoint, including this one; `failures` before it.
-
-    A preemption is no failure. Occasional failures between checkpoints do not add up, so a long run survives them.
-    """
+    """Consecutive failures without a new checkpoint, including this one unless it is a preemption."""
     return (0 if progressed else failures) + (kind != "preempted")
 
 
 def decide_recovery(failure: Failure, before: Failure | None, failures: int, max_failures: int) -> Restart | MmrayError:
-    """Return a restart, or the error that ends the run.
-
-    `before` is the failure of the previous attempt, `failures` the result of `count_failures`.
-    """
+    """Return a restart, or the error that ends the run; `before` is the failure of the previous attempt."""
     error = failure.error
     if isinstance(error, OutOfMemoryError) and error.micro:
         return Restart(str(error), error.micro)
@@ -103,20 +97,20 @@ def _find_cause(error: BaseException, monitor: AttemptMonitor, resolved: Resolve
         return "raised", error
     if ray_internals.is_preemption(error):
         return "preempted", TrainingError("a node was preempted")
-    if (late := start_timeout_error(error)) is not None:
+    if (timeout_error := start_timeout_error(error)) is not None:
         # An elastic run retries with fewer workers: resources were taken, or a node was lost.
-        return "lost" if monitor.world > monitor.config.cluster.min_workers else "raised", late
+        return "lost" if monitor.world > monitor.config.cluster.min_workers else "raised", timeout_error
     if not isinstance(error, ray.train.WorkerGroupError):
         return "lost", TrainingError(f"Ray Train failed: {error}")
     failures = [getattr(each, "health_check_failure", each) for each in error.worker_failures.values()]
     raised = [each for each in failures if not _is_worker_lost(each)]
-    killed = next((each for each in failures if isinstance(each, ray.exceptions.OutOfMemoryError)), None)
-    if killed is not None and not raised:
-        return "lost", _host_oom_error(killed, monitor, resolved)
+    oom_killed = next((each for each in failures if isinstance(each, ray.exceptions.OutOfMemoryError)), None)
+    if oom_killed is not None and not raised:
+        return "lost", _host_oom_error(oom_killed, monitor, resolved)
     # Errors of mmray first, and of these a lack of memory: the other ranks' errors only follow from it.
-    own = [each for each in raised if isinstance(each, MmrayError)]
-    own.sort(key=lambda each: not isinstance(each, OutOfMemoryError))
-    cause = next(iter([*own, *raised, *failures]), error)
+    mmray_errors = [each for each in raised if isinstance(each, MmrayError)]
+    mmray_errors.sort(key=lambda each: not isinstance(each, OutOfMemoryError))
+    cause = next(iter([*mmray_errors, *raised, *failures]), error)
     if isinstance(cause, StorageError) and monitor.stop_reason in ("resize", "preempted"):
         return "lost", cause  # only the checkpoint before the resize failed: restart from the previous one
     if raised:
@@ -136,10 +130,10 @@ def _host_oom_error(error: BaseException, monitor: AttemptMonitor, resolved: Res
     """Ray's memory monitor killed a worker: its node, not a device, was out of memory."""
     share = -(-resolved.shape.global_rows // monitor.world)
     micro = min(rows for rows in (monitor.progress.micro, resolved.micro, resolved.shape.micro, share) if rows)
-    less = smaller_micro(micro)
+    smaller = smaller_micro(micro)
     what = f"a node ran out of memory with micro-batches of {micro} rows ({str(error).splitlines()[0]})"
-    fix = f"Retrying with micro-batches of {less}" if less else "Check what else uses memory on that node"
-    return OutOfMemoryError(f"{what}. {fix}", less)
+    fix = f"Retrying with micro-batches of {smaller}" if smaller else "Check what else uses memory on that node"
+    return OutOfMemoryError(f"{what}. {fix}", smaller)
 
 
 def start_timeout_error(error: BaseException) -> ResourceError | None:

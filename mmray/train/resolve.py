@@ -42,20 +42,20 @@ class ResolvedRun:
 
 def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     """Resolve the config of a run, preparing its data first if needed. Raises MmrayError for mistakes of the user."""
-    prepared = partial(
+    prepare_source = partial(
         ensure_prepared,
         cache=config.data.cache,
         settings=config.prepare,
         notify=reporter.log,
         progress=reporter.prepare_progress,
     )
-    terms = [(str(prepared(source)), weight) for source, weight in parse_mixture(config.data.train)]
-    train_sets = [PreparedSet.open(folder, "train") for folder, _ in terms]
+    mixture = [(str(prepare_source(source)), weight) for source, weight in parse_mixture(config.data.train)]
+    train_sets = [PreparedSet.open(folder, "train") for folder, _ in mixture]
     eval_set, split = None, config.data.eval_split
     if config.data.eval is not None:
-        eval_set = PreparedSet.open(str(prepared(config.data.eval)), split)
+        eval_set = PreparedSet.open(str(prepare_source(config.data.eval)), split)
     elif split in train_sets[0].manifest.splits:
-        eval_set = PreparedSet.open(terms[0][0], split)
+        eval_set = PreparedSet.open(mixture[0][0], split)
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
     chunk, window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
     train_sets = [with_local_cache(config.data, each, chunk) for each in train_sets]
@@ -64,7 +64,7 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
         reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
     train_set: PreparedSet | PreparedMixture = train_sets[0]
     if is_mixture(config.data.train):
-        train_set = PreparedMixture(train_sets, [weight for _, weight in terms])
+        train_set = PreparedMixture(train_sets, [weight for _, weight in mixture])
     inputs = config.model.inputs
     loaded = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
     tokenizer_json = extend_tokenizer(loaded, inputs, train_set.languages)
@@ -82,7 +82,7 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
         batch=config.batch.replace(global_=shape.global_rows, micro="auto" if shape.auto else shape.micro),
     )
     data = {
-        "train": format_mixture(terms),
+        "train": format_mixture(mixture),
         "fingerprint": train_set.fingerprint,
         "num_rows": num_rows,
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
@@ -91,27 +91,23 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
 
 
 def with_region_labels(model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None) -> Any:
-    """The `model` section with `region_labels`; by default the label names of the training sets.
-
-    Raises UsageError if there are none, or sets name a label differently; DataError if no sampled row has a labelled
-    box.
-    """
+    """The `model` section with `region_labels`, by default those of the sets. Raises UsageError, DataError."""
     if not getattr(model, "regions", False):
         return model
     names, address = model.region_labels, train_sets[0].storage.address
     if not names:
-        known = _merge_label_names(train_sets)
-        if not known:
+        labels = _merge_label_names(train_sets)
+        if not labels:
             raise UsageError(
                 f"model.regions: {address} has no names of its box labels; set the names of labels 0, 1, ... with "
                 "--model.region-labels"
             )
-        if (last := max(known)) >= MAX_LABELS:
+        if (last := max(labels)) >= MAX_LABELS:
             raise UsageError(
-                f"model.regions: {address} has a box label {last} ({known[last]}); they count from 0 and are fewer "
+                f"model.regions: {address} has a box label {last} ({labels[last]}); they count from 0 and are fewer "
                 f"than {MAX_LABELS:,}: renumber them in the source"
             )
-        names = tuple(known.get(label, "") for label in range(last + 1))
+        names = tuple(labels.get(label, "") for label in range(last + 1))
         if eval_set is not None:
             _merge_label_names([*train_sets, eval_set])
     if not any(_has_boxes(each) for each in train_sets):
@@ -124,19 +120,18 @@ def with_region_labels(model: Any, train_sets: Sequence[PreparedSet], eval_set: 
 
 def _merge_label_names(sets: Sequence[PreparedSet]) -> dict[int, str]:
     """Merge the label names of the sets. Raises UsageError if two sets name a label differently."""
-    known: dict[int, str] = {}
+    labels: dict[int, str] = {}
     for each in sets:
         for label, name in each.manifest.box_names.items():
-            if known.setdefault(int(label), name) != name:
+            if labels.setdefault(int(label), name) != name:
                 raise UsageError(
-                    f"model.regions: box label {label} is `{known[int(label)]}` in one set and `{name}` in "
+                    f"model.regions: box label {label} is `{labels[int(label)]}` in one set and `{name}` in "
                     f"{each.storage.address}; use the same label numbers in both sources"
                 )
-    return known
+    return labels
 
 
 def _has_boxes(prepared: PreparedSet) -> bool:
-    """Return whether a sampled row has a labelled box."""
     for row in np.unique(np.linspace(0, prepared.num_rows - 1, SAMPLED_ROWS).astype(np.int64)):
         with suppress(OSError, ValueError):  # a damaged row is reported during training
             if prepared.read(np.array([row]))[0].box_labels:

@@ -24,10 +24,7 @@ FREE_WAIT_S = 4.0
 
 
 def resource_demand(config: Config, with_data: bool = True) -> Demand:
-    """Return the concurrent demand of the run on the connected cluster: workers, and CPUs for its data.
-
-    With accelerator `auto`, workers have GPUs if the cluster has, or can get, any.
-    """
+    """Return the run's workers and data CPUs; `auto` workers have GPUs if the cluster has, or can get, any."""
     nodes, cluster = placement.alive_nodes(), config.cluster
     per_worker = {"CPU": cluster.cpus_per_worker}
     pools = [Node(pool.resources) for pool in placement.autoscaling_pools()]
@@ -54,15 +51,12 @@ def check_capacity(config: Config, with_data: bool = True) -> None:
 
 
 def num_free_workers(config: Config) -> int:
-    """Return the number of workers, without data, that fit the free resources.
-
-    Raises ResourceError if not even the minimum fits within FREE_WAIT_S, unless the cluster can grow.
-    """
+    """Return how many workers, without data, fit the free resources. Raises ResourceError."""
     demand = resource_demand(config, with_data=False)
     minimum = replace(demand, workers=config.cluster.min_workers)
     free = placement.wait_for_free_nodes(minimum, FREE_WAIT_S)
-    grows = config.cluster.wait_for_nodes or placement.autoscaling_pools()
-    if not grows and (missing := missing_capacity(minimum, free)):
+    can_grow = config.cluster.wait_for_nodes or placement.autoscaling_pools()
+    if not can_grow and (missing := missing_capacity(minimum, free)):
         raise ResourceError(f"with the resources that are free now, {missing}; or wait until other jobs have ended")
     return max(max_workers(demand, free), minimum.workers)
 
@@ -91,10 +85,7 @@ def torch_trainer(
     labels: Labels | None = None,
     **data: Any,
 ) -> TorchTrainer:
-    """Return Ray Train's trainer of `loop` on the workers of `config`. It retries nothing.
-
-    `folder` gets the small files that Ray Train writes; `labels` replace those of the training workers.
-    """
+    """Return Ray Train's trainer of `loop`, without retries; its small files are written to `folder`."""
     os.environ[ray_internals.START_TIMEOUT_VARIABLE] = str(config.cluster.start_timeout_s)  # Ray would wait forever
     demand = resource_demand(config, with_data=False)
     storage: dict[str, Any] = {"storage_path": str(folder / "ray")}
@@ -123,10 +114,7 @@ def is_single_node(config: Config) -> bool:
 
 
 def num_data_actors(config: Config) -> int:
-    """Decode actors of the stream: as configured, or what cores and memory allow on the data nodes.
-
-    While no data node has started, one node of each CPU pool counts.
-    """
+    """Decode actors of the stream: as configured, or what cores and memory of the data nodes allow."""
     if isinstance(config.data.workers, int):
         return config.data.workers
     demand, pools = resource_demand(config), placement.autoscaling_pools()
@@ -135,13 +123,13 @@ def num_data_actors(config: Config) -> int:
         [each.resources for each in group if each.matches_labels(demand.data_labels) and each.resources.get("CPU")]
         for group in (placement.alive_nodes(), cpu_pools)
     )
-    hosts = data_nodes or pool_nodes
+    hosts = data_nodes or pool_nodes  # one node of each pool while no data node has started
     cpus = sum(resources["CPU"] for resources in hosts) - INPUT_TASK_CPUS
     memory_gib = sum(resources.get("memory", math.inf) for resources in hosts) / 2**30
     if is_single_node(config):  # a local cluster has more logical CPUs than cores
         cpus, memory_gib = min(cpus + INPUT_TASK_CPUS, cores()), free_memory() / 2**30
-    separate = demand.data_labels and (demand.worker_labels or "GPU" in demand.per_worker)
-    taken = 0 if separate else demand.workers * demand.per_worker.get("CPU", 0)
+    separate_nodes = demand.data_labels and (demand.worker_labels or "GPU" in demand.per_worker)
+    worker_cpus = 0 if separate_nodes else demand.workers * demand.per_worker.get("CPU", 0)
     # One CPU each besides those of the workers, and memory for the actor and its blocks.
     actor_gib = 0.5 + 4 * config.data.block_mb / 1024
-    return max(1, int(min(cpus - taken, memory_gib * 0.5 / actor_gib)))
+    return max(1, int(min(cpus - worker_cpus, memory_gib * 0.5 / actor_gib)))

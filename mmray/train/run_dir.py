@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
-from mmray.config import Config, to_yaml
+from mmray.config import Config, flatten, to_yaml
 from mmray.errors import UsageError
 from mmray.machine import cores
 from mmray.storage import lease
@@ -38,22 +38,10 @@ MAX_LISTED_CHANGES = 3
 PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as {`section.field`: value}."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat.update(flatten(value, f"{name}.") if isinstance(value, dict) else {name: value})
-    return flat
-
-
 def forbidden_changes(
     before: dict[str, Any], after: dict[str, Any], may_change: Sequence[str] = RESUMABLE_CHANGES
 ) -> list[str]:
-    """Lines `setting: old -> new` for each difference that may not change on resume.
-
-    may_change: names of settings and of whole sections.
-    """
+    """Lines `setting: old -> new` of differences outside the settings and sections in `may_change`."""
     old, new = flatten(before), flatten(after)
     return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
@@ -109,27 +97,24 @@ def compare_existing_run(path: AnyPath, config: Config, data: dict[str, Any]) ->
 
 
 def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection:
-    """The folder for this command: a named run is resumed or refused, an unnamed run takes the next free name.
-
-    Raises UsageError with the settings that differ if resuming would change the run.
-    """
-    mode, named = config.run.resume, config.run.name is not None
+    """The folder for this command; raises UsageError with the differences if resuming would change the run."""
+    resume, named = config.run.resume, config.run.name is not None
     storage, skipped = to_path(config.run.storage), list[str]()
     for path in (storage / name for name in candidate_names(config.recipe, config.run.name)):
         existing = compare_existing_run(path, config, data)
         if existing is None:
-            if mode == "must":
+            if resume == "must":
                 raise UsageError(f"--run.resume must: no run at {path}")
             return RunSelection("start", path, tuple(skipped))
-        if mode == "never":
+        if resume == "never":
             if named:
                 raise UsageError(f"{path} exists; choose another --run.name, or resume it with --run.resume auto")
             continue
         changes, finished_steps = existing
         finished = finished_steps is not None and finished_steps >= steps
-        if not changes and (named or mode != "auto" or not finished):
+        if not changes and (named or resume != "auto" or not finished):
             return RunSelection("done" if finished else "resume", path, tuple(skipped))
-        if changes and (named or mode == "must"):
+        if changes and (named or resume == "must"):
             raise UsageError(
                 f"{path} has other settings:\n  " + "\n  ".join(changes) + "\n"
                 "Resuming would change the run: choose another --run.name, or restore these settings."

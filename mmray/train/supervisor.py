@@ -1,8 +1,4 @@
-"""Attempts to train a run until one finishes it: retries, elasticity and preemption, on the driver.
-
-An attempt is a new `TorchTrainer` with a fixed number of workers. Ray retries and resizes nothing (README.md says why):
-`recovery.decide_recovery` decides what follows a failure, and a group is replaced by a larger one at a checkpoint.
-"""
+"""Attempts to train a run until one finishes it: retries, elasticity and preemption, on the driver (see README.md)."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ class Supervisor:
         device = "gpu" if "GPU" in resource_demand(self.config).per_worker else "cpu"
         self.config = self.config.with_cluster(accelerator=device)
         while True:
-            checkpoint, known_bad = self._prepare_attempt()
+            checkpoint, bad_rows = self._prepare_attempt()
             if checkpoint is not None:
                 self.reporter.log(f"from {checkpoint}", "resume")
             elif self.config.run.resume == "must":
@@ -72,7 +68,7 @@ class Supervisor:
             nodes, world = self._choose_nodes()
             self.reporter.status(f"starting {world} workers")
             first_step = files.step_of(checkpoint) if checkpoint is not None else 0
-            coordinator = start_coordinator(known_bad)
+            coordinator = start_coordinator(bad_rows)
             monitor = AttemptMonitor(
                 config=self.config,
                 world=world,
@@ -85,10 +81,10 @@ class Supervisor:
                 failed_resizes=self.resized_from.count(world),
             )
             try:
-                sized = self.config.with_cluster(workers=world)
+                attempt_config = self.config.with_cluster(workers=world)
                 name = f"attempt-{self.lease.fence}-{self.attempts}"
                 trainer = build_trainer(
-                    self.resolved, self.run, self.lease.fence, name, sized, nodes, checkpoint, coordinator
+                    self.resolved, self.run, self.lease.fence, name, attempt_config, nodes, checkpoint, coordinator
                 )
                 outcome = run_attempt(trainer, monitor)
                 if outcome["status"] == "finished" or monitor.stop_reason == "user":
@@ -204,14 +200,10 @@ class Supervisor:
 
 
 def choose_world_size(config: Config, autoscaler: AutoscalerRequest) -> tuple[LiveNodes, int]:
-    """The nodes and the number of workers of the next attempt.
-
-    A fixed number, like the minimum of a range, is requested even if it does not fit: Ray waits, and an autoscaler adds
-    nodes. For a range, the maximum is requested, and the workers that fit are counted once the count is stable.
-    """
+    """The nodes and the number of workers of the next attempt: for a range, as many as fit, else the minimum."""
     nodes = live_nodes()
     if not config.cluster.elastic:
-        return nodes, config.cluster.max_workers
+        return nodes, config.cluster.max_workers  # if they do not fit, Ray waits and an autoscaler adds nodes
     request_nodes(config, autoscaler, running=0)
     counts: list[int] = []
     for _ in range(MAX_POLLS):

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import os
+import queue
 import threading
 import time
 import uuid
@@ -20,18 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mmray import plugins
+from mmray.config import flatten
 from mmray.errors import ForceExit, UsageError
 from mmray.storage.paths import AnyPath, write_atomic
-from mmray.train.run_dir import flatten, redact, redact_text
+from mmray.train.run_dir import redact, redact_text
 
 if TYPE_CHECKING:
     from mmray.config import Config
     from mmray.train.monitor import ProgressReporter
 
-BUILT_IN = {
-    "mlflow": "mmray.train.trackers:MlflowTracker",
-    "wandb": "mmray.train.trackers:WandbTracker",
-}
+BUILT_IN = {"mlflow": "mmray.train.trackers:MlflowTracker", "wandb": "mmray.train.trackers:WandbTracker"}
 MAX_QUEUED = 2000  # lines of metrics waiting for a tracker
 MAX_WAIT_S = 30.0  # at the end of a run, for all trackers together
 
@@ -39,8 +38,8 @@ MAX_WAIT_S = 30.0  # at the end of a run, for all trackers together
 class Tracker(Protocol):
     """An experiment tracker. Name your own as `package.module:Class` in run.trackers; it is built without arguments."""
 
-    def start(self, about: dict[str, Any], run_id: str | None) -> str:
-        """Start a run, or resume `run_id`; return the run id. `about`: name, project, folder and config of the run."""
+    def start(self, run_info: dict[str, Any], run_id: str | None) -> str:
+        """Start a run, or resume `run_id`; return the run id. `run_info`: name, project, folder and config."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a step."""
@@ -62,13 +61,13 @@ class TrackingReporter:
     """Passes progress to another reporter and metrics to the run's trackers, which finish at the end of the block."""
 
     def __init__(self, config: Config, folder: AnyPath, reporter: ProgressReporter) -> None:
-        about = {
+        run_info = {
             "name": folder.name,
             "project": config.run.project,
             "folder": str(folder),
             "config": redact(config.model_dump(mode="json", by_alias=True)),
         }
-        self.reporter, self.threads = reporter, [TrackerThread(name, folder, about) for name in config.run.trackers]
+        self.reporter, self.threads = reporter, [TrackerThread(name, folder, run_info) for name in config.run.trackers]
         self.log, self.status, self.prepare_progress = reporter.log, reporter.status, reporter.prepare_progress
         self.run_status = "failed"  # until the driver sets how the run ended
 
@@ -105,27 +104,29 @@ class TrackingReporter:
 class TrackerThread(threading.Thread):
     """Calls one tracker from a daemon thread. `put` never blocks; `warnings` is read by the driver."""
 
-    def __init__(self, tracker: str, folder: AnyPath, about: dict[str, Any]) -> None:
+    def __init__(self, tracker: str, folder: AnyPath, run_info: dict[str, Any]) -> None:
         super().__init__(name=f"mmray-{tracker}", daemon=True)
-        self.tracker, self._about = tracker, about
+        self.tracker, self._run_info = tracker, run_info
         self.warnings: deque[str] = deque(maxlen=20)
         self.num_put = self.num_done = 0  # lines of metrics; done: accepted, or by an earlier attempt
         self._spec = BUILT_IN.get(tracker, tracker)
         self._file = folder / f"tracker-{self._spec.rpartition(':')[2].removesuffix('Tracker').lower()}.json"
-        self._lines: deque[tuple[int, dict[str, float]]] = deque(maxlen=MAX_QUEUED)
-        self._news, self._ended, self._success = threading.Event(), False, False
+        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()  # None: the end
+        self._success = False
         self.start()
 
     def put(self, step: int, metrics: dict[str, float]) -> None:
         """Queue a line; if the queue is full, the oldest is dropped."""
         self.num_put += 1
-        self._lines.append((step, metrics))
-        self._news.set()
+        if self._queue.qsize() >= MAX_QUEUED:
+            with suppress(queue.Empty):  # taken by the thread meanwhile
+                self._queue.get_nowait()
+        self._queue.put((step, metrics))
 
     def end(self, success: bool) -> None:
         """Finish the tracker after the queued lines."""
-        self._success, self._ended = success, True
-        self._news.set()
+        self._success = success
+        self._queue.put(None)
 
     def run(self) -> None:
         """Start the tracker, send each queued line, finish the tracker."""
@@ -135,16 +136,12 @@ class TrackerThread(threading.Thread):
             run_id, last_step = known["id"], known["last_step"]
         try:
             tracker: Tracker = plugins.load_class(self._spec, "run.trackers")()
-            run_id = tracker.start(self._about, run_id)
+            run_id = tracker.start(self._run_info, run_id)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a library may raise anything; training continues
             self._warn("could not start, so nothing of this run is sent", error)
             return
-        while not self._ended or self._lines:
-            if not self._lines:
-                self._news.wait()
-                self._news.clear()
-                continue
-            step, metrics = self._lines.popleft()
+        while (line := self._queue.get()) is not None:
+            step, metrics = line
             if step > last_step:  # otherwise logged before a restart
                 try:
                     tracker.log(step, metrics)
@@ -168,26 +165,23 @@ class TrackerThread(threading.Thread):
 
 
 class WandbTracker:
-    """Weights & Biases: online if there is an API key, otherwise offline in the run's folder (`wandb sync` uploads it).
+    """Weights & Biases, with the user's WANDB_* variables; no facts about machine, repository or command line."""
 
-    WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY and its other variables apply. Nothing about the machine, the repository or
-    the command line is sent, because they may hold private data.
-    """
-
-    def start(self, about: dict[str, Any], run_id: str | None) -> str:
+    def start(self, run_info: dict[str, Any], run_id: str | None) -> str:
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
         run_id = run_id or uuid.uuid4().hex[:12]
+        # What W&B records of the machine and the repository may hold private data.
         private = dict.fromkeys(("disable_git", "x_disable_meta", "x_disable_stats"), True)
         self._run = wandb.init(
-            project=about["project"],
-            name=about["name"],
+            project=run_info["project"],
+            name=run_info["name"],
             id=run_id,
             resume="allow" if mode == "online" else None,
             mode=mode,
-            dir=about["folder"],
-            config=about["config"],
+            dir=run_info["folder"],
+            config=run_info["config"],
             settings=wandb.Settings(console="off", silent=True, save_code=False, x_save_requirements=False, **private),
         )
         return run_id
@@ -203,27 +197,23 @@ MAX_PARAM_CHARS, MAX_PARAMS_PER_CALL = 500, 100  # limits of MLflow
 
 
 class MlflowTracker:
-    """MLflow: the server at MLFLOW_TRACKING_URI, or files in `mlruns` next to the runs.
+    """MLflow at MLFLOW_TRACKING_URI, or files in `mlruns` next to the runs; adds no tags of the machine."""
 
-    Settings become parameters under their full names. Uses MlflowClient, which has no global state and adds no tags of
-    the machine or its repository.
-    """
-
-    def start(self, about: dict[str, Any], run_id: str | None) -> str:
+    def start(self, run_info: dict[str, Any], run_id: str | None) -> str:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow requires it for a folder
-        address = os.environ.get("MLFLOW_TRACKING_URI") or (Path(about["folder"]).parent / "mlruns").as_uri()
+        address = os.environ.get("MLFLOW_TRACKING_URI") or (Path(run_info["folder"]).parent / "mlruns").as_uri()
         client = self._client = MlflowClient(tracking_uri=address)
         if run_id is not None:
             client.update_run(run_id, status="RUNNING")
             self._run_id = run_id
             return run_id
-        experiment = client.get_experiment_by_name(about["project"])
-        number = experiment.experiment_id if experiment else client.create_experiment(about["project"])
-        self._run_id = str(client.create_run(number, run_name=about["name"]).info.run_id)
-        params = [Param(name, str(value)[:MAX_PARAM_CHARS]) for name, value in flatten(about["config"]).items()]
+        experiment = client.get_experiment_by_name(run_info["project"])
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(run_info["project"])
+        self._run_id = str(client.create_run(experiment_id, run_name=run_info["name"]).info.run_id)
+        params = [Param(name, str(value)[:MAX_PARAM_CHARS]) for name, value in flatten(run_info["config"]).items()]
         for first in range(0, len(params), MAX_PARAMS_PER_CALL):
             client.log_batch(self._run_id, params=params[first : first + MAX_PARAMS_PER_CALL])
         return self._run_id

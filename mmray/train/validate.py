@@ -20,7 +20,7 @@ def unsupported_reasons(config: Config) -> list[str]:
     batch_norm = getattr(model, "batch_norm", "frozen")
     text_dropout = getattr(getattr(model, "text", None), "dropout", 0)
     patch_dropout = getattr(model, "patch_dropout", 0)
-    learned, head = "region_text" in parse_terms(config.objective.kind), bool(getattr(model, "regions", False))
+    region, head = "region_text" in parse_terms(config.objective.kind), bool(getattr(model, "regions", False))
     rules = (
         (
             train.grad_compression != "none" and train.parallel != "ddp",
@@ -49,13 +49,13 @@ def unsupported_reasons(config: Config) -> list[str]:
             "batch.micro auto does not support model.batch_norm synced; set --batch.micro",
         ),
         (
-            learned and kind != "fusion" and ":" not in kind,
+            region and kind != "fusion" and ":" not in kind,
             f"objective region_text is for model.kind `fusion`, not `{kind}`; set --model.kind fusion",
         ),
-        (learned and kind == "fusion" and not head, "objective region_text needs a head; set --model.regions True"),
-        (head and not learned, "model.regions: no objective trains it; add `+ region_text` to --objective.kind"),
+        (region and kind == "fusion" and not head, "objective region_text needs a head; set --model.regions True"),
+        (head and not region, "model.regions: no objective trains it; add `+ region_text` to --objective.kind"),
         (
-            (learned or head) and not model.inputs.max_boxes,
+            (region or head) and not model.inputs.max_boxes,
             "objective region_text needs boxes in the batches; set --model.inputs.max-boxes, for example 32",
         ),
     )

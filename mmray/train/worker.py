@@ -35,7 +35,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
             stop.set()
         return bool(stacks_requested)
 
-    line = DriverHandle(
+    driver = DriverHandle(
         report=coordinator.push.remote if rank == 0 else (lambda _: None),
         stop=stop.is_set,  # the ranks agree on it in the next step
         bad_row=lambda row: ray.get(coordinator.bad_row.remote(row)),
@@ -49,7 +49,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     )
     try:
         blocks = iter_blocks(ray.train.get_dataset_shard("train"))
-        return work(arguments["job"], arguments["start"], blocks, ray.train.torch.get_device(), line)
+        return work(arguments["job"], arguments["start"], blocks, ray.train.torch.get_device(), driver)
     except Exception as error:
         if not isinstance(error, MmrayError):
             error.add_note(traceback.format_exc())  # a traceback is not sent to the driver, a note is

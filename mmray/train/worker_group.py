@@ -36,10 +36,7 @@ def run_attempt(trainer: TorchTrainer, monitor: AttemptMonitor) -> dict[str, Any
 
 
 def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
-    """Return or raise what `call` does in another thread, polling each POLL_INTERVAL_S and once after its end.
-
-    An exception of `poll` or of a signal handler leaves at once; the daemon thread then ends with the process.
-    """
+    """Return or raise what `call` does in a daemon thread; polls meanwhile and once after its end."""
     done: Future[T] = Future()
 
     def run() -> None:
@@ -54,7 +51,7 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
     while running:
         thread.join(POLL_INTERVAL_S)
         running = thread.is_alive()  # before the poll, so that the last poll comes after the end
-        poll()
+        poll()  # an exception leaves at once; the daemon thread then ends with the process
     return done.result()
 
 
@@ -63,13 +60,13 @@ def build_trainer(
     run: RunDir,
     fence: int,
     name: str,
-    sized: Config,
+    attempt_config: Config,
     nodes: LiveNodes,
     checkpoint: AnyPath | None,
     coordinator: Any,
 ) -> TorchTrainer:
-    """The trainer of attempt `name`: `sized` has its number of workers; all ranks start from `checkpoint`."""
-    config, demand = resolved.config, resource_demand(sized)
+    """The trainer of attempt `name`: `attempt_config` has its number of workers; all ranks start from `checkpoint`."""
+    config, demand = resolved.config, resource_demand(attempt_config)
     reader = RowReader(
         resolved.train_set,
         config.model.inputs,
@@ -79,8 +76,8 @@ def build_trainer(
         IMAGE_CACHE_MB,
     )
     # Counted for the largest group, so that CPUs of workers that join later stay free.
-    actors = num_data_actors(config.with_cluster(accelerator=sized.cluster.accelerator))
-    start = resume_point(resolved, checkpoint, sized.cluster.max_workers)
+    actors = num_data_actors(config.with_cluster(accelerator=attempt_config.cluster.accelerator))
+    start = resume_point(resolved, checkpoint, attempt_config.cluster.max_workers)
     data_labels = nodes.excluding_unavailable(demand.data_labels)
     stream = StreamDataConfig(start, reader, actors, config.data.block_mb, data_labels, coordinator)
     context = WorkerContext(
@@ -95,7 +92,7 @@ def build_trainer(
     )
     return torch_trainer(
         train_loop_per_worker,
-        sized,
+        attempt_config,
         run.path,
         name=name,
         labels=nodes.excluding_unavailable(demand.worker_labels),

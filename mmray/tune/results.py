@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from mmray.errors import is_out_of_memory
+from mmray.report.run import DIRECTIONS
 from mmray.report.sweep import GOALS
 from mmray.tune.trials import Trial
 
 Status = Literal["finished", "out_of_memory", "failed", "stopped", "infeasible"]
 Row = dict[str, Any]
 REUSABLE = ("finished", "out_of_memory")  # not repeated by a resumed sweep
-ERROR_LENGTH = 240
+MAX_ERROR_CHARS = 240
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")  # the exception line of a traceback
 
 
@@ -26,19 +27,19 @@ class TrialOutcome(NamedTuple):
     elapsed_s: float | None = None
 
 
-def outcome_of(error: BaseException, elapsed_s: float | None = None) -> TrialOutcome:
+def classify_error(error: BaseException, elapsed_s: float | None = None) -> TrialOutcome:
     """Return the outcome for an error: out_of_memory if it or one of its causes is an OOM, otherwise failed."""
-    out = any(is_out_of_memory(cause) for cause in _causes(error))
-    return TrialOutcome("out_of_memory" if out else "failed", one_line(error), elapsed_s)
+    is_oom = any(is_out_of_memory(cause) for cause in _causes(error))
+    return TrialOutcome("out_of_memory" if is_oom else "failed", summarize_error(error), elapsed_s)
 
 
-def one_line(error: BaseException) -> str:
-    """Return the first line of an error message or the exception line of a traceback, cut to ERROR_LENGTH."""
+def summarize_error(error: BaseException) -> str:
+    """Return the first line of an error message or the exception line of a traceback, cut to MAX_ERROR_CHARS."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     if text.startswith("Traceback"):
         text = next((line for line in lines if _RAISED.match(line)), text)
-    return text if len(text) <= ERROR_LENGTH else text[: ERROR_LENGTH - 1] + "…"
+    return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 1] + "…"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -54,39 +55,31 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             waiting += getattr(cause, "worker_failures", {}).values()
 
 
-def row_of(trial: Trial, outcome: TrialOutcome, lines: list[Row] | None = None, result: Row | None = None) -> Row:
-    """Return one object of trials.jsonl, from the metrics and the result of the trial's run.
-
-    Micro-batch and accumulation are those requested, or those that `auto` used. A run that continued with smaller
-    micro-batches than requested measured another shape, so it is out_of_memory.
-    """
+def build_row(trial: Trial, outcome: TrialOutcome, lines: list[Row] | None = None, result: Row | None = None) -> Row:
+    """Return one object of trials.jsonl; a run that continued with smaller micro-batches is out_of_memory."""
     shape, lines = trial.shape, lines or []
     row: Row = {"trial": trial.name, "status": outcome.status, "settings": trial.settings}
     row |= dict.fromkeys(("micro", "accumulation", "workers", "global"))
-    row |= figures(lines) | {"recall_at_1": None, "error": outcome.error, "elapsed_s": outcome.elapsed_s}
+    row |= aggregate_metrics(lines) | {"recall_at_1": None, "error": outcome.error, "elapsed_s": outcome.elapsed_s}
     row["run"] = None if trial.infeasible else f"trials/{trial.name}"
     if shape is not None:
         row |= {"micro": shape.micro, "accumulation": shape.accumulation}
         row |= {"workers": shape.workers, "global": shape.global_rows}
-        used = min(shape.micro, int(lines[-1].get("batch/micro") or shape.micro)) if lines else shape.micro
-        if used < shape.micro and shape.auto:
-            row |= {"micro": used, "accumulation": -(-shape.global_rows // (shape.workers * used))}
-        elif used < shape.micro and outcome.status == "finished":
-            advice = f"the run continued with {used}: search {used} or use `auto`"
+        actual_micro = min(shape.micro, int(lines[-1].get("batch/micro") or shape.micro)) if lines else shape.micro
+        if actual_micro < shape.micro and shape.auto:
+            row |= {"micro": actual_micro, "accumulation": -(-shape.global_rows // (shape.workers * actual_micro))}
+        elif actual_micro < shape.micro and outcome.status == "finished":
+            advice = f"the run continued with {actual_micro}: search {actual_micro} or use `auto`"
             row |= {"status": "out_of_memory", "error": f"out of memory at micro-batch {shape.micro}; {advice}"}
     metrics = (result or {}).get("metrics", {})
-    both = [metrics.get(f"recall_at_1/{way}") for way in ("image_to_text", "text_to_image")]
-    if None not in both:
-        row["recall_at_1"] = sum(both) / 2
+    recalls = [metrics.get(f"recall_at_1/{way}") for way in DIRECTIONS]
+    if None not in recalls:
+        row["recall_at_1"] = sum(recalls) / 2
     return row
 
 
-def figures(lines: list[Row]) -> Row:
-    """Aggregate the logged metrics of a run.
-
-    samples_per_s are mean, minimum and maximum over the logging windows after the first (warm-up); a final window with
-    less than half the steps counts for the mean only. The loss is the mean over the last quarter of the lines.
-    """
+def aggregate_metrics(lines: list[Row]) -> Row:
+    """Aggregate the logged metrics: samples/s without the first window, mean loss of the last quarter."""
     last = lines[-1] if lines else {}
     losses: list[Any] = [line.get("train/loss") for line in lines[-max(1, len(lines) // 4) :]]
     rates: Row = dict.fromkeys(("samples_per_s", "samples_per_s_min", "samples_per_s_max"))
@@ -96,11 +89,11 @@ def figures(lines: list[Row]) -> Row:
         before = line["step"]
         if rate is not None:
             windows.append((rate, line["time/step_s"] * steps, steps))
-    if windows := windows[1:] or windows:
+    if windows := windows[1:] or windows:  # the first is warm-up
         longest = max(steps for _, _, steps in windows)
-        whole = [rate for rate, _, steps in windows if 2 * steps > longest]
-        mean = sum(rate * busy_s for rate, busy_s, _ in windows) / sum(busy_s for _, busy_s, _ in windows)
-        rates = {"samples_per_s": mean, "samples_per_s_min": min(whole), "samples_per_s_max": max(whole)}
+        full_windows = [rate for rate, _, steps in windows if 2 * steps > longest]  # not a short last one
+        mean = sum(rate * window_s for rate, window_s, _ in windows) / sum(window_s for _, window_s, _ in windows)
+        rates = {"samples_per_s": mean, "samples_per_s_min": min(full_windows), "samples_per_s_max": max(full_windows)}
     return {
         "steps": last.get("step"),
         "samples": last.get("rows_stop"),
@@ -118,7 +111,7 @@ def figures(lines: list[Row]) -> Row:
 TOLERANCE = 0.02  # relative; the noise of a trial is rarely smaller
 
 
-WORDS = {
+PHRASES = {
     "throughput": "the most samples/s",
     "loss": "the lowest loss",
     "recall": "the highest recall@1",
@@ -133,23 +126,20 @@ _FORMATS = {
 
 
 def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> Row | None:
-    """Return {"best", "per_global", "why"} of the finished trials that measured the goal; None without any.
-
-    `relative_to_chance`: compare losses of different global batches by ln(global) - loss (contrastive objectives).
-    """
-    figure, _, largest = GOALS[goal]
-    measured = [row for row in rows if row["status"] == "finished" and row[figure] is not None]
+    """Return {best, per_global, why} of the finished trials that measured the goal; None without any."""
+    metric, _, largest = GOALS[goal]
+    measured = [row for row in rows if row["status"] == "finished" and row[metric] is not None]
     if not measured:
         return None
     # Among nearly equal trials the one with less memory is best, or the faster one.
-    tie, tie_largest = ("peak_gib", False) if goal == "throughput" else ("samples_per_s", True)
+    tie_breaker, tie_breaker_largest = ("peak_gib", False) if goal == "throughput" else ("samples_per_s", True)
 
     def pick(rows: list[Row]) -> tuple[Row, Row]:
         """Return the best row with the tie-breaker, and the best by the metric alone."""
-        leader = _extreme(rows, figure, largest)
-        margin = abs(leader[figure]) * TOLERANCE
-        near = [row for row in rows if abs(row[figure] - leader[figure]) <= margin and row[tie] is not None]
-        return (_extreme(near, tie, tie_largest) if near else leader), leader
+        leader = _extreme(rows, metric, largest)
+        margin = abs(leader[metric]) * TOLERANCE
+        near = [row for row in rows if abs(row[metric] - leader[metric]) <= margin and row[tie_breaker] is not None]
+        return (_extreme(near, tie_breaker, tie_breaker_largest) if near else leader), leader
 
     sizes = sorted({row["global"] for row in measured})
     per_global = {size: pick([row for row in measured if row["global"] == size])[0] for size in sizes}
@@ -162,36 +152,36 @@ def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> Row | N
         )
     else:
         best, leader = pick(measured)
-        why = _why(best, leader, measured, goal, figure, tie)
+        why = _why(best, leader, measured, goal, metric, tie_breaker)
     return {"best": best["trial"], "per_global": {str(g): row["trial"] for g, row in per_global.items()}, "why": why}
 
 
-def _extreme(rows: list[Row], figure: str, largest: bool) -> Row:
-    return (max if largest else min)(rows, key=lambda row: row[figure])
+def _extreme(rows: list[Row], metric: str, largest: bool) -> Row:
+    return (max if largest else min)(rows, key=lambda row: row[metric])
 
 
-def _why(best: Row, leader: Row, rows: list[Row], goal: str, figure: str, tie: str) -> str:
+def _why(best: Row, leader: Row, rows: list[Row], goal: str, metric: str, tie_breaker: str) -> str:
     """Return the reason, with a warning if the second-best speed is within the range of the best trial's windows."""
 
-    def text(row: Row, figure: str) -> str:
-        return _FORMATS[figure].format(row[figure])
+    def text(row: Row, metric: str) -> str:
+        return _FORMATS[metric].format(row[metric])
 
     if best is not leader:
         why = (
-            f"{best['trial']} is within {TOLERANCE:.0%} of {WORDS[goal]} ({text(best, figure)}; {leader['trial']}: "
-            f"{text(leader, figure)}) and {'uses less memory' if tie == 'peak_gib' else 'is faster'} "
-            f"({text(best, tie)}; {leader['trial']}: {text(leader, tie)})."
+            f"{best['trial']} is within {TOLERANCE:.0%} of {PHRASES[goal]} ({text(best, metric)}; {leader['trial']}: "
+            f"{text(leader, metric)}) and {'uses less memory' if tie_breaker == 'peak_gib' else 'is faster'} "
+            f"({text(best, tie_breaker)}; {leader['trial']}: {text(leader, tie_breaker)})."
         )
     elif len(rows) == 1:
-        return f"{best['trial']} is the only trial that finished: {text(best, figure)}."
+        return f"{best['trial']} is the only trial that finished: {text(best, metric)}."
     else:
-        why = f"{best['trial']} has {WORDS[goal]} of {len(rows)} trials: {text(best, figure)}."
+        why = f"{best['trial']} has {PHRASES[goal]} of {len(rows)} trials: {text(best, metric)}."
     low, high = best["samples_per_s_min"], best["samples_per_s_max"]
-    if figure == "samples_per_s" and low is not None:
-        rival = _extreme([row for row in rows if row is not best], figure, largest=True)
-        if low <= rival[figure] <= high:
+    if metric == "samples_per_s" and low is not None:
+        rival = _extreme([row for row in rows if row is not best], metric, largest=True)
+        if low <= rival[metric] <= high:
             why += (
-                f" {rival['trial']} may be as fast: its {text(rival, figure)} is within the range of {low:,.0f} to "
+                f" {rival['trial']} may be as fast: its {text(rival, metric)} is within the range of {low:,.0f} to "
                 f"{high:,.0f}; run longer trials (--train.samples) to decide."
             )
     return why

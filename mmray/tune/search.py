@@ -1,8 +1,4 @@
-"""Run a sweep on a Ray cluster, from search space to recommendation.
-
-Ray Tune starts as many concurrent trials as fit. A trial is an actor on the head node that runs the same `train` as
-`mmray train` in a separate run folder; its results are read from that folder. Ray Tune's state is temporary.
-"""
+"""Run a sweep on a Ray cluster: Ray Tune starts `mmray train` in actors on the head node; results are in its folder."""
 
 from __future__ import annotations
 
@@ -36,19 +32,15 @@ from mmray.train.resources import check_capacity, is_single_node, num_data_actor
 from mmray.train.run_dir import collect_environment
 from mmray.train.worker_group import run_in_thread
 from mmray.tune import trials as planning
-from mmray.tune.results import Row, TrialOutcome, outcome_of, row_of, select_best
+from mmray.tune.results import Row, TrialOutcome, build_row, classify_error, select_best
 from mmray.tune.sweep import SweepDir, SweepListener, SweepState, create_sweep_dir, resolve_sweep_dir
 from mmray.tune.trials import Trial
 
-FREE_AFTER_S = 10.0  # data actors release their CPUs with a delay
+FREE_WAIT_S = 10.0  # data actors release their CPUs with a delay
 # `verbose=0` disables only the older reporter of Ray Tune; trials must keep the working directory.
-_ENVIRONMENT = {
-    "RAY_AIR_NEW_OUTPUT": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-}
+_ENVIRONMENT = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1"}
 # The driver of a trial runs on the head node and requests no CPU, because a small machine needs all of them for data.
-_DRIVER = {HEAD_RESOURCE: 0.001}
+_DRIVER_RESOURCES = {HEAD_RESOURCE: 0.001}
 Events = queue.SimpleQueue[tuple[str, str | TrialOutcome]]  # (trial, what it is doing or how it ended)
 
 
@@ -73,11 +65,8 @@ class SweepOutcome:
 
 
 def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
-    """Run all trials and recommend the best measured one. Raises MmrayError.
-
-    A failed trial is recorded as a row; the other trials continue.
-    """
-    trials = planning.trials_of(sweep.base, sweep.space)
+    """Run all trials, of which some may fail, and recommend the best measured one. Raises MmrayError."""
+    trials = planning.build_trials(sweep.base, sweep.space)
     os.environ.update(_ENVIRONMENT)
     with ray_session(planning.largest_cluster(trials)):
         trials = filter_feasible(trials)
@@ -143,19 +132,20 @@ def _search(
     listener: SweepListener,
 ) -> SweepOutcome:
     """Run the remaining trials and rank all; update sweep.json and trials.jsonl after each trial."""
-    start_s, before_s = time.monotonic(), (folder.read_json("sweep.json") or {}).get("elapsed_s", 0.0)
-    infeasible = {t.name: row_of(t, TrialOutcome("infeasible", t.infeasible)) for t in trials if t.infeasible}
+    start_s, earlier_s = time.monotonic(), (folder.read_json("sweep.json") or {}).get("elapsed_s", 0.0)
+    infeasible = {t.name: build_row(t, TrialOutcome("infeasible", t.infeasible)) for t in trials if t.infeasible}
     measured = folder.reusable_rows(trials)
     state = SweepState(folder, {trial.name: trial for trial in trials}, infeasible | measured, listener)
-    at_once, remaining = plan_concurrency({n: run for n, run in runs.items() if n not in measured}, sweep.concurrency)
+    pending = {name: run for name, run in runs.items() if name not in measured}
+    num_concurrent, remaining = plan_concurrency(pending, sweep.concurrency)
     summary = {
         "kind": "sweep",
         "recipe": sweep.base.recipe,
         **identity,
         "goal": sweep.goal,
         "status": "running",
-        "concurrency": at_once,
-        "elapsed_s": before_s,
+        "concurrency": num_concurrent,
+        "elapsed_s": earlier_s,
         "environment": collect_environment(),
         "recommendation": None,
     }
@@ -168,11 +158,11 @@ def _search(
     listener.log(str(folder.path), "sweep")
     listener.log(space, "space")
     listener.log(", ".join(counts), "trials")
-    listener.log(f"{sweep.goal}; {at_once} trial{'s' * (at_once > 1)} at a time", "goal")
+    listener.log(f"{sweep.goal}; {num_concurrent} trial{'s' * (num_concurrent > 1)} at a time", "goal")
     if remaining:
-        run_trials(state, remaining, at_once)
+        run_trials(state, remaining, num_concurrent)
     best = select_best(list(state.rows.values()), sweep.goal, sweep.base.objective.kind == "contrastive")
-    elapsed_s = before_s + time.monotonic() - start_s
+    elapsed_s = earlier_s + time.monotonic() - start_s
     summary |= {"status": state.status(), "elapsed_s": elapsed_s, "recommendation": best}
     if best is not None:
         folder.write("best.yaml", to_yaml(planning.to_recipe(state.trials[best["best"]])))
@@ -182,21 +172,17 @@ def _search(
 
 
 def plan_concurrency(runs: dict[str, Config], limit: int | None) -> tuple[int, dict[str, Config]]:
-    """Return the number of concurrent trials, and their configs with the number of data actors.
-
-    The default on a single machine is 1, because concurrent trials would distort each other's samples/s.
-    Raises ResourceError if no trial fits.
-    """
+    """Return the number of concurrent trials and their configs with data actors. Raises ResourceError."""
     if not runs:
         return 1, runs
     demand = planning.max_demand([resource_demand(config) for config in runs.values()])
-    lone = all(is_single_node(config) for config in runs.values())
-    wanted = min(limit or (1 if lone else len(runs)), len(runs))
-    waits = any(config.cluster.wait_for_nodes for config in runs.values())
-    whole, pools = placement.alive_nodes(), placement.autoscaling_pools()
-    free = placement.wait_for_free_nodes(demand, FREE_AFTER_S if max_concurrent(demand, whole, 1) else 0.0)
-    at_once, actors = planning.trial_concurrency(free, whole, demand, wanted, pools, waits)
-    return at_once, {
+    single_node = all(is_single_node(config) for config in runs.values())
+    wanted = min(limit or (1 if single_node else len(runs)), len(runs))  # on one machine, trials would slow each other
+    wait_for_nodes = any(config.cluster.wait_for_nodes for config in runs.values())
+    total, pools = placement.alive_nodes(), placement.autoscaling_pools()
+    free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if max_concurrent(demand, total, 1) else 0.0)
+    num_concurrent, actors = planning.trial_concurrency(free, total, demand, wanted, pools, wait_for_nodes)
+    return num_concurrent, {
         name: config  # concurrent trials share the cluster, so each gets a fixed number of data actors
         if isinstance(config.data.workers, int)
         else config.replace(data=config.data.replace(workers=min(num_data_actors(config), actors)))
@@ -204,25 +190,25 @@ def plan_concurrency(runs: dict[str, Config], limit: int | None) -> tuple[int, d
     }
 
 
-def run_trials(state: SweepState, runs: dict[str, Config], at_once: int) -> None:
+def run_trials(state: SweepState, runs: dict[str, Config], num_concurrent: int) -> None:
     """Run Ray Tune in a thread; this thread redraws the table and handles signals. Each started trial gets a row."""
     events: Events = queue.SimpleQueue()
-    controller = _Controller(events, state.stop)
+    callback = _TuneCallback(events, state.stop)
     for name in runs:
         state.clear(name)
     scratch = state.folder.path / "ray"
     shutil.rmtree(scratch, ignore_errors=True)
     tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(_trial, configs=runs), _DRIVER),
+        tune.with_resources(tune.with_parameters(_run_trial, configs=runs), _DRIVER_RESOURCES),
         param_space={"trial": tune.grid_search(list(runs))},
         # Actors are reused because importing torch takes several seconds.
-        tune_config=tune.TuneConfig(max_concurrent_trials=at_once, reuse_actors=True),
+        tune_config=tune.TuneConfig(max_concurrent_trials=num_concurrent, reuse_actors=True),
         run_config=tune.RunConfig(
             name="tune",
             storage_path=str(scratch),
             verbose=0,
-            stop=controller,
-            callbacks=[controller],
+            stop=callback,
+            callbacks=[callback],
             failure_config=tune.FailureConfig(max_failures=0),
         ),
     )
@@ -236,7 +222,6 @@ def run_trials(state: SweepState, runs: dict[str, Config], at_once: int) -> None
         return None
 
     def poll() -> None:
-        """Apply the queued events and redraw the table of trials."""
         while not events.empty():
             name, event = events.get()
             if isinstance(event, str):
@@ -268,14 +253,14 @@ def handle_signals(state: SweepState) -> Iterator[None]:
         yield
 
 
-def _trial(given: dict[str, Any], configs: dict[str, Config]) -> None:
+def _run_trial(params: dict[str, Any], configs: dict[str, Config]) -> None:
     """Train one config and report the outcome to Ray Tune; a failure is reported instead of raised."""
     start_s = time.monotonic()
     try:
-        train(configs[given["trial"]], _TrialReporter())
+        train(configs[params["trial"]], _TrialReporter())
         outcome = TrialOutcome("finished", None, time.monotonic() - start_s)
     except Exception as error:  # noqa: BLE001 - any error is the outcome of this trial only
-        outcome = outcome_of(error, time.monotonic() - start_s)
+        outcome = classify_error(error, time.monotonic() - start_s)
     tune.report({"ended": outcome._asdict()})
 
 
@@ -289,17 +274,14 @@ class _TrialReporter:
         """Ignored: data is prepared before the first trial."""
 
     def status(self, title: str) -> None:
-        tune.report({"doing": title})
+        tune.report({"activity": title})
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
-        tune.report({"doing": f"step {metrics['step']:,}/{total_steps:,}"})
+        tune.report({"activity": f"step {metrics['step']:,}/{total_steps:,}"})
 
 
-class _Controller(tune.Stopper, tune.Callback):
-    """Puts trial events of Ray Tune into a queue, and stops the experiment when the event is set.
-
-    Ray Tune pickles both for a restore that is not used, so without the state.
-    """
+class _TuneCallback(tune.Stopper, tune.Callback):
+    """Puts events of Ray Tune into a queue; pickled without state, because Ray Tune's restore is not used."""
 
     def __init__(self, events: Events, stop: threading.Event):
         self._events, self._stop = events, stop
@@ -319,9 +301,9 @@ class _Controller(tune.Stopper, tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        event = TrialOutcome(**result["ended"]) if "ended" in result else result["doing"]
+        event = TrialOutcome(**result["ended"]) if "ended" in result else result["activity"]
         self._events.put((trial.config["trial"], event))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         error = trial.get_pickled_error() or TrainingError("its driver process died; see the logs of the head node")
-        self._events.put((trial.config["trial"], outcome_of(error)))
+        self._events.put((trial.config["trial"], classify_error(error)))

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import orjson
-
 from mmray.config import Config, from_yaml, to_yaml
 from mmray.errors import UsageError
+from mmray.report.run import read_lines
+from mmray.report.sweep import TRIALS
 from mmray.storage import lease
 from mmray.train.monitor import ProgressReporter
 from mmray.train.run_dir import RunDir, candidate_names, forbidden_changes
-from mmray.tune.results import REUSABLE, Row, TrialOutcome, row_of
+from mmray.tune.results import REUSABLE, Row, TrialOutcome, build_row
 from mmray.tune.trials import Trial
 
 # Settings of the recipe that a resumed sweep may change.
-MAY_CHANGE = (
+RESUMABLE_CHANGES = (
     *("run", "cluster.address", "cluster.start_timeout_s"),
     *("data.cache", "data.local_cache", "data.local_cache_gb"),
 )
@@ -39,22 +39,17 @@ class SweepDir(RunDir):
     def write_rows(self, rows: list[Row]) -> None:
         """Write all rows in trial order."""
         ordered = sorted(rows, key=lambda row: row["trial"])
-        self.write("trials.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered))
+        self.write(TRIALS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered))
 
     def reusable_rows(self, trials: list[Trial]) -> dict[str, Row]:
         """Return rows of earlier commands by trial, if the trial still has the same settings."""
-        settings, file = {trial.name: trial.settings for trial in trials}, self.path / "trials.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        settings, rows = {trial.name: trial.settings for trial in trials}, read_lines(self.path / TRIALS)
         reusable = (row for row in rows if row["status"] in REUSABLE and settings.get(row["trial"]) == row["settings"])
         return {row["trial"]: row for row in reusable}
 
 
 def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
-    """Return the folder of this sweep: resume or reject a named one; skip finished or different unnamed ones.
-
-    The name is `run.name`, or RECIPE-tune, RECIPE-tune-2, ... `identity` has the values that sweep.json must match:
-    search space, samples per trial. Raises UsageError with the differences.
-    """
+    """Return the folder of this sweep, whose sweep.json must match `identity`. Raises UsageError."""
     if "://" in base.run.storage:
         raise UsageError(
             f"run.storage: {base.run.storage} is on an object store; a sweep needs a folder that all nodes share, "
@@ -73,7 +68,7 @@ def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
         changes = [f"{key}: {before.get(key)} -> {now}" for key, now in identity.items() if before.get(key) != now]
         recipe = from_yaml((path / "recipe.yaml").read_text(), str(path / "recipe.yaml"))
         old, new = (config.model_dump(mode="json", by_alias=True) for config in (recipe, base))
-        changes += forbidden_changes(old, new, MAY_CHANGE)
+        changes += forbidden_changes(old, new, RESUMABLE_CHANGES)
         if base.run.name is not None:
             if base.run.resume == "never":
                 raise UsageError(f"{path} exists; choose another --run.name, or resume with --run.resume auto")
@@ -103,7 +98,7 @@ class SweepListener(ProgressReporter, Protocol):
     """Receives the progress of data preparation, then of the trials."""
 
     def trials(self, rows: list[Row]) -> None:
-        """Receive all rows; a running trial has `status` running, `doing`, and its newest metrics."""
+        """Receive all rows; a running trial has `status` running, `activity`, and its newest metrics."""
 
     def ended(self, row: Row) -> None:
         """Receive the row of an ended trial."""
@@ -122,7 +117,8 @@ class SweepState:
 
     def table(self) -> list[Row]:
         """Return one row per trial in order."""
-        waiting = {name: row_of(t, TrialOutcome("stopped")) | {"status": "waiting"} for name, t in self.trials.items()}
+        stopped = {name: build_row(trial, TrialOutcome("stopped")) for name, trial in self.trials.items()}
+        waiting = {name: row | {"status": "waiting"} for name, row in stopped.items()}
         return list((waiting | self.live | self.rows).values())
 
     def clear(self, name: str) -> None:
@@ -131,10 +127,10 @@ class SweepState:
         if run.exists():
             shutil.rmtree(run)
 
-    def update(self, name: str, doing: str) -> None:
+    def update(self, name: str, activity: str) -> None:
         """Update the row of a running trial."""
         if name not in self.rows:
-            self.live[name] = self._row(name, TrialOutcome("stopped")) | {"status": "running", "doing": doing}
+            self.live[name] = self._row(name, TrialOutcome("stopped")) | {"status": "running", "activity": activity}
 
     def end(self, name: str, outcome: TrialOutcome) -> None:
         """Write the row of an ended trial."""
@@ -147,9 +143,8 @@ class SweepState:
     def _row(self, name: str, outcome: TrialOutcome) -> Row:
         """Return the row of a trial from the files of its run; a killed run may leave an incomplete last line."""
         run = SweepDir(self.folder.path / "trials" / name)
-        file = run.path / "metrics.jsonl"
-        lines = [orjson.loads(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
-        return row_of(self.trials[name], outcome, lines, run.read_json("result.json"))
+        lines = list(read_lines(run.path / "metrics.jsonl"))
+        return build_row(self.trials[name], outcome, lines, run.read_json("result.json"))
 
     def status(self) -> str:
         """Return the final status of the sweep: finished if any trial was measured."""

@@ -1,7 +1,4 @@
-"""Trials of a recipe and a search space: valid configs, or the reason why a trial is infeasible.
-
-Pure functions that run before Ray starts, so that invalid settings fail early.
-"""
+"""Trials of a recipe and a search space: valid configs, or the reason why a trial is infeasible. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from typing import Any
 from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, max_cluster, max_concurrent, missing_capacity
 from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.config import LENGTHS, Cluster, Config
-from mmray.config.search_space import Space, setting_value, with_settings
+from mmray.config.search_space import Space, override_settings, setting_value
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import ResourceError, UsageError
 
-STEPS = 40  # default length, in steps of the largest global batch
-WINDOWS = 10  # metrics lines per trial; the first is warm-up, the others give the spread
+DEFAULT_STEPS = 40  # default length, in steps of the largest global batch
+LOG_LINES = 10  # metrics lines per trial; the first is warm-up, the others give the spread
 EVAL_ROWS = 512  # held-out rows for the final evaluation, unless the goal is recall
 
 
@@ -38,27 +35,24 @@ def reset_searched(recipe: Config, keys: Sequence[str]) -> Config:
     return recipe.without_conflicting([*LENGTHS, "batch.micro", *keys])
 
 
-def restore_length(typed: Config, recipe: Config) -> Config:
+def restore_length(given: Config, recipe: Config) -> Config:
     """Return the config with the length of the recipe, the base of `best.yaml`."""
     lengths = {name: getattr(recipe.train, name) for name in ("steps", "samples", "epochs")}
-    return typed.replace(train=typed.train.replace(**lengths))
+    return given.replace(train=given.train.replace(**lengths))
 
 
-def trials_of(base: Config, space: Space) -> list[Trial]:
-    """Return one trial per combination, numbered in order.
-
-    Raises UsageError for a value that is invalid in all combinations; otherwise only those trials are infeasible.
-    """
-    trials, wrong, combinations = [], [], space.combinations()
-    for number, typed in enumerate(combinations, 1):
+def build_trials(base: Config, space: Space) -> list[Trial]:
+    """Return one trial per combination. Raises UsageError for a value that is invalid in all combinations."""
+    trials, invalid, combinations = [], [], space.combinations()
+    for number, given in enumerate(combinations, 1):
         name = f"t{number:03}"
         try:
-            config = with_settings(base, typed)
+            config = override_settings(base, given)
         except UsageError as error:
-            wrong.append((typed, error))
-            trials.append(Trial(name, typed, None, None, str(error)))
+            invalid.append((given, error))
+            trials.append(Trial(name, given, None, None, str(error)))
             continue
-        trial = Trial(name, {key: setting_value(config, key) for key in typed}, config, None)
+        trial = Trial(name, {key: setting_value(config, key) for key in given}, config, None)
         batch, workers = config.batch, config.cluster.max_workers
         try:
             shape = resolve_batch_shape(batch, workers)
@@ -70,9 +64,9 @@ def trials_of(base: Config, space: Space) -> list[Trial]:
             trials.append(replace(trial, infeasible=f"batch.micro {batch.micro} is more than {limit}"))
         else:
             trials.append(replace(trial, shape=shape))
-    for typed, reason in wrong:
-        for key, value in typed.items():
-            if sum(each[key] == value for each in combinations) == sum(each[key] == value for each, _ in wrong):
+    for given, reason in invalid:
+        for key, value in given.items():
+            if sum(each[key] == value for each in combinations) == sum(each[key] == value for each, _ in invalid):
                 raise UsageError(f"--space {reason}")
     if all(trial.infeasible for trial in trials):
         reasons = "\n  ".join(f"{trial.settings}: {trial.infeasible}" for trial in trials)
@@ -95,18 +89,14 @@ def largest_cluster(trials: Sequence[Trial]) -> Cluster:
     return max(sections, key=lambda section: section.max_workers * section.cpus_per_worker)
 
 
-def samples_per_trial(typed: Config, trials: Sequence[Trial], num_rows: int) -> int:
-    """Return the number of samples per trial, equal for all so that losses are comparable.
-
-    `--train.samples N` is N; `--train.epochs E` is E x `num_rows`; `--train.steps N` is N steps of the largest global
-    batch (smaller ones take more steps); without any it is STEPS of them.
-    """
+def samples_per_trial(given: Config, trials: Sequence[Trial], num_rows: int) -> int:
+    """Return the equal number of samples per trial; default: STEPS steps of the largest global batch."""
     largest = max(trial.shape.global_rows for trial in trials if trial.shape)
-    if typed.train.samples is not None:
-        return typed.train.samples
-    if typed.train.epochs is not None:
-        return max(largest, round(typed.train.epochs * num_rows))
-    return (typed.train.steps or STEPS) * largest
+    if given.train.samples is not None:
+        return given.train.samples
+    if given.train.epochs is not None:
+        return max(largest, round(given.train.epochs * num_rows))
+    return (given.train.steps or DEFAULT_STEPS) * largest
 
 
 def trial_config(trial: Trial, samples: int, num_rows: int, folder: Path, goal: str) -> Config:
@@ -117,7 +107,7 @@ def trial_config(trial: Trial, samples: int, num_rows: int, folder: Path, goal: 
     steps = total_steps(train, num_rows, trial.shape.global_rows)
     limit = config.evaluate.limit if goal == "recall" else min(config.evaluate.limit or EVAL_ROWS, EVAL_ROWS)
     return config.replace(
-        train=train.replace(log_every=max(1, steps // WINDOWS)),
+        train=train.replace(log_every=max(1, steps // LOG_LINES)),
         evaluate=config.evaluate.replace(every=0, limit=limit),
         cluster=config.cluster.replace(workers=config.cluster.max_workers, max_failures=0),
         run=config.run.replace(name=trial.name, storage=str(folder / "trials"), resume="auto"),
@@ -163,29 +153,27 @@ def max_demand(demands: Sequence[Demand]) -> Demand:
 
 def trial_concurrency(
     free: Sequence[Node],
-    whole: Sequence[Node],
+    total: Sequence[Node],
     demand: Demand,
     wanted: int,
     pools: Sequence[Pool] = (),
-    waits: bool = False,
+    wait_for_nodes: bool = False,
 ) -> tuple[int, int]:
-    """Return (concurrent trials, data CPUs per trial), with at most `wanted` trials.
-
-    `free` and `whole` are the free and total resources per node; nodes that autoscaling can add count as free. If a
-    trial fits only after other jobs release resources, one trial starts and waits. Raises ResourceError.
-    """
-    together = replace(demand, workers=demand.workers * wanted, data_cpus=demand.data_cpus * wanted)
+    """Return (concurrent trials, data CPUs per trial); 1 if a trial must wait. Raises ResourceError."""
+    combined = replace(demand, workers=demand.workers * wanted, data_cpus=demand.data_cpus * wanted)
     # Nodes that autoscaling can add: the pools without the nodes that are already there.
-    group_of = [(node.labels or {}).get(NODE_GROUP) for node in whole]
-    pooled = [node for node, group in zip(whole, group_of, strict=True) if group in {pool.name for pool in pools}]
-    left = [replace(pool, most=pool.most - group_of.count(pool.name)) for pool in pools]
-    reach = [*free, *max_cluster(together, pooled, left)]
-    at_once = max_concurrent(demand, reach, wanted)
-    if at_once == 0:
-        lacking = None if waits else missing_capacity(demand, whole, pools)
-        if lacking is not None:
-            raise ResourceError(f"no trial fits: {lacking}")
-        at_once, reach = 1, max_cluster(demand, whole, pools)
-    cpus = sum(node.resources.get("CPU", 0) for node in reach if node.matches_labels(demand.data_labels)) / at_once
-    taken = 0 if demand.data_labels else demand.workers * demand.per_worker.get("CPU", 0)
-    return at_once, max(1, int(cpus - taken) - INPUT_TASK_CPUS)
+    group_of = [(node.labels or {}).get(NODE_GROUP) for node in total]
+    pool_nodes = [node for node, group in zip(total, group_of, strict=True) if group in {pool.name for pool in pools}]
+    remaining_pools = [replace(pool, max_nodes=pool.max_nodes - group_of.count(pool.name)) for pool in pools]
+    nodes = [*free, *max_cluster(combined, pool_nodes, remaining_pools)]
+    num_concurrent = max_concurrent(demand, nodes, wanted)
+    if num_concurrent == 0:
+        missing = None if wait_for_nodes else missing_capacity(demand, total, pools)
+        if missing is not None:
+            raise ResourceError(f"no trial fits: {missing}")
+        num_concurrent, nodes = 1, max_cluster(demand, total, pools)
+    cpus = (
+        sum(node.resources.get("CPU", 0) for node in nodes if node.matches_labels(demand.data_labels)) / num_concurrent
+    )
+    worker_cpus = 0 if demand.data_labels else demand.workers * demand.per_worker.get("CPU", 0)
+    return num_concurrent, max(1, int(cpus - worker_cpus) - INPUT_TASK_CPUS)

@@ -14,8 +14,8 @@ from PIL import Image
 from rich.console import Console
 
 from mmray.bench import loader, synthetic_images
-from mmray.bench.loader import RATIOS, LoaderSettings, bench_loader, bottlenecks, ratios, write_images
-from mmray.bench.loader_arms import WARMUP_ARRIVALS, Arrival, TextbookDataset, TunedDataset, rate
+from mmray.bench.loader import RATIOS, LoaderSettings, arm_ratios, bench_loader, bottlenecks, write_images
+from mmray.bench.loader_arms import WARMUP_ARRIVALS, Arrival, TextbookDataset, TunedDataset, rows_per_s
 from mmray.cli.bench import bench
 from mmray.cli.console import Terminal
 from mmray.config import Inputs, Prepare
@@ -76,15 +76,15 @@ def arrivals(every_s, rows=10, count=12, first_s=0.0):
 
 def test_rate_excludes_warmup_arrivals():
     burst = [Arrival(0.0, 1000), Arrival(0.001, 1000), *arrivals(0.5, first_s=0.002)]
-    assert rate([burst], WARMUP_ARRIVALS) == pytest.approx(20)
-    assert rate([arrivals(0.5), arrivals(0.25)], WARMUP_ARRIVALS) == pytest.approx(20 + 40)
-    assert rate([arrivals(0.5, count=2)], WARMUP_ARRIVALS) == pytest.approx(20)  # too few arrivals to exclude any
-    assert rate([arrivals(0.5, count=1)], WARMUP_ARRIVALS) == 0
+    assert rows_per_s([burst], WARMUP_ARRIVALS) == pytest.approx(20)
+    assert rows_per_s([arrivals(0.5), arrivals(0.25)], WARMUP_ARRIVALS) == pytest.approx(20 + 40)
+    assert rows_per_s([arrivals(0.5, count=2)], WARMUP_ARRIVALS) == pytest.approx(20)  # too few to exclude any
+    assert rows_per_s([arrivals(0.5, count=1)], WARMUP_ARRIVALS) == 0
 
 
 def test_ratios_pair_arms_within_a_round():
     rounds = [{"a": 10.0, "b": 5.0}, {"a": 30.0, "b": 10.0}, {"a": 4.0, "b": 4.0}, {"a": 7.0, "b": 0.0}]
-    measured = ratios(rounds, {"a_vs_b": ("a", "b"), "a_vs_c": ("a", "c")})
+    measured = arm_ratios(rounds, {"a_vs_b": ("a", "b"), "a_vs_c": ("a", "c")})
     assert measured == {"a_vs_b": {"median": 2.0, "min": 1.0, "max": 3.0, "pairs": 3}}
 
 
@@ -106,7 +106,7 @@ def test_table_and_json_of_fixed_windows(tmp_path, monkeypatch):
         order.append(name)
         return [arrivals(2 * 32 / RATES[name], 32, 20, first_s=1.5)] * 2
 
-    monkeypatch.setattr(loader, "_arms", lambda *_: {name: partial(window, name) for name in RATES})
+    monkeypatch.setattr(loader, "_build_arms", lambda *_: {name: partial(window, name) for name in RATES})
     monkeypatch.setattr(loader, "ray_session", lambda _: nullcontext())
     monkeypatch.setattr(loader, "time", SimpleNamespace(time=lambda: 0.0))
     out, file = io.StringIO(), tmp_path / "loader.json"

@@ -15,16 +15,16 @@ from mmray.bench import spawn, step
 from mmray.bench.spawn import WorkerFailed, spawn_workers
 from mmray.bench.step import (
     MIN_STEPS,
-    WARM_STEPS,
+    WARMUP_STEPS,
     Bench,
     StepTimer,
     bench_shapes,
     bench_step,
     build_bench,
-    measure,
     measure_shape,
     peak_resident_bytes,
-    speed,
+    step_time_stats,
+    time_pairs,
 )
 from mmray.cli.bench import shapes_table
 from mmray.cli.console import Terminal
@@ -87,11 +87,11 @@ def test_windows_alternate_and_ratios_pair_them(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(
             Bench, f"{name}_window", lambda self, steps, arm=name: (order.append(arm), (seconds[arm], 0.5))[1]
         )
-    rows = measure(bench, pairs=4, window_s=3.0)
+    rows = time_pairs(bench, pairs=4, window_s=3.0)
     assert order[2:] == ["loop", "bare", "bare", "loop"] * 2
     assert [row["loop_vs_bare"] for row in rows] == [0.75] * 4
     steps = 12  # 3 s at 4 steps per 1.5 s are 8 steps; 3 of warm-up make 11, rounded up to intervals of 4
-    assert rows[0]["bare_samples_per_s"] == round(4 * (steps - WARM_STEPS) / 1.5, 2)
+    assert rows[0]["bare_samples_per_s"] == round(4 * (steps - WARMUP_STEPS) / 1.5, 2)
 
 
 def test_warm_up_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,16 +105,16 @@ def test_warm_up_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     while not timer.enough():
         number += 1
         timer.on_step(number)
-    assert number == WARM_STEPS + 8 and timer.times_s == [1.0] * 8
+    assert number == WARMUP_STEPS + 8 and timer.times_s == [1.0] * 8
     short = StepTimer((CPU,), window_s=0.0)
-    for number in range(1, WARM_STEPS + MIN_STEPS):
+    for number in range(1, WARMUP_STEPS + MIN_STEPS):
         assert not short.enough()
         short.on_step(number)
     assert short.enough()
 
 
 def test_single_slow_step_of_twenty_does_not_set_p95() -> None:
-    figures = speed(BatchShape(64, 64, 1, 1), [0.1] * 19 + [9.0])
+    figures = step_time_stats(BatchShape(64, 64, 1, 1), [0.1] * 19 + [9.0])
     assert figures == pytest.approx(
         {"samples_per_s": 64 / (10.9 / 20), "step_p50_s": 0.1, "step_p95_s": 0.1 + 0.05 * 8.9}
     )

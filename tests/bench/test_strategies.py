@@ -11,7 +11,7 @@ import torch
 
 from mmray.bench import step, strategies
 from mmray.bench.spawn import WorkerFailed
-from mmray.bench.strategies import BASE, ProfiledTimer, bench_strategies
+from mmray.bench.strategies import BASELINE, ProfiledTimer, bench_strategies
 from mmray.config import Batch, Optimizer
 from mmray.data.stream.order import SamplePlan
 from mmray.errors import ResourceError
@@ -33,7 +33,7 @@ def test_rows_are_measured_and_failures_have_a_reason(monkeypatch):
         "3 of 3, refused",
     ]
     assert notes[2].endswith("failed") and all(line.endswith(" samples/s") for line in notes[:2])
-    assert [row["strategy"] for row in result["rows"]] == [BASE, "branches fp32", "refused"]
+    assert [row["strategy"] for row in result["rows"]] == [BASELINE, "branches fp32", "refused"]
     assert result["batch"] == "micro 3 x accumulation 2 x workers 2 = 12 rows per step"
     assert base["loss_vs_ddp"] == 0
     assert branches["loss"] == pytest.approx(base["loss"], rel=1e-4)
@@ -100,7 +100,7 @@ def test_ranks_split_the_global_batch():
 
 
 def test_metrics_are_of_the_last_timed_step():
-    timed = strategies.WARM_STEPS + 2
+    timed = strategies.WARMUP_STEPS + 2
     timer = ProfiledTimer((torch.device("cpu"),), timed=timed)
     for number in range(1, timed + strategies.PROFILED_STEPS + 1):
         timer.on_step(number, {"step": number})

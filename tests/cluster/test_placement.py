@@ -7,7 +7,7 @@ import yaml
 
 from mmray.cluster.capacity import NODE_ID, Node
 from mmray.cluster.connect import num_local_cpus
-from mmray.cluster.placement import ROLE, LiveNodes, data_labels, parse_launcher_config, train_labels
+from mmray.cluster.placement import ROLE_LABEL, LiveNodes, data_labels, parse_launcher_config, train_labels
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Cluster
 from mmray.errors import UsageError
@@ -16,7 +16,7 @@ LAPTOP = [Node({"CPU": 8.0, "GPU": 1.0, HEAD_RESOURCE: 1.0}, {NODE_ID: "a"})]
 HEAD = Node({"CPU": 4.0, HEAD_RESOURCE: 1.0}, {NODE_ID: "h"})
 GPU_NODE = Node({"CPU": 8.0, "GPU": 4.0}, {NODE_ID: "g"})
 CPU_NODE = Node({"CPU": 16.0}, {NODE_ID: "c"})
-WITH_ROLES = [Node({"CPU": 0.0}, {ROLE: "head"})]
+WITH_ROLES = [Node({"CPU": 0.0}, {ROLE_LABEL: "head"})]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ WITH_ROLES = [Node({"CPU": 0.0}, {ROLE: "head"})]
         ([HEAD, GPU_NODE], {}, {}),  # the head's few CPUs would starve the GPUs
         ([HEAD, CPU_NODE], {}, {}),
         ([HEAD, GPU_NODE, CPU_NODE], {NODE_ID: "!in(g)"}, {}),
-        (WITH_ROLES, {ROLE: "data"}, {ROLE: "train"}),
+        (WITH_ROLES, {ROLE_LABEL: "data"}, {ROLE_LABEL: "train"}),
     ],
 )
 def test_labels_follow_roles_and_data_avoids_gpu_nodes_if_others_have_cpus(nodes, data, train):
@@ -57,5 +57,5 @@ def test_launcher_file_gives_the_pools():
     file = Path(__file__).parents[2] / "cluster.yaml"
     pools = {pool.name: pool for pool in parse_launcher_config(yaml.safe_load(file.read_text()))}
     assert pools.keys() == {"cpu", "gpu"}
-    assert pools["gpu"].resources == {"CPU": 8, "GPU": 1} and pools["gpu"].most == 4
-    assert pools["gpu"].labels == {ROLE: "train"} and pools["cpu"].labels == {ROLE: "data"}
+    assert pools["gpu"].resources == {"CPU": 8, "GPU": 1} and pools["gpu"].max_nodes == 4
+    assert pools["gpu"].labels == {ROLE_LABEL: "train"} and pools["cpu"].labels == {ROLE_LABEL: "data"}

@@ -9,7 +9,7 @@ from ray.util.state import list_actors
 from mmray.cli import run
 from mmray.cli.console import Terminal
 from mmray.cluster import placement
-from mmray.cluster.placement import ROLE
+from mmray.cluster.placement import ROLE_LABEL
 from mmray.config import Batch
 from mmray.errors import ResourceError
 from mmray.train.driver import train
@@ -25,15 +25,15 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def roles():
     """A head without CPUs, two training nodes and one data node, labelled as in cluster.yaml."""
-    three = [{"num_cpus": 3, "labels": {ROLE: role}} for role in ("train", "train", "data")]
-    with several_nodes(*three, head={"labels": {ROLE: "head"}}) as cluster:
+    three = [{"num_cpus": 3, "labels": {ROLE_LABEL: role}} for role in ("train", "train", "data")]
+    with several_nodes(*three, head={"labels": {ROLE_LABEL: "head"}}) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def joined_roles(roles):
     ray.init(address=roles.address, log_to_driver=False, logging_level="ERROR")
-    yield {node["NodeID"]: node["Labels"][ROLE] for node in ray.nodes()}
+    yield {node["NodeID"]: node["Labels"][ROLE_LABEL] for node in ray.nodes()}
     ray.shutdown()
 
 
@@ -77,7 +77,9 @@ def test_impossible_run_is_refused_within_10_s(joined_roles, tmp_path, settings,
 
 def test_prepare_without_data_cpu_is_refused_within_10_s(joined_roles, tmp_path, monkeypatch, capsys):
     with_roles = placement.alive_nodes()
-    monkeypatch.setattr(placement, "alive_nodes", lambda: [node for node in with_roles if node.labels[ROLE] != "data"])
+    monkeypatch.setattr(
+        placement, "alive_nodes", lambda: [node for node in with_roles if node.labels[ROLE_LABEL] != "data"]
+    )
     began_s = time.monotonic()
     assert run(["prepare", str(tmp_path / "rows.jsonl"), str(tmp_path / "set")], Terminal()) == 4
     said = " ".join(capsys.readouterr().err.split())
@@ -89,7 +91,7 @@ def test_start_timeout_is_a_resource_error(joined_roles, data, tmp_path):
     """The nodes are large enough, but their resources are taken. Training ends at the start timeout; evaluation, which
     can be repeated later, ends after a check of the free resources."""
     make_set(tmp_path / "set", [row(number) for number in range(50)])
-    blocker = ray.util.placement_group([{"CPU": 3}] * 2, bundle_label_selector=[{ROLE: "train"}] * 2)
+    blocker = ray.util.placement_group([{"CPU": 3}] * 2, bundle_label_selector=[{ROLE_LABEL: "train"}] * 2)
     ray.get(blocker.ready(), timeout=20)
     wanted = config(tmp_path / "set", tmp_path, "late", steps=STEPS).with_cluster(start_timeout_s=5)
     try:

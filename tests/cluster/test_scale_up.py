@@ -3,7 +3,7 @@
 import pytest
 import ray
 
-from mmray.cluster.placement import ROLE
+from mmray.cluster.placement import ROLE_LABEL
 from mmray.config import Cluster
 from mmray.train.driver import train
 from tests.cluster.fake_autoscaler import FakeAutoscaler
@@ -11,8 +11,8 @@ from tests.train.runs import Silent, config, expected_marks, marks
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(400)]  # three minutes
 POOLS = {
-    "train": {"resources": {"CPU": 1, "slot": 1}, "labels": {ROLE: "train"}, "max_workers": 2},
-    "data": {"resources": {"CPU": 2}, "labels": {ROLE: "data"}, "max_workers": 1},
+    "train": {"resources": {"CPU": 1, "slot": 1}, "labels": {ROLE_LABEL: "train"}, "max_workers": 2},
+    "data": {"resources": {"CPU": 2}, "labels": {ROLE_LABEL: "data"}, "max_workers": 1},
 }
 
 
@@ -21,7 +21,7 @@ def test_elastic_run_scales_up_from_zero_nodes(data, tmp_path):
         ray.shutdown()
     made = config(data, tmp_path, "grown", ("tests.train.faults:Slowly",), steps=60)
     with FakeAutoscaler(POOLS, tmp_path) as address:
-        labels = {"train_label": f"{ROLE}=train", "data_label": f"{ROLE}=data"}
+        labels = {"train_label": f"{ROLE_LABEL}=train", "data_label": f"{ROLE_LABEL}=data"}
         section = Cluster(
             workers="1-2", resources_per_worker={"slot": 1.0}, address=address, wait_for_nodes=True, **labels
         )

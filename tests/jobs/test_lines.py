@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmray.cli import VERBS
+from mmray.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").glob("*.py"))
@@ -25,7 +25,7 @@ def submit_line(name):
 
 @pytest.mark.parametrize("job", [job.stem for job in JOBS])
 def test_each_job_documents_its_submit_command(job):
-    assert job in VERBS
+    assert job in COMMANDS
     words = submit_line(job)
     assert words[:7] == ["ray", "job", "submit", "--working-dir", ".", "--", "python"]
     assert words[7] == f"jobs/{job}.py"

@@ -61,7 +61,7 @@ def test_default_set_is_what_the_run_held_out(tmp_path: Path, monkeypatch: pytes
 
     def held_out(eval_set: str | None, data: str | None = None, split: str | None = None) -> int:
         given = config.model_copy(update={"data": config.data.model_copy(update={"eval": eval_set})})
-        return evaluate_export._held_out(given, tmp_path, data, split, runs.Silent()).num_rows
+        return evaluate_export._open_held_out(given, tmp_path, data, split, runs.Silent()).num_rows
 
     raw = str(make_source(tmp_path / "raw", 5))
     assert trained_on.num_rows == 8

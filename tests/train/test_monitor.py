@@ -131,12 +131,12 @@ def test_progress_is_kept_over_attempts_and_last_step_is_not(monkeypatch):
     arguments = Config(), 1, coordinator, reporter, 200
     first = AttemptMonitor(*arguments, first_step=0, progress=progress, autoscaler=None)
     assert (progress.last_step, progress.logged) == (0, False)
-    first.read_news()
+    first.read_updates()
     assert (progress.last_step, progress.logged) == (120, True)
     second = AttemptMonitor(*arguments, first_step=20, progress=progress, autoscaler=None)
     assert (progress.last_step, progress.logged, progress.step_s) == (20, True, 0.5)
     news[0]["step"] = 40
-    second.read_news()
+    second.read_updates()
     assert progress.last_step == 40
 
 

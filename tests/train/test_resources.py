@@ -9,7 +9,7 @@ from ray.train.torch import config as ray_torch
 
 from mmray.cluster import ray_internals
 from mmray.cluster.capacity import Node, Pool
-from mmray.cluster.placement import ROLE
+from mmray.cluster.placement import ROLE_LABEL
 from mmray.config import Cluster, Config, Data, Train
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError
@@ -56,7 +56,7 @@ def test_decode_actors_on_one_node_use_real_cores_and_free_memory(cluster, worke
     [
         ([HEAD, GPU_NODE, CPU_NODE], [], {}, 19),  # 16 and the head's 4, and one for the feed
         ([HEAD, CPU_NODE], [], {"cpus_per_worker": 2.0}, 11),  # workers take 8 of 20
-        ([Node({"CPU": 0.0}, {ROLE: "head"})], POOLS, {}, 15),  # one node of the CPU pool
+        ([Node({"CPU": 0.0}, {ROLE_LABEL: "head"})], POOLS, {}, 15),  # one node of the CPU pool
     ],
 )
 def test_decode_actors_fill_data_nodes(cluster, nodes, pools, settings, actors):

@@ -12,9 +12,9 @@ from mmray.cli.tune import _print_outcome, trial_line, trials_table
 from mmray.config import from_yaml, recipes
 from mmray.config.search_space import parse_space
 from mmray.errors import TrainingError
-from mmray.tune.results import TrialOutcome, row_of, select_best
+from mmray.tune.results import TrialOutcome, build_row, select_best
 from mmray.tune.search import SweepOutcome
-from mmray.tune.trials import trials_of
+from mmray.tune.trials import build_trials
 
 LINES = [
     {"step": step, "rows_stop": 128 * step, "throughput/samples_per_s": rate, "time/step_s": 0.2, "train/loss": 2.0}
@@ -30,8 +30,8 @@ STOPPED = TrialOutcome("stopped")
 
 def outcome(status, *outcomes):
     """The outcome of a sweep of two trials."""
-    trials = trials_of(recipes.load("sample"), parse_space(["batch.micro=32,64"]))
-    rows = [row_of(t, o, LINES if o.status == "finished" else []) for t, o in zip(trials, outcomes, strict=True)]
+    trials = build_trials(recipes.load("sample"), parse_space(["batch.micro=32,64"]))
+    rows = [build_row(t, o, LINES if o.status == "finished" else []) for t, o in zip(trials, outcomes, strict=True)]
     best = select_best(rows, "throughput", True)
     summary = {"status": status, "goal": "throughput", "elapsed_s": 61.2, "recommendation": best}
     return SweepOutcome(Path("runs/sample-tune"), summary, rows)

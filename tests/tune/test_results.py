@@ -8,7 +8,7 @@ import torch
 from mmray.engine.batch import BatchShape
 from mmray.errors import TrainingError
 from mmray.train.recovery import Failure, decide_recovery
-from mmray.tune.results import TrialOutcome, figures, one_line, outcome_of, row_of, select_best
+from mmray.tune.results import TrialOutcome, aggregate_metrics, build_row, classify_error, select_best, summarize_error
 from mmray.tune.trials import Trial
 
 
@@ -20,19 +20,22 @@ def line(step, rate, step_s, loss=1.0, **more):
 def test_figures_exclude_the_first_window_and_a_short_last_one_from_the_spread():
     lines = [line(4, 1, 10), line(8, 100, 0.1), line(12, 50, 0.2), line(13, 10, 1.0)]
     lines[-1] |= {"time/step_p50_s": 0.5, "time/step_p95_s": 0.9}
-    result = figures(lines)
+    result = aggregate_metrics(lines)
     # Rows over seconds of 4 steps at 100/s, 4 at 50/s and 1 at 10/s: (40 + 40 + 10) / (0.4 + 0.8 + 1).
     assert result["samples_per_s"] == pytest.approx(90 / 2.2)
     assert (result["samples_per_s_min"], result["samples_per_s_max"]) == (50, 100)
     assert (result["steps"], result["samples"], result["peak_gib"]) == (13, 130, 1.3)
     assert (result["step_p50_s"], result["step_p95_s"]) == (0.5, 0.9)
-    assert set(figures([]).values()) == {None} and figures([line(1, None, None)])["samples_per_s"] is None
+    assert (
+        set(aggregate_metrics([]).values()) == {None}
+        and aggregate_metrics([line(1, None, None)])["samples_per_s"] is None
+    )
 
 
 def test_loss_is_the_mean_of_the_last_quarter():
     lines = [line(step, 10, 1, loss=float(step)) for step in range(1, 9)]
-    assert figures(lines)["loss"] == 7.5
-    assert figures([*lines, line(9, 10, 1, loss=None)])["loss"] is None  # not finite: not averaged away
+    assert aggregate_metrics(lines)["loss"] == 7.5
+    assert aggregate_metrics([*lines, line(9, 10, 1, loss=None)])["loss"] is None  # not finite: not averaged away
 
 
 class WorkerGroupError(Exception):
@@ -65,22 +68,22 @@ def raised_by_policy(error):
     ],
 )
 def test_oom_is_recognised_in_every_form(error):
-    assert outcome_of(error).status == "out_of_memory"
+    assert classify_error(error).status == "out_of_memory"
 
 
 def test_other_errors_are_failures_with_one_line():
     text = "The actor died unexpectedly. Potential root causes: (1) SIGKILL by OOM killer due to high memory usage."
-    assert outcome_of(TrainingError(text)).status == "failed"
+    assert classify_error(TrainingError(text)).status == "failed"
     error = TrainingError("KeyError: 'label'\n  at some line")
-    assert outcome_of(error, 1.5) == TrialOutcome("failed", "KeyError: 'label'", 1.5)
-    assert one_line(ValueError()) == "ValueError" and len(one_line(ValueError("x" * 1000))) == 240
+    assert classify_error(error, 1.5) == TrialOutcome("failed", "KeyError: 'label'", 1.5)
+    assert summarize_error(ValueError()) == "ValueError" and len(summarize_error(ValueError("x" * 1000))) == 240
 
 
 def row_with(micro, status="finished", auto=False):
     """A row of a trial with micro-batches of 64 rows whose run ended with `micro`."""
     trial = Trial("t001", {"batch.micro": 64}, None, BatchShape(256, 64, 2, 2, auto))
     lines = [line(step, 100, 0.1) | {"batch/micro": 64 if step == 1 else micro} for step in (1, 2, 3)]
-    return row_of(trial, TrialOutcome(status, None, 3.0), lines)
+    return build_row(trial, TrialOutcome(status, None, 3.0), lines)
 
 
 def test_trial_with_reduced_micro_batch_is_out_of_memory():

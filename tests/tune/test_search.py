@@ -85,7 +85,7 @@ def test_stopped_sweep_keeps_finished_rows(stopped):
     assert outcome.summary["status"] == "stopped"
     assert ("stop", "stopping the running trials; press Ctrl-C again to exit at once") in listener.notes
     assert listener.rows[0]["trial"] == "t001"
-    assert any(row.get("doing", "").startswith("step ") for table in listener.tables for row in table)
+    assert any(row.get("activity", "").startswith("step ") for table in listener.tables for row in table)
     assert [row["status"] for row in outcome.rows][2:] == ["infeasible", "infeasible"]
     assert outcome.summary["recommendation"]["best"] == "t001"
 

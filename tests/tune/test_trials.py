@@ -7,15 +7,16 @@ import yaml
 
 from mmray.cluster import placement as cluster
 from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool
-from mmray.cluster.placement import ROLE, parse_launcher_config
+from mmray.cluster.placement import ROLE_LABEL, parse_launcher_config
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Cluster, Config, recipes
 from mmray.config.search_space import parse_space
 from mmray.errors import ResourceError, UsageError
 from mmray.tune.search import filter_feasible, plan_concurrency
 from mmray.tune.trials import (
-    STEPS,
+    DEFAULT_STEPS,
     Trial,
+    build_trials,
     max_demand,
     reset_searched,
     restore_length,
@@ -23,7 +24,6 @@ from mmray.tune.trials import (
     to_recipe,
     trial_concurrency,
     trial_config,
-    trials_of,
     warmup_warning,
 )
 
@@ -31,14 +31,14 @@ SAMPLE = recipes.load("sample")  # micro 64, global 128, 2 workers, 500 steps
 FOLDER = Path("/sweeps/one")
 CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())  # 8 x 16 CPUs, 4 x 1 GPU
 POOLS = parse_launcher_config(CLUSTER_YAML)
-HEAD = Node({HEAD_RESOURCE: 1.0}, {ROLE: "head"})
-ON_ROLES = Demand(1, {"CPU": 1.0, "GPU": 1.0}, 2, {ROLE: "train"}, {ROLE: "data"})
+HEAD = Node({HEAD_RESOURCE: 1.0}, {ROLE_LABEL: "head"})
+ON_ROLES = Demand(1, {"CPU": 1.0, "GPU": 1.0}, 2, {ROLE_LABEL: "train"}, {ROLE_LABEL: "data"})
 TWO_CPU_WORKERS = Demand(2, {"CPU": 1.0}, data_cpus=2)
 GPU_WORKERS = Demand(2, {"CPU": 1.0, "GPU": 1.0}, data_cpus=3)
 
 
 def trials(*given, base=SAMPLE):
-    return trials_of(base, parse_space(given, None))
+    return build_trials(base, parse_space(given, None))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_value_invalid_in_all_trials_is_a_usage_error(given, message):
 def test_all_trials_train_on_the_same_number_of_samples():
     base = reset_searched(SAMPLE, ["batch.micro", "batch.accumulation"])
     result = trials("batch.micro=16,64", "batch.accumulation=1,2", base=base)  # global 32, 64, 128, 256
-    lengths = [({}, STEPS * 256), ({"steps": 6}, 6 * 256), ({"samples": 1000}, 1000), ({"epochs": 2}, 6000)]
+    lengths = [({}, DEFAULT_STEPS * 256), ({"steps": 6}, 6 * 256), ({"samples": 1000}, 1000), ({"epochs": 2}, 6000)]
     for length, samples in lengths:
         assert samples_per_trial(base.replace(train=base.train.replace(**length)), result, 3000) == samples
     runs = [trial_config(trial, 6 * 256, 10_000, FOLDER, "throughput") for trial in result]
@@ -125,7 +125,7 @@ def test_each_trial_reserves_the_largest_demand():
 
 
 def nodes(count, group=None, role=None, **resources):
-    return [Node(resources, {NODE_GROUP: group, ROLE: role} if group else None)] * count
+    return [Node(resources, {NODE_GROUP: group, ROLE_LABEL: role} if group else None)] * count
 
 
 CPUS_8, CPUS_16 = nodes(1, CPU=8.0), nodes(1, CPU=16.0)
