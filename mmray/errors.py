@@ -20,6 +20,11 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(names)}"
 
 
+def first_line(error: BaseException) -> str:
+    """First line of an error's message; its type if it has none, like Python's MemoryError."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class MmrayError(Exception):
     """Base of errors that are printed without a traceback."""
 

@@ -22,9 +22,9 @@ from mmray.config.model import KINDS
 from mmray.config.search_space import setting_value
 from mmray.data.store.manifest import Manifest
 from mmray.data.text.tokenizer import train_tokenizer
-from mmray.engine.checkpoint import state_io
 from mmray.errors import UsageError
 from mmray.train.driver import RunOutcome
+from tests.checkpoints import save_checkpoint
 from tests.made import CAPTIONS
 from tests.train import runs
 
@@ -245,7 +245,7 @@ def test_export_imports_model_from_working_directory(tmp_path):
     run.mkdir()
     (run / "config.yaml").write_text(to_yaml(config.model_copy(update={"model": model})))
     (run / "tokenizer.json").write_text(train_tokenizer(CAPTIONS, 60))
-    state_io.save(run / "checkpoints", 1, {"model": {"words.weight": torch.ones(90, 2)}}, {})
+    save_checkpoint(run / "checkpoints", 1, {"model": {"words.weight": torch.ones(90, 2)}}, {})
     (tmp_path / "mine.py").write_text(OWN_MODEL)
     script = tmp_path / "bin" / "mmray"
     script.parent.mkdir()

@@ -30,7 +30,7 @@ from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.optimizer import lr_at
-from mmray.engine.parallel import wrap as parallel
+from mmray.engine.parallel import strategy
 from mmray.engine.parallel.transforms import apply_transforms, compile_branches
 from mmray.engine.precision import seed_everything, select_precision
 from mmray.engine.run_state import Callback, LoopResult, TrainSpec
@@ -58,7 +58,7 @@ def train_baseline(
 ) -> float:
     """Run `steps` steps of a bare loop whose losses equal those of engine/loop.py; return the last loss."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    net = parallel.wrap(model.train(), Group.current(device))  # the same DDP in both loops
+    net = strategy.wrap_model(model.train(), Group.current(device))  # the same DDP in both loops
     precision = select_precision(config.train.precision, device)
     optimizer, scaler = optimizers.build_optimizer(model, config.optimizer), precision.scaler()
     for step, batch in enumerate(islice(cycle(batches), steps)):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
-from mmray.data.stream.order import SamplePlan
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,27 +45,27 @@ def resolve_batch_shape(batch: Batch, workers: int) -> BatchShape:
         return BatchShape(micro * accumulation * workers, micro, accumulation, workers)
     if total < workers:
         raise UsageError(f"batch.global: {total} rows are fewer than {workers} workers; set at least {workers}")
-    share = -(-total // workers)
+    rows_per_worker = ceil(total / workers)
     if micro is None:
-        micro = -(-share // (accumulation or 1))
-    derived = -(-share // micro)
+        micro = ceil(rows_per_worker / (accumulation or 1))
+    derived = ceil(rows_per_worker / micro)
     if accumulation is not None and accumulation != derived:
         raise UsageError(
             f"batch: global {total} over {workers} workers in micro-batches of {micro} needs accumulation {derived}, "
             f"not {accumulation}; omit one of the three"
         )
-    return BatchShape(total, min(micro, share), derived, workers, auto)
+    return BatchShape(total, min(micro, rows_per_worker), derived, workers, auto)
 
 
 def total_steps(train: Train, num_rows: int, global_rows: int) -> int:
     """Optimizer steps of the run; one epoch by default."""
     if train.steps is not None:
         return train.steps
-    plan = SamplePlan(num_rows=num_rows, global_rows=global_rows, world=1, micro=global_rows, seed=0, steps=0)
+    steps_per_epoch = ceil(num_rows / global_rows)
     if train.samples is not None:
         epochs, rest = divmod(train.samples, num_rows)
-        return epochs * plan.steps_per_epoch + -(-rest // global_rows)
-    return max(1, round((train.epochs or 1.0) * plan.steps_per_epoch))
+        return epochs * steps_per_epoch + ceil(rest / global_rows)
+    return max(1, round((train.epochs or 1.0) * steps_per_epoch))
 
 
 def smaller_micro(micro: int) -> int:

@@ -61,9 +61,9 @@ class Group:
         """Transpose of `all_gather`: gradients [B, D] of this rank's rows, summed over ranks, from [world x B, D]."""
         if self.world == 1:
             return gradients
-        mine = gradients.new_empty(gradients.shape[0] // self.world, *gradients.shape[1:])
-        dist.reduce_scatter_tensor(mine, gradients.contiguous())
-        return mine
+        local = gradients.new_empty(gradients.shape[0] // self.world, *gradients.shape[1:])
+        dist.reduce_scatter_tensor(local, gradients.contiguous())
+        return local
 
     def all_gather_variable(self, rows: Tensor) -> Tensor:
         """Rows of all ranks in rank order, without gradient; ranks may have different numbers of rows."""
@@ -80,14 +80,14 @@ class Group:
         """Send this rank's tensor to the next rank of the ring; return the previous rank's, of the same shape."""
         if self.world == 1:
             return tensor
-        arriving = torch.empty_like(tensor)
-        moves = [
+        received = torch.empty_like(tensor)
+        transfers = [
             dist.P2POp(dist.isend, tensor.contiguous(), (self.rank + 1) % self.world),
-            dist.P2POp(dist.irecv, arriving, (self.rank - 1) % self.world),
+            dist.P2POp(dist.irecv, received, (self.rank - 1) % self.world),
         ]
-        for work in dist.batch_isend_irecv(moves):
+        for work in dist.batch_isend_irecv(transfers):
             work.wait()
-        return arriving
+        return received
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Copy to the host, which waits for the device and its collectives."""
@@ -106,7 +106,8 @@ class Group:
         dist.all_gather_object(values, value, group=self.cpu_group)
         return values
 
-    def new_cpu_group(self, timeout_s: float) -> Any:
+    @staticmethod
+    def new_cpu_group(timeout_s: float) -> Any:
         """Create a gloo group of the same ranks for a thread, so that its collectives cannot interleave with others."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
@@ -122,4 +123,4 @@ class Group:
 @lru_cache(maxsize=1)
 def _cpu_group(world: Any, timeout_s: float) -> Any:
     """A gloo group of all ranks, created once for a process group, for collectives that need no device."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return Group.new_cpu_group(timeout_s)

@@ -24,82 +24,85 @@ from mmray.objectives.protocol import Batch, HardNegativeMining, Objective, Obje
 class GradCache:
     """Inputs of the second pass of a step; with a purely local loss nothing is cached and there is no first pass."""
 
-    totals: Tensor  # float64 [K + 1], sums over ranks of the objective's counts and of the stop requests
+    global_counts: Tensor  # float64 [K + 1], sums over ranks of the objective's counts and of the stop requests
     micro_batches: list[Batch]  # with the columns of their hard negatives
-    factors: tuple[Tensor, Tensor]  # of the global loss and of the local one
-    gradients: list[Outputs] = field(default_factory=list)  # of each micro-batch: at its outputs, times the factor
+    loss_weights: tuple[Tensor, Tensor]  # of the global loss and of the local one
+    gradients: list[Outputs] = field(default_factory=list)  # of each micro-batch: at its outputs, weighted
     sums: dict[str, Tensor] = field(default_factory=dict)  # [K] each: the counts of the global loss come first
 
     @classmethod
-    def create(cls, state: TrainState, parts: ObjectiveParts, batch: LocalBatch, totals: Tensor) -> GradCache:
+    def create(cls, state: TrainState, losses: ObjectiveParts, batch: LocalBatch, global_counts: Tensor) -> GradCache:
         """Return a cache without gradients.
 
-        The factors turn a rank's loss sums into its part of the mean over all ranks. They include the loss scale, and
+        The weights turn a rank's loss sums into its part of the mean over all ranks. They include the loss scale, and
         the world size because DDP averages gradients.
         """
-        factors = state.scaler.scale(state.group.world / totals[:-1].clamp(min=1))
-        num_global = 0 if parts.global_loss is None else parts.global_loss.count(batch.micro_batches[0]).numel()
-        return cls(totals, batch.micro_batches, (factors[:num_global], factors[num_global:]))
+        loss_weights = state.scaler.scale(state.group.world / global_counts[:-1].clamp(min=1))
+        num_global = 0 if losses.global_loss is None else losses.global_loss.count(batch.micro_batches[0]).numel()
+        return cls(global_counts, batch.micro_batches, (loss_weights[:num_global], loss_weights[num_global:]))
 
     def add(self, sums: dict[str, Tensor], local_loss: bool) -> None:
         """Add the sums of a micro-batch."""
-        padding = (len(self.factors[0]), 0) if local_loss else (0, len(self.factors[1]))
+        padding = (len(self.loss_weights[0]), 0) if local_loss else (0, len(self.loss_weights[1]))
         for name, value in sums.items():
             padded = value.detach().reshape(-1)
             if any(padding):
                 padded = F.pad(padded, padding)
             self.sums[name] = self.sums[name] + padded if name in self.sums else padded
 
-    def roots(self, parts: ObjectiveParts, outputs: Outputs, index: int) -> list[tuple[Tensor, Tensor | None]]:
+    def backward_inputs(
+        self, losses: ObjectiveParts, outputs: Outputs, index: int
+    ) -> list[tuple[Tensor, Tensor | None]]:
         """Outputs of micro-batch `index` with their cached gradients, except those of frozen branches.
 
         Scalar outputs such as the temperature take their gradient once, in the last micro-batch.
         """
-        if parts.global_loss is None:
+        if losses.global_loss is None:
             return []
         is_last = index == len(self.micro_batches) - 1
-        names = parts.global_loss.gathered_outputs + (parts.global_loss.scalar_outputs if is_last else ())
+        names = losses.global_loss.gathered_outputs + (losses.global_loss.scalar_output_names if is_last else ())
         return [(outputs[name], self.gradients[index][name]) for name in names if outputs[name].requires_grad]
 
 
 def build_grad_cache(
     state: TrainState,
-    parts: ObjectiveParts,
+    losses: ObjectiveParts,
     batch: LocalBatch,
-    embedded: list[Outputs],
+    detached: list[Outputs],
     counts: Tensor,
     guard: OomGuard,
 ) -> GradCache:
     """Gather the outputs, sample hard negatives, and compute the gradient of the global loss at each output.
 
-    After an OOM there are no gradients, but this rank still takes part in the collectives, because others wait in them.
+    detached: outputs of the first pass; empty for a purely local loss, of which only the counts are reduced. After an
+    OOM there are no gradients, but this rank still takes part in the collectives, because others wait in them.
     """
-    group, objective, mining, ring = state.group, parts.global_loss, parts.mining, parts.ring
+    group, objective, mining, ring = state.group, losses.global_loss, losses.mining, losses.ring
     with state.timers("sync"):
-        if ring is None:
-            gathered = gather_outputs(group, embedded, batch, counts, parts.gathered_names)
+        if detached and ring is None:
+            gathered = gather_outputs(group, detached, batch, counts, losses.gathered_names)
         else:
             gathered = GatheredOutputs(group.all_reduce_sum(counts))
-    cache = GradCache.create(state, parts, batch, gathered.totals)
+    cache = GradCache.create(state, losses, batch, gathered.global_counts)
     if mining is not None:
         with state.timers("sync"):
             inputs = gather_negative_inputs(group, mining, batch)
-        cache.micro_batches = guard.run(lambda: attach_negatives(mining, batch, embedded, gathered, inputs))
+        cache.micro_batches = guard.run(lambda: attach_negatives(mining, batch, detached, gathered, inputs))
     if objective is None:
         return cache
-    of_other_ranks: Outputs = {}
+    remote_gradients: Outputs = {}
     if ring is not None:
-        valid = torch.cat([micro["valid"] for micro in batch.micro_batches])
-        loss = ring_loss(ring, _leaves(objective, embedded), valid, batch.rows, cache.factors[0], guard)
+        valid = torch.cat([micro_batch["valid"] for micro_batch in batch.micro_batches])
+        loss = ring_loss(ring, _leaves(objective, detached), valid, batch.rows, cache.loss_weights[0], guard)
     else:
-        loss = guard.run(lambda: _global_loss(state, objective, batch, embedded, gathered, cache.factors[0]))
+        loss = guard.run(lambda: _global_loss(state, objective, batch, detached, gathered, cache.loss_weights[0]))
         if gathered.packed is not None:
             with state.timers("sync"):
                 # Zeros after an OOM: other ranks wait for the reduce-scatter.
                 packed = torch.zeros_like(gathered.packed) if loss is None else loss[2][PACKED]
                 received = group.reduce_scatter(packed)[1:, 1:]
-            of_other_ranks = _split_columns(received, gathered.shapes)
-    cache.gradients = guard.run(lambda: _split_gradients(batch, objective, loss[2], of_other_ranks))
+            remote_gradients = _split_columns(received, gathered.shapes)
+    cache.gradients = guard.run(lambda: _split_gradients(batch, objective, loss[2], remote_gradients))
     if cache.gradients:
         cache.add({"loss": loss[0], **loss[1]}, local_loss=False)
     return cache
@@ -109,10 +112,10 @@ GlobalLoss = tuple[Tensor, dict[str, Tensor], Outputs]  # loss sum of this rank'
 PACKED = "packed"  # key of the gradient at GatheredOutputs.packed
 
 
-def _leaves(objective: Objective, embedded: list[Outputs]) -> Outputs:
+def _leaves(objective: Objective, detached: list[Outputs]) -> Outputs:
     """Outputs of all micro-batches concatenated, requiring gradients."""
-    leaves = {name: torch.cat([outputs[name].detach() for outputs in embedded]) for name in objective.gathered_outputs}
-    leaves |= {name: embedded[0][name].clone() for name in objective.scalar_outputs}
+    leaves = {name: torch.cat([outputs[name].detach() for outputs in detached]) for name in objective.gathered_outputs}
+    leaves |= {name: detached[0][name].clone() for name in objective.scalar_output_names}
     return {name: leaf.requires_grad_() for name, leaf in leaves.items()}
 
 
@@ -120,17 +123,17 @@ def _global_loss(
     state: TrainState,
     objective: Objective,
     batch: LocalBatch,
-    embedded: list[Outputs],
+    detached: list[Outputs],
     gathered: GatheredOutputs,
-    factor: Tensor,
+    loss_weight: Tensor,
 ) -> GlobalLoss:
     """The loss of this rank's rows against the rows of all ranks, and its gradients at both."""
-    leaves = _leaves(objective, embedded)
+    leaves = _leaves(objective, detached)
     names = [name for name, tensor in batch.micro_batches[0].items() if tensor.ndim == 1]  # one value a row
-    row_values = {name: torch.cat([micro[name] for micro in batch.micro_batches]) for name in names}
+    row_values = {name: torch.cat([micro_batch[name] for micro_batch in batch.micro_batches]) for name in names}
     with state.timers("forward"):
         loss_sum, _, metrics = objective.compute_loss(leaves, row_values, gathered.columns)
-        loss = (loss_sum.reshape(-1) * factor.to(loss_sum.dtype)).sum()
+        loss = (loss_sum.reshape(-1) * loss_weight.to(loss_sum.dtype)).sum()
     inputs = leaves if gathered.packed is None else {**leaves, PACKED: gathered.packed}
     with state.timers("backward"):
         gradients = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
@@ -138,15 +141,17 @@ def _global_loss(
 
 
 def _split_gradients(
-    batch: LocalBatch, objective: Objective, gradients: Outputs, of_other_ranks: Outputs
+    batch: LocalBatch, objective: Objective, gradients: Outputs, remote_gradients: Outputs
 ) -> list[Outputs]:
     """Gradients at the outputs of each micro-batch, from this rank's loss and from the other ranks' losses."""
-    sizes = [len(micro["valid"]) for micro in batch.micro_batches]
+    sizes = [len(micro_batch["valid"]) for micro_batch in batch.micro_batches]
     sliced = {}
     for name in objective.gathered_outputs:
-        own = gradients[name]
-        sliced[name] = (own + of_other_ranks[name][: len(own)] if of_other_ranks else own).split(sizes)
-    scalars = {name: gradients[name] for name in objective.scalar_outputs}
+        total = gradients[name]
+        if remote_gradients:
+            total = total + remote_gradients[name][: len(total)]
+        sliced[name] = total.split(sizes)
+    scalars = {name: gradients[name] for name in objective.scalar_output_names}
     return [scalars | {name: sliced[name][index] for name in sliced} for index in range(len(sizes))]
 
 
@@ -157,14 +162,14 @@ def _split_gradients(
 class GatheredOutputs:
     """Outputs of all ranks. In a group of one, `packed` and `columns` are None: the batch has all rows."""
 
-    totals: Tensor  # float64 [K + 1], sum of the ranks' counts
+    global_counts: Tensor  # float64 [K + 1], sum of the ranks' counts
     packed: Tensor | None = None  # [world x (1 + rows), width], a leaf that requires gradients
     columns: dict[str, Any] | None = None  # the argument `gathered` of Objective.compute_loss, views of `packed`
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # of this rank's outputs, in the order of `packed`
 
 
 def gather_outputs(
-    group: Group, embedded: list[Outputs], batch: LocalBatch, counts: Tensor, names: tuple[str, ...]
+    group: Group, detached: list[Outputs], batch: LocalBatch, counts: Tensor, names: tuple[str, ...]
 ) -> GatheredOutputs:
     """Outputs of all ranks, padded to `batch.rows` a rank, and the sum of `counts`, in one collective.
 
@@ -173,20 +178,20 @@ def gather_outputs(
     """
     if group.world == 1:
         return GatheredOutputs(counts)
-    outputs = {name: torch.cat([part[name] for part in embedded]) for name in names}
+    outputs = {name: torch.cat([part[name] for part in detached]) for name in names}
     shapes = {name: output.shape for name, output in outputs.items()}
     dtype = torch.promote_types(torch.float32, outputs[names[0]].dtype)
-    valid = torch.cat([micro["valid"] for micro in batch.micro_batches])
+    valid = torch.cat([micro_batch["valid"] for micro_batch in batch.micro_batches])
     rows = torch.cat([valid.to(dtype)[:, None], *(output.flatten(1).to(dtype) for output in outputs.values())], dim=1)
     rows = F.pad(rows, (0, max(0, len(counts) - rows.shape[1])))  # a sum of many objectives has many counts
     header = F.pad(counts.to(dtype), (0, rows.shape[1] - len(counts)))[None]
     local = torch.cat([header, F.pad(rows, (0, 0, 0, batch.rows - len(rows)))])
     packed = group.all_gather(local).requires_grad_()
     by_rank = packed.view(group.world, batch.rows + 1, -1)
-    totals = by_rank[:, 0, : len(counts)].detach().double().sum(0)
+    global_counts = by_rank[:, 0, : len(counts)].detach().double().sum(0)
     flat = by_rank[:, 1:].flatten(0, 1)
     columns = {"valid": flat[:, 0].detach() > 0, "offset": group.rank * batch.rows}
-    return GatheredOutputs(totals, packed, columns | _split_columns(flat[:, 1:], shapes), shapes)
+    return GatheredOutputs(global_counts, packed, columns | _split_columns(flat[:, 1:], shapes), shapes)
 
 
 def _split_columns(columns: Tensor, shapes: dict[str, torch.Size]) -> Outputs:
@@ -203,9 +208,9 @@ def _split_columns(columns: Tensor, shapes: dict[str, torch.Size]) -> Outputs:
 
 
 def ring_loss(
-    objective: Pairwise, leaves: Outputs, valid: Tensor, rows: int, factor: Tensor, guard: OomGuard
+    objective: Pairwise, leaves: Outputs, valid: Tensor, rows: int, loss_weight: Tensor, guard: OomGuard
 ) -> GlobalLoss:
-    """This rank's loss sum, further sums, and the gradient of (all ranks' losses x factor) at its own outputs.
+    """This rank's loss sum, further sums, and the gradient of (all ranks' losses x loss_weight) at its own outputs.
 
     leaves: outputs of this rank's rows that require gradients. rows: equal on every rank, at least this rank's number.
     Memory: this rank's rows, those of one other rank, and `chunk` columns of scores, for any number of ranks. After an
@@ -213,7 +218,7 @@ def ring_loss(
     """
     local = {name: leaf for name, leaf in leaves.items() if name not in objective.rotating_outputs}
     gradients = {name: torch.zeros_like(leaf) for name, leaf in local.items()}
-    sums = {"loss": factor.new_zeros(())}
+    sums = {"loss": loss_weight.new_zeros(())}
     shapes = {name: leaves[name].shape for name in objective.rotating_outputs}
     values = torch.cat([leaves[name].detach().flatten(1) for name in shapes], dim=1)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
@@ -222,13 +227,14 @@ def ring_loss(
     rotating = torch.cat([values, torch.zeros_like(values), valid.to(values.dtype)[:, None]], dim=1)
     rotating = F.pad(rotating, (0, 0, 0, rows - len(rotating)))
 
-    def accumulate(rotating: Tensor, own: bool) -> None:
+    def accumulate(rotating: Tensor, is_first_hop: bool) -> None:
         for first in range(0, rows, objective.chunk):
             values, gradient_sums, flags = rotating[first : first + objective.chunk].split(widths, dim=1)
             outputs = {name: part.clone().requires_grad_() for name, part in _split_columns(values, shapes).items()}
-            loss_sum, metrics = objective.pairwise_loss(local, valid, outputs, flags[:, 0] > 0, first if own else None)
+            offset = first if is_first_hop else None
+            loss_sum, metrics = objective.pairwise_loss(local, valid, outputs, flags[:, 0] > 0, offset)
             inputs = {**local, **outputs}
-            loss = loss_sum * factor.to(loss_sum.dtype)
+            loss = loss_sum * loss_weight.to(loss_sum.dtype)
             flat = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
             targets = gradients | _split_columns(gradient_sums, shapes)
             for name, gradient in zip(inputs, flat, strict=True):
@@ -237,7 +243,7 @@ def ring_loss(
                 sums[name] = sums[name] + value if name in sums else value
 
     for hop in range(guard.group.world):
-        guard.run(partial(accumulate, rotating, own=hop == 0))
+        guard.run(partial(accumulate, rotating, is_first_hop=hop == 0))
         rotating = guard.group.ring_shift(rotating)
     returned = _split_columns(rotating[: len(valid)].split(widths, dim=1)[1], shapes)
     return sums.pop("loss"), sums, gradients | returned
@@ -248,19 +254,19 @@ def ring_loss(
 
 @torch.no_grad()
 def attach_negatives(
-    mining: HardNegativeMining, batch: LocalBatch, embedded: list[Outputs], gathered: GatheredOutputs, inputs: Batch
+    mining: HardNegativeMining, batch: LocalBatch, detached: list[Outputs], gathered: GatheredOutputs, inputs: Batch
 ) -> list[Batch]:
     """The micro-batches with the columns that `mining` samples for their rows."""
     columns = gathered.columns or {
-        **{name: torch.cat([outputs[name] for outputs in embedded]) for name in mining.score_outputs},
-        "valid": torch.cat([micro["valid"] for micro in batch.micro_batches]),
+        **{name: torch.cat([outputs[name] for outputs in detached]) for name in mining.score_outputs},
+        "valid": torch.cat([micro_batch["valid"] for micro_batch in batch.micro_batches]),
         "offset": 0,
     }
     micro_batches, offset = [], columns["offset"]
-    for micro, outputs in zip(batch.micro_batches, embedded, strict=True):
-        known = {**columns, **inputs, "offset": offset}
-        micro_batches.append(micro | mining.sample_hard_negatives(outputs, micro, known))
-        offset += len(micro["valid"])
+    for micro_batch, outputs in zip(batch.micro_batches, detached, strict=True):
+        gathered_rows = {**columns, **inputs, "offset": offset}
+        micro_batches.append(micro_batch | mining.sample_hard_negatives(outputs, micro_batch, gathered_rows))
+        offset += len(micro_batch["valid"])
     return micro_batches
 
 
@@ -272,7 +278,7 @@ def gather_negative_inputs(group: Group, mining: HardNegativeMining, batch: Loca
     """
     columns = {}
     for name in mining.gathered_inputs:
-        parts = [micro[name] for micro in batch.micro_batches]
+        parts = [micro_batch[name] for micro_batch in batch.micro_batches]
         width = max(part[0].numel() for part in parts)
         columns[name] = torch.cat([_pad(part, len(part), width) for part in parts])
     if group.world == 1:

@@ -87,9 +87,9 @@ class Heartbeat:
 
     def _observe(self) -> dict[str, Any]:
         frames = stack_of_thread(self._thread_id)
-        own = [frame for frame in frames if frame.file.startswith(PACKAGE)]
-        innermost = own[0].file if own else ""
-        now_s, functions = time.monotonic(), {frame.function for frame in own if frame.file == LOOP_FILE}
+        package_frames = [frame for frame in frames if frame.file.startswith(PACKAGE)]
+        innermost = package_frames[0].file if package_frames else ""
+        now_s, functions = time.monotonic(), {frame.function for frame in package_frames if frame.file == LOOP_FILE}
         self._waiting_since_s = (self._waiting_since_s or now_s) if innermost == CHECKPOINT_WAIT else None
         writing = self._waiting_since_s is not None and now_s - self._waiting_since_s < self._write_limit_s
         outside_steps = bool(functions & LONG_PHASES) or LOOP not in functions
@@ -104,7 +104,7 @@ class Heartbeat:
             # In a collective, in a backward, or reading a result that the device reduces.
             "in_collective": any(part in file for file in files for part in COLLECTIVES)
             or (bool(frames) and frames[0].file == DEVICE_READ),
-            "waits_for_data": any(frame.file == DATA_WAIT for frame in own),
+            "waits_for_data": any(frame.file == DATA_WAIT for frame in package_frames),
         }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +23,19 @@ from mmray.engine.metrics.timers import PhaseTimers, Throughput
 from mmray.engine.metrics.writers import Metrics, profiled
 from mmray.engine.oom import RecoverableOom, error_text
 from mmray.engine.optimizer import (
-    WHOLE,
+    ALL_PARAMETERS,
     ExponentialMovingAverage,
     build_optimizer,
     lr_at,
     make_clip_groups,
     set_lr,
 )
-from mmray.engine.parallel import wrap as parallel
+from mmray.engine.parallel import strategy
 from mmray.engine.precision import micro_seed, select_precision
 from mmray.engine.prefetch import LocalBatch, prefetch, split_micro_batches
 from mmray.engine.run_state import EMA_KEY, LoopResult, Progress, StateLoader, TrainSpec, TrainState
 from mmray.engine.step import StepResult, nonfinite_samples, optimizer_step
-from mmray.errors import OutOfMemoryError, TrainingError, is_out_of_memory
+from mmray.errors import OutOfMemoryError, TrainingError, first_line, is_out_of_memory
 from mmray.objectives.protocol import Batch
 
 
@@ -42,7 +43,7 @@ from mmray.objectives.protocol import Batch
 class _Run:
     spec: TrainSpec
     state: TrainState
-    layout: parallel.ParallelConfig
+    parallel_config: strategy.ParallelConfig
     progress: Progress
     meter: Meter
     schedule: CheckpointSchedule
@@ -90,21 +91,21 @@ def run(spec: TrainSpec, steps: Iterable[list[Batch]], stored: StateLoader | Non
 def _start(spec: TrainSpec, stored: StateLoader | None) -> _Run:
     """Build the train state: wrapped model, optimizer and scaler, restored from the checkpoint if there is one."""
     device, module, train = spec.group.device, spec.model.train(), spec.train
-    chosen = select_precision(train.precision, device)
+    precision = select_precision(train.precision, device)
     timers = PhaseTimers(device)
-    layout = parallel.ParallelConfig(train.parallel, train.grad_compression, chosen.dtype, spec.devices)
-    model = parallel.wrap(module, spec.group, layout)
+    parallel_config = strategy.ParallelConfig(train.parallel, train.grad_compression, precision.dtype, spec.devices)
+    model = strategy.wrap_model(module, spec.group, parallel_config)
     state = TrainState(
         model=model,
         objective=spec.objective,
         group=spec.group,
-        precision=chosen,
+        precision=precision,
         optimizer=build_optimizer(module, spec.optimizer),
-        scaler=chosen.scaler(),
+        scaler=precision.scaler(),
         clip_groups=make_clip_groups(module, spec.optimizer.clip_per),
         timers=timers,
         clip_norm=spec.optimizer.clip_norm,
-        can_recover_oom=(spec.recover_cpu_oom or device.type == "cuda") and not parallel.has_inner_collectives(model),
+        can_recover_oom=(spec.recover_cpu_oom or device.type == "cuda") and not strategy.has_inner_collectives(model),
     )
     average = ExponentialMovingAverage(module, train.ema) if train.ema else None
     progress = Progress() if stored is None else _load(stored, module, state, average)
@@ -112,9 +113,8 @@ def _start(spec: TrainSpec, stored: StateLoader | None) -> _Run:
     if progress.planned_micro != planned:  # otherwise keep what it was reduced to before the checkpoint
         progress.planned_micro = progress.micro = planned
     meter = Meter(Throughput(timers), max(1, len(spec.devices)))
-    return _Run(
-        spec, state, layout, progress, meter, CheckpointSchedule(train.checkpoint_every, progress.step), average
-    )
+    schedule = CheckpointSchedule(train.checkpoint_every, progress.step)
+    return _Run(spec, state, parallel_config, progress, meter, schedule, average)
 
 
 def _load(
@@ -140,8 +140,8 @@ def _next_batch(run: _Run, batches: Iterator[LocalBatch]) -> LocalBatch:
         if not is_out_of_memory(error):
             raise
         smaller = smaller_micro(micro)
-        retry = f"restarting with {smaller} rows" if smaller else oom.ADVICE
-        cause = f"(rank {run.spec.group.rank}: {error_text(error).splitlines()[0]})"
+        retry = f"restarting with {smaller} rows" if smaller else oom.OOM_ADVICE
+        cause = f"(rank {run.spec.group.rank}: {first_line(error)})"
         raise OutOfMemoryError(
             f"out of memory after step {step} with micro-batches of {micro} rows {cause}; {retry}", smaller
         ) from error
@@ -166,29 +166,27 @@ def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
         micro_batches = split_micro_batches(batch, progress.micro)
         try:
             run.meter.count_flops(run.state, micro_batches)
-            return optimizer_step(
-                run.state, micro_batches, lambda index: micro_seed(spec.train.seed, step, rank, index), stop
-            )
+            return optimizer_step(run.state, micro_batches, partial(micro_seed, spec.train.seed, step, rank), stop)
         except RecoverableOom as error:
-            own_error = str(error)
+            local_error = str(error)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            details = oom.describe_rank_error(plan, step, rank, spec.names, error_text(error))
+            details = oom.describe_rank_error(plan, step, rank, spec.row_names, error_text(error))
             text = oom.step_oom_message(step, progress.micro, [details])
             raise OutOfMemoryError(text, smaller_micro(progress.micro)) from error
         # Outside `except`: the traceback would keep the step's tensors alive.
         del micro_batches
-        details = oom.describe_rank_error(plan, step, rank, spec.names, own_error)
+        details = oom.describe_rank_error(plan, step, rank, spec.row_names, local_error)
         text = oom.step_oom_message(step, progress.micro, spec.group.all_gather_objects(details))
         progress.micro = smaller_micro(progress.micro)
         if progress.micro == 0:
             raise OutOfMemoryError(text)
         run.state.optimizer.zero_grad(set_to_none=True)
-        run.state = replace(run.state, model=parallel.rewrap(run.state.model, spec.group, run.layout))
+        run.state = replace(run.state, model=strategy.rewrap(run.state.model, spec.group, run.parallel_config))
         if spec.group.device.type == "cuda":
             torch.cuda.empty_cache()
-        spec.note(text, "memory")
+        spec.notify("memory", text)
 
 
 def _check_finite(run: _Run, batch: LocalBatch, result: StepResult) -> None:
@@ -200,7 +198,7 @@ def _check_finite(run: _Run, batch: LocalBatch, result: StepResult) -> None:
         return
     plan, step = spec.plan, progress.step - 1
     bad = plan.rows_at(nonfinite_samples(run.state, split_micro_batches(batch, progress.micro)).numpy())
-    names = spec.names([int(row) for row in bad[: oom.MAX_NAMED]])
+    names = spec.row_names([int(row) for row in bad[: oom.MAX_NAMED]])
     named = [name for of_rank in spec.group.all_gather_objects(names) for name in of_rank]
     rows = f"rows {plan.rows_start(step):,} to {plan.rows_stop(step) - 1:,} of the sample order"
     cause = f"outputs not finite for {', '.join(named)}" if named else f"all outputs finite, and the rows are {rows}"
@@ -242,7 +240,7 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
     spec, state, step = run.spec, run.state, run.progress.step - 1
     means = [(value / result.counts).sum() for value in result.sums.values()]
     counted = run.meter.padding.compute(spec.group.device)
-    sums, own = reduce_over_ranks(spec.group, [*means, *counted], run.meter.compute(state))
+    sums, reduced = reduce_over_ranks(spec.group, [*means, *counted], run.meter.compute(state))
     return (
         {
             "step": step + 1,
@@ -254,32 +252,31 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
         | {f"train/{name}": mean for name, mean in zip(result.sums, sums[: len(means)], strict=True)}
         | {f"train/{name}": float(value) for name, value in result.scalars.items()}
         | {"train/lr": lr_at(step, spec.optimizer, spec.plan.steps), "train/grad_norm": result.grad_norm}
-        | {f"train/grad_norm_{name}": norm for name, norm in result.grad_norms.items() if name != WHOLE}
+        | {f"train/grad_norm_{name}": norm for name, norm in result.grad_norms.items() if name != ALL_PARAMETERS}
         | {"train/skipped_steps": run.progress.skipped, "batch/micro": run.progress.micro}
-        | Padding.over(sums[len(means) :], spec.group_by_length)
+        | Padding.fractions(sums[len(means) :], spec.group_by_length)
         | spec.static_metrics
-        | own
+        | reduced
     )
 
 
 def _evaluate(run: _Run) -> Metrics:
     start_s, step, model = time.perf_counter(), run.progress.step, run.spec.model
     assert run.spec.evaluate is not None
-    with parallel.unsharded(model):
+    with strategy.unsharded(model):
         try:
             scores = run.spec.evaluate(step, model if run.average is None else run.average.module)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(
-                f"out of memory in the evaluation after step {step} ({error_text(error).splitlines()[0]}): lower "
+                f"out of memory in the evaluation after step {step} ({first_line(error)}): lower "
                 "--evaluate.batch and rerun the same command to resume",
                 0,
             ) from error
     model.train()
-    return {f"evaluate/{name}": score for name, score in scores.items()} | {
-        "time/evaluate_s": time.perf_counter() - start_s
-    }
+    metrics = {f"evaluate/{name}": score for name, score in scores.items()}
+    return metrics | {"time/evaluate_s": time.perf_counter() - start_s}
 
 
 def _save(run: _Run, metrics: Metrics, last: bool) -> None:

@@ -20,8 +20,9 @@ from mmray.engine import optimizer, precision
 from mmray.engine.batch import smaller_micro
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
-from mmray.engine.oom import ADVICE, RecoverableOom
-from mmray.engine.parallel import wrap
+from mmray.engine.oom import OOM_ADVICE, RecoverableOom
+from mmray.engine.parallel import strategy
+from mmray.engine.parallel.branches import BranchParallel, two_devices
 from mmray.engine.parallel.transforms import compile_branches
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 GIB = 2**30
-HOST_SHARE = 0.8  # of a host's free memory, available to its ranks
-BatchOf = Callable[[int], Batch]  # rows -> a synthetic micro-batch on the training device
+HOST_FRACTION = 0.8  # of a host's free memory, available to its ranks
+MakeBatch = Callable[[int], Batch]  # rows -> a synthetic micro-batch on the training device
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,18 @@ class ProbeResult:
     table: dict[str, float]
 
 
-def dry_run_job(job: WorkerContext, state: TrainState, plan: SamplePlan) -> ProbeResult:
+def dry_run_job(context: WorkerContext, state: TrainState, plan: SamplePlan) -> ProbeResult:
     """Take a synthetic step to find shape and memory errors before the first; return the rows that fit."""
-    config, spec = job.config, job.config.model
-    micro = min(plan.micro, plan.rank_rows, job.micro or plan.rank_rows)
-    auto = config.batch.micro == "auto" and not job.micro
-    sharded = config.train.parallel == "fsdp"
+    config, spec = context.config, context.config.model
+    micro = min(plan.micro, plan.rank_rows, context.micro or plan.rank_rows)
+    auto = config.batch.micro == "auto" and not context.micro
+    device, sharded = state.group.device, config.train.parallel == "fsdp"
     if sharded:
         state = _sharded_copy(config, state)
+    elif config.train.parallel == "branches" and device.type == "cuda":
+        state = replace(state, model=BranchParallel(state.model, two_devices(device)))
     averaged = state.model.parameters() if config.train.ema else ()
     copied = [weight.detach().clone() for weight in averaged]  # the averaged weights will be in memory too
-    device = state.group.device
     try:
         return dry_run(
             config,
@@ -69,6 +71,8 @@ def dry_run_job(job: WorkerContext, state: TrainState, plan: SamplePlan) -> Prob
         )
     finally:
         copied.clear()
+        if isinstance(state.model, BranchParallel):
+            state.model.close()
         if sharded:
             del state
             gc.collect()  # FSDP's state and the module refer to each other
@@ -78,9 +82,9 @@ def dry_run_job(job: WorkerContext, state: TrainState, plan: SamplePlan) -> Prob
 
 def make_probe_state(config: Config, model: nn.Module, objective: Any, group: Group) -> TrainState:
     """Return a state for the synthetic step, with a temporary optimizer."""
-    chosen, timers = precision.select_precision(config.train.precision, group.device), PhaseTimers(group.device)
+    mixed = precision.select_precision(config.train.precision, group.device)
     temporary = optimizer.build_optimizer(model, config.optimizer)
-    return TrainState(model, objective, group, chosen, temporary, chosen.scaler(), {}, timers)
+    return TrainState(model, objective, group, mixed, temporary, mixed.scaler(), {}, PhaseTimers(group.device))
 
 
 def _sharded_copy(config: Config, state: TrainState) -> TrainState:
@@ -97,15 +101,17 @@ def _sharded_copy(config: Config, state: TrainState) -> TrainState:
             f"`{config.model.kind}` cannot be copied ({error}): add a __deepcopy__, or use another strategy"
         ) from error
     compile_branches(module, config.train)
-    model = wrap.wrap(module, state.group, wrap.ParallelConfig("fsdp", shard_dtype=state.precision.dtype))
+    model = strategy.wrap_model(module, state.group, strategy.ParallelConfig("fsdp", shard_dtype=state.precision.dtype))
     return replace(state, model=model, optimizer=optimizer.build_optimizer(module, config.optimizer))
 
 
-def dry_run(config: Config, state: TrainState, batch_of: BatchOf, share: int, micro: int | None) -> ProbeResult:
+def dry_run(
+    config: Config, state: TrainState, make_batch: MakeBatch, rows_per_rank: int, micro: int | None
+) -> ProbeResult:
     """Call `probe_memory`; report a mismatch of model and objective as a UsageError."""
 
     def check_all_learn() -> None:
-        weights = state.model.named_parameters()
+        weights = strategy.unwrap(state.model).named_parameters()
         unused = [name for name, weight in weights if weight.requires_grad and weight.grad is None]
         if unused:  # DDP would wait for their gradients forever
             raise UsageError(
@@ -115,7 +121,7 @@ def dry_run(config: Config, state: TrainState, batch_of: BatchOf, share: int, mi
             )
 
     try:
-        return probe_memory(state, batch_of, share, micro, check_all_learn)
+        return probe_memory(state, make_batch, rows_per_rank, micro, check_all_learn)
     except KeyError as error:
         raise UsageError(
             f"objective.kind: `{config.objective.kind}` reads `{error.args[0]}`, which a model of model.kind "
@@ -124,31 +130,35 @@ def dry_run(config: Config, state: TrainState, batch_of: BatchOf, share: int, mi
 
 
 def probe_memory(
-    state: TrainState, batch_of: BatchOf, share: int, micro: int | None, check: Callable[[], None] = lambda: None
+    state: TrainState,
+    make_batch: MakeBatch,
+    rows_per_rank: int,
+    micro: int | None,
+    check: Callable[[], None] = lambda: None,
 ) -> ProbeResult:
     """Take one synthetic step in micro-batches of `micro` rows, or (None) of as many as fit on every rank.
 
-    share: rows of a rank in a step. `check` is called while the step's gradients exist. The model (not wrapped, or a
-    sharded copy) and the random number generators are unchanged afterwards. Raises OutOfMemoryError if `micro` rows, or
-    one, do not fit; TrainingError if the model cannot process the rows at all.
+    rows_per_rank: rows of a rank in a step. `check` is called while the step's gradients exist. Model and random number
+    generators are unchanged afterwards. Raises OutOfMemoryError if `micro` rows, or one, do not fit; TrainingError if
+    the model cannot process the rows at all.
     """
     group = state.group
-    alone = FakeGroup(group.rank, group.world, group.device)
-    fake = replace(state, group=alone, can_recover_oom=not wrap.has_inner_collectives(state.model))
+    fake_group = FakeGroup(group.rank, group.world, group.device)
+    fake_state = replace(state, group=fake_group, can_recover_oom=not strategy.has_inner_collectives(state.model))
     _allocate_optimizer(state.optimizer)
-    ddp_buckets = group.world > 1 and not wrap.is_sharded(state.model)  # allocated before the forward
-    attempt = partial(_try, fake, batch_of, share, ddp_buckets)
-    fitting = _find_micro(group, attempt, share, micro, together=not fake.can_recover_oom)
-    saved = _try(fake, batch_of, share, False, fitting, fitting, check) or 0
+    ddp_buckets = group.world > 1 and not strategy.is_sharded(state.model)  # allocated before the forward
+    attempt = partial(_try_step, fake_state, make_batch, rows_per_rank, ddp_buckets)
+    fitting = _find_micro(group, attempt, rows_per_rank, micro, probe_together=not fake_state.can_recover_oom)
+    saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, False, fitting, fitting, check) or 0
     if group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
     weights = list(state.model.parameters())
-    states = [value for state in state.optimizer.state.values() for value in state.values()]
+    moments = [value for values in state.optimizer.state.values() for value in values.values()]
     sizes = {  # of sharded tensors, this rank's shard; rank 0, whose table is logged, has the largest
-        "parameters": sum(wrap.to_local(weight).nbytes for weight in weights),
-        "gradients": sum(wrap.to_local(weight).nbytes for weight in weights if weight.requires_grad),
-        "optimizer": sum(wrap.to_local(value).nbytes for value in states if isinstance(value, Tensor)),
-        "activations": saved,
+        "parameters": sum(strategy.to_local(weight).nbytes for weight in weights),
+        "gradients": sum(strategy.to_local(weight).nbytes for weight in weights if weight.requires_grad),
+        "optimizer": sum(strategy.to_local(value).nbytes for value in moments if isinstance(value, Tensor)),
+        "activations": saved_bytes,  # of two devices (`branches`), those of the first
     }
     return ProbeResult(fitting, {f"memory/{name}_gib": size / GIB for name, size in sizes.items()})
 
@@ -186,19 +196,19 @@ def _allocate_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _find_micro(
-    group: Group, attempt: Callable[[int, int], int | None], share: int, micro: int | None, together: bool
+    group: Group, attempt: Callable[[int, int], int | None], rows_per_rank: int, micro: int | None, probe_together: bool
 ) -> int:
-    """Rows of a micro-batch that fit on every rank: `micro`, or the largest of the share, half of it, and so on.
+    """Rows of a micro-batch that fit on every rank: `micro`, or `rows_per_rank`, half of it, and so on.
 
-    attempt: `_try` for rows in micro-batches. Each rank probes alone, then all take the minimum. If a forward has
-    collectives, they probe together, because the unsharded model need not fit on one device. Then a rank that runs out
-    of memory leaves the others in a collective, and no vote can recover them: its error carries the previous size, with
-    which the group restarts. Sizes ascend, so it restarts only once.
+    attempt: `_try_step` for rows in micro-batches. Each rank probes on its own, then all take the minimum. If a forward
+    has collectives, they probe together, because the unsharded model need not fit on one device. Then a rank that runs
+    out of memory leaves the others in a collective, and no vote can recover them: its error carries the previous size,
+    with which the group restarts. Sizes ascend, so it restarts only once.
     """
 
     def bytes_if_fits(rows: int, size: int, smaller: int) -> int | None:
-        saved = attempt(min(share, rows), size)
-        if saved is None and together:
+        saved = attempt(min(rows_per_rank, rows), size)
+        if saved is None and probe_together:
             if smaller == 0:
                 raise _does_not_fit(None)
             raise OutOfMemoryError(
@@ -212,8 +222,8 @@ def _find_micro(
     saved = bytes_if_fits(1 if micro is None else 2 * micro, fitting, smaller_micro(fitting))
     if saved is not None and micro is None:
         limit = _host_limit(group, saved)
-        limit = group.all_reduce_min(limit) if together else limit
-        sizes = [share]
+        limit = group.all_reduce_min(limit) if probe_together else limit
+        sizes = [rows_per_rank]
         while sizes[-1] > 1:
             sizes.append(smaller_micro(sizes[-1]))
         for size in [size for size in reversed(sizes) if 1 < size <= limit]:
@@ -221,12 +231,12 @@ def _find_micro(
                 break
             fitting = size
         # The outputs of all rows are in memory at once.
-        while 0 < 2 * fitting < share and bytes_if_fits(share, fitting, smaller_micro(fitting)) is None:
+        while 0 < 2 * fitting < rows_per_rank and bytes_if_fits(rows_per_rank, fitting, smaller_micro(fitting)) is None:
             fitting = smaller_micro(fitting)
-    agreed = group.all_reduce_min(0 if saved is None else fitting)
-    if agreed == 0:
-        raise _does_not_fit(micro, share if saved is not None else None)
-    return agreed
+    fits_all = group.all_reduce_min(0 if saved is None else fitting)
+    if fits_all == 0:
+        raise _does_not_fit(micro, rows_per_rank if saved is not None else None)
+    return fits_all
 
 
 def _host_limit(group: Group, bytes_of_one_row: int) -> int:
@@ -237,7 +247,7 @@ def _host_limit(group: Group, bytes_of_one_row: int) -> int:
     if group.device.type == "cuda":
         return 2**31
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world))
-    return max(1, int(HOST_SHARE * free_memory() / ranks / max(1, bytes_of_one_row)))
+    return max(1, int(HOST_FRACTION * free_memory() / ranks / max(1, bytes_of_one_row)))
 
 
 def _does_not_fit(micro: int | None, output_rows: int | None = None) -> OutOfMemoryError:
@@ -245,14 +255,14 @@ def _does_not_fit(micro: int | None, output_rows: int | None = None) -> OutOfMem
         message = f"one row fits, but not the outputs of the {output_rows} rows of a worker's share"
         return OutOfMemoryError(f"{message}: lower --batch.global or use more workers")
     if micro is None or micro == 1:
-        return OutOfMemoryError(f"a single row does not fit in the memory of a worker's device: {ADVICE}")
+        return OutOfMemoryError(f"a single row does not fit in the memory of a worker's device: {OOM_ADVICE}")
     return OutOfMemoryError(f"a micro-batch of {micro} rows does not fit: lower --batch.micro, or set it to auto")
 
 
-def _try(
+def _try_step(
     state: TrainState,
-    batch_of: BatchOf,
-    share: int,
+    make_batch: MakeBatch,
+    rows_per_rank: int,
     ddp_buckets: bool,
     rows: int,
     micro: int,
@@ -260,16 +270,16 @@ def _try(
 ) -> int | None:
     """Bytes that autograd saves for the backward of a micro-batch; None if `rows` rows in micro-batches do not fit.
 
-    share: rows of a step; a GPU holds those of two steps at once (prefetch.py).
+    rows_per_rank: rows of a step; a GPU holds those of two steps at once (prefetch.py).
     """
     sizes = [min(micro, rows - first) for first in range(0, rows, micro)]
-    with wrap.preserve_buffers(state.model), _saved_bytes(state.model) as saved:
+    with strategy.preserve_buffers(state.model), _saved_bytes(state.model) as saved:
         try:
             for weight in state.model.parameters():
                 weight.grad = torch.zeros_like(weight) if ddp_buckets and weight.requires_grad else None
-            batch = make_local_batch([batch_of(size) for size in sizes])
+            batch = make_local_batch([make_batch(size) for size in sizes])
             on_gpu = [column for column in batch.micro_batches[0].values() if column.device.type == "cuda"]
-            prefetched = [column.new_empty(2 * share - rows, *column.shape[1:]) for column in on_gpu]
+            prefetched = [column.new_empty(2 * rows_per_rank - rows, *column.shape[1:]) for column in on_gpu]
             accumulate_gradients(state, batch, lambda index: index)
             prefetched.clear()
             check()
@@ -292,7 +302,7 @@ def _try(
 @contextmanager
 def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
     """Count the bytes of tensors that autograd saves in the scope, except weights, each storage once; a list of one."""
-    weights, seen, total = wrap.parameter_storages(model), set(), [0]
+    weights, seen, total = strategy.parameter_storages(model), set(), [0]
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

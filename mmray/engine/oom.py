@@ -60,7 +60,7 @@ class OomGuard:
         return result
 
 
-ADVICE = (
+OOM_ADVICE = (
     "lower --model.inputs.image-side or --model.inputs.max-tokens, try --train.precision bf16 or --train.parallel "
     "fsdp, or use a smaller model or a larger GPU"
 )
@@ -86,8 +86,8 @@ def describe_rank_error(plan: SamplePlan, step: int, rank: int, names: RowNames,
 def step_oom_message(step: int, micro: int, errors: list[str]) -> str:
     """Format an OOM of step `step` (from 0), and the errors of the ranks that have one."""
     smaller = smaller_micro(micro)
-    retry = (
-        f"; retrying the same rows with {smaller} at a time" if smaller else f": a single row does not fit: {ADVICE}"
-    )
+    retry = f"; retrying the same rows with {smaller} at a time"
+    if smaller == 0:
+        retry = f": a single row does not fit: {OOM_ADVICE}"
     errors = [error for error in errors if error]
     return f"out of memory at step {step + 1} with micro-batches of {micro} rows ({'; '.join(errors)}){retry}"

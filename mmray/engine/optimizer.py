@@ -17,12 +17,12 @@ from torch.optim.swa_utils import AveragedModel
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
-    from mmray.config import Optimizer as Section
+    from mmray.config import Optimizer as OptimizerConfig
 
 LR_SCALE = "lr_scale"  # key of a parameter group: its multiplier of the learning rate
 COOLDOWN_FRACTION = 0.2  # of the steps after warm-up, in which the schedule `cooldown` decays
 ClipGroups = dict[str, list[nn.Parameter]]
-WHOLE, REST = "", "rest"  # clip groups: all parameters; those in no branch
+ALL_PARAMETERS, OTHER_PARAMETERS = "", "rest"  # clip groups: all parameters; those in no branch
 
 
 def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
@@ -34,24 +34,24 @@ def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
         raise UsageError(f"optimizer.freeze: {', '.join(patterns)} leaves no trainable parameter")
 
 
-def build_optimizer(module: nn.Module, section: Section) -> AdamW:
+def build_optimizer(module: nn.Module, config: OptimizerConfig) -> AdamW:
     """Fused AdamW over the trainable parameters (Loshchilov & Hutter 2019), with weight decay if ndim >= 2.
 
     The last `pattern=factor` of `lr_multipliers` that matches a parameter applies to it.
     """
     scales: dict[str, float] = {}
-    for text in section.lr_multipliers:
+    for text in config.lr_multipliers:
         pattern, _, factor = text.rpartition("=")
         scales |= dict.fromkeys(_matching(module, pattern, "optimizer.lr_multipliers"), float(factor))
-    named: dict[tuple[float, int], list[nn.Parameter]] = defaultdict(list)
+    by_scale_and_ndim: dict[tuple[float, int], list[nn.Parameter]] = defaultdict(list)
     for name, weight in module.named_parameters():
         if weight.requires_grad:  # by factor, and matrix, vector or scalar, because a scalar is never sharded
-            named[scales.get(name, 1.0), min(weight.ndim, 2)].append(weight)
+            by_scale_and_ndim[scales.get(name, 1.0), min(weight.ndim, 2)].append(weight)
     groups = [
-        {"params": named[scale, ndim], "weight_decay": section.weight_decay if ndim == 2 else 0.0, LR_SCALE: scale}
-        for scale, ndim in sorted(named, reverse=True)
+        {"params": weights, "weight_decay": config.weight_decay if ndim == 2 else 0.0, LR_SCALE: scale}
+        for (scale, ndim), weights in sorted(by_scale_and_ndim.items(), key=lambda item: item[0], reverse=True)
     ]
-    return AdamW(groups, lr=section.lr, betas=(section.betas[0], section.betas[1]), eps=section.eps, fused=True)
+    return AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -72,15 +72,15 @@ def _matching(module: nn.Module, pattern: str, setting: str) -> list[str]:
 
 def make_clip_groups(module: nn.Module, clip_per: str) -> ClipGroups:
     """Groups that are a norm: all (`model`), or each branch and the rest (`branch`)."""
-    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if clip_per == "model":
-        return {WHOLE: learning}
+        return {ALL_PARAMETERS: trainable}
     if not hasattr(module, "branches"):
         raise UsageError(f"optimizer.clip_per branch: {type(module).__name__} has no branches(); use `model`")
     branches: dict[str, nn.Module] = module.branches()  # type: ignore[operator]
     groups = {name: [p for p in branch.parameters() if p.requires_grad] for name, branch in branches.items()}
     taken = {id(parameter) for group in groups.values() for parameter in group}
-    groups[REST] = [parameter for parameter in learning if id(parameter) not in taken]
+    groups[OTHER_PARAMETERS] = [parameter for parameter in trainable if id(parameter) not in taken]
     return {name: group for name, group in groups.items() if group}
 
 
@@ -88,45 +88,47 @@ def grad_norms(groups: ClipGroups) -> Tensor:
     """The gradient norm of each group, in order; stays on the device."""
     norms = []
     for group in groups.values():
-        parts = [get_total_norm(gradients) for gradients in _by_kind([p.grad for p in group if p.grad is not None])]
-        parts = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts] or [torch.zeros(())]
-        if len(parts) > 1:
-            parts = [torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))]
-        norms += parts
+        gradients = [weight.grad for weight in group if weight.grad is not None]
+        partial = [get_total_norm(tensors) for tensors in _by_tensor_type(gradients)]
+        partial = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in partial] or [torch.zeros(())]
+        if len(partial) > 1:
+            partial = [torch.linalg.vector_norm(torch.stack([norm.to(partial[0].device) for norm in partial]))]
+        norms += partial
     return torch.stack([norm.to(norms[0].device) for norm in norms])  # branches may be on two devices
 
 
 def clip_gradients(groups: ClipGroups, norms: Tensor, host_norms: dict[str, float], max_norm: float) -> None:
     """Scale down the gradients of each group whose norm exceeds `max_norm`; 0 does not clip."""
     for norm, (name, group) in zip(norms, groups.items(), strict=True):
-        for parameters in _by_kind([p for p in group if p.grad is not None]) if 0 < max_norm < host_norms[name] else ():
-            clip_grads_with_norm_(parameters, max_norm, norm.to(parameters[0].device))
+        if 0 < max_norm < host_norms[name]:
+            for parameters in _by_tensor_type([weight for weight in group if weight.grad is not None]):
+                clip_grads_with_norm_(parameters, max_norm, norm.to(parameters[0].device))
 
 
-def _by_kind(tensors: list) -> list[list]:
+def _by_tensor_type(tensors: list) -> list[list]:
     """Split into DTensors and plain tensors: torch's foreach functions take one kind."""
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    return [kind for kind in (sharded, plain) if kind]
+    return [group for group in (sharded, plain) if group]
 
 
-def lr_at(step: int, section: Section, total_steps: int) -> float:
+def lr_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
     """Learning rate of step `step`, counted from 0: linear warm-up, then the schedule.
 
     Step `warmup_steps` is the first at the peak; except for `constant`, the step after the last would have peak x
     final_lr_fraction. `cosine`: Loshchilov & Hutter 2017, equation 5. `cooldown`: Hägele et al. 2024.
     """
-    if step < section.warmup_steps:
-        return section.lr * (step + 1) / (section.warmup_steps + 1)
-    progress = min(1.0, (step - section.warmup_steps) / max(1, total_steps - section.warmup_steps))
-    if section.schedule == "constant":
-        height = 1.0
-    elif section.schedule == "cosine":
-        height = (1 + math.cos(math.pi * progress)) / 2
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    if config.schedule == "constant":
+        decay = 1.0
+    elif config.schedule == "cosine":
+        decay = (1 + math.cos(math.pi * progress)) / 2
     else:
-        length = COOLDOWN_FRACTION if section.schedule == "cooldown" else 1.0
-        height = min(1.0, (1 - progress) / length)
-    return section.lr * (section.final_lr_fraction + (1 - section.final_lr_fraction) * height)
+        decay_fraction = COOLDOWN_FRACTION if config.schedule == "cooldown" else 1.0
+        decay = min(1.0, (1 - progress) / decay_fraction)
+    return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * decay)
 
 
 class ExponentialMovingAverage(AveragedModel):
@@ -141,8 +143,8 @@ class ExponentialMovingAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        share = 1 - self.decay if self.n_averaged else 1.0
-        torch._foreach_lerp_(list(self.module.parameters()), list(model.parameters()), share)
+        weight = 1 - self.decay if self.n_averaged else 1.0
+        torch._foreach_lerp_(list(self.module.parameters()), list(model.parameters()), weight)
         for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
             average.copy_(buffer)
         self.n_averaged += 1

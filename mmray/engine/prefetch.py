@@ -39,7 +39,7 @@ class LocalBatch:
     sizes: tuple[int, ...]  # rows of each micro-batch with padding: the same on every rank
     tokens: int = 0  # of the captions of valid rows
     padded_tokens: int = 0  # tokens in the micro-batches, including padding
-    padded_tokens_unbucketed: int = 0  # the same without length bucketing
+    padded_tokens_ungrouped: int = 0  # the same without length bucketing
     wait_s: float = 0.0
 
     @property
@@ -48,28 +48,28 @@ class LocalBatch:
         return sum(self.sizes)
 
 
-def make_local_batch(micro_batches: list[Batch], bucketed: bool = False) -> LocalBatch:
-    """Build a batch from micro-batches of the stream without the invalid rows; `bucketed`: ordered by length."""
-    valid = torch.cat([micro["valid"] for micro in micro_batches])
-    keys = torch.cat([micro["key"] for micro in micro_batches])[valid]
-    sizes = tuple(len(micro["valid"]) for micro in micro_batches)
-    is_filler = tuple(not bool(micro["valid"].any()) for micro in micro_batches)
+def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) -> LocalBatch:
+    """Build a batch from micro-batches of the stream without the invalid rows."""
+    valid = torch.cat([micro_batch["valid"] for micro_batch in micro_batches])
+    keys = torch.cat([micro_batch["key"] for micro_batch in micro_batches])[valid]
+    sizes = tuple(len(micro_batch["valid"]) for micro_batch in micro_batches)
+    is_filler = tuple(not bool(micro_batch["valid"].any()) for micro_batch in micro_batches)
     if not bool(valid.all()):
         filler = torch.tensor([0])
         micro_batches = [
-            {name: tensor[filler if empty else micro["valid"]] for name, tensor in micro.items()}
-            for micro, empty in zip(micro_batches, is_filler, strict=True)
+            {name: tensor[filler if empty else micro_batch["valid"]] for name, tensor in micro_batch.items()}
+            for micro_batch, empty in zip(micro_batches, is_filler, strict=True)
         ]
     # Tokens, padded tokens, and padded tokens without length bucketing.
-    real = [micro for micro, empty in zip(micro_batches, is_filler, strict=True) if not empty]
-    masks = [micro["attention_mask"] for micro in real if "attention_mask" in micro]
+    real = [micro_batch for micro_batch, empty in zip(micro_batches, is_filler, strict=True) if not empty]
+    masks = [micro_batch["attention_mask"] for micro_batch in real if "attention_mask" in micro_batch]
     tokens, padded = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
-    unbucketed = padded
-    if bucketed and masks:
-        order = torch.cat([micro["pos"] for micro in real]).argsort()
+    ungrouped = padded
+    if group_by_length and masks:
+        order = torch.cat([micro_batch["pos"] for micro_batch in real]).argsort()
         lengths = torch.cat([mask.sum(dim=1) for mask in masks])[order]
-        unbucketed = sum(int(part.max()) * len(part) for part in lengths.split(max(sizes)))
-    return LocalBatch(micro_batches, is_filler, keys, sizes, tokens, padded, unbucketed)
+        ungrouped = sum(int(part.max()) * len(part) for part in lengths.split(max(sizes)))
+    return LocalBatch(micro_batches, is_filler, keys, sizes, tokens, padded, ungrouped)
 
 
 def split_micro_batches(batch: LocalBatch, micro: int) -> LocalBatch:
@@ -95,22 +95,23 @@ def prefetch(
     rank: int,
     device: torch.device,
     timers: PhaseTimers,
-    bucketed: bool = False,
+    group_by_length: bool = False,
 ) -> Iterator[LocalBatch]:
     """Yield batches on `device`, starting at step `first`; the next one is read and copied during the current step.
 
-    `bucketed`: micro-batches are bucketed by length. `wait_s` is the time the caller waited. A GPU holds the current
-    batch and the next one, if the caller frees a batch before it requests another. Raises TrainingError if rows are not
-    those of the plan, and the OOM error if a batch does not fit even between two steps.
+    `wait_s` is the time the caller waited. A GPU holds the current batch and the next one, if the caller frees a batch
+    before it requests another. Raises TrainingError if rows are not those of the plan, and the OOM error if a batch
+    does not fit even between two steps.
     """
 
     def checked() -> Iterator[LocalBatch]:
         for step, micro_batches in enumerate(steps, start=first):
-            got, expected = torch.cat([micro["pos"] for micro in micro_batches]).numpy(), plan.positions(step, rank)
-            if bucketed:
-                got, expected = np.sort(got), np.sort(expected)
-            check_positions(got, expected, step, rank)
-            yield make_local_batch(micro_batches, bucketed)
+            actual = torch.cat([micro_batch["pos"] for micro_batch in micro_batches]).numpy()
+            expected = plan.positions(step, rank)
+            if group_by_length:
+                actual, expected = np.sort(actual), np.sort(expected)
+            check_positions(actual, expected, step, rank)
+            yield make_local_batch(micro_batches, group_by_length)
 
     batches = checked()
     if device.type == "cuda":
@@ -125,17 +126,17 @@ def prefetch(
     return iter(timed, None)  # keeps no reference to a batch that the caller has freed
 
 
-def check_positions(got: np.ndarray, expected: np.ndarray, step: int, rank: int) -> None:
+def check_positions(actual: np.ndarray, expected: np.ndarray, step: int, rank: int) -> None:
     """Raise TrainingError at the first row that is not at its position of the sample order."""
-    if np.array_equal(got, expected):
+    if np.array_equal(actual, expected):
         return
-    if len(got) != len(expected):
-        found = f"{len(got)} rows arrived, {len(expected)} expected"
+    if len(actual) != len(expected):
+        difference = f"{len(actual)} rows arrived, {len(expected)} expected"
     else:
-        index = int(np.flatnonzero(got != expected)[0])
-        found = f"row {index} has position {got[index]}, {expected[index]} expected"
+        index = int(np.flatnonzero(actual != expected)[0])
+        difference = f"row {index} has position {actual[index]}, {expected[index]} expected"
     raise TrainingError(
-        f"the stream returned wrong rows at step {step + 1} on rank {rank}: {found}. "
+        f"the stream returned wrong rows at step {step + 1} on rank {rank}: {difference}. "
         "The step was not taken. Rerun the same command to resume from the latest checkpoint"
     )
 
@@ -160,8 +161,8 @@ def _copy_ahead(batch: LocalBatch, device: torch.device, stream: torch.cuda.Stre
 def _copy(batch: LocalBatch, device: torch.device) -> LocalBatch:
     """Copy a batch to a device on the current stream."""
     micro_batches = [
-        {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in micro.items()}
-        for micro in batch.micro_batches
+        {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in micro_batch.items()}
+        for micro_batch in batch.micro_batches
     ]
     return replace(batch, micro_batches=micro_batches)
 
@@ -173,8 +174,8 @@ def _receive(copied: Copied, device: torch.device) -> LocalBatch:
         return _copy(batch, device)
     current = torch.cuda.current_stream(device)
     current.wait_event(arrived)
-    for micro in batch.micro_batches:
-        for tensor in micro.values():
+    for micro_batch in batch.micro_batches:
+        for tensor in micro_batch.values():
             tensor.record_stream(current)  # otherwise the allocator would reuse its memory too early
     return batch
 

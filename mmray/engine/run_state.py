@@ -56,8 +56,8 @@ class TrainSpec:
     callbacks: tuple[Callback, ...] = ()
     group_by_length: bool = False  # micro-batches are bucketed by length
     micro: int = 0  # rows of a micro-batch, at most the plan's; 0: the plan's
-    names: oom.RowNames = oom.row_numbers
-    note: Callable[[str, str], None] = lambda text, label: None  # a console line, from rank 0
+    row_names: oom.RowNames = oom.row_numbers
+    notify: Callable[[str, str], None] = lambda label, text: None  # a console line, from rank 0
     devices: tuple[torch.device, ...] = ()  # of this worker, if the strategy takes several
     profile_path: Path | None = None  # output of `train.profile`, on ranks that write one
     static_metrics: Metrics = field(default_factory=dict)  # constant over the run, such as the memory table
@@ -91,7 +91,7 @@ class Progress:
 class TrainState:
     """Everything a step reads or changes, except the rows."""
 
-    model: nn.Module  # wrapped by parallel/wrap.py
+    model: nn.Module  # wrapped by parallel/strategy.py
     objective: Objective
     group: Group
     precision: Precision

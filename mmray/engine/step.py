@@ -1,4 +1,4 @@
-"""One optimizer step: a rank's part of the global batch in, updated weights out, exactly as if the batch were one.
+"""One optimizer step with the gradient of the whole global batch, however it is split into micro-batches and ranks.
 
 README.md, section "One step", describes the two passes of objectives whose rows interact (GradCache). The local loss is
 computed in the second pass, with the graph of one micro-batch.
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mmray.engine.grad_cache import GradCache, build_grad_cache
+from mmray.engine.grad_cache import build_grad_cache
 from mmray.engine.oom import OomGuard, RecoverableOom, error_text
 from mmray.engine.optimizer import clip_gradients, grad_norms
-from mmray.engine.parallel import wrap
+from mmray.engine.parallel import strategy
 from mmray.engine.precision import seeded
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import SeedFn, TrainState
@@ -34,12 +34,12 @@ class AccumulationResult:
 
     sums: dict[str, Tensor]  # this rank's: `loss` and the objective's parts, to be divided by the global counts
     scalars: dict[str, Tensor]  # equal on all ranks, such as `logit_scale`
-    totals: Tensor  # float64 [K + 1], over all ranks: the objective's counts, and how many ranks request a stop
+    global_counts: Tensor  # float64 [K + 1], over all ranks: the objective's counts, and how many ranks request a stop
 
     @property
     def counts(self) -> Tensor:
         """Divisors of the sums, float64 [K]; at least 1."""
-        return self.totals[:-1].clamp(min=1)
+        return self.global_counts[:-1].clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def optimizer_step(state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: 
     if error:
         raise RecoverableOom(error)  # outside `except`: the traceback would keep the step's tensors alive
     with state.timers("optimizer"):
-        norms, finite, stop_requested = apply_update(state, result.totals[-1:])
+        norms, finite, stop_requested = apply_update(state, result.global_counts[-1:])
     norm = math.hypot(*norms.values())
     return StepResult(**vars(result), grad_norm=norm, grad_norms=norms, finite=finite, stop=stop_requested)
 
@@ -78,81 +78,83 @@ def accumulate_gradients(
     state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: bool = False
 ) -> AccumulationResult:
     """Add the gradient of the global batch to the weights, scaled by the scaler. Raises as `optimizer_step` does."""
-    parts = split_objective(state.objective)
+    losses = split_objective(state.objective)
     guard = OomGuard(state.group, state.can_recover_oom, state.timers)
-    objectives = [part for part in (parts.global_loss, parts.local_loss) if part is not None]
-    counts = [torch.stack([part.count(micro) for micro in batch.micro_batches]).double().sum(0) for part in objectives]
+    objectives = [loss for loss in (losses.global_loss, losses.local_loss) if loss is not None]
+    counts = [
+        torch.stack([objective.count(micro_batch) for micro_batch in batch.micro_batches]).double().sum(0)
+        for objective in objectives
+    ]
     local_counts = torch.cat([*(count.reshape(-1) for count in counts), counts[0].new_full((1,), stop)])
-    first: list[Outputs] = []
-    if parts.global_loss is None and parts.mining is None:
-        with state.timers("sync"):
-            totals = state.group.all_reduce_sum(local_counts)
-        cache = GradCache.create(state, parts, batch, totals)
-    else:
-        first, embedded = guard.run_and_sync(lambda: embed(state, parts, batch, seed_of))
-        if len(batch.micro_batches) == 1 and first and parts.ring is None:
+    cached_forward: list[Outputs] = []
+    detached: list[Outputs] = []
+    if losses.global_loss is not None or losses.mining is not None:
+        cached_forward, detached = guard.run_and_sync(lambda: embed(state, losses, batch, seed_of))
+        if len(batch.micro_batches) == 1 and cached_forward and losses.ring is None:
             guard.can_recover_oom = False  # one vote a step is enough: only the loss precedes the next collective
-        cache = build_grad_cache(state, parts, batch, embedded, local_counts, guard)
+    cache = build_grad_cache(state, losses, batch, detached, local_counts, guard)
     scalars: Outputs = {}
 
     def forward(index: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the roots of the backward of a micro-batch, with their gradients."""
-        micro = cache.micro_batches[index]
-        outputs = first.pop() if first else forward_micro_batch(state, state.model, micro, batch, index, seed_of)
-        scalars.update({name: outputs[name].detach() for name in state.objective.scalar_outputs})
-        roots = cache.roots(parts, outputs, index)
-        if parts.local_loss is not None:
-            loss_sum, _, metrics = parts.local_loss.compute_loss(outputs, micro)
+        """Return the tensors that the backward of a micro-batch starts at, with their gradients."""
+        micro_batch = cache.micro_batches[index]
+        if cached_forward:
+            outputs = cached_forward.pop()
+        else:
+            outputs = forward_micro_batch(state, state.model, micro_batch, batch, index, seed_of)
+        scalars.update({name: outputs[name].detach() for name in state.objective.scalar_output_names})
+        backward_inputs = cache.backward_inputs(losses, outputs, index)
+        if losses.local_loss is not None:
+            loss_sum, _, metrics = losses.local_loss.compute_loss(outputs, micro_batch)
             cache.add({"loss": loss_sum, **metrics}, local_loss=True)
-            roots.append(((loss_sum.reshape(-1) * cache.factors[1].to(loss_sum.dtype)).sum(), None))
-        return roots
+            backward_inputs.append(((loss_sum.reshape(-1) * cache.loss_weights[1].to(loss_sum.dtype)).sum(), None))
+        return backward_inputs
 
-    def backward(roots: list[tuple[Tensor, Tensor | None]]) -> None:
+    def backward(backward_inputs: list[tuple[Tensor, Tensor | None]]) -> None:
         with state.timers("backward"):
-            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+            torch.autograd.backward([tensor for tensor, _ in backward_inputs], [grad for _, grad in backward_inputs])
 
     last = len(batch.micro_batches) - 1
     for index in range(last):
-        with wrap.maybe_no_sync(state.model, last=False):
+        with strategy.maybe_no_sync(state.model, last=False):
             guard.run(lambda index=index: backward(forward(index)))  # type: ignore[misc]
-    with wrap.maybe_no_sync(state.model, last=True):
+    with strategy.maybe_no_sync(state.model, last=True):
         backward(guard.run_and_sync(lambda: forward(last)))
     with state.timers("sync"):
-        wrap.average_replicated_gradients(state.model, state.group)
-    return AccumulationResult(cache.sums, scalars, cache.totals)
+        strategy.average_replicated_gradients(state.model, state.group)
+    return AccumulationResult(cache.sums, scalars, cache.global_counts)
 
 
 def forward_micro_batch(
-    state: TrainState, model: nn.Module, micro: Batch, batch: LocalBatch, index: int, seed_of: SeedFn
+    state: TrainState, model: nn.Module, micro_batch: Batch, batch: LocalBatch, index: int, seed_of: SeedFn
 ) -> Outputs:
     """Outputs of one micro-batch; a filler row leaves running statistics unchanged. All forwards use this function."""
-    preserved = wrap.preserve_buffers(wrap.unwrap(model)) if batch.is_filler[index] else nullcontext()
+    preserved = strategy.preserve_buffers(strategy.unwrap(model)) if batch.is_filler[index] else nullcontext()
     seed = seeded(seed_of(index), state.group.device)
     with state.timers("forward"), preserved, seed, state.precision.autocast():
-        outputs: Outputs = model(micro)
-        return outputs
+        return model(micro_batch)
 
 
 def embed(
-    state: TrainState, parts: ObjectiveParts, batch: LocalBatch, seed_of: SeedFn
+    state: TrainState, losses: ObjectiveParts, batch: LocalBatch, seed_of: SeedFn
 ) -> tuple[list[Outputs], list[Outputs]]:
     """First pass: outputs of the first micro-batch with its graph (in a list, to be popped), and of all without.
 
     With hard negatives no graph is kept, because the model has not seen the negatives yet.
     """
     model, micro_batches = state.model, batch.micro_batches
-    names = dict.fromkeys((*parts.gathered_names, *state.objective.scalar_outputs))
+    names = dict.fromkeys((*losses.gathered_names, *state.objective.scalar_output_names))
     first: list[Outputs] = []
-    if parts.mining is None:
-        with wrap.maybe_no_sync(model, last=len(micro_batches) == 1):
+    if losses.mining is None:
+        with strategy.maybe_no_sync(model, last=len(micro_batches) == 1):
             first.append(forward_micro_batch(state, model, micro_batches[0], batch, 0, seed_of))
-    embedded = [{name: outputs[name].detach() for name in names} for outputs in first]
-    inner, missing = wrap.unwrap(model), range(len(first), len(micro_batches))
-    with torch.no_grad(), wrap.preserve_buffers(inner) if missing else nullcontext():
+    detached = [{name: outputs[name].detach() for name in names} for outputs in first]
+    inner, missing = strategy.unwrap(model), range(len(first), len(micro_batches))
+    with torch.no_grad(), strategy.preserve_buffers(inner) if missing else nullcontext():
         for index in missing:
             outputs = forward_micro_batch(state, inner, micro_batches[index], batch, index, seed_of)
-            embedded.append({name: outputs[name].detach() for name in names})
-    return first, embedded
+            detached.append({name: outputs[name].detach() for name in names})
+    return first, detached
 
 
 def apply_update(state: TrainState, stop_votes: Tensor) -> tuple[dict[str, float], bool, bool]:
@@ -170,7 +172,7 @@ def apply_update(state: TrainState, stop_votes: Tensor) -> tuple[dict[str, float
     if finite:
         clip_gradients(state.clip_groups, device_norms, norms, state.clip_norm)
         state.scaler.step(state.optimizer)
-        constrain = getattr(wrap.unwrap(state.model), "constrain", None)
+        constrain = getattr(strategy.unwrap(state.model), "constrain", None)
         if constrain is not None:
             constrain()
     state.scaler.update()
@@ -182,21 +184,21 @@ def apply_update(state: TrainState, stop_votes: Tensor) -> tuple[dict[str, float
 @torch.no_grad()
 def nonfinite_samples(state: TrainState, batch: LocalBatch) -> Tensor:
     """Positions in the sample order of this rank's rows whose model outputs are not finite, int64 on the CPU."""
-    model, positions = wrap.unwrap(state.model), [torch.zeros(0, dtype=torch.int64)]
+    model, positions = strategy.unwrap(state.model), [torch.zeros(0, dtype=torch.int64)]
     mining = split_objective(state.objective).mining
-    for index, micro in enumerate(batch.micro_batches):
-        with wrap.preserve_buffers(model):
-            outputs = forward_micro_batch(state, model, micro, batch, index, lambda _: 0)
+    for index, micro_batch in enumerate(batch.micro_batches):
+        with strategy.preserve_buffers(model):
+            outputs = forward_micro_batch(state, model, micro_batch, batch, index, lambda _: 0)
             if mining is not None:  # negatives from the same micro-batch, to check the outputs of pairs as well
-                near = {name: outputs[name] for name in mining.score_outputs}
-                near |= {name: micro[name] for name in (*mining.gathered_inputs, "valid")}
-                paired = micro | mining.sample_hard_negatives(outputs, micro, {**near, "offset": 0})
+                gathered = {name: outputs[name] for name in mining.score_outputs}
+                gathered |= {name: micro_batch[name] for name in (*mining.gathered_inputs, "valid")}
+                paired = micro_batch | mining.sample_hard_negatives(outputs, micro_batch, {**gathered, "offset": 0})
                 outputs = forward_micro_batch(state, model, paired, batch, index, lambda _: 0)
-        rows = [
+        flattened = [
             output.reshape(len(output), -1)
             for output in outputs.values()
-            if output.ndim > 0 and len(output) == len(micro["pos"])
+            if output.ndim > 0 and len(output) == len(micro_batch["pos"])
         ]
-        bad = torch.stack([~row.isfinite().all(1) for row in rows]).any(0) & micro["valid"]
-        positions.append(micro["pos"][bad].cpu())
+        bad = torch.stack([~output.isfinite().all(1) for output in flattened]).any(0) & micro_batch["valid"]
+        positions.append(micro_batch["pos"][bad].cpu())
     return torch.cat(positions)

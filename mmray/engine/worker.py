@@ -1,6 +1,6 @@
-"""One training worker, without Ray: build the model, take the dry run, load the checkpoint, and run the loop.
+"""One training worker, without Ray: build the model, do the dry run, load the checkpoint, and run the loop.
 
-train/worker.py calls `work` in each Ray Train worker; under torchrun it can be called with any iterable of blocks.
+train/worker.py calls `train_worker` in each Ray Train worker; torchrun can call it with any iterable of blocks.
 """
 
 from __future__ import annotations
@@ -42,95 +42,100 @@ from mmray.models.fusion import LabelTexts
 from mmray.report.run import EXAMPLES
 from mmray.storage.paths import to_path, write_atomic
 
-WRITES_HANGS = 10  # limit of a wait for a checkpoint write, in multiples of hang_timeout_s
+WRITE_LIMIT_HANGS = 10  # limit of a wait for a checkpoint write, in multiples of hang_timeout_s
 
 
-def work(
-    job: WorkerContext, start: ResumePoint, blocks: Iterable[Block], device: torch.device, line: DriverHandle
+def train_worker(
+    context: WorkerContext,
+    resume_point: ResumePoint,
+    blocks: Iterable[Block],
+    device: torch.device,
+    driver: DriverHandle,
 ) -> dict[str, Any]:
-    """Train from `start` to the end of its plan; return the fields of result.json."""
-    stacks = job.folder / "stacks" / f"step-{start.step}-rank-{line.about['rank']}.txt"
-    pulse = Heartbeat(line.beat, line.about, stacks, WRITES_HANGS * job.config.cluster.hang_timeout_s)
-    with pulse.running(start.step):
-        return _train(job, start, blocks, device, line, pulse)
+    """Train from `resume_point` to the end of its plan; return the fields of result.json."""
+    stacks = context.folder / "stacks" / f"step-{resume_point.step}-rank-{driver.process_info['rank']}.txt"
+    limit_s = WRITE_LIMIT_HANGS * context.config.cluster.hang_timeout_s
+    heartbeat = Heartbeat(driver.beat, driver.process_info, stacks, limit_s)
+    with heartbeat.running(resume_point.step):
+        return _train(context, resume_point, blocks, device, driver, heartbeat)
 
 
 def _train(
-    job: WorkerContext,
-    start: ResumePoint,
+    context: WorkerContext,
+    resume_point: ResumePoint,
     blocks: Iterable[Block],
     device: torch.device,
-    line: DriverHandle,
-    pulse: Heartbeat,
+    driver: DriverHandle,
+    heartbeat: Heartbeat,
 ) -> dict[str, Any]:
-    config = job.config
+    config, plan = context.config, resume_point.plan
     torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))  # fixed: the order of sums changes rounding
     if device.type == "cpu":
         keep_freed_memory()
     seed_everything(config.train.seed, config.train.deterministic)
     group = Group.current(device, config.cluster.collective_timeout_s)
-    agreed = precision.common_precision(config.train.precision, group)
-    config = config.replace(train=config.train.replace(precision=agreed))
-    checkpoint = None if start.checkpoint is None else to_path(start.checkpoint)
+    precision_name = precision.common_precision(config.train.precision, group)
+    config = config.replace(train=config.train.replace(precision=precision_name))
+    checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
     architecture = None if checkpoint is None else files.load_meta(checkpoint)["architecture"]
     model = build(config.model, config.model.vocab_size, architecture)
     labels = getattr(model, "labels", None)
-    if isinstance(labels, LabelTexts) and not labels.is_set:  # otherwise they come from a checkpoint
-        labels.tokenize(build_encoder(job.tokenizer_json, config.model.inputs))
+    if isinstance(labels, LabelTexts) and labels.token_ids is None:  # otherwise they come from a checkpoint
+        labels.tokenize(build_encoder(context.tokenizer_json, config.model.inputs))
     model = apply_transforms(model, config.train, config.optimizer, device)
-    if job.eval_set is not None:
+    if context.eval_set is not None:
         check_evaluable(config, model)
     objective = objectives.build(config.objective)
-    probed = dry_run_job(job, make_probe_state(config, model, objective, group), start.plan)
-    writer = _checkpoint_manager(job, group, model, line)
-    main = writer if group.rank == 0 else None
-    callbacks = [*(plugins.load_class(name, "train.callbacks")() for name in config.train.callbacks), pulse]
+    probed = dry_run_job(context, make_probe_state(config, model, objective, group), plan)
+    checkpoints = _checkpoint_manager(context, group, model, driver)
+    rank0_checkpoints = checkpoints if group.rank == 0 else None
+    callbacks = [*(plugins.load_class(name, "train.callbacks")() for name in config.train.callbacks), heartbeat]
 
-    def report_hint(wait_share: float) -> None:
-        kind = "GPU" if device.type == "cuda" else "CPU"
+    def report_hint(wait_fraction: float) -> None:
+        device_name = "GPU" if device.type == "cuda" else "CPU"
         sides = config.prepare.image_side, config.model.inputs.image_side
-        hint = input_bound_hint(wait_share, job.data_workers, *sides, kind)
+        hint = input_bound_hint(wait_fraction, context.data_workers, *sides, device_name)
         if hint is not None:
-            line.note("throughput", hint)
+            driver.notify("throughput", hint)
 
-    log = None
-    if main is not None:
-        log = main.log_from(start.step)
-        line.report({"wasted_steps": log.wasted_steps})
-        callbacks += [ProgressReporter(line.report, main), InputBoundHint(report_hint)]
+    log = profile_path = None
+    if rank0_checkpoints is not None:
+        log = rank0_checkpoints.log_from(resume_point.step)
+        profile_path = rank0_checkpoints.uploader.local_folder / "profile" / "rank-0.json"
+        driver.report({"wasted_steps": log.wasted_steps})
+        callbacks += [ProgressReporter(driver.report, rank0_checkpoints), InputBoundHint(report_hint)]
 
     def save(step: int, state: State, metrics: dict[str, Any], last: bool) -> float | None:
-        return None if writer is None else writer.save(step, start.plan.rows_start(step), state, metrics, last)
+        return None if checkpoints is None else checkpoints.save(step, plan.rows_start(step), state, metrics, last)
 
     spec = TrainSpec(
         model=model,
         objective=objective,
-        plan=start.plan,
+        plan=plan,
         group=group,
         train=config.train,
         optimizer=config.optimizer,
         save=save,
-        evaluate=None if job.eval_set is None else _evaluator(job, group, objective, start, line, agreed),
+        evaluate=_evaluate_fn(context, group, objective, plan.global_rows, driver, precision_name),
         evaluate_every=config.evaluate.every,
         log=log,
         callbacks=tuple(callbacks),
-        stop=line.stop,
+        stop=driver.stop,
         group_by_length=config.batch.group_by_length,
-        profile_path=None if main is None else main.growing.here / "profile" / "rank-0.json",
+        profile_path=profile_path,
         micro=probed.micro,
         static_metrics=probed.table,
-        names=partial(_row_keys, job.reader),
-        note=lambda text, label: line.note(label, text),
+        row_names=partial(_row_keys, context.reader),
+        notify=driver.notify,
         devices=two_devices(device) if config.train.parallel == "branches" else (),
     )
     if config.batch.micro == "auto":
-        line.note("memory", f"micro-batches of {probed.micro} rows fit")
-    with _closing(log, writer):
-        rows = quarantine_bad_rows(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
+        driver.notify("memory", f"micro-batches of {probed.micro} rows fit")
+    with _closing(log, checkpoints):
+        rows = quarantine_bad_rows(blocks, config, context.folder, context.reader, plan, driver.bad_row)
         # Split here, so that group_by_length and the trimming of captions see the final micro-batches.
-        plan = replace(start.plan, micro=probed.micro)
-        stored = None if checkpoint is None else partial(state_io.load, checkpoint)
-        outcome = loop.run(spec, iter_micro_batches(rows, plan, config.batch.group_by_length), stored)
+        steps = iter_micro_batches(rows, replace(plan, micro=probed.micro), config.batch.group_by_length)
+        outcome = loop.run(spec, steps, None if checkpoint is None else partial(state_io.load, checkpoint))
     metrics = {name.removeprefix("evaluate/"): value for name, value in outcome.metrics.items()}
     scores = {name: value for name, value in metrics.items() if f"evaluate/{name}" in outcome.metrics}
     return vars(outcome) | {"metrics": metrics, "scores": scores}
@@ -156,38 +161,38 @@ def _closing(log: MetricsLog | None, manager: CheckpointManager | None) -> Itera
 
 
 def _checkpoint_manager(
-    job: WorkerContext, group: Group, model: nn.Module, line: DriverHandle
+    context: WorkerContext, group: Group, model: nn.Module, driver: DriverHandle
 ) -> CheckpointManager | None:
     """Return the checkpoint manager: on rank 0, and under FSDP on every rank, because each writes its shard."""
-    sharded = job.config.train.parallel == "fsdp" and group.world > 1
-    cpu_group = group.new_cpu_group(WRITES_HANGS * job.config.cluster.hang_timeout_s) if group.world > 1 else None
+    sharded = context.config.train.parallel == "fsdp" and group.world > 1
+    limit_s = WRITE_LIMIT_HANGS * context.config.cluster.hang_timeout_s
+    cpu_group = group.new_cpu_group(limit_s) if group.world > 1 else None
     if group.rank != 0 and not sharded:
         return None
     # The architecture replaces the pretrained files on resume; a custom model may have none.
     architecture = model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
     about = {"world": group.world, "architecture": architecture}
-    fence = job.fence if group.rank == 0 else None
-    return CheckpointManager(job.folder, fence, job.config, about, line.note, cpu_group, sharded)
+    fence = context.fence if group.rank == 0 else None
+    return CheckpointManager(context.folder, fence, context.config, about, driver.notify, cpu_group, sharded)
 
 
-def _evaluator(
-    job: WorkerContext, group: Group, objective: Any, start: ResumePoint, line: DriverHandle, number_format: str
-) -> Callable[[int, nn.Module], dict[str, float]]:
-    assert job.eval_set is not None
-    scorer = build_evaluator(job.config, job.eval_set, job.tokenizer_json)
-    chosen = precision.select_precision(number_format, group.device)
+def _evaluate_fn(
+    context: WorkerContext, group: Group, objective: Any, global_rows: int, driver: DriverHandle, precision_name: str
+) -> Callable[[int, nn.Module], dict[str, float]] | None:
+    if context.eval_set is None:
+        return None
+    evaluator = build_evaluator(context.config, context.eval_set, context.tokenizer_json)
+    mixed_precision = precision.select_precision(precision_name, group.device)
 
     def evaluate(step: int, model: nn.Module) -> dict[str, float]:
         def save_examples(examples: dict[str, Any]) -> None:
             try:
-                write_atomic(job.folder / EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
+                write_atomic(context.folder / EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
             except OSError as error:
-                line.note("storage", f"cannot write the examples of step {step}: {error}")
+                driver.notify("storage", f"cannot write the examples of step {step}: {error}")
 
-        with chosen.autocast():
-            return scorer.score(
-                model, group, objective, start.plan.global_rows, save_examples if group.rank == 0 else None
-            )
+        with mixed_precision.autocast():
+            return evaluator.score(model, group, objective, global_rows, save_examples if group.rank == 0 else None)
 
     return evaluate
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 Report = Callable[[dict[str, Any]], Any]
-BOUND = 0.15  # share of the time; below it, more data workers hardly help
-EVERY = 100  # steps between two hints
+INPUT_BOUND_FRACTION = 0.15  # of the time; below it, more data workers hardly help
+HINT_EVERY_STEPS = 100  # steps between two hints
 
 
 @dataclass(frozen=True)
@@ -44,52 +44,53 @@ class DriverHandle:
     stop: Callable[[], bool]  # True ends the run after the next step with a checkpoint
     bad_row: Callable[[int], int]  # counts an unreadable row; returns the number so far, 0 if counted before
     beat: Callable[[dict[str, Any]], bool]  # sends a heartbeat; returns True if this rank's stacks are requested
-    about: dict[str, Any]  # rank, node and process, for the heartbeat
+    process_info: dict[str, Any]  # rank, node and process, for the heartbeat
 
-    def note(self, label: str, text: str) -> None:
+    def notify(self, label: str, text: str) -> None:
         """Report a console line."""
         self.report({"note": text, "label": label})
 
 
 def input_bound_hint(
-    wait_share: float, data_workers: int, prepared_side: int, model_side: int, device: str
+    wait_fraction: float, data_workers: int, prepared_side: int, model_side: int, device: str
 ) -> str | None:
-    """Hint for a run that waits for rows `wait_share` of its time; None below BOUND.
+    """Hint for a run that waits for rows `wait_fraction` of its time; None below INPUT_BOUND_FRACTION.
 
     With w workers, rows arrive at (1 - wait) of the rate that training could use, so w / (1 - wait) workers suffice.
     prepared_side: shorter side of re-encoded images, 0 if not re-encoded; model_side: input side of the model.
     """
-    if wait_share < BOUND:
+    if wait_fraction < INPUT_BOUND_FRACTION:
         return None
-    more = max(1, ceil(data_workers * wait_share / max(0.01, 1 - wait_share)))
-    smaller = -(-round(model_side * 1.14) // 32) * 32  # margin for a crop
+    more = max(1, ceil(data_workers * wait_fraction / max(0.01, 1 - wait_fraction)))
+    smaller = ceil(round(model_side * 1.14) / 32) * 32  # margin for a crop
     shrink = f" or --prepare.image-side {smaller}" if prepared_side == 0 or prepared_side > smaller else ""
     workers = "CPU worker" if more == 1 else "CPU workers"
-    return f"input-bound {wait_share:.0%}: {more} more {workers}{shrink} would feed this {device}"
+    return f"input-bound {wait_fraction:.0%}: {more} more {workers}{shrink} would feed this {device}"
 
 
 @dataclass
 class InputBoundHint:
-    """Callback that reports the hint every EVERY steps, from the lines logged since the last one."""
+    """Callback that reports the hint every HINT_EVERY_STEPS steps, from the lines logged since the last one."""
 
-    give_hint: Callable[[float], None]
-    _next: int = EVERY
-    _wait_shares: tuple[float, ...] = ()
+    report_hint: Callable[[float], None]
+    _next: int = HINT_EVERY_STEPS
+    _wait_fractions: tuple[float, ...] = ()
 
     def on_step(self, step: int, metrics: Metrics | None) -> None:
         if metrics is not None and "time/data_wait_share" in metrics:
-            self._wait_shares += (metrics["time/data_wait_share"],)
-        if step >= self._next and self._wait_shares:
-            self.give_hint(sum(self._wait_shares) / len(self._wait_shares))
-            self._next, self._wait_shares = step + EVERY, ()
+            self._wait_fractions += (metrics["time/data_wait_share"],)
+        if step >= self._next and self._wait_fractions:
+            self.report_hint(sum(self._wait_fractions) / len(self._wait_fractions))
+            self._next, self._wait_fractions = step + HINT_EVERY_STEPS, ()
 
 
+@dataclass
 class ProgressReporter:
     """Callback that reports logged lines and the cost of checkpoints to the driver."""
 
-    def __init__(self, report: Report, checkpoints: CheckpointManager):
-        self.report, self.checkpoints = report, checkpoints
-        self._reported_s: float | None = None
+    report: Report
+    checkpoints: CheckpointManager
+    _reported_s: float | None = None
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
         self.checkpoints.poll()

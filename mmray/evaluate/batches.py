@@ -60,7 +60,7 @@ class EvalBatches:
     """Batches of one rank's part of the first `limit` rows; can be iterated repeatedly.
 
     A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids, attention_mask int64 [C, T], all
-    captions of these rows; owner int64 [C], the row of each caption; text_id int64 [C], equal for equal captions;
+    captions of these rows; caption_row int64 [C], the row of each caption; text_id int64 [C], equal for equal captions;
     labels and image_pos for generative models, boxes with `inputs.max_boxes` (data/stream/collate.py). Unreadable rows
     are listed in `skipped`; a failing object store raises OSError.
     """
@@ -153,7 +153,7 @@ class EvalBatches:
                 "label": torch.tensor(labels),
                 "input_ids": torch.from_numpy(ids.astype(np.int64)),
                 "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
-                "owner": torch.tensor([row for row, record in readable for _ in record[2]]),
+                "caption_row": torch.tensor([row for row, record in readable for _ in record[2]]),
                 "text_id": torch.tensor([hash_key(str(text)) for text in texts]),
             }
         )

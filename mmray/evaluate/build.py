@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def build_evaluator(config: Config, prepared: PreparedSet, tokenizer_json: str) -> Any:
     """Build the evaluator for this run's kind of model over a set of held-out rows."""
-    kind = GenerationEvaluator if is_generative(config) else Evaluator
-    return kind(prepared, config.model.inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
+    evaluator_class = GenerationEvaluator if is_generative(config) else Evaluator
+    return evaluator_class(prepared, config.model.inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
 
 
 def check_evaluable(config: Config, model: nn.Module) -> None:

@@ -39,12 +39,12 @@ class Evaluator(EvalDataset):
         group: Group,
         objective: Objective,
         global_rows: int,
-        show: Callable[[dict[str, Any]], None] | None = None,
+        save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
         """Return the metrics of `retrieval_scores`, accuracies and `bad_rows`; a collective call of all ranks.
 
-        The model's mode is restored. `show`, on one rank or none, is called with examples of hits and misses. Raises
-        DataError on every rank if no row could be read.
+        The model's mode is restored. `save_examples`, on one rank or none, is called with examples of hits and misses.
+        Raises DataError on every rank if no row could be read.
         """
         settings = self.settings
         batches = EvalBatches(self, group.rank, group.world, settings.limit)
@@ -54,14 +54,14 @@ class Evaluator(EvalDataset):
             raise DataError(f"cannot read any of {bad_rows} evaluation rows: {'; '.join(batches.skipped[:1])}")
         ranks = retrieval_ranks(embedded, group, CHUNK)
         metrics = retrieval_scores(embedded, ranks, group, objective, global_rows, CHUNK)
-        if show is not None:
-            show(retrieval_examples(embedded, ranks, self.prepared, CHUNK, group.device, self.max_pixels))
+        if save_examples is not None:
+            save_examples(retrieval_examples(embedded, ranks, self.prepared, CHUNK, group.device, self.max_pixels))
         if classes := settings.classes or self.prepared.manifest.class_names:
             metrics |= self._zero_shot(model, embedded, group, classes)
         if (head := getattr(model, "class_head", None)) is not None:
-            metrics |= topk_accuracy(embedded.class_correct, "classification", head.out_features)
+            metrics |= topk_accuracy(embedded.class_hits, "classification", head.out_features)
         if isinstance(labels := getattr(model, "labels", None), LabelTexts):
-            metrics |= topk_accuracy(embedded.region_correct, "regions", int(labels.named.sum()), "boxes")
+            metrics |= topk_accuracy(embedded.region_hits, "regions", int(labels.named.sum()), "boxes")
         return metrics | {"bad_rows": float(bad_rows)}
 
     @torch.no_grad()
@@ -79,15 +79,15 @@ class Evaluator(EvalDataset):
         with eval_mode(model):
             text = _embed_texts(model, torch.from_numpy(ids.astype("int64")), mask, self.settings.batch, group.device)
         weights = F.normalize(text.unflatten(0, (len(classes), len(prompts))).mean(dim=1), dim=1)
-        correct, mine = torch.zeros(len(TOP_K) + 1, dtype=torch.int64), slice(group.rank, None, group.world)
-        chunks = zip(embedded.image[mine].split(CHUNK), embedded.label[mine].split(CHUNK), strict=True)
+        hits, local = torch.zeros(len(TOP_K) + 1, dtype=torch.int64), slice(group.rank, None, group.world)
+        chunks = zip(embedded.image[local].split(CHUNK), embedded.label[local].split(CHUNK), strict=True)
         for image, label in chunks:
-            correct += topk_correct(image @ weights.T, label, TIE)
-        correct = group.all_gather_variable(correct[None]).sum(0).cpu()
-        return topk_accuracy(correct, "zero_shot", len(classes))
+            hits += topk_hits(image @ weights.T, label, TIE)
+        hits = group.all_gather_variable(hits[None]).sum(0).cpu()
+        return topk_accuracy(hits, "zero_shot", len(classes))
 
 
-def topk_correct(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
+def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
     """Rows with their class in the top 1, in the top 5, and labelled rows: int64 [3].
 
     scores [N, C], label int64 [N]; labels outside 0..C-1 are not counted. A wrong class within `tie` of the correct
@@ -96,15 +96,15 @@ def topk_correct(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
     num_classes = scores.shape[1]
     labelled = (label >= 0) & (label < num_classes)
     scores, label = scores[labelled], label[labelled]
-    own = scores.gather(1, label[:, None])
-    before = (~(scores < own - tie)).sum(dim=1) - 1 + own.isnan().squeeze(1) * num_classes
+    target = scores.gather(1, label[:, None])
+    before = (~(scores < target - tie)).sum(dim=1) - 1 + target.isnan().squeeze(1) * num_classes
     return torch.stack([*((before < k).sum() for k in TOP_K), labelled.sum()])
 
 
-def topk_accuracy(correct: Tensor, name: str, num_classes: int, unit: str = "rows") -> dict[str, float]:
-    """`NAME/top_1`, `NAME/top_5` (with more than 5 classes) and `NAME/UNIT` from the sums of `topk_correct`."""
-    *hits, total = correct.tolist()
-    pairs = zip(TOP_K, hits, strict=True)
+def topk_accuracy(hits: Tensor, name: str, num_classes: int, unit: str = "rows") -> dict[str, float]:
+    """`NAME/top_1`, `NAME/top_5` (with more than 5 classes) and `NAME/UNIT` from the sums of `topk_hits`."""
+    *hits_at_k, total = hits.tolist()
+    pairs = zip(TOP_K, hits_at_k, strict=True)
     metrics = {f"{name}/top_{k}": hit / total for k, hit in pairs if total and (k == 1 or k < num_classes)}
     return metrics | {f"{name}/{unit}": float(total)}
 
@@ -115,20 +115,21 @@ def retrieval_ranks(embedded: EmbeddingSet, group: Group, chunk: int) -> dict[st
     Equal captions are interchangeable as answers.
     """
     text_id = embedded.text_id
-    text, correct = embedded.text[first_index(text_id)], torch.stack([embedded.image_index, text_id])
-    images = _ranks(embedded.image, text, correct, group, chunk, text_id.bincount())
-    texts = _ranks(text, embedded.image, correct.flip(0), group, chunk)
+    text, positives = embedded.text[first_index(text_id)], torch.stack([embedded.image_index, text_id])
+    images = _distributed_ranks(embedded.image, text, positives, group, chunk, text_id.bincount())
+    texts = _distributed_ranks(text, embedded.image, positives.flip(0), group, chunk)
     return {"image_to_text": images, "text_to_image": texts[text_id]}
 
 
-def _ranks(
-    queries: Tensor, gallery: Tensor, correct: Tensor, group: Group, chunk: int, copies: Tensor | None = None
+def _distributed_ranks(
+    queries: Tensor, gallery: Tensor, positives: Tensor, group: Group, chunk: int, multiplicity: Tensor | None = None
 ) -> Tensor:
-    """`compute_ranks`, each rank of the group on its part of the queries."""
-    share = torch.arange(len(queries)).tensor_split(group.world)[group.rank]
-    first, end = (int(share[0]), int(share[-1]) + 1) if len(share) else (0, 0)
-    own = correct[:, (correct[0] >= first) & (correct[0] < end)] - torch.tensor([[first], [0]])
-    return group.all_gather_variable(compute_ranks(queries[first:end], gallery, own, chunk, group.device, copies)).cpu()
+    """`compute_ranks`, each process of the group on its part of the queries."""
+    part = torch.arange(len(queries)).tensor_split(group.world)[group.rank]
+    first, end = (int(part[0]), int(part[-1]) + 1) if len(part) else (0, 0)
+    pairs = positives[:, (positives[0] >= first) & (positives[0] < end)] - torch.tensor([[first], [0]])
+    ranks = compute_ranks(queries[first:end], gallery, pairs, chunk, group.device, multiplicity)
+    return group.all_gather_variable(ranks).cpu()
 
 
 def retrieval_scores(
@@ -156,44 +157,44 @@ def embed_dataset(
     with eval_mode(model):
         # A synthetic row: a rank without rows needs the width and the scalar outputs too.
         outputs = model(synthetic_batch(batches.data.inputs, 1, 1, group.device))
-        none, correct = torch.zeros(0, dtype=torch.int64), torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64)
+        none, no_hits = torch.zeros(0, dtype=torch.int64), torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64)
         width = outputs["image_embed"][:0].float().cpu()
-        empty = {"row": none, "image": width, "owner": none, "text_id": none, "text": width, "label": none}
-        parts = [empty | {"class_correct": correct, "region_correct": correct}]
+        empty = {"row": none, "image": width, "caption_row": none, "text_id": none, "text": width, "label": none}
+        parts = [empty | {"class_hits": no_hits, "region_hits": no_hits}]
         parts += [_embed_batch(model, batch, batches.data.settings.batch, group.device) for batch in batches]
-    mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    gathered = {name: _gather(mine[name], group, chunk) for name in mine}
-    by_row, by_owner = gathered["row"].argsort(), gathered["owner"].argsort(stable=True)
-    text, text_id = dedupe_texts(gathered["text"][by_owner], gathered["text_id"][by_owner])
+    local = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    gathered = {name: _gather(local[name], group, chunk) for name in local}
+    by_row, by_caption = gathered["row"].argsort(), gathered["caption_row"].argsort(stable=True)
+    text, text_id = dedupe_texts(gathered["text"][by_caption], gathered["text_id"][by_caption])
     return EmbeddingSet(
         row=gathered["row"][by_row],
         image=gathered["image"][by_row],
-        owner=gathered["owner"][by_owner],
+        caption_row=gathered["caption_row"][by_caption],
         text=text,
         text_id=text_id,
         label=gathered["label"][by_row],
-        class_correct=gathered["class_correct"].sum(dim=0),
-        region_correct=gathered["region_correct"].sum(dim=0),
-        scalar_outputs={name: outputs[name].detach() for name in objective.scalar_outputs},
+        class_hits=gathered["class_hits"].sum(dim=0),
+        region_hits=gathered["region_hits"].sum(dim=0),
+        scalar_outputs={name: outputs[name].detach() for name in objective.scalar_output_names},
     )
 
 
 def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Embeddings of a batch and `topk_correct` [1, 3] of the heads, on the CPU; `text_rows` captions at a time."""
+    """Embeddings of a batch and `topk_hits` [1, 3] of the heads, on the CPU; `text_rows` captions at a time."""
     pixels = batch["image"].to(device)
     text = _embed_texts(model, batch["input_ids"], batch["attention_mask"], text_rows, device)
     classes = regions = torch.zeros(len(TOP_K) + 1, dtype=torch.int64)
     if getattr(model, "class_head", None) is not None:  # each image with its first caption
-        first = torch.searchsorted(batch["owner"], batch["row"])
+        first = torch.searchsorted(batch["caption_row"], batch["row"])
         tokens = (batch[name][first].to(device) for name in ("input_ids", "attention_mask"))
-        classes = topk_correct(model.class_head(model.embed_pair(pixels, *tokens)).float().cpu(), batch["label"])
+        classes = topk_hits(model.class_head(model.embed_pair(pixels, *tokens)).float().cpu(), batch["label"])
     if isinstance(getattr(model, "labels", None), LabelTexts) and "boxes" in batch:
         logits = model.classify_regions(pixels, batch["boxes"].to(device)).float().cpu()
         label = torch.where(batch["box_mask"], batch["box_labels"], NO_LABEL)
-        regions = topk_correct(logits.flatten(0, 1), label.flatten())
+        regions = topk_hits(logits.flatten(0, 1), label.flatten())
     image = model.embed_image(pixels).float().cpu()
-    same = {name: batch[name] for name in ("row", "owner", "text_id", "label")}
-    return same | {"image": image, "text": text, "class_correct": classes[None], "region_correct": regions[None]}
+    same = {name: batch[name] for name in ("row", "caption_row", "text_id", "label")}
+    return same | {"image": image, "text": text, "class_hits": classes[None], "region_hits": regions[None]}
 
 
 def _embed_texts(model: Any, input_ids: Tensor, attention_mask: Tensor, rows: int, device: torch.device) -> Tensor:
@@ -224,20 +225,24 @@ def _gather(rows: Tensor, group: Group, chunk: int) -> Tensor:
 def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_rows: int, chunk: int) -> float:
     """Mean loss over consecutive groups of `global_rows` rows with their first captions; the last may be smaller.
 
-    Groups and the order of summation do not depend on the number of ranks. `chunk` rows are scored at a time.
+    Of a sum of losses, each has its own mean. Groups and the order of summation do not depend on the number of ranks.
+    `chunk` rows are scored at a time.
     """
-    texts = embedded.text[torch.searchsorted(embedded.owner, embedded.row)]
-    pairs = list(zip(embedded.image.split(global_rows), texts.split(global_rows), strict=True))
-    sums = torch.zeros(len(pairs), 2, dtype=torch.float64)  # loss sum and count
-    for index in range(group.rank, len(pairs), group.world):
-        image, text = (side.to(group.device) for side in pairs[index])
+    texts = embedded.text[torch.searchsorted(embedded.caption_row, embedded.row)]
+    columns = (column.split(global_rows) for column in (embedded.image, texts, embedded.label))
+    groups = list(zip(*columns, strict=True))
+    num_losses = objective.count({"valid": torch.ones(1, dtype=torch.bool), "label": embedded.label[:1]}).numel()
+    sums = torch.zeros(len(groups), 2, num_losses, dtype=torch.float64)  # loss sums and counts
+    for index in range(group.rank, len(groups), group.world):
+        image, text, label = (column.to(group.device) for column in groups[index])
         valid = torch.ones(len(image), dtype=torch.bool, device=group.device)
         with torch.autocast(group.device.type, enabled=False):  # as in training, the loss is computed in float32
             for start in range(0, len(image), chunk):
                 rows = slice(start, start + chunk)
                 gathered = {"image_embed": image, "text_embed": text, "valid": valid, "offset": start}
                 outputs = {"image_embed": image[rows], "text_embed": text[rows], **embedded.scalar_outputs}
-                loss_sum, count, _ = objective.compute_loss(outputs, {"valid": valid[rows]}, gathered)
-                sums[index] += torch.tensor([float(loss_sum.sum()), float(count.reshape(-1)[0])], dtype=torch.float64)
-    total, count = group.all_gather_variable(sums[None]).sum(0).sum(0).tolist()  # exact over the ranks
-    return float(total / count)
+                batch = {"valid": valid[rows], "label": label[rows]}
+                loss_sum, count, _ = objective.compute_loss(outputs, batch, gathered)
+                sums[index] += torch.stack([loss_sum.double().reshape(-1), count.double().reshape(-1)]).cpu()
+    totals, counts = group.all_gather_variable(sums[None]).sum(0).sum(0).cpu()  # exact over the ranks
+    return float((totals / counts).sum())

@@ -19,7 +19,7 @@ from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.evaluate.retrieval import EmbeddingSet, top_k
 
 NUM_SHOWN = 6  # hits, and misses, per direction
-TOP_K = 5
+NUM_ANSWERS = 5
 
 
 def retrieval_examples(
@@ -35,9 +35,9 @@ def retrieval_examples(
     Each direction is a list of {row, key, caption, rank, answers: [{row, caption, score, correct}]}; an image is
     represented by its first caption. `images` maps a row to a data URI, for the rows that can be read.
     """
-    caption = torch.arange(len(embedded.owner)) - torch.searchsorted(embedded.owner, embedded.owner)  # within its row
-    image = embedded.image, embedded.row, torch.zeros_like(embedded.row)
-    text = embedded.text, embedded.owner, caption
+    rows_of_text = embedded.caption_row
+    image = embedded.image, embedded.row, torch.zeros_like(embedded.row)  # the last: caption within its row
+    text = embedded.text, rows_of_text, torch.arange(len(rows_of_text)) - torch.searchsorted(rows_of_text, rows_of_text)
     examples: dict[str, Any] = {"image_to_text": [], "text_to_image": []}
     rows: dict[int, Row | None] = {}
 
@@ -52,7 +52,7 @@ def retrieval_examples(
         matching = embedded.matching_captions if way == "image_to_text" else embedded.matching_images
         chosen = select_queries(ranks[way])
         is_correct = torch.stack([matching(query) for query in chosen.tolist()])
-        best, scores = top_k(queries[0][chosen], gallery[0], is_correct, TOP_K, chunk, device)
+        best, scores = top_k(queries[0][chosen], gallery[0], is_correct, NUM_ANSWERS, chunk, device)
         columns = (chosen, ranks[way][chosen], best, scores, is_correct.gather(1, best))
         for query, rank, *answers in zip(*(column.tolist() for column in columns), strict=True):
             item = describe(queries, query)

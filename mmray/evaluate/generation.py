@@ -66,9 +66,9 @@ def cider_d(written: Sequence[list[str]], references: Sequence[Sequence[list[str
         total, weighed = 0.0, weigh(text)
         for reference in texts:
             penalty = math.exp(-((len(text) - len(reference)) ** 2) / (2 * SIGMA**2))
-            for own, other in zip(weighed, weigh(reference), strict=True):
-                norms = math.hypot(*own.values()) * math.hypot(*other.values())
-                dot = sum(min(weight, other[gram]) * other[gram] for gram, weight in own.items() if gram in other)
+            for ours, other in zip(weighed, weigh(reference), strict=True):
+                norms = math.hypot(*ours.values()) * math.hypot(*other.values())
+                dot = sum(min(weight, other[gram]) * other[gram] for gram, weight in ours.items() if gram in other)
                 total += penalty * dot / norms / MAX_NGRAM if norms else 0.0
         scores.append(total / max(1, len(texts)))
     return SCALE * sum(scores) / max(1, len(scores))
@@ -122,7 +122,7 @@ class GenerationEvaluator(EvalDataset):
         group: Group,
         objective: Any,
         global_rows: int,
-        show: Callable[[dict[str, Any]], None] | None = None,
+        save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
         """loss, perplexity, token_accuracy, tokens, rows, bad_rows; every rank gets the same.
 
@@ -135,7 +135,7 @@ class GenerationEvaluator(EvalDataset):
         with eval_mode(model):
             for batch in batches:
                 sums[3] += len(batch["row"])
-                image_index = torch.searchsorted(batch["row"], batch["owner"])
+                image_index = torch.searchsorted(batch["row"], batch["caption_row"])
                 for part in torch.arange(len(image_index)).split(settings.batch):  # conversations of these images
                     local = {name: batch[name][part].to(group.device) for name in ("input_ids", "labels", "image_pos")}
                     local["image"] = batch["image"][image_index[part]].to(group.device)

@@ -27,18 +27,18 @@ class EmbeddingSet:
 
     row: Tensor  # int64 [N]
     image: Tensor  # float32 [N, D]
-    owner: Tensor  # int64 [C], row of each caption
+    caption_row: Tensor  # int64 [C], row of each caption
     text: Tensor  # float32 [C, D]
     text_id: Tensor  # int64 [C], 0, 1, ...; equal for equal captions
     label: Tensor  # int64 [N], -1 for none
-    class_correct: Tensor  # int64 [3], `topk_correct` of the classification head
-    region_correct: Tensor  # int64 [3], `topk_correct` of the region head
+    class_hits: Tensor  # int64 [3], `topk_hits` of the classification head
+    region_hits: Tensor  # int64 [3], `topk_hits` of the region head
     scalar_outputs: dict[str, Tensor]  # outputs of the model that belong to no row, such as the temperature
 
     @property
     def image_index(self) -> Tensor:
         """Index of each caption's image, int64 [C]."""
-        return torch.searchsorted(self.row, self.owner)
+        return torch.searchsorted(self.row, self.caption_row)
 
     def matching_captions(self, image: int) -> Tensor:
         """Captions that are correct for an image: its own, and equal ones; bool [C]."""
@@ -70,28 +70,28 @@ def first_index(number: Tensor) -> Tensor:
 def compute_ranks(
     queries: Tensor,
     gallery: Tensor,
-    correct: Tensor,
+    positives: Tensor,
     chunk: int,
     device: torch.device | str = "cpu",
-    copies: Tensor | None = None,
+    multiplicity: Tensor | None = None,
 ) -> Tensor:
     """Rank of the best correct answer of each query, int64 [Q], 1 = top; other correct answers are not counted.
 
-    queries [Q, D] and gallery [G, D] are L2-normalised; correct int64 [2, P]: query and gallery row of each correct
-    answer; copies int64 [G]: multiplicity of each gallery row. At most chunk x chunk scores are on `device` at once.
-    Raises ValueError if a query has no correct answer.
+    queries [Q, D] and gallery [G, D] are L2-normalised; positives int64 [2, P]: query and gallery row of each
+    correct answer; multiplicity int64 [G]: how often each gallery row counts. At most chunk x chunk scores are on
+    `device` at once. Raises ValueError if a query has no correct answer.
     """
-    correct = correct[:, correct[0].argsort(stable=True)]
-    count = correct[0].bincount(minlength=len(queries))
+    positives = positives[:, positives[0].argsort(stable=True)]
+    count = positives[0].bincount(minlength=len(queries))
     if bool((count == 0).any()):
         raise ValueError(f"query {int((count == 0).nonzero()[0])} has no correct answer in the gallery")
-    times = torch.ones(len(gallery), dtype=torch.int32) if copies is None else copies.to(torch.int32)
+    counts = torch.ones(len(gallery), dtype=torch.int32) if multiplicity is None else multiplicity.to(torch.int32)
     out = torch.ones(len(queries), dtype=torch.int64)
     with _full_precision():
         for first in range(0, len(queries), chunk):
             query = queries[first : first + chunk].to(device, torch.float32)
-            low, high = torch.searchsorted(correct[0], torch.tensor([first, first + len(query)])).tolist()
-            pairs = torch.stack([correct[0, low:high] - first, correct[1, low:high]])
+            low, high = torch.searchsorted(positives[0], torch.tensor([first, first + len(query)])).tolist()
+            pairs = torch.stack([positives[0, low:high] - first, positives[1, low:high]])
             best = query.new_full((len(query),), -torch.inf)  # score of the best correct answer; NaN if one is NaN
             for row, column in zip(*(side.split(chunk) for side in pairs), strict=True):
                 scores = (query[row.to(device)] * gallery[column].to(device, torch.float32)).sum(dim=1)
@@ -103,7 +103,7 @@ def compute_ranks(
                 wrong_before = ~(query @ gallery[columns].to(device, torch.float32).T < threshold)
                 row, column = pairs[:, (pairs[1] >= start) & (pairs[1] < start + chunk)].to(device)
                 wrong_before[row, column - start] = False
-                before += torch.where(wrong_before, times[columns].to(device), 0).sum(dim=1)
+                before += torch.where(wrong_before, counts[columns].to(device), 0).sum(dim=1)
             out[first : first + chunk] += before.cpu()
     return out
 

@@ -15,7 +15,7 @@ from mmray.models.generative import Generative
 from mmray.models.two_tower import TwoTower
 
 if TYPE_CHECKING:
-    from mmray.config import Model as Section
+    from mmray.config import Model as ModelConfig
 
 BUILT_IN: dict[str, Any] = {
     "two_tower": TwoTower,
@@ -26,7 +26,7 @@ BUILT_IN: dict[str, Any] = {
 }
 
 
-def build(spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> nn.Module:
+def build(spec: ModelConfig, vocab_size: int, architecture: dict[str, Any] | None = None) -> nn.Module:
     """Build the model that `spec.kind` names, with random or pretrained weights, and LoRA adapters.
 
     vocab_size: tokens of the tokenizer; a larger `model.vocab_size` sets the embedding rows. architecture:
@@ -52,6 +52,6 @@ def build(spec: Section, vocab_size: int, architecture: dict[str, Any] | None = 
     return model
 
 
-def random_init_architecture(spec: Section, vocab_size: int) -> dict[str, Any] | None:
+def random_init_architecture(spec: ModelConfig, vocab_size: int) -> dict[str, Any] | None:
     """An `architecture` that replaces pretrained weights with random ones, for benchmarks and dry runs."""
     return BUILT_IN[spec.kind].random_init_architecture(spec, vocab_size) if spec.kind in BUILT_IN else None

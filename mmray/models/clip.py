@@ -19,10 +19,10 @@ from mmray.errors import UsageError
 from mmray.models.weights import HfModel, patch_config, transformer_config
 
 if TYPE_CHECKING:
-    from mmray.config import Clip as ClipSection
+    from mmray.config import Clip as ClipModelConfig
     from mmray.config import Inputs
-    from mmray.config import Siglip as SiglipSection
-    from mmray.config.model import EmbeddingModel as Section
+    from mmray.config import Siglip as SiglipModelConfig
+    from mmray.config.model import EmbeddingModel
 
 
 MAX_LOG_SCALE = math.log(100)  # CLIP's bound: above it the softmax saturates and training is unstable
@@ -37,7 +37,7 @@ class DualEncoder(nn.Module):
     max_log_scale: float | None = MAX_LOG_SCALE
     logit_bias: nn.Parameter | None
 
-    def __init__(self, image: nn.Module, text: nn.Module, spec: Section) -> None:
+    def __init__(self, image: nn.Module, text: nn.Module, spec: EmbeddingModel) -> None:
         super().__init__()
         self.image, self.text = image, text
         self.log_scale = nn.Parameter(torch.tensor(-math.log(spec.temperature)))
@@ -97,15 +97,11 @@ def l2_normalize(embedding: Tensor) -> Tensor:
     return F.normalize(embedding, dim=-1)
 
 
-LEGACY_END_ID = 2  # with this eos id transformers' CLIP pools at the largest id instead
+LEGACY_EOS_ID = 2  # with this eos id transformers' CLIP pools at the largest id instead
 
 
 class Clip(HfModel, DualEncoder):
-    """transformers' CLIPModel as two branches.
-
-    spec: the `model` section. vocab_size: tokens of the tokenizer. architecture: `architecture()` of the same model;
-    the caller then loads its weights. Raises UsageError.
-    """
+    """transformers' CLIPModel as two branches. Arguments as for `build`."""
 
     hf_class = "CLIPModel"
     hf_names = (
@@ -116,44 +112,40 @@ class Clip(HfModel, DualEncoder):
         ("log_scale", "logit_scale"),
     )
 
-    def __init__(self, spec: ClipSection, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+    def __init__(self, spec: ClipModelConfig, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         net = self.build_hf(spec, vocab_size, architecture)
         image = VisionBranch(net.vision_model, net.visual_projection, spec.inputs, spec.patch_dropout)
         super().__init__(image, ClipText(net.text_model, net.text_projection), spec)
-        self._config = net.config
+        self._hf_config = net.config
         if architecture is None and spec.weights != "none":
             self.log_scale.data.copy_(net.logit_scale.detach())
 
     @staticmethod
-    def config_of(spec: ClipSection, vocab_size: int) -> Any:
+    def default_hf_config(spec: ClipModelConfig, vocab_size: int) -> Any:
         from transformers import CLIPConfig
 
         shared = {"projection_dim": spec.embed_dim, "hidden_act": spec.activation}
         text, vision = _text_config(spec, vocab_size) | shared, _vision_config(spec) | shared
         return CLIPConfig(text_config=text, vision_config=vision, projection_dim=spec.embed_dim)
 
-    def hf_config(self, end_id: int | None, pad_id: int) -> dict[str, Any] | None:
+    def export_hf_config(self, eos_id: int | None, pad_id: int) -> dict[str, Any] | None:
         """config.json for transformers; None if its classes cannot represent the model.
 
-        end_id: token at the end of each caption, at which transformers pools; None: the tokenizer has none.
+        eos_id: token at the end of each caption, at which transformers pools; None: the tokenizer has none.
         """
-        if end_id in (None, LEGACY_END_ID) or self.logit_bias is not None:
+        if eos_id in (None, LEGACY_EOS_ID) or self.logit_bias is not None:
             return None
-        return self._hf_config({"eos_token_id": end_id, "pad_token_id": pad_id})
+        return self._updated_hf_config({"eos_token_id": eos_id, "pad_token_id": pad_id})
 
 
 class Siglip(HfModel, DualEncoder):
-    """transformers' SiglipModel as two branches; the temperature is not clamped. Arguments as for `Clip`."""
+    """transformers' SiglipModel as two branches; the temperature is not clamped. Arguments as for `build`."""
 
     max_log_scale = None
     hf_class = "SiglipModel"
-    hf_names = (
-        ("image.tower.", "vision_model."),
-        ("text.tower.", "text_model."),
-        ("log_scale", "logit_scale"),
-    )
+    hf_names = (("image.tower.", "vision_model."), ("text.tower.", "text_model."), ("log_scale", "logit_scale"))
 
-    def __init__(self, spec: SiglipSection, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+    def __init__(self, spec: SiglipModelConfig, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         net = self.build_hf(spec, vocab_size, architecture)
         text = net.config.text_config
         if spec.pad_id is not None:  # configs can be wrong: SigLIP 2's has a default that its tokenizer does not use
@@ -165,21 +157,21 @@ class Siglip(HfModel, DualEncoder):
             )
         image = VisionBranch(net.vision_model, None, spec.inputs, spec.patch_dropout)
         super().__init__(image, SiglipText(net.text_model, text), spec)
-        self._config = net.config
+        self._hf_config = net.config
         if architecture is None and spec.weights != "none":
             self.log_scale.data.copy_(net.logit_scale.detach().squeeze())
             if self.logit_bias is not None:
                 self.logit_bias.data.copy_(net.logit_bias.detach().squeeze())
 
     @staticmethod
-    def config_of(spec: SiglipSection, vocab_size: int) -> Any:
+    def default_hf_config(spec: SiglipModelConfig, vocab_size: int) -> Any:
         from transformers import SiglipConfig
 
         text = _text_config(spec, vocab_size) | {"projection_size": spec.image.width, "pad_token_id": 0}
         return SiglipConfig(text_config=text, vision_config=_vision_config(spec))
 
-    def hf_config(self, end_id: int | None, pad_id: int) -> dict[str, Any] | None:
-        return None if self.logit_bias is None else self._hf_config({"eos_token_id": end_id})
+    def export_hf_config(self, eos_id: int | None, pad_id: int) -> dict[str, Any] | None:
+        return None if self.logit_bias is None else self._updated_hf_config({"eos_token_id": eos_id})
 
     @property
     def padded_to(self) -> tuple[int, int]:

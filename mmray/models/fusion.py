@@ -21,8 +21,8 @@ from mmray.models.two_tower import ImageBranch, TextBranch, TwoTower
 from mmray.models.weights import transformer_config
 
 if TYPE_CHECKING:
-    from mmray.config import CrossAttention as CrossSection
-    from mmray.config import Fusion as Section
+    from mmray.config import CrossAttention
+    from mmray.config import Fusion as FusionConfig
 
 
 SAMPLES_PER_SIDE = 7  # sampling points of RoIAlign per side of a box
@@ -62,41 +62,33 @@ def region_features(grid: Tensor, boxes: Tensor) -> Tensor:
 class LabelTexts(nn.Module):
     """Token ids of the label names 0, 1, ...: settings, not weights; a label may have no name.
 
-    ids: from `to_list()`; None: call `tokenize` before the first forward.
+    token_ids: ids of each name, as JSON values; None: call `tokenize` before the first forward.
     """
 
     ids: Tensor
     mask: Tensor
     named: Tensor
 
-    def __init__(self, names: Sequence[str], ids: list[list[int]] | None) -> None:
+    def __init__(self, names: Sequence[str], token_ids: list[list[int]] | None) -> None:
         super().__init__()
         self._names = tuple(names)
-        self._set(ids)
-
-    @property
-    def is_set(self) -> bool:
-        return self._ids is not None
+        self._set(token_ids)
 
     def tokenize(self, encoder: Any) -> None:
         """Tokenize the names with a TextEncoder (data/text/tokenizer.py)."""
         ids, num_tokens = encoder.encode(list(self._names))
         self._set([row[:length].tolist() for row, length in zip(ids, num_tokens, strict=True)])
 
-    def to_list(self) -> list[list[int]] | None:
-        """Token ids of each name, as JSON values."""
-        return self._ids
-
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Ids and mask [C, T]. Raises UsageError before `tokenize`."""
-        if not self.is_set:
+        if self.token_ids is None:
             raise UsageError(
                 "model.region_labels: the names are not tokenized; call `model.labels.tokenize(encoder)` first"
             )
         return self.ids, self.mask
 
     def _set(self, ids: list[list[int]] | None) -> None:
-        self._ids, rows = ids, ids or []
+        self.token_ids, rows = ids, ids or []
         longest = max((len(row) for row in rows), default=1)
         values = {
             "ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
@@ -135,7 +127,7 @@ class FusionText(TextBranch):
 class CrossEncoder(nn.Module):
     """Layers of self-attention over text tokens and cross-attention from text tokens to image features."""
 
-    def __init__(self, spec: CrossSection, image_width: int, num_positions: int, text_width: int) -> None:
+    def __init__(self, spec: CrossAttention, image_width: int, num_positions: int, text_width: int) -> None:
         super().__init__()
         self.from_image, self.from_text = nn.Linear(image_width, spec.width), nn.Linear(text_width, spec.width)
         self.position = nn.Parameter(0.02 * torch.randn(1, num_positions, spec.width))  # feature maps have no positions
@@ -155,11 +147,11 @@ class CrossEncoder(nn.Module):
 
 
 class Fusion(TwoTower):
-    """Two towers, cross-attention layers, and the configured heads. Arguments as for `TwoTower`."""
+    """Two towers, cross-attention layers, and the configured heads. Arguments as for `build`."""
 
     branch_classes = (FusionImage, FusionText)
 
-    def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+    def __init__(self, spec: FusionConfig, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         super().__init__(spec, vocab_size, architecture)
         image, side = self.image.tower, spec.inputs.image_side
         with torch.no_grad():
@@ -227,7 +219,7 @@ class Fusion(TwoTower):
         return super().branches() | {"cross": self.cross}
 
     def architecture(self) -> dict[str, Any]:
-        return super().architecture() | ({} if self.labels is None else {"labels": self.labels.to_list()})
+        return super().architecture() | ({} if self.labels is None else {"labels": self.labels.token_ids})
 
     @staticmethod
     def random_init_architecture(spec: Any, vocab_size: int) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from transformers.cache_utils import DynamicLayer
 
 from mmray.errors import UsageError
 from mmray.models.clip import NormalizePixels
-from mmray.models.weights import SETTING, HfModel, patch_config, transformer_config
+from mmray.models.weights import WEIGHTS_SETTING, HfModel, patch_config, transformer_config
 
 if TYPE_CHECKING:
-    from mmray.config import Generative as Section
+    from mmray.config import Generative as GenerativeConfig
     from mmray.config import Inputs
     from mmray.data.text.chat import ChatEncoder
 
@@ -32,11 +32,7 @@ VISION_TYPES = ("clip_vision_model", "siglip_vision_model")
 
 
 class Generative(HfModel, nn.Module):
-    """transformers' LlavaForConditionalGeneration as two branches.
-
-    spec: the `model` section. vocab_size: tokens of the tokenizer. architecture: `architecture()` of the same model;
-    the caller then loads its weights. Raises UsageError.
-    """
+    """transformers' LlavaForConditionalGeneration as two branches. Arguments as for `build`."""
 
     hf_class = "LlavaForConditionalGeneration"
     hf_names = (
@@ -46,12 +42,12 @@ class Generative(HfModel, nn.Module):
         ("text.head.", "lm_head."),
     )
 
-    def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+    def __init__(self, spec: GenerativeConfig, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         super().__init__()
         net = self.build_hf(spec, vocab_size, architecture)
         self.image = VisionTokens(net.model.vision_tower, net.model.multi_modal_projector, spec.inputs, net.config)
         self.text = LanguageModel(net.model.language_model, net.lm_head)
-        self._config, self.chat = net.config, spec.inputs.chat
+        self._hf_config, self.chat = net.config, spec.inputs.chat
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return `logits` [B, T, V] of the next token; the batch has `image_pos` [B]."""
@@ -67,7 +63,7 @@ class Generative(HfModel, nn.Module):
         from transformers import LlavaForConditionalGeneration
 
         with torch.device("meta"):
-            net: Any = LlavaForConditionalGeneration(self._config)
+            net: Any = LlavaForConditionalGeneration(self._hf_config)
         net.model.vision_tower, net.model.multi_modal_projector = self.image.tower, self.image.project
         net.model.language_model, net.lm_head = self.text.tower, self.text.head
         device, prompts = self.text.head.weight.device, []
@@ -80,14 +76,14 @@ class Generative(HfModel, nn.Module):
             attention_mask=pad_sequence(masks, batch_first=True, padding_side="left"),
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            eos_token_id=encoder.end_id,
-            pad_token_id=encoder.end_id,
+            eos_token_id=encoder.eos_id,
+            pad_token_id=encoder.eos_id,
         )
-        tokens = [list(takewhile(lambda token: token != encoder.end_id, row)) for row in rows.tolist()]
+        tokens = [list(takewhile(lambda token: token != encoder.eos_id, row)) for row in rows.tolist()]
         return [str(encoder.tokenizer.decode(row)).strip() for row in tokens]
 
     @staticmethod
-    def config_of(spec: Section, vocab_size: int) -> Any:
+    def default_hf_config(spec: GenerativeConfig, vocab_size: int) -> Any:
         from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
         patches: dict[str, Any] = patch_config(spec.inputs.image_side, spec.image.patch)
@@ -106,15 +102,15 @@ class Generative(HfModel, nn.Module):
         vision, layer = config.vision_config, config.vision_feature_layer
         if vision.model_type not in VISION_TYPES or not isinstance(layer, int):
             raise UsageError(
-                f"{SETTING}: a vision encoder of type {vision.model_type!r} with feature layer {layer} is not "
+                f"{WEIGHTS_SETTING}: a vision encoder of type {vision.model_type!r} with feature layer {layer} is not "
                 f"supported; use {' or '.join(VISION_TYPES)} with a single layer"
             )
         return int(vision.image_size // vision.patch_size) ** 2
 
-    def hf_config(self, end_id: int, pad_id: int, image_id: int) -> dict[str, Any]:
+    def export_hf_config(self, eos_id: int, pad_id: int, image_id: int) -> dict[str, Any]:
         """config.json for transformers."""
-        values: dict[str, Any] = self._config.to_dict()
-        ends = {"eos_token_id": end_id, "pad_token_id": pad_id}
+        values: dict[str, Any] = self._hf_config.to_dict()
+        ends = {"eos_token_id": eos_id, "pad_token_id": pad_id}
         image = {"image_token_index": image_id, "image_seq_length": self.image.num_tokens}
         text = values["text_config"] | ends | {"dtype": None}
         return values | image | ends | {"architectures": [self.hf_class], "text_config": text}
@@ -126,7 +122,7 @@ class Generative(HfModel, nn.Module):
             "image_token": self.chat.image,
             "patch_size": self.image.tower.config.patch_size,
             "num_additional_image_tokens": _has_class_token(self.image.tower),
-            "vision_feature_select_strategy": self._config.vision_feature_select_strategy,
+            "vision_feature_select_strategy": self._hf_config.vision_feature_select_strategy,
         }
 
 
@@ -174,20 +170,20 @@ class LanguageModel(nn.Module):
         hidden = self.tower(inputs_embeds=inputs, past_key_values=empty, use_cache=False).last_hidden_state
         # The prediction at the image token is that of the last image feature.
         text = torch.arange(input_ids.shape[1], device=hidden.device)[None]
-        at, more = image_pos.clamp(min=0)[:, None], image.shape[1] - 1
-        return self.head(_gather_rows(hidden, torch.where(text < at, text, text + more)))
+        image_start, num_extra = image_pos.clamp(min=0)[:, None], image.shape[1] - 1
+        return self.head(_gather_rows(hidden, torch.where(text < image_start, text, text + num_extra)))
 
     def insert_image(self, image: Tensor, input_ids: Tensor, image_pos: Tensor) -> Tensor:
         """Input embeddings [B, T + N - 1, W]: token embeddings with the image features in place of the image token."""
         num_image = image.shape[1]
         embedded = self.tower.embed_tokens(input_ids)
-        at = image_pos.clamp(min=0)[:, None]
-        position = torch.arange(input_ids.shape[1] + num_image - 1, device=at.device)[None]
-        is_image = (position >= at) & (position < at + num_image)
-        word = torch.where(position < at, position, (position - num_image + 1).clamp(min=0))
+        start = image_pos.clamp(min=0)[:, None]
+        position = torch.arange(input_ids.shape[1] + num_image - 1, device=start.device)[None]
+        is_image = (position >= start) & (position < start + num_image)
+        word = torch.where(position < start, position, (position - num_image + 1).clamp(min=0))
         # In the dtype of the token embeddings: autocast features would keep the residual stream in half precision.
         return torch.where(
-            is_image[..., None], _gather_rows(image, position - at).to(embedded.dtype), _gather_rows(embedded, word)
+            is_image[..., None], _gather_rows(image, position - start).to(embedded.dtype), _gather_rows(embedded, word)
         )
 
 

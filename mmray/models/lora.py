@@ -14,11 +14,11 @@ from torch import nn
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
-    from mmray.config import Lora as Section
+    from mmray.config import Lora
 
 
-def add_adapters(model: nn.Module, section: Section) -> None:
-    """Add an adapter to each trainable linear layer that matches `section.targets`, and freeze all other weights.
+def add_adapters(model: nn.Module, lora: Lora) -> None:
+    """Add an adapter to each trainable linear layer that matches `lora.targets`, and freeze all other weights.
 
     A new adapter adds zero. Raises UsageError for a pattern without a match, and if peft is not installed.
     """
@@ -33,14 +33,14 @@ def add_adapters(model: nn.Module, section: Section) -> None:
     if not linear:
         raise UsageError("model.lora: the model has no trainable linear layer to adapt")
     layers: list[str] = []
-    for pattern in section.targets:
+    for pattern in lora.targets:
         if not (matching := [name for name in linear if fnmatchcase(name, pattern)]):
             raise UsageError(
                 f"model.lora.targets: `{pattern}` matches no linear layer of the model; layers are named like "
                 f"{linear[0]} and {linear[-1]}"
             )
         layers += matching
-    config = LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=layers)
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers)
     inject_adapter_in_model(config, model)
 
 

@@ -13,7 +13,7 @@ from mmray.models.encoders.text import HfTextTower, bert_config, build_text_towe
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
-    from mmray.config.model import TowerModel as Section
+    from mmray.config.model import TowerModel
 
 
 class ImageBranch(nn.Module):
@@ -43,17 +43,13 @@ class TextBranch(nn.Module):
 
 
 class TwoTower(DualEncoder):
-    """An image branch and a text branch with one embedding space and a learned temperature.
-
-    spec: the `model` section. vocab_size: tokens of the tokenizer. architecture: `architecture()` of the same model;
-    the caller then loads its weights. Raises UsageError.
-    """
+    """An image and a text branch with one embedding space and a learned temperature. Arguments as for `build`."""
 
     image: ImageBranch
     text: TextBranch
     branch_classes = (ImageBranch, TextBranch)
 
-    def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+    def __init__(self, spec: TowerModel, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         inputs, config = spec.inputs, architecture["text"] if architecture else None
         image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
         text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, config, language_token_pattern(inputs))
@@ -65,7 +61,7 @@ class TwoTower(DualEncoder):
         return {"text": self.text.tower.net.config.to_dict()} | image_architecture(self.image.tower)
 
     @staticmethod
-    def random_init_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
+    def random_init_architecture(spec: TowerModel, vocab_size: int) -> dict[str, Any]:
         """The `architecture` of a model with random weights in the shape of the settings."""
         text = bert_config(spec.text, vocab_size, spec.inputs.max_tokens).to_dict()
         return {"text": text} | random_init_image(spec.image)

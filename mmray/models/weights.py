@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from mmray.data.text.chat import language_token_pattern
 from mmray.data.text.tokenizer import MAX_LANGUAGES
-from mmray.errors import UsageError
+from mmray.errors import UsageError, first_line
 
-SETTING = "model.weights"
+WEIGHTS_SETTING = "model.weights"
 HAVE_POOLER_OPTION = ("vit", "bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert")
 READ_ERRORS = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError)
 
@@ -47,7 +47,7 @@ def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
             return load_file(path)
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except READ_ERRORS as error:
-        raise UsageError(f"{setting}: cannot read weights from {path}: {_first_line(error)}") from None
+        raise UsageError(f"{setting}: cannot read weights from {path}: {first_line(error)}") from None
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]  # a training checkpoint with epoch and optimizer
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
@@ -64,10 +64,6 @@ def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
         raise UsageError(f"{problem}: {'; '.join(details)}") from None
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **options: Any) -> Any:
     """Call `read` for a directory, the hub cache, or the hub, in this order. Raises UsageError."""
     path = Path(name).expanduser()
@@ -79,13 +75,13 @@ def _load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **opti
         return read(name, local_files_only=True, **options)
     except READ_ERRORS as error:
         if path.is_dir():
-            raise UsageError(f"{setting}: cannot read a saved model from {name}: {_first_line(error)}") from None
+            raise UsageError(f"{setting}: cannot read a saved model from {name}: {first_line(error)}") from None
     try:
         return read(name, **options)
     except OSError as error:
         raise UsageError(
             f"{setting}: `{name}` is not a directory, not in the hub cache, and cannot be downloaded "
-            f"({_first_line(error)}). Run `hf download {name} --local-dir DIR` on a machine with a network and "
+            f"({first_line(error)}). Run `hf download {name} --local-dir DIR` on a machine with a network and "
             f"set {setting} to DIR, or set it to `none`"
         ) from None
 
@@ -107,16 +103,16 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
     return config
 
 
-def load_model(setting: str, name: str, kind: Any, config: Any, **options: Any) -> Any:
-    """Load a saved model of class `kind` in float32. Raises UsageError if weights are missing."""
+def load_model(setting: str, name: str, model_class: Any, config: Any, **options: Any) -> Any:
+    """Load a saved model of class `model_class` in float32. Raises UsageError if weights are missing."""
     options |= {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    net, report = _load_local_or_hub(setting, name, kind.from_pretrained, **options)
+    net, report = _load_local_or_hub(setting, name, model_class.from_pretrained, **options)
     if missing := sorted(report["missing_keys"]):
         raise UsageError(f"{setting}: {name} lacks {len(missing)} weights of a {config.model_type}, first {missing[0]}")
     return net
 
 
-def build_encoder(setting: str, name: str | None, config: Any) -> Any:
+def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
     """transformers' encoder without a pooler: the saved one in `name`, or a random one. Raises UsageError."""
     from transformers import AutoModel
 
@@ -149,24 +145,24 @@ class HfModel:
 
     hf_class: ClassVar[str]
     hf_names: ClassVar[tuple[tuple[str, str], ...]]  # prefixes of weights here and in transformers
-    _config: Any
+    _hf_config: Any
 
     def architecture(self) -> dict[str, Any]:
         """The transformers config, as JSON values."""
-        return {"config": self._config.to_dict()}
+        return {"config": self._hf_config.to_dict()}
 
     @classmethod
     def random_init_architecture(cls, spec: Any, vocab_size: int) -> dict[str, Any]:
         """The `architecture` of a model with random weights in the shape of the settings."""
-        return {"config": cls.config_of(spec, vocab_size).to_dict()}
+        return {"config": cls.default_hf_config(spec, vocab_size).to_dict()}
 
-    def _hf_config(self, text: dict[str, int | None]) -> dict[str, Any]:
+    def _updated_hf_config(self, text: dict[str, int | None]) -> dict[str, Any]:
         """config.json for transformers, with `text` in the config of the text model."""
-        values: dict[str, Any] = self._config.to_dict()
+        values: dict[str, Any] = self._hf_config.to_dict()
         return values | {"architectures": [self.hf_class], "text_config": values["text_config"] | text}
 
     @staticmethod
-    def config_of(spec: Any, vocab_size: int) -> Any:
+    def default_hf_config(spec: Any, vocab_size: int) -> Any:
         """transformers' config in the shape of the settings. Raises UsageError."""
         raise NotImplementedError
 
@@ -183,24 +179,26 @@ class HfModel:
         """
         import transformers
 
-        kind: Any = getattr(transformers, cls.hf_class)
+        model_class: Any = getattr(transformers, cls.hf_class)
         token, rows = language_token_pattern(spec.inputs), vocab_size
         if architecture is not None:
-            net = kind(kind.config_class.from_dict(architecture["config"]))
+            net = model_class(model_class.config_class.from_dict(architecture["config"]))
         elif spec.weights == "none":
-            net = kind(cls.config_of(spec, vocab_size))
+            net = model_class(cls.default_hf_config(spec, vocab_size))
         elif not is_checkpoint_file(spec.weights):
-            config = load_config(SETTING, spec.weights, (kind.config_class.model_type,))
-            net = add_language_rows(load_model(SETTING, spec.weights, kind, config), vocab_size, token)
+            config = load_config(WEIGHTS_SETTING, spec.weights, (model_class.config_class.model_type,))
+            net = add_language_rows(load_model(WEIGHTS_SETTING, spec.weights, model_class, config), vocab_size, token)
         elif spec.kind != "clip":
-            raise UsageError(f"{SETTING}: {spec.weights} is a checkpoint file, which only model.kind `clip` loads")
+            raise UsageError(
+                f"{WEIGHTS_SETTING}: {spec.weights} is a checkpoint file, which only model.kind `clip` loads"
+            )
         else:
-            state = open_clip_to_hf(read_state_dict(SETTING, spec.weights))
+            state = open_clip_to_hf(read_state_dict(WEIGHTS_SETTING, spec.weights))
             if token and TOKEN_EMBEDDING in state:
                 rows = min(vocab_size, len(state[TOKEN_EMBEDDING]))
-            net = kind(cls.config_of(spec, rows))
+            net = model_class(cls.default_hf_config(spec, rows))
             shape = "an open_clip ViT checkpoint in the shape of model.image and model.text"
-            load_state(net, state, f"{SETTING}: {spec.weights} is not {shape}")
+            load_state(net, state, f"{WEIGHTS_SETTING}: {spec.weights} is not {shape}")
             add_language_rows(net, vocab_size, token)
         vision, text, inputs = net.config.vision_config, net.config.text_config, spec.inputs
         if vision.image_size != inputs.image_side:
@@ -213,7 +211,7 @@ class HfModel:
                 f"model.inputs.max_tokens: {inputs.max_tokens} (with image tokens {positions}) exceeds the "
                 f"{text.max_position_embeddings} positions of {spec.weights}; reduce it"
             )
-        check_vocab_size(SETTING, spec.weights, text.vocab_size, vocab_size)
+        check_vocab_size(WEIGHTS_SETTING, spec.weights, text.vocab_size, vocab_size)
         return net
 
 
@@ -258,9 +256,9 @@ def open_clip_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
             continue
         for theirs, ours in OPEN_CLIP_NAMES.items():
             name = name.replace(theirs, ours)
-        prefix, packed, kind = name.partition("in_proj_")
+        prefix, packed, suffix = name.partition("in_proj_")
         if packed:
-            out |= zip((f"{prefix}{part}_proj.{kind}" for part in "qkv"), tensor.float().chunk(3), strict=True)
+            out |= zip((f"{prefix}{part}_proj.{suffix}" for part in "qkv"), tensor.float().chunk(3), strict=True)
         else:
             out[name] = tensor.float().T.contiguous() if name in _TRANSPOSED else tensor.float()
     return out

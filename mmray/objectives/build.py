@@ -18,28 +18,28 @@ from mmray.objectives.protocol import Batch, HardNegativeMining, LossSums, Objec
 from mmray.objectives.sigmoid import Sigmoid
 
 if TYPE_CHECKING:
-    from mmray.config import Objective as Section
+    from mmray.config import Objective as ObjectiveConfig
 
-BUILT_IN: dict[str, Callable[[Section], Any]] = {
+BUILT_IN: dict[str, Callable[[ObjectiveConfig], Any]] = {
     "contrastive": lambda _: Contrastive(),
     "sigmoid": lambda _: Sigmoid(),
     "matching": lambda _: Matching(),
-    "classification": lambda section: Classification(section.label_smoothing),
+    "classification": lambda config: Classification(config.label_smoothing),
     "region_text": lambda _: RegionText(),
     "language_modelling": lambda _: LanguageModelling(),
 }
 _TERM = re.compile(r"(?:(\d+(?:\.\d*)?(?:e-?\d+)?|\.\d+)\s*\*)?\s*([A-Za-z_][\w.:]*)$")
-REQUIRED = ("gathered_outputs", "scalar_outputs", "count", "compute_loss")
+REQUIRED = ("gathered_outputs", "scalar_output_names", "count", "compute_loss")
 
 
-def build(section: Section) -> Any:
-    """Build the objective named by `section.kind`. Raises UsageError."""
+def build(config: ObjectiveConfig) -> Any:
+    """Build the objective named by `config.kind`. Raises UsageError."""
     terms = []
-    for name, weight in parse_terms(section.kind).items():
+    for name, weight in parse_terms(config.kind).items():
         if name in BUILT_IN:
-            objective = BUILT_IN[name](section)
+            objective = BUILT_IN[name](config)
         else:
-            objective = plugins.load_class(name, "objective.kind", tuple(BUILT_IN))(section)
+            objective = plugins.load_class(name, "objective.kind", tuple(BUILT_IN))(config)
             if missing := [part for part in REQUIRED if not hasattr(objective, part)]:
                 raise UsageError(
                     f"objective.kind: `{name}` lacks {', '.join(missing)}; see mmray/objectives/protocol.py"
@@ -80,14 +80,13 @@ class CombinedObjective:
             _merge_terms([term for term in terms if not term.objective.gathered_outputs]),
         )
         self.gathered_outputs = _union(term.objective.gathered_outputs for term in terms)
-        self.scalar_outputs = _union(term.objective.scalar_outputs for term in terms)
+        self.scalar_output_names = _union(term.objective.scalar_output_names for term in terms)
 
 
 def _merge_terms(terms: list[Term]) -> Objective | None:
     """Terms of one kind as one objective; a single term of weight 1 is used as it is."""
     if len(terms) == 1 and terms[0].weight == 1:
-        only: Objective = terms[0].objective
-        return only
+        return terms[0].objective
     if len(terms) == 1 and isinstance(terms[0].objective, Pairwise):
         return WeightedPairwise(terms[0])
     return WeightedSum(terms) if terms else None
@@ -100,7 +99,7 @@ class WeightedSum:
         self._terms = terms
         self._mining = [term.objective for term in terms if isinstance(term.objective, HardNegativeMining)]
         self.gathered_outputs = _union(term.objective.gathered_outputs for term in terms)
-        self.scalar_outputs = _union(term.objective.scalar_outputs for term in terms)
+        self.scalar_output_names = _union(term.objective.scalar_output_names for term in terms)
         self.score_outputs = _union(objective.score_outputs for objective in self._mining)
         self.gathered_inputs = _union(objective.gathered_inputs for objective in self._mining)
 

@@ -19,7 +19,7 @@ class Contrastive:
     """
 
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
-    scalar_outputs: tuple[str, ...] = ("logit_scale",)
+    scalar_output_names: tuple[str, ...] = ("logit_scale",)
 
     def count(self, batch: Batch) -> Tensor:
         """Valid rows of the batch."""

@@ -17,7 +17,7 @@ class CrossEntropy:
     """Cross-entropy of each target, divided by the targets of the global batch, so each target has the same weight."""
 
     gathered_outputs: tuple[str, ...] = ()
-    scalar_outputs: tuple[str, ...] = ()
+    scalar_output_names: tuple[str, ...] = ()
     logits: str  # output [B, ..., C]
     accuracy: str  # metric
     label_smoothing = 0.0
@@ -85,7 +85,7 @@ class RegionText(CrossEntropy):
     without a label, `box_mask` bool [B, N].
     """
 
-    scalar_outputs = ("logit_scale",)
+    scalar_output_names = ("logit_scale",)
     logits, accuracy = "region_logits", "region_accuracy"
 
     def targets(self, batch: Batch) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmray.objectives.protocol import Batch, LossSums, Outputs, at_least_float32
 
 NO_NEGATIVE = -1
-_ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # constants of splitmix64 as signed integers
+SPLITMIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's constants, signed
 
 
 class Matching:
@@ -27,7 +27,7 @@ class Matching:
     """
 
     gathered_outputs: tuple[str, ...] = ()
-    scalar_outputs: tuple[str, ...] = ("logit_scale",)
+    scalar_output_names: tuple[str, ...] = ("logit_scale",)
     score_outputs: tuple[str, ...] = ("image_embed", "text_embed")
     gathered_inputs: tuple[str, ...] = ("input_ids", "attention_mask", "pos")
 
@@ -49,8 +49,8 @@ class Matching:
         """`negative_ids`, `negative_mask` [B, T] and `has_negative` [B]: the hard negative caption of each row."""
         chosen = sample_negatives(outputs, batch, gathered)
         has_negative = chosen != NO_NEGATIVE
-        own = torch.arange(len(chosen), device=chosen.device) + gathered["offset"]
-        row = torch.where(has_negative, chosen, own)
+        local_rows = torch.arange(len(chosen), device=chosen.device) + gathered["offset"]
+        row = torch.where(has_negative, chosen, local_rows)
         return {
             "negative_ids": gathered["input_ids"][row],
             "negative_mask": gathered["attention_mask"][row],
@@ -67,16 +67,16 @@ def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -
     scores = (outputs["logit_scale"] * image @ text.T).double() + gumbel_noise(batch["pos"], gathered["pos"])
     offset = gathered["offset"]
     captions = hash_captions(gathered["input_ids"], gathered["attention_mask"])
-    own = captions[offset : offset + len(scores)]
-    allowed = gathered["valid"][None] & (captions[None] != own[:, None])
+    local = captions[offset : offset + len(scores)]
+    allowed = gathered["valid"][None] & (captions[None] != local[:, None])
     best = scores.masked_fill(~allowed, -torch.inf).argmax(dim=1)
     return torch.where(allowed.any(dim=1), best, NO_NEGATIVE)
 
 
 def gumbel_noise(row: Tensor, column: Tensor) -> Tensor:
     """Standard Gumbel noise float64 [B, G], a hash of two int64 positions."""
-    mixed = row[:, None] * _ODD[0] + column[None] * _ODD[1]
-    for shift, factor in ((30, _ODD[1]), (27, _ODD[2]), (31, 1)):
+    mixed = row[:, None] * SPLITMIX[0] + column[None] * SPLITMIX[1]
+    for shift, factor in ((30, SPLITMIX[1]), (27, SPLITMIX[2]), (31, 1)):
         mixed = (mixed ^ _logical_shift_right(mixed, shift)) * factor
     uniform = (_logical_shift_right(mixed, 12).double() + 0.5) / 2**52  # never 0, never 1
     return -(-uniform.log()).log()
@@ -85,8 +85,8 @@ def gumbel_noise(row: Tensor, column: Tensor) -> Tensor:
 def hash_captions(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Hash of each caption, int64 [B]; independent of the padding."""
     positions = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
-    mixed = (input_ids + 1) * _ODD[0] + positions * _ODD[1]
-    mixed = (mixed ^ _logical_shift_right(mixed, 29)) * _ODD[2]
+    mixed = (input_ids + 1) * SPLITMIX[0] + positions * SPLITMIX[1]
+    mixed = (mixed ^ _logical_shift_right(mixed, 29)) * SPLITMIX[2]
     return torch.where(attention_mask.bool(), mixed, 0).sum(dim=1)
 
 

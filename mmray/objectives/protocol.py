@@ -28,12 +28,12 @@ class Objective(Protocol):
     """Loss of model outputs. `objective.kind: package.module:Class` calls your class with the `objective` section.
 
     `gathered_outputs`: outputs [B, ...] of all ranks that the loss needs at once; empty for a sum over rows. A global
-    loss reads only these, `scalar_outputs`, and the one-dimensional tensors of the batch (in evaluation only `valid`).
-    `scalar_outputs`: outputs that belong to the step and not to a row, such as the temperature.
+    loss reads only these, its scalar outputs, and the one-dimensional tensors of the batch (in evaluation only `valid`
+    and `label`). `scalar_output_names`: outputs that belong to the step and not to a row, such as the temperature.
     """
 
     gathered_outputs: tuple[str, ...]
-    scalar_outputs: tuple[str, ...]
+    scalar_output_names: tuple[str, ...]
 
     def count(self, batch: Batch) -> Tensor:
         """Denominator of the loss of `batch`, a scalar: valid rows, or target tokens.
@@ -59,7 +59,7 @@ class HardNegativeMining(Protocol):
     def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:
         """Further columns for the rows of a micro-batch, passed to the model with the batch.
 
-        outputs: `score_outputs` and `scalar_outputs`, without gradient. gathered: `score_outputs` and
+        outputs: `score_outputs` and the scalar outputs, without gradient. gathered: `score_outputs` and
         `gathered_inputs` of all ranks [G, ...], `valid` bool [G], and `offset`, where this micro-batch starts. The
         result must not depend on how rows are split into micro-batches and ranks.
         """
@@ -108,5 +108,5 @@ class ObjectiveParts:
 
 def split_objective(objective: Any) -> ObjectiveParts:
     """Split an objective into its global and its local loss."""
-    own = ObjectiveParts(objective, None) if objective.gathered_outputs else ObjectiveParts(None, objective)
-    return getattr(objective, "objective_parts", own)
+    single = ObjectiveParts(objective, None) if objective.gathered_outputs else ObjectiveParts(None, objective)
+    return getattr(objective, "objective_parts", single)

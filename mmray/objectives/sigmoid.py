@@ -22,7 +22,7 @@ class Sigmoid:
     """
 
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
-    scalar_outputs: tuple[str, ...] = ("logit_scale", "logit_bias")
+    scalar_output_names: tuple[str, ...] = ("logit_scale", "logit_bias")
     rotating_outputs: tuple[str, ...] = ("text_embed",)
 
     def __init__(self, chunk: int = CHUNK) -> None:

@@ -20,7 +20,8 @@ from mmray.errors import MmrayError
 
 def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train in the process group that Ray Train made. `arguments` come from worker_group.build_trainer."""
-    from mmray.engine.worker import work  # here: the driver imports this module without the engine, 2 s of CPU time
+    # Imported here: the driver imports this module without the engine, 2 s of CPU time.
+    from mmray.engine.worker import train_worker
 
     coordinator, rank = arguments["coordinator"], ray.train.get_context().get_world_rank()
     stop = threading.Event()
@@ -40,7 +41,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
         stop=stop.is_set,  # the ranks agree on it in the next step
         bad_row=lambda row: ray.get(coordinator.bad_row.remote(row)),
         beat=beat,
-        about={
+        process_info={
             "rank": rank,
             "node": ray.get_runtime_context().get_node_id(),
             "pid": os.getpid(),
@@ -49,7 +50,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     )
     try:
         blocks = iter_blocks(ray.train.get_dataset_shard("train"))
-        return work(arguments["job"], arguments["start"], blocks, ray.train.torch.get_device(), driver)
+        return train_worker(arguments["job"], arguments["start"], blocks, ray.train.torch.get_device(), driver)
     except Exception as error:
         if not isinstance(error, MmrayError):
             error.add_note(traceback.format_exc())  # a traceback is not sent to the driver, a note is

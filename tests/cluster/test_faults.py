@@ -18,7 +18,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import BlockPlan, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import TextEncoder
-from mmray.engine.worker import work
+from mmray.engine.worker import train_worker
 from mmray.engine.worker_context import DriverHandle, WorkerContext
 from mmray.storage.lease import Lease
 from mmray.train import monitor
@@ -52,7 +52,7 @@ def losses_of_one_worker(wanted, folder):
     stream = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
     line = DriverHandle(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
     context = WorkerContext(calm, folder, fence, reader, None, tokenizer)
-    work(context, ResumePoint(plan, 0), stream, torch.device("cpu"), line)
+    train_worker(context, ResumePoint(plan, 0), stream, torch.device("cpu"), line)
     lease.release()
     return [entry["train/loss"] for entry in lines(folder)]
 

@@ -26,15 +26,16 @@ from mmray.engine import memory_probe, precision
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.meters import reduce_over_ranks
-from mmray.engine.parallel import wrap
+from mmray.engine.parallel import strategy
+from mmray.engine.parallel.strategy import ParallelConfig
 from mmray.engine.parallel.transforms import compile_branches
-from mmray.engine.parallel.wrap import ParallelConfig
 from mmray.engine.precision import Precision, micro_seed
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.sigmoid import Sigmoid
+from tests.checkpoints import save_checkpoint
 from tests.engine import recipe_models, toy
 
 ROWS = 21  # the second of two ranks has one row of padding, the last of four has three rows
@@ -139,7 +140,7 @@ TWO_RANKS: dict[str, tuple[Train, Train]] = {
     "rank without rows": variant(partial(train_toy, invalid=tuple(range(11, ROWS))), micro=4),
     "row-wise": variant(partial(train_toy, **ROW_WISE), micro=4),
     **{kind: variant(train_objective(kind), micro=4) for kind in KINDS},
-    **{f"clipped per branch, {way}": variant(CLIPPED, layout=ParallelConfig(kind=way)) for way in ("ddp", "fsdp")},
+    **{f"clipped per branch, {way}": variant(CLIPPED, layout=ParallelConfig(strategy=way)) for way in ("ddp", "fsdp")},
     **{
         f"{kind}, {way}{', activation checkpointing' * checkpointing}": variant(
             partial(recipe_models.train_kind, kind, parallel="single"), parallel=way, checkpointing=checkpointing
@@ -159,7 +160,7 @@ FOUR_RANKS: dict[str, tuple[Train, Train]] = {
     **{kind: variant(train_objective(kind), micro=4) for kind in ("0.5 * sigmoid", "language_modelling", KINDS[-2])},
     **{
         f"{kind}, sharded": variant(
-            partial(train_objective(kind), steps=4), micro=4, layout=ParallelConfig(kind="fsdp")
+            partial(train_objective(kind), steps=4), micro=4, layout=ParallelConfig(strategy="fsdp")
         )
         for kind in KINDS
     },
@@ -285,7 +286,9 @@ def common_micro(group: Group) -> list[int]:
     for limits in ((6, 3), (99, 99)):
         model = toy.MemoryLimitedToy(toy.MemoryFault(max_rows=limits[group.rank]))
         state = replace(toy.train_state(model), group=group)
-        results.append(memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), share=12, micro=None).micro)
+        results.append(
+            memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), rows_per_rank=12, micro=None).micro
+        )
     return results
 
 
@@ -363,7 +366,7 @@ def train_strategy(
     train = toy.train_settings(**{"log_every": 1, "checkpoint_every": 2} | settings)
     options = {"objective": OOM_OBJECTIVES[objective](), "train": train, "log": log, "save": save}
     options |= {"evaluate": evaluate, "evaluate_every": 3, "devices": (group.device, group.device)}
-    stored = first and partial(state_io.load, state_io.save(Path(tempfile.mkdtemp()), 2, first, {}))
+    stored = first and partial(state_io.load, save_checkpoint(Path(tempfile.mkdtemp()), 2, first, {}))
     toy.run(model, plan, group, stored, 2 if first else 0, **options)
     weights = torch.cat([tensor.flatten() for tensor in states[8]["model"].values()])
     return {"weights": weights, "losses": log.of("train/loss"), "state": states.get(2)}
@@ -373,7 +376,7 @@ def strategies(group: Group) -> dict[str, Any]:
     """Each strategy, and a replicated checkpoint that resumes sharded and the reverse."""
     results = {}
     for name, (objective, settings) in STRATEGIES.items():
-        with patch.object(wrap, "BUCKET_MB", 0.001 if name == SMALL_BUCKETS else wrap.BUCKET_MB):
+        with patch.object(strategy, "BUCKET_MB", 0.001 if name == SMALL_BUCKETS else strategy.BUCKET_MB):
             results[name] = train_strategy(group, objective, **settings)
     for before, after in (("ddp", "fsdp"), ("fsdp", "ddp")):
         state = results[f"{before}, contrastive"]["state"]
@@ -391,7 +394,7 @@ def compiled(group: Group) -> dict[str, Any]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         train = partial(train_toy, group, 3, (), toy.Branched, rows=12, dropout=0.3, **options)  # all of one shape
-        train = partial(train, layout=ParallelConfig(kind=name.split(",")[0]))
+        train = partial(train, layout=ParallelConfig(strategy=name.split(",")[0]))
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # otherwise it would fall back to eager code
             weights = train(backend="aot_eager")
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]

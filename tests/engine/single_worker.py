@@ -12,7 +12,7 @@ from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.checkpoint import files, state_io
 from mmray.engine.collectives import Group
-from mmray.engine.worker import work
+from mmray.engine.worker import train_worker
 from mmray.engine.worker_context import DriverHandle, WorkerContext
 from mmray.storage.lease import Lease
 from mmray.train import run_dir
@@ -46,7 +46,7 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
     about = {"rank": group.rank, "node": "", "pid": 0}
     driver = DriverHandle(messages.append, lambda: False, lambda _: 0, lambda _: False, about)
     try:
-        result = work(context, ResumePoint(plan, first, checkpoint and str(checkpoint)), rows, device, driver)
+        result = train_worker(context, ResumePoint(plan, first, checkpoint and str(checkpoint)), rows, device, driver)
         group.barrier()
     finally:
         if lease:

@@ -218,7 +218,7 @@ def test_row_with_non_finite_output_is_named(kind):
     plan = SamplePlan(num_rows=33, global_rows=33, world=1, micro=8, seed=1, steps=5)
     model, names = NanRow(kind), lambda rows: [f"sample {row}" for row in rows]
     with pytest.raises(TrainingError, match=r"3 steps in a row.*outputs not finite for sample 17\)"):
-        train(model, plan, objective=toy.objective(kind), names=names, micro=4)
+        train(model, plan, objective=toy.objective(kind), row_names=names, micro=4)
     assert max(model.sizes) == 4
 
 

@@ -17,8 +17,8 @@ from tests.engine import toy
 from tests.engine.test_loop import Checkpoints, plan_of, train
 
 
-def probe(state, share=12, micro=None, batch_of=lambda rows: toy.rows(rows, 0)):
-    return memory_probe.probe_memory(state, batch_of, share, micro)
+def probe(state, rows_per_rank=12, micro=None, batch_of=lambda rows: toy.rows(rows, 0)):
+    return memory_probe.probe_memory(state, batch_of, rows_per_rank, micro)
 
 
 def state_with(max_rows=10**9, **fault):

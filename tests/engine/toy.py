@@ -18,7 +18,7 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop, optimizer
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
-from mmray.engine.parallel import wrap as parallel
+from mmray.engine.parallel import strategy
 from mmray.engine.precision import Precision, micro_seed, seeded
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import LoopResult, TrainSpec, TrainState
@@ -228,7 +228,7 @@ def train_state(
     """A TrainState as loop.py creates it."""
     group = group or Group()
     return TrainState(
-        model=parallel.wrap(model, group, layout),
+        model=strategy.wrap_model(model, group, layout),
         objective=objective or Contrastive(),
         group=group,
         precision=precision,
@@ -404,7 +404,7 @@ class Regression:
     """A row-wise objective that counts tokens, so that micro-batches have different weights."""
 
     gathered_outputs = ()
-    scalar_outputs = ("logit_scale",)
+    scalar_output_names = ("logit_scale",)
 
     def count(self, batch):
         return (batch["attention_mask"].sum(1) * batch["valid"]).sum()

@@ -54,7 +54,7 @@ def test_batches_have_all_captions_and_pixels_at_each_iteration(prepared: Prepar
         for batch in reading:
             rows = batch["row"].tolist()
             sizes.append(len(rows))
-            assert batch["owner"].tolist() == [number for number in rows for _ in range(1 + number % 3)]
+            assert batch["caption_row"].tolist() == [number for number in rows for _ in range(1 + number % 3)]
             ids, num_tokens = reading.data.encoder.encode([text for n in rows for text in CAPTIONS[: 1 + n % 3]])
             assert np.array_equal(batch["input_ids"].numpy(), ids)
             assert batch["attention_mask"].sum(1).tolist() == num_tokens.tolist()

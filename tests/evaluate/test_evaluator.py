@@ -23,7 +23,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import DataError
 from mmray.evaluate import evaluator as evaluator_module
-from mmray.evaluate.evaluator import Evaluator, retrieval_ranks, retrieval_scores, topk_accuracy, topk_correct
+from mmray.evaluate.evaluator import Evaluator, retrieval_ranks, retrieval_scores, topk_accuracy, topk_hits
 from mmray.evaluate.examples import NUM_SHOWN, select_queries
 from mmray.evaluate.retrieval import EmbeddingSet
 from mmray.models.fusion import LabelTexts
@@ -145,12 +145,12 @@ def test_scores_of_a_case_computed_by_hand() -> None:
     embedded = EmbeddingSet(
         row=torch.tensor([10, 11, 12]),
         image=axes,
-        owner=torch.tensor([10, 11, 11, 12]),
+        caption_row=torch.tensor([10, 11, 11, 12]),
         text=axes[[0, 1, 2, 0]],
         text_id=torch.arange(4),
         label=torch.full((3,), -1),
-        class_correct=torch.zeros(3),
-        region_correct=torch.zeros(3),
+        class_hits=torch.zeros(3),
+        region_hits=torch.zeros(3),
         scalar_outputs={"logit_scale": torch.tensor(2.0)},
     )
     (metrics,) = on_ranks(
@@ -221,7 +221,7 @@ def test_loss_equals_training_loss_and_state_is_restored(prepared: PreparedSet, 
 
 @pytest.mark.parametrize("gathered_outputs", [("match_logits",), ()])
 def test_objective_without_embeddings_has_no_loss(prepared: PreparedSet, gathered_outputs: tuple[str, ...]) -> None:
-    (metrics,) = score(prepared, objective=SimpleNamespace(gathered_outputs=gathered_outputs, scalar_outputs=()))
+    (metrics,) = score(prepared, objective=SimpleNamespace(gathered_outputs=gathered_outputs, scalar_output_names=()))
     assert "loss" not in metrics
     assert "recall_at_10/text_to_image" in metrics
 
@@ -306,11 +306,11 @@ def test_no_readable_row_raises_on_every_rank(tmp_path: Path) -> None:
 def test_topk_of_a_case_computed_by_hand() -> None:
     scores = torch.tensor([[3.0, 1, 2], [1, 1, 0], [0, math.nan, 1], [9, 0, 0], [0, 0, 9], [math.nan, 0, 0]])
     label = torch.tensor([0, 0, 2, -1, 7, 0])
-    right, in_five, rows = topk_correct(scores, label).tolist()
+    right, in_five, rows = topk_hits(scores, label).tolist()
     # Correct; a tie (wrong); a NaN in another class (wrong); no label; label out of range; a NaN in its own class.
     assert (right, rows) == (1, 4)
     assert in_five == 3
-    assert topk_accuracy(topk_correct(scores, label), "zero_shot", 3) == {
+    assert topk_accuracy(topk_hits(scores, label), "zero_shot", 3) == {
         "zero_shot/top_1": 0.25,
         "zero_shot/rows": 4.0,
     }
@@ -319,14 +319,14 @@ def test_topk_of_a_case_computed_by_hand() -> None:
 def test_top_5_equals_naive_search() -> None:
     draw = torch.Generator().manual_seed(0)
     scores, label = torch.randn(50, 9, generator=draw), torch.randint(0, 9, (50,), generator=draw)
-    found = topk_accuracy(topk_correct(scores, label), "c", 9)
+    found = topk_accuracy(topk_hits(scores, label), "c", 9)
     naive = [label[row] in scores[row].argsort(descending=True)[:5] for row in range(50)]
     assert found["c/top_5"] == pytest.approx(sum(naive) / 50)
     assert found["c/top_1"] == pytest.approx((scores.argmax(1) == label).double().mean().item())
 
 
 def test_no_labels_give_no_accuracy() -> None:
-    assert topk_accuracy(topk_correct(torch.randn(2, 3), torch.tensor([-1, -1])), "c", 3) == {"c/rows": 0.0}
+    assert topk_accuracy(topk_hits(torch.randn(2, 3), torch.tensor([-1, -1])), "c", 3) == {"c/rows": 0.0}
 
 
 WAYS = ("image_to_text", "text_to_image")

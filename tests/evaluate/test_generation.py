@@ -84,7 +84,7 @@ def test_answers_equal_greedy_decoding_without_cache_and_padding() -> None:
         with torch.no_grad():
             for _ in range(7):
                 token = model({"image": image, "input_ids": ids, "image_pos": at})["logits"][0, -1].argmax()
-                if token == ENCODER.end_id:
+                if token == ENCODER.eos_id:
                     break
                 tokens.append(int(token))
                 ids = torch.cat([ids, token[None, None]], dim=1)

@@ -86,7 +86,7 @@ def test_copies_count_as_rows(scores: list[list[int]], copies: list[int], seed: 
     spread = torch.arange(len(gallery)).repeat_interleave(times)
     expected = naive_ranks(queries, gallery[spread], is_right[:, spread].tolist())
     for chunk in (1, 2, 9):
-        assert compute_ranks(queries, gallery, pairs(is_right), chunk, copies=times).tolist() == expected
+        assert compute_ranks(queries, gallery, pairs(is_right), chunk, multiplicity=times).tolist() == expected
 
 
 def test_top_k_puts_nan_before_the_correct_answer() -> None:

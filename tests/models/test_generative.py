@@ -97,7 +97,7 @@ def test_export_loads_as_hf_llava_with_equal_outputs(tmp_path: Path) -> None:
     cut = given["input_ids"].shape[1] - 1  # without the closing token of the tokenizer
     given = {name: value[:, :cut] if value.ndim == 2 else value for name, value in given.items()}
     written = theirs.generate(**given, max_new_tokens=12, do_sample=False)[0, cut:].tolist()
-    ended = written.index(ENCODER.end_id) if ENCODER.end_id in written else len(written)
+    ended = written.index(ENCODER.eos_id) if ENCODER.eos_id in written else len(written)
     assert mmray.load(out).answer([picture()], max_new_tokens=12) == [ENCODER.tokenizer.decode(written[:ended]).strip()]
 
 

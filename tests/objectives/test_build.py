@@ -31,7 +31,7 @@ def own(monkeypatch):
 def test_sum_splits_into_global_and_local_loss(own):
     combined = objectives.build(kind("contrastive + 0.5*matching + 1e-1 * own_objectives:Mine"))
     assert combined.gathered_outputs == Contrastive.gathered_outputs
-    assert combined.scalar_outputs == ("logit_scale",)
+    assert combined.scalar_output_names == ("logit_scale",)
     parts = split_objective(combined)
     assert parts.local_loss.score_outputs == Contrastive.gathered_outputs
     assert parts.mining is parts.local_loss
@@ -61,7 +61,7 @@ def test_settings_are_passed_to_the_objective(own):
         ("contrastiv", "no `contrastiv`; use one of contrastive"),
         ("no_such_module:Mine", "cannot load `no_such_module:Mine`: No module named 'no_such_module'"),
         ("own_objectives:Nobody", "cannot load `own_objectives:Nobody`"),
-        ("own_objectives:Other", "lacks scalar_outputs, count, compute_loss"),
+        ("own_objectives:Other", "lacks scalar_output_names, count, compute_loss"),
     ],
 )
 def test_invalid_name_raises(own, name, message):

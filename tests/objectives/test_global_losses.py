@@ -62,7 +62,7 @@ def test_loss_equals_the_formula_over_valid_rows(objective, formula, invalid) ->
     assert count == B - len(invalid)
     loss.backward()
     expected.backward()
-    for name in (*objective.gathered_outputs, *objective.scalar_outputs):
+    for name in (*objective.gathered_outputs, *objective.scalar_output_names):
         torch.testing.assert_close(outputs[name].grad, again[name].grad, rtol=0, atol=1e-12, msg=name)
 
 
@@ -93,11 +93,11 @@ def test_invalid_rows_do_not_affect_loss_or_gradient(objective) -> None:
     loss, _, _ = objective.compute_loss(outputs, batch_of(3))
     loss.backward()
     assert torch.isfinite(loss) and not outputs["image_embed"].grad[3].any()
-    assert all(torch.isfinite(outputs[name].grad).all() for name in (*EMBEDS, *objective.scalar_outputs))
+    assert all(torch.isfinite(outputs[name].grad).all() for name in (*EMBEDS, *objective.scalar_output_names))
     loss, count, _ = objective.compute_loss(none, batch_of(*range(B)))
     loss.backward()
     assert (loss.item(), count.item()) == (0, 0)
-    assert not any(none[name].grad.any() for name in (*EMBEDS, *objective.scalar_outputs))
+    assert not any(none[name].grad.any() for name in (*EMBEDS, *objective.scalar_output_names))
 
 
 @pytest.mark.parametrize("objective", [Contrastive(), Sigmoid()])

@@ -25,6 +25,7 @@ from mmray.models.build import build
 from mmray.storage.paths import AnyPath, to_path
 from mmray.train import evaluate_export, run_dir
 from mmray.train.evaluate_export import load_model
+from tests.checkpoints import save_checkpoint
 from tests.data.prepare.test_pipeline import make_source, run_here
 from tests.made import CAPTIONS, make_set, row
 from tests.train import runs
@@ -45,7 +46,7 @@ def test_ema_weights_are_used_if_present(tmp_path: Path, ema: float) -> None:
     average.update_parameters(model)
     state = {EMA_KEY: average.state_dict()} if ema else {}
     meta = {"architecture": model.architecture()}
-    found = load_model(config, state_io.save(tmp_path, 3, {"model": model.state_dict()} | state, meta))
+    found = load_model(config, save_checkpoint(tmp_path, 3, {"model": model.state_dict()} | state, meta))
     assert found.log_scale.item() == pytest.approx(start + (0.5 if ema else 1))
     expected = average.module if ema else model
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
@@ -83,7 +84,7 @@ def made_run(folder: AnyPath, tmp_path: Path, **recalls: float | None) -> AnyPat
         model = build(config.model, size)
         metrics = {} if recall is None else {best_metric(config): recall}
         meta = {"architecture": model.architecture(), "metrics": metrics}
-        state_io.save(folder / "checkpoints", step, {"model": model.state_dict()}, meta)
+        save_checkpoint(folder / "checkpoints", step, {"model": model.state_dict()}, meta)
     return folder
 
 
@@ -142,7 +143,7 @@ def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path, monkeypatch
     model = config.model.model_copy(update={"vocab_size": 60})
     config = config.model_copy(update={"model": model, "batch": Batch(micro=4, accumulation=2, global_=16)})
     built = build(config.model, 60)
-    found = state_io.save(tmp_path, 3, {"model": built.state_dict()}, {"architecture": built.architecture()})
+    found = save_checkpoint(tmp_path, 3, {"model": built.state_dict()}, {"architecture": built.architecture()})
     scores = evaluate_export._score_on_worker(config, held_out.tokenizer_json or "", held_out, found)
     assert scores["rows"] == 5 and scores["loss"] > 0
 

@@ -7,13 +7,14 @@ import pytest
 import ray.exceptions
 import torch
 
-from mmray.engine.checkpoint import files, state_io
+from mmray.engine.checkpoint import files
 from mmray.errors import ResourceError, StorageError, TrainingError
 from mmray.storage.lease import Lease
 from mmray.train import driver, supervisor
 from mmray.train.recovery import Failure
 from mmray.train.run_dir import RunDir
 from mmray.train.supervisor import Supervisor
+from tests.checkpoints import save_checkpoint
 from tests.train.runs import Silent, config
 
 
@@ -107,7 +108,7 @@ def test_result_names_best_checkpoint(supervised, tmp_path):
     outcome = {"status": "finished", "steps": 9}
     assert supervised._write_result(outcome)["best"] is None
     for step, metrics in ((3, {"evaluate/recall_at_1/mean": 0.5}), (6, {"evaluate/recall_at_1/mean": 0.25}), (9, {})):
-        state_io.save(supervised.run.checkpoints, step, {"model": {"weight": torch.zeros(1)}}, {"metrics": metrics})
+        save_checkpoint(supervised.run.checkpoints, step, {"model": {"weight": torch.zeros(1)}}, {"metrics": metrics})
     supervised._write_result(outcome)
     assert result_of(tmp_path)["best"] == {"step": 3, "metric": "recall_at_1/mean", "score": 0.5}
 

@@ -34,7 +34,7 @@ class ChatEncoder:
         self.pad_id, self.vocab_size = encoder.pad_id, encoder.vocab_size
         self._chat, self.tokenizer = chat, encoder.tokenizer
         ids = (self.tokenizer.token_to_id(token) for token in (chat.image, chat.end))
-        self.image_id, self.end_id = (NO_TOKEN if index is None else index for index in ids)
+        self.image_id, self.eos_id = (NO_TOKEN if index is None else index for index in ids)
         self._special_tokens = sorted(encoder.special_tokens, key=len, reverse=True)
 
     def captions_of(self, row: Row) -> list[list[Message]]:

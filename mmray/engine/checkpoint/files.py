@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from mmray.errors import StorageError, TrainingError, UsageError
+from mmray.errors import StorageError, TrainingError, UsageError, first_line
 from mmray.storage.paths import AnyPath, local_copy, move_tree, remove_tree
 
 STATE, META, SUMS = "state.json", "meta.json", "SHA256SUMS"
@@ -95,21 +95,20 @@ def best_score(folder: AnyPath, metric: str) -> dict[str, Any] | None:
     return {"step": step_of(path), "metric": metric.removeprefix("evaluate/"), "score": score}
 
 
-def prune(folder: AnyPath, keep: int, metric: str | None = None) -> list[AnyPath]:
-    """Delete all but the newest `keep` complete checkpoints and the best by `metric`; return the deleted.
+def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
+    """Delete all but the newest `keep` complete checkpoints and the best by `metric`.
 
     Incomplete ones are deleted too. Raises TrainingError if the storage refuses.
     """
     kept = set(_steps(folder, complete=True)[-keep:])
     if metric is not None and (top := best(folder, metric)) is not None:
         kept.add(top)
-    deleted = [path for path in _steps(folder) if path not in kept]
+    old = [path for path in _steps(folder) if path not in kept]
     try:
-        for path in deleted:
+        for path in old:
             discard(path)
     except OSError as error:
         raise TrainingError(f"cannot delete the old checkpoint {path}: {error.strerror or error}") from error
-    return deleted
 
 
 def discard(path: AnyPath, strict: bool = True) -> None:
@@ -221,8 +220,7 @@ def load_meta(path: AnyPath) -> dict[str, Any]:
 def read_json(file: AnyPath) -> dict[str, Any]:
     """Return a JSON object. Raises TrainingError if it cannot be read."""
     with as_user_error(file), local_copy(file) as local:
-        content: dict[str, Any] = json.loads(local.read_bytes())
-        return content
+        return json.loads(local.read_bytes())
 
 
 def format_record(meta: dict[str, Any]) -> str:
@@ -235,8 +233,8 @@ def format_record(meta: dict[str, Any]) -> str:
             return [strict(item) for item in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    known = meta | {"versions": {"python": platform.python_version(), "torch": torch.__version__}}
-    return json.dumps(strict(known), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    record = meta | {"versions": {"python": platform.python_version(), "torch": torch.__version__}}
+    return json.dumps(strict(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def format_write_error(path: AnyPath, error: Exception) -> str:
@@ -258,8 +256,7 @@ def as_user_error(file: AnyPath) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TrainingError(
-            f"cannot read {file}: {text}. Rerun the same command: it verifies the checkpoints and resumes from the "
-            "newest valid one"
+            f"cannot read {file}: {first_line(error)}. Rerun the same command: it verifies the checkpoints and resumes "
+            "from the newest valid one"
         ) from error

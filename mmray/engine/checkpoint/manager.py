@@ -32,7 +32,7 @@ class CheckpointManager:
 
     Under DDP only rank 0 has a manager; under FSDP (`sharded`) every rank has one and writes its own shard. `fence` is
     the lease number of rank 0, None on other ranks. `about` is added to each meta.json, with the number of ranks
-    (`world`) in it. `log` takes a label and a message. `cpu_group` is a gloo group used for nothing else.
+    (`world`) in it. `notify` takes a label and a message. `cpu_group` is a gloo group used for nothing else.
 
     A storage error is logged, and training continues with the previous checkpoint; only the last save has to succeed.
     Any other error, such as a lost lease, is raised by the next call.
@@ -44,16 +44,16 @@ class CheckpointManager:
         fence: int | None,
         config: Config,
         about: dict[str, Any],
-        log: Callable[[str, str], None],
+        notify: Callable[[str, str], None],
         cpu_group: Any = None,
         sharded: bool = False,
     ):
         self._folder, self._fence, self._config, self._about = folder, fence, config, about
         self._cpu_group, self._sharded = cpu_group, sharded
-        self._max_wait_s = None if sharded or about["world"] == 1 else config.cluster.collective_timeout_s / 2
-        self._log_storage, self._log = partial(log, "storage"), partial(log, "checkpoint")
+        self._collective_wait_s = None if sharded or about["world"] == 1 else config.cluster.collective_timeout_s / 2
+        self._notify = notify
         if fence is not None:
-            self.growing = LogUploader(folder, self._log_storage, self._check_lease)
+            self.uploader = LogUploader(folder, notify, self._check_lease)
         pinned = StagingOptions(
             use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
         )
@@ -65,7 +65,7 @@ class CheckpointManager:
 
     def log_from(self, step: int) -> MetricsLog:
         """The log of the steps after `step`."""
-        return MetricsLog(self.growing.here, step, self._log_storage, self._check_lease)
+        return MetricsLog(self.uploader.local_folder, step, self._notify, self._check_lease)
 
     def save(
         self, step: int, rows_consumed: int, state: state_io.State, metrics: dict[str, Any], last: bool
@@ -76,11 +76,12 @@ class CheckpointManager:
         `last`: other ranks wait in their next collective. Ranks that write shards wait for each other anyway.
         """
         start_s = time.perf_counter()
-        patience_s = self._max_wait_s
-        if patience_s is not None and not any(name.startswith("evaluate/") for name in metrics):
-            patience_s = min(MAX_WAIT_S, patience_s)  # longer for an evaluated step, which may be the best
-        if self._pending and not wait([self._pending[1]], None if last else patience_s).done:
-            self._log(f"skipped the checkpoint of step {step}: the one before is still being written. {RETRY}")
+        max_wait_s = self._collective_wait_s
+        if max_wait_s is not None and not any(name.startswith("evaluate/") for name in metrics):
+            max_wait_s = min(MAX_WAIT_S, max_wait_s)  # longer for an evaluated step, which may be the best
+        if self._pending and not wait([self._pending[1]], None if last else max_wait_s).done:
+            text = f"skipped the checkpoint of step {step}: the one before is still being written. {RETRY}"
+            self._notify("checkpoint", text)
             return self.cost_s
         self._finish_pending()
         meta = {
@@ -117,13 +118,13 @@ class CheckpointManager:
             if self._stager is not None:
                 self._stager.close()
             if self._fence is not None:
-                self.growing.close()
+                self.uploader.close()
 
     def _finish_pending(self) -> None:
         if self._pending is not None:
             self._wait_pending()
             if self._error is not None:
-                self._log(f"{self._error}. {RETRY}")
+                self._notify("checkpoint", f"{self._error}. {RETRY}")
 
     def _wait_pending(self) -> None:
         if self._pending is None:
@@ -144,7 +145,7 @@ class CheckpointManager:
         """Check that this run still has the folder, and upload what was logged up to this step."""
         try:
             self._check_lease()
-            self.growing.push()
+            self.uploader.upload_changed()
         except OSError as error:
             raise StorageError(f"the storage does not answer, so step {step} has no checkpoint: {error}") from error
 
@@ -152,12 +153,12 @@ class CheckpointManager:
         try:
             files.prune(self._folder / "checkpoints", self._config.train.keep_checkpoints, best_metric(self._config))
         except TrainingError as error:  # the new checkpoint is complete, which is what counts
-            self._log(str(error))
+            self._notify("checkpoint", str(error))
 
 
 # When to save: after a fixed number of steps, or so rarely that saving takes a small share of the time. Every rank must
 # decide the same, so loop.py broadcasts what rank 0 measured.
-COST_SHARE = 0.02  # of the training time, at most, for checkpoints
+COST_FRACTION = 0.02  # of the training time, at most, for checkpoints
 FIRST_STEPS = 10  # until a save is measured: after so many steps, then after twice as many, and so on
 
 
@@ -165,7 +166,7 @@ def steps_between_checkpoints(step_s: float | None, cost_s: float | None, steps_
     """Steps to the next checkpoint from the seconds of a step and of a save; None: not measured yet."""
     if not step_s or cost_s is None:
         return max(FIRST_STEPS, steps_taken)
-    return max(1, math.ceil(cost_s / (COST_SHARE * step_s)))
+    return max(1, math.ceil(cost_s / (COST_FRACTION * step_s)))
 
 
 @dataclass

@@ -63,14 +63,6 @@ State = dict[str, Any]  # nested dicts of tensors and JSON values
 Target = Callable[[str, Tensor], Tensor]  # key and meta tensor -> the tensor to read into: full, or this rank's shard
 
 
-def save(folder: AnyPath, step: int, state: State, meta: dict[str, Any]) -> AnyPath:
-    """Write folder/step-N from one process and return it; replace an existing one. Raises StorageError, TypeError."""
-    path = folder / f"step-{step}"
-    with as_storage_error(path):
-        save_async(path, state, {"step": step} | meta).result()
-    return path
-
-
 def save_async(
     path: AnyPath,
     state: State,
@@ -130,8 +122,7 @@ def load(path: AnyPath, target: Target | None = None, only: str = "") -> State:
 
 def load_weights(path: AnyPath, key: str = "model") -> dict[str, Tensor]:
     """Return the full state dict of the model (or of `key`) on the CPU. Raises TrainingError if it cannot be read."""
-    state: dict[str, Tensor] = load(path, only=key)[key]
-    return state
+    return load(path, only=key)[key]
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
@@ -140,7 +131,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
     Not DCP's `get_optimizer_state_dict`: it takes a step of an optimizer that has no state yet, and loads nothing into
     one whose gradients exist already, as DDP's do here.
     """
-    names, state = _learned_names(module, optimizer), optimizer.state_dict()
+    names, state = _trainable_names(module, optimizer), optimizer.state_dict()
     return {
         "state": {names[index]: dict(values) for index, values in state["state"].items()},
         "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]],
@@ -149,9 +140,10 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
 
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: State) -> None:
     """Load what `optimizer_state` returned. Raises as `load_state_dict` does."""
-    index_of = {name: index for index, name in enumerate(_learned_names(module, optimizer))}
-    own = optimizer.state_dict()["param_groups"]
-    groups = [stored | {"params": group["params"]} for stored, group in zip(state["param_groups"], own, strict=True)]
+    index_of = {name: index for index, name in enumerate(_trainable_names(module, optimizer))}
+    current = optimizer.state_dict()["param_groups"]
+    pairs = zip(state["param_groups"], current, strict=True)
+    groups = [stored | {"params": group["params"]} for stored, group in pairs]
     by_index = {index_of[name]: values for name, values in state["state"].items()}
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})
 
@@ -178,23 +170,23 @@ def split(state: State) -> tuple[State, dict[str, Tensor]]:
     """Return the state without its tensors, and the tensors by key (`model/NAME`). Raises TypeError for others."""
     tensors: dict[str, Tensor] = {}
 
-    def values_of(nest: Any, at: tuple[str, ...], where: str) -> Any:
-        if isinstance(nest, dict):
+    def values_of(value: Any, path: tuple[str, ...], label: str) -> Any:
+        if isinstance(value, dict):
             values = {}
-            for name, item in nest.items():
+            for name, item in value.items():
                 if type(name) is not str:
-                    raise TypeError(f"a key of {where} is a {type(name).__name__}: checkpoints store text keys only")
+                    raise TypeError(f"a key of {label} is a {type(name).__name__}: checkpoints store text keys only")
                 if isinstance(item, Tensor):
-                    tensors[_key(*at, name)] = item
+                    tensors[_key(*path, name)] = item
                 else:
-                    values[name] = values_of(item, (*at, name), f"{where}[{name!r}]")
+                    values[name] = values_of(item, (*path, name), f"{label}[{name!r}]")
             return values
-        if isinstance(nest, list | tuple):
-            return [values_of(item, at, f"{where}[{index}]") for index, item in enumerate(nest)]
+        if isinstance(value, list | tuple):
+            return [values_of(item, path, f"{label}[{index}]") for index, item in enumerate(value)]
         # Exact types: numpy's numbers are subclasses of Python's.
-        if type(nest) not in (str, int, float, bool, type(None)):
-            raise TypeError(f"{where} is a {type(nest).__name__}: checkpoints store tensors and JSON values only")
-        return nest
+        if type(value) not in (str, int, float, bool, type(None)):
+            raise TypeError(f"{label} is a {type(value).__name__}: checkpoints store tensors and JSON values only")
+        return value
 
     return values_of(state, (), "state"), tensors
 
@@ -278,8 +270,8 @@ def _cause() -> Iterator[None]:
         yield
     except CheckpointException as error:
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-        ours = {rank: cause for rank, cause in causes.items() if isinstance(cause, MmrayError)}
-        rank, cause = next(iter((ours or causes).items()))
+        user_errors = {rank: cause for rank, cause in causes.items() if isinstance(cause, MmrayError)}
+        rank, cause = next(iter((user_errors or causes).items()))
         if isinstance(cause, OSError | SafetensorError) and rank > 0:
             raise OSError(f"{getattr(cause, 'strerror', None) or cause} (on rank {rank})") from cause
         raise cause from None
@@ -305,7 +297,7 @@ def _key(*path: str) -> str:
     return "/".join(quote(part, safe=" ") for part in path)
 
 
-def _learned_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
+def _trainable_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
     """Names of the optimizer's parameters, in the order of its state dict."""
     names = {weight: name for name, weight in module.named_parameters()}
     return [names[weight] for group in optimizer.param_groups for weight in group["params"]]

@@ -21,9 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics
-from mmray.engine.parallel import wrap
+from mmray.engine.parallel import strategy
 from mmray.engine.parallel.branches import BranchParallel
-from mmray.engine.parallel.wrap import preserve_buffers
+from mmray.engine.parallel.strategy import preserve_buffers
 from mmray.engine.precision import Precision
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import TrainState
@@ -33,30 +33,30 @@ from mmray.objectives.protocol import Batch
 
 @dataclass
 class Padding:
-    """Tokens of one rank since the last line, with and without padding; `over` computes the fractions of the run."""
+    """Tokens of one rank since the last line, with and without padding; `fractions` are those of the run."""
 
     tokens: int = 0
     padded_tokens: int = 0
-    padded_tokens_unbucketed: int = 0
+    padded_tokens_ungrouped: int = 0
 
-    def add(self, share: LocalBatch) -> None:
-        self.tokens += share.tokens
-        self.padded_tokens += share.padded_tokens
-        self.padded_tokens_unbucketed += share.padded_tokens_unbucketed
+    def add(self, batch: LocalBatch) -> None:
+        self.tokens += batch.tokens
+        self.padded_tokens += batch.padded_tokens
+        self.padded_tokens_ungrouped += batch.padded_tokens_ungrouped
 
     def compute(self, device: torch.device) -> list[Tensor]:
         """Return scalars to be summed over ranks, and reset."""
-        counted = [self.tokens, self.padded_tokens, self.padded_tokens_unbucketed]
-        self.tokens = self.padded_tokens = self.padded_tokens_unbucketed = 0
+        counted = [self.tokens, self.padded_tokens, self.padded_tokens_ungrouped]
+        self.tokens = self.padded_tokens = self.padded_tokens_ungrouped = 0
         return list(torch.tensor(counted, dtype=torch.float64, device=device))
 
     @staticmethod
-    def over(sums: list[float], group_by_length: bool) -> Metrics:
+    def fractions(sums: list[float], group_by_length: bool) -> Metrics:
         """Fraction of padding; with length bucketing also the fraction without it."""
-        tokens, padded, unbucketed = sums
+        tokens, padded, ungrouped = sums
         if not padded:
             return {}
-        without = {"batch/padding_unbucketed": 1 - tokens / unbucketed} if group_by_length else {}
+        without = {"batch/padding_unbucketed": 1 - tokens / ungrouped} if group_by_length else {}
         return {"batch/padding": 1 - tokens / padded} | without
 
 
@@ -69,7 +69,7 @@ class Meter:
     padding: Padding = field(default_factory=Padding)
     flops_of_row: float | None = None  # a forward and a backward
 
-    def count_flops(self, state: TrainState, share: LocalBatch) -> None:
+    def count_flops(self, state: TrainState, batch: LocalBatch) -> None:
         """Count the model's FLOPs once, on the first micro-batch.
 
         After an OOM it is counted in the next step, because this step will run out of memory too and shrink. Raises the
@@ -77,9 +77,9 @@ class Meter:
         """
         if self.flops_of_row is not None:
             return
-        first = share.micro_batches[0]
+        first = batch.micro_batches[0]
         try:
-            flops = model_flops(wrap.unwrap(state.model), first, state.precision)
+            flops = model_flops(strategy.unwrap(state.model), first, state.precision)
         except (RuntimeError, MemoryError) as error:
             if not state.can_recover_oom or not is_out_of_memory(error):
                 raise
@@ -104,17 +104,17 @@ class Meter:
 MAXIMA = ("time/step_p95_s", "time/first_step_s", "memory/", "host/memory_gib")
 
 
-def reduce_over_ranks(group: Group, sums: list[Tensor], own: Metrics) -> tuple[list[float], Metrics]:
+def reduce_over_ranks(group: Group, sums: list[Tensor], local: Metrics) -> tuple[list[float], Metrics]:
     """Sums over ranks, and the reduced per-rank metrics, in one collective.
 
     Each rank already reports the throughput of the run, so the mean is correct.
     """
-    figures = torch.tensor([float(value) for value in own.values()], dtype=torch.float64, device=group.device)
-    local = torch.cat([*(value.to(torch.float64).reshape(1) for value in sums), figures])
-    everyone = group.to_host(group.all_gather(local[None]))
-    columns = zip(own, everyone[:, len(sums) :].unbind(1), strict=True)
+    figures = torch.tensor([float(value) for value in local.values()], dtype=torch.float64, device=group.device)
+    packed = torch.cat([*(value.to(torch.float64).reshape(1) for value in sums), figures])
+    all_ranks = group.to_host(group.all_gather(packed[None]))
+    columns = zip(local, all_ranks[:, len(sums) :].unbind(1), strict=True)
     reduced = {name: (column.max() if name.startswith(MAXIMA) else column.mean()).item() for name, column in columns}
-    return everyone[:, : len(sums)].sum(0).tolist(), reduced
+    return all_ranks[:, : len(sums)].sum(0).tolist(), reduced
 
 
 def rows_sha(keys: Tensor) -> str:
@@ -131,7 +131,7 @@ def machine_load(device: torch.device) -> dict[str, float]:
     if device.type != "cuda":
         return load
     busy, used = math.nan, math.nan
-    nvml, handle = _handle(str(torch.cuda.get_device_properties(device).uuid))
+    nvml, handle = _nvml_handle(str(torch.cuda.get_device_properties(device).uuid))
     if handle is not None:
         with suppress(nvml.NVMLError):  # not supported on a MIG slice
             busy, used = nvml.nvmlDeviceGetUtilizationRates(handle).gpu, nvml.nvmlDeviceGetMemoryInfo(handle).used
@@ -139,7 +139,7 @@ def machine_load(device: torch.device) -> dict[str, float]:
 
 
 @lru_cache
-def _handle(uuid: str) -> tuple[Any, Any]:
+def _nvml_handle(uuid: str) -> tuple[Any, Any]:
     """NVML and its handle of a GPU, by UUID because the indices of torch and NVML differ; None if unavailable."""
     try:
         import pynvml
@@ -154,7 +154,7 @@ def _handle(uuid: str) -> tuple[Any, Any]:
 
 # Dense tensor-core peaks of the data sheets, in TFLOP/s: (bf16 and fp16, fp32 without TF32).
 # Keys are words of the device name, longer ones first.
-PEAKS = {
+PEAK_TFLOPS = {
     "H200": (989, 67),
     "H100 PCIe": (756, 51),
     "H100 NVL": (835, 60),
@@ -193,8 +193,8 @@ def peak_flops(device: torch.device, precision: Precision) -> float:
     """Peak FLOP/s of a GPU at this precision; NaN if it is not in the table."""
     name = torch.cuda.get_device_name(device)
     # Match full words: an RTX A4000 is not an A40, nor an L40 an L4.
-    known = next((peaks for key, peaks in PEAKS.items() if re.search(rf"\b{key}\b", name)), None)
-    return float("nan") if known is None else known[0 if precision.dtype is not None else 1] * 1e12
+    peak = next((peaks for key, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+    return float("nan") if peak is None else peak[0 if precision.dtype is not None else 1] * 1e12
 
 
 class _FlopCounter(TorchDispatchMode):

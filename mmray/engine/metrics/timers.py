@@ -69,7 +69,6 @@ class Throughput:
 
     timers: PhaseTimers
     first_step_s: float = 0.0
-    total_s: float = 0.0
     _steps: int = 0
     _busy_s: float = 0.0
     _rows: int = 0
@@ -79,7 +78,6 @@ class Throughput:
 
     def add(self, step_s: float, wait_s: float, rows: int, tokens: int) -> None:
         """Add a step: its time, its wait for rows, rows of the global batch, tokens of this rank."""
-        self.total_s += step_s
         if self.first_step_s == 0:
             self.first_step_s = step_s
             self.timers.pop_s()
@@ -120,17 +118,17 @@ class PhaseTimers:
     """
 
     def __init__(self, device: torch.device):
-        self._watches = {name: DeviceTimer(device) for name in PHASES}
+        self._timers = {name: DeviceTimer(device) for name in PHASES}
         self._device, self.memory = device, PeakMemory()
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         if name == "backward":
             self.memory.update(self._device)  # all activations are in memory now
-        return self._watches[name].running()
+        return self._timers[name].running()
 
     def pop_s(self) -> dict[str, float]:
         """Seconds of each since the last call."""
-        return {name: watch.pop_s() for name, watch in self._watches.items()}
+        return {name: timer.pop_s() for name, timer in self._timers.items()}
 
 
 @dataclass

@@ -24,31 +24,31 @@ Metrics = dict[str, Any]
 METRICS = "metrics.jsonl"
 CHECK_EVERY_S = 10.0  # between two checks that this process still owns the run
 UPLOAD_EVERY_S = 10.0
-UPLOAD_COST_SHARE = 0.05  # of the time at most: large files are uploaded less often
-SKIPPED = 2  # steps before a profile, which allocate and compile
+UPLOAD_COST_FRACTION = 0.05  # of the time at most: large files are uploaded less often
+PROFILE_WARMUP_STEPS = 2  # steps before a profile, which allocate and compile
 
 
 class MetricsLog:
     """metrics.jsonl and TensorBoard events of a run that starts or resumes after `start_step` steps.
 
     Lines of later steps, from a failed attempt, are dropped, because those steps are taken again; `wasted_steps` is
-    their number. Lines that cannot be written are kept and written later; `tell` gets one warning. `check` raises if
-    another process owns the run; it is called at most every ten seconds, and at the end. Raises StorageError if the log
-    cannot be opened.
+    their number. Lines that cannot be written are kept and written later; `notify` (label, text) gets one warning.
+    `check` raises if another process owns the run; it is called at most every ten seconds, and at the end. Raises
+    StorageError if the log cannot be opened.
     """
 
     def __init__(
         self,
         folder: Path,
         start_step: int = 0,
-        tell: Callable[[str], None] = lambda _: None,
+        notify: Callable[[str, str], None] = lambda label, text: None,
         check: Callable[[], None] = lambda: None,
     ):
         self._folder, self._purge_step = folder, start_step + 1
-        self._tell, self._check = tell, check
+        self._notify, self._check = notify, check
         self._path = folder / METRICS
         self._pending = b""  # lines not written yet
-        self._refused = False
+        self._write_failed = False
         self._checked_s = time.time()  # wall clock: includes suspend
         self._events: Any = None
         try:
@@ -64,31 +64,34 @@ class MetricsLog:
         """Write one line immediately; NaN and infinity become null."""
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
         line = json.dumps(plain, allow_nan=False) + "\n"
-        self._own(CHECK_EVERY_S)
+        self._check_ownership(CHECK_EVERY_S)
         self._pending += line.encode()
         try:
             self._write_out()
             self._plot(metrics)
-            self._refused = False
+            self._write_failed = False
         except OSError as error:
-            if not self._refused:
-                self._tell(f"cannot write {self._path}: {error.strerror or error}; lines are kept for a later write")
-            self._refused = True
+            if not self._write_failed:
+                self._notify_error(error, "lines are kept for a later write")
+            self._write_failed = True
 
     def close(self) -> None:
         """Write pending lines; a log that is not closed loses at most TensorBoard's last two minutes."""
         try:
-            self._own(0.0)
+            self._check_ownership(0.0)
             self._write_out()
             if self._events is not None:
                 self._events.close()
         except OSError as error:
             lost = self._pending.count(b"\n")
-            self._tell(f"cannot write {self._path}: {error.strerror or error}; its last {lost} lines are lost")
+            self._notify_error(error, f"its last {lost} lines are lost")
         finally:
             self._file.close()
 
-    def _own(self, every_s: float) -> None:
+    def _notify_error(self, error: OSError, consequence: str) -> None:
+        self._notify("storage", f"cannot write {self._path}: {error.strerror or error}; {consequence}")
+
+    def _check_ownership(self, every_s: float) -> None:
         """Raise TrainingError if another process owns the run; on a storage error the write will fail instead."""
         if abs(time.time() - self._checked_s) < every_s:
             return
@@ -138,39 +141,39 @@ def _drop_after(path: Path, start_step: int) -> int:
 
 
 class LogUploader:
-    """Uploads growing files from the local folder `here` to the run's folder; `tell` gets warnings.
+    """Uploads growing files from `local_folder` to the run's folder; `notify` gets warnings.
 
     An object store cannot append to objects, so files grow locally and are uploaded every 10 s, before each checkpoint
     and at the end. `check` raises TrainingError if another process owns the run: nothing is uploaded then.
     """
 
-    def __init__(self, folder: AnyPath, tell: Callable[[str], None], check: Callable[[], None] = lambda: None):
-        self._folder, self._tell, self._check = folder, tell, check
-        self._sent: dict[Path, tuple[int, int]] = {}
-        self._one_at_a_time, self._ended = threading.Lock(), threading.Event()
+    def __init__(self, folder: AnyPath, notify: Callable[[str, str], None], check: Callable[[], None] = lambda: None):
+        self._folder, self._notify, self._check = folder, notify, check
+        self._uploaded: dict[Path, tuple[int, int]] = {}
+        self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         if not isinstance(folder, RemotePath):
-            self.here = folder
+            self.local_folder = folder
             return
         self._temporary = ExitStack()
-        self.here = self._temporary.enter_context(temp_dir())
+        self.local_folder = self._temporary.enter_context(temp_dir())
         if (folder / METRICS).exists():
-            (folder / METRICS).download(self.here / METRICS)
+            (folder / METRICS).download(self.local_folder / METRICS)
         self._thread = threading.Thread(target=self._upload_loop, name="mmray-uploader", daemon=True)
         self._thread.start()
 
-    def push(self) -> None:
+    def upload_changed(self) -> None:
         """Upload changed files. Raises OSError from the store, and what `check` raises."""
         if not isinstance(self._folder, RemotePath):
             return
-        with self._one_at_a_time:
+        with self._lock:
             self._check()
-            for file in sorted(path for path in self.here.rglob("*") if path.is_file()):
+            for file in sorted(path for path in self.local_folder.rglob("*") if path.is_file()):
                 state = (file.stat().st_size, file.stat().st_mtime_ns)
-                if self._sent.get(file) == state:
+                if self._uploaded.get(file) == state:
                     continue
-                (self._folder / file.relative_to(self.here).as_posix()).upload(file)
-                self._sent[file] = state
+                (self._folder / file.relative_to(self.local_folder).as_posix()).upload(file)
+                self._uploaded[file] = state
 
     def close(self) -> None:
         """Upload the rest and delete the local files, unless the upload fails."""
@@ -180,22 +183,23 @@ class LogUploader:
         self._thread.join()
         with self._temporary:
             try:
-                self.push()
+                self.upload_changed()
             except OSError as error:
-                kept = self.here.rename(self.here.with_name(f"mmray-not-stored-{self.here.name[-8:]}"))
-                self._tell(f"cannot upload the last log lines; they are kept in {kept}: {error}")
+                name = f"mmray-not-stored-{self.local_folder.name[-8:]}"
+                kept = self.local_folder.rename(self.local_folder.with_name(name))
+                self._notify("storage", f"cannot upload the last log lines; they are kept in {kept}: {error}")
 
     def _upload_loop(self) -> None:
         pause_s = UPLOAD_EVERY_S
         while not self._ended.wait(pause_s):
             start_s = time.monotonic()
             try:
-                self.push()
+                self.upload_changed()
             except OSError as error:
-                self._tell(f"cannot upload metrics, will retry: {error}")
+                self._notify("storage", f"cannot upload metrics, will retry: {error}")
             except TrainingError:  # another process owns the run
                 return
-            pause_s = max(UPLOAD_EVERY_S, (time.monotonic() - start_s) / UPLOAD_COST_SHARE)
+            pause_s = max(UPLOAD_EVERY_S, (time.monotonic() - start_s) / UPLOAD_COST_FRACTION)
 
 
 @contextmanager
@@ -209,6 +213,6 @@ def profiled(steps: int, file: Path | None, device: torch.device) -> Iterator[Ca
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    plan = schedule(wait=SKIPPED - 1, warmup=1, active=steps, repeat=1)
+    plan = schedule(wait=PROFILE_WARMUP_STEPS - 1, warmup=1, active=steps, repeat=1)
     with profile(activities=kinds, schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(file))) as running:
         yield running.step

@@ -38,20 +38,21 @@ class BranchParallel(nn.Module):
         self._branches = [(branches[name], columns) for name, columns in BRANCH_INPUTS.items()]
         # Hooks, so that the model's own forward and its embedding methods work too.
         branches["text"].to(devices[1])
-        branches["text"].register_forward_pre_hook(
-            lambda _, inputs: tuple(value.to(devices[1], non_blocking=True) for value in inputs)
+        self._hooks = (
+            branches["text"].register_forward_pre_hook(
+                lambda _, inputs: tuple(value.to(devices[1], non_blocking=True) for value in inputs)
+            ),
+            branches["text"].register_forward_hook(lambda _, inputs, output: output.to(devices[0])),
         )
-        branches["text"].register_forward_hook(lambda _, inputs, output: output.to(devices[0]))
         self._busy = [DeviceTimer(device) for device in devices]
-        self._spans = [DeviceTimer(device) for device in devices]  # of the concurrent work, including waits
+        self._elapsed = [DeviceTimer(device) for device in devices]  # of the concurrent work, including waits
         self._second = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmray-branch")
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the join's backward
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         def run(index: int) -> Tensor:
             branch, columns = self._branches[index]
-            output: Tensor = branch(*(batch[name] for name in columns))
-            return output
+            return branch(*(batch[name] for name in columns))
 
         outputs = self._run_both(run)
         joined = tuple(output.detach() for output in outputs)
@@ -64,16 +65,22 @@ class BranchParallel(nn.Module):
         """Run the backward of both devices from the gradients of the joined outputs."""
         self._run_both(lambda index: outputs[index].requires_grad and outputs[index].backward(gradients[index]))
 
+    def close(self) -> None:
+        """End the second thread and remove the hooks, so that the module can be wrapped again."""
+        self._second.shutdown()
+        for hook in self._hooks:
+            hook.remove()
+
     def idle(self) -> dict[str, float]:
-        """Return the idle share of each device since the last call, a fraction of the time of concurrent work."""
-        span_s = max(*(timer.pop_s() for timer in self._spans), 1e-12)
+        """Return the idle fraction of each device since the last call, of the time of concurrent work."""
+        elapsed_s = max(*(timer.pop_s() for timer in self._elapsed), 1e-12)
         busy_s = [timer.pop_s() for timer in self._busy]
-        return {f"branches/idle_share_{index}": max(0.0, 1 - b / span_s) for index, b in enumerate(busy_s)}
+        return {f"branches/idle_share_{index}": max(0.0, 1 - busy / elapsed_s) for index, busy in enumerate(busy_s)}
 
     def _run_both(self, work: Callable[[int], Any]) -> list[Any]:
         """Run the work of both devices concurrently; the second thread inherits grad mode and autocast."""
-        kind, grad = self.devices[0].type, torch.is_grad_enabled()
-        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        device_type, grad = self.devices[0].type, torch.is_grad_enabled()
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         results: list[Any] = [None, None]
 
         def run(index: int) -> None:
@@ -81,14 +88,14 @@ class BranchParallel(nn.Module):
                 results[index] = work(index)
 
         def run_second() -> None:
-            device = torch.cuda.device(self.devices[1]) if kind == "cuda" else nullcontext()
+            device = torch.cuda.device(self.devices[1]) if device_type == "cuda" else nullcontext()
             # Run its backward in this thread: the first device's autograd thread waits for it, so it would deadlock.
             alone = torch.autograd.set_multithreading_enabled(False)
-            autocast = torch.autocast(kind, dtype, enabled=enabled, cache_enabled=False)
+            autocast = torch.autocast(device_type, dtype, enabled=enabled, cache_enabled=False)
             with device, alone, torch.set_grad_enabled(grad), autocast:
                 run(1)
 
-        with self._spans[0].running(), self._spans[1].running():
+        with self._elapsed[0].running(), self._elapsed[1].running():
             other = self._second.submit(run_second)
             try:
                 run(0)

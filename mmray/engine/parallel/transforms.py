@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mmray.engine.optimizer import freeze_parameters
-from mmray.engine.parallel.wrap import preserve_buffers
+from mmray.engine.parallel.strategy import preserve_buffers
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def checkpoint_activations(branch: nn.Module) -> None:
     dropout masks and does not update running statistics. torch.compile requires equal forwards, so blocks with running
     statistics are excluded from its graphs.
     """
-    for block in list(_list_members(branch)) or [branch]:
+    for block in list(_blocks(branch)) or [branch]:
         if next(block.buffers(), None) is None:
             block.forward = partial(_recomputed, block.forward, {})
         else:
@@ -78,9 +78,9 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
     return nullcontext(), preserve_buffers(block)
 
 
-def _list_members(module: nn.Module) -> Iterable[nn.Module]:
+def _blocks(module: nn.Module) -> Iterable[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
             yield from child
         else:
-            yield from _list_members(child)
+            yield from _blocks(child)

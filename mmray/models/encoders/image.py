@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmray.errors import UsageError
 from mmray.models.weights import (
-    build_encoder,
+    build_hf_encoder,
     load_config,
     load_state,
     patch_config,
@@ -39,21 +39,21 @@ def build_image_tower(
     batch_norm: `local`, `frozen` or `synced` (model.batch_norm), for ResNets. Raises UsageError.
     """
     tower: ImageEncoder
-    target: nn.Module
+    load_into: nn.Module
     if spec.name == "convnet":
-        tower = target = ConvNet(spec.width, spec.depth, image_side)
+        tower = load_into = ConvNet(spec.width, spec.depth, image_side)
     else:
         is_hf = spec.name in ("transformers", "vit")
         net, width, prefix = (
             _hf_network(spec, image_side, (architecture or {}).get("image")) if is_hf else _resnet(spec, batch_norm)
         )
-        target = net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if batch_norm == "synced" else net
+        load_into = net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if batch_norm == "synced" else net
         tower = Backbone(net, width, prefix, frozen=batch_norm == "frozen")
     if architecture is None and spec.weights != "none" and spec.name != "transformers":
         pretrained = spec.weights == "pretrained"
         state = _pretrained(spec.name) if pretrained else read_state_dict(WEIGHTS_SETTING, spec.weights)
         state = {name: value for name, value in state.items() if not name.startswith(("fc.", "heads."))}
-        load_state(target, state, f"{WEIGHTS_SETTING}: {spec.weights} does not fit a {spec.name}")
+        load_state(load_into, state, f"{WEIGHTS_SETTING}: {spec.weights} does not fit a {spec.name}")
     return tower
 
 
@@ -124,12 +124,12 @@ def _hf_network(spec: ImageTower, image_side: int, values: dict[str, Any] | None
     from transformers import AutoConfig, ViTConfig
 
     if values is not None:
-        net = build_encoder(WEIGHTS_SETTING, None, AutoConfig.for_model(**values))
+        net = build_hf_encoder(WEIGHTS_SETTING, None, AutoConfig.for_model(**values))
     elif spec.name == "vit":
         shape = transformer_config(spec) | patch_config(image_side, spec.patch)
-        net = build_encoder(WEIGHTS_SETTING, None, ViTConfig(**shape, layer_norm_eps=1e-6))
+        net = build_hf_encoder(WEIGHTS_SETTING, None, ViTConfig(**shape, layer_norm_eps=1e-6))
     else:
-        net = build_encoder(WEIGHTS_SETTING, spec.weights, _saved_config(spec))
+        net = build_hf_encoder(WEIGHTS_SETTING, spec.weights, _saved_config(spec))
     config = net.config
     if config.model_type == "vit" and config.image_size != image_side:
         raise UsageError(

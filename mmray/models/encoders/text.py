@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
-from mmray.models.weights import add_language_rows, build_encoder, check_vocab_size, load_config, transformer_config
+from mmray.models.weights import add_language_rows, build_hf_encoder, check_vocab_size, load_config, transformer_config
 
 if TYPE_CHECKING:
     from mmray.config import TextTower
@@ -30,15 +30,15 @@ def build_text_tower(
     from transformers import AutoConfig
 
     if config is not None:
-        net = build_encoder(WEIGHTS_SETTING, None, AutoConfig.for_model(**{"model_type": "bert", **config}))
+        net = build_hf_encoder(WEIGHTS_SETTING, None, AutoConfig.for_model(**{"model_type": "bert", **config}))
     elif spec.weights == "none":
-        net = build_encoder(WEIGHTS_SETTING, None, bert_config(spec, vocab_size, max_tokens))
+        net = build_hf_encoder(WEIGHTS_SETTING, None, bert_config(spec, vocab_size, max_tokens))
     else:
         saved = load_config(WEIGHTS_SETTING, spec.weights, FAMILIES)
         for name in DROPOUTS:
             if hasattr(saved, name):
                 setattr(saved, name, spec.dropout)
-        net = add_language_rows(build_encoder(WEIGHTS_SETTING, spec.weights, saved), vocab_size, language_token)
+        net = add_language_rows(build_hf_encoder(WEIGHTS_SETTING, spec.weights, saved), vocab_size, language_token)
     hf = net.config
     check_vocab_size(WEIGHTS_SETTING, spec.weights, hf.vocab_size, vocab_size)
     positions = hf.max_position_embeddings - (hf.pad_token_id + 1 if hf.model_type in POSITIONS_AFTER_PAD else 0)

@@ -30,7 +30,7 @@ PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 EXPORT_FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, PROCESSOR, CARD}
 RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 FIT = {"squash": "Squashed to", "crop": "Centre-cropped and resized to", "pad": "Padded with white and resized to"}
-MADE_BY = "mmray"  # key in config.json that marks a folder as an export
+EXPORT_MARKER = "mmray"  # key in config.json that marks a folder as an export
 
 
 def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | AnyPath) -> AnyPath:
@@ -47,7 +47,7 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
     except OSError as error:
         raise UsageError(f"cannot read the folder {out}: {error}; choose another one") from error
     architecture = model.architecture() if hasattr(model, "architecture") else None
-    hf = hf_config(model, tokenizer_json)
+    hf = export_hf_config(model, tokenizer_json)
     weights = model.state_dict() if hf is None else to_hf_state(model)
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
     files: dict[str, Any] = {
@@ -56,7 +56,8 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
         TOKENIZER_CONFIG: tokenizer_config,
         PROCESSOR: model.hf_processor() if hasattr(model, "hf_processor") else None,
         PREPROCESSOR: preprocessor_config(spec["inputs"]),
-        CONFIG: (hf or {}) | {MADE_BY: version("mmray"), "model": spec, "architecture": architecture},  # written last
+        CONFIG: (hf or {})
+        | {EXPORT_MARKER: version("mmray"), "model": spec, "architecture": architecture},  # written last
     }
     files = {name: values for name, values in files.items() if values is not None}
     try:
@@ -79,7 +80,7 @@ def _replace_dir(out: AnyPath, names: Sequence[str]) -> Iterator[Path]:
     if isinstance(out, RemotePath):
         with staged_upload(out, names) as folder:
             yield folder
-            (out / CONFIG).write_text(json.dumps({MADE_BY: "uploading"}))
+            (out / CONFIG).write_text(json.dumps({EXPORT_MARKER: "uploading"}))
             for file in out.iterdir():
                 if file.name not in names:
                     file.unlink()
@@ -108,23 +109,22 @@ def _is_export_or_empty(folder: AnyPath) -> bool:
         values = json.loads((folder / CONFIG).read_text())
     except ValueError:
         return False
-    return isinstance(values, dict) and MADE_BY in values  # a config.json of transformers has no such key
+    return isinstance(values, dict) and EXPORT_MARKER in values  # a config.json of transformers has no such key
 
 
-def hf_config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
+def export_hf_config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
     """config.json for transformers; None if it has no class that computes the same."""
-    values: dict[str, Any] | None = None
     if hasattr(model, "chat"):
         chat = ChatEncoder(tokenizer_json, model.chat, 8)
-        values = model.hf_config(chat.end_id, chat.pad_id, chat.image_id)
-    elif hasattr(model, "hf_config"):
+        return model.export_hf_config(chat.eos_id, chat.pad_id, chat.image_id)
+    if hasattr(model, "export_hf_config"):
         tokenizer = Tokenizer.from_str(tokenizer_json)
         tokenizer.no_padding()
         caption = tokenizer.encode("a")
         ids, special = caption.ids, caption.special_tokens_mask
         has_end = 0 in special and special[-1] and ids.index(ids[-1]) == len(ids) - 1  # at the end and nowhere else
-        values = model.hf_config(ids[-1] if has_end else None, TextEncoder(tokenizer_json, 8).pad_id)
-    return values
+        return model.export_hf_config(ids[-1] if has_end else None, TextEncoder(tokenizer_json, 8).pad_id)
+    return None
 
 
 def to_hf_state(model: Any) -> dict[str, Tensor]:
@@ -137,8 +137,8 @@ def to_hf_state(model: Any) -> dict[str, Tensor]:
 
 def from_hf_state(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `to_hf_state`."""
-    own = _replace_prefixes(state, [(hf, own) for own, hf in model.hf_names])
-    return own | {name: own[name].reshape(()) for name in ("log_scale", "logit_bias") if name in own}
+    out = _replace_prefixes(state, [(hf, ours) for ours, hf in model.hf_names])
+    return out | {name: out[name].reshape(()) for name in ("log_scale", "logit_bias") if name in out}
 
 
 def _replace_prefixes(state: dict[str, Tensor], prefixes: Sequence[tuple[str, str]]) -> dict[str, Tensor]:

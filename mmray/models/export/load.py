@@ -54,8 +54,8 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {error}") from error
     model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"])
     model.load_state_dict(from_hf_state(model, weights) if "model_type" in config else weights)
-    kind = Generator if hasattr(spec.inputs, "chat") else Embedder
-    return kind(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
+    wrapper = Generator if hasattr(spec.inputs, "chat") else Embedder
+    return wrapper(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
 
 
 class Embedder:
@@ -114,10 +114,8 @@ class Embedder:
                 f"box {first} {tuple(boxes[first])} lies outside the part of the {width} x {height} image that the "
                 f"model sees (model.inputs.fit {self.inputs.fit})"
             )
-        pixels, model_boxes = (
-            self._pixels(0, [image]),
-            torch.from_numpy(square.astype(np.float32))[None].to(self.device),
-        )
+        pixels = self._pixels(0, [image])
+        model_boxes = torch.from_numpy(square.astype(np.float32))[None].to(self.device)
         if texts is None:
             logits = self.model.classify_regions(pixels, model_boxes)
         else:

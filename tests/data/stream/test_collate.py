@@ -38,9 +38,9 @@ def test_group_by_length_keeps_rows_and_pads_less(micro):
         assert rows_of(one) == rows_of(other)
     share, plain_share = padding_share(sorted_), padding_share(plain)
     logged = {"batch/padding": pytest.approx(share), "batch/padding_unbucketed": pytest.approx(plain_share)}
-    assert Padding.over(counts_of(sorted_, True), group_by_length=True) == logged
+    assert Padding.fractions(counts_of(sorted_, True), group_by_length=True) == logged
     plain_logged = {"batch/padding": pytest.approx(plain_share)}
-    assert Padding.over(counts_of(plain, False), group_by_length=False) == plain_logged
+    assert Padding.fractions(counts_of(plain, False), group_by_length=False) == plain_logged
     expected = {4: (0.13, 0.32), 5: (0.17, 0.37), 16: (0.43, 0.43)}  # a single micro-batch has no order to change
     assert (share, plain_share) == pytest.approx(expected[micro], abs=0.005)
 

@@ -71,7 +71,7 @@ def test_text_cannot_add_an_image_token() -> None:
     ]
     ids, at = (encoder.encode_batch([tricky])[name][0] for name in ("input_ids", "image_pos"))
     assert (ids == encoder.image_id).sum() == 1 and ids[at] == encoder.image_id
-    assert (ids == encoder.end_id).sum() == 1
+    assert (ids == encoder.eos_id).sum() == 1
     alone = encoder.encode_batch([[{"role": "assistant", "content": "a"}]])
     assert alone["image_pos"][0] == 1  # after [CLS]
 

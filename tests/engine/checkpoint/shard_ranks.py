@@ -153,7 +153,7 @@ def probe_and_train(group: Group, micro: int = 0, free: int = 1000) -> dict[str,
     model, log = toy.Branched().double(), toy.Lines()
     before = copy.deepcopy(model.state_dict())
     one_row = probe(Group(group.rank, 1), model, "ddp", 1).table["memory/activations_gib"] * memory_probe.GIB
-    memory = SimpleNamespace(available=(free + 0.5) * one_row * group.world / memory_probe.HOST_SHARE)
+    memory = SimpleNamespace(available=(free + 0.5) * one_row * group.world / memory_probe.HOST_FRACTION)
     with patch.object(psutil, "virtual_memory", lambda: memory):
         result = probe(group, model, "fsdp", micro)
     unchanged = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -19,6 +19,7 @@ from mmray.engine.checkpoint import files, state_io
 from mmray.errors import TrainingError, UsageError
 from mmray.storage import storage
 from mmray.storage.paths import to_path
+from tests.checkpoints import save_checkpoint
 
 METRIC = "evaluate/recall_at_1/mean"
 SHARD = "shard-1-of-1.safetensors"
@@ -27,7 +28,7 @@ FILES = ["SHA256SUMS", "meta.json", SHARD, "state.json"]
 
 def save(folder: Any, step: int, **metrics: float) -> Any:
     state = {"model": {"w": torch.full((5,), float(step))}, "progress": {"step": step}}
-    return state_io.save(folder, step, state, {"rows_consumed": 8 * step, "metrics": metrics})
+    return save_checkpoint(folder, step, state, {"rows_consumed": 8 * step, "metrics": metrics})
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -49,7 +50,7 @@ def test_state_loads_bitwise(tmp_path: Path) -> None:
     model, optimizer = build()
     train(model, optimizer, 3)
     state = {"model": model.state_dict(), "optimizer": state_io.optimizer_state(model, optimizer), "scaler": {}}
-    path = state_io.save(tmp_path / "checkpoints", 3, state | {"progress": {"step": 3, "skipped": 0}}, {})
+    path = save_checkpoint(tmp_path / "checkpoints", 3, state | {"progress": {"step": 3, "skipped": 0}}, {})
     resumed, resumed_optimizer = build()
     loaded = state_io.load(path, state_io.targets(resumed))
     assert equal(resumed.state_dict(), model.state_dict())  # loaded without a copy
@@ -63,13 +64,13 @@ def test_state_loads_bitwise(tmp_path: Path) -> None:
 def test_tied_and_transposed_weights_are_stored(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     weights = {"a": weight, "b": weight, "c": weight.T, "d/e.%": weight[:1], "f": torch.tensor(7)}
-    assert equal(state_io.load_weights(state_io.save(tmp_path, 1, {"model": weights}, {})), weights)
+    assert equal(state_io.load_weights(save_checkpoint(tmp_path, 1, {"model": weights}, {})), weights)
 
 
 @pytest.mark.parametrize("value", [np.float64(1.0), {1, 2}, Path("x"), np.zeros(2)])
 def test_state_that_needs_pickle_is_refused_by_key(tmp_path: Path, value: Any) -> None:
     with pytest.raises(TypeError, match=r"state\['progress'\]\[1\]"):
-        state_io.save(tmp_path, 1, {"progress": [0, value]}, {})
+        save_checkpoint(tmp_path, 1, {"progress": [0, value]}, {})
     assert files.latest_valid(tmp_path) is None
 
 
@@ -159,7 +160,7 @@ def max_file_size(num_bytes: int) -> Iterator[None]:
 def test_full_disk_is_reported_and_leaves_no_files(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with max_file_size(20_000), pytest.raises(TrainingError, match=r"step-2: .*[Tt]oo large.*GiB free") as raised:
-        state_io.save(tmp_path, 2, {"model": {"w": torch.zeros(50_000)}}, {})
+        save_checkpoint(tmp_path, 2, {"model": {"w": torch.zeros(50_000)}}, {})
     assert raised.value.exit_code == 3
     assert not (tmp_path / "step-2").exists()
     assert files.latest_valid(tmp_path) == tmp_path / "step-1"

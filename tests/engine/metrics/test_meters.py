@@ -144,7 +144,7 @@ def test_peak_flops_are_by_device_name_and_none_if_unknown(monkeypatch, name, pr
 @pytest.mark.parametrize(("precision", "peak_tflops"), [(BF16, 200), (FP32, 10)])
 def test_mfu_is_achieved_over_peak_flops_of_a_device(monkeypatch, precision, peak_tflops):
     """Four workers with two devices each: 800 rows per second of 25 GFLOP are 20 TFLOP/s, or 2.5 per device."""
-    monkeypatch.setitem(meters.PEAKS, "Made-up 9000", (200, 10))
+    monkeypatch.setitem(meters.PEAK_TFLOPS, "Made-up 9000", (200, 10))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made-up 9000 SXM")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**30)
     monkeypatch.setattr(meters, "machine_load", lambda device: {"gpu/busy_percent": 73.0})
@@ -190,11 +190,11 @@ def nvml(**changes):
     ],
 )
 def test_gpu_metrics_are_queried_by_uuid_and_nan_if_unavailable(monkeypatch, module, available):
-    meters._handle.cache_clear()
+    meters._nvml_handle.cache_clear()
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
     metrics = meters.machine_load(CUDA)
-    meters._handle.cache_clear()
+    meters._nvml_handle.cache_clear()
     assert metrics.keys() == {"host/cpu_percent", "host/memory_gib", "gpu/busy_percent", "gpu/memory_gib"}
     assert metrics["host/memory_gib"] == pytest.approx(psutil.virtual_memory().used / 2**30, rel=0.5)
     values = metrics["gpu/busy_percent"], metrics["gpu/memory_gib"]

@@ -67,7 +67,7 @@ class LimitedDisk:
 
 def test_full_disk_is_logged_once_and_lines_are_written_later(tmp_path):
     messages = []
-    log = MetricsLog(tmp_path, tell=messages.append)
+    log = MetricsLog(tmp_path, notify=lambda _, text: messages.append(text))
     disk = LimitedDisk(log, free=70)
     for step in range(1, 6):
         log.write({"step": step, "train/loss": 1 / step})
@@ -83,7 +83,7 @@ def test_full_disk_is_logged_once_and_lines_are_written_later(tmp_path):
 
 def test_lines_never_written_are_counted_and_do_not_end_the_run(tmp_path):
     messages = []
-    log = MetricsLog(tmp_path, tell=messages.append)
+    log = MetricsLog(tmp_path, notify=lambda _, text: messages.append(text))
     LimitedDisk(log, free=0)
     for step in (1, 2):
         log.write({"step": step})
@@ -93,7 +93,7 @@ def test_lines_never_written_are_counted_and_do_not_end_the_run(tmp_path):
 
 def test_tensorboard_on_full_disk_is_logged_and_starts_another_file_later(tmp_path):
     messages = []
-    log = MetricsLog(tmp_path, tell=messages.append)
+    log = MetricsLog(tmp_path, notify=lambda _, text: messages.append(text))
     log.write({"step": 1, "train/loss": 1.0})
     writer = log._events._get_file_writer().event_writer._async_writer
     writer._worker.exception = OSError(errno.ENOSPC, "No space left on device")
@@ -153,38 +153,38 @@ def test_growing_files_are_uploaded_fully_and_continued(run, monkeypatch):
     monkeypatch.setattr(writers, "UPLOAD_EVERY_S", 0.2)
     messages = []
     for text in ("one\n", "two\n"):
-        files = LogUploader(run, messages.append)
-        with (files.here / "metrics.jsonl").open("a") as file:
+        files = LogUploader(run, lambda *message: messages.append(message))
+        with (files.local_folder / "metrics.jsonl").open("a") as file:
             file.write(text)
-        (files.here / "profile").mkdir()
-        (files.here / "profile" / "rank-0.json").write_text(text)
-        files.push()
+        (files.local_folder / "profile").mkdir()
+        (files.local_folder / "profile" / "rank-0.json").write_text(text)
+        files.upload_changed()
         assert (run / "metrics.jsonl").read_text().endswith(text)
-        with (files.here / "metrics.jsonl").open("a") as file:
+        with (files.local_folder / "metrics.jsonl").open("a") as file:
             file.write("last\n")
         files.close()
     assert (run / "metrics.jsonl").read_text() == "one\nlast\ntwo\nlast\n"
-    assert (run / "profile" / "rank-0.json").read_text() == "two\n" and not files.here.exists() and not messages
+    assert (run / "profile" / "rank-0.json").read_text() == "two\n" and not files.local_folder.exists() and not messages
 
 
 def test_growing_files_do_not_overwrite_those_of_another_training(run):
     lease = Lease(run)
     files = LogUploader(run, print, partial(check_fence, run, lease.acquire()))
-    (files.here / "metrics.jsonl").write_text("one\n")
-    files.push()
+    (files.local_folder / "metrics.jsonl").write_text("one\n")
+    files.upload_changed()
     lease.advance()
-    (files.here / "metrics.jsonl").write_text("one\nof the orphan\n")
-    for late in (files.push, files.close):
+    (files.local_folder / "metrics.jsonl").write_text("one\nof the orphan\n")
+    for late in (files.upload_changed, files.close):
         with pytest.raises(TrainingError, match="taken over"):
             late()
     lease.release()
-    assert (run / "metrics.jsonl").read_text() == "one\n" and not files.here.exists()
+    assert (run / "metrics.jsonl").read_text() == "one\n" and not files.local_folder.exists()
 
 
 def test_leftover_growing_files_are_removed_after_their_process_ended(run, monkeypatch):
     monkeypatch.setattr(paths, "STALE_AFTER_S", -1.0)
     files = LogUploader(run, print)
     with temp_dir():  # sweeps
-        assert files.here.exists() and files.here.name.startswith(paths.PREFIX)
+        assert files.local_folder.exists() and files.local_folder.name.startswith(paths.PREFIX)
     files.close()
-    assert not files.here.exists()
+    assert not files.local_folder.exists()

@@ -28,26 +28,26 @@ HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 class ParallelConfig:
     """The strategy and its choices, as in the `train` section."""
 
-    kind: str = "ddp"
+    strategy: str = "ddp"
     grad_compression: str = "none"
     shard_dtype: torch.dtype | None = None  # of gathered weights (fsdp); None: unchanged
     devices: tuple[torch.device, ...] = ()  # of one worker (branches)
 
 
-def wrap(module: nn.Module, group: Group, layout: ParallelConfig | None = None) -> nn.Module:
+def wrap_model(module: nn.Module, group: Group, parallel_config: ParallelConfig | None = None) -> nn.Module:
     """Wrap the module for training on all ranks; in a group of one, `ddp` and `fsdp` return the module itself.
 
     DDP broadcasts rank 0's weights; under FSDP all ranks must pass equal weights. Raises UsageError for `fsdp` in fp16.
     """
-    layout = layout or ParallelConfig()
-    if layout.kind == "fsdp" and group.world > 1:
-        if layout.shard_dtype == torch.float16:
+    parallel_config = parallel_config or ParallelConfig()
+    if parallel_config.strategy == "fsdp" and group.world > 1:
+        if parallel_config.shard_dtype == torch.float16:
             raise UsageError("train.parallel fsdp takes fp32 or bf16, and this device's best is fp16; set one of them")
-        return shard(module, group, layout.shard_dtype)
+        return shard(module, group, parallel_config.shard_dtype)
     module.to(group.device)
-    if layout.kind == "branches":
-        return BranchParallel(module, layout.devices)
-    return module if group.world == 1 else _replicate(module, layout.grad_compression)
+    if parallel_config.strategy == "branches":
+        return BranchParallel(module, parallel_config.devices)
+    return module if group.world == 1 else _replicate(module, parallel_config.grad_compression)
 
 
 def _replicate(module: nn.Module, grad_compression: str) -> DistributedDataParallel:
@@ -71,17 +71,17 @@ def _replicate(module: nn.Module, grad_compression: str) -> DistributedDataParal
     return model
 
 
-def rewrap(model: nn.Module, group: Group, layout: ParallelConfig) -> nn.Module:
+def rewrap(model: nn.Module, group: Group, parallel_config: ParallelConfig) -> nn.Module:
     """Reset the wrapper on all ranks after an abandoned step, because DDP still waits for its backward."""
     if not isinstance(model, DistributedDataParallel):
         return model
     model._remove_autograd_hooks()  # otherwise the old reducer's hooks would also run
-    return wrap(model.module, group, layout)
+    return wrap_model(model.module, group, parallel_config)
 
 
 def has_inner_collectives(model: nn.Module) -> bool:
     """Return True if a forward has collectives (FSDP, SyncBatchNorm), so no rank may skip it."""
-    return is_sharded(model) or any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
+    return is_sharded(model) or any(isinstance(submodule, nn.SyncBatchNorm) for submodule in model.modules())
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -103,14 +103,14 @@ def preserve_buffers(module: nn.Module) -> Iterator[None]:
 
     Forwards use copies. Restoring the old values in place would invalidate graphs that saved the originals.
     """
-    originals = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
-    for part, buffers in originals:
-        part._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
+    originals = [(submodule, dict(submodule._buffers)) for submodule in module.modules() if submodule._buffers]
+    for submodule, buffers in originals:
+        submodule._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
     try:
         yield
     finally:
-        for part, buffers in originals:
-            part._buffers.update(buffers)
+        for submodule, buffers in originals:
+            submodule._buffers.update(buffers)
 
 
 # --- FSDP2
@@ -132,11 +132,11 @@ def shard(module: nn.Module, group: Group, dtype: torch.dtype | None) -> nn.Modu
     replicated = set(_replicated(module))
     for parameter in replicated:
         parameter.data = parameter.data.to(group.device)  # fully_shard moves the others
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    blocks = [block for part in lists for block in part if next(block.parameters(), None) is not None]
+    lists = [submodule for submodule in module.modules() if isinstance(submodule, nn.ModuleList)]
+    blocks = [block for submodule in lists for block in submodule if next(block.parameters(), None) is not None]
     branches = module.branches().values() if hasattr(module, "branches") else ()  # type: ignore[operator]
-    for part in [*reversed(blocks), *branches, module]:  # inner ones first: fully_shard skips sharded weights
-        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=replicated)
+    for submodule in [*reversed(blocks), *branches, module]:  # inner ones first: fully_shard skips sharded weights
+        fully_shard(submodule, mesh=mesh, mp_policy=policy, ignored_params=replicated)
     for name in EMBEDDING_METHODS:  # called by evaluation instead of forward
         if hasattr(module, name):
             register_fsdp_forward_method(module, name)
@@ -154,14 +154,14 @@ def to_local(tensor: Tensor) -> Tensor:
 
 def parameter_storages(module: nn.Module) -> Callable[[], set[int]]:
     """Return a function that returns the storages of unsharded weights at the time of the call."""
-    places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
+    slots = [(submodule._parameters, name) for submodule in module.modules() for name in submodule._parameters]
 
-    def now() -> set[int]:
-        weights = (parameters[name] for parameters, name in places)
+    def current() -> set[int]:
+        weights = (parameters[name] for parameters, name in slots)
         return {w.untyped_storage().data_ptr() for w in weights if w is not None and not isinstance(w, DTensor)}
 
-    always = now()
-    return now if is_sharded(module) else lambda: always
+    fixed = current()
+    return current if is_sharded(module) else lambda: fixed
 
 
 def average_replicated_gradients(module: nn.Module, group: Group) -> None:
@@ -178,13 +178,13 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     With collectives, a rank with more batches or tokens than the others would wait forever. Calls that
     bypass a module's forward would see only this rank's shard.
     """
-    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
+    submodules = [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+    for submodule in submodules:
+        submodule.set_reshard_after_forward(False, recurse=False)
+        submodule.unshard()
     try:
         yield
     finally:
-        for part in parts:
-            part.set_reshard_after_forward(part is not module, recurse=False)
-            part.reshard()
+        for submodule in submodules:
+            submodule.set_reshard_after_forward(submodule is not module, recurse=False)
+            submodule.reshard()
