@@ -1,5 +1,10 @@
-"""Several Ray nodes on this machine, for tests marked `cluster`."""
+"""Ray clusters of several nodes or with a separate head on this machine, for tests marked `cluster`."""
 
+import os
+import signal
+import socket
+import subprocess
+import time
 from contextlib import contextmanager
 
 
@@ -19,3 +24,44 @@ def several_nodes(*nodes, head=None):
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def free_ports(count):
+    """Free ports above those (10002-19999) that Ray gives to its workers."""
+    found, candidate = [], 20000 + os.getpid() % 5000
+    while len(found) < count:
+        candidate += 1
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", candidate)):
+                found.append(candidate)
+    return found
+
+
+@contextmanager
+def ray_head(folder, port, options, env, is_ready):
+    """A separate head, started with `ray start` until `is_ready()`, and stopped by its process id."""
+    words = ["ray", "start", "--head", "--block", f"--port={port}", "--num-gpus=0", *options]
+    with (folder / "head.log").open("w") as log:
+        # Started in a separate folder, because workers import from the folder of the head.
+        head = subprocess.Popen(
+            [*words, "--object-store-memory=200000000"],
+            cwd=folder,
+            env=env,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        until = time.monotonic() + 60
+        while not is_ready():
+            if time.monotonic() > until or head.poll() is not None:
+                raise RuntimeError(f"the head did not start: {(folder / 'head.log').read_text()[-800:]}")
+            time.sleep(0.3)
+        yield
+    finally:
+        head.send_signal(signal.SIGTERM)
+        try:
+            head.wait(35)  # draining takes up to 30 s
+        except subprocess.TimeoutExpired:
+            head.kill()
+            head.wait()

@@ -1,26 +1,20 @@
 """Settings: round trip through YAML, suggestions for typos, and errors that name the setting."""
 
 import pytest
-from pydantic import ValidationError
 
-from mmray.cli.args import parse_config
 from mmray.config import (
-    Batch,
     Clip,
     Cluster,
     Config,
     CustomModel,
     ImageTower,
-    Section,
     Siglip,
     TextTower,
     TwoTower,
     from_yaml,
-    recipes,
     to_yaml,
 )
 from mmray.errors import UsageError
-from mmray.train.run_dir import forbidden_changes
 
 
 @pytest.mark.parametrize(
@@ -28,7 +22,6 @@ from mmray.train.run_dir import forbidden_changes
     [
         ("batch: {micro: 0}", r"run.yaml: batch.micro: .*greater than or equal to 1 \(got 0\)"),
         ("batch: {micr: 3}", "batch.micr: unknown setting; did you mean `micro`"),
-        ("bach: {micro: 3}", "bach: unknown setting; did you mean `batch`"),
         ("train: {steps: 3, epochs: 2}", r"train: give one of steps, samples, epochs \(got steps, epochs\)"),
         ("model: {inputs: {std: [0, 1, 1]}}", "model.inputs: std must be above 0"),
         ("model: {inputs: {image_side: big}}", r"model.inputs.image_side: .*integer.*\(got 'big'\)"),
@@ -36,14 +29,12 @@ from mmray.train.run_dir import forbidden_changes
         ("run: {name: '../x'}", "run.name: .*pattern"),
         ("model: {kind: clap}", r"model.kind: unknown kind `clap`; use one of two_tower, clip, siglip"),
         ("model: {kind: clip, embed_dm: 3}", "model.embed_dm: unknown setting; did you mean `embed_dim`"),
-        ("model: {kind: siglip, image: {patch: 0}}", r"model.image.patch: .*greater than or equal to 1 \(got 0\)"),
         (
             "optimizer: {lr_multipliers: ['image.*']}",
             r"optimizer.lr_multipliers: write `pattern=factor`.*\(got `image\.\*`\)",
         ),
         ("data: {shuffle_blocks: 0}", "data.shuffle_blocks: must be `auto`, rows per block"),
         ("data: {train: 'a + 0 * b'}", r"data.train: .* is neither a set nor a sum of different sets, at `0 \* b`"),
-        ("train: {checkpoint_every: -1}", "train.checkpoint_every: .*greater than or equal to 0"),
         ("- 1", "run.yaml contains no settings"),
         ("a: [", "run.yaml is not valid YAML"),
     ],
@@ -60,25 +51,6 @@ def test_kind_selects_the_model_config():
     assert isinstance(from_yaml("model: {temperature: 0.1}", "run.yaml").model, TwoTower)
     for model in (own, Siglip(), Config().model):
         assert from_yaml(to_yaml(Config(model=model)), "here").model == model
-
-
-def test_kind_flag_replaces_the_model_config():
-    config, _ = parse_config(["sample", "--model.kind", "clip", "--model.image.patch", "8"], "train")
-    assert isinstance(config.model, Clip) and config.model.image.patch == 8
-    assert config.model.inputs == recipes.load("sample").model.inputs
-    config, _ = parse_config(["--model.kind=my.models:Mine"], "train")
-    assert config.model == CustomModel(kind="my.models:Mine", inputs=config.model.inputs)
-    with pytest.raises(UsageError, match="unknown kind `clap`"):
-        parse_config(["sample", "--model.kind", "clap"], "train")
-
-
-def test_resume_may_change_batch_split_but_not_rows():
-    before, recut, other = (
-        Config(batch=Batch(micro=micro, global_=rows)).model_dump(mode="json", by_alias=True)
-        for micro, rows in ((4, 16), (2, 16), (4, 32))
-    )
-    assert forbidden_changes(before, recut) == []
-    assert forbidden_changes(before, other) == ["batch.global: 16 -> 32"]
 
 
 @pytest.mark.parametrize(("given", "least", "most"), [(2, 2, 2), ("1-4", 1, 4), ("3", 3, 3)])
@@ -112,19 +84,3 @@ def test_local_weight_paths_become_absolute(tmp_path, monkeypatch):
 def test_replaced_settings_are_validated(settings, message):
     with pytest.raises(UsageError, match=f"cluster.{message}"):
         Config().with_cluster(**settings)
-
-
-def test_settings_are_frozen():
-    with pytest.raises(ValidationError, match="frozen"):
-        Config().batch.micro = 3  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("name", recipes.RECIPES)
-def test_other_settings_are_unchanged(name):
-    recipe = recipes.load(name)
-    assert recipe.replace(**dict(recipe)) == recipe
-    for _, section in recipe:
-        assert not isinstance(section, Section) or section.replace() == section
-    other = recipe.replace(batch=recipe.batch.replace(global_=4096))
-    assert (other.batch.global_, other.batch.micro) == (4096, recipe.batch.micro)
-    assert type(other.model) is type(recipe.model) and other.model == recipe.model

@@ -4,7 +4,6 @@ import io
 import json
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,11 +13,11 @@ from PIL import Image
 from rich.console import Console
 
 from mmray.bench import loader, synthetic_images
-from mmray.bench.loader import RATIOS, LoaderSettings, arm_ratios, bench_loader, bottlenecks, write_images
-from mmray.bench.loader_arms import WARMUP_ARRIVALS, Arrival, TextbookDataset, TunedDataset, rows_per_s
+from mmray.bench.loader import RATIOS, LoaderSettings, bench_loader, bottlenecks
+from mmray.bench.loader_arms import WARMUP_ARRIVALS, Arrival, TextbookDataset, TunedDataset
 from mmray.cli.bench import bench
 from mmray.cli.console import Terminal
-from mmray.config import Inputs, Prepare
+from mmray.config import Inputs
 from mmray.data.images.decode import decode
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
@@ -34,14 +33,6 @@ RATES = {  # images/s of each arm
     "tuned prepared": 1200.0,
     "stream prepared": 900.0,
 }
-
-
-def test_synthetic_photographs_are_deterministic_and_cost_like_real_ones():
-    first, again = list(synthetic_images.synthetic_photos(3)), list(synthetic_images.synthetic_photos(2))
-    assert first[:2] == again and first[0] != first[1]
-    assert Image.open(io.BytesIO(first[0][0])).size == (500, 375)
-    assert 70_000 < np.mean([len(data) for data, _ in first]) < 150_000
-    assert 5 <= len(first[0][1].split()) <= 60
 
 
 def test_all_loaders_return_the_same_images(tmp_path):
@@ -121,46 +112,6 @@ def test_table_and_json_of_fixed_windows(tmp_path, monkeypatch):
     assert written["machine"]["data_workers"] == 4 and list(written["ratios"]) == list(RATIOS)
     assert written["rows"][3] == {"arm": "stream original", "images_per_s": 380.0, "first_batch_s": 1.5}
     assert all(note in text for note in written["notes"])
-
-
-def files(folder):
-    return [(Path(name).read_bytes(), text) for name, text in synthetic_images.read_captions(folder)]
-
-
-def test_images_are_sampled_evenly_from_the_given_set(tmp_path):
-    """Two sets of the same name give two folders; asking for more images than rows gives all rows."""
-    sets = [
-        make_set(tmp_path / parent / "mine", [row(number + shift) for number in range(100)])
-        for parent, shift in (("a", 0), ("b", 100))
-    ]
-    folders = []
-    for made in sets:
-        folder = write_images(LoaderSettings(data=made.storage.address, images=10), tmp_path / "cache")
-        chosen = made.read(np.arange(0, 100, 11))
-        assert files(folder) == [(each.image, each.texts[0]) for each in chosen]
-        folders.append(folder)
-    assert folders[0] != folders[1]
-    folder = write_images(LoaderSettings(data=sets[0].storage.address, images=500), tmp_path / "cache")
-    assert files(folder) == [(each.image, each.texts[0]) for each in sets[0].read(np.arange(100))]
-
-
-def test_raw_source_is_prepared_and_synthetic_images_are_written_once(tmp_path, monkeypatch):
-    make_set(tmp_path / "prepared", [row(number) for number in range(3)])
-    requests = []
-
-    def prepare(source, cache, settings, notify, progress):
-        requests.append((source, cache, settings))
-        return tmp_path / "prepared"
-
-    monkeypatch.setattr(loader, "ensure_prepared", prepare)
-    drawn = iter([[(bytes([number]), "drawn") for number in range(3)]])
-    monkeypatch.setattr(synthetic_images, "synthetic_photos", lambda num: next(drawn, ()))
-    folder = write_images(LoaderSettings(data="my.jsonl", images=3), tmp_path / "cache")
-    assert requests == [("my.jsonl", str(tmp_path / "cache"), Prepare())]
-    assert [len(data) > 1 for data, _ in files(folder)] == [True] * 3
-    for _ in range(2):
-        folder = write_images(LoaderSettings(images=3), tmp_path / "cache")
-        assert files(folder) == [(bytes([number]), "drawn") for number in range(3)] and len(requests) == 1
 
 
 @pytest.mark.cluster

@@ -11,20 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmray.bench import spawn, step
+from mmray.bench import step
 from mmray.bench.spawn import WorkerFailed, spawn_workers
 from mmray.bench.step import (
-    MIN_STEPS,
     WARMUP_STEPS,
     Bench,
-    StepTimer,
     bench_shapes,
     bench_step,
     build_bench,
     measure_shape,
-    peak_resident_bytes,
-    step_time_stats,
-    time_pairs,
 )
 from mmray.cli.bench import shapes_table
 from mmray.cli.console import Terminal
@@ -94,32 +89,6 @@ def test_windows_alternate_and_ratios_pair_them(monkeypatch: pytest.MonkeyPatch)
     assert rows[0]["bare_samples_per_s"] == round(4 * (steps - WARMUP_STEPS) / 1.5, 2)
 
 
-def test_warm_up_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(100))
-    monkeypatch.setattr(step.time, "perf_counter", lambda: float(next(clock)))
-    window = StepTimer((CPU,), last_step=7)
-    for number in range(1, 8):
-        window.on_step(number)
-    assert window.times_s == [1.0]  # two readings of the clock
-    timer, number = StepTimer((CPU,), window_s=8.0), 0
-    while not timer.enough():
-        number += 1
-        timer.on_step(number)
-    assert number == WARMUP_STEPS + 8 and timer.times_s == [1.0] * 8
-    short = StepTimer((CPU,), window_s=0.0)
-    for number in range(1, WARMUP_STEPS + MIN_STEPS):
-        assert not short.enough()
-        short.on_step(number)
-    assert short.enough()
-
-
-def test_single_slow_step_of_twenty_does_not_set_p95() -> None:
-    figures = step_time_stats(BatchShape(64, 64, 1, 1), [0.1] * 19 + [9.0])
-    assert figures == pytest.approx(
-        {"samples_per_s": 64 / (10.9 / 20), "step_p50_s": 0.1, "step_p95_s": 0.1 + 0.05 * 8.9}
-    )
-
-
 def test_two_workers_end_to_end() -> None:
     sensitive = Optimizer(lr=1.0, eps=1.0, warmup_steps=0, clip_norm=0)  # eps: gradient scale matters
     result = bench_step(tiny(workers=2, optimizer=sensitive), pairs=2, window_s=0.05)
@@ -132,13 +101,6 @@ def test_two_workers_end_to_end() -> None:
         assert row["loop_samples_per_s"] > 0
     assert result["machine"]["cores"] > 0
     json.dumps(result)
-
-
-def test_bare_loss_equals_clip_loss() -> None:
-    eye = torch.eye(3)
-    loss = step.baseline_loss({"image_embed": eye, "text_embed": eye, "logit_scale": torch.tensor(2.0)}, world=1)
-    e2 = torch.tensor(2.0).exp()
-    assert loss.item() == pytest.approx(-(e2 / (e2 + 2)).log().item(), rel=1e-6)
 
 
 def test_unsupported_settings_are_refused() -> None:
@@ -215,32 +177,12 @@ def test_global_batch_follows_searched_accumulation(monkeypatch: pytest.MonkeyPa
     assert rows[0]["status"] == "infeasible" and "needs accumulation 4" in rows[0]["reason"]
 
 
-def test_memory_excludes_the_parent_process() -> None:
-    held = bytearray(os.urandom(1) * 600_000_000)  # ru_maxrss of a child includes its parent
-    row = bench_shapes(tiny(), ["batch.micro=2"], window_s=0.01)["rows"][0]
-    assert len(held) and row["peak_gib"] * 2**30 < peak_resident_bytes() - 200_000_000
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_batch_shape_row_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny(batch=Batch(micro=2, global_=6))
     with gpus(monkeypatch):
         row = measure_shape(config, Group(device=DEVICES[0]), Path(), resolve_batch_shape(config.batch, 1), 0.01)
     assert row["samples_per_s"] > 0 and 0 < row["peak_gib"] < row["peak_reserved_gib"]
-
-
-def test_model_execution_settings_are_searchable() -> None:
-    spaces = ["train.channels_last=false,true", "train.activation_checkpointing=[],[image]"]
-    rows = bench_shapes(tiny(), spaces, 0.01)["rows"]
-    assert [row["status"] for row in rows] == ["measured"] * 4
-    assert rows[3]["settings"] == {"train.channels_last": True, "train.activation_checkpointing": ["image"]}
-
-
-def test_idle_gpus_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = ["2 of 3 GPUs are idle: cluster.workers is 1"]
-    for have, accelerator, expected in ((0, "auto", []), (1, "auto", []), (3, "cpu", []), (3, "auto", notes)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda have=have: have)
-        assert spawn.idle_gpu_notes(tiny().with_cluster(accelerator=accelerator, workers=1)) == expected
 
 
 def _kill(config: object, group: object, folder: object) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from mmray.bench import step, strategies
 from mmray.bench.spawn import WorkerFailed
-from mmray.bench.strategies import BASELINE, ProfiledTimer, bench_strategies
+from mmray.bench.strategies import BASELINE, bench_strategies
 from mmray.config import Batch, Optimizer
 from mmray.data.stream.order import SamplePlan
 from mmray.errors import ResourceError
@@ -78,14 +78,6 @@ def test_all_rows_use_the_same_device_type(workers, monkeypatch):
         bench_strategies(tiny().with_cluster(accelerator="gpu"), steps=2, only=("single fp32",))
 
 
-def test_communication_time_is_the_union_of_collectives():
-    def event(name, start, end):
-        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
-
-    events = [event("gloo:all_reduce", 10, 20), event("gloo:all_gather", 15, 30), event("aten::mm", 0, 99)]
-    assert strategies.communication_us([*events, event("nccl:broadcast", 50, 55)]) == 25
-
-
 def test_ranks_split_the_global_batch():
     batches = [{"image": torch.arange(10) + 100 * index, "pos": torch.zeros(10)} for index in range(2)]
     for world in (1, 2, 3):
@@ -97,12 +89,3 @@ def test_ranks_split_the_global_batch():
             assert torch.equal(rows, batches[number]["image"])
             pos = torch.cat([micro["pos"] for micro_batches in parts for micro in micro_batches])
             assert np.array_equal(pos, np.concatenate([plan.positions(number, rank) for rank in range(world)]))
-
-
-def test_metrics_are_of_the_last_timed_step():
-    timed = strategies.WARMUP_STEPS + 2
-    timer = ProfiledTimer((torch.device("cpu"),), timed=timed)
-    for number in range(1, timed + strategies.PROFILED_STEPS + 1):
-        timer.on_step(number, {"step": number})
-    assert timer.metrics == {"step": timed}
-    assert timer.peak_gib > 0

@@ -15,14 +15,9 @@ from mmray.cluster.capacity import NODE_ID
 from mmray.cluster.placement import alive_nodes, free_nodes
 from mmray.config import Cluster, CustomModel
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.stream.order import BlockPlan, ResumePoint, SamplePlan
-from mmray.data.stream.reader import RowReader
-from mmray.data.text.tokenizer import TextEncoder
-from mmray.engine.worker import train_worker
-from mmray.engine.worker_context import DriverHandle, WorkerContext
-from mmray.storage.lease import Lease
 from mmray.train import monitor
 from mmray.train.driver import train
+from tests.engine.single_worker import run_config
 from tests.train.runs import Silent, config, expected_marks, lines, marks, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -40,26 +35,14 @@ def settings(data, storage, name, nodes, steps=12, callbacks=(), cluster=None, *
 
 def losses_of_one_worker(wanted, folder):
     """The same run by one worker in this process, without Ray and faults."""
-    prepared = PreparedSet.open(wanted.data.train, "train")
-    tokenizer = prepared.tokenizer_json
-    vocab_size = TextEncoder(tokenizer, 8).vocab_size
-    calm = wanted.replace(model=wanted.model.replace(vocab_size=vocab_size), train=wanted.train.replace(callbacks=()))
-    lease = Lease(folder)
-    fence = lease.acquire()
-    plan = SamplePlan(50, 16, 1, 4, 0, calm.train.steps)
-    reader = RowReader(prepared, calm.model.inputs, tokenizer, calm.prepare.max_pixels, calm.augment)
-    blocks = BlockPlan(plan, 0, 1)
-    stream = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
-    line = DriverHandle(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
-    context = WorkerContext(calm, folder, fence, reader, None, tokenizer)
-    train_worker(context, ResumePoint(plan, 0), stream, torch.device("cpu"), line)
-    lease.release()
+    calm = wanted.replace(train=wanted.train.replace(callbacks=()))
+    run_config(calm, PreparedSet.open(wanted.data.train, "train"), folder)
     return [entry["train/loss"] for entry in lines(folder)]
 
 
 def in_double(wanted):
     """The same run in double precision."""
-    own = CustomModel(kind="tests.engine.custom_model:DoubleTowers", inputs=wanted.model.inputs)
+    own = CustomModel(kind="tests.train.runs:DoubleTowers", inputs=wanted.model.inputs)
     return wanted.replace(model=own)
 
 

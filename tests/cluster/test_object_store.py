@@ -1,7 +1,5 @@
 """Runs whose folder is on an object store (an S3 server on loopback): it has the same files as on a disk."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -10,17 +8,14 @@ from mmray.storage.paths import to_path
 from mmray.storage.storage import Storage
 from mmray.train.driver import train
 from mmray.train.evaluate_export import evaluate_run, export_run
-from tests.made import make_set, row
-from tests.train.runs import STEPS, Silent, config, marks, same_weights, weights
+from tests.train.runs import STEPS, Silent, Stopping, config, make_data, marks, same_weights, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("set")
-    make_set(folder, [row(number) for number in range(50)], [row(number) for number in range(100, 120)])
-    return folder
+    return make_data(tmp_path_factory.mktemp("set"))
 
 
 def in_chunks(config, cache=None):
@@ -33,20 +28,6 @@ def in_chunks(config, cache=None):
 def calm(local_ray, data, tmp_path_factory):
     """An undisturbed run on a disk."""
     return train(in_chunks(config(data, tmp_path_factory.mktemp("runs"), "calm")), Silent())
-
-
-class Stopping(Silent):
-    """Sends SIGINT once, at the first step from `at` on."""
-
-    def __init__(self, at):
-        super().__init__()
-        self.at = at
-
-    def step(self, metrics, total_steps):
-        super().step(metrics, total_steps)
-        if self.at and metrics["step"] >= self.at:
-            self.at = 0
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def copied(run, folder):

@@ -1,16 +1,12 @@
 """Placement of data and training on nodes, and the CPUs a local cluster needs."""
 
-from pathlib import Path
-
 import pytest
-import yaml
 
 from mmray.cluster.capacity import NODE_ID, Node
 from mmray.cluster.connect import num_local_cpus
-from mmray.cluster.placement import ROLE_LABEL, LiveNodes, data_labels, parse_launcher_config, train_labels
+from mmray.cluster.placement import ROLE_LABEL, LiveNodes, data_labels, train_labels
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Cluster
-from mmray.errors import UsageError
 
 LAPTOP = [Node({"CPU": 8.0, "GPU": 1.0, HEAD_RESOURCE: 1.0}, {NODE_ID: "a"})]
 HEAD = Node({"CPU": 4.0, HEAD_RESOURCE: 1.0}, {NODE_ID: "h"})
@@ -42,20 +38,6 @@ def test_unavailable_nodes_are_excluded_in_addition():
     assert LiveNodes([], ()).excluding_unavailable({NODE_ID: "!in(g)"}) == {NODE_ID: "!in(g)"}
 
 
-def test_label_without_value_is_refused():
-    with pytest.raises(UsageError, match=r"cluster.data_label"):
-        Cluster(data_label="cpu-nodes")
-
-
 @pytest.mark.parametrize(("actors", "cpus"), [(1, 4), (3, 6), (64, 67)])
 def test_local_cluster_has_a_cpu_for_each_actor(actors, cpus):
     assert num_local_cpus(Cluster(workers=2), actors, physical=2) == cpus
-
-
-def test_launcher_file_gives_the_pools():
-    """tests/test_cluster_yaml.py checks which runs they accept."""
-    file = Path(__file__).parents[2] / "cluster.yaml"
-    pools = {pool.name: pool for pool in parse_launcher_config(yaml.safe_load(file.read_text()))}
-    assert pools.keys() == {"cpu", "gpu"}
-    assert pools["gpu"].resources == {"CPU": 8, "GPU": 1} and pools["gpu"].max_nodes == 4
-    assert pools["gpu"].labels == {ROLE_LABEL: "train"} and pools["cpu"].labels == {ROLE_LABEL: "data"}

@@ -6,7 +6,7 @@ import ray
 from mmray.cluster.placement import ROLE_LABEL
 from mmray.config import Cluster
 from mmray.train.driver import train
-from tests.cluster.fake_autoscaler import FakeAutoscaler
+from tests.cluster.fake_autoscaler import fake_autoscaler
 from tests.train.runs import Silent, config, expected_marks, marks
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(400)]  # three minutes
@@ -20,7 +20,7 @@ def test_elastic_run_scales_up_from_zero_nodes(data, tmp_path):
     if ray.is_initialized():
         ray.shutdown()
     made = config(data, tmp_path, "grown", ("tests.train.faults:Slowly",), steps=60)
-    with FakeAutoscaler(POOLS, tmp_path) as address:
+    with fake_autoscaler(POOLS, tmp_path) as address:
         labels = {"train_label": f"{ROLE_LABEL}=train", "data_label": f"{ROLE_LABEL}=data"}
         section = Cluster(
             workers="1-2", resources_per_worker={"slot": 1.0}, address=address, wait_for_nodes=True, **labels

@@ -24,14 +24,6 @@ def test_missing_bucket_is_an_error_with_the_fix(s3):
     assert found.level == "error" and "The bucket must exist" in found.observed
 
 
-def test_local_folder_is_checked_like_a_bucket(tmp_path):
-    check_shared(str(tmp_path / "runs"), [])
-    assert list((tmp_path / "runs").iterdir()) == []
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match="is not writable"):
-        check_shared(str(tmp_path / "file" / "runs"), [])
-
-
 def test_node_with_another_folder_at_the_same_path_is_named(local_ray, tmp_path, monkeypatch):
     """`~` is a different folder for the driver and for the workers."""
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from mmray.data.stream.order import SamplePlan
-from mmray.engine import memory_probe, precision
+from mmray.engine import precision
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.meters import reduce_over_ranks
@@ -69,7 +69,7 @@ def main_four(rank: int, folder: str) -> None:
     """Entry point of one of four ranks: all scenarios in one group, then one in a pair."""
     group = join_group(folder, "four", rank, 4)
     results: dict[str, Any] = {name: train(group) for name, (train, _) in FOUR_RANKS.items()}
-    results |= {"ring": ring(group), "sharded_bf16": sharded_bf16(group)}
+    results["sharded_bf16"] = sharded_bf16(group)
     group.barrier()
     dist.destroy_process_group()
     scenario = (oom_in_sharded_forward, oom_in_optimizer)[rank // 2]
@@ -167,21 +167,6 @@ FOUR_RANKS: dict[str, tuple[Train, Train]] = {
 }
 
 
-def gradient_storages(group: Group) -> list[int]:
-    """Number of storages of the gradients at each training forward, in three steps."""
-    counts: list[int] = []
-
-    class Counting(toy.Toy):
-        def forward(self, batch):
-            if torch.is_grad_enabled():
-                grads = [weight.grad for weight in self.parameters() if weight.grad is not None]
-                counts.append(len({grad.untyped_storage().data_ptr() for grad in grads}))
-            return super().forward(batch)
-
-    train_toy(group, micro=4, model=Counting, steps=3, objective=toy.Regression())
-    return counts
-
-
 def common_precision(group: Group) -> list[str]:
     """The result of `auto` if rank 1 has an older GPU than rank 0, and of an explicit setting."""
     on_gpu = replace(group, device=torch.device("cuda", 0))
@@ -200,17 +185,11 @@ def skipped_step(group: Group) -> dict[str, Any]:
 
 
 def collectives(group: Group) -> dict[str, Any]:
-    """Each rank weights all rows by its own number, so a row's gradient is the sum of the weights."""
-    rows = torch.arange(6.0).reshape(3, 2) + 10 * group.rank
-    gathered = group.all_gather(rows)
+    """Rows of different numbers, and metrics of both ranks."""
     names = ("time/step_s", "time/step_p95_s", "time/first_step_s", "memory/peak_gib", "host/memory_gib", "gpu/busy")
     own = {name: float(1 + 2 * group.rank) for name in names}
     return {
-        "gathered": gathered,
-        "gradient": group.reduce_scatter(torch.full_like(gathered, group.rank + 1.0)),
         "uneven": group.all_gather_variable(torch.full((2 + group.rank,), group.rank)),
-        "broadcast": group.broadcast_object({"rank": group.rank}),
-        "shifted": group.ring_shift(torch.full((2,), group.rank)),
         "reduced": reduce_over_ranks(group, [torch.tensor(1.0 + group.rank)], own),
     }
 
@@ -280,34 +259,9 @@ def oom_with_one_row(group: Group) -> dict[str, Any]:
     return oom_error(group, "forward", micro=1)
 
 
-def common_micro(group: Group) -> list[int]:
-    """The probed micro-batch if fewer rows fit on rank 1 than on rank 0, and if all rows fit."""
-    results = []
-    for limits in ((6, 3), (99, 99)):
-        model = toy.MemoryLimitedToy(toy.MemoryFault(max_rows=limits[group.rank]))
-        state = replace(toy.train_state(model), group=group)
-        results.append(
-            memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), rows_per_rank=12, micro=None).micro
-        )
-    return results
-
-
 def oom_in_synchronizing_backward(group: Group) -> dict[str, Any]:
     """Rank 0 waits there. The last scenario of all."""
     return oom_error(group, "synchronising backward")
-
-
-def ring(group: Group) -> dict[str, Any]:
-    """Numbers of images and texts that the pairwise loss sees at once, and of gathered rows."""
-    calls, gathers, objective = [], [], toy.objective("0.5 * sigmoid")
-    sigmoid = objective.objective_parts.global_loss._terms[0].objective
-    objective.objective_parts.global_loss.chunk = 3
-    original, all_gather = sigmoid.pairwise_loss, Group.all_gather
-    sigmoid.pairwise_loss = lambda *args: (calls.append((len(args[1]), len(args[3]))), original(*args))[1]
-    with patch.object(Group, "all_gather", lambda self, rows: (gathers.append(len(rows)), all_gather(self, rows))[1]):
-        train_toy(group, 4, kind="sigmoid", steps=1, objective=objective)
-    images, texts = zip(*calls, strict=True)
-    return {"images": max(images), "texts": max(texts), "calls": len(calls), "gathers": gathers}
 
 
 def sharded_bf16(group: Group) -> dict[str, list[float]]:
@@ -404,14 +358,12 @@ def compiled(group: Group) -> dict[str, Any]:
 
 SCENARIOS = (
     collectives,
-    gradient_storages,
     common_precision,
     skipped_step,
     stopped_loop,
     overflow,
     recovered_oom,
     oom_with_one_row,
-    common_micro,
     strategies,
     compiled,
     oom_in_synchronizing_backward,

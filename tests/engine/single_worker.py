@@ -1,4 +1,4 @@
-"""A training worker without Ray, on a prepared set of 22 rows with 8 rows per step."""
+"""A training worker without Ray."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
     group, messages = group or Group(), []
     tokenizer = extend_tokenizer(train_set.tokenizer_json, config.model.inputs)
     config = config.model_copy(update={"model": config.model.with_tokens(TextEncoder(tokenizer, 8).vocab_size, None)})
-    micro, steps = resolve_batch_shape(config.batch, group.world).micro, config.train.steps
-    plan = SamplePlan(num_rows=22, global_rows=8, world=group.world, micro=micro, seed=0, steps=steps)
+    shape, steps = resolve_batch_shape(config.batch, group.world), config.train.steps
+    plan = SamplePlan(train_set.num_rows, shape.global_rows, group.world, shape.micro, seed=0, steps=steps)
     first = 0 if checkpoint is None else files.step_of(checkpoint)
     if group.rank == 0:
         run_dir.create_run_dir(folder, config, {"train": "made"}, tokenizer)

@@ -76,8 +76,3 @@ def test_time_is_at_most_one_and_a_half_times_one_pass():
             took_s[micro].append(time.process_time() - start_s)
     ratios = [accumulated / whole for accumulated, whole in zip(took_s[MICRO][1:], took_s[SHARE][1:], strict=True)]
     assert statistics.median(ratios) <= 1.5
-
-
-def test_measured_cases_compute_the_same_gradient(bench):
-    whole, accumulated = gradient(bench, SHARE, SHARE), gradient(bench, SHARE, MICRO)
-    assert (whole - accumulated).norm() / whole.norm() < 1e-4

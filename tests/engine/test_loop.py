@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -42,12 +41,6 @@ def train(model, plan, state=None, first=0, **options):
 
 def on_step(function):
     return SimpleNamespace(on_step=function)
-
-
-def test_logged_learning_rate_is_that_without_multipliers():
-    log, settings = toy.Lines(), toy.optimizer_settings(lr_multipliers=["*words*=10"])
-    train(toy.Toy(), plan_of(4), log=log, optimizer=settings)
-    assert [line["train/lr"] for line in log] == [lr_at(line["step"] - 1, settings, 4) for line in log] and log
 
 
 def test_resumed_run_is_bitwise_equal():
@@ -115,16 +108,10 @@ def test_metrics_are_logged_and_callbacks_called():
     assert outcome == LoopResult("finished", 5, 43, 0, log[-1])
 
 
-def test_logged_loss_is_the_loss_of_the_step():
-    plan, log = plan_of(1), toy.Lines()
-    train(toy.Toy(), plan, log=log)
-    expected = toy.reference_gradients(toy.Toy(), next(toy.steps_of(plan, 0)), 0)
-    assert log[0]["train/loss"] == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_total_norm_and_norm_of_each_branch_are_logged():
-    log = toy.Lines()
-    train(toy.Branched(), plan_of(2), log=log, optimizer=toy.optimizer_settings(clip_per="branch"))
+def test_norms_of_each_branch_and_rate_without_multipliers_are_logged():
+    log, settings = toy.Lines(), toy.optimizer_settings(clip_per="branch", lr_multipliers=["*words*=10"])
+    train(toy.Branched(), plan_of(2), log=log, optimizer=settings)
+    assert [line["train/lr"] for line in log] == [lr_at(line["step"] - 1, settings, 2) for line in log]
     norms = [log[0][f"train/grad_norm_{name}"] for name in ("image", "text", "rest")]
     assert log[0]["train/grad_norm"] == pytest.approx(sum(norm**2 for norm in norms) ** 0.5)
     assert all(norm > 0 for norm in norms)
@@ -160,14 +147,6 @@ def test_ema_weights_are_evaluated_and_resumed():
     train(toy.Toy(), plan, checkpoints.load(3), first=3, save=resumed.save, train=settings)
     ema, resumed_ema = checkpoints.load(8)[EMA_KEY], resumed.load(8)[EMA_KEY]
     assert ema.keys() == resumed_ema.keys() and all(torch.equal(ema[name], resumed_ema[name]) for name in ema)
-
-
-def test_finished_run_takes_no_step():
-    plan, checkpoints, model = plan_of(3), Checkpoints(), toy.Toy()
-    train(model, plan, save=checkpoints.save)
-    before = toy.flat(model)
-    assert train(model, plan, checkpoints.load(3), first=3) == LoopResult("finished", 3, 30, 0, {})
-    assert torch.equal(toy.flat(model), before)
 
 
 def test_stopped_run_saves_a_checkpoint():
@@ -222,13 +201,6 @@ def test_row_with_non_finite_output_is_named(kind):
     assert max(model.sizes) == 4
 
 
-def test_rows_of_the_step_are_named_if_no_single_row_is_non_finite(monkeypatch):
-    step = loop.optimizer_step
-    monkeypatch.setattr(loop, "optimizer_step", lambda *args: replace(step(*args), finite=False))
-    with pytest.raises(TrainingError, match=r"all outputs finite, and the rows are rows 20 to 29 of the sample order"):
-        train(toy.Toy(), plan_of(5))
-
-
 @pytest.mark.cluster
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_ranks_under_torchrun_equal_one_process(tmp_path, parallel):
@@ -241,12 +213,3 @@ def test_ranks_under_torchrun_equal_one_process(tmp_path, parallel):
     expected = toy.Branched().double()
     train(expected, plan_of(8, micro=2))
     torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), toy.flat(expected), rtol=1e-9, atol=1e-12)
-
-
-def test_engine_runs_without_ray_and_pydantic():
-    code = (
-        "import sys; import mmray.engine.loop, mmray.engine.metrics.writers; "
-        "found = {'ray', 'pydantic', 'tensorboard'} & set(sys.modules); sys.exit(f'imports {found}' if found else 0)"
-    )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from dataclasses import replace
-
 import pytest
 import torch
 
-from mmray.engine import loop, memory_probe
-from mmray.engine.collectives import Group
+from mmray.engine import memory_probe
 from mmray.engine.prefetch import make_local_batch, split_micro_batches
 from mmray.errors import OutOfMemoryError, TrainingError
 from tests.engine import toy
@@ -23,12 +18,6 @@ def probe(state, rows_per_rank=12, micro=None, batch_of=lambda rows: toy.rows(ro
 
 def state_with(max_rows=10**9, **fault):
     return toy.train_state(toy.MemoryLimitedToy(toy.MemoryFault(max_rows=max_rows, **fault)))
-
-
-@pytest.fixture
-def without_votes(monkeypatch):
-    """Groups of several ranks without a process group."""
-    monkeypatch.setattr(Group, "all_reduce_min", lambda self, value: value)
 
 
 @pytest.mark.parametrize(("limit", "micro"), [(99, 12), (11, 6), (5, 3), (1, 1)])
@@ -76,22 +65,6 @@ def test_oom_while_counting_flops_halves_the_micro_batch():
     assert log.of("batch/micro") == [2, 2] and log[-1]["throughput/tflops_per_device"] > 0
 
 
-@pytest.mark.parametrize(("world", "expected"), [(1, False), (4, True)])
-def test_probe_holds_gradients_like_ddp_buckets(without_votes, world, expected):
-    """DDP's buckets are allocated during the forward, but a group of one has none."""
-    held = []
-
-    class Watched(toy.Toy):
-        def forward(self, batch):
-            held.append(all(weight.grad is not None for weight in self.parameters()))
-            return super().forward(batch)
-
-    state = replace(toy.train_state(Watched()), group=Group(rank=0, world=world))
-    probe(state, 4)
-    assert held[0] is expected and held[-1] is False  # the last one checks which weights get a gradient
-    assert all(weight.grad is None for weight in state.model.parameters())
-
-
 def test_probe_leaves_state_unchanged():
     model = toy.Toy(dropout=0.3, batch_norm=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -100,27 +73,6 @@ def test_probe_leaves_state_unchanged():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.random.get_rng_state(), random_state)
-
-
-def test_memory_table_counts_bytes():
-    state = state_with()
-    table, double = (probe(state, 12, micro).table for micro in (6, 12))
-    weights = sum(parameter.nbytes for parameter in state.model.parameters())
-    assert table["memory/parameters_gib"] == table["memory/gradients_gib"] == weights / 2**30
-    assert table["memory/optimizer_gib"] == pytest.approx(2 * weights / 2**30, rel=0.1)
-    assert double["memory/activations_gib"] == pytest.approx(2 * table["memory/activations_gib"], rel=0.2)
-
-
-@pytest.mark.parametrize("kind", ["contrastive", "sigmoid", "matching"])
-def test_probe_for_several_ranks_has_their_columns_without_collectives(without_votes, kind):
-    """Ranks try different sizes, so their collectives would have different shapes."""
-    widths = []
-    state = toy.train_state(toy.Toy(kind=kind), objective=toy.objective(kind))
-    if kind == "contrastive":
-        compute_loss = state.objective.compute_loss
-        state.objective.compute_loss = lambda *args: (widths.append(len(args[-1]["valid"])), compute_loss(*args))[1]
-    assert probe(replace(state, group=Group(rank=1, world=4)), 8, 8).micro == 8
-    assert set(widths) == ({32} if kind == "contrastive" else set())  # four times the negatives
 
 
 def test_smaller_micro_keeps_rows_and_equal_counts_on_ranks():
@@ -156,41 +108,3 @@ def test_oom_in_evaluation_does_not_halve_the_micro_batch(error):
     with pytest.raises(OutOfMemoryError, match=message) as raised:
         train(toy.Toy(), plan_of(4, micro=5), evaluate=evaluate, evaluate_every=2)
     assert raised.value.micro == 0
-
-
-def test_oom_in_optimizer_restarts_with_smaller_micro_batches(monkeypatch):
-    def fail(*_):
-        raise torch.OutOfMemoryError("allocation failed in the optimizer")
-
-    monkeypatch.setattr(loop, "set_lr", lambda optimizer, lr: setattr(optimizer, "step", fail))
-    with pytest.raises(OutOfMemoryError, match="allocation failed in the optimizer") as raised:
-        train(toy.Toy(), plan_of(4, micro=5))
-    assert raised.value.micro == 2
-
-
-PAGE_FAULTS = """
-import resource
-import numpy as np
-from mmray.engine.memory_probe import keep_freed_memory
-
-def work():
-    whole = np.ones(50 * 2**20, np.uint8)
-    return np.ones(20 * 2**20, np.uint8)[0] + whole[0]
-
-def count_faults():
-    work(), work()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    work()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-print(count_faults(), int(keep_freed_memory()), count_faults())
-"""
-
-
-def test_freed_memory_is_reused_without_page_faults():
-    """70 MB are 17,920 pages of 4 KiB, or 35 large ones."""
-    process = subprocess.run([sys.executable, "-c", PAGE_FAULTS], capture_output=True, text=True, check=True)
-    default, glibc, kept = map(int, process.stdout.split())
-    if not glibc:
-        pytest.skip("not glibc's allocator")
-    assert kept < default / 10

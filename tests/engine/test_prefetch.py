@@ -34,11 +34,6 @@ def test_padding_is_removed_and_order_is_kept():
     assert batch.rows == 9
 
 
-def test_batch_without_padding_is_passed_on_unchanged():
-    micro_batches = toy.cut(toy.rows(9, 0), 4)
-    assert prefetch.make_local_batch(micro_batches).micro_batches is micro_batches
-
-
 def test_data_wait_is_measured():
     def slow():
         for micro_batches in toy.steps_of(PLAN, 0):
@@ -47,26 +42,6 @@ def test_data_wait_is_measured():
 
     waits = [batch.wait_s for batch in local_batches(slow())]
     assert len(waits) == 2 and all(0.05 <= wait < 0.5 for wait in waits)
-
-
-def test_next_item_is_prefetched_by_one_thread():
-    produced, threads = [], set()
-
-    def items():
-        for number in range(4):
-            threads.add(threading.current_thread().name)
-            produced.append(number)
-            yield number
-
-    ahead = prefetch._ahead(items(), lambda number: number * 10, CPU)
-    assert next(ahead) == 0
-    deadline = time.monotonic() + 5
-    while len(produced) < 2 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(0.02)
-    assert produced == [0, 1]  # one ahead, and no more
-    assert list(ahead) == [10, 20, 30]
-    assert len(threads) == 1 and threading.main_thread().name not in threads
 
 
 def test_error_in_the_thread_is_raised_in_the_caller():
@@ -78,15 +53,6 @@ def test_error_in_the_thread_is_raised_in_the_caller():
     assert next(ahead) == 1
     with pytest.raises(TrainingError, match="lost"):
         next(ahead)
-
-
-def test_prefetch_thread_uses_the_workers_gpu(monkeypatch):
-    """The default is the first GPU, where pinned memory and streams would create a context."""
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
-    other = torch.device("cuda", 3)
-    threads = list(prefetch._ahead((threading.current_thread() for _ in range(2)), lambda thread: thread, other))
-    assert threads[0] is threads[1] and chosen == [(other, threads[0])]
 
 
 def test_exit_does_not_wait_for_a_stalled_stream():

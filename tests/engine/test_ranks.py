@@ -27,13 +27,6 @@ def test_ranks_equal_one_process(request, fixture, name):
         toy.assert_equal_weights(result[name], expected, start)
 
 
-def test_weighted_sigmoid_takes_texts_of_one_rank_in_chunks(four):
-    for result in four:
-        ring = result["ring"]
-        assert (ring["texts"], ring["gathers"]) == (3, []) and ring["images"] <= 6
-        assert ring["calls"] == 2 * 4  # chunks of a rank's 6 rows, times ranks
-
-
 def test_sharded_bf16_losses_are_close_to_float32(four):
     for result in four:
         plain, half = result["sharded_bf16"]["fp32"], result["sharded_bf16"]["bf16"]
@@ -41,32 +34,18 @@ def test_sharded_bf16_losses_are_close_to_float32(four):
         assert plain[-1] < 0.95 * plain[0]
 
 
-def test_collectives_keep_rank_order_and_return_gradients(two):
-    first = torch.arange(6.0).reshape(3, 2)
+def test_collectives_keep_rank_order_and_reduce_metrics(two):
     maxima = ("time/step_p95_s", "time/first_step_s", "memory/peak_gib", "host/memory_gib")
-    for rank, result in enumerate(two):
+    for result in two:
         scenario = result["collectives"]
-        torch.testing.assert_close(scenario["gathered"], torch.cat([first, first + 10]))
-        torch.testing.assert_close(scenario["gradient"], torch.full((3, 2), 3.0))
         assert scenario["uneven"].tolist() == [0, 0, 1, 1, 1]
-        assert scenario["broadcast"] == {"rank": 0}
-        assert scenario["shifted"].tolist() == [1 - rank] * 2
         sums, own = scenario["reduced"]
         assert sums == [3.0]
         assert own == dict.fromkeys(maxima, 3.0) | {"time/step_s": 2.0, "gpu/busy": 2.0}
 
 
-def test_gradients_are_views_of_ddp_buckets(two):
-    """From the first forward on; separate gradients would double their memory."""
-    assert [result["gradient_storages"] for result in two] == [[1] * 9] * 2  # three micro-batches in three steps
-
-
 def test_ranks_agree_on_a_format_that_all_gpus_support(two):
     assert [result["common_precision"] for result in two] == [["bf16", "fp16", "bf16"], ["fp16", "fp16", "bf16"]]
-
-
-def test_ranks_agree_on_largest_micro_batch_that_fits_all(two):
-    assert [result["common_micro"] for result in two] == [[3, 12]] * 2
 
 
 def test_non_finite_step_on_one_rank_is_skipped_on_both(two):

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from mmray.config import CustomModel
-from mmray.engine import loop, memory_probe, precision
+from mmray.engine import memory_probe
 from mmray.engine.checkpoint import state_io
 from mmray.engine.heartbeat import Heartbeat
 from mmray.errors import UsageError
-from tests.engine.custom_model import DoubleTowers
 from tests.engine.single_worker import make_prepared, run_worker
 from tests.train import runs
 
@@ -49,7 +48,7 @@ class WithoutEvaluation(nn.Module):
 
     def __init__(self, spec, vocab_size):
         super().__init__()
-        self.towers = DoubleTowers(spec, vocab_size)
+        self.towers = runs.DoubleTowers(spec, vocab_size)
 
     def forward(self, batch):
         return self.towers(batch)
@@ -63,16 +62,6 @@ def test_user_model_without_evaluation_is_refused_before_first_step(prepared, tm
     assert not (tmp_path / "evaluated" / "metrics.jsonl").exists()
     _, lines, _ = run_worker(prepared, tmp_path / "unevaluated", 4, model=model, evaluate=False)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-
-
-def test_worker_probes_trains_and_evaluates_in_the_agreed_precision(prepared, tmp_path, monkeypatch):
-    chosen, select = [], precision.select_precision
-    monkeypatch.setattr(precision, "common_precision", lambda setting, group: {"auto": "bf16"}[setting])
-    for module in (precision, loop):
-        monkeypatch.setattr(module, "select_precision", lambda name, dev: chosen.append(name) or select(name, dev))
-    state, _, _ = run_worker(prepared, tmp_path / "agreed", 4, precision="auto")
-    assert len(chosen) == 3 and set(chosen) == {"bf16"}
-    assert state["progress"]["step"] == 4
 
 
 def test_resumed_worker_frees_checkpoint_and_gives_same_weights(prepared, tmp_path, monkeypatch):

@@ -223,7 +223,7 @@ def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
 
 
 def train_state(
-    model: nn.Module, group: Group | None = None, objective=None, precision=FP32, scaler=None, layout=None, clip="model"
+    model: nn.Module, group: Group | None = None, objective=None, scaler=None, layout=None, clip="model"
 ) -> TrainState:
     """A TrainState as loop.py creates it."""
     group = group or Group()
@@ -231,9 +231,9 @@ def train_state(
         model=strategy.wrap_model(model, group, layout),
         objective=objective or Contrastive(),
         group=group,
-        precision=precision,
+        precision=FP32,
         optimizer=optimizer.build_optimizer(model, OPTIMIZER),
-        scaler=scaler or precision.scaler(),
+        scaler=scaler or FP32.scaler(),
         clip_groups=optimizer.make_clip_groups(model, clip),
         timers=PhaseTimers(torch.device("cpu")),
         clip_norm=OPTIMIZER.clip_norm,

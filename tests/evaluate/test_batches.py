@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.evaluate.batches import EvalBatches, EvalDataset
@@ -65,15 +63,6 @@ def test_batches_have_all_captions_and_pixels_at_each_iteration(prepared: Prepar
         assert len(reading.skipped) == 2
 
 
-def test_too_large_image_is_skipped(tmp_path: Path) -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (30, 30)).save(file, "PNG")
-    prepared = make_set(tmp_path / "set", [row(0), row(1, data=file.getvalue())])
-    reading = batches(prepared, max_pixels=400)
-    assert [batch["row"].tolist() for batch in reading] == [[0]]
-    assert "too-large" in reading.skipped[0]
-
-
 def test_image_that_kills_the_decoder_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bad, log = row(3, data=deadly(png(3), tmp_path / "tries")), tmp_path / "tries"
     made = make_set(tmp_path / "set", [*map(row, range(3)), bad, row(4)])
@@ -85,14 +74,6 @@ def test_image_that_kills_the_decoder_is_skipped(tmp_path: Path, caplog: pytest.
             assert reading.skipped[0].startswith("row 3: decoder-crash: row-3: the decoder process died")
     assert len(log.read_text().splitlines()) == 1 and "row-3" in caplog.text
     assert batches(made).data.crash_probe is None
-
-
-def test_adjacent_rows_are_read_in_one_request(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    read = PreparedSet.read
-    monkeypatch.setattr(PreparedSet, "read", lambda self, rows: asked.append(len(rows)) or read(self, rows))
-    assert sum(len(batch["row"]) for batch in batches(prepared, batch=20)) == 21
-    assert sorted(asked) == [3, 4, 8, 8]
 
 
 def test_damaged_record_skips_only_its_rows(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,22 @@
 """Jobs submitted to a separate head: output files, exit codes, stopping."""
 
 import json
+import os
 import subprocess
+import sys
 import time
+import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors, list_placement_groups
 
 from mmray.config import to_yaml
-from tests.jobs.head import Head
 from tests.jobs.test_lines import submit_line
-from tests.made import make_set, row
-from tests.train.runs import STEPS, config, marks
+from tests.nodes import free_ports, ray_head
+from tests.train.runs import STEPS, config, make_data, marks
 
 ROOT = Path(__file__).parents[2]
 ENDED = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
@@ -22,8 +25,25 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    with Head(tmp_path_factory.mktemp("head")) as head:
-        yield head
+    """A separate head: its `url` for jobs, and the `env` of commands."""
+    port, dashboard, agent = free_ports(3)
+    url, path = f"http://127.0.0.1:{dashboard}", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"RAY_AUTH_MODE": "disabled", "PATH": path, "RAY_API_SERVER_ADDRESS": url}
+    env["RAY_JOB_STOP_WAIT_TIME_S"] = "30"
+    for name in ("PYTHONPATH", "RAY_ADDRESS"):  # jobs ship the repository: they must import the shipped copy
+        env.pop(name, None)
+    options = ["--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+    options += [f"--dashboard-agent-listen-port={agent}", "--num-cpus=6"]
+
+    def is_ready():
+        try:
+            urllib.request.urlopen(f"{url}/api/version", timeout=1).close()
+        except OSError:
+            return False
+        return True
+
+    with ray_head(tmp_path_factory.mktemp("head"), port, options, env, is_ready):
+        yield SimpleNamespace(url=url, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +53,7 @@ def client(head):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("set")
-    make_set(folder, [row(number) for number in range(50)], [row(number) for number in range(100, 120)])
-    return folder
+    return make_data(tmp_path_factory.mktemp("set"))
 
 
 def submit(head, job, *arguments):

@@ -102,24 +102,6 @@ def test_model_rebuilds_from_its_architecture(name: str) -> None:
     build(moved, VOCAB, random_init_architecture(moved, VOCAB)).load_state_dict(model.state_dict())
 
 
-def test_pixels_are_normalised_in_the_model() -> None:
-    model: Any = build(two_tower(), VOCAB)
-    batch, seen = synthetic_batch(INPUTS, VOCAB, 2, "cpu"), []
-    model.image.tower.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
-    model.embed_image(batch["image"])
-    mean, std = torch.tensor(INPUTS.mean), torch.tensor(INPUTS.std)
-    expected = (batch["image"].permute(0, 2, 3, 1) / 255 - mean) / std
-    torch.testing.assert_close(seen[0], expected.permute(0, 3, 1, 2), atol=1e-5, rtol=1e-5)
-    assert not [name for name in model.state_dict() if "mean" in name or "std" in name]
-
-
-def test_half_precision_gives_float32_embeddings() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = build(two_tower(), VOCAB)(synthetic_batch(INPUTS, VOCAB, 4, "cpu"))
-    assert outputs["image_embed"].dtype == outputs["text_embed"].dtype == torch.float32
-    torch.testing.assert_close(outputs["image_embed"].norm(dim=1), torch.ones(4))
-
-
 def test_temperature_starts_as_set_and_is_clamped() -> None:
     model: Any = build(two_tower(temperature=0.2), VOCAB)
     model.constrain()
@@ -129,22 +111,6 @@ def test_temperature_starts_as_set_and_is_clamped() -> None:
     model.constrain()
     assert model.log_scale.item() == pytest.approx(math.log(100))
     assert model.log_scale.requires_grad
-
-
-def test_synthetic_batch_has_the_columns_of_a_collated_one() -> None:
-    batch, again = (synthetic_batch(INPUTS, VOCAB, 3, "cpu") for _ in range(2))
-    assert {name: (tuple(column.shape), column.dtype) for name, column in batch.items()} == {
-        "image": ((3, 3, 32, 32), torch.uint8),
-        "input_ids": ((3, 12), torch.int64),
-        "attention_mask": ((3, 12), torch.int64),
-        "key": ((3,), torch.int64),
-        "label": ((3,), torch.int64),
-        "valid": ((3,), torch.bool),
-        "pos": ((3,), torch.int64),
-    }
-    assert int(batch["input_ids"].max()) < VOCAB
-    torch.testing.assert_close(batch, again, rtol=0, atol=0)
-    assert not torch.equal(synthetic_batch(INPUTS, VOCAB, 3, "cpu", seed=1)["image"], batch["image"])
 
 
 class Custom(nn.Module):

@@ -15,14 +15,11 @@ from torch import Tensor, nn
 
 import mmray
 from mmray.config import Chat, ChatInputs, ClipImage, Decoder, Generative
-from mmray.data.stream.collate import IGNORE_INDEX, lm_columns
 from mmray.data.text.chat import ChatEncoder, extend_tokenizer
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.export.export import export
-from tests.engine import toy
-from tests.engine.test_step import INVALID, ROWS, micro_of, take
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ["a red circle", "a blue square on a green ground", "what is this?", "user: assistant: describe the image."]
@@ -136,27 +133,3 @@ def test_weights_load_from_a_directory(tmp_path: Path) -> None:
 def test_invalid_setting_raises(change: dict, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         build(SPEC.model_copy(update=change), ENCODER.vocab_size)
-
-
-def rows_of(step: int) -> dict[str, Tensor]:
-    """Rows with one to forty target tokens, some with none, some invalid."""
-    draw = np.random.default_rng(step)
-    batch = batch_of([CONVERSATIONS[number] for number in draw.integers(0, 3, ROWS)], step)
-    batch["labels"][draw.integers(0, ROWS, 4)] = IGNORE_INDEX
-    batch["valid"][list(INVALID)] = False
-    return batch
-
-
-def trained(micro: int) -> Tensor:
-    model = model_of().double().train()
-    state = toy.train_state(model, objective=toy.objective("language_modelling"))
-    for step in range(3):
-        assert take(state, toy.cut(rows_of(step), micro), step).finite
-    return toy.flat(model)
-
-
-def test_accumulation_equals_full_batch() -> None:
-    whole = trained(ROWS)
-    assert (whole - toy.flat(model_of().double())).abs().max() > 0.01
-    for accumulation in (2, 4, 8):
-        torch.testing.assert_close(trained(micro_of(accumulation)), whole, rtol=0, atol=1e-9)

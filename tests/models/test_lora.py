@@ -48,13 +48,13 @@ def models_of(kind: str) -> tuple[nn.Module, nn.Module]:
     return models[0], models[1]
 
 
-def trained(kind: str, model: nn.Module, micro: int = 4) -> nn.Module:
-    """Three steps of eight rows."""
+def trained(kind: str, model: nn.Module) -> nn.Module:
+    """Three steps of eight rows in two micro-batches."""
     spec, objective, _ = SPECS[kind]
     state = toy.train_state(model.train(), objective=toy.objective(objective))
     for step in range(3):
         batch = synthetic_batch(spec.inputs, spec.vocab_size or VOCAB, 8, "cpu", step)
-        assert take(state, toy.cut({"labels": batch["input_ids"]} | batch, micro), step).finite
+        assert take(state, toy.cut({"labels": batch["input_ids"]} | batch, 4), step).finite
     return model.eval()
 
 
@@ -78,11 +78,6 @@ def test_only_adapters_train_and_they_merge(kind: str) -> None:
         merged = lora.merge_adapters(adapted)
         assert merged.state_dict().keys() == plain.state_dict().keys()
         torch.testing.assert_close(merged(batch)[output], after, rtol=0, atol=1e-9)
-
-
-def test_accumulation_equals_full_batch_with_adapters() -> None:
-    ended = [toy.flat(trained("generative", models_of("generative")[1], micro)) for micro in (8, 3)]
-    torch.testing.assert_close(ended[0], ended[1], rtol=0, atol=1e-9)
 
 
 def test_frozen_layers_get_no_adapter() -> None:

@@ -14,37 +14,12 @@ from mmray.config import TextTower
 from mmray.errors import UsageError
 from mmray.models.encoders.text import FAMILIES, POSITIONS_AFTER_PAD, build_text_tower
 
-SMALL = TextTower(width=16, depth=1, heads=2)
 IDS = torch.randint(0, 30, (3, 8), generator=torch.Generator().manual_seed(0))
 MASK = (torch.arange(8) < torch.tensor([[8], [5], [2]])).long()
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> tuple[Path, Any]:
-    """A directory with a small BERT saved by transformers, and the network."""
-    torch.manual_seed(1)
-    config = BertConfig(vocab_size=30, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=48)
-    bert = BertModel(config)
-    bert.save_pretrained(tmp_path)
-    return tmp_path, bert
-
-
 def mean_over_tokens(hidden: torch.Tensor) -> torch.Tensor:
     return torch.stack([row[: mask.sum()].mean(0) for row, mask in zip(hidden, MASK, strict=True)])
-
-
-def test_random_tower_is_a_bert_without_pooler() -> None:
-    tower = build_text_tower(SMALL, 30, 12).eval()
-    assert tower.net.config._attn_implementation == "sdpa" and tower.net.pooler is None
-    assert (tower.net.config.vocab_size, tower.net.config.max_position_embeddings) == (30, 12)
-    ours = tower(IDS, MASK)
-    tower.net.set_attn_implementation("eager")
-    hidden = tower.net(input_ids=IDS, attention_mask=MASK).last_hidden_state
-    torch.testing.assert_close(ours, mean_over_tokens(hidden))
-    for dropout in (0.0, 0.5):
-        torch.manual_seed(0)
-        drops = build_text_tower(SMALL.model_copy(update={"dropout": dropout}), 30, 12).train()
-        assert torch.equal(drops(IDS, MASK), drops(IDS, MASK)) == (dropout == 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,42 +61,18 @@ def test_saved_encoder_of_every_family(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (TextTower(width=20, heads=3), r"model\.text\.heads: 3 heads do not divide the width of 20"),
-        (TextTower(weights="/no/such/place"), r"model\.text\.weights: no directory /no/such/place"),
-    ],
-)
-def test_invalid_text_setting_is_named(spec: TextTower, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        build_text_tower(spec, 30, 12)
-
-
-@pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         ("model.safetensors", b"123", r"cannot read a saved model"),
-        ("model.safetensors", None, r"cannot read a saved model"),
-        ("config.json", b"{", r"cannot read a saved model"),
         ("config.json", b'{"model_type": "gpt2"}', r"holds a model of type 'gpt2'; supported are bert, "),
     ],
 )
-def test_damaged_or_unsupported_directory_is_named(
-    saved: tuple[Path, Any], file: str, content: bytes | None, message: str
-) -> None:
-    (saved[0] / file).unlink()
-    if content is not None:
-        (saved[0] / file).write_bytes(content)
+def test_damaged_or_unsupported_directory_is_named(tmp_path: Path, file: str, content: bytes, message: str) -> None:
+    config = BertConfig(vocab_size=30, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=48)
+    BertModel(config).save_pretrained(tmp_path)
+    (tmp_path / file).write_bytes(content)
     with pytest.raises(UsageError, match=rf"model\.text\.weights: .*{message}"):
-        build_text_tower(TextTower(weights=str(saved[0])), 30, 64)
-
-
-def test_missing_weights_raise(saved: tuple[Path, Any]) -> None:
-    folder, bert = saved
-    state = {name: value for name, value in bert.state_dict().items() if "layer.1." not in name}
-    bert.save_pretrained(folder, state_dict=state)
-    with pytest.raises(UsageError, match=r"lacks 16 weights of a bert, first encoder\.layer\.1\."):
-        build_text_tower(TextTower(weights=str(folder)), 30, 64)
+        build_text_tower(TextTower(weights=str(tmp_path)), 30, 64)
 
 
 def test_offline_hub_error_suggests_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,12 +100,6 @@ def test_invalid_rows_do_not_affect_loss_or_gradient(objective) -> None:
     assert not any(none[name].grad.any() for name in (*EMBEDS, *objective.scalar_output_names))
 
 
-@pytest.mark.parametrize("objective", [Contrastive(), Sigmoid()])
-def test_half_precision_loss_is_float32(objective) -> None:
-    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        assert objective.compute_loss(random_outputs(dtype), batch_of())[0].dtype == expected
-
-
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_ring_of_one_equals_any_chunk(chunk: int) -> None:
     outputs, batch = random_outputs(), batch_of(1, 4)

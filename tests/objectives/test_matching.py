@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.objectives.matching import NO_NEGATIVE, Matching, gumbel_noise, hash_captions, sample_negatives
+from mmray.objectives.matching import NO_NEGATIVE, Matching, sample_negatives
 
 D = 6
 
@@ -66,16 +66,6 @@ def test_negatives_follow_the_softmax_distribution() -> None:
     torch.testing.assert_close(counts / 4000, scores.softmax(0), rtol=0, atol=0.03)
 
 
-def test_noise_is_gumbel_and_a_function_of_positions() -> None:
-    position = torch.arange(300) + 12345
-    noise = gumbel_noise(position, position + 7_000_000)
-    assert torch.equal(noise[3:5], gumbel_noise(position[3:5], position + 7_000_000))
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
-    assert noise.var().item() == pytest.approx(torch.pi**2 / 6, abs=0.05)
-    assert abs(torch.corrcoef(torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()]))[0, 1]) < 0.02
-    assert not torch.equal(noise, gumbel_noise(position + 7_000_000, position).T)
-
-
 def test_rows_without_negative_and_invalid_rows_do_not_count() -> None:
     outputs, batch = rows(1)
     columns = Matching().sample_hard_negatives(outputs, batch, gathered_of(outputs, batch))
@@ -87,11 +77,3 @@ def test_rows_without_negative_and_invalid_rows_do_not_count() -> None:
     logits = {"match": torch.tensor([1.0, float("nan")]), "match_negative": torch.zeros(2)}
     invalid = {"valid": torch.tensor([True, False]), "has_negative": torch.tensor([True, True])}
     assert torch.isfinite(Matching().compute_loss(logits, invalid)[0])
-
-
-def test_caption_hash_ignores_padding() -> None:
-    ids, mask = torch.randint(0, 1000, (500, 6)), torch.ones(500, 6, dtype=torch.long)
-    codes = hash_captions(ids, mask)
-    assert torch.equal(hash_captions(F.pad(ids, (0, 3), value=9), F.pad(mask, (0, 3))), codes)
-    assert len(set(codes.tolist())) == len({tuple(row) for row in ids.tolist()})
-    assert (hash_captions(ids.flip(1), mask) != codes).sum() > 490

@@ -1,6 +1,8 @@
-"""Small runs for tests: a config, a reporter that keeps its calls, and readers of run files."""
+"""Small runs for tests: a config, reporters that keep their calls, and readers of run files."""
 
 import json
+import os
+import signal
 
 import numpy as np
 import torch
@@ -11,8 +13,11 @@ from mmray.data.store.prepared_set import hash_key
 from mmray.data.stream.order import PADDING, SamplePlan
 from mmray.engine.checkpoint import state_io
 from mmray.engine.metrics.meters import rows_sha
+from mmray.models.two_tower import TwoTower
+from tests.made import make_set, row
 
 STEPS = 12
+HELD_OUT = [row(number) for number in range(100, 120)]
 IMAGE = ImageTower(name="convnet", width=8, depth=2)
 TEXT = TextTower(width=16, depth=1, heads=2, dropout=0.1)
 
@@ -34,6 +39,35 @@ class Silent:
 
     def step(self, metrics, total_steps):
         self.steps.append(metrics["step"])
+
+
+class Stopping(Silent):
+    """Sends SIGINT once, at the first step from `at` on."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def step(self, metrics, total_steps):
+        super().step(metrics, total_steps)
+        if self.at and metrics["step"] >= self.at:
+            self.at = 0
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+class DoubleTowers(TwoTower):
+    """The towers below without dropout as a user's model, in float64: differences are errors and not rounding."""
+
+    def __init__(self, spec, vocab_size):
+        text = TEXT.model_copy(update={"dropout": 0.0})
+        super().__init__(Model(inputs=spec.inputs, image=IMAGE, text=text, embed_dim=16), vocab_size)
+        self.double()
+
+
+def make_data(folder):
+    """Write a prepared set of 50 rows and 20 held-out ones; return its folder."""
+    make_set(folder, [row(number) for number in range(50)], HELD_OUT)
+    return folder
 
 
 def config(data, storage, name, callbacks=(), address=None, **train_settings):

@@ -9,16 +9,12 @@ from mmray.cli import main
 from mmray.errors import DataError, TrainingError
 from mmray.train.driver import train
 from tests.made import make_set, row
-from tests.train.runs import STEPS, Silent, config, lines, marks, same_weights, weights
-
-HELD_OUT = [row(number) for number in range(100, 120)]
+from tests.train.runs import HELD_OUT, STEPS, Silent, config, lines, make_data, marks, same_weights, weights
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("set")
-    make_set(folder, [row(number) for number in range(50)], HELD_OUT)
-    return folder
+    return make_data(tmp_path_factory.mktemp("set"))
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import mmray
 from mmray import cli
 from mmray.cli.console import Terminal
-from mmray.config import Batch, Evaluate, Scoring
+from mmray.config import Batch
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.engine.checkpoint import state_io
 from mmray.engine.run_state import EMA_KEY
-from mmray.errors import UsageError
 from mmray.evaluate.build import best_metric
 from mmray.models.build import build
 from mmray.storage.paths import AnyPath, to_path
@@ -120,21 +119,6 @@ def test_export_of_best_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "none has evaluate/recall_at_1/mean: the run holds out no rows" in capfd.readouterr().err
 
 
-def test_evaluate_uses_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, steps = made_run(tmp_path / "one", tmp_path, step_3=0.5, step_6=0.25), []
-
-    def evaluate(folder: AnyPath, data: Any, split: Any, step: Any, *_: Any, **__: Any) -> dict[str, float]:
-        steps.append(step)
-        return {"perplexity": 1.0, "token_accuracy": 1.0, "tokens": 1.0, "rows": 1.0}
-
-    monkeypatch.setattr(evaluate_export, "evaluate_run", evaluate)
-    for step in ("best", "3"):
-        assert cli.run(["evaluate", str(folder), "--step", step], Terminal()) == 0
-    assert steps == ["best", 3]
-    opened = [evaluate_export.open_run(folder, step)[2].name for step in ("best", 3, None)]
-    assert opened == ["step-3", "step-3", "step-6"]
-
-
 def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers took two micro-batches each of 16 rows; one worker that evaluates takes four."""
     monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cpu"))
@@ -146,15 +130,3 @@ def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path, monkeypatch
     found = save_checkpoint(tmp_path, 3, {"model": built.state_dict()}, {"architecture": built.architecture()})
     scores = evaluate_export._score_on_worker(config, held_out.tokenizer_json or "", held_out, found)
     assert scores["rows"] == 5 and scores["loss"] > 0
-
-
-def test_evaluation_settings_override_those_of_the_run(tmp_path: Path) -> None:
-    config = runs.config("none", tmp_path, "one")
-    asked = evaluate_export.with_evaluation_settings(
-        config, Scoring(classes=("a", "b"), limit=3), workers=1, accelerator="cpu"
-    )
-    assert asked.evaluate == Evaluate(every=config.evaluate.every, classes=("a", "b"), limit=3)
-    assert (asked.cluster.workers, asked.cluster.accelerator) == (1, "cpu")
-    assert evaluate_export.with_evaluation_settings(config, None) == config
-    with pytest.raises(UsageError, match=r"evaluate.num_generations: model.kind `two_tower` is not generative"):
-        evaluate_export.with_evaluation_settings(config, Scoring(num_generations=3))

@@ -1,7 +1,5 @@
 """Training on two data sets on Ray with two workers: the rows of each step, and a stop halfway."""
 
-import os
-
 import pytest
 
 from mmray.data.stream.order import MixtureComponent
@@ -9,7 +7,7 @@ from mmray.errors import UsageError
 from mmray.train.driver import train
 from mmray.train.resolve import resolve_run
 from tests.made import make_set, png, row
-from tests.train.runs import STEPS, Silent, config, expected_marks, lines, marks, same_weights, weights
+from tests.train.runs import STEPS, Silent, Stopping, config, expected_marks, lines, marks, same_weights, weights
 
 
 @pytest.fixture
@@ -29,13 +27,6 @@ def test_mixture_epoch_has_weighted_rows_of_each_set(sets, tmp_path):
     assert again.data["num_rows"] == 38 and again.data["fingerprint"] != ready.data["fingerprint"]
 
 
-class Stopping(Silent):
-    def step(self, metrics, total_steps):
-        super().step(metrics, total_steps)
-        if metrics["step"] == 1:
-            os.kill(os.getpid(), 2)
-
-
 @pytest.mark.slow  # two minutes
 @pytest.mark.cluster
 @pytest.mark.timeout(180)
@@ -48,7 +39,7 @@ def test_mixture_resumes_bitwise_after_stop(local_ray, sets, tmp_path):
     parts = (MixtureComponent(30, 30), MixtureComponent(8, 12))
     expected = list(expected_marks(STEPS, 42, names=names, components=parts))
     assert marks(calm.path) == expected
-    first = train(config(sets, tmp_path / "runs", "stopped", ("tests.train.faults:Slowly",)), Stopping())
+    first = train(config(sets, tmp_path / "runs", "stopped", ("tests.train.faults:Slowly",)), Stopping(1))
     assert first.result["status"] == "stopped" and 0 < first.result["steps"] < STEPS
     second = train(config(sets, tmp_path / "runs", "stopped"), Silent())
     assert marks(second.path) == expected

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mmray
-from mmray.config import Cluster, Config, Data
+from mmray.config import Cluster, Data
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.train.driver import train
 from mmray.train.evaluate_export import export_run
@@ -21,41 +21,18 @@ SCORES = ("recall_at", "median_rank", "zero_shot", "classification", "regions", 
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training and an evaluation split."""
-    rows = [labelled_row(number) for number in range(30)]
-    folder = tmp_path_factory.mktemp("kinds-on-ray") / "set"
-    make_set(folder, rows[:22], rows[22:])
-    return folder
-
-
-def on_ray(kind: str, prepared: Path, storage: Path) -> Config:
-    config = config_of(kind, storage)
-    return config.model_copy(update={"data": Data(train=str(prepared), workers=1), "cluster": Cluster(workers=1)})
-
-
-@pytest.fixture
-def alone(prepared: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dict]:
-    """A run of the kind in this process: its folder and final metrics."""
-    train_set, test_set = PreparedSet.open(str(prepared), "train"), PreparedSet.open(str(prepared), "test")
-    folder = tmp_path / "alone"
-    result, _ = run_config(config_of(request.param, tmp_path), train_set, folder, test_set)
-    return folder, result["metrics"]
-
-
 @pytest.mark.parametrize(
-    ("kind", "alone"),
-    [pytest.param(kind, kind, marks=[] if kind == "fusion" else pytest.mark.slow) for kind in KINDS],
-    indirect=["alone"],
+    "kind", [pytest.param(kind, marks=[] if kind == "fusion" else pytest.mark.slow) for kind in KINDS]
 )
-def test_resume_on_ray_gives_the_same_weights(
-    kind: str, alone: tuple[Path, dict], local_ray: None, prepared: Path, tmp_path: Path
-) -> None:
-    folder, metrics = alone
-    config = on_ray(kind, prepared, tmp_path)
+def test_resume_on_ray_gives_the_same_weights(kind: str, local_ray: None, tmp_path: Path) -> None:
+    rows, prepared = [labelled_row(number) for number in range(30)], tmp_path / "set"
+    make_set(prepared, rows[:22], rows[22:])
+    config, folder = config_of(kind, tmp_path), tmp_path / "alone"  # first in this process
+    train_set, test_set = (PreparedSet.open(str(prepared), split) for split in ("train", "test"))
+    metrics = run_config(config, train_set, folder, test_set)[0]["metrics"]
     shutil.copytree(folder / "checkpoints" / "step-3", tmp_path / kind / "checkpoints" / "step-3")
-    run = train(config, Silent())
+    changes = {"data": Data(train=str(prepared), workers=1), "cluster": Cluster(workers=1)}
+    run = train(config.model_copy(update=changes), Silent())
     assert (run.result["status"], run.result["steps"], run.result["restarts"]) == ("finished", STEPS, 0)
     assert [line["step"] for line in lines(run.path)] == [4, 5, 6]
     assert same_weights(final_weights(run.path), final_weights(folder))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mmray.config import Evaluate, Siglip
+from mmray.config import Evaluate
 from mmray.data.text.chat import build_encoder
 from mmray.errors import UsageError
 from mmray.train.resolve import resolve_run
@@ -37,18 +37,3 @@ def test_language_tokens_are_those_of_the_sets(tmp_path):
     asked = speaking.model_copy(update={"evaluate": Evaluate(classes=("a", "b"), language="en")})
     with pytest.raises(UsageError, match="no token for language 'en'; it knows de, fr"):
         resolve_run(asked, Silent())
-
-
-def test_siglip_pads_with_the_tokenizers_pad_token(tmp_path):
-    made = make_set(tmp_path / "set", [row(number) for number in range(4)])
-    (tmp_path / "tokenizer.json").write_text(made.tokenizer_json)
-    (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "[MASK]"}')
-    wanted = config(tmp_path / "set", tmp_path, "padded")
-
-    def settled(name, **given):
-        inputs = wanted.model.inputs.model_copy(update={"tokenizer": name})
-        return resolve_run(wanted.model_copy(update={"model": Siglip(inputs=inputs, **given)}), Silent()).config.model
-
-    assert settled(str(tmp_path)).pad_id == 4
-    assert settled(str(tmp_path), pad_id=2).pad_id == 2
-    assert settled("trained").pad_id is None

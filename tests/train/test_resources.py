@@ -9,7 +9,6 @@ from ray.train.torch import config as ray_torch
 
 from mmray.cluster import ray_internals
 from mmray.cluster.capacity import Node, Pool
-from mmray.cluster.placement import ROLE_LABEL
 from mmray.config import Cluster, Config, Data, Train
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError
@@ -39,29 +38,20 @@ def cluster(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("workers", "data", "actors"),
-    [
-        (2, Data(), 6),  # limited by real cores, not by Ray's CPUs
-        (2, Data(block_mb=512), 4),  # 2.5 GiB each (0.5 and four blocks), within half of the memory
-        ("2-8", Data(), 1),
-        (2, Data(workers=11), 11),  # an explicit number is kept
+    ("nodes", "pools", "section", "data", "actors"),
+    [  # one node: real cores and free memory; several: the CPUs of data nodes
+        ([LAPTOP], [], Cluster(workers=2), Data(), 6),  # limited by real cores, not by Ray's CPUs
+        ([LAPTOP], [], Cluster(workers=2), Data(block_mb=512), 4),  # 2.5 GiB each, within half of the memory
+        ([LAPTOP], [], Cluster(workers="2-8"), Data(), 1),
+        ([LAPTOP], [], Cluster(workers=2), Data(workers=11), 11),  # an explicit number is kept
+        ([HEAD, GPU_NODE, CPU_NODE], [], Cluster(workers=4), Data(), 19),  # 16, the head's 4, and one for the feed
+        ([HEAD, CPU_NODE], [], Cluster(workers=4, cpus_per_worker=2.0), Data(), 11),  # workers take 8 of 20
+        ([Node({"CPU": 0.0}, {ROLE: "head"})], POOLS, Cluster(workers=4), Data(), 15),  # one node of the CPU pool
     ],
 )
-def test_decode_actors_on_one_node_use_real_cores_and_free_memory(cluster, workers, data, actors):
-    assert num_data_actors(Config(cluster=Cluster(workers=workers), data=data)) == actors
-
-
-@pytest.mark.parametrize(
-    ("nodes", "pools", "settings", "actors"),
-    [
-        ([HEAD, GPU_NODE, CPU_NODE], [], {}, 19),  # 16 and the head's 4, and one for the feed
-        ([HEAD, CPU_NODE], [], {"cpus_per_worker": 2.0}, 11),  # workers take 8 of 20
-        ([Node({"CPU": 0.0}, {ROLE_LABEL: "head"})], POOLS, {}, 15),  # one node of the CPU pool
-    ],
-)
-def test_decode_actors_fill_data_nodes(cluster, nodes, pools, settings, actors):
+def test_decode_actors_use_cores_and_memory_of_data_nodes(cluster, nodes, pools, section, data, actors):
     cluster(nodes, pools)
-    assert num_data_actors(Config(cluster=Cluster(workers=4, **settings))) == actors
+    assert num_data_actors(Config(cluster=section, data=data)) == actors
 
 
 @pytest.mark.parametrize(

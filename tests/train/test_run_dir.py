@@ -5,9 +5,7 @@ import yaml
 
 from mmray.config import Batch, Config, Run
 from mmray.errors import UsageError
-from mmray.train.driver import _log_skipped_runs
-from mmray.train.run_dir import RESUMABLE_CHANGES, create_run_dir, select_run
-from tests.train.runs import Silent
+from mmray.train.run_dir import create_run_dir, select_run
 
 DATA = {"train": "set", "fingerprint": "ab", "num_rows": 100}
 
@@ -79,10 +77,6 @@ def test_named_run_is_resumed_refused_or_done(tmp_path):
     assert select_run(config(tmp_path, name="mine"), DATA, 11).action == "resume"
 
 
-def test_every_resumable_change_is_tested():
-    assert all(any(f"{name}.".startswith(f"{each}.") for name in ALLOWED) for each in RESUMABLE_CHANGES)
-
-
 @pytest.mark.parametrize("setting", ALLOWED)
 def test_run_resumes_with_changed_setting(tmp_path, setting):
     before = config(tmp_path, name="mine")
@@ -102,34 +96,6 @@ def test_run_refuses_changed_setting(tmp_path, setting):
     assert len(lines) == 3 and lines[1].startswith(f"  {setting}: ") and lines[1].endswith(f"-> {FORBIDDEN[setting]!r}")
 
 
-def test_skipped_runs_are_logged_with_reason(tmp_path):
-    """Otherwise a changed setting would silently start a new run instead of resuming one."""
-
-    def logged(global_rows=16, data=DATA):
-        reporter = Silent()
-        decision = select_run(config(tmp_path, global_rows), data, 10)
-        _log_skipped_runs(decision, reporter)
-        return decision.action, [f"{label} {text}" for label, text in reporter.notes]
-
-    create_run_dir(tmp_path / "sample", config(tmp_path), DATA, "{}")
-    assert logged() == ("resume", [])
-    action, lines = logged(32)
-    assert (action, lines[0]) == ("start", f"skipped runs {tmp_path}/sample has other settings: batch.global: 16 -> 32")
-    assert lines[1].startswith("run starting a new run")
-    create_run_dir(tmp_path / "sample-2", config(tmp_path, 32), DATA, "{}")
-    assert logged(32) == ("resume", lines[:1])
-    finish(tmp_path / "sample", 10)
-    lines = logged(data={"train": "b", "fingerprint": "c", "num_rows": 9})[1]
-    assert "sample has other settings: data fingerprint: 'ab' -> 'c', data num_rows: 1" in lines[0]
-    assert lines[1].endswith(", and 1 more")  # than three: its global rows
-    assert logged()[1][0] == f"skipped runs {tmp_path}/sample finished its 10 steps"
-    for number in (3, 4, 5):
-        create_run_dir(tmp_path / f"sample-{number}", config(tmp_path, 8 * number), DATA, "{}")
-    lines = logged(64)[1]
-    assert lines[0] == "skipped runs 2 more existing runs (finished, or with other settings)"
-    assert [line.split(" has ")[0][-1] for line in lines[1:4]] == ["3", "4", "5"] and len(lines) == 5
-
-
 def test_resume_modes(tmp_path):
     with pytest.raises(UsageError, match="no run at"):
         select_run(config(tmp_path, resume="must"), DATA, 10)
@@ -145,9 +111,3 @@ def test_folder_that_is_not_a_run_is_refused(tmp_path):
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     with pytest.raises(UsageError, match="not an mmray run"):
         select_run(config(tmp_path, name="mine"), DATA, 10)
-
-
-def test_unwritable_storage_is_a_usage_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"Choose another --run.storage"):
-        create_run_dir(tmp_path / "file" / "run", config(tmp_path), DATA, "{}")

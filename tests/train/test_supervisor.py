@@ -89,12 +89,6 @@ def test_lost_lease_leaves_result_and_report_of_new_owner(supervised, fails, tmp
     driver._finalize_run_dir(supervised.run, supervised.lease, Silent())
 
 
-def test_failing_report_is_logged_only(tmp_path):
-    reporter = Silent()
-    driver.write_report_safely(tmp_path, reporter.log)  # a folder without a run
-    assert reporter.notes[0][0] == "report" and "UsageError" in reporter.notes[0][1]
-
-
 def test_full_disk_at_the_end_reports_how_to_resume(supervised, monkeypatch):
     outcome = {"status": "finished", "steps": 12}
     with monkeypatch.context() as full:
@@ -144,18 +138,3 @@ def test_lost_cluster_error_includes_first_failure(supervised, fails, tmp_path, 
     with pytest.raises(TrainingError, match=r"a worker died; then Ray did not respond: .*the head"):
         supervised._choose_nodes()
     assert result_of(tmp_path)["status"] == "failed"
-
-
-def test_bug_in_driver_is_not_retried(supervised, tmp_path, monkeypatch):
-    def mistaken(*_):
-        raise AttributeError("'NoneType' object has no attribute 'foo'")
-
-    monkeypatch.setattr(supervisor, "build_trainer", mistaken)
-    monkeypatch.setattr(supervisor, "choose_world_size", lambda *_: (None, 2))
-    monkeypatch.setattr(supervisor, "resource_demand", lambda _: SimpleNamespace(per_worker={}))
-    monkeypatch.setattr(supervisor, "start_coordinator", lambda _: None)
-    monkeypatch.setattr(supervisor.ray, "kill", lambda _: None)
-    with pytest.raises(AttributeError, match="foo"):
-        supervised.train()
-    assert "failure" not in [label for label, _ in supervised.reporter.notes]
-    assert "foo" in result_of(tmp_path)["error"]

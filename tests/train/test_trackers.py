@@ -94,19 +94,6 @@ def test_failing_tracker_warns_and_run_continues(
     assert len([line for line in kept(tmp_path) if "step" in line]) == STEPS
 
 
-def test_hanging_tracker_does_not_delay_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "MAX_WAIT_S", 0.5)
-    monkeypatch.setattr(trackers, "MAX_QUEUED", 50)
-    long = {"step": 1} | {f"metric/{number}": 0.5 for number in range(2000)}
-    with trackers.TrackingReporter(config_of("Hanging"), tmp_path, Silent()) as tracked:
-        began_s = time.monotonic()
-        for step in range(1, 400):
-            tracked.step(long | {"step": step}, 400)
-        assert time.monotonic() - began_s < 10
-        reporter = tracked.reporter
-    assert any("lines of metrics were not sent" in text for _, text in reporter.notes)  # type: ignore[attr-defined]
-
-
 @pytest.mark.cluster  # its import takes seconds
 def test_mlflow_logs_to_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow

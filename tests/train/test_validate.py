@@ -12,35 +12,31 @@ def config(recipe="sample", workers=1, **sections):
     return base.model_copy(update={"cluster": base.cluster.model_copy(update={"workers": workers}), **given})
 
 
+def fsdp(**train):
+    return {"workers": 2, "train": {"parallel": "fsdp", **train}}
+
+
+REGIONS = {"recipe": "fusion", "model": {"regions": True}}
+LLAVA = {"recipe": "llava", "workers": 2}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"workers": 2, "train": {"parallel": "single"}}, "set --cluster.workers 1"),
         ({"workers": 2, "train": {"parallel": "branches"}}, "set --cluster.workers 1"),
         ({"workers": 1, "train": {"parallel": "fsdp"}}, "set --cluster.workers 2"),
-        ({"workers": 2, "train": {"parallel": "fsdp", "precision": "fp16"}}, "set --train.precision bf16"),
-        (
-            {"workers": 2, "train": {"parallel": "fsdp", "channels_last": True}},
-            "set --train.channels_last False",
-        ),
-        (
-            {"workers": 2, "train": {"parallel": "fsdp", "grad_compression": "bf16"}},
-            "train.grad_compression bf16 needs `ddp`",
-        ),
+        (fsdp(precision="fp16"), "set --train.precision bf16"),
+        (fsdp(channels_last=True), "set --train.channels_last False"),
+        (fsdp(grad_compression="bf16"), "train.grad_compression bf16 needs `ddp`"),
         ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "has not two branches"),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "set --batch.micro"),
-        (
-            {"recipe": "llava", "workers": 2, "evaluate": {"classes": ("cat", "dog")}},
-            "evaluate.classes: a generative model",
-        ),
-        ({"recipe": "llava", "workers": 2, "evaluate": {"num_generations": 5}}, "which fsdp shards; set it to 0"),
+        (LLAVA | {"evaluate": {"classes": ("cat", "dog")}}, "evaluate.classes: a generative model"),
+        (LLAVA | {"evaluate": {"num_generations": 5}}, "which fsdp shards; set it to 0"),
         ({"objective": {"kind": "region_text"}}, "for model.kind `fusion`, not `two_tower`"),
         ({"recipe": "fusion", "objective": {"kind": "matching + region_text"}}, "set --model.regions True"),
-        ({"recipe": "fusion", "model": {"regions": True}}, "add `+ region_text` to --objective.kind"),
-        (
-            {"recipe": "fusion", "model": {"regions": True}, "objective": {"kind": "matching + region_text"}},
-            "set --model.inputs.max-boxes",
-        ),
+        (REGIONS, "add `+ region_text` to --objective.kind"),
+        (REGIONS | {"objective": {"kind": "matching + region_text"}}, "set --model.inputs.max-boxes"),
         ({"evaluate": {"num_generations": 5}}, "evaluate.num_generations: model.kind `two_tower` is not generative"),
     ],
 )

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mmray import cli
 from mmray.cli.console import Terminal
-from mmray.cli.tune import _print_outcome, trial_line, trials_table
+from mmray.cli.tune import _print_outcome
 from mmray.config import from_yaml, recipes
 from mmray.config.search_space import parse_space
 from mmray.errors import TrainingError
@@ -68,15 +68,6 @@ def test_sweep_without_ranked_trial_is_an_error_with_each_reason():
     unmeasured.summary.update(goal="loss", recommendation=None)
     with pytest.raises(TrainingError, match="no trial reported a finite loss"):
         print_outcome(unmeasured)
-
-
-def test_table_fits_eighty_columns_and_marks_the_best():
-    rows = outcome("finished", FINISHED, FINISHED).rows
-    text = io.StringIO()
-    Console(file=text, width=80).print(trials_table(rows, "throughput", select_best(rows, "throughput", True)))
-    line = next(line for line in text.getvalue().splitlines() if line.startswith("t001*"))
-    assert "32x2x2" in line and "600 (500-700)" in line and "190/250" in line and line.rstrip().endswith("finished")
-    assert trial_line(rows[0]) == "batch.micro=32: finished in 9 s  600 (500-700) samples/s  loss 2.000  0.50 GiB"
 
 
 def test_print_config_prints_the_base_recipe(capfd):

@@ -3,12 +3,10 @@
 import math
 
 import pytest
-import torch
 
 from mmray.engine.batch import BatchShape
 from mmray.errors import TrainingError
-from mmray.train.recovery import Failure, decide_recovery
-from mmray.tune.results import TrialOutcome, aggregate_metrics, build_row, classify_error, select_best, summarize_error
+from mmray.tune.results import TrialOutcome, select_best
 from mmray.tune.trials import Trial
 
 
@@ -36,39 +34,6 @@ def test_loss_is_the_mean_of_the_last_quarter():
     lines = [line(step, 10, 1, loss=float(step)) for step in range(1, 9)]
     assert aggregate_metrics(lines)["loss"] == 7.5
     assert aggregate_metrics([*lines, line(9, 10, 1, loss=None)])["loss"] is None  # not finite: not averaged away
-
-
-class WorkerGroupError(Exception):
-    """Like Ray Train's: holds the workers' errors in addition to its message."""
-
-    def __init__(self, failures):
-        super().__init__("a worker failed")
-        self.worker_failures = failures
-
-
-def raised_by_policy(error):
-    """The exception of a run after an actor boundary, which drops its cause."""
-    return decide_recovery(Failure("raised", error, 3), None, 1, 0)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("allocation failed"),
-        MemoryError(),
-        RuntimeError("CUDA error: out of memory"),
-        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling cusolverDnCreate"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
-        TrainingError("a worker died: Task was killed due to the node running low on memory."),
-        WorkerGroupError({1: torch.OutOfMemoryError("allocation failed")}),
-        raised_by_policy(torch.OutOfMemoryError("allocation failed")),
-        TrainingError(str(raised_by_policy(torch.OutOfMemoryError("allocation failed")))),
-    ],
-)
-def test_oom_is_recognised_in_every_form(error):
-    assert classify_error(error).status == "out_of_memory"
 
 
 def test_other_errors_are_failures_with_one_line():

@@ -18,7 +18,7 @@ from mmray.tune.search import Sweep, search
 from mmray.tune.trials import reset_searched
 from tests.made import make_set, row
 from tests.nodes import several_nodes
-from tests.train.runs import Silent, config, lines
+from tests.train.runs import Silent, config, lines, make_data
 
 pytestmark = pytest.mark.cluster
 OOM = "tests.tune.test_search:OutOfMemory"
@@ -52,8 +52,7 @@ class Watching(Silent):
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweeps")
-    make_set(folder / "set", [row(number) for number in range(50)], [row(number) for number in range(100, 120)])
-    return config(folder / "set", folder, "first")
+    return config(make_data(folder / "set"), folder, "first")
 
 
 @pytest.fixture(scope="module")

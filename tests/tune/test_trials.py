@@ -16,15 +16,12 @@ from mmray.tune.search import filter_feasible, plan_concurrency
 from mmray.tune.trials import (
     DEFAULT_STEPS,
     Trial,
-    build_trials,
-    max_demand,
     reset_searched,
     restore_length,
     samples_per_trial,
     to_recipe,
     trial_concurrency,
     trial_config,
-    warmup_warning,
 )
 
 SAMPLE = recipes.load("sample")  # micro 64, global 128, 2 workers, 500 steps
@@ -99,15 +96,6 @@ def test_trial_of_elastic_recipe_has_fixed_workers():
     assert to_recipe(trial).cluster == elastic.cluster
 
 
-def test_loss_within_warm_up_is_warned_about():
-    short, long = (
-        [trial_config(trial, steps * 128, 10_000, FOLDER, "loss") for trial in trials("batch.micro=32,64")]
-        for steps in (30, 31)
-    )
-    assert "t001 ends during warm-up (30 of 30 steps)" in warmup_warning(short, 10_000, "loss")
-    assert warmup_warning(short, 10_000, "throughput") is None and warmup_warning(long, 10_000, "loss") is None
-
-
 def test_best_recipe_keeps_the_original_length():
     typed = reset_searched(SAMPLE, ["batch.accumulation"])
     base = restore_length(typed.replace(train=typed.train.replace(steps=6)), SAMPLE)
@@ -118,10 +106,6 @@ def test_best_recipe_keeps_the_original_length():
     assert (best.train.steps, best.optimizer.lr, best.run.name) == (SAMPLE.train.steps, 1e-4, None)
     assert best.data == SAMPLE.data and best.evaluate == SAMPLE.evaluate and best.cluster == SAMPLE.cluster
     assert Config.model_validate(best.model_dump(mode="json", by_alias=True)) == best
-
-
-def test_each_trial_reserves_the_largest_demand():
-    assert max_demand([TWO_CPU_WORKERS, GPU_WORKERS]) == Demand(2, {"CPU": 1.0, "GPU": 1.0}, 3)
 
 
 def nodes(count, group=None, role=None, **resources):

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,6 @@ from unittest.mock import patch
 import psutil
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -49,8 +49,8 @@ def main(rank: int, folder: str, address: str) -> None:
         os._exit(0)
     if rank < 2:
         group = join_group(here, "saving", rank, 2)
-        results["saved"] = train_and_save(group, here / "run")
-        results["uploaded"] = train_and_save(group, to_path(address) / "run", steps=4)
+        train_and_save(group, here / "run")
+        train_and_save(group, to_path(address) / "run", steps=4)
         results["full disk"] = save_on_full_disk(group, here / "full")
         results["worker"] = run_worker(group, here, "worker", "fsdp")
         for kind in KINDS:
@@ -62,8 +62,9 @@ def main(rank: int, folder: str, address: str) -> None:
     for world in WORLDS:
         if rank < world:
             group = join_group(here, f"at-{world}", rank, world)
+            load = partial(state_io.load, here / "run" / "checkpoints" / "step-4")
             for kind in KINDS:
-                results[f"{kind} at {world}"] = resume(group, here / "run" / "checkpoints" / "step-4", kind)
+                results[f"{kind} at {world}"] = train(group, kind, load, first=4)
             dist.destroy_process_group()
     torch.save(results, here / f"rank-{rank}.pt")
     if rank < 2:
@@ -105,38 +106,17 @@ def full_scalar(tensor: DTensor, **options: Any) -> torch.Tensor:
     return FULL_TENSOR(tensor, **options)
 
 
-def train_and_save(group: Group, run: AnyPath, steps: int = 8) -> int:
-    """Train with background saves; return how many elements of the state this rank holds."""
-    held: list[int] = []
+def train_and_save(group: Group, run: AnyPath, steps: int = 8) -> None:
+    """Train with background saves."""
     manager, lease = manager_of(group, run)
 
     def save(step: int, state: dict[str, Any], metrics: dict[str, Any], last: bool) -> float | None:
-        held.append(num_elements(state))
         return manager.save(step, 12 * step, state, metrics, last)
 
     train(group, "fsdp", steps=steps, save=save)
     manager.close()
     if lease is not None:
         lease.release()
-    return max(held)
-
-
-def num_elements(state: Any) -> int:
-    """Number of elements of a state on this rank."""
-    tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-    return sum(getattr(tensor, "_local_tensor", tensor).numel() for tensor in tensors)
-
-
-def resume(group: Group, checkpoint: Path, kind: str) -> dict[str, Any]:
-    """Resume at the fourth step; return how many elements of the state this rank read."""
-    read: list[int] = []
-
-    def load(target: Any) -> dict[str, Any]:
-        state = state_io.load(checkpoint, target)
-        read.append(num_elements(state))
-        return state
-
-    return {"weights": train(group, kind, load, first=4), "elements": max(read, default=0)}
 
 
 def probe(group: Group, model: toy.Branched, kind: str, micro: int) -> memory_probe.ProbeResult:

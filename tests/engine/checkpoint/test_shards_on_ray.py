@@ -7,8 +7,7 @@ import mmray
 from mmray.engine.checkpoint import files, state_io
 from mmray.train.driver import train
 from mmray.train.evaluate_export import evaluate_run, export_run
-from tests.made import make_set, row
-from tests.train.runs import STEPS, Silent, config, marks
+from tests.train.runs import STEPS, Silent, config, make_data, marks
 
 FSDP = {"parallel": "fsdp", "precision": "fp32"}
 
@@ -20,7 +19,7 @@ def weights(run, step):
 @pytest.mark.slow  # five runs and an evaluation
 @pytest.mark.timeout(900)
 def test_sharded_run_survives_kill_and_resumes_as_replicas(local_ray, tmp_path):
-    make_set(tmp_path / "set", [row(number) for number in range(50)], [row(number) for number in range(100, 120)])
+    make_data(tmp_path / "set")
     calm = train(config(tmp_path / "set", tmp_path, "calm", **FSDP), Silent())
     kill = ("tests.train.faults:KillRankOneOnce",)
     killed = train(config(tmp_path / "set", tmp_path, "killed", callbacks=kill, **FSDP), Silent())

@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmray.engine.metrics import meters
 from mmray.engine.metrics.meters import Meter, model_flops, rows_sha
-from mmray.engine.metrics.timers import PHASES, RECENT_STEPS, PeakMemory, PhaseTimers, Throughput
+from mmray.engine.metrics.timers import PHASES, PeakMemory, PhaseTimers, Throughput
 from mmray.engine.precision import Precision
-from mmray.engine.worker_context import InputBoundHint, input_bound_hint
 from tests.engine import toy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
@@ -52,14 +51,6 @@ def test_rates_exclude_the_first_step():
     assert rates.compute(world=2) == {}
 
 
-def test_percentiles_cover_recent_steps_over_log_intervals():
-    rates = Throughput(PhaseTimers(CPU))
-    for step in range(1 + RECENT_STEPS + 100):
-        rates.add(step_s=50 if step <= 100 else step % 100 + 1, wait_s=0, rows=1, tokens=1)
-        metrics = rates.compute(world=1)
-    assert (metrics["time/step_p50_s"], metrics["time/step_p95_s"]) == (50.5, pytest.approx(95.05, abs=0.05))
-
-
 class Adapted(torch.nn.Module):
     """Convolution, frozen layers with LoRA on one of them, attention, and a head; all matrix products are known."""
 
@@ -78,14 +69,7 @@ class Adapted(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "trainable",
-    [
-        ("pixels", "before", "base", "after", "down", "up", "head"),
-        ("down", "up"),
-        ("head",),
-        ("pixels",),
-        ("base", "head"),
-    ],
+    "trainable", [("pixels", "before", "base", "after", "down", "up", "head"), ("down", "up"), ("base", "head")]
 )
 def test_flops_equal_those_of_a_real_forward_and_backward(trainable):
     model, image = Adapted(), torch.rand(4, 3, 8, 8)
@@ -96,43 +80,15 @@ def test_flops_equal_those_of_a_real_forward_and_backward(trainable):
     assert model_flops(model, image, toy.FP32) == counter.get_total_flops()
 
 
-class Attention(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (torch.nn.Linear(8, 8, bias=False) for _ in range(3))
-
-    def forward(self, rows):
-        return torch.nn.functional.scaled_dot_product_attention(self.query(rows), self.key(rows), self.value(rows))
-
-
-@pytest.mark.parametrize(("frozen", "backward"), [((), 4), (("query", "key"), 1), (("value",), 3), (("key",), 3)])
-def test_attention_flops_are_two_products_and_their_backward(frozen, backward):
-    """The input has no gradient. torch's own count includes recomputed scores of the backward."""
-    model, rows = Attention(), torch.rand(4, 2, 6, 8)
-    for name in frozen:
-        model.get_submodule(name).requires_grad_(False)
-    linear, product = 2 * 48 * 8 * 8, 2 * 8 * 6 * 6 * 8
-    expected = (3 + 3 - len(frozen)) * linear + (2 + backward) * product
-    assert model_flops(model, rows, toy.FP32) == expected
-
-
 @pytest.mark.parametrize(
     ("name", "precision", "tflops"),
     [
         ("NVIDIA H100 80GB HBM3", BF16, 989),
         ("NVIDIA H100 80GB HBM3", FP32, 67),
         ("NVIDIA H100 PCIe", BF16, 756),
-        ("NVIDIA H100 NVL", BF16, 835),
-        ("NVIDIA A100-SXM4-80GB", BF16, 312),
         ("NVIDIA A10G", BF16, 70),
         ("NVIDIA A10", BF16, 125),
-        ("NVIDIA L40S", BF16, 362),
-        ("NVIDIA L4", BF16, 121),
-        ("NVIDIA GH200 480GB", BF16, 989),
-        ("NVIDIA GB200", BF16, 2500),
-        ("Tesla T4", FP32, 8.1),
         ("NVIDIA RTX A4000", BF16, None),  # no A40
-        ("NVIDIA T400", BF16, None),
     ],
 )
 def test_peak_flops_are_by_device_name_and_none_if_unknown(monkeypatch, name, precision, tflops):
@@ -183,10 +139,7 @@ def nvml(**changes):
     [
         (nvml(), True),
         (None, False),  # not installed
-        (nvml(nvmlInit=unavailable), False),  # no driver
-        (nvml(nvmlDeviceGetHandleByUUID=unavailable), False),
         (nvml(nvmlDeviceGetUtilizationRates=unavailable), False),  # a MIG slice
-        (nvml(nvmlDeviceGetMemoryInfo=unavailable), False),
     ],
 )
 def test_gpu_metrics_are_queried_by_uuid_and_nan_if_unavailable(monkeypatch, module, available):
@@ -199,32 +152,6 @@ def test_gpu_metrics_are_queried_by_uuid_and_nan_if_unavailable(monkeypatch, mod
     assert metrics["host/memory_gib"] == pytest.approx(psutil.virtual_memory().used / 2**30, rel=0.5)
     values = metrics["gpu/busy_percent"], metrics["gpu/memory_gib"]
     assert values == (73.0, 3.0) if available else all(map(math.isnan, values))
-
-
-def test_nvml_is_not_queried_on_cpu(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlInit=unavailable))
-    assert meters.machine_load(CPU).keys() == {"host/cpu_percent", "host/memory_gib"}
-
-
-@pytest.mark.parametrize(
-    ("wait", "workers", "prepared", "hint"),
-    [
-        (0.62, 2, 0, "input-bound 62%: 4 more CPU workers or --prepare.image-side 256 would feed this GPU"),
-        (0.2, 2, 256, "input-bound 20%: 1 more CPU worker would feed this GPU"),
-        (0.1, 2, 0, None),
-    ],
-)
-def test_hint_for_an_input_bound_run(wait, workers, prepared, hint):
-    assert input_bound_hint(wait, workers, prepared, 224, "GPU") == hint
-
-
-def test_hint_is_periodic_and_covers_steps_since_the_last():
-    shares = []
-    callback = InputBoundHint(shares.append)
-    for step in range(10, 310, 10):
-        callback.on_step(step, {"time/data_wait_share": 0.5 if step <= 100 else 0.1})
-        callback.on_step(step + 1, None)
-    assert shares == pytest.approx([0.5, 0.1, 0.1])
 
 
 def test_rows_hash_does_not_depend_on_order():

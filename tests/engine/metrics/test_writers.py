@@ -12,10 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mmray.engine.metrics import writers
 from mmray.engine.metrics.writers import LogUploader, MetricsLog, profiled
-from mmray.errors import StorageError, TrainingError
-from mmray.storage import paths, storage
+from mmray.errors import TrainingError
+from mmray.storage import storage
 from mmray.storage.lease import Lease, check_fence
-from mmray.storage.paths import temp_dir, to_path
+from mmray.storage.paths import to_path
 
 
 def lines_of(folder):
@@ -104,12 +104,6 @@ def test_tensorboard_on_full_disk_is_logged_and_starts_another_file_later(tmp_pa
     assert EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")[-1].step == 3
 
 
-def test_unopenable_log_is_an_error_with_a_fix(tmp_path):
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: Is a directory\. Free disk space"):
-        MetricsLog(tmp_path)
-
-
 def test_log_taken_over_by_another_training_gets_no_further_lines(tmp_path, monkeypatch):
     now_s, owned = [1000.0], [True]
     monkeypatch.setattr(writers.time, "time", lambda: now_s[0])
@@ -179,12 +173,3 @@ def test_growing_files_do_not_overwrite_those_of_another_training(run):
             late()
     lease.release()
     assert (run / "metrics.jsonl").read_text() == "one\n" and not files.local_folder.exists()
-
-
-def test_leftover_growing_files_are_removed_after_their_process_ended(run, monkeypatch):
-    monkeypatch.setattr(paths, "STALE_AFTER_S", -1.0)
-    files = LogUploader(run, print)
-    with temp_dir():  # sweeps
-        assert files.local_folder.exists() and files.local_folder.name.startswith(paths.PREFIX)
-    files.close()
-    assert not files.local_folder.exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -128,24 +126,6 @@ def test_later_steps_do_not_recompile() -> None:
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize("name", ["clip", "resnet18"])
-def test_copy_of_checkpointed_model_learns_independently(name: str) -> None:
-    model = build_model(name, activation_checkpointing=("image",))
-    copied = copy.deepcopy(model)
-    copied.image(synthetic_batch(INPUTS, VOCAB, 2, CPU)["image"])[:, 0].sum().backward()
-    assert all(weight.grad is None for weight in model.parameters())
-    assert all(weight.grad is not None for weight in copied.image.parameters())
-
-
-def test_channels_last_has_the_same_gradient() -> None:
-    models = [build_model("resnet18", channels_last=True), build_model("resnet18")]
-    assert models[0].image.tower.net.conv1.weight.is_contiguous(memory_format=torch.channels_last)
-    for model in models:
-        model.image(synthetic_batch(INPUTS, VOCAB, 6, CPU)["image"])[:, 0].sum().backward()
-    for (name, one), other in zip(models[0].image.named_parameters(), models[1].image.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-9, msg=name)
-
-
 def test_unsupported_combinations_are_refused() -> None:
     message = r"train\.activation_checkpointing: the model has no branch `vision`; it has image, text"
     with pytest.raises(UsageError, match=message):
@@ -153,14 +133,6 @@ def test_unsupported_combinations_are_refused() -> None:
     synced = build(SPECS["resnet18"].model_copy(update={"batch_norm": "synced"}), VOCAB)
     with pytest.raises(UsageError, match=r"model\.batch_norm: `synced` needs GPUs"):
         apply_transforms(synced, toy.TRAIN, OptimizerSection(), CPU)
-
-
-def test_weights_frozen_by_pattern_stay_and_others_learn() -> None:
-    model = build_model("clip", OptimizerSection(freeze=("image.tower.*", "log_scale")))
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
-    train(model, "clip")
-    moved = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
-    assert moved == {name for name in before if not name.startswith("image.tower.") and name != "log_scale"}
 
 
 def run_probe(spec: Model, kind: str) -> None:
