@@ -11,11 +11,13 @@ from rich.console import Console
 
 from mmray import cli
 from mmray.cli.console import Terminal
+from mmray.cli.evaluate import parse_evaluate
 from mmray.config import CustomModel, Siglip, from_yaml, to_yaml
 from mmray.config.model import KINDS
 from mmray.config.search_space import setting_value
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
+from tests.checkpoints import save_checkpoint
 from tests.made import CAPTIONS
 from tests.train import runs
 

@@ -13,8 +13,8 @@ from PIL import Image
 from rich.console import Console
 
 from mmray.bench import loader, synthetic_images
-from mmray.bench.loader import RATIOS, LoaderSettings, bench_loader, bottlenecks
-from mmray.bench.loader_arms import WARMUP_ARRIVALS, Arrival, TextbookDataset, TunedDataset
+from mmray.bench.loader import RATIOS, LoaderSettings, arm_ratios, bench_loader, bottlenecks
+from mmray.bench.loader_arms import WARMUP_ARRIVALS, Arrival, TextbookDataset, TunedDataset, rows_per_s
 from mmray.cli.bench import bench
 from mmray.cli.console import Terminal
 from mmray.config import Inputs

@@ -20,6 +20,7 @@ from mmray.bench.step import (
     bench_step,
     build_bench,
     measure_shape,
+    time_pairs,
 )
 from mmray.cli.bench import shapes_table
 from mmray.cli.console import Terminal

@@ -20,7 +20,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import DataError
 from mmray.evaluate import evaluator as evaluator_module
-from mmray.evaluate.evaluator import Evaluator, retrieval_ranks, retrieval_scores, topk_accuracy
+from mmray.evaluate.evaluator import Evaluator, retrieval_ranks, retrieval_scores, topk_accuracy, topk_hits
 from mmray.evaluate.examples import NUM_SHOWN
 from mmray.evaluate.retrieval import EmbeddingSet
 from mmray.models.fusion import LabelTexts

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import mmray
 from mmray.config import Chat, ChatInputs, ClipImage, Decoder, Generative
+from mmray.data.stream.collate import lm_columns
 from mmray.data.text.chat import ChatEncoder, extend_tokenizer
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError

@@ -9,6 +9,7 @@ from ray.train.torch import config as ray_torch
 
 from mmray.cluster import ray_internals
 from mmray.cluster.capacity import Node, Pool
+from mmray.cluster.placement import ROLE_LABEL
 from mmray.config import Cluster, Config, Data, Train
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError
@@ -46,7 +47,7 @@ def cluster(monkeypatch):
         ([LAPTOP], [], Cluster(workers=2), Data(workers=11), 11),  # an explicit number is kept
         ([HEAD, GPU_NODE, CPU_NODE], [], Cluster(workers=4), Data(), 19),  # 16, the head's 4, and one for the feed
         ([HEAD, CPU_NODE], [], Cluster(workers=4, cpus_per_worker=2.0), Data(), 11),  # workers take 8 of 20
-        ([Node({"CPU": 0.0}, {ROLE: "head"})], POOLS, Cluster(workers=4), Data(), 15),  # one node of the CPU pool
+        ([Node({"CPU": 0.0}, {ROLE_LABEL: "head"})], POOLS, Cluster(workers=4), Data(), 15),  # one node of the CPU pool
     ],
 )
 def test_decode_actors_use_cores_and_memory_of_data_nodes(cluster, nodes, pools, section, data, actors):

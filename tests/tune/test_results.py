@@ -6,7 +6,7 @@ import pytest
 
 from mmray.engine.batch import BatchShape
 from mmray.errors import TrainingError
-from mmray.tune.results import TrialOutcome, select_best
+from mmray.tune.results import TrialOutcome, aggregate_metrics, build_row, classify_error, select_best, summarize_error
 from mmray.tune.trials import Trial
 
 

@@ -16,6 +16,7 @@ from mmray.tune.search import filter_feasible, plan_concurrency
 from mmray.tune.trials import (
     DEFAULT_STEPS,
     Trial,
+    build_trials,
     reset_searched,
     restore_length,
     samples_per_trial,

@@ -96,7 +96,7 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
         PreparedSet.open(str(tmp_path / "half"))
     manifest = Path(make_set(tmp_path / "set", [(make_rows(2), None, ())])) / MANIFEST
     newer = manifest.read_bytes().replace(b'"schema_version": 3', b'"schema_version": 7')
-    damaged = [(data, "damaged") for data in (b"", b"{", b"[]", b"{}", b'{"schema_version": 1}', b"\xff")]
+    damaged = [(data, "damaged") for data in (b"", b"{", b"[]", b"{}", b'{"schema_version": 3}', b"\xff")]
     for data, message in [(newer, "schema version 7"), *damaged]:
         manifest.write_bytes(data)
         with pytest.raises(DataError, match=message):
