@@ -234,7 +234,7 @@ def run_with_oom(
     fault, log, notes = toy.MemoryFault(point if group.rank == 1 else "", at_step=3), toy.Lines(), []
     model = toy.MemoryLimitedToy(fault, kind=objective).double()
     options = {"objective": fault.add_to_loss(OOM_OBJECTIVES[objective]()), "train": toy.train_settings(**settings)}
-    options |= {"log": log, "callbacks": (fault,), "note": lambda text, label: notes.append(text)}
+    options |= {"log": log, "callbacks": (fault,), "notify": lambda label, text: notes.append(text)}
     plan = replace(OOM_PLAN, world=group.world, micro=micro)
     toy.run(model, plan, group, **options)
     return {"weights": toy.flat(model), "micro": log.of("batch/micro"), "notes": notes}

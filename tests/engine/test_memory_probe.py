@@ -50,7 +50,7 @@ def test_all_allocation_errors_count_as_oom_and_the_step_is_retried(error, point
     log, notes, fault = toy.Lines(), [], toy.MemoryFault(point, at_step=2, error=error)
     expected, model = toy.Toy().double(), toy.MemoryLimitedToy(fault).double()
     train(expected, plan_of(4, micro=5))
-    options = {"callbacks": (fault,), "log": log, "note": lambda text, label: notes.append(text)}
+    options = {"callbacks": (fault,), "log": log, "notify": lambda label, text: notes.append(text)}
     train(model, plan_of(4, micro=5), **options)
     assert log.of("batch/micro") == [2, 2] and fault.raised
     toy.assert_equal_weights(toy.flat(model), toy.flat(expected))
