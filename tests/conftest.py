@@ -1,6 +1,7 @@
 """Fixtures of all tests: a local Ray, an S3 server, and optional real data."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,6 +31,10 @@ os.environ |= {
 
 ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = str(ROOT)  # workers import modules of tests/
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # Ray keeps the address of the last started head in this folder
+    os.environ["RAY_TMPDIR"] = f"/tmp/ray-{os.getppid()}-{worker}"
+    Path(os.environ["RAY_TMPDIR"]).mkdir(exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 SHARED = Path(os.environ.get("MMRAY_SHARED", ROOT.parent / "shared" / "data"))
 
 
@@ -117,6 +122,8 @@ def s3(s3_server, tmp_path):
 def pytest_sessionfinish():
     if "ray" in sys.modules:
         sys.modules["ray"].shutdown()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 
 
 @pytest.fixture

@@ -119,7 +119,9 @@ def test_wandb_logs_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SOME_API_KEY", "hush-hush")
     assert run_with_trackers(config_of("wandb", data=Data(train="s3://me:hush-hush@host/set")), tmp_path).notes == []
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    written = file.read_bytes()
+    until = time.monotonic() + 30  # the service of wandb writes the file after `finish` has returned
+    while b"train/loss" not in (written := file.read_bytes()) and time.monotonic() < until:
+        time.sleep(0.1)
     assert b"train/loss" in written and b"s3://***@host/set" in written
     assert not any(b"hush-hush" in found.read_bytes() for found in tmp_path.rglob("*") if found.is_file())
 
