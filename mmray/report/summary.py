@@ -16,7 +16,7 @@ from mmray.config.data import format_mixture, parse_mixture
 from mmray.config.recipes import RECIPES
 from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.rows import BadRow, parse_row
-from mmray.data.formats.source import Source, SourceChanged
+from mmray.data.formats.source import Source
 from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.read import read_image
 from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
@@ -210,5 +210,5 @@ def _load_images(rows: list[dict[str, Any]], source: Source, storage: Storage) -
                     row["picture"] = crash_probe.thumbnail(data)
                 if not rows_by_origin or time.monotonic() > deadline_s:
                     return
-    except (OSError, ValueError, SourceChanged, MmrayError):
+    except (OSError, ValueError, MmrayError):
         return  # the source is gone or changed: show the rows without images

@@ -7,7 +7,6 @@ from pathlib import PurePosixPath
 
 import orjson
 
-from mmray.data.formats import listing
 from mmray.data.formats.listing import ClassFolders, CocoSource, ImageTextPairs, is_image
 from mmray.data.formats.parquet import HFSavedSource, ParquetSource
 from mmray.data.formats.rows import is_valid_name
@@ -19,9 +18,8 @@ from mmray.storage.storage import Storage
 
 _SOURCES: dict[str, type[Source]] = {
     "jsonl": JsonlSource, "csv": CsvSource, "tsv": TsvSource, "parquet": ParquetSource, "webdataset": WebDatasetSource,
-    "saved": HFSavedSource,
+    "saved": HFSavedSource, "folders": ClassFolders, "pairs": ImageTextPairs, "coco": CocoSource,
 }  # fmt: skip
-_LISTINGS = {"folders": ClassFolders, "pairs": ImageTextPairs, "coco": CocoSource}
 _SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".tar": "webdataset",
     ".json": "coco",
@@ -59,9 +57,7 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
     kind = detected[0] if source_format == "auto" else source_format
     if kind in ("saved", "folders", "pairs"):
         raise UsageError(f"{address} is a file, and {kind} is a folder: give the path of the folder")
-    if (
-        kind == "coco" and PurePosixPath(storage.address).name == "annotations"
-    ):  # COCO has its images next to this folder
+    if kind == "coco" and PurePosixPath(storage.address).name == "annotations":  # the images are next to this folder
         storage, annotations = Storage.split(storage.address)
         name = f"{annotations}/{name}"
     return SourceSpec(kind, storage.address, name)
@@ -69,15 +65,7 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
 
 def open_source(spec: SourceSpec, out: Storage, columns: dict[str, str], template: str) -> Source:
     """Open the source without reading it. `out` is the folder of the prepared set, which stores listings."""
-    storage = Storage(spec.address)
-    if spec.format in _SOURCES:
-        return _SOURCES[spec.format](storage, spec.name, columns)
-    return _LISTINGS[spec.format](storage, spec.name, columns, out, template)
-
-
-def companion_file(spec: SourceSpec) -> str | None:
-    """Return the name of a file next to the source that describes the same images but is not read."""
-    return listing.companion_file(Storage(spec.address), spec.name) if spec.format == "coco" else None
+    return _SOURCES[spec.format](Storage(spec.address), spec.name, columns, out, template)
 
 
 def _detect_file_format(storage: Storage, name: str) -> str:
@@ -115,7 +103,7 @@ def _detect_folder_format(storage: Storage) -> str:
     if any("/" in name for name in images):
         return "folders"
     files = [name for name in names if "/" not in name and PurePosixPath(name).suffix.lower() in _SUFFIXES]
-    hint = f": give the path of one of its files ({', '.join(files[:5])})" if files else ""
-    raise DataError(
-        f"no known source format found in {storage.address}{hint or ' (no tars, no Parquet, no folders of images)'}"
+    hint = (
+        f"give the path of one of its files ({', '.join(files[:5])})" if files else "it needs tars, Parquet or images"
     )
+    raise DataError(f"no known source format found in {storage.address}: {hint}")

@@ -6,20 +6,18 @@ Only known columns are read. A chunk is a range of rows: several small row group
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mmray.data.formats.rows import COLUMNS, BadRow, is_safe_path, rename_columns
-from mmray.data.formats.source import Source, SourceChunk, SourceItem, check_unchanged, file_signature, list_files
+from mmray.data.formats.source import Source, SourceChunk, check_unchanged, file_signature, list_files
 from mmray.errors import DataError
-from mmray.storage.storage import with_retries
 
-T = TypeVar("T")
 _ROWS_PER_BATCH = 32  # inline images held as Python bytes
 _BUFFER_BYTES = 4 << 20  # of a column; without a buffer size pyarrow reads the whole column chunk
 # Maximum chunks per row group. A range cannot be seeked to, so n ranges read the group (n + 1) / 2 times. Without
@@ -59,7 +57,7 @@ class ParquetSource(Source):
         index = 0
         for name in self.names():
             try:
-                ends, schema = self._retry(lambda name=name: self.group_ends(name))  # type: ignore[misc]
+                ends, schema = self.group_ends(name)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{self.storage.address}/{name} cannot be read as {self.title}: {error}") from None
             self._known_columns(schema, name)
@@ -74,47 +72,33 @@ class ParquetSource(Source):
                     index += 1
                 start = end
 
-    def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
+    def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         check_unchanged(self.storage, chunk)
-        line, split = chunk.first_line, self.split_of(chunk.file)
+        line = chunk.first_line
         try:
-            for batch in self._read_batches(chunk):
-                for values in _iter_rows(batch):
-                    if not isinstance(values, BadRow):
-                        values = rename_columns(values, self.columns)
-                        values |= {"split": split} if split and values.get("split") is None else {}
-                    yield SourceItem(line, f"{chunk.file}:{line}", values)
+            for batch in self.batches(chunk.file, chunk.start, chunk.stop):
+                for number in range(batch.num_rows):
+                    yield line, f"{chunk.file}:{line}", (batch.slice(number, 1), self.split_of(chunk.file))
                     line += 1
         except (pa.ArrowException, OSError) as error:  # the rest of the chunk is unreadable: report each row
             # pyarrow also raises OSError for damaged files, but without an errno
             is_storage = isinstance(error, OSError) and (self.storage.local_path is None or error.errno is not None)
+            reason, detail = (
+                "unreadable" if is_storage else "damaged",
+                f"rows {line} to {chunk.stop}: {str(error)[:200]}",
+            )
             for rest in range(line, chunk.stop + 1):
-                detail = f"rows {line} to {chunk.stop}: {str(error)[:200]}"
-                bad_row = BadRow("read", "unreadable" if is_storage else "damaged", detail)
-                yield SourceItem(rest, f"{chunk.file}:{rest}", bad_row)
+                yield rest, f"{chunk.file}:{rest}", BadRow("read", reason, detail)
         check_unchanged(self.storage, chunk)
 
-    def _read_batches(self, chunk: SourceChunk) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a chunk; resume after the last returned row if an object store fails transiently."""
-        start = chunk.start
-        batches: Iterator[pa.RecordBatch] | None = None
-
-        def next_batch() -> pa.RecordBatch | None:
-            nonlocal batches
-            batches = batches or self.batches(chunk.file, start, chunk.stop)
-            try:
-                return next(batches, None)
-            except OSError:
-                batches = None
-                raise
-
-        while (batch := self._retry(next_batch)) is not None:
-            start += batch.num_rows
-            yield batch
-
-    def _retry(self, call: Callable[[], T]) -> T:
-        """Return `call()`, retried if the source is on an object store."""
-        return call() if self.storage.local_path is not None else with_retries(call)
+    def parse(self, record: tuple[pa.RecordBatch, str | None]) -> dict[str, Any]:
+        """Convert one row, so that invalid UTF-8 affects only this row. Raises BadRow."""
+        (batch, split), column = record, self.columns.get("split", "split")
+        try:
+            values: dict[str, Any] = batch.to_pylist()[0]
+        except UnicodeDecodeError as error:
+            raise BadRow("parse", "encoding", f"a text is not UTF-8 at byte {error.start}") from None
+        return values | {column: split} if split and values.get(column) is None else values
 
     def _known_columns(self, schema: pa.Schema, name: str) -> list[str]:
         """Return the columns to read. Raises DataError if no column has images or none has text."""
@@ -183,12 +167,3 @@ def _slice_rows(batches: Iterable[pa.RecordBatch], start: int, count: int) -> It
             yield part
         if not count:
             return
-
-
-def _iter_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:
-    """Yield rows one by one, so that invalid UTF-8 affects only its own row."""
-    for number in range(batch.num_rows):
-        try:
-            yield batch.slice(number, 1).to_pylist()[0]
-        except UnicodeDecodeError as error:
-            yield BadRow("parse", "encoding", f"a text is not UTF-8 at byte {error.start}")

@@ -82,14 +82,16 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
     boxes, box_labels, label = values.get("boxes", []), values.get("box_labels", []), values.get("label")
     if not isinstance(boxes, list) or not all(map(_is_box, boxes)):
         raise BadRow("columns", "boxes", f"boxes must be a list of [x, y, width, height], is {str(boxes)[:80]}")
+    is_list = isinstance(box_labels, list) and all(map(_is_label, box_labels))
+    if not is_list or len(box_labels) not in (0, len(boxes)):
+        raise BadRow("columns", "boxes", f"box_labels must be an integer for each of {len(boxes)} boxes")
     messages = parse_messages(values["messages"]) if "messages" in values else ()
     images = _single_column(values, ("image_path", "image", "images"), "no-image")
     if len(images) > 1:
         detail = f"the row has {len(images)} images, models take one: write one row per image"
         raise BadRow("columns", "multiple-images", detail)
-    if messages and not {"text", "texts"} & values.keys():
-        texts: tuple[Any, ...] = tuple(turn["content"] for turn in messages if turn["role"] == "assistant")
-    else:
+    texts: tuple[Any, ...] = tuple(turn["content"] for turn in messages if turn["role"] == "assistant")
+    if not messages or {"text", "texts"} & values.keys():
         texts = _single_column(values, ("text", "texts"), "no-text")
     if label is not None and not _is_label(label):
         raise BadRow("columns", "label", f"label must be an integer (number your classes), is {str(label)[:40]!r}")
@@ -98,12 +100,6 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
         if word is not None and not (isinstance(word, str) and _WORD.fullmatch(word)):
             detail = f"{column} must be a word of letters, digits, . _ -, is {str(word)[:40]!r}"
             raise BadRow("columns", column, detail)
-    if (
-        not isinstance(box_labels, list)
-        or not all(map(_is_label, box_labels))
-        or len(box_labels) not in (0, len(boxes))
-    ):
-        raise BadRow("columns", "boxes", f"box_labels must be an integer for each of {len(boxes)} boxes")
     return SourceRow(
         key, _parse_image(images[0], hosts), texts, label, values.get("split"), values.get("language"),
         tuple(tuple(map(float, box)) for box in boxes), tuple(box_labels), messages,
@@ -136,13 +132,11 @@ def _parse_image(value: Any, hosts: tuple[str, ...]) -> ImageRef:
     """Parse a path, bytes, the {path, bytes} struct of Hugging Face, or a URL at one of `hosts`."""
     if isinstance(value, ImageRef):
         return value
-    name = value
-    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-        return ImageRef(str(value.get("path") or "the image"), data=value["bytes"])
-    if isinstance(value, dict) and set(value) == {"bytes", "path"} and value["bytes"] is None:
-        name = value["path"]
-    if isinstance(name, bytes):
-        return ImageRef("the image", data=name)
+    name, data = value, value
+    if isinstance(value, dict):
+        name, data = value.get("path"), value.get("bytes")
+    if isinstance(data, bytes):
+        return ImageRef(name if isinstance(name, str) and name else "the image", data=data)
     if not isinstance(name, str) or not name.strip():
         raise BadRow("columns", "image", f"an image must be a path, is {str(name)[:80]!r}")
     if hosts and is_url(name) and is_valid_name(name):
@@ -186,42 +180,43 @@ def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
     Accepts {role, content}, where content is a string or a list of parts of type `text` and `image`, and LLaVA's {from:
     human | gpt, value}. `<image>` is removed from the text.
     """
-    if not isinstance(value, list) or not value:
-        raise _invalid_messages(f"must be a list of {{role, content}}, is {str(value)[:80]!r}")
-    messages: list[dict[str, str]] = []
-    num_images = 0
-    for item in value:
-        if not isinstance(item, dict):
-            raise _invalid_messages(f"a message must be {{role, content}}, is {str(item)[:80]!r}")
-        given = item.get("role") or item.get("from")
-        role = _ROLES.get(given) if isinstance(given, str) else None
-        if role is None:
-            raise _invalid_messages(f"the role of a message must be one of {', '.join(_ROLES)}, is {str(given)[:40]!r}")
-        content = item.get("content")  # an Arrow struct has both keys, one of them null
-        content = _join_parts(item.get("value") if content is None else content)
-        num_images += content.count(_IMAGE)
-        content = content.replace(_IMAGE, "").strip()
-        try:
-            num_bytes = len(content.encode())
-        except UnicodeEncodeError as error:
-            raise _invalid_messages(f"character {error.start} of a message is a lone surrogate") from None
-        if num_bytes > MAX_MESSAGE_BYTES:
-            raise _invalid_messages(f"a message of {num_bytes} bytes is over {MAX_MESSAGE_BYTES}")
-        content = "".join(character for character in content if character >= " " or character in "\t\n")
-        if not content and role != "user":  # a user turn may consist of the image only
-            raise _invalid_messages(f"a message of the {role} is empty")
-        if messages and role == "system":
-            raise _invalid_messages("only the first message may be that of the system")
-        messages.append({"role": role, "content": content})
-    if num_images > 1:
-        raise _invalid_messages(f"the conversation has {num_images} images, models take one")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise _invalid_messages("no message is the assistant's: there is nothing to learn")
-    return tuple(messages)
+    try:
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"must be a list of {{role, content}}, is {str(value)[:80]!r}")
+        parsed = [_parse_message(item) for item in value]
+        roles, num_images = [role for role, _ in parsed], sum(content.count(_IMAGE) for _, content in parsed)
+        messages = tuple({"role": role, "content": content.replace(_IMAGE, "").strip()} for role, content in parsed)
+        if num_images > 1:
+            raise ValueError(f"the conversation has {num_images} images, models take one")
+        if "system" in roles[1:]:
+            raise ValueError("only the first message may be that of the system")
+        if "assistant" not in roles:
+            raise ValueError("no message is the assistant's: there is nothing to learn")
+        for message in messages:
+            if not message["content"] and message["role"] != "user":  # a user turn may consist of the image only
+                raise ValueError(f"a message of the {message['role']} is empty")
+    except ValueError as error:
+        raise BadRow("columns", "messages", str(error)) from None
+    return messages
+
+
+def _parse_message(item: Any) -> tuple[str, str]:
+    """Return role and text of a message. Raises ValueError."""
+    if not isinstance(item, dict):
+        raise ValueError(f"a message must be {{role, content}}, is {str(item)[:80]!r}")
+    name = item.get("role") or item.get("from")
+    role = _ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise ValueError(f"the role of a message must be one of {', '.join(_ROLES)}, is {str(name)[:40]!r}")
+    content = item.get("content")  # an Arrow struct has both keys, one of them null
+    content = _join_parts(item.get("value") if content is None else content)
+    if (num_bytes := len(content.encode())) > MAX_MESSAGE_BYTES:  # a lone surrogate raises a ValueError
+        raise ValueError(f"a message of {num_bytes} bytes is over {MAX_MESSAGE_BYTES}")
+    return role, "".join(character for character in content if character >= " " or character in "\t\n")
 
 
 def _join_parts(content: Any) -> str:
-    """Return the text of a content, or of its parts."""
+    """Return the text of a content, or of its parts. Raises ValueError."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
@@ -229,8 +224,4 @@ def _join_parts(content: Any) -> str:
         texts = [part.get("text") for part in content if part.get("type") == "text"]
         if set(kinds) <= {"text", "image"} and kinds.count("image") <= 1 and all(isinstance(t, str) for t in texts):
             return "\n".join(texts)
-    raise _invalid_messages(f"content must be text, or a list of texts and at most one image, is {str(content)[:80]!r}")
-
-
-def _invalid_messages(detail: str) -> BadRow:
-    return BadRow("columns", "messages", detail)
+    raise ValueError(f"content must be text, or a list of texts and at most one image, is {str(content)[:80]!r}")

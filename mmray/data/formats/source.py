@@ -7,24 +7,15 @@ the rows of a chunk as named values with their location. A row that cannot be pa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-from mmray.data.formats.rows import BadRow, is_valid_name
+from mmray.data.formats.rows import BadRow, is_valid_name, rename_columns
 from mmray.errors import DataError
 from mmray.storage.storage import Storage
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
-
-
-class SourceChanged(Exception):
-    """The source was modified while it was being read."""
-
-
-class SourceUnreadable(Exception):
-    """The storage of the source failed to return data that the scan had read."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +31,7 @@ class SourceChunk:
     signature: str  # digest of its bytes (text), or of name, size and time of the file
 
 
-@dataclass(frozen=True)
-class SourceItem:
+class SourceItem(NamedTuple):
     """A row of the source: `line` orders it in its chunk, `location` is for messages (`file:line`)."""
 
     line: int
@@ -50,22 +40,47 @@ class SourceItem:
 
 
 class Source:
-    """Rows of one format; cheap to construct in each task. `scan` sets `box_names` and `class_names`, if known."""
+    """Rows of one format; cheap to construct in each task.
+
+    `columns` maps our column names to those of the source. `out` is the folder of the prepared set, which stores
+    listings. `scan` sets the names of box labels and of the labels 0, 1, ..., if known.
+    """
 
     title: str  # format name in messages
-    box_names: Mapping[str, str] = MappingProxyType({})  # names of the box labels
-    class_names: tuple[str, ...] = ()  # names of the labels 0, 1, ...
 
-    def __init__(self, storage: Storage, name: str, columns: dict[str, str]) -> None:
-        self.storage, self.name, self.columns = storage, name, columns
+    def __init__(
+        self, storage: Storage, name: str, columns: dict[str, str], out: Storage | None = None, template: str = ""
+    ) -> None:
+        self.storage, self.name, self.columns, self.template = storage, name, columns, template
+        self.out = out or storage
+        self.box_names: dict[str, str] = {}
+        self.class_names: tuple[str, ...] = ()
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
         """Yield the chunks in order; `stops` are the chunk ends of an earlier scan. Raises DataError."""
         raise NotImplementedError
 
-    def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
-        """Yield the rows of a chunk. Raises SourceChanged if the chunk differs from the scanned one."""
+    def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+        """Yield line, location and record of each row. Raises DataError if the chunk differs from the scanned one."""
         raise NotImplementedError
+
+    def parse(self, record: Any) -> dict[str, Any]:
+        """Return the values of a record by the source's column names. Raises BadRow."""
+        return dict(record)
+
+    def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
+        """Yield the rows of a chunk. Raises DataError if the chunk differs from the scanned one."""
+        for line, location, record in self.records(chunk):
+            values: dict[str, Any] | BadRow
+            try:
+                values = record if isinstance(record, BadRow) else rename_columns(self.parse(record), self.columns)
+            except BadRow as bad:
+                values = bad
+            yield SourceItem(line, location, values)
+
+
+def changed_error(file: str) -> DataError:
+    return DataError(f"{file} changed while it was read: run the same command again")
 
 
 def file_signature(storage: Storage, name: str) -> str:
@@ -74,9 +89,9 @@ def file_signature(storage: Storage, name: str) -> str:
 
 
 def check_unchanged(storage: Storage, chunk: SourceChunk) -> None:
-    """Raise SourceChanged if the file differs from the scanned one by `file_signature`."""
+    """Raise DataError if the file differs from the scanned one by `file_signature`."""
     if file_signature(storage, chunk.file) != chunk.signature:
-        raise SourceChanged(f"{chunk.file} changed while it was read: run the same command again")
+        raise changed_error(chunk.file)
 
 
 def read_head(storage: Storage, name: str, size: int = 64) -> bytes:
@@ -97,6 +112,6 @@ def list_files(storage: Storage, name: str, suffix: str) -> list[str]:
     Raises DataError for a name that is not UTF-8, because pyarrow cannot open it.
     """
     names = [name] if name else [file for file in storage.list_files() if file.lower().endswith(suffix)]
-    if odd := [each for each in names if not is_valid_name(each)]:
-        raise DataError(f"{storage.address}: the name {odd[0]!r} is not plain UTF-8: rename the file")
+    if invalid := [each for each in names if not is_valid_name(each)]:
+        raise DataError(f"{storage.address}: the name {invalid[0]!r} is not plain UTF-8: rename the file")
     return names

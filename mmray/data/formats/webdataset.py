@@ -8,18 +8,17 @@ leave the folder and truncated members are reported with the member name.
 from __future__ import annotations
 
 import io
-import re
 import tarfile
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from mmray.data.formats.rows import BadRow, ImageRef, is_safe_path, rename_columns
+from mmray.data.formats.rows import BadRow, ImageRef, is_safe_path
 from mmray.data.formats.source import (
     IMAGE_SUFFIXES,
     Source,
     SourceChunk,
-    SourceItem,
     check_unchanged,
     file_signature,
     list_files,
@@ -31,9 +30,9 @@ from mmray.errors import DataError
 from mmray.storage.storage import Storage
 
 TarMember = ImageRef  # with its bytes
+Sample = dict[str, TarMember | BadRow]  # by kind; a bad member rejects its sample
 _TEXT_COLUMNS = ("text", "texts", "caption")
-_JSON_COLUMNS = (*_TEXT_COLUMNS, "label", "split", "language", "boxes", "box_labels", "messages")
-_SUFFIX = re.compile(r"\.tar/", re.IGNORECASE)
+_OTHER_COLUMNS = ("label", "split", "language", "boxes", "box_labels", "messages")
 _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
 
@@ -50,49 +49,44 @@ class WebDatasetSource(Source):
             size = self.storage.size(name) or 0
             yield SourceChunk(index, name, 0, size, 1, None, file_signature(self.storage, name))
 
-    def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
-        tar_members = _iter_members(self.storage, chunk.file)
-        for number, (stem, members) in enumerate(_group_samples(tar_members), 1):
-            location = f"{chunk.file}/{stem}"
-            key = _SUFFIX.sub("/", location, count=1)
-            try:
-                if isinstance(members, BadRow):
-                    raise members
-                values: dict[str, Any] | BadRow = self._values(key, members)
-            except BadRow as bad:
-                bad.key, values = key, bad
-            yield SourceItem(number, location, values)
+    def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+        members = _iter_members(self.storage, chunk.file)
+        for number, (stem, sample) in enumerate(_group_samples(members), 1):
+            yield number, f"{chunk.file}/{stem}", sample
         check_unchanged(self.storage, chunk)
 
-    def _values(self, key: str, members: dict[str, TarMember]) -> dict[str, Any]:
-        """Return the row of a sample: images, and columns from its txt, cls and json. Raises BadRow.
+    def parse(self, record: Sample) -> dict[str, Any]:
+        """Return the columns from txt, cls and json of a sample, and its images. Raises BadRow.
 
-        The txt has precedence over the json. Invalid json values that are not used do not reject the sample.
+        The txt has precedence over the json, and --columns over both.
         """
+        members: dict[str, TarMember] = {}
+        for kind, member in record.items():
+            if isinstance(member, BadRow):
+                raise member
+            members[kind] = member
         values: dict[str, Any] = {}
         if "json" in members:
-            columns = {theirs for ours, theirs in self.columns.items() if ours not in ("image", "images")}
-            replaced = {"label"} if "cls" in members else set()
-            replaced |= set(_TEXT_COLUMNS) if "txt" in members or {"text", "texts"} & set(self.columns) else set()
-            values = parse_json(members["json"].data or b"", {*_JSON_COLUMNS} - replaced | columns)
-            if "caption" in values and "caption" not in columns:
+            mapped = {theirs for ours, theirs in self.columns.items() if ours not in ("image", "images")}
+            has_text = "txt" in members or not self.columns.keys().isdisjoint(_TEXT_COLUMNS)
+            used = mapped.union(_OTHER_COLUMNS, () if has_text else _TEXT_COLUMNS)
+            parsed = parse_json(members["json"].data or b"", strict=False)
+            values = {name: value for name, value in parsed.items() if name in used}
+            if "caption" in values and "caption" not in mapped:
                 caption = values.pop("caption")
-                values = {"text": caption} | values if "texts" not in values else values
+                values = values if "texts" in values else {"text": caption} | values
         if "txt" in members:
             values["text"] = _decode_text("txt", members["txt"])
         if "cls" in members:
-            label = _decode_text("cls", members["cls"])
-            try:
-                values["label"] = int(label)
-            except ValueError:
-                raise BadRow("columns", "label", "the cls is not an integer (number your classes)") from None
-        values = rename_columns(values, self.columns)
+            values["label"] = _decode_text("cls", members["cls"])
+            with suppress(ValueError):  # parse_row rejects a text
+                values["label"] = int(values["label"])
         if images := [members[kind] for kind in members if f".{kind}" in IMAGE_SUFFIXES]:
             values["images"] = images
         elif others := [kind for kind in members if kind.endswith(IMAGE_SUFFIXES)]:
             detail = f"it has {', '.join(others)[:200]}; its image is the member named up to the first dot, as KEY.jpg"
             raise BadRow("columns", "no-image", detail)
-        return {"id": key} | values
+        return values
 
 
 def _decode_text(kind: str, member: TarMember) -> str:
@@ -104,22 +98,21 @@ def _decode_text(kind: str, member: TarMember) -> str:
 
 def _iter_members(storage: Storage, name: str) -> Iterator[tuple[str, TarMember | BadRow]]:
     """Yield the members of a tar with their bytes in one pass; a BadRow is last if the tar is truncated."""
+    last = "its beginning"
     with storage.open(name) as raw:
         file = io.BufferedReader(raw, _BUFFER_BYTES)
-        last = "its beginning"
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 for member in tar:
                     if not member.isdir():
                         last = member.name
                         yield last, _read_member(name, tar, member)
+                    tar.members.clear()  # type: ignore[attr-defined]  # otherwise tarfile keeps all members in memory
                 end = tar.offset
             file.seek(end)
-            if file.read(_BLOCK) != bytes(_BLOCK):
-                yield "", BadRow("read", "truncated", f"the tar is truncated or damaged after {last}, byte {end}")
-            elif any(piece.strip(b"\0") for piece in iter(partial(file.read, _BUFFER_BYTES), b"")):
-                detail = f"the tar ends after {last}, byte {end}, more data follows (another tar?) and is not read"
-                yield "", BadRow("read", "truncated", detail)
+            is_complete = file.read(_BLOCK) == bytes(_BLOCK)
+            if not is_complete or any(piece.strip(b"\0") for piece in iter(partial(file.read, _BUFFER_BYTES), b"")):
+                raise tarfile.TarError(f"byte {end}, or followed by another tar")
         except (tarfile.TarError, EOFError) as error:
             yield "", BadRow("read", "truncated", f"the tar is truncated or damaged after {last}: {error}")
 
@@ -134,14 +127,11 @@ def _read_member(file: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> Ta
     data = tar.extractfile(member).read()  # type: ignore[union-attr]  # not None for a regular file
     if len(data) < member.size:
         return BadRow("read", "truncated", f"{member.name} has {len(data)} of its {member.size} bytes")
-    tar.members.clear()  # type: ignore[attr-defined]  # otherwise tarfile keeps all members in memory
     return TarMember(member.name, file, member.offset_data, member.size, data)
 
 
-def _group_samples(
-    tar_members: Iterator[tuple[str, TarMember | BadRow]],
-) -> Iterator[tuple[str, dict[str, TarMember] | BadRow]]:
-    """Group consecutive members with the same base name; a bad member rejects its sample.
+def _group_samples(tar_members: Iterator[tuple[str, TarMember | BadRow]]) -> Iterator[tuple[str, Sample]]:
+    """Group consecutive members with the same base name.
 
     A repeated member starts a new sample, so no data is lost silently: one of both is rejected for its duplicate id.
     """
@@ -151,12 +141,8 @@ def _group_samples(
         first, _, kind = base.partition(".")
         stem, kind = f"{folder}/{first}".lstrip("/"), kind.lower()
         if current is not None and (stem != current or kind in members):
-            yield current, _sample_of(members)
+            yield current, members
             members = {}
         current, members[kind] = stem, member
     if current is not None:
-        yield current, _sample_of(members)
-
-
-def _sample_of(members: dict[str, Any]) -> dict[str, TarMember] | BadRow:
-    return next((member for member in members.values() if isinstance(member, BadRow)), members)
+        yield current, members

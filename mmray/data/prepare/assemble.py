@@ -90,13 +90,11 @@ def match_duplicates(
     reason = np.where(original != NO_ROW, SAME_KEY, 0).astype(np.uint8)
     unique = np.flatnonzero(original == NO_ROW)
     unique = unique[np.argsort(~held_out[unique], kind="stable")]
+    first, why = np.full(len(unique), NO_ROW), np.full(len(unique), SAME_CONTENT, np.uint8)
     if rule == "text":
         first, why = _first_kept_occurrence(images[unique], texts[unique])
-    else:
-        first = np.full(len(unique), NO_ROW)
-        if rule != "keep":
-            first = first_occurrence((images if rule == "image" else rows)[unique])
-        why = np.full(len(unique), SAME_CONTENT, np.uint8)
+    elif rule != "keep":
+        first = first_occurrence((images if rule == "image" else rows)[unique])
     repeats = first != NO_ROW
     original[unique[repeats]], reason[unique[repeats]] = unique[first[repeats]], why[repeats]
     return original, reason
@@ -108,14 +106,12 @@ def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.nd
     Works row by row, because a row that is dropped for its captions must not cause another row with its image to be
     dropped.
     """
-    first, why = np.full(len(images), NO_ROW, np.int64), np.zeros(len(images), np.uint8)
-    groups = [np.where(same == NO_ROW, np.arange(len(same)), same) for same in map(first_occurrence, (images, texts))]
-    shared = np.flatnonzero(np.any([np.bincount(group, minlength=len(group))[group] > 1 for group in groups], axis=0))
-    by_image: dict[int, int] = {}
-    by_text: dict[int, int] = {}
-    for row, image, text in zip(shared.tolist(), *(group[shared].tolist() for group in groups), strict=True):
+    first, why = np.full(len(images), NO_ROW, np.int64), np.full(len(images), SAME_CONTENT, np.uint8)
+    by_image: dict[bytes, int] = {}
+    by_text: dict[bytes, int] = {}
+    for row, (image, text) in enumerate(zip(map(bytes, images), map(bytes, texts), strict=True)):
         if image in by_image:
-            first[row], why[row] = by_image[image], SAME_CONTENT
+            first[row] = by_image[image]
         elif text in by_text:
             first[row], why[row] = by_text[text], SAME_TEXT
         else:
@@ -174,24 +170,22 @@ def finish_shards(out: Storage, chunks: Sequence[int], dedup: DedupResult) -> Pr
                 originals[row] = (key, record["shards"][shard]["split"])
     with out.open_output(QUARANTINE) as file:
         for start, record in iter_chunk_records(out, chunks):
-            rows, shards = record["rows"], shards_of(record)
-            drops = np.flatnonzero(dropped[start : start + len(rows["key"])])
-            bad_rows = record["bad_rows"]
-            for index in drops.tolist():
-                entry = {"line": rows["line"][index], "key": rows["key"][index], "source": rows["location"][index]}
-                split = shards[rows["shard"][index]].split
-                bad_rows.append(entry | _drop_reason(dedup, start + index, split, originals))
-            for entry in sorted(bad_rows, key=lambda entry: entry["line"]):
+            rows, shards, entries = record["rows"], shards_of(record), record["bad_rows"]
+            drops, shard_of = dropped[start : start + len(rows["key"])], np.asarray(rows["shard"], np.int64)
+            for index in np.flatnonzero(drops).tolist():
+                reason = _drop_reason(dedup, start + index, shards[shard_of[index]].split, originals)
+                names = {"line": "line", "key": "key", "source": "location"}
+                entries.append({name: rows[column][index] for name, column in names.items()} | reason)
+            for entry in sorted(entries, key=lambda entry: entry["line"]):
                 del entry["line"]
                 file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
                 result.reasons[entry["reason"]] += 1
                 result.examples.setdefault(entry["reason"], f"{entry['source']}: {entry['detail'][:160]}")
-            shard_of = np.asarray(rows["shard"], np.int64)
             for number, shard in enumerate(shards):
-                in_shard = dropped[start : start + len(shard_of)][shard_of == number]
-                result.shards.append(replace(shard, dropped=tuple(np.flatnonzero(in_shard).tolist())))
-            names = enumerate(rows["language"], start)
-            result.languages.update(name for row, name in names if name and not dropped[row])
+                in_shard = np.flatnonzero(drops[shard_of == number])
+                result.shards.append(replace(shard, dropped=tuple(in_shard.tolist())))
+            languages = zip(rows["language"], drops, strict=True)
+            result.languages.update(name for name, is_dropped in languages if name and not is_dropped)
     return result
 
 
@@ -201,15 +195,12 @@ def _drop_reason(
     """Return the quarantine entry of a packed row: why it is dropped."""
     if dedup.original[row] == NO_ROW:
         return {"stage": "leakage", "reason": OVERLAP, "detail": dedup.contaminated[row]}
-    original, original_split = originals[int(dedup.original[row])]
-    detail = {
-        SAME_KEY: "an earlier row has this id",
-        SAME_CONTENT: f"duplicate of row {original}",
-        SAME_TEXT: f"same captions as row {original}",
-    }[int(dedup.reason[row])]
-    if dedup.reason[row] != SAME_KEY and split != original_split:
+    key, original_split = originals[int(dedup.original[row])]
+    reason = int(dedup.reason[row])
+    detail = ("", "an earlier row has this id", f"duplicate of row {key}", f"same captions as row {key}")[reason]
+    if reason != SAME_KEY and split != original_split:
         detail += f" (in split {original_split})"
-    return {"stage": "duplicates", "reason": REASONS[dedup.reason[row]], "detail": detail}
+    return {"stage": "duplicates", "reason": REASONS[reason], "detail": detail}
 
 
 def max_bad_rows(budget: float, total: int) -> int:
@@ -228,25 +219,29 @@ def check_budget(source: str, out: Storage, num_read: int, total: int, result: P
         )
     if bad < num_read and bad <= max_bad_rows(budget, total):
         return
-    first = f"{source}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %)"
-    if bad == num_read:
-        first += ", none is good"
-        advice = (
-            "Correct the source: each row needs `image` (a path relative to its folder) and `text`. Map other column "
-            "names with --columns image=NAME text=NAME."
+    early = f" of {total:,} rows (stopped early)" if num_read < total else ""
+    limit = (
+        "none is good" if bad == num_read else f"the budget is {100 * budget:.3g} %{early} (prepare.max_bad_fraction)"
+    )
+    advice = (
+        "Correct the source: each row needs `image` (a path relative to its folder) and `text`. Map other column names "
+        "with --columns image=NAME text=NAME."
+    )
+    if bad < num_read:
+        keep = ", keep duplicates with --duplicates keep" if {"duplicate", "duplicate-text"} & reasons.keys() else ""
+        accept = f"accept them with --max-bad-fraction {-(-1000 * bad // total) / 1000:g}"
+        advice = f"Correct them{keep}, or {accept}. Then rerun the same command to resume."
+    examples = result.examples
+    raise DataError(
+        "\n".join(
+            [
+                f"{source}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %), {limit}",
+                *(f"  {count:,} {reason}, for example {examples[reason]}" for reason, count in reasons.most_common(5)),
+                f"All of them are in {quarantine}.",
+                advice,
+            ]
         )
-    else:
-        unread = "" if num_read == total else f" of {total:,} rows (stopped early)"
-        first += f", the budget is {100 * budget:.3g} %{unread} (prepare.max_bad_fraction)"
-        repeated = {"duplicate", "duplicate-text"} & reasons.keys()
-        keep = ", keep duplicates with --duplicates keep" if repeated else ""
-        advice = (
-            f"Correct them{keep}, or accept them with --max-bad-fraction {-(-1000 * bad // total) / 1000:g}. "
-            "Then rerun the same command to resume."
-        )
-    example = result.examples
-    counts = [f"  {count:,} {reason}, for example {example[reason]}" for reason, count in reasons.most_common(5)]
-    raise DataError("\n".join([first, *counts, f"All of them are in {quarantine}.", advice]))
+    )
 
 
 def write_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> bool:
@@ -256,12 +251,12 @@ def write_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> bool:
 
     def captions() -> Iterator[str]:
         for shard in used:
-            dropped = set(shard.dropped)
             with pa.ipc.open_file(out.open(shard.file, mapped=True), options=only_texts) as reader:
-                batches = (reader.get_batch(number).column("texts") for number in range(reader.num_record_batches))
-                for row, texts in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches)):
-                    if row not in dropped:
-                        yield from texts
+                rows = chain.from_iterable(
+                    reader.get_batch(number).column("texts").to_pylist() for number in range(reader.num_record_batches)
+                )
+                dropped = set(shard.dropped)
+                yield from chain.from_iterable(texts for row, texts in enumerate(rows) if row not in dropped)
 
     if vocab_size and used:
         out.write(TOKENIZER, train_tokenizer(captions(), vocab_size).encode())

@@ -11,10 +11,10 @@ import hashlib
 import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from importlib.util import find_spec
-from itertools import chain, zip_longest
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import orjson
 from PIL import Image
 
 from mmray.data.formats.rows import BadRow
-from mmray.data.images.crash_probe import CRASH, CrashProbe
+from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.prepare.assemble import HELD_OUT_SPLITS, NO_ROW, DedupResult, first_occurrence, iter_chunk_records
 from mmray.data.prepare.pack import shards_of
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mmray.config import Prepare
 
 LEAKS, HASHES_DIR = "leaks.jsonl", "hashes"
-UNMATCHED, SAME_SET, EXACT = -2, -1, -1
+SAME_SET, EXACT = -1, -1
 MAX_EXAMPLES = 12  # maximum rows with thumbnails
 CELLS = 4
 MAX_COLOR_DISTANCE = 4.0  # of 255, mean over the cells; JPEG with quality 30 changes them by 2
@@ -49,17 +49,13 @@ _ROW_BITS = 48  # a match is differing bits << 48 | row, so that the smallest is
 _NO_MATCH = np.iinfo(np.int64).max
 
 
-class Matches(NamedTuple):
-    """Contaminated rows in source order; all arrays are [L].
+class Leak(NamedTuple):
+    """A contaminated row, and the row that it matches."""
 
-    The columns are the row, the index of the other set (SAME_SET: another split of this set), the row in that set, and
-    the number of differing bits of 256 (EXACT: same bytes).
-    """
-
-    row: np.ndarray
-    set_index: np.ndarray
-    match: np.ndarray
-    bits: np.ndarray
+    row: int
+    set_index: int  # index of the other set; SAME_SET: another split of this set
+    match: int  # row in that set
+    bits: int  # differing bits of 256; EXACT: same bytes
 
 
 def is_enabled(settings: Prepare) -> bool:
@@ -86,12 +82,11 @@ def check_contamination(
     dedup: DedupResult,
     settings: Prepare,
     on_rows: Callable[[int, int], None],
-    notify: Callable[[str, str], None],
 ) -> tuple[dict[int, str], dict[str, Any]]:
     """Write leaks.jsonl; return {row: description} of the contaminated rows, and the summary for the manifest.
 
-    `image_folder` is that of an index-only set's source. `on_rows` gets the hashed rows and their total,
-    `notify` a message and a label. Raises DataError, or ResourceError if tasks die.
+    `image_folder` is that of an index-only set's source. `on_rows` gets the hashed rows and their total. Raises
+    DataError, or ResourceError if tasks die.
     """
     others = [PreparedSet.open(address) for address in settings.check_contamination]
     shards: list[Shard] = []
@@ -104,16 +99,16 @@ def check_contamination(
         order.append(np.empty_like(shard_of))
         order[-1][np.argsort(shard_of, kind="stable")] = np.arange(start, start + len(shard_of))
     shard_row_of, own = np.concatenate(order), _all_rows(out.address, image_folder, shards)
-    _hash_shards(out, [own, *others], settings, on_rows, notify)
+    _hash_shards(out, [own, *others], settings, on_rows)
     use_phash = settings.phash_distance >= 0
     own_hashes = _load_hashes(out, own, use_phash)[shard_row_of]
     other_hashes = [_load_hashes(out, each, use_phash) for each in others]
-    matches = find_matches(own_hashes, ~dedup.dropped, splits, other_hashes, settings.phash_distance)
-    exact, names = int((matches.bits == EXACT).sum()), (*settings.check_contamination, "splits")
-    by_set: Counter[str] = Counter(names[index] for index in matches.set_index.tolist())  # SAME_SET is the last index
-    return _write_leaks(out, matches, own, shard_row_of, others), {
+    leaks = find_leaks(own_hashes, ~dedup.dropped, splits, other_hashes, settings.phash_distance)
+    exact, names = sum(leak.bits == EXACT for leak in leaks), (*settings.check_contamination, "splits")
+    by_set = Counter(names[leak.set_index] for leak in leaks)  # SAME_SET is the last index
+    return _write_leaks(out, leaks, shard_row_of, [*others, own]), {
         "exact": exact,
-        "near": len(matches.row) - exact,
+        "near": len(leaks) - exact,
         "phash_distance": settings.phash_distance,
         "dropped": settings.drop_overlap,
         "found_in": {name: by_set[name] for name in names},
@@ -140,35 +135,33 @@ def _load_hashes(out: Storage, prepared: PreparedSet, use_phash: bool) -> np.nda
     return np.concatenate(parts)
 
 
-def find_matches(
+def find_leaks(
     own: np.ndarray, kept: np.ndarray, splits: Sequence[str | None], others: Sequence[np.ndarray], phash_distance: int
-) -> Matches:
-    """Find rows of `own` [N] that match a row of the sets `others` or of another split.
+) -> list[Leak]:
+    """Return the rows of `own` [N] that match a row of the sets `others` or of another split, in source order.
 
     Rows that are not in `kept` [N] are ignored. `phash_distance` below 0 finds exact matches only. A row is reported
     once, for the first set that contains it.
     """
-    set_index, match, num_bits = (np.full(len(own), UNMATCHED, np.int64) for _ in range(3))
-
-    def search(queries: np.ndarray, references: np.ndarray, hashes: np.ndarray, number: int) -> None:
-        queries = queries[set_index[queries] == UNMATCHED]
-        index, bits = _matches(own[queries], hashes, phash_distance)
-        hit = index != NO_ROW
-        rows = queries[hit]
-        set_index[rows], match[rows], num_bits[rows] = number, references[index[hit]], bits[hit]
-
-    rows = np.flatnonzero(kept)
-    for number, hashes in enumerate(others):
-        search(rows, np.arange(len(hashes)), hashes, number)
+    rows, is_leak = np.flatnonzero(kept), np.zeros(len(own), bool)
     # Held-out splits first, training last: the later row counts as contaminated.
     used = {name or "train" for name in splits}
     names = sorted(used, key=lambda name: (name == "train", name not in HELD_OUT_SPLITS, name))
-    priority = np.array([names.index(name or "train") for name in splits], np.int64)
-    for each in range(1, len(names)):
-        earlier = rows[priority[rows] < each]
-        search(rows[priority[rows] == each], earlier, own[earlier], SAME_SET)
-    matched = np.flatnonzero(set_index != UNMATCHED)
-    return Matches(matched, set_index[matched], match[matched], num_bits[matched])
+    priority = np.array([names.index(name or "train") for name in splits], np.int64)[rows]
+    in_others = ((number, rows, np.arange(len(hashes)), hashes) for number, hashes in enumerate(others))
+    earlier_rows = (rows[priority < each] for each in range(1, len(names)))
+    in_splits = (
+        (SAME_SET, rows[priority == each], earlier, own[earlier]) for each, earlier in enumerate(earlier_rows, 1)
+    )
+    leaks: list[Leak] = []
+    for set_index, queries, references, hashes in chain(in_others, in_splits):
+        queries = queries[~is_leak[queries]]
+        index, bits = _matches(own[queries], hashes, phash_distance)
+        hits = np.flatnonzero(index != NO_ROW)
+        is_leak[queries[hits]] = True
+        columns = queries[hits].tolist(), repeat(set_index), references[index[hits]].tolist(), bits[hits].tolist()
+        leaks += map(Leak, *columns)
+    return sorted(leaks)
 
 
 def _matches(queries: np.ndarray, references: np.ndarray, phash_distance: int) -> tuple[np.ndarray, np.ndarray]:
@@ -197,17 +190,15 @@ def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
-    """Split the bits of uint64 hashes [N, 4] into bands, each mixed to one number: uint64 [count, N].
+    """Return up to 64 bits of each of `count` bands of uint64 hashes [N, 4]: uint64 [count, N].
 
     Hashes that differ in fewer than `count` bits have at least one equal band (pigeonhole principle).
     """
     bits = np.unpackbits(np.ascontiguousarray(hashes).view(np.uint8), axis=1, bitorder="little")
     out = np.zeros((count, len(hashes)), np.uint64)
     for band in range(count):
-        packed = np.packbits(bits[:, band::count], axis=1)
-        words = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8)))
-        for word in words.view("<u8").T:
-            out[band] = out[band] * np.uint64(0x9E3779B97F4A7C15) + word  # a collision only costs a comparison
+        packed = np.packbits(bits[:, band::count][:, :64], axis=1)
+        out[band] = np.pad(packed, ((0, 0), (0, 8 - packed.shape[1]))).view("<u8")[:, 0]
     return out
 
 
@@ -265,50 +256,43 @@ def _candidate_pairs(queries: np.ndarray, references: np.ndarray) -> Iterator[tu
 
 
 def _write_leaks(
-    out: Storage, matches: Matches, own: PreparedSet, shard_row_of: np.ndarray, others: Sequence[PreparedSet]
+    out: Storage, leaks: Sequence[Leak], shard_row_of: np.ndarray, sets: Sequence[PreparedSet]
 ) -> dict[int, str]:
-    """Write leaks.jsonl; return {row: description}. `shard_row_of` [N] are the row numbers in `own`.
+    """Write leaks.jsonl; return {row: description}. `sets` ends with this set, which has row n at `shard_row_of[n]`.
 
-    Some records have thumbnails of both images, alternating near and exact matches.
+    Some records, of near and of exact matches, have thumbnails of both images.
     """
-    keys, match_keys = own.keys(shard_row_of[matches.row]), np.empty(len(matches.row), object)
-    for number in range(SAME_SET, len(others)):
-        in_set = matches.set_index == number
-        rows = matches.match[in_set]
-        match_keys[in_set] = own.keys(shard_row_of[rows]) if number == SAME_SET else others[number].keys(rows)
-    near, exact = np.flatnonzero(matches.bits != EXACT), np.flatnonzero(matches.bits == EXACT)
-    turns = chain.from_iterable(zip_longest(near[:MAX_EXAMPLES].tolist(), exact[:MAX_EXAMPLES].tolist()))
-    examples = set([number for number in turns if number is not None][:MAX_EXAMPLES])
+    rows = shard_row_of[np.array([leak.row for leak in leaks], np.int64)]
+    matches = np.array([leak.match for leak in leaks], np.int64)
+    set_of, keys = np.array([leak.set_index for leak in leaks], np.int64), sets[-1].keys(rows)
+    match_keys: dict[int, str] = {}
+    matches[set_of == SAME_SET] = shard_row_of[matches[set_of == SAME_SET]]
+    for number in np.unique(set_of):
+        in_set = np.flatnonzero(set_of == number)
+        match_keys.update(zip(in_set.tolist(), sets[number].keys(matches[in_set]), strict=True))
+    exact = [number for number, leak in enumerate(leaks) if leak.bits == EXACT]
+    near = [number for number, leak in enumerate(leaks) if leak.bits != EXACT]
+    examples = set([*near[: MAX_EXAMPLES // 2], *exact][:MAX_EXAMPLES])
     descriptions = {}
     with out.open_output(LEAKS) as file, closing(CrashProbe()) as crash_probe:
-        columns = (column.tolist() for column in matches)
-        for number, (row, set_index, match, bits) in enumerate(zip(*columns, strict=True)):
-            other = None if set_index == SAME_SET else others[set_index].storage.address
-            is_exact = bits == EXACT
-            line = {"key": keys[number], "set": other, "other": match_keys[number], "bits": None if is_exact else bits}
-            how = "same image as" if is_exact else f"near-duplicate ({bits} of 256 bits differ) of"
-            descriptions[row] = f"{how} row {match_keys[number]} of {other or 'a held-out split of this set'}"
+        for number, leak in enumerate(leaks):
+            other = None if leak.set_index == SAME_SET else sets[leak.set_index].storage.address
+            bits = None if leak.bits == EXACT else leak.bits
+            line: dict[str, Any] = {"key": keys[number], "set": other, "other": match_keys[number], "bits": bits}
+            how = "same image as" if bits is None else f"near-duplicate ({bits} of 256 bits differ) of"
+            descriptions[leak.row] = f"{how} row {match_keys[number]} of {other or 'a held-out split of this set'}"
             if number in examples:
-                match_of = (own, shard_row_of[match]) if set_index == SAME_SET else (others[set_index], match)
-                pair = ((own, shard_row_of[row]), match_of)
-                line["thumbnails"] = [_thumbnail(prepared, index, crash_probe) for prepared, index in pair]
+                line["thumbnails"] = [None, None]
+                for index, (prepared, row) in enumerate(((sets[-1], rows), (sets[leak.set_index], matches))):
+                    with suppress(OSError, ValueError):
+                        [stored] = prepared.read(row[[number]])
+                        line["thumbnails"][index] = crash_probe.thumbnail(stored.image)
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
     return descriptions
 
 
-def _thumbnail(rows: PreparedSet, number: int, crash_probe: CrashProbe) -> str | None:
-    try:
-        return crash_probe.thumbnail(rows.read(np.array([number]))[0].image)
-    except (OSError, ValueError):
-        return None
-
-
 def _hash_shards(
-    out: Storage,
-    sets: Sequence[PreparedSet],
-    settings: Prepare,
-    on_rows: Callable[[int, int], None],
-    notify: Callable[[str, str], None],
+    out: Storage, sets: Sequence[PreparedSet], settings: Prepare, on_rows: Callable[[int, int], None]
 ) -> None:
     """Hash the shards without a hash file; delete the hash files of shards that no longer exist."""
     out.mkdir(HASHES_DIR)
@@ -329,46 +313,36 @@ def _hash_shards(
     on_rows(done, total)
     with closing(map_tasks(_hash_task, items)) as results:
         for result in results:
-            if result["crashed"]:
-                notify(f"{', '.join(result['crashed'])}: the decoder crashed; only the bytes were compared", "crash")
             done += result["num_rows"]
             on_rows(done, total)
 
 
 def _hash_task(item: dict[str, Any]) -> Result:
-    """Ray task: write the image hashes of a shard, and return the rows whose image crashed the decoder.
-
-    An unreadable row matches nothing.
-    """
+    """Ray task: write the image hashes of a shard. An unreadable row matches nothing."""
     shard, out = Shard.from_json(item["shard"]), Storage(item["out"])
     rows, name = _all_rows(item["set"], item["image_folder"], [shard]), f"{item['set']}/{shard.file}"
 
-    def hash_rows(crash_probe: CrashProbe | None) -> list[str]:
-        hashes, crashed = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE), []
+    def hash_rows(crash_probe: CrashProbe | None) -> None:
+        hashes = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE)
         for start in range(0, shard.num_rows, _ROWS):
             numbers = np.arange(start, min(start + _ROWS, shard.num_rows))
-            for entry, row in zip(hashes[numbers[0] :], read_or_none(rows, numbers, (BadRow,)), strict=False):
+            for entry, row in zip(hashes[start:], read_or_none(rows, numbers, (BadRow,)), strict=False):
                 if row is None:
                     continue
                 entry["sha256"] = np.frombuffer(hashlib.sha256(row.image).digest()[:16], "<u8")
-                if not item["use_phash"]:
-                    continue
-                try:
-                    if crash_probe is not None:
-                        crash_probe.probe(row.image, item["max_pixels"])
-                    image = Image.fromarray(decode(row.image, item["max_pixels"]))
-                    entry["phash"], entry["colors"] = perceptual_hash(image)
-                    entry["has_phash"] = True
-                except BadImage as bad:  # exact matching still uses its bytes
-                    if bad.reason == CRASH:
-                        crashed.append(f"{row.key} ({row.source})")
+                if item["use_phash"]:
+                    with suppress(BadImage):  # exact matching still uses its bytes
+                        if crash_probe is not None:
+                            crash_probe.probe(row.image, item["max_pixels"])
+                        image = Image.fromarray(decode(row.image, item["max_pixels"]))
+                        entry["phash"], entry["colors"] = perceptual_hash(image)
+                        entry["has_phash"] = True
         file = io.BytesIO()
         np.save(file, hashes)
         out.write(item["file"], file.getvalue())
-        return crashed
 
     try:
-        crashed = run_with_crash_limit(hash_rows, out, item["file"], name)
+        run_with_crash_limit(hash_rows, out, item["file"], name)
     except (OSError, ValueError) as error:  # rows of a damaged shard must not count as compared
         raise DataError(f"cannot hash {name}: {error}") from error
-    return {"num_rows": shard.num_rows, "crashed": crashed}
+    return {"num_rows": shard.num_rows}

@@ -11,11 +11,9 @@ import asyncio
 import random
 import re
 import socket
-import ssl
 import threading
 from collections import defaultdict
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urljoin
 
@@ -27,39 +25,30 @@ from mmray.data.formats.rows import BadRow
 from mmray.storage.address import is_public_ip, redact_url, rejection_reason
 
 MAX_REDIRECTS, MAX_ATTEMPTS = 5, 3
+MAX_BYTES = 32 * 1024 * 1024  # of an image
+MAX_SECONDS = 30.0  # of an image, with all attempts and redirects
+CONNECT_SECONDS, PAUSE_SECONDS = 10.0, 0.5
+HOST_CONNECTIONS = 8  # of one task
 _REDIRECT_STATUS, _MISSING_STATUS, _RETRY_STATUS = (301, 302, 303, 307, 308), (401, 403, 404, 410), (408, 425, 429)
 _ENCODED = re.compile(r"[!-~]+")  # encoding such a URL again would break its signature
-
-
-@dataclass(frozen=True)
-class FetchLimits:
-    """Limits for one image, and for the connections of one task to a host."""
-
-    num_bytes: int = 32 * 1024 * 1024
-    seconds: float = 30.0  # all attempts and redirects
-    connect_s: float = 10.0
-    connections: int = 8
-    pause_s: float = 0.5
 
 
 class Fetcher:
     """Fetches images in a background thread while its `with` block is open."""
 
-    def __init__(
-        self, hosts: tuple[str, ...], limits: FetchLimits | None = None, tls: ssl.SSLContext | bool = True
-    ) -> None:
-        self.hosts, self.limits, self._tls = hosts, limits or FetchLimits(), tls
-        self._slots: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(self.limits.connections))
+    def __init__(self, hosts: tuple[str, ...]) -> None:
+        self.hosts = hosts
+        self._slots: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(HOST_CONNECTIONS))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fetch", daemon=True)
 
     def __enter__(self) -> Self:
         async def open_session() -> aiohttp.ClientSession:
             return aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(resolver=_PublicResolver(), ssl=self._tls),
+                connector=aiohttp.TCPConnector(resolver=_PublicResolver()),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"User-Agent": "mmray", "Accept": "image/*", "Accept-Encoding": "identity"},
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect_s),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
                 auto_decompress=False,
                 trust_env=False,
             )
@@ -88,22 +77,21 @@ class Fetcher:
 
     async def _fetch(self, url: str) -> bytes:
         name, reason = redact_url(url), ""
-        async with self._slots[
-            self._validate(url, "", name).raw_authority
-        ]:  # waiting for a slot does not count against the time limit
+        host = self._validate(url, "", name).raw_authority
+        async with self._slots[host]:  # waiting for a slot does not count against the time limit
             try:
-                async with asyncio.timeout(self.limits.seconds):
+                async with asyncio.timeout(MAX_SECONDS):
                     for attempt in range(MAX_ATTEMPTS):
                         try:
                             return await self._follow_redirects(url, name)
                         except _TransientError as error:
                             reason, retry_after_s = error.args
-                        pause_s = max(random.uniform(0, self.limits.pause_s * 2**attempt), retry_after_s)
-                        if attempt + 1 == MAX_ATTEMPTS or pause_s >= self.limits.seconds:
+                        pause_s = max(random.uniform(0, PAUSE_SECONDS * 2**attempt), retry_after_s)
+                        if attempt + 1 == MAX_ATTEMPTS or pause_s >= MAX_SECONDS:
                             break
                         await asyncio.sleep(pause_s)
             except TimeoutError:
-                reason = f"not complete within {self.limits.seconds:g} s"
+                reason = f"not complete within {MAX_SECONDS:g} s"
         raise BadRow("read", "unreadable", f"{name}: {reason}")
 
     async def _follow_redirects(self, url: str, name: str) -> bytes:
@@ -141,24 +129,23 @@ class Fetcher:
         return parsed
 
     async def _body(self, response: aiohttp.ClientResponse, name: str) -> bytes:
-        status, max_bytes = response.status, self.limits.num_bytes
+        status = response.status
         if status in _RETRY_STATUS or status >= 500:
             retry_after = response.headers.get("Retry-After", "")
             seconds = int(retry_after) if re.fullmatch("[0-9]{1,6}", retry_after) else 0
             raise _TransientError(f"the host answers {status}", seconds)
         if status != 200:
-            raise BadRow(
-                "read", "missing-image" if status in _MISSING_STATUS else "refused", f"{name}: HTTP status {status}"
-            )
+            reason = "missing-image" if status in _MISSING_STATUS else "refused"
+            raise BadRow("read", reason, f"{name}: HTTP status {status}")
         data = bytearray()
-        if (response.content_length or 0) <= max_bytes:
+        if (response.content_length or 0) <= MAX_BYTES:
             async for piece in response.content.iter_chunked(64 * 1024):
                 data += piece
-                if len(data) > max_bytes:
+                if len(data) > MAX_BYTES:
                     break
             else:
                 return bytes(data)
-        raise BadRow("read", "too-large", f"{name} has over {max_bytes} bytes")
+        raise BadRow("read", "too-large", f"{name} has over {MAX_BYTES} bytes")
 
 
 class _TransientError(Exception):

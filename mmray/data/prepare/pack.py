@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import pyarrow as pa
 
 from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.rows import BadRow, SourceRow, parse_row
-from mmray.data.formats.source import Source, SourceChunk, SourceItem, SourceUnreadable
+from mmray.data.formats.source import Source, SourceChunk, SourceItem
 from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import BadImage, decode, header_size, verify_image
 from mmray.data.images.read import image_signature, quarantine_os_errors, read_image
@@ -32,10 +33,14 @@ from mmray.data.text.tokenizer import clean_caption
 from mmray.storage.storage import Storage
 
 if TYPE_CHECKING:
-    from mmray.data.prepare.fetch import Fetcher
+    from mmray.config import Prepare
 
+UNREAD = ("read", "decode")  # stages whose rows --retry-quarantined packs again
 PREFETCH_ROWS = 32  # images by URL in flight, and rows that wait for them
-_RECORD_VERSION = 6
+_RECORD_VERSION = 7
+_PACK_SETTINGS = (
+    "image_side", "max_pixels", "holdout", "rows_per_shard", "columns", "caption", "check", "index_only", "allow_urls"
+)  # fmt: skip
 _BOX_SLACK = 0.01  # tolerated fraction outside the image, because annotations may exceed the edge by a pixel
 _DIGEST_COLUMNS = ("key", "texts", "label", "split", "language", "sha256", "boxes", "box_labels", "ref")
 
@@ -80,81 +85,50 @@ def open_shard(storage: Storage, name: str, split: str | None = None) -> Iterato
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """Settings that determine how a chunk is packed. A chunk is packed again if their digest changes."""
+    """What to pack, where, and how."""
 
     source: SourceSpec
     out: str
-    columns: tuple[tuple[str, str], ...]  # (our name, name in the source)
-    template: str
-    check: str
-    index_only: bool
-    image_side: int
-    max_pixels: int
-    holdout: float
-    rows_per_shard: int
-    allow_urls: tuple[str, ...] = ()
-    run_id: str = ""  # of this prepare: a retried task skips the chunks that it finished before its worker died
+    settings: Prepare
+    retry: bool = False  # pack chunks with rows that could not be read or decoded again
 
     def digest(self) -> str:
-        """Return a hash of the settings without addresses, so that a set can be moved together with its source."""
-        settings: list[object] = [_RECORD_VERSION, self.image_side, self.max_pixels, self.holdout, self.rows_per_shard]
-        settings += [self.source.format, self.columns, self.template, self.check, self.index_only, self.allow_urls]
+        """Return a hash of what determines how a chunk is packed; without addresses, so that a set can be moved."""
+        settings = [_RECORD_VERSION, self.source.format, *(getattr(self.settings, name) for name in _PACK_SETTINGS)]
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
     def open(self) -> Source:
         """Open the source, on the driver or in a task."""
-        return open_source(self.source, Storage(self.out), dict(self.columns), self.template)
+        return open_source(self.source, Storage(self.out), self.settings.column_names, self.settings.caption)
 
 
-class RecordRow(NamedTuple):
-    """Columns of the rows in a record; `row_digest` is of image and texts."""
-
-    line: int
-    location: str
-    key: str
-    image_digest: str
-    row_digest: str
-    text_digest: str
-    shard: int
-    language: str | None
+# Columns of the rows in a record; `row_digest` is of image and texts, `shard` is an index.
+RECORD_COLUMNS = ("line", "location", "key", "image_digest", "row_digest", "text_digest", "shard", "language")
 
 
 def record_path(index: int) -> str:
     return f"{RECORDS}/chunk-{index:05d}.json"
 
 
-def pack_chunk(
-    job: PrepareJob,
-    chunk: SourceChunk,
-    crash_probe: CrashProbe | None = None,
-    fetcher: Callable[[tuple[str, ...]], Fetcher] | None = None,
-) -> tuple[int, int, int]:
-    """Pack one chunk; return its index, rows and bad rows.
+def pack_chunk(job: PrepareJob, chunk: SourceChunk, crash_probe: CrashProbe | None = None) -> tuple[int, int, int]:
+    """Pack one chunk; return its index, rows and bad rows. `crash_probe` decodes each image first.
 
-    `crash_probe` decodes each image first; `fetcher` makes the client for images by URL.
-    Raises SourceChanged, SourceUnreadable, and OSError if the set cannot be written.
+    Raises DataError if the source changed, and OSError if it cannot be read or the set cannot be written.
     """
     out = Storage(job.out)
-    record = read_chunk_record(out, record_path(chunk.index)) if job.run_id else None
-    if record is None or record.get("run_id") != job.run_id:
-        packer, fetch = _ChunkPacker(job, chunk, crash_probe), None
+    record = read_chunk_record(out, record_path(chunk.index))
+    if record is None or not is_current(record, job, chunk):  # otherwise a task whose worker died has packed it
+        packer, fetch, hosts = _ChunkPacker(job, chunk, crash_probe), None, job.settings.allow_urls
         with ExitStack() as files:
-            if job.allow_urls and not job.index_only:
+            if hosts and not job.settings.index_only:
                 from mmray.data.prepare.fetch import Fetcher  # only tasks with URLs need an HTTP client
 
-                fetch = files.enter_context((fetcher or Fetcher)(job.allow_urls)).fetch
-            for item, row in prefetch_rows(_items(job, chunk), job.allow_urls, fetch):
+                fetch = files.enter_context(Fetcher(hosts)).fetch
+            for item, row in prefetch_rows(job.open().read(chunk), hosts, fetch):
                 packer.pack(item, row, files)
         record = packer.record()  # after the shard files are closed
         out.write(record_path(chunk.index), orjson.dumps(record))
     return chunk.index, num_record_rows(record), len(record["bad_rows"])
-
-
-def _items(job: PrepareJob, chunk: SourceChunk) -> Iterator[SourceItem]:
-    try:
-        yield from job.open().read(chunk)
-    except OSError as error:
-        raise SourceUnreadable(f"{job.source.address}/{chunk.file} cannot be read: {error}") from error
 
 
 def prefetch_rows(
@@ -162,29 +136,23 @@ def prefetch_rows(
 ) -> Iterator[tuple[SourceItem, SourceRow | BadRow]]:
     """Yield each item, in order, with its row or error; `fetch` requests images by URL up to PREFETCH_ROWS ahead."""
     pending: deque[tuple[SourceItem, SourceRow | BadRow, Future[bytes] | None]] = deque()
-
-    def finish() -> tuple[SourceItem, SourceRow | BadRow]:
-        item, row, image = pending.popleft()
-        if image is not None and isinstance(row, SourceRow):
+    for item in chain(items, [None]):
+        if item is not None:
+            row: SourceRow | BadRow
             try:
-                return item, replace(row, image=replace(row.image, data=image.result()))
+                row = item.values if isinstance(item.values, BadRow) else parse_row(item.values, item.location, hosts)
             except BadRow as bad:
-                bad.key = row.key
-                return item, bad
-        return item, row
-
-    for item in items:
-        row: SourceRow | BadRow
-        try:
-            row = item.values if isinstance(item.values, BadRow) else parse_row(item.values, item.location, hosts)
-        except BadRow as bad:
-            row = bad
-        url = row.image.url if fetch and isinstance(row, SourceRow) else None
-        pending.append((item, row, fetch(url) if fetch and url else None))
-        while pending and (len(pending) > PREFETCH_ROWS or pending[0][2] is None):
-            yield finish()
-    while pending:
-        yield finish()
+                row = bad
+            url = row.image.url if fetch and isinstance(row, SourceRow) else None
+            pending.append((item, row, fetch(url) if fetch and url else None))
+        while pending and (item is None or len(pending) > PREFETCH_ROWS or pending[0][2] is None):
+            first, row, image = pending.popleft()
+            if image is not None and isinstance(row, SourceRow):
+                try:
+                    row = replace(row, image=replace(row.image, data=image.result()))
+                except BadRow as bad:
+                    bad.key, row = row.key, bad
+            yield first, row
 
 
 def read_chunk_record(out: Storage, name: str) -> dict[str, Any] | None:
@@ -203,11 +171,12 @@ def num_record_rows(record: dict[str, Any]) -> int:
 
 def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
     """Return whether packing the chunk again would give this record: same lines, settings and image files."""
-    source, out = Storage(job.source.address), Storage(job.out)
+    source, out, bad_rows = Storage(job.source.address), Storage(job.out), record["bad_rows"]
     return (
         record["job"] == job.digest()
         and record["chunk"] == asdict(chunk)
-        and not record["retry"]
+        # The cause may be temporary (a network file system).
+        and not any(row["reason"] == "unreadable" or (job.retry and row["stage"] in UNREAD) for row in bad_rows)
         and all(out.size(shard["file"]) == shard["num_bytes"] for shard in record["shards"])
         and all(tuple(file) == image_signature(source, file[0]) for file in record["files"])
     )
@@ -220,10 +189,9 @@ class _ChunkPacker:
         self.job, self.chunk, self.crash_probe = job, chunk, crash_probe
         self.source, self.out = Storage(job.source.address), Storage(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
-        self.rows: list[RecordRow] = []
+        self.rows: list[tuple[Any, ...]] = []  # RECORD_COLUMNS
         self.bad_rows: list[dict[str, Any]] = []
         self.files: list[tuple[str, int | None, int | None]] = []
-        self.retry = False
         self.file_suffix = uuid.uuid4().hex[:8]  # never overwrite a file that an earlier manifest names
 
     def pack(self, item: SourceItem, raw: SourceRow | BadRow, files: ExitStack) -> None:
@@ -233,8 +201,6 @@ class _ChunkPacker:
                 raise raw
             row, image_digest = self._check(raw, location)
         except BadRow as bad:
-            # The cause may be temporary (a network file system), so the next prepare packs the chunk again.
-            self.retry = self.retry or bad.reason == "unreadable"
             entry = {"stage": bad.stage, "reason": bad.reason, "detail": _to_utf8(bad.detail)}
             self.bad_rows.append({"line": item.line, "key": key, "source": location} | entry)
             return
@@ -245,16 +211,14 @@ class _ChunkPacker:
         captions = [*row.texts, *(row.messages or [])]
         text_digest, row_digest = (_sha256(orjson.dumps(each))[:32] for each in (captions, [image_digest, *captions]))
         digests, shard = (image_digest[:32], row_digest, text_digest), list(self.writers).index(row.split)
-        self.rows.append(RecordRow(item.line, location, row.key, *digests, shard, row.language))
+        self.rows.append((item.line, location, row.key, *digests, shard, row.language))
 
     def record(self) -> dict[str, Any]:
         return {
             "job": self.job.digest(),
-            "run_id": self.job.run_id,
             "chunk": asdict(self.chunk),
-            "retry": self.retry,
             "shards": [asdict(writer.entry()) for writer in self.writers.values()],
-            "rows": {name: [getattr(row, name) for row in self.rows] for name in RecordRow._fields},
+            "rows": {name: [row[index] for row in self.rows] for index, name in enumerate(RECORD_COLUMNS)},
             "bad_rows": self.bad_rows,
             "files": self.files,
         }
@@ -265,15 +229,15 @@ class _ChunkPacker:
         With `--index-only --check none` the image is not read: it has no checksum, and only the same file is its
         duplicate.
         """
-        job, image = self.job, raw.image
+        settings, image = self.job.settings, raw.image
         texts = [clean_caption(text) for text in raw.texts]
-        if job.index_only and (image.url or image.file is None):
+        if settings.index_only and (image.url or image.file is None):
             what = "a URL" if image.url else "inside the row"
             raise BadRow("read", "no-reference", f"the image is {what}: prepare without --index-only")
         if image.data is None:
             self.files.append(image_signature(self.source, str(image.file)))
-        ref = {"file": image.file, "offset": image.offset, "length": image.length} if job.index_only else None
-        if job.index_only and job.check == "none":
+        ref = {"file": image.file, "offset": image.offset, "length": image.length} if settings.index_only else None
+        if settings.index_only and settings.check == "none":
             stored, size, sha256, image_digest = b"", (0, 0), "", _sha256(orjson.dumps(ref))
         else:
             with quarantine_os_errors(image.name):
@@ -285,23 +249,23 @@ class _ChunkPacker:
         row.messages = list(raw.messages) or None
         if raw.boxes:
             row.boxes, row.box_labels = _relative_boxes(raw, size), list(raw.box_labels)
-        if row.split is None and job.holdout > 0:
+        if row.split is None and settings.holdout > 0:
             # By content hash, so that duplicates share a split and a row keeps its split when the set grows.
-            row.split = "test" if int(image_digest[:16], 16) / 2**64 < job.holdout else "train"
+            row.split = "test" if int(image_digest[:16], 16) / 2**64 < settings.holdout else "train"
         return row, image_digest
 
     def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
         """Return the bytes to store for an image and its size; `check` sets how completely it is decoded."""
-        max_pixels = self.job.max_pixels
+        settings, max_pixels = self.job.settings, self.job.settings.max_pixels
         try:
-            if self.job.image_side:
+            if settings.image_side:
                 if self.crash_probe:
                     self.crash_probe.probe(data, max_pixels)
                 rgb = decode(data, max_pixels)
-                return reencode(rgb, data, self.job.image_side), (rgb.shape[1], rgb.shape[0])
-            if self.job.check == "full":
+                return reencode(rgb, data, settings.image_side), (rgb.shape[1], rgb.shape[0])
+            if settings.check == "full":
                 return data, (self.crash_probe.probe if self.crash_probe else verify_image)(data, max_pixels)
-            return data, header_size(data, max_pixels) if self.job.check == "header" else (0, 0)
+            return data, header_size(data, max_pixels) if settings.check == "header" else (0, 0)
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None
 

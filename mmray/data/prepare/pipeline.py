@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmray.data.formats.detect import companion_file, detect_source
-from mmray.data.formats.source import Source, SourceChanged, SourceChunk, SourceUnreadable
+from mmray.data.formats.detect import detect_source
+from mmray.data.formats.source import Source, SourceChunk
 from mmray.data.prepare import assemble, contamination, sample
 from mmray.data.prepare.pack import PrepareJob, is_current, num_record_rows, pack_chunk, read_chunk_record, record_path
 from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, Result, map_tasks, run_with_crash_limit
@@ -100,67 +100,45 @@ def prepare(
     may be temporary.
     """
     contamination.validate(settings, out)
-    job = make_job(source, out, settings)
+    job = PrepareJob(detect_source(source, settings.format), Storage(out).address, settings, retry)
     folder = Storage(job.out)
     create_output_dir(folder)
-    with exclusive_lock(folder):
+    with lease.Lease(to_path(folder.address), activity="being prepared", advice="choose another folder"):
         try:
-            return _prepare(job, settings, progress or (lambda _: None), notify or (lambda _, __: None), retry)
+            return _prepare(job, progress or (lambda _: None), notify or (lambda _, __: None))
         except OSError as error:
             raise ResourceError(f"prepare failed: {error}. {RESUME_HINT}") from error
 
 
-def make_job(source: str, out: str, settings: Prepare) -> PrepareJob:
-    """Return the settings that determine how a chunk is packed. Raises DataError and UsageError."""
-    copied_settings = ("check", "index_only", "image_side", "max_pixels", "holdout", "rows_per_shard", "allow_urls")
-    return PrepareJob(
-        source=detect_source(source, settings.format),
-        out=Storage(out).address,
-        columns=tuple(settings.column_names.items()),
-        template=settings.caption,
-        run_id=uuid.uuid4().hex,
-        **{name: getattr(settings, name) for name in copied_settings},
-    )
-
-
-def _prepare(job: PrepareJob, settings: Prepare, progress: OnProgress, notify: Notify, retry: bool) -> Manifest:
-    out, source_path = Storage(job.out), f"{job.source.address}/{job.source.name}".rstrip("/")
+def _prepare(job: PrepareJob, progress: OnProgress, notify: Notify) -> Manifest:
+    out, settings, source_path = Storage(job.out), job.settings, f"{job.source.address}/{job.source.name}".rstrip("/")
     _remove_files(out, lambda name: name.endswith((TEMP_SUFFIX, ATTEMPT_SUFFIX)), ("", SHARDS, RECORDS))
     before = read_manifest(out)
     source = job.open()
     chunks = _scan(job, source, progress)
-    is_counted, title = all(chunk.num_rows is not None for chunk in chunks), source.title
+    is_counted = all(chunk.num_rows is not None for chunk in chunks)
     total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None  # None: only known after reading
-    if not chunks or total == 0:
-        raise DataError(f"{source_path} holds no rows of {title}")
-    notify(f"{source_path}: {f'{len(chunks):,} files' if total is None else f'{total:,} rows'} of {title}", "source")
-    if companion := companion_file(job.source):
-        notify(f"found {companion} next to it; pass {source_path},{companion} to use both", "hint")
-    if job.allow_urls:
-        notify(f"images by URL, only from {', '.join(job.allow_urls)}", "download")
+    size = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
+    notify(f"{source_path}: {size} of {source.title}", "source")
+    if settings.allow_urls:
+        notify(f"images by URL, only from {', '.join(settings.allow_urls)}", "download")
     if before is not None:
         previous_identity = _source_identity(job, chunks[: before.source["num_chunks"]])
         if not previous_identity.items() <= before.source.items():  # not that source with rows appended
             if (name := before.source["name"]) != (other := job.source.display_name):
                 raise UsageError(f"{job.out} holds the set made from {name}: choose another folder for {other}")
             before = None
-    done, over_budget = _pack(job, chunks, total, settings, progress, retry)
-    if total is None:
-        total = sum(num_record_rows(record) for _, record in assemble.iter_chunk_records(out, done))
+    done, num_packed, over_budget = _pack(job, chunks, total, progress)
+    total = num_packed if total is None else total
     if not total:
-        raise DataError(f"{source_path} holds no rows of {title}")
+        raise DataError(f"{source_path} holds no rows of {source.title}")
     progress(Progress("deduplicate", total, total))
     dedup = assemble.find_duplicates(out, done, settings.duplicates)
     leakage: dict[str, Any] = {}
     if contamination.is_enabled(settings) and not over_budget:
+        folder = job.source.address if settings.index_only else ""
         contaminated, leakage = contamination.check_contamination(
-            out,
-            done,
-            job.source.address if job.index_only else "",
-            dedup,
-            settings,
-            on_rows=lambda rows, total_rows: progress(Progress("hash", rows, total_rows)),
-            notify=notify,
+            out, done, folder, dedup, settings, lambda rows, all_rows: progress(Progress("hash", rows, all_rows))
         )
         dedup = replace(dedup, contaminated=contaminated) if settings.drop_overlap else dedup
     result = assemble.finish_shards(out, done, dedup)
@@ -190,7 +168,7 @@ def _prepare(job: PrepareJob, settings: Prepare, progress: OnProgress, notify: N
         shards=tuple(shards),
         num_same_text=dedup.num_same_text,
         leakage=leakage,
-        box_names=dict(source.box_names),
+        box_names=source.box_names,
         class_names=source.class_names,
         languages=dict(sorted(result.languages.items())),
     )
@@ -211,7 +189,7 @@ def _scan(job: PrepareJob, source: Source, progress: OnProgress) -> list[SourceC
         if record and record["job"] == digest:
             stops.add(record["chunk"]["stop"])
     chunks, rows = [], 0
-    for chunk in source.scan(job.rows_per_shard, stops):
+    for chunk in source.scan(job.settings.rows_per_shard, stops):
         chunks.append(chunk)
         rows += chunk.num_rows or 0
         progress(Progress("scan", rows, 0))
@@ -219,42 +197,33 @@ def _scan(job: PrepareJob, source: Source, progress: OnProgress) -> list[SourceC
 
 
 def _pack(
-    job: PrepareJob, chunks: list[SourceChunk], total: int | None, settings: Prepare, progress: OnProgress, retry: bool
-) -> tuple[list[int], bool]:
-    """Pack the chunks that are not done; return the indices of the done ones, and whether too many rows are bad.
+    job: PrepareJob, chunks: list[SourceChunk], total: int | None, progress: OnProgress
+) -> tuple[list[int], int, bool]:
+    """Pack the chunks that are not done; return the indices of the done ones, their rows, and if too many are bad.
 
     Stops early in that case, if the number of rows is known in advance.
     """
-    out, max_bad = Storage(job.out), None if total is None else assemble.max_bad_rows(settings.max_bad_fraction, total)
+    out, budget = Storage(job.out), job.settings.max_bad_fraction
     done: list[int] = []
     todo: list[SourceChunk] = []
     rows = bad = 0
-
-    def report() -> bool:
-        """Report progress, with an estimate of an unknown total; return whether too many rows are bad."""
-        total_rows = total if total is not None else round(rows * len(chunks) / max(1, len(done)))
-        progress(Progress("pack", rows, total_rows, bad))
-        return max_bad is not None and bad > max_bad
-
     for chunk in chunks:
         record = read_chunk_record(out, record_path(chunk.index))
-        if (
-            record is None
-            or not is_current(record, job, chunk)
-            or (retry and any(entry["stage"] in ("read", "decode") for entry in record["bad_rows"]))
-        ):
+        if record is None or not is_current(record, job, chunk):
             todo.append(chunk)
         else:
             done.append(chunk.index)
             rows, bad = rows + num_record_rows(record), bad + len(record["bad_rows"])
-    over_budget = report()
-    with closing(pack_chunks(job, [] if over_budget else todo)) as results:  # an error in `progress` also stops the job
-        for index, num_rows, num_bad in results:
-            done.append(index)
+    with closing(pack_chunks(job, todo)) as results:  # an error in `progress` also stops the job
+        for index, num_rows, num_bad in chain([(None, 0, 0)], results):
+            done += [] if index is None else [index]
             rows, bad = rows + num_rows, bad + num_bad
-            if over_budget := report():
-                break
-    return sorted(done), over_budget
+            # an estimate, if the total is unknown
+            all_rows = total if total is not None else round(rows * len(chunks) / max(1, len(done)))
+            progress(Progress("pack", rows, all_rows, bad))
+            if total is not None and bad > assemble.max_bad_rows(budget, total):
+                return sorted(done), rows, True
+    return sorted(done), rows, False
 
 
 def pack_chunks(job: PrepareJob, chunks: list[SourceChunk]) -> Generator[tuple[int, int, int], None, None]:
@@ -271,19 +240,15 @@ def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
     name, item_name = record_path(chunk.index), f"{chunk.file} from row {chunk.first_line}"
     try:
         return {"chunk": run_with_crash_limit(partial(pack_chunk, job, chunk), Storage(job.out), name, item_name)}
-    except SourceChanged as error:
-        raise DataError(str(error)) from error
-    except SourceUnreadable as error:
-        raise ResourceError(f"{error}. {RESUME_HINT}") from error
     except OSError as error:
-        raise ResourceError(f"cannot write to {job.out}: {error}. {RESUME_HINT}") from error
+        raise ResourceError(f"prepare failed at {item_name}: {error}. {RESUME_HINT}") from error
 
 
 def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
     """Return what identifies a source; with --index-only its address too, because the images stay there."""
     digest = hashlib.sha256("".join(chunk.signature for chunk in chunks).encode()).hexdigest()
-    end = {"num_chunks": len(chunks), "num_bytes": chunks[-1].stop}  # rows or bytes of the last file
-    address = {"address": job.source.address} if job.index_only else {}
+    end = {"num_chunks": len(chunks), "num_bytes": chunks[-1].stop if chunks else 0}  # of the last file
+    address = {"address": job.source.address} if job.settings.index_only else {}
     return {"name": job.source.display_name, **end, "sha256": digest, **address}
 
 
@@ -297,11 +262,6 @@ def create_output_dir(out: Storage) -> None:
         out.mkdir(SHARDS)
     except OSError as error:
         raise UsageError(f"cannot write to {out.address} ({error}): choose another folder") from None
-
-
-def exclusive_lock(out: Storage) -> lease.Lease:
-    """Return the lease that excludes a second prepare of the folder; acquiring it raises UsageError."""
-    return lease.Lease(to_path(out.address), activity="being prepared", advice="choose another folder")
 
 
 def _remove_files(out: Storage, unwanted: Callable[[str], bool], folders: Iterable[str]) -> None:

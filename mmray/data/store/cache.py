@@ -32,24 +32,21 @@ class ShardCache:
         self._bytes_since_count: float = max_bytes  # the folder may hold entries of earlier processes
         self._warned = False
 
-    def get(self, name: str, size: int, fetch: Callable[[], bytes]) -> pa.Buffer:
+    def get(self, name: str, size: int, fetch: Callable[[], bytes], refresh: bool = False) -> pa.Buffer:
         """Return the entry of `size` bytes; a missing one is fetched once per node.
 
-        Raises the errors of `fetch`, and UsageError if the folder cannot be created.
+        `refresh` replaces a damaged entry; processes that mapped it keep their mapping. Raises the errors of `fetch`,
+        and UsageError if the folder cannot be created.
         """
-        entry = self._mapped(name, size)
+        entry = None if refresh else self._mapped(name, size)
         if entry is None:
             with self._file_lock(str(zlib.crc32(name.encode()) % LOCKS)):
-                entry = self._mapped(name, size)
+                entry = None if refresh else self._mapped(name, size)
                 if entry is None:
                     data = fetch()
                     self._write(name, data)
                     entry = pa.py_buffer(data)
         return entry
-
-    def invalidate(self, name: str) -> None:
-        """Delete a damaged entry; processes that mapped it keep their mapping."""
-        (self.folder / name).unlink(missing_ok=True)
 
     def _mapped(self, name: str, size: int) -> pa.Buffer | None:
         try:

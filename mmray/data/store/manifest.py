@@ -41,7 +41,7 @@ class Shard:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Shard:
-        return cls(**{**values, "dropped": tuple(values.get("dropped", ()))})
+        return cls(**values | {"dropped": tuple(values["dropped"])})
 
     @property
     def offsets(self) -> list[int]:
@@ -101,10 +101,7 @@ def read_manifest(storage: Storage) -> Manifest | None:
             )
         values = {name: value for name, value in values.items() if name in Manifest.__dataclass_fields__}
         values["shards"] = tuple(Shard.from_json(item) for item in values["shards"])
-        for shard in values["shards"]:  # only range reads need the offsets
-            if storage.local_path is None and shard.batches.count(" ") != -(-shard.num_rows // BATCH_ROWS):
-                raise ValueError(f"{shard.file} does not have the offsets of all record batches")
-        return Manifest(**{**values, "class_names": tuple(values.get("class_names", ()))})
+        return Manifest(**values | {"class_names": tuple(values["class_names"])})
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
             f"{storage.address}/{MANIFEST} is damaged ({error}). Delete it and rerun the same `mmray prepare` command."

@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -90,20 +89,16 @@ def hash_key(key: str) -> int:
 
 
 class BatchRequest(NamedTuple):
-    """Rows of one record batch: their indices in the result, and their numbers in the batch.
-
-    first_batch..last_batch is the shuffle block that a cache fetches as one entry.
-    """
+    """Rows of one record batch: their indices in the result, and their numbers in the batch."""
 
     shard: Shard
     batch: int
-    first_batch: int
-    last_batch: int
+    block: tuple[int, int] | None  # first and last record batch of the shuffle block, which a cache fetches as one
     indices: np.ndarray
     rows_in_batch: np.ndarray
 
 
-Consumer = Callable[[BatchRequest, pa.RecordBatch], bool]  # returns whether all checksums match
+Consumer = Callable[[BatchRequest, pa.RecordBatch], None]
 
 
 class ShardReader:
@@ -116,17 +111,16 @@ class ShardReader:
     def __init__(self, storage: Storage, cache: ShardCache | None = None) -> None:
         self._storage, self._cache = storage, cache
         self._ranges, self._lock = RangeReader(storage), threading.Lock()
-        self._mapped: OrderedDict[str, tuple[threading.Lock, pa.RecordBatchFileReader]] = OrderedDict()
+        self._open_mapped = lru_cache(MAX_OPEN)(partial(_open_mapped, storage))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardReader, (self._storage, self._cache)
 
-    def for_each_batch(self, requests: Sequence[BatchRequest], consume: Consumer) -> None:
+    def for_each_batch(self, requests: Sequence[BatchRequest], consume: Consumer, refresh: bool = False) -> None:
         """Call `consume` with each request and its record batch; on a store from several threads.
 
-        If rows from the cache do not match their checksums, the entry is fetched and consumed again.
-
-        Raises OSError, or ValueError with the file name if a shard is damaged.
+        `refresh` replaces the entries of the cache. Raises OSError, or ValueError with the file name if a shard is
+        damaged.
         """
         if self._storage.local_path is not None:
             for request in requests:
@@ -135,58 +129,42 @@ class ShardReader:
         fetches = list(self._plan(requests))
         if self._cache is not None:  # so that actors that start a window together fetch different blocks of it
             random.shuffle(fetches)
-        parallel_map(lambda fetch: self._fetch(*fetch, consume), fetches)
+        parallel_map(lambda fetch: self._fetch(*fetch, consume, refresh), fetches)
 
     def _plan(self, requests: Sequence[BatchRequest]) -> Iterator[tuple[int, int, list[BatchRequest]]]:
         """Yield byte range and requests of each fetch; a fetch is of one shard."""
         groups: dict[tuple[Any, ...], list[BatchRequest]] = {}
         for request in requests:
-            block = (request.first_batch, request.last_batch) if self._cache is not None else ()
-            groups.setdefault((request.shard.file, *block), []).append(request)
-        for group in groups.values():
+            groups.setdefault((request.shard.file, request.block), []).append(request)
+        for (_, block), group in groups.items():
             offsets = group[0].shard.offsets
-            if self._cache is not None:
-                yield offsets[group[0].first_batch], offsets[group[0].last_batch + 1], group
+            if block is not None:
+                yield offsets[block[0]], offsets[block[1] + 1], group
                 continue
-            spans = [(offsets[request.batch], offsets[request.batch + 1]) for request in group]
-            for start, stop, indices in coalesce_ranges(spans):
+            for start, stop, indices in coalesce_ranges([(offsets[r.batch], offsets[r.batch + 1]) for r in group]):
                 yield start, stop, [group[index] for index in indices]
 
-    def _fetch(self, start: int, stop: int, requests: list[BatchRequest], consume: Consumer) -> None:
-        shard = requests[0].shard
-        read = partial(self._ranges.read, shard.file, start, stop)
-
-        def decode(data: bytes | pa.Buffer) -> bool:
-            intact = [consume(request, self._decode(shard, request.batch, data, start)) for request in requests]
-            return all(intact)
-
+    def _fetch(self, start: int, stop: int, requests: list[BatchRequest], consume: Consumer, refresh: bool) -> None:
+        shard, offsets = requests[0].shard, requests[0].shard.offsets
+        fetch = partial(self._ranges.read, shard.file, start, stop)
         if self._cache is None:
-            decode(read())
-            return
-        key = f"{self._storage.address}/{shard.file} {shard.sha256} {shard.num_bytes} {start} {stop}"
-        entry = hashlib.sha256(key.encode()).hexdigest()[:32]
-        try:
-            is_intact = decode(self._cache.get(entry, stop - start, read))
-        except ValueError:
-            is_intact = False
-        if not is_intact:  # damaged in the cache or in the store; the caller gets the bytes of the store
-            self._cache.invalidate(entry)
-            decode(self._cache.get(entry, stop - start, read))
-
-    def _decode(self, shard: Shard, batch: int, data: bytes | pa.Buffer, start: int) -> pa.RecordBatch:
-        """Return a record batch of a shard from the bytes read at `start`, without a copy."""
-        first, last = (offset - start for offset in shard.offsets[batch : batch + 2])
-        with self._name_damaged_shard(shard.file, batch):
-            record_batch = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(data)[first:last]), SCHEMA)
-            record_batch.validate(full=True)  # damaged offsets would crash the process later
-            return record_batch
+            data = pa.py_buffer(fetch())
+        else:
+            key = f"{self._storage.address}/{shard.file} {shard.sha256} {shard.num_bytes} {start} {stop}"
+            entry = hashlib.sha256(key.encode()).hexdigest()[:32]
+            data = self._cache.get(entry, stop - start, fetch, refresh)
+        for request in requests:
+            message = data[offsets[request.batch] - start : offsets[request.batch + 1] - start]
+            with self._name_damaged_shard(shard.file, request.batch):
+                record_batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), SCHEMA)
+                record_batch.validate(full=True)  # damaged offsets would crash the process later
+            consume(request, record_batch)
 
     def _read_mapped(self, file: str, batch: int) -> pa.RecordBatch:
         """Return a record batch of a local shard, without a copy."""
         with self._name_damaged_shard(file, batch):
-            lock, reader = self._open_mapped(file)
-            with lock:
-                record_batch = reader.get_batch(batch)
+            with self._lock:
+                record_batch = self._open_mapped(file).get_batch(batch)
             record_batch.validate(full=True)
             return record_batch
 
@@ -200,17 +178,12 @@ class ShardReader:
                 raise
             raise ValueError(f"{self._storage.address}/{file}, record batch {batch}: {error}") from None
 
-    def _open_mapped(self, file: str) -> tuple[threading.Lock, pa.RecordBatchFileReader]:
-        with self._lock:
-            if file not in self._mapped:
-                reader = pa.ipc.open_file(self._storage.open(file, mapped=True))
-                if not reader.schema.equals(SCHEMA):
-                    raise pa.ArrowInvalid("its schema is not that of a shard")
-                self._mapped[file] = (threading.Lock(), reader)
-                if len(self._mapped) > MAX_OPEN:
-                    self._mapped.popitem(last=False)
-            self._mapped.move_to_end(file)
-            return self._mapped[file]
+
+def _open_mapped(storage: Storage, file: str) -> pa.RecordBatchFileReader:
+    reader = pa.ipc.open_file(storage.open(file, mapped=True))
+    if not reader.schema.equals(SCHEMA):
+        raise pa.ArrowInvalid("its schema is not that of a shard")
+    return reader
 
 
 class PreparedSet:
@@ -242,15 +215,14 @@ class PreparedSet:
         """
         storage = Storage(str(path))
         manifest = read_manifest(storage)
-        if manifest is None and storage.listdir(RECORDS):
-            raise DataError(f"{path} is not complete: rerun the same `mmray prepare` command to finish it")
         if manifest is None:
+            if storage.listdir(RECORDS):
+                raise DataError(f"{path} is not complete: rerun the same `mmray prepare` command to finish it")
             raise DataError(f"{path} is not a prepared set (no {MANIFEST}): run `mmray prepare SOURCE {path}`")
         if storage.local_path is not None:  # only range reads need the offsets, and they are most of a pickled manifest
             manifest = replace(manifest, shards=tuple(replace(shard, batches="") for shard in manifest.shards))
-        if split is None or not manifest.splits:
-            return cls(storage, manifest)
-        if split not in manifest.splits:
+        split = split if manifest.splits else None
+        if split and split not in manifest.splits:
             known = ", ".join(f"{name} ({rows:,} rows)" for name, rows in manifest.splits.items())
             raise DataError(f"{path} has no split `{split}`; it has {known}")
         return cls(storage, manifest, split)
@@ -289,16 +261,15 @@ class PreparedSet:
         missing or damaged.
         """
         out: list[Row] = self._read_batches(rows)
-        refs = [row.ref for row in out if row.ref]
-        for ref in refs:
+        with_refs = [(row, row.ref) for row in out if row.ref]
+        for _, ref in with_refs:
             if not is_safe_path(ref["file"]):  # an untrusted set must not refer to files outside its source
                 raise ValueError(f"{self.storage.address} refers to {ref['file']!r} outside its source folder")
-        if refs:
-            image_refs = [ImageRef(ref["file"], **ref) for ref in refs]
-            images = iter(read_images(self.image_storage, image_refs, self._image_reader))
-            for row in out:
-                if row.ref:
-                    row.image = next(images)
+        if with_refs:
+            image_refs = [ImageRef(ref["file"], **ref) for _, ref in with_refs]
+            images = read_images(self.image_storage, image_refs, self._image_reader)
+            for (row, _), image in zip(with_refs, images, strict=True):
+                row.image = image
         return out
 
     @property
@@ -323,19 +294,25 @@ class PreparedSet:
         rows = np.asarray(rows, np.int64)
         out: list[Any] = [None] * len(rows)
 
-        def fill(request: BatchRequest, record_batch: pa.RecordBatch) -> bool:
+        def fill(request: BatchRequest, record_batch: pa.RecordBatch) -> None:
             columns = record_batch if column is None else record_batch.select([column])
-            taken = columns.take(pa.array(request.rows_in_batch))
             try:
-                values = (taken if column is None else taken.column(0)).to_pylist()
+                values = columns.take(pa.array(request.rows_in_batch)).to_pylist()
             except (UnicodeDecodeError, pa.ArrowException) as error:
                 raise ValueError(f"{request.shard.file}: {error}") from None
-            values = [Row(**each) for each in values] if column is None else values
             for index, value in zip(request.indices, values, strict=True):
-                out[index] = value
-            return not self._shuffle_block or all(value.checksum_ok for value in values if isinstance(value, Row))
+                out[index] = Row(**value) if column is None else value[column]
 
-        self._shard_reader.for_each_batch(list(self._requests(rows)), fill)
+        requests = list(self._requests(rows))
+        try:
+            self._shard_reader.for_each_batch(requests, fill)
+            is_intact = not self._shuffle_block or column is not None or all(row.checksum_ok for row in out)
+        except ValueError:
+            if not self._shuffle_block:
+                raise
+            is_intact = False
+        if not is_intact:  # damaged in the cache or in the store; the caller gets the bytes of the store
+            self._shard_reader.for_each_batch(requests, fill, refresh=True)
         return out
 
     def _requests(self, rows: np.ndarray) -> Iterator[BatchRequest]:
@@ -343,19 +320,22 @@ class PreparedSet:
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
             raise IndexError(f"rows {rows.min()}..{rows.max()} of a set of {self.num_rows}")
         shards = np.searchsorted(self._starts, rows, side="right") - 1
-        within = rows - self._starts[shards]
         for shard in np.unique(shards).tolist():
             indices = np.flatnonzero(shards == shard)
-            file_rows = self._file_rows(shard, within[indices])
-            for batch in np.unique(file_rows // BATCH_ROWS).tolist():
-                in_batch, first, last = file_rows // BATCH_ROWS == batch, batch, batch
-                if self._shuffle_block:  # the batches of this shard that have the shuffle block
-                    start = int(rows[indices[in_batch]].min()) // self._shuffle_block * self._shuffle_block
-                    bounds = np.array([start, start + self._shuffle_block - 1]) - self._starts[shard]
-                    bounds = bounds.clip(0, self._shards[shard].num_kept - 1)
-                    first, last = (self._file_rows(shard, bounds) // BATCH_ROWS).tolist()
+            file_rows = self._file_rows(shard, rows[indices] - self._starts[shard])
+            batches = file_rows // BATCH_ROWS
+            for batch in np.unique(batches).tolist():
+                in_batch = batches == batch
+                block = self._block_of(shard, int(rows[indices[in_batch]].min())) if self._shuffle_block else None
                 rows_in_batch = file_rows[in_batch] % BATCH_ROWS
-                yield BatchRequest(self._shards[shard], batch, first, last, indices[in_batch], rows_in_batch)
+                yield BatchRequest(self._shards[shard], batch, block, indices[in_batch], rows_in_batch)
+
+    def _block_of(self, shard: int, row: int) -> tuple[int, int]:
+        """Return the first and last record batch of this shard that have rows of the row's shuffle block."""
+        start = row // self._shuffle_block * self._shuffle_block - self._starts[shard]
+        bounds = np.array([start, start + self._shuffle_block - 1]).clip(0, self._shards[shard].num_kept - 1)
+        first, last = (self._file_rows(shard, bounds) // BATCH_ROWS).tolist()
+        return first, last
 
     def _file_rows(self, shard: int, rows: np.ndarray) -> np.ndarray:
         """Map row numbers that skip dropped rows to row numbers in the file."""

@@ -40,8 +40,8 @@ def test_incomplete_coco_document_is_reported(tmp_path):
     _, rows, faults = prepared(source, tmp_path / "out")
     assert [row.key for row in rows] == ["1"] and faults == {"instances.json:image 0": "boxes"}
     for name, item, message in (
-        ("images", {"id": 0}, r"images\[0\] needs `id` and `file_name`"),
-        ("annotations", {"caption": "x"}, r"annotations\[0\] needs `image_id`, is {'caption': 'x'}"),
+        ("images", {"id": 0}, r"is not COCO's JSON \('file_name'\): it needs `images` with `id` and `file_name`"),
+        ("annotations", {"caption": "x"}, r"is not COCO's JSON \('image_id'\)"),
         ("annotations", "image_id", "is not COCO's JSON"),
     ):
         write_json(source, **document | {name: [item]})
@@ -107,7 +107,7 @@ def test_mismatched_coco_documents_are_refused(tmp_path):
     for document, message in (
         ({"images": []}, r"instances_val2017\.json is not COCO's JSON \('annotations'\)"),
         (good | {"images": []}, r"captions_val2017\.json and .*instances_val2017\.json have no image in common"),
-        (good | {"images": others}, r"disagree on image ids: 0 is 0\.png in .* and other-0\.png in .*instances"),
+        (good | {"images": others}, "have no image in common"),
     ):
         write_json(path, **document)
         with pytest.raises(DataError, match=message):

@@ -259,7 +259,7 @@ def test_cls_member_is_the_label(tmp_path):
     members += [("b.webp", colour_image(60, "WEBP")), ("b.txt", b"two"), ("b.cls", b" 11\n")]
     members += [("b.json", b'{"label": 5, "caption": "no"}')]
     _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
-    assert [(row.key, row.texts, row.label) for row in rows] == [("A/a", ["one"], 3), ("A/b", ["two"], 11)]
+    assert [(row.key, row.texts, row.label) for row in rows] == [("A.TAR/a", ["one"], 3), ("A.TAR/b", ["two"], 11)]
     assert rows[1].image == colour_image(60, "WEBP") and not faults
 
 
@@ -298,17 +298,18 @@ def test_bad_tar_members_reject_their_rows_only(tmp_path):
     picture = colour_image(0)
     members = [("/abs.png", picture), ("latin.png", picture), ("latin.txt", b"caf\xe9")]
     members += [("latin-class.png", picture), ("latin-class.cls", b"\xe9")]
-    members += [("cls.png", picture), ("cls.cls", b"cat"), ("only.txt", b"no image"), ("only.depth.png", picture)]
+    members += [("cls.png", picture), ("cls.cls", b"cat"), ("cls.txt", b"x")]
+    members += [("only.txt", b"no image"), ("only.depth.png", picture)]
     members += [("json.png", picture), ("json.json", b'{"caption": NaN}')]
     members += [("good.PNG", picture), ("good.json", b'{"caption": "from the json"}')]
     _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
-    assert [(row.key, row.texts, row.source) for row in rows] == [("A/good", ["from the json"], "A.TAR/good")]
+    assert [(row.key, row.texts, row.source) for row in rows] == [("A.TAR/good", ["from the json"], "A.TAR/good")]
     assert faults == {
         "A.TAR/abs": "path", "A.TAR/latin": "encoding", "A.TAR/latin-class": "encoding", "A.TAR/cls": "label",
-        "A.TAR/only": "no-image", "A.TAR/json": "json",
+        "A.TAR/only": "no-image", "A.TAR/json": "type",
     }  # fmt: skip
     quarantined = quarantine(tmp_path / "out")
-    assert all(entry["key"] == entry["source"].replace("A.TAR/", "A/") for entry in quarantined)
+    assert all(entry["key"] == entry["source"] for entry in quarantined)
     details = {entry["source"]: entry["detail"] for entry in quarantined}
     assert "it has depth.png" in details["A.TAR/only"] and "the txt is not UTF-8" in details["A.TAR/latin"]
     assert "the cls is not UTF-8" in details["A.TAR/latin-class"]

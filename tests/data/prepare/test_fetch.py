@@ -2,6 +2,7 @@
 
 import json
 import time
+from functools import partial
 from urllib.parse import quote
 
 import aiohttp
@@ -13,7 +14,7 @@ from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.formats.source import SourceItem
 from mmray.data.prepare import fetch as fetch_module
 from mmray.data.prepare import pipeline as prepare_module
-from mmray.data.prepare.fetch import Fetcher, FetchLimits
+from mmray.data.prepare.fetch import HOST_CONNECTIONS, Fetcher
 from mmray.data.prepare.pack import PREFETCH_ROWS, pack_chunk, prefetch_rows
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
@@ -23,7 +24,7 @@ from mmray.storage.address import is_public_ip, parse_host, redact_url, rejectio
 from tests.data.prepare.https_server import Server, dns_table
 from tests.data.prepare.test_pipeline import colour_image, quarantine
 
-LIMITS = FetchLimits(num_bytes=300_000, seconds=5.0, pause_s=0.01)
+TCPConnector = aiohttp.TCPConnector
 LOOPBACK = {"allowed_test": ["127.0.0.1"], "other_test": ["127.0.0.1"]}
 
 
@@ -37,10 +38,13 @@ def server(tmp_path_factory):
 def fetching(server, monkeypatch):
     """Factory of fetchers with a DNS table, which treat loopback as public by default."""
 
-    def make(hosts=None, limits=LIMITS, names=LOOPBACK, public=lambda _: True, tls=server.trusted):
+    def make(hosts=None, seconds=5.0, names=LOOPBACK, public=lambda _: True, tls=server.trusted):
         monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", dns_table(**names))
+        monkeypatch.setattr(aiohttp, "TCPConnector", partial(TCPConnector, ssl=tls))
         monkeypatch.setattr(fetch_module, "is_public_ip", public)
-        return Fetcher(hosts or (f"allowed.test:{server.port}",), limits, tls)
+        for name, value in (("MAX_BYTES", 300_000), ("MAX_SECONDS", seconds), ("PAUSE_SECONDS", 0.01)):
+            monkeypatch.setattr(fetch_module, name, value)
+        return Fetcher(hosts or (f"allowed.test:{server.port}",))
 
     return make
 
@@ -152,7 +156,7 @@ def test_name_that_resolves_to_private_address_is_refused(server, fetching, addr
 
 
 def test_localhost_is_refused(server):
-    with Fetcher((f"localhost:{server.port}",), LIMITS, server.trusted) as fetcher:
+    with Fetcher((f"localhost:{server.port}",)) as fetcher:
         futures = [fetcher.fetch(server.address("7", "localhost")) for _ in range(9)]
         assert {future.exception().reason for future in futures} == {"private-address"}
     assert not server.requests["/7"]
@@ -165,7 +169,7 @@ def test_public_address_is_chosen_among_several(server, fetching):
 
 
 def test_size_and_time_are_limited(server, fetching):
-    with fetching(limits=FetchLimits(num_bytes=300_000, seconds=0.6, pause_s=0.01)) as fetcher:
+    with fetching(seconds=0.6) as fetcher:
         for path in ("large", "endless"):
             assert fault(fetcher, server.address(path))[0] == "read too-large"
         start_s = time.monotonic()
@@ -214,7 +218,7 @@ def test_downloads_overlap_and_rows_keep_their_order(server, fetching):
                 assert raw.image.data == colour_image(number)
     assert number == 39
     assert time.monotonic() - start_s < 0.6 * 40 * 0.2
-    assert 4 < server.max_active <= LIMITS.connections
+    assert 4 < server.max_active <= HOST_CONNECTIONS
     assert most <= PREFETCH_ROWS + 1
 
 
@@ -229,9 +233,10 @@ def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch):
     def run(job, chunks):
         for chunk in chunks:
             packed.append(chunk.index)
-            yield pack_chunk(job, chunk, fetcher=fetching)
+            yield pack_chunk(job, chunk)
 
     monkeypatch.setattr(prepare_module, "pack_chunks", run)
+    monkeypatch.setattr(fetch_module, "Fetcher", fetching)
     settings = Prepare(
         max_bad_fraction=1.0, rows_per_shard=64, vocab_size=0, columns=("image=url", "text=caption"),
         allow_urls=(f"ALLOWED.test:{port}",),

@@ -360,7 +360,7 @@ def test_task_that_cannot_write_is_a_resource_error(tmp_path, local_ray, run):
         if progress.stage == "pack":
             (tmp_path / "out" / "shards").rmdir()
 
-    with pytest.raises(ResourceError, match=r"cannot write to .*rerun the same command to resume"):
+    with pytest.raises(ResourceError, match=r"prepare failed at .*rerun the same command to resume"):
         run(progress=take_away)
     assert run().num_rows == 3
 
