@@ -22,8 +22,9 @@ class PrepareCommand:
     """Validate, deduplicate and pack image-text rows into a set that any run can use."""
 
     source: Positional[str]
-    """A file or folder: JSON lines, CSV, TSV, Parquet, WebDataset tars, COCO JSON, a folder per class, image files with
-    text files of the same name, images.txt,captions.txt, or a saved Hugging Face dataset. The format is detected."""
+    """A file or folder: JSON lines, CSV, TSV, Parquet, WebDataset tars, a folder per class, image files with
+    text files of the same name, or a saved Hugging Face dataset. COCO: one document, or captions.json,instances.json
+    of the same images. The format is detected."""
     out: Positional[str]
     """Folder of the prepared set; the same command again resumes, or adds new rows."""
     settings: OmitArgPrefixes[Prepare] = field(default_factory=Prepare)
