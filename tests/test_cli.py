@@ -55,9 +55,9 @@ OWN = ["--model.kind", "mine:Net", "--model.settings"]
         *((["--batch.group-by-length", *word], {"batch.group_by_length": True}) for word in (["true"], ["True"], [])),
         *(([f"--batch.group-by-length={word}"], {"batch.group_by_length": True}) for word in ("true", "True")),
         (["--data.shuffle=false", "--batch.group-by-length"], {"data.shuffle": False, "batch.group_by_length": True}),
-        # `true` is a class name here, and `null` is YAML for no value
+        # `true` is a class name here
         (["--evaluate.classes", "true", "null"], {"evaluate.classes": ["true", "null"]}),
-        (["--evaluate.limit", "null", "--evaluate.language=null"], {"evaluate.limit": None, "evaluate.language": None}),
+        (["--evaluate.limit", "None", "--evaluate.language=None"], {"evaluate.limit": None, "evaluate.language": None}),
         (
             [*OWN, "deep", "true", "width", "3", "name", "x"],
             {"model.settings": {"deep": True, "width": 3, "name": "x"}},

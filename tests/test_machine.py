@@ -24,13 +24,6 @@ def host(monkeypatch, tmp_path):
     return write
 
 
-V1 = {
-    "cgroup/cpu/cpu.cfs_quota_us": "200000",
-    "cgroup/cpu/cpu.cfs_period_us": "100000",
-    "cgroup/memory/memory.limit_in_bytes": 8 * GIB,
-    "cgroup/memory/memory.usage_in_bytes": 6 * GIB,
-    "cgroup/memory/memory.stat": f"total_inactive_file {1 * GIB}",
-}
 CONTAINER = {  # inactive page cache counts as free, because the kernel reclaims it
     "cgroup/cpu.max": "350000 100000",
     "cgroup/memory.max": 16 * GIB,
@@ -53,8 +46,6 @@ UNLIMITED = {"cgroup/cpu.max": "max 100000", "cgroup/memory.max": "max", "cgroup
         (UNLIMITED, 64, 240),
         (CONTAINER, 4, 12),
         (PARENTS, 8, 30),
-        (V1, 2, 3),
-        (V1 | {"cgroup/cpu/cpu.cfs_quota_us": "-1"}, 64, 3),
     ],
 )
 def test_cgroup_limits_are_reported(host, files, cores, gib):

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from mmray.errors import UsageError
 from mmray.machine import cores
 
 GLOBAL_ROWS, CONSUMERS, SIDE = 256, 2, 224
+PREPARED_SIDE = 256  # shorter side of the re-encoded set
 MIN_STEPS = 12  # minimum of a stream window; its first blocks do not count
 ENDLESS = 10**6  # steps of a plan that no window finishes
 EXPECTED_RATE = 600  # images/s per actor, to choose the length of a stream window
@@ -47,59 +48,58 @@ Notify = Callable[[str], None]
 Arm = Callable[[], list[list[Arrival]]]  # runs a window; returns the arrivals of each consumer
 
 
-@dataclass(frozen=True)
-class LoaderSettings:
-    """Options of the benchmark."""
-
-    data: str | None = None  # a prepared set or a raw source; None: synthetic photographs
-    images: int = 512
-    image_side: int = 256  # shorter side of the re-encoded set
-    rounds: int = 2
-    window_s: float = 3.0
-    workers: int = 0  # 0: one per core
-    block_mb: float = 24.0
-    gpu_rate: float | None = None  # images/s
-
-
-def bench_loader(settings: LoaderSettings, notify: Notify) -> dict[str, Any]:
+def bench_loader(
+    notify: Notify,
+    data: str | None = None,
+    images: int = 512,
+    rounds: int = 2,
+    window_s: float = 3.0,
+    workers: int = 0,
+    block_mb: float = 24.0,
+    gpu_rate: float | None = None,
+) -> dict[str, Any]:
     """Return {machine, ratios, spread, rows, notes}, one row per arm (median window). Raises UsageError."""
-    actors = settings.workers or cores()
-    rounds: list[dict[str, float]] = []
+    actors = workers or cores()
+    rates: list[dict[str, float]] = []  # images/s of each arm, by round
     first_s: dict[str, list[float]] = defaultdict(list)
     with ray_session(Cluster(workers=max(actors, CONSUMERS))):
-        arms = _build_arms(settings, actors, notify)
-        for turn in range(settings.rounds):
-            rates = {}
-            for name in arms if turn % 2 == 0 else reversed(arms):
+        arms = _build_arms(data, images, window_s, actors, block_mb, notify)
+        for number in range(rounds):
+            rates.append({})
+            for name in arms if number % 2 == 0 else reversed(arms):
                 start_s = time.time()
                 arrivals = arms[name]()
-                rates[name] = rows_per_s(arrivals, STREAM_SKIP if name.startswith("stream") else WARMUP_ARRIVALS)
+                rate = rows_per_s(arrivals, STREAM_SKIP if name.startswith("stream") else WARMUP_ARRIVALS)
+                rates[-1][name] = rate
                 first_s[name].append(max(each[0].at_s for each in arrivals) - start_s)
-                notify(f"round {turn + 1} of {settings.rounds}: {name} {rates[name]:,.0f} images/s")
-            rounds.append(rates)
-    spread = arm_ratios(rounds, RATIOS)
-    rates = {name: statistics.median(each[name] for each in rounds) for name in arms}
+                notify(f"round {number + 1} of {rounds}: {name} {rate:,.0f} images/s")
+    spread, medians = (
+        arm_ratios(rates, RATIOS),
+        {name: statistics.median(each[name] for each in rates) for name in arms},
+    )
     rows = []
     for name in arms:
         first_batch_s = None if name.startswith("reader") else round(statistics.median(first_s[name]), 3)
-        rows.append({"arm": name, "images_per_s": round(rates[name], 1), "first_batch_s": first_batch_s})
+        rows.append({"arm": name, "images_per_s": round(medians[name], 1), "first_batch_s": first_batch_s})
     machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"data_workers": actors}
     return {
         "machine": machine,
         "ratios": {name: each["median"] for name, each in spread.items()},
         "spread": spread,
         "rows": rows,
-        "notes": bottlenecks(rates, settings.gpu_rate, actors),
+        "notes": bottlenecks(medians, gpu_rate, actors),
     }
 
 
-def _build_arms(settings: LoaderSettings, actors: int, notify: Notify) -> dict[str, Arm]:
+def _build_arms(
+    data: str | None, images: int, window_s: float, actors: int, block_mb: float, notify: Notify
+) -> dict[str, Arm]:
     """Prepare the images and start the processes; return the arms by name."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmray" / "bench"
     notify("preparing the images: original bytes and re-encoded")
-    folder, sets = write_images(settings, cache), {}
+    folder, sets = write_images(data, images, cache), {}
     files = synthetic_images.read_captions(folder)
-    for name, side in (("original", 0), ("prepared", settings.image_side)):
+    for name, side in (("original", 0), ("prepared", PREPARED_SIDE)):
         prepare = Prepare(image_side=side, duplicates="keep", max_bad_fraction=1.0)
         sets[name] = _prepare(str(folder / synthetic_images.CAPTIONS), cache / folder.name, prepare)
     if len(files) < GLOBAL_ROWS:
@@ -108,7 +108,7 @@ def _build_arms(settings: LoaderSettings, actors: int, notify: Notify) -> dict[s
     workers = [LoaderWorker.remote(rank) for rank in range(max(actors, CONSUMERS))]  # type: ignore[attr-defined]
     consumers, readers = workers[:CONSUMERS], workers[:actors]
     ray.get([actor.ready.remote() for actor in workers])
-    inputs, window_s = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear"), settings.window_s
+    inputs = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear")
     rows = {name: RowReader(each, inputs, tokenizer, Prepare().max_pixels) for name, each in sets.items()}
     share = GLOBAL_ROWS // CONSUMERS
     plan = SamplePlan(num_rows=len(files), global_rows=GLOBAL_ROWS, world=CONSUMERS, micro=share, seed=0, steps=ENDLESS)
@@ -120,7 +120,7 @@ def _build_arms(settings: LoaderSettings, actors: int, notify: Notify) -> dict[s
 
     def run_stream(reader: RowReader) -> list[list[Arrival]]:
         """Run one window of the stream as training workers receive it."""
-        stream = StreamDataConfig(ResumePoint(window, 0), reader, actors, settings.block_mb)
+        stream = StreamDataConfig(ResumePoint(window, 0), reader, actors, block_mb)
         shards = zip(consumers, stream.configure({"train": None}, plan.world), strict=True)
         arrivals: list[list[Arrival]] = ray.get([actor.stream.remote(each["train"], window) for actor, each in shards])
         return arrivals
@@ -138,15 +138,15 @@ def _build_arms(settings: LoaderSettings, actors: int, notify: Notify) -> dict[s
     }
 
 
-def write_images(settings: LoaderSettings, cache: Path) -> Path:
+def write_images(data: str | None, images: int, cache: Path) -> Path:
     """Return a folder of image files with captions: synthetic, or sampled from the user's set."""
-    if settings.data is None:
-        folder = cache / f"photos-{synthetic_images.VERSION}-{settings.images}"
-        return synthetic_images.write_files(synthetic_images.synthetic_photos(settings.images), folder)
-    prepared = _prepare(settings.data, cache, Prepare())
+    if data is None:
+        folder = cache / f"photos-{synthetic_images.VERSION}-{images}"
+        return synthetic_images.write_files(synthetic_images.synthetic_photos(images), folder)
+    prepared = _prepare(data, cache, Prepare())
     name = prepared.storage.address.rpartition("/")[2]
-    folder = cache / f"{name}-{prepared.fingerprint[:8]}-{settings.images}"
-    return synthetic_images.write_files(synthetic_images.sample_rows(prepared, settings.images), folder)
+    folder = cache / f"{name}-{prepared.fingerprint[:8]}-{images}"
+    return synthetic_images.write_files(synthetic_images.sample_rows(prepared, images), folder)
 
 
 def _prepare(source: str, cache: Path, settings: Prepare) -> PreparedSet:

@@ -27,11 +27,7 @@ Measure = Callable[["Config", Group, Path], Any]  # called on every rank; the re
 
 
 class WorkerFailed(TrainingError):
-    """A worker process failed; `out_of_memory` is whether memory was the cause."""
-
-    def __init__(self, reason: str, out_of_memory: bool) -> None:
-        super().__init__(reason)
-        self.out_of_memory = out_of_memory
+    """A worker process failed."""
 
 
 def select_device(config: Config) -> torch.device:
@@ -59,16 +55,6 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def idle_gpu_notes(config: Config) -> list[str]:
-    """Return a note if GPUs of this machine are not used although --cluster.accelerator allows them."""
-    num_gpus, workers = torch.cuda.device_count(), config.cluster.max_workers
-    if config.cluster.accelerator == "cpu" or num_gpus in (0, workers):
-        return []
-    if num_gpus < workers:
-        return [f"measured on the CPU: {workers} workers need a GPU each, this machine has {num_gpus}"]
-    return [f"{num_gpus - workers} of {num_gpus} GPUs are idle: cluster.workers is {workers}"]
-
-
 def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> Any:
     """Run `measure`, a module-level function, in new processes; return rank 0's result. Raises WorkerFailed."""
     device_type = device_type or select_device(config).type
@@ -79,16 +65,14 @@ def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> An
                 _run_worker, (measure, config, device_type, folder), nprocs=config.cluster.max_workers
             )
         except torch.multiprocessing.ProcessExitedException as error:
-            if error.signal_name == "SIGKILL":
-                reason = "killed by SIGKILL, which the kernel sends when the machine is out of memory"
-                raise WorkerFailed(reason, out_of_memory=True) from None
             reason = f"a process ended with {error.signal_name or f'exit code {error.exit_code}'}"
-            raise WorkerFailed(reason, out_of_memory=False) from None
+            killed = " (the kernel sends it when the machine is out of memory)" * (error.signal_name == "SIGKILL")
+            raise WorkerFailed(reason + killed) from None
         except torch.multiprocessing.ProcessRaisedException:
             # Out of memory first, because the other ranks only see a broken connection.
             failures = [json.loads(file.read_text()) for file in sorted(folder.glob("fault-*.json"))]
             failure = max(failures, key=lambda failure: failure["out_of_memory"])
-            raise WorkerFailed(failure["reason"].splitlines()[0], failure["out_of_memory"]) from None
+            raise WorkerFailed(failure["reason"].splitlines()[0]) from None
         return json.loads((folder / "answer.json").read_text())
 
 

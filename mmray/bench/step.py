@@ -1,4 +1,4 @@
-"""`mmray bench step`: cost of the training loop against a bare loop on the same synthetic batches; of batch shapes."""
+"""`mmray bench step`: cost of the training loop against a bare loop on the same synthetic batches."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray import objectives
-from mmray.bench.spawn import WorkerFailed, describe_machine, idle_gpu_notes, select_device, spawn_workers
-from mmray.config.search_space import override_settings, parse_space, setting_value
+from mmray.bench.spawn import describe_machine, select_device, spawn_workers
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine import optimizer as optimizers
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Tensor]
 WARMUP_STEPS = 3  # not timed: allocation, DDP's buckets
-MIN_STEPS = 5  # minimum of timed steps for a 95th percentile
 NUM_BATCHES = 4  # used in rotation
 VOCAB_SIZE = 30522  # of BERT; used if the config has none
 
@@ -108,7 +106,6 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
         "ratios": {"loop_vs_bare": statistics.median(ratios)},
         "spread": {"loop_vs_bare": {"min": min(ratios), "max": max(ratios), "pairs": len(ratios)}},
         "rows": rows,
-        "notes": idle_gpu_notes(config),
     }
 
 
@@ -127,7 +124,6 @@ class StepTimer:
     """Callback: seconds of each step after the warm-up, or of all of them together, synchronized with the devices."""
 
     devices: tuple[torch.device, ...]
-    window_s: float = 0.0
     last_step: int = 0  # measure only once, at this step; 0: measure each step
     times_s: list[float] = field(default_factory=list)
     _last_s: float = 0.0
@@ -142,10 +138,6 @@ class StepTimer:
         if step > WARMUP_STEPS:
             self.times_s.append(now_s - self._last_s)
         self._last_s = now_s
-
-    def enough(self) -> bool:
-        """Return whether the next step is the last; any rank may decide, and all stop together."""
-        return len(self.times_s) + 1 >= MIN_STEPS and sum(self.times_s) >= self.window_s
 
 
 @dataclass(frozen=True)
@@ -246,83 +238,19 @@ def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, floa
     return rows
 
 
-# With --space: one row per batch shape.
-MAX_STEPS = 100_000
-FIGURES = (
-    *("micro", "accumulation", "workers", "global"),
-    *("samples_per_s", "step_p50_s", "step_p95_s", "peak_gib", "peak_reserved_gib"),
-)
-STEP_SETTINGS = (
-    *("model.", "objective.", "batch.", "optimizer.", "cluster.", "train.precision", "train.deterministic"),
-    *("train.activation_checkpointing", "train.compile", "train.channels_last"),
-)
-
-
-def bench_shapes(
-    config: Config, given: Sequence[str], window_s: float = 3.0, notify: Callable[[str], None] = lambda _: None
-) -> dict[str, Any]:
-    """Measure each combination of `--space`; missing values of a row are None. Raises UsageError."""
-    space = parse_space(given)
-    for key in space.axes:
-        if not key.startswith(STEP_SETTINGS):
-            raise UsageError(
-                f"bench step --space {key}: this setting does not affect a step; use one of {', '.join(STEP_SETTINGS)}"
-            )
-    if "batch.global" not in space.axes:  # derived, otherwise every micro-batch would have the recipe's global batch
-        config = config.replace(batch=config.batch.replace(global_=None))
-    # All are validated before the first runs.
-    configs = [override_settings(config, settings) for settings in space.combinations()]
-    rows = []
-    for number, each in enumerate(configs, 1):
-        row = _shape_row(each, {key: setting_value(each, key) for key in space.axes}, window_s)
-        chosen = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
-        notify(f"{number} of {len(configs)}, {chosen}: {row['status'].replace('_', ' ')}")
-        rows.append(row)
-    machine = describe_machine(select_device(config))
-    return {"machine": machine, "ratios": {}, "rows": rows, "notes": idle_gpu_notes(config)}
-
-
-def _shape_row(config: Config, settings: dict[str, Any], window_s: float) -> dict[str, Any]:
-    row = {"settings": settings, "status": "measured", **dict.fromkeys(FIGURES), "reason": None}
-    try:
-        shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
-        row |= {"micro": shape.micro, "accumulation": shape.accumulation}
-        row |= {"workers": shape.workers, "global": shape.global_rows}
-        return row | spawn_workers(partial(measure_shape, shape=shape, window_s=window_s), config)
-    except UsageError as error:
-        return row | {"status": "infeasible", "reason": str(error)}
-    except WorkerFailed as error:
-        return row | {"status": "out_of_memory" if error.out_of_memory else "failed", "reason": str(error)}
-
-
-def measure_shape(config: Config, group: Group, _: Path, shape: BatchShape, window_s: float) -> dict[str, Any]:
-    """Measure steps of `shape` on one worker for about `window_s` seconds."""
-    if group.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(group.device)
-    bench, timer = build_bench(config, group, shape.micro), StepTimer((group.device,), window_s)
-    bench.train(bench.model, shape, MAX_STEPS, timer, stop=timer.enough)
-    return step_time_stats(shape, timer.times_s) | peak_memory(group.device)
-
-
 def step_time_stats(shape: BatchShape, times_s: Sequence[float]) -> dict[str, float]:
     """Return samples_per_s, step_p50_s and step_p95_s of these step times."""
     p50_s, p95_s = np.percentile(times_s, (50, 95)).tolist()
     return {"samples_per_s": shape.global_rows / statistics.mean(times_s), "step_p50_s": p50_s, "step_p95_s": p95_s}
 
 
-def peak_memory(*devices: torch.device) -> dict[str, float | None]:
-    """Return the peak memory of this worker: allocated and reserved on its GPUs, or resident on a CPU."""
+def peak_gib(*devices: torch.device) -> float:
+    """Return the peak memory of this worker: allocated on its GPUs, or resident on a CPU."""
     if devices[0].type == "cuda":
-        stats = [torch.cuda.memory_stats(device) for device in devices]
-        names = {"peak_gib": "allocated_bytes.all.peak", "peak_reserved_gib": "reserved_bytes.all.peak"}
-        return {name: round(sum(each[key] for each in stats) / 2**30, 4) for name, key in names.items()}
-    return {"peak_gib": round(peak_resident_bytes() / 2**30, 4), "peak_reserved_gib": None}
-
-
-def peak_resident_bytes() -> int:
-    """Return the peak resident memory; ru_maxrss of a forked process starts at its parent's peak."""
+        return sum(torch.cuda.memory_stats(device)["allocated_bytes.all.peak"] for device in devices) / 2**30
     status = Path("/proc/self/status")
-    if status.exists():
-        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)  # without /proc: current memory
+    if not status.exists():
+        return float(psutil.Process().memory_info().rss) / 2**30  # current memory
+    # ru_maxrss of a forked process starts at its parent's peak, VmHWM does not.
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) / 2**20

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mmray.bench.spawn import WorkerFailed, describe_machine, idle_gpu_notes, select_device, spawn_workers
-from mmray.bench.step import WARMUP_STEPS, StepTimer, build_bench, peak_memory, step_time_stats
+from mmray.bench.spawn import WorkerFailed, describe_machine, select_device, spawn_workers
+from mmray.bench.step import WARMUP_STEPS, StepTimer, build_bench, peak_gib, step_time_stats
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import Metrics
@@ -49,7 +49,7 @@ ONE_WORKER = ("single", "branches")
 def bench_strategies(
     config: Config, steps: int = 10, only: tuple[str, ...] = (), notify: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Return {machine, batch, ratios, rows, notes}, a row per strategy; a failed one has only `error`."""
+    """Return {machine, batch, ratios, rows}, a row per strategy; a failed one has only `error`."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
     config = config.with_cluster(workers=max(2, config.cluster.max_workers))
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
@@ -67,8 +67,8 @@ def bench_strategies(
             row["loss_vs_ddp"] = round(row["loss"] / base["loss"] - 1, 6)
             name = row["strategy"].replace(" ", "_").replace(",", "")
             ratios[f"{name}_vs_ddp"] = row["samples_per_s"] / base["samples_per_s"]
-    machine, notes = describe_machine(torch.device(kind)), idle_gpu_notes(config)
-    return {"machine": machine, "batch": str(shape), "ratios": ratios, "rows": rows, "notes": notes}
+    machine = describe_machine(torch.device(kind))
+    return {"machine": machine, "batch": str(shape), "ratios": ratios, "rows": rows}
 
 
 def _measure_row(config: Config, train: dict[str, Any], shape: BatchShape, kind: str, steps: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class ProfiledTimer(StepTimer):
     def on_step(self, step: int, metrics: Metrics | None = None) -> None:
         super().on_step(step)
         if step == self.timed:
-            self.metrics, self.peak_gib = metrics or {}, peak_memory(*self.devices)["peak_gib"]  # before the profiler
+            self.metrics, self.peak_gib = metrics or {}, peak_gib(*self.devices)  # before the profiler
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.devices[0].type == "cuda" else [])]
             self._profile = profile(activities=kinds)
             self._profile.start()

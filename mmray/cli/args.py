@@ -35,21 +35,6 @@ def _parse_bool(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | Non
     )
 
 
-@_REGISTRY.primitive_rule
-def _parse_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[None] | None:
-    """Parse None or null."""
-    if info.type is not type(None):
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{None}",
-        instance_from_str=lambda words: None,
-        is_instance=lambda value: value is None,
-        str_from_instance=lambda value: ["None"],
-        choices=("None", "null"),
-    )
-
-
 def split_args(argv: Sequence[str]) -> tuple[str, list[str], bool]:
     """Return (recipe name, flags, whether --print-config is given)."""
     rest = list(argv)

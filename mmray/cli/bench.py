@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Any
 
-import tyro
 from rich.table import Table
 from tyro.conf import Positional
 
@@ -18,17 +17,12 @@ from mmray.errors import UsageError, suggest
 
 @dataclass(frozen=True)
 class StepCommand:
-    """Compare the training loop with a bare PyTorch loop; with --space, measure time and memory of batch shapes.
-
-    Uses synthetic batches and no Ray.
-    """
+    """Compare the training loop with a bare PyTorch loop, on synthetic batches and without Ray."""
 
     recipe: Positional[str] = "sample"
     """Recipe whose model and batch are used."""
-    space: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
-    """A setting and its values, such as batch.micro=8,16,32; repeat it to measure all combinations."""
     pairs: int = 10
-    """Pairs of windows in ABBA order (without --space)."""
+    """Pairs of windows in ABBA order."""
     window_s: float = 3.0
     """Approximate seconds per window."""
     json: str | None = None
@@ -72,7 +66,7 @@ class StrategiesCommand:
 
 
 def bench(argv: Sequence[str], terminal: Terminal) -> int:
-    """mmray bench step|loader|strategies [--space batch.micro=8,16,32] [--json FILE]"""
+    """mmray bench step|loader|strategies [--json FILE]"""
     what, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if what in ("-h", "--help"):
         for name, (_, run) in BENCHES.items():
@@ -92,23 +86,19 @@ def bench(argv: Sequence[str], terminal: Terminal) -> int:
     for name, spread in result.get("spread", {}).items():
         of = f"median of {spread['pairs']} pairs, {spread['min']:.3f} to {spread['max']:.3f}"
         terminal.note(f"{result['ratios'][name]:.3f} ({of})", name)
-    for note in result["notes"]:
+    for note in result.get("notes", ()):
         terminal.note(note)
     write_json(command.json, result)
     return 0
 
 
 def _step(command: StepCommand, terminal: Terminal) -> tuple[dict[str, Any], Table]:
-    """compare the training loop with a bare one, or measure batch shapes"""
-    from mmray.bench.step import bench_shapes, bench_step
+    """compare the training loop with a bare one"""
+    from mmray.bench.step import bench_step
 
-    config = recipes.load(command.recipe)
-    if command.space:
-        result = bench_shapes(config, command.space, command.window_s, terminal.status)
-        return result, shapes_table(result["rows"])
     total_s = 2 * command.pairs * command.window_s
     terminal.status(f"{command.pairs} pairs of windows of {command.window_s:g} s, about {total_s:.0f} s in total")
-    result = bench_step(config, command.pairs, command.window_s)
+    result = bench_step(recipes.load(command.recipe), command.pairs, command.window_s)
     first = result["rows"][0].items()
     columns = {name: (name.replace("_", " "), ",.3f" if isinstance(value, float) else "") for name, value in first}
     return result, rows_table(result["rows"], columns)
@@ -116,11 +106,11 @@ def _step(command: StepCommand, terminal: Terminal) -> tuple[dict[str, Any], Tab
 
 def _loader(command: LoaderCommand, terminal: Terminal) -> tuple[dict[str, Any], Table]:
     """compare the stream with PyTorch DataLoaders and report the bottleneck"""
-    from mmray.bench.loader import LoaderSettings, bench_loader
+    from mmray.bench.loader import bench_loader
 
     given = {name: value for name, value in vars(command).items() if name != "json"}
     with terminal.progress("measuring"):
-        result = bench_loader(LoaderSettings(**given), terminal.status)
+        result = bench_loader(terminal.status, **given)
     columns = {"arm": ("", ""), "images_per_s": ("images/s", ",.0f"), "first_batch_s": ("first batch s", ",.3f")}
     return result, rows_table(result["rows"], columns)
 
@@ -136,23 +126,7 @@ def _strategies(command: StrategiesCommand, terminal: Terminal) -> tuple[dict[st
     columns |= {"loss": ("loss", ".4f"), "loss_vs_ddp": ("vs ddp", "+.3%")}
     notes = ["comm: share of the time in collectives; idle: of the two devices of branches; loss after the last step"]
     notes += [f"{row['strategy']}: {row['error']}" for row in result["rows"] if row["error"]]
-    return result | {"notes": [*notes, *result["notes"]]}, rows_table(result["rows"], columns)
-
-
-def shapes_table(rows: list[dict[str, Any]]) -> Table:
-    """Return the table of batch shapes; rows that were not measured have a reason."""
-    searched = {name: (name, "") for name in rows[0]["settings"] if not name.startswith("batch.")}
-    columns = {"shape": ("micro x accumulation x workers", ""), **searched, "samples_per_s": ("samples/s", ",.1f")}
-    columns |= {"step_p50_s": ("p50 s", ",.4f"), "step_p95_s": ("p95 s", ",.4f"), "peak_gib": ("peak GiB", ".2f")}
-    columns |= {"peak_reserved_gib": ("reserved GiB", ".2f"), "status": ("status", "")}
-    shown = []
-    for row in rows:
-        shape = f"{row['micro']} x {row['accumulation']} x {row['workers']} = {row['global']}"
-        if row["status"] == "infeasible":
-            shape = ", ".join(f"{name} {value}" for name, value in row["settings"].items())
-        status = ": ".join(filter(None, (row["status"].replace("_", " "), row["reason"])))
-        shown.append(row["settings"] | row | {"shape": shape, "status": status})
-    return rows_table(shown, columns)
+    return result | {"notes": notes}, rows_table(result["rows"], columns)
 
 
 BENCHES: dict[str, tuple[type[Any], Callable[[Any, Terminal], tuple[dict[str, Any], Table]]]] = {

@@ -78,36 +78,18 @@ def _start(address: str | None, section: Cluster, data_actors: int) -> None:
             os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
             ray.init(address=address, runtime_env={"env_vars": env_vars}, **log_options)
         else:
-            paths = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
-            variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-            variables[PRELOAD_VARIABLE] = os.environ.get(PRELOAD_VARIABLE, _PRELOADED_MODULES)
+            # For the worker processes that Ray starts ahead, which have no runtime environment.
+            paths = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+            os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+            os.environ.setdefault(PRELOAD_VARIABLE, _PRELOADED_MODULES)
             # A local cluster requires a token unless the user sets RAY_AUTH_MODE.
-            with _environment(variables):
-                ray.init(
-                    address="local",
-                    num_cpus=num_local_cpus(section, data_actors, physical=cores()),
-                    include_dashboard=False,
-                    **log_options,
-                )
+            num_cpus = num_local_cpus(section, data_actors, physical=cores())
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **log_options)
             token = Path.home() / ".ray" / "auth_token"
             if token.exists() and token.stat().st_uid == os.getuid():
                 token.chmod(0o600)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ResourceError(f"cannot connect to Ray at {address or 'this machine'}: {error}") from error
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables for processes started inside the block; Ray's prestarted workers have no runtime environment."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def check_reachable(address: str) -> None:

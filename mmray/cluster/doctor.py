@@ -12,14 +12,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from packaging.requirements import Requirement
 
-from mmray.cluster.connect import check_reachable, ray_session
+from mmray.cluster.connect import ray_session
 from mmray.cluster.shared_storage import check_shared
 from mmray.config import Cluster
 from mmray.errors import ResourceError
@@ -49,12 +48,11 @@ def _warn_if(problem: bool, name: str, observed: str, fix: str) -> Finding:
 
 def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
     """Check this machine and the Ray cluster at `address` (default: RAY_ADDRESS, otherwise one started here)."""
-    yield from _check_packages()
+    yield _check_packages()
     yield from _check_torch()
     yield check_memory(free_memory() / GIB)
-    shm = Path("/dev/shm")
-    shm_gib = shutil.disk_usage(shm).total / GIB if shm.exists() else None
-    yield check_shm(shm_gib, psutil.virtual_memory().total / GIB)
+    if Path("/dev/shm").exists():
+        yield check_shm(shutil.disk_usage("/dev/shm").total / GIB, psutil.virtual_memory().total / GIB)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fix = f"run `ulimit -n {min(hard, 65536) if hard > 0 else 65536}` in the shell that starts mmray (or Ray)"
     yield _warn_if(0 < soft < MIN_OPEN_FILES, "open files", f"limit {soft:,}", fix)
@@ -63,23 +61,14 @@ def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
     yield check_disk("disk of Ray temp dir", Path(tempfile.gettempdir()))
     yield check_storage(storage)
     yield check_auth(os.environ.get("RAY_AUTH_MODE"), Path.home() / ".ray" / "auth_token")
-    yield check_stale_cluster(Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster"))
     yield from _check_ray(address or os.environ.get("RAY_ADDRESS"))
 
 
-def _check_packages() -> Iterator[Finding]:
-    for line in requires("mmray") or []:
-        package, fix = Requirement(line), f"pip install '{line}'"
-        if package.marker is not None and not package.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            installed = version(package.name)
-        except PackageNotFoundError:
-            yield Finding("error", package.name, "not installed", fix)
-            continue
-        if not package.specifier.contains(installed, prereleases=True):
-            yield Finding("error", package.name, f"{installed} is installed, mmray needs {package.specifier}", fix)
-    yield Finding("ok", "packages", f"mmray {version('mmray')}, Ray {version('ray')}, Python {sys.version.split()[0]}")
+def _check_packages() -> Finding:
+    versions = f"mmray {version('mmray')}, Ray {version('ray')}, Python {sys.version.split()[0]}"
+    pip = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
+    fix = "; ".join(line for line in pip.stdout.splitlines() if line.startswith("mmray "))
+    return _warn_if(bool(fix), "packages", versions, fix)
 
 
 def _check_torch() -> Iterator[Finding]:
@@ -118,10 +107,8 @@ def check_memory(available_gib: float) -> Finding:
     return _warn_if(available_gib < MIN_MEMORY_GIB, "memory", f"{available_gib:.1f} GiB free, {cores()} cores", fix)
 
 
-def check_shm(size_gib: float | None, memory_gib: float) -> Finding:
+def check_shm(size_gib: float, memory_gib: float) -> Finding:
     """Check the size of /dev/shm, which holds Ray's object store; containers limit it to 64 MB by default."""
-    if size_gib is None:
-        return Finding("ok", "shared memory", "no /dev/shm on this system; Ray uses files")
     fix = f"start the container with --shm-size={0.3 * memory_gib:.0f}g; otherwise Ray uses slow files in /tmp"
     small = size_gib < MIN_SHM_SHARE * memory_gib
     return _warn_if(small, "shared memory", f"/dev/shm has {size_gib:.1f} GiB", fix)
@@ -154,25 +141,8 @@ def check_auth(mode: str | None, file: Path) -> Finding:
         return Finding("error", name, observed, "ray get-auth-token --generate")
     if file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077:
         return Finding("warning", name, f"other users can read {file}", f"chmod 600 {file}")
-    if mode is not None:
-        return Finding("ok", name, f"RAY_AUTH_MODE={mode}")
-    if has_token:
-        use = "local clusters use it. To join another cluster, set RAY_AUTH_MODE as it does"
-        return Finding("ok", name, f"RAY_AUTH_MODE is not set and {file} exists: {use}")
-    return Finding("ok", name, "RAY_AUTH_MODE is not set; a local cluster gets a token")
-
-
-def check_stale_cluster(file: Path) -> Finding:
-    """Check for the address file of a killed head, because Ray's helper processes try that head first."""
-    name = "stale cluster address"
-    try:
-        check_reachable(address := file.read_text().strip())
-    except OSError:
-        return Finding("ok", name, "none")
-    except ResourceError:
-        fix = f"if that cluster has ended: rm {file} (until then each attempt to train ends about 12 s later)"
-        return Finding("warning", name, f"{file} names {address}, which does not respond", fix)
-    return Finding("ok", name, f"{address} responds")
+    unset = "RAY_AUTH_MODE is not set: a local cluster gets a token; to join another cluster, set it as there"
+    return Finding("ok", name, f"RAY_AUTH_MODE={mode}" if mode else unset)
 
 
 def _check_ray(address: str | None) -> Iterator[Finding]:

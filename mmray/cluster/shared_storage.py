@@ -47,45 +47,36 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
         node_id = str((node.labels or {})[NODE_ID])
         affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
         tasks[node_id] = probe.options(scheduling_strategy=affinity).remote(storage, folder, node_id)
+    faults = []
     try:
         if tasks:
             ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=PROBE_TIMEOUT_S)
-        faults = [(node_id, _fault_of(task, root, f"{folder}/{node_id}")) for node_id, task in sorted(tasks.items())]
+        for node_id, task in sorted(tasks.items()):
+            try:
+                ray.get(task, timeout=0)
+                if root.size(f"{folder}/{node_id}") is None:
+                    faults.append(f"node {node_id}: files written on that node are not visible from the driver")
+            except ray.exceptions.GetTimeoutError:
+                faults.append(f"node {node_id}: no answer within {PROBE_TIMEOUT_S:g} s")
+            except ray.exceptions.RayTaskError as error:
+                faults.append(f"node {node_id}: {error.cause!r}")
+            except ray.exceptions.RayError:
+                continue  # the node was lost
     finally:
         with suppress(OSError):  # a remaining probe folder is harmless
             root.delete_tree(folder)
-    if lines := [f"node {node_id}: {fault}" for node_id, fault in faults if fault]:
+    if faults:
         raise ResourceError(
-            f"run.storage {storage} is not the same folder on every training node:\n  " + "\n  ".join(lines) + "\n"
+            f"run.storage {storage} is not the same folder on every training node:\n  " + "\n  ".join(faults) + "\n"
             f"{CREDENTIALS if '://' in storage else MOUNT}"
         )
 
 
-def _fault_of(task: Any, root: Storage, written: str) -> str | None:
-    """Return the problem of a node; None without one, or if the node was lost."""
-    try:
-        fault: str | None = ray.get(task, timeout=0)
-    except ray.exceptions.GetTimeoutError:
-        return f"no answer within {PROBE_TIMEOUT_S:g} s"
-    except ray.exceptions.RayTaskError as error:
-        return f"probe failed: {str(error.cause).strip() or type(error.cause).__name__}"
-    except ray.exceptions.RayError:
-        return None
-    if fault is None and root.size(written) is None:
-        return "files written on that node are not visible from the driver"
-    return fault
-
-
-def _read_and_write(storage: str, folder: str, node_id: str) -> str | None:
-    """Return the problem of this node (Ray task)."""
-    try:
-        root = Storage(storage)
-        if root.read(f"{folder}/driver").decode(errors="replace") != folder:
-            return "the file written by the driver has other content"
-        _write(root, f"{folder}/{node_id}", "written")
-    except OSError as error:
-        return str(error)
-    return None
+def _read_and_write(storage: str, folder: str, node_id: str) -> None:
+    """Read the file of the driver, and write one (Ray task)."""
+    root = Storage(storage)
+    root.read(f"{folder}/driver")
+    _write(root, f"{folder}/{node_id}", "written")
 
 
 def _write(root: Storage, name: str, text: str) -> None:

@@ -16,7 +16,11 @@ class Section(BaseModel):
     """A frozen group of settings; unknown names and invalid values raise UsageError with the full setting name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
-    path: ClassVar[str] = ""
+    path: ClassVar[str] = ""  # prefix of its settings, the class argument `path`
+
+    def __init_subclass__(cls, path: str = "", **config: Any) -> None:
+        super().__init_subclass__(**config)
+        cls.path = path or cls.path
 
     def replace(self, **settings: Any) -> Self:
         """Return a validated copy with these fields changed, unlike `model_copy`. Raises UsageError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -13,10 +13,9 @@ from mmray.storage.address import CREDENTIALS_REFUSED, has_credentials
 Label = Annotated[str, Field(pattern=r"^(auto|none|[A-Za-z0-9._/-]+=\S+)$")]
 
 
-class Cluster(Section):
+class Cluster(Section, path="cluster"):
     """Resources that a run requests from Ray."""
 
-    path: ClassVar[str] = "cluster"
     address: str | None = Field(None, description="Ray address; None: RAY_ADDRESS if set, otherwise this machine.")
     workers: int | str = Field(1, description="Training workers, one GPU each or CPUs only; 1-4: as many as fit.")
     accelerator: Literal["auto", "gpu", "cpu"] = Field("auto", description="auto: GPUs if the cluster has any.")
@@ -66,17 +65,15 @@ def _range(workers: int | str) -> tuple[int, int]:
     return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
 
 
-class Run(Section):
+class Run(Section, path="run"):
     """Name, files and trackers of a run."""
 
-    path: ClassVar[str] = "run"
     name: str | None = Field(
         None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run's folder; None: the recipe's name."
     )
     storage: str = Field("runs", description="Parent folder, visible to all nodes, or s3://bucket/prefix.")
     resume: Literal["auto", "never", "must"] = Field("auto", description="Resume from the newest checkpoint, if any.")
     trackers: tuple[str, ...] = Field((), description="Trackers: `mlflow`, `wandb`, your own `package.module:Class`.")
-    project: str = Field("mmray", min_length=1, description="Project (experiment) name in the trackers.")
 
     @field_validator("storage")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import tyro
 from pydantic import Field, field_validator, model_validator
@@ -47,10 +47,9 @@ SourceFormat = Literal["auto", "jsonl", "csv", "tsv", "parquet", "webdataset", "
 COLUMNS = ("id", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels", "messages")
 
 
-class Prepare(Section):
+class Prepare(Section, path="prepare"):
     """Validation, deduplication and packing of raw rows into a prepared set."""
 
-    path: ClassVar[str] = "prepare"
     max_bad_fraction: Share = Field(0.01, description="Maximum share of quarantined rows; above it, exit code 5.")
     image_side: int = Field(0, ge=0, description="Re-encode images whose shorter side is longer; 0: keep all bytes.")
     max_pixels: int = Field(25_000_000, ge=1, description="Quarantine images of more pixels, before they are decoded.")
@@ -106,10 +105,9 @@ class Prepare(Section):
         return {ours: theirs for ours, _, theirs in (column.partition("=") for column in self.columns)}
 
 
-class Data(Section):
+class Data(Section, path="data"):
     """Data sets, row selection and streaming; training takes the split `train` of a set with splits."""
 
-    path: ClassVar[str] = "data"
     train: str = Field(
         "sample",
         description="A prepared set, a raw source (prepared on first use), `sample`, or a mixture in which a weight "
@@ -157,10 +155,9 @@ class Data(Section):
         return None if rows == "auto" else int(rows), int(blocks) if blocks else None
 
 
-class Augment(Section):
+class Augment(Section, path="augment"):
     """Random augmentation of training images, seeded by (seed, epoch, key); held-out images are not augmented."""
 
-    path: ClassVar[str] = "augment"
     crop_scale: tuple[float, float] = Field((1.0, 1.0), description="Area of a random crop, lowest and highest share.")
     flip: Share = Field(0.0, description="Probability of a horizontal flip; wrong if captions mention left and right.")
     color_jitter: tuple[float, float, float, float] = Field(

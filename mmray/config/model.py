@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tyro
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, PositiveFloat, Tag, field_validator
 
 from mmray.config.base import Section
 from mmray.errors import UsageError
@@ -25,15 +25,25 @@ RGB = tuple[float, float, float]
 MaxTokens = Annotated[int, Field(ge=4, le=8192, description="Maximum number of tokens of a text; longer ones are cut.")]
 
 
-class Inputs(Section):
+def _absolute(weights: str) -> str:
+    """Return the absolute path of local weights, because workers run in another folder."""
+    file = Path(weights).expanduser()
+    return str(file.resolve()) if weights not in ("none", "pretrained") and file.exists() else weights
+
+
+Weights = Annotated[str, AfterValidator(_absolute)]
+
+
+class Inputs(Section, path="model.inputs"):
     """Image preprocessing and tokenization, shared by data, evaluation and export."""
 
-    path: ClassVar[str] = "model.inputs"
     image_side: int = Field(224, ge=8, le=4096, description="Height and width of the model's input image in pixels.")
     fit: Fit = Field("crop", description="How an image becomes square: centre crop, squash, or pad with white.")
     interpolation: Interpolation = Field("bicubic", description="Resampling filter.")
     mean: RGB = Field((0.485, 0.456, 0.406), description="Mean per channel, pixels in 0..1.")
-    std: RGB = Field((0.229, 0.224, 0.225), description="Standard deviation per channel, pixels in 0..1.")
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
+        (0.229, 0.224, 0.225), description="Standard deviation per channel, pixels in 0..1."
+    )
     tokenizer: str = Field(
         "trained",
         description="`trained` (by prepare), a folder with tokenizer.json, a WordPiece vocab.txt, a hub name.",
@@ -51,17 +61,10 @@ class Inputs(Section):
             raise ValueError(f"needs exactly one `{{}}` for the language, with text on both sides (got {value!r})")
         return value
 
-    @model_validator(mode="after")
-    def _check_std(self) -> Inputs:
-        if min(self.std) <= 0:
-            raise ValueError(f"std must be above 0 in each channel (got {self.std})")
-        return self
 
-
-class Chat(Section):
+class Chat(Section, path="model.inputs.chat"):
     """Conversation template of a generative model; `{}` is the message."""
 
-    path: ClassVar[str] = "model.inputs.chat"
     image: str = Field("<image>", min_length=1, description="Image placeholder token; a line break follows it.")
     system: str = Field("{} ", description="System message.")
     user: str = Field("USER: {} ", description="User message.")
@@ -82,13 +85,7 @@ class ChatInputs(Inputs):
 
     chat: Chat = Chat()
     max_tokens: MaxTokens = 512
-
-    @field_validator("language_token")
-    @classmethod
-    def _refuse_language_token(cls, value: str) -> str:
-        if value:
-            raise ValueError(f"is not supported by generative models; leave it empty (got {value!r})")
-        return value
+    language_token: Literal[""] = ""  # not supported
 
 
 _KIND = tyro.conf.arg(
@@ -96,10 +93,9 @@ _KIND = tyro.conf.arg(
 )
 
 
-class Lora(Section):
+class Lora(Section, path="model.lora"):
     """Low-rank adapters (LoRA); all other weights are frozen."""
 
-    path: ClassVar[str] = "model.lora"
     rank: int = Field(0, ge=0, le=1024, description="Rank of the adapters; 0: none, all weights are trained.")
     alpha: int = Field(16, ge=1, description="Adapter outputs are scaled by alpha / rank.")
     targets: tuple[str, ...] = Field(
@@ -107,10 +103,9 @@ class Lora(Section):
     )
 
 
-class Model(Section):
+class Model(Section, path="model"):
     """Settings common to all model kinds; data, evaluation and export use only these."""
 
-    path: ClassVar[str] = "model"
     kind: str
     inputs: Inputs = Inputs()
     vocab_size: int = Field(0, ge=0, description="Rows of the token embedding; 0: the tokenizer's vocabulary size.")
@@ -120,21 +115,6 @@ class Model(Section):
         """Return the model with vocabulary size and padding token of its tokenizer, unless they are set."""
         return self.replace(vocab_size=self.vocab_size or vocab_size)
 
-    def with_absolute_weights(self) -> Self:
-        """Return the model with absolute paths of local weights, because workers run in another folder."""
-        update: dict[str, Any] = {}
-        for name in ("image", "text"):
-            if isinstance(part := getattr(self, name, None), Section) and hasattr(part, "weights"):
-                update[name] = part.replace(weights=_absolute(part.weights))
-        if hasattr(self, "weights"):
-            update["weights"] = _absolute(self.weights)
-        return self.replace(**update)
-
-
-def _absolute(weights: str) -> str:
-    file = Path(weights).expanduser()
-    return str(file.resolve()) if weights not in ("none", "pretrained") and file.exists() else weights
-
 
 class EmbeddingModel(Model):
     """Base of models with an image and a text branch and one embedding space."""
@@ -143,15 +123,14 @@ class EmbeddingModel(Model):
     logit_bias: LogitBias = None
 
 
-class ImageTower(Section):
+class ImageTower(Section, path="model.image"):
     """Image branch."""
 
-    path: ClassVar[str] = "model.image"
     name: Literal["convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101", "transformers"] = Field(
         "resnet50",
         description="Small GroupNorm network, ViT, torchvision ResNet, or the transformers model in `weights`.",
     )
-    weights: str = Field(
+    weights: Weights = Field(
         "none", description="`none`, `pretrained`, or a weights file; `transformers`: a saved folder or a hub name."
     )
     width: int = Field(48, ge=8, description="Channels of the first stage (convnet) or hidden size (vit).")
@@ -160,11 +139,10 @@ class ImageTower(Section):
     patch: Patch = 16
 
 
-class TextTower(Section):
+class TextTower(Section, path="model.text"):
     """BERT text branch; pretrained weights define its shape."""
 
-    path: ClassVar[str] = "model.text"
-    weights: str = Field(
+    weights: Weights = Field(
         "none", description="`none`, a folder saved by transformers, or a hub name (BERT and similar)."
     )
     width: Width = 128
@@ -190,10 +168,9 @@ class TwoTower(TowerModel):
     kind: Annotated[Literal["two_tower"], _KIND] = "two_tower"
 
 
-class CrossAttention(Section):
+class CrossAttention(Section, path="model.cross"):
     """Cross-attention layers between text tokens and image features."""
 
-    path: ClassVar[str] = "model.cross"
     width: Width = 256
     depth: Depth = 4
     heads: Heads = 8
@@ -211,20 +188,18 @@ class Fusion(TowerModel):
     region_labels: tuple[str, ...] = Field((), description="Names of the box labels 0, 1, ...; empty: the set's.")
 
 
-class ClipImage(Section):
+class ClipImage(Section, path="model.image"):
     """Image encoder of CLIP or SigLIP; pretrained weights define its shape."""
 
-    path: ClassVar[str] = "model.image"
     width: Width = 768
     depth: Depth = 12
     heads: Heads = 12
     patch: Patch = 32
 
 
-class ClipText(Section):
+class ClipText(Section, path="model.text"):
     """Text encoder of CLIP or SigLIP; pretrained weights define its shape."""
 
-    path: ClassVar[str] = "model.text"
     width: Width = 512
     depth: Depth = 12
     heads: Heads = 8
@@ -233,7 +208,7 @@ class ClipText(Section):
 class ClipFamily(EmbeddingModel):
     """Base of transformers' CLIP and SigLIP."""
 
-    weights: str = Field(
+    weights: Weights = Field(
         "none", description="`none`, a folder saved by transformers, a hub name, or an open_clip checkpoint (clip)."
     )
     image: ClipImage = ClipImage()
@@ -277,7 +252,7 @@ class Generative(Model):
 
     kind: Annotated[Literal["generative"], _KIND] = "generative"
     inputs: ChatInputs = ChatInputs()
-    weights: str = Field("none", description="`none`, a folder saved by transformers, or a hub name.")
+    weights: Weights = Field("none", description="`none`, a folder saved by transformers, or a hub name.")
     image: ClipImage = ClipImage(patch=16)
     text: Decoder = Decoder()
 
@@ -320,13 +295,11 @@ AnyModel = Annotated[
 ]
 
 
-class Objective(Section):
+class Objective(Section, path="objective"):
     """Training objective."""
 
-    path: ClassVar[str] = "objective"
     kind: str = Field(
         "contrastive",
         description="`contrastive`, `sigmoid`, `matching`, `classification`, `region_text`, `language_modelling`, your "
         "own `package.module:Class`, or a sum such as `contrastive + 0.5 * matching`.",
     )
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="Label smoothing of `classification`.")

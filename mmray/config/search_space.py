@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from mmray.config import LENGTHS, Config
-from mmray.errors import UsageError, suggest
+from mmray.errors import UsageError
 
 _RANGE = re.compile(r"(uniform|loguniform)\(([^,]+),([^,]+)\)")
 _COMMA = re.compile(r",(?![^\[]*\])")  # not inside [ ]
@@ -85,10 +85,6 @@ def override_settings(base: Config, settings: dict[str, Any]) -> Config:
             group = group.setdefault(section, {})
             if not isinstance(group, dict):
                 raise UsageError(f"{key}: `{section}` is one setting, not a group of them")
-        if isinstance(group.get(name), dict):
-            raise UsageError(f"{key}: it is a group of settings; name one of them, as {key}.{next(iter(group[name]))}")
-        if name not in group and sections and group:
-            raise UsageError(f"{key}: unknown setting; {suggest(name, group)}")
         group[name] = value
     return Config.model_validate(values)
 
@@ -112,12 +108,9 @@ def _parse_axis(key: str, text: str) -> tuple[Any, ...] | Range:
             raise UsageError(f"--space {key}={text}: a value is empty, or listed twice")
         return values
     try:
-        low, high = float(match[2]), float(match[3])
+        low, high, log = float(match[2]), float(match[3]), match[1] == "loguniform"
     except ValueError:
-        raise UsageError(f"--space {key}={text}: the bounds are not numbers") from None
-    log = match[1] == "loguniform"
+        low = high = math.nan
     if not low < high or (log and low <= 0):
-        raise UsageError(
-            f"--space {key}={text}: a range goes from a smaller to a larger number, loguniform from above 0"
-        )
+        raise UsageError(f"--space {key}={text}: the bounds must be numbers, low < high, above 0 for loguniform")
     return Range(low, high, log)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import tyro
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from mmray.config.base import Section
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-_MULTIPLIER = re.compile(r".+=\d+(\.\d*)?(e-?\d+)?")
+Multiplier = Annotated[str, Field(pattern=r"^.+=\d+(\.\d*)?(e-?\d+)?$")]
+Prompt = Annotated[str, Field(pattern=r"\{\}")]
 
 
-class Batch(Section):
+class Batch(Section, path="batch"):
     """global = micro x accumulation x workers. Give `global` and `micro`, or `micro` and `accumulation`."""
 
-    path: ClassVar[str] = "batch"
     micro: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         None, description="Rows per forward pass and worker; auto: as many as fit in memory, measured before step 1."
     )
@@ -28,10 +27,9 @@ class Batch(Section):
     )
 
 
-class Optimizer(Section):
+class Optimizer(Section, path="optimizer"):
     """Optimizer, learning rate schedule and gradient clipping."""
 
-    path: ClassVar[str] = "optimizer"
     lr: float = Field(5e-4, gt=0, description="Peak learning rate.")
     final_lr_fraction: float = Field(0.0, ge=0, le=1, description="Final learning rate as a share of the peak.")
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up.")
@@ -46,23 +44,14 @@ class Optimizer(Section):
         "cosine", description="Learning rate after warm-up; cooldown: constant, then linear in the last 20%."
     )
     freeze: tuple[str, ...] = Field((), description="Name patterns of frozen weights, such as `image.tower.*`.")
-    lr_multipliers: tuple[str, ...] = Field(
+    lr_multipliers: tuple[Multiplier, ...] = Field(
         (), description="Learning rate factors as `pattern=factor`, such as `image.*=0.1`; the last match applies."
     )
 
-    @field_validator("lr_multipliers")
-    @classmethod
-    def _check_multipliers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for text in value:
-            if not _MULTIPLIER.fullmatch(text):
-                raise ValueError(f"write `pattern=factor`, for example `image.*=0.1` (got `{text}`)")
-        return value
 
-
-class Train(Section):
+class Train(Section, path="train"):
     """Length, precision and parallelism of a run. Give one of steps, samples, epochs."""
 
-    path: ClassVar[str] = "train"
     steps: int | None = Field(None, ge=1, description="Total optimizer steps.")
     samples: int | None = Field(None, ge=1, description="Total rows, rounded up to whole steps.")
     epochs: float | None = Field(None, gt=0, description="Total passes over the training set.")
@@ -76,7 +65,6 @@ class Train(Section):
         description="Steps between checkpoints; 0: only at the end; auto: after evaluations, at most 2% of the time.",
     )
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints to keep, in addition to the best.")
-    max_nonfinite_steps: int = Field(10, ge=1, description="Maximum number of consecutive non-finite steps.")
     ema: Fraction = Field(
         0.0, description="Decay of an exponential moving average of the weights, for evaluation and export; 0: none."
     )
@@ -99,28 +87,19 @@ class Train(Section):
         return self
 
 
-class Scoring(Section):
+class Scoring(Section, path="evaluate"):
     """Metrics on held-out rows: retrieval, and classification if there are class names or a classification head."""
 
-    path: ClassVar[str] = "evaluate"
     batch: int = Field(128, ge=1, description="Rows per forward pass and worker.")
     limit: int | None = Field(None, ge=1, description="Evaluate on the first N rows only.")
     num_generations: int = Field(0, ge=0, description="Answers that a generative model writes, for BLEU and CIDEr.")
-    max_new_tokens: int = Field(64, ge=1, description="Maximum number of tokens of an answer.")
     classes: tuple[str, ...] = Field((), description="Names of the labels 0, 1, ...; empty: those of the set, if any.")
-    prompts: tuple[str, ...] = Field(
+    prompts: tuple[Prompt, ...] = Field(
         ("a photo of a {}.",),
         min_length=1,
         description="Zero-shot prompts, with `{}` for the class name; their embeddings are averaged.",
     )
     language: str | None = Field(None, description="Language of `classes` and `prompts`, for language tokens.")
-
-    @field_validator("prompts")
-    @classmethod
-    def _check_prompts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if wrong := [prompt for prompt in value if "{}" not in prompt]:
-            raise ValueError(f"each needs a `{{}}` for the class name (got `{wrong[0]}`)")
-        return value
 
 
 class Evaluate(Scoring):

@@ -38,6 +38,8 @@ from mmray.engine.step import StepResult, nonfinite_samples, optimizer_step
 from mmray.errors import OutOfMemoryError, TrainingError, first_line, is_out_of_memory
 from mmray.objectives.protocol import Batch
 
+MAX_NONFINITE_STEPS = 10  # in a row
+
 
 @dataclass
 class _Run:
@@ -191,10 +193,10 @@ def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
 
 def _check_finite(run: _Run, batch: LocalBatch, result: StepResult) -> None:
     """Count skipped steps; after too many in a row raise TrainingError that names the rows with non-finite outputs."""
-    spec, progress, most = run.spec, run.progress, run.spec.train.max_nonfinite_steps
+    spec, progress = run.spec, run.progress
     progress.skipped += not result.finite
     progress.skipped_in_a_row = 0 if result.finite else progress.skipped_in_a_row + 1
-    if progress.skipped_in_a_row < most:
+    if progress.skipped_in_a_row < MAX_NONFINITE_STEPS:
         return
     plan, step = spec.plan, progress.step - 1
     bad = plan.rows_at(nonfinite_samples(run.state, split_micro_batches(batch, progress.micro)).numpy())
@@ -204,7 +206,7 @@ def _check_finite(run: _Run, batch: LocalBatch, result: StepResult) -> None:
     cause = f"outputs not finite for {', '.join(named)}" if named else f"all outputs finite, and the rows are {rows}"
     raise TrainingError(
         f"the gradient was not finite in {progress.skipped_in_a_row} steps in a row, up to step {step + 1} "
-        f"(train.max_nonfinite_steps {most}; {cause}). Lower --optimizer.lr, or try --train.precision fp32 to see "
+        f"({cause}). Lower --optimizer.lr, or try --train.precision fp32 to see "
         "whether the precision is the cause"
     )
 

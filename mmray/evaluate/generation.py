@@ -27,6 +27,7 @@ from mmray.objectives.cross_entropy import LanguageModelling
 # BLEU (Papineni et al. 2002) is that of torchmetrics. CIDEr-D (Vedantam et al. 2015, arXiv:1411.5726, equations 1 to 4
 # with the penalties of section 6) is implemented here, because pycocoevalcap needs Java for its tokenizer. Words are in
 # lower case without punctuation, so the figures differ slightly from published ones.
+MAX_NEW_TOKENS = 64  # of an answer
 MAX_NGRAM = 4  # longest n-gram
 SIGMA = 6.0  # of the Gaussian length penalty
 SCALE = 10.0  # as in the paper
@@ -81,7 +82,7 @@ def _ngrams(text: list[str]) -> Ngrams:
 
 
 @torch.no_grad()
-def answer_scores(model: Any, batches: EvalBatches, group: Group, max_new_tokens: int) -> dict[str, float]:
+def answer_scores(model: Any, batches: EvalBatches, group: Group) -> dict[str, float]:
     """bleu_4, cider and answered (rows) over the first `batches.limit` rows; every rank gets the same.
 
     The prompt is the first question of a row; references are its captions, or the first answer. Unreadable rows are
@@ -101,7 +102,7 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group, max_new_tokens
             if part:
                 rows, images, questions, references = zip(*part, strict=True)
                 pixels = torch.from_numpy(np.stack(images))
-                answers = model.answer(batches.data.encoder, pixels, questions, max_new_tokens)
+                answers = model.answer(batches.data.encoder, pixels, questions, MAX_NEW_TOKENS)
                 results += zip(rows, answers, references, strict=True)
     lines = "".join(json.dumps(row) + "\n" for row in results).encode()
     gathered = group.all_gather_variable(torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8))
@@ -151,7 +152,7 @@ class GenerationEvaluator(EvalDataset):
             with eval_mode(model):
                 limit = min(settings.num_generations, settings.limit or settings.num_generations)
                 batches = EvalBatches(self, group.rank, group.world, limit)
-                answers = answer_scores(model, batches, group, settings.max_new_tokens)
+                answers = answer_scores(model, batches, group)
         return answers | {
             "loss": mean,
             "perplexity": math.exp(min(mean, 700.0)),  # exp of more is infinite

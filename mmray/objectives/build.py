@@ -24,7 +24,7 @@ BUILT_IN: dict[str, Callable[[ObjectiveConfig], Any]] = {
     "contrastive": lambda _: Contrastive(),
     "sigmoid": lambda _: Sigmoid(),
     "matching": lambda _: Matching(),
-    "classification": lambda config: Classification(config.label_smoothing),
+    "classification": lambda _: Classification(),
     "region_text": lambda _: RegionText(),
     "language_modelling": lambda _: LanguageModelling(),
 }

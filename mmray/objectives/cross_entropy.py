@@ -20,7 +20,6 @@ class CrossEntropy:
     scalar_output_names: tuple[str, ...] = ()
     logits: str  # output [B, ..., C]
     accuracy: str  # metric
-    label_smoothing = 0.0
 
     def targets(self, batch: Batch) -> Tensor:
         """Classes int64 [B, ...]; IGNORE_INDEX does not count."""
@@ -36,27 +35,19 @@ class CrossEntropy:
         counted = targets != IGNORE_INDEX
         logits = at_least_float32(outputs[self.logits])
         logits = torch.where(counted[..., None], logits, 0)  # keeps a NaN of padding out of the gradient
-        loss = F.cross_entropy(
-            logits.flatten(0, -2),
-            targets.flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-            label_smoothing=self.label_smoothing,
-        )
+        flat = logits.flatten(0, -2), targets.flatten()
+        loss = F.cross_entropy(*flat, ignore_index=IGNORE_INDEX, reduction="sum")
         correct = (counted & (logits.argmax(dim=-1) == targets)).sum()
         return loss, counted.sum(), {self.accuracy: correct.to(loss.dtype)}
 
 
 class Classification(CrossEntropy):
-    """Cross-entropy with smoothed labels (Szegedy et al. 2016, arXiv:1512.00567, section 7).
+    """Cross-entropy of the row's class.
 
     Outputs: `class_logits` [B, C]. The batch's `label` is int64 [B], -1 for a row without a label.
     """
 
     logits, accuracy = "class_logits", "class_accuracy"
-
-    def __init__(self, label_smoothing: float = 0.0) -> None:
-        self.label_smoothing = label_smoothing
 
     def targets(self, batch: Batch) -> Tensor:
         """Labels of valid rows [B]."""

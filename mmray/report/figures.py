@@ -13,7 +13,6 @@ from mmray.report.sweep import Sweep, Trial
 
 BLUE, ORANGE, TEAL, ROSE, GREY = "#5b7cfa", "#e8833a", "#1fa58a", "#e0567a", "#8b93a7"
 COLOURS = (BLUE, ORANGE, TEAL, ROSE, "#9b6bdf", "#b98a16", GREY)
-FILLS = {BLUE: "rgba(91,124,250,.14)", ORANGE: "rgba(232,131,58,.30)", TEAL: "rgba(31,165,138,.14)"}
 COLORSCALE = [[0, "#dbe4ff"], [0.35, "#9db4fb"], [0.7, "#5b7cfa"], [1, "#2c3fb1"]]  # Plotly derives the text colour
 MAX_TICKS, FEW_POINTS = 8, 25
 MAX_HEAT_MAPS, MAX_BARS = 12, 30  # longer lists are only in the table
@@ -54,9 +53,9 @@ def make_figure(
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     """Return the charts of the measured metrics by page section."""
     loss = {"train/loss": _line("training", BLUE), "evaluate/loss": _line("held out", ORANGE)}
-    rate = {"throughput/samples_per_s": _line("samples/s", BLUE, fill=True)}
-    step = {"time/step_s": _line("whole step", TEAL, fill=True)}
-    step["time/data_wait_s"] = _line("waiting for data", ORANGE, fill=True)
+    rate = {"throughput/samples_per_s": _line("samples/s", BLUE)}
+    step = {"time/step_s": _line("whole step", TEAL)}
+    step["time/data_wait_s"] = _line("waiting for data", ORANGE)
     recall = {
         f"evaluate/recall_at_{k}/{direction}": _line(f"R@{k} {direction.replace('_', ' ')}", colour, dash=dash)
         # Six legend entries are too wide for a narrow page.
@@ -68,7 +67,7 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     parts = {
         "learning": [
             _chart(run, "loss", "Loss", loss),
-            _chart(run, "lr", "Learning rate", {"train/lr": _line("rate", TEAL, fill=True)}, exponentformat="power"),
+            _chart(run, "lr", "Learning rate", {"train/lr": _line("rate", TEAL)}, exponentformat="power"),
             _chart(run, "gradient", "Gradient norm", {"train/grad_norm": _line("before clipping", ROSE)}),
         ],
         "recall": [_chart(run, "recall", "Recall over the run: R@1, dashed R@5, dotted R@10", recall, 320, **percent)],
@@ -85,9 +84,8 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     return {part: [each for each in figures if each is not None] for part, figures in parts.items()}
 
 
-def _line(name: str, colour: str, fill: bool = False, dash: str = "solid") -> dict[str, Any]:
-    style: dict[str, Any] = {"name": name, "line": {"color": colour, "width": 2, "dash": dash}}
-    return style | ({"fill": "tozeroy", "fillcolor": FILLS[colour]} if fill else {})
+def _line(name: str, colour: str, dash: str = "solid") -> dict[str, Any]:
+    return {"name": name, "line": {"color": colour, "width": 2, "dash": dash}}
 
 
 def _chart(
@@ -121,38 +119,33 @@ def sweep_figures(sweep: Sweep) -> dict[str, list[Figure]]:
 
 
 def _heat_map(name: str, title: str, trials: dict[tuple[int, int], Trial], sweep: Sweep) -> Figure:
-    """One trace for the measured cells and one for the others; all heat maps have one colour scale."""
+    """Return the goal of each batch shape, or why it was not measured; all heat maps have one colour scale."""
     goal = sweep.goal
     measured = [value for trial in sweep.trials if (value := trial.measured(goal.metric)) is not None]
     columns, rows = (sorted({cell[axis] for cell in trials}) for axis in (0, 1))
     cells = [[trials.get((micro, accumulation)) for micro in columns] for accumulation in rows]
-    x, y = [str(each) for each in columns], [str(each) for each in rows]
-    values = [[trial.measured(goal.metric) if trial else None for trial in row] for row in cells]
-    missing = [[1.0 if trial and trial.measured(goal.metric) is None else None for trial in row] for row in cells]
-    style: dict[str, Any] = {"x": x, "y": y, "texttemplate": "%{text}", "textfont": {"size": 12}, "xgap": 3, "ygap": 3}
-    style |= {"hovertemplate": "micro %{x}, accumulation %{y}: %{text}<extra></extra>"}
-    style |= {"showscale": False, "showlegend": False}
-    traces = []
-    for z in (values, missing):
-        text = [  # without that of other cells, because Plotly draws it for cells without a value too
-            [trial.cell_text(goal.metric, sweep.best) if trial and value is not None else "" for value, trial in pairs]
-            for pairs in (zip(*both, strict=True) for both in zip(z, cells, strict=True))
-        ]
-        traces.append(go.Heatmap(z=z, text=text, **style))
-    lowest, highest = min(measured, default=None), max(measured, default=None)
-    traces[0].update(colorscale=COLORSCALE, reversescale=not goal.largest, zmin=lowest, zmax=highest)
-    traces[1].update(colorscale=[[0, "#b3324f"], [1, "#b3324f"]])
-    return make_figure(
-        name,
-        title,
-        f"{goal.title} by micro-batch and accumulation; the table of trials has the values",
-        traces,
-        height=110 + 62 * len(y),
-        wide=len(x) > 6,
-        hovermode="closest",
-        xaxis={"type": "category", "title": {"text": "micro-batch", "standoff": 6}},
-        yaxis={"type": "category", "title": {"text": "accumulation", "standoff": 6}},
+    heat_map = go.Heatmap(
+        x=[str(micro) for micro in columns],
+        y=[str(accumulation) for accumulation in rows],
+        z=[[trial.measured(goal.metric) if trial else None for trial in row] for row in cells],
+        text=[[trial.cell_text(goal.metric, sweep.best) if trial else "" for trial in row] for row in cells],
+        zmin=min(measured, default=None),
+        zmax=max(measured, default=None),
+        colorscale=COLORSCALE,
+        reversescale=not goal.largest,
+        showscale=False,
+        texttemplate="%{text}",
+        hovertemplate="micro %{x}, accumulation %{y}: %{text}<extra></extra>",
+        xgap=3,
+        ygap=3,
+        textfont={"size": 12},
     )
+    summary = f"{goal.title} by micro-batch and accumulation; the table of trials has the values"
+    xaxis, yaxis = (
+        {"type": "category", "title": {"text": text, "standoff": 6}} for text in ("micro-batch", "accumulation")
+    )
+    height, wide = 110 + 62 * len(rows), len(columns) > 6
+    return make_figure(name, title, summary, [heat_map], height, wide, hovermode="closest", xaxis=xaxis, yaxis=yaxis)
 
 
 def _bars(sweep: Sweep, name: str, metric: str, title: str, digits: str) -> Figure | None:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import closing
 from itertools import chain, islice, zip_longest
 from statistics import median
 from typing import Any
 
-from mmray.config import Config, Section, flatten
+from mmray.config import Config, flatten
 from mmray.config.data import format_mixture, parse_mixture
 from mmray.config.recipes import RECIPES
-from mmray.data.formats.detect import SourceSpec, open_source
-from mmray.data.formats.rows import BadRow, parse_row
-from mmray.data.formats.source import Source
-from mmray.data.images.crash_probe import CrashProbe
-from mmray.data.images.read import read_image
 from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
-from mmray.errors import MmrayError, UsageError
 from mmray.report.run import DIRECTIONS, RunRecord, format_number, non_retrieval_metrics, read_json, read_lines
 from mmray.storage.paths import AnyPath, to_path
-from mmray.storage.storage import Storage
 
 DATA_WAIT_WARNING = 0.2  # fraction of the step time
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")  # measured by the memory dry run
@@ -72,15 +62,6 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     return figures
 
 
-def batch_summary(run: RunRecord) -> str:
-    """Return the batch summary of result.json, or one derived from the config."""
-    if "batch" in run.result:
-        return str(run.result["batch"])
-    batch = run.config.get("batch") or {}
-    workers = (run.config.get("cluster") or {}).get("workers")
-    return f"{batch.get('global')} rows per step in micro-batches of {batch.get('micro')}, {workers} workers"
-
-
 def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
     """Return the memory of a worker by component and its peak in GiB; empty without a memory breakdown."""
     memory = run.newest("memory/")
@@ -121,30 +102,12 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
-    """Return name, value, recipe value and description (if this version knows it) of all settings."""
+    """Return name, value and recipe value of all settings."""
     recipe = flatten(RECIPES.get(str(config.get("recipe")), Config)().model_dump(mode="json", by_alias=True))
-    try:
-        descriptions = dict(_descriptions(Config.model_validate(config)))
-    except UsageError:
-        descriptions = {}
     return [
-        {
-            "name": name,
-            "value": _text(value),
-            "recipe": _text(recipe[name]) if name in recipe else "",
-            "description": descriptions.get(name, ""),
-        }
+        {"name": name, "value": _text(value), "recipe": _text(recipe[name]) if name in recipe else ""}
         for name, value in flatten(config).items()
     ]
-
-
-def _descriptions(section: Section, prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, setting in type(section).model_fields.items():
-        value, full = getattr(section, name), prefix + (setting.alias or name)
-        if isinstance(value, Section):
-            yield from _descriptions(value, full + ".")
-        else:
-            yield full, setting.description or ""
 
 
 def _text(value: Any) -> str:
@@ -155,9 +118,6 @@ def _text(value: Any) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-# A prepared set does not keep the images of quarantined rows, so they are read from the source if it still exists.
-SCAN_SECONDS = 5.0  # time limit for finding the images in the source
-CHUNK_ROWS = 512
 MAX_LEAK_LINES = 100_000  # lines of leaks.jsonl
 
 
@@ -174,41 +134,12 @@ def quarantine_summary(run: AnyPath, prepared: str | None) -> dict[str, Any]:
         if len(examples[reason]) < MAX_EXAMPLES:  # there may be millions
             row = {name: str(entry.get(name) or "") for name in ("key", "source", "detail")}
             detail = str(entry.get("reason") or "") if in_training else row["detail"]
-            examples[reason].append(row | {"reason": reason, "detail": detail, "picture": None})
+            examples[reason].append(row | {"reason": reason, "detail": detail})
     interleaved = zip_longest(*examples.values())  # one row of each reason in turn
     shown = [row for row in chain.from_iterable(interleaved) if row is not None][:MAX_EXAMPLES]
-    source_info, settings = manifest.get("source") or {}, manifest.get("settings") or {}
-    if shown and folder and source_info.get("format"):
-        spec = SourceSpec(source_info["format"], source_info["folder"], source_info["file"])
-        columns = {ours: theirs for ours, _, theirs in (each.partition("=") for each in settings.get("columns") or ())}
-        template = str(settings.get("caption") or "")
-        _load_images(shown, open_source(spec, Storage(str(folder)), columns, template), Storage(spec.address))
     leakage, leaks = manifest.get("leakage") or {}, []
     if leakage and folder:
         lines = islice(read_lines(folder / LEAKS), MAX_LEAK_LINES)
         leaks = list(islice((line for line in lines if line.get("thumbnails")), MAX_EXAMPLES))
     counts = {"num_rows": reasons.total(), "num_read": manifest.get("num_read") or 0, "reasons": reasons.most_common()}
     return counts | {"shown": shown, "leakage": leakage, "leaks": leaks}
-
-
-def _load_images(rows: list[dict[str, Any]], source: Source, storage: Storage) -> None:
-    """Set `picture` of these rows if the source still exists and the image can be decoded."""
-    rows_by_origin: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        rows_by_origin[row["source"]].append(row)
-    deadline_s = time.monotonic() + SCAN_SECONDS
-    try:
-        with closing(CrashProbe()) as crash_probe:
-            for item in chain.from_iterable(source.read(chunk) for chunk in source.scan(CHUNK_ROWS, ())):
-                for row in rows_by_origin.pop(item.location, ()):
-                    if isinstance(item.values, BadRow):
-                        continue
-                    try:
-                        data = read_image(storage, parse_row(item.values, item.location).image)
-                    except (OSError, ValueError):  # includes BadRow: unreadable images are often quarantined
-                        continue
-                    row["picture"] = crash_probe.thumbnail(data)
-                if not rows_by_origin or time.monotonic() > deadline_s:
-                    return
-    except (OSError, ValueError, MmrayError):
-        return  # the source is gone or changed: show the rows without images

@@ -41,8 +41,7 @@ class Trial:
     page: str | None = None  # report of the trial, relative to the sweep's
 
     def value(self, name: str) -> float | None:
-        value = self.values.get(name)
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        return self.values.get(name)
 
     def measured(self, name: str) -> float | None:
         """Return a value of a finished trial."""
@@ -82,7 +81,7 @@ class Sweep:
     """A sweep and its trials in order."""
 
     folder: Path
-    about: dict[str, Any]
+    summary: dict[str, Any]
     trials: list[Trial]
 
     @classmethod
@@ -104,7 +103,7 @@ class Sweep:
 
     @property
     def goal(self) -> Goal:
-        return GOALS.get(str(self.about.get("goal")), GOALS["throughput"])
+        return GOALS.get(str(self.summary.get("goal")), GOALS["throughput"])
 
     def sort_key(self, trial: Trial) -> tuple[bool, float]:
         """Sort the best trial first, unmeasured ones last."""
@@ -113,7 +112,7 @@ class Sweep:
 
     @property
     def recommendation(self) -> dict[str, Any]:
-        return self.about.get("recommendation") or {}
+        return self.summary.get("recommendation") or {}
 
     @property
     def best(self) -> Trial | None:
@@ -144,6 +143,5 @@ class Sweep:
 
 def _report_link(folder: Path, run: Any) -> str | None:
     """Return the relative path of a trial's report if it is inside the sweep folder."""
-    folder = folder.resolve()
-    page = (folder / str(run or "") / "report.html").resolve()
-    return page.relative_to(folder).as_posix() if run and page.is_relative_to(folder) and page.is_file() else None
+    page = f"{run}/report.html"
+    return page if run and ".." not in page and not page.startswith("/") and (folder / page).is_file() else None

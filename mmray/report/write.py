@@ -42,7 +42,6 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
             title=folder.name,
             key_figures=summary.key_figures(run),
             notices=summary.run_warnings(run),
-            batch=summary.batch_summary(run),
             parts=run_figures(run),
             recall=recall_rows(run.newest("evaluate/")),
             evaluated=summary.eval_summary(run),

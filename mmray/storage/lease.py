@@ -189,11 +189,9 @@ def check_fence(directory: AnyPath, fence: int) -> None:
 def _claims(folder: AnyPath) -> list[tuple[int, AnyPath]]:
     """Return (fencing number, file) of all claims."""
     try:
-        files: list[AnyPath] = list(folder.iterdir())
+        return [(int(number), file) for file in folder.iterdir() if (number := file.name.partition("-")[0]).isdecimal()]
     except FileNotFoundError:
         return []
-    numbers = [file.name.partition("-")[0] for file in files]
-    return [(int(number), file) for number, file in zip(numbers, files, strict=True) if number.isdecimal()]
 
 
 def _modified_s(file: AnyPath) -> float:

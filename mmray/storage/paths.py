@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -21,7 +20,7 @@ from mmray.storage.storage import Storage, with_retries
 
 CHUNK_BYTES = 8 << 20
 PREFIX = "mmray-transfer-"  # temporary folders of uploads and downloads
-STALE_AFTER_S = 3600.0
+STALE_AFTER_S = 24 * 3600.0
 
 
 class Stat(NamedTuple):
@@ -245,26 +244,10 @@ def _parts(path: RemotePath) -> RemotePath:
 
 @contextmanager
 def temp_dir() -> Iterator[Path]:
-    """Yield a local folder that is deleted after the block, or by a later process if this one is killed."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    with _locked(folder):
-        for old in folder.parent.glob(f"{PREFIX}*"):  # of killed processes; a live one holds the lock of its folder
-            with suppress(OSError):  # locked, owned by another user, or just deleted
+    """Yield a local folder that is deleted after the block, or a day later if this process is killed."""
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
+        for old in Path(name).parent.glob(f"{PREFIX}*"):
+            with suppress(OSError):  # just deleted, or owned by another user
                 if time.time() - old.stat().st_mtime > STALE_AFTER_S:
-                    with _locked(old):
-                        shutil.rmtree(old, ignore_errors=True)
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder. Raises OSError if another process holds it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)
+                    shutil.rmtree(old)
+        yield Path(name)

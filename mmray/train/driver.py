@@ -21,8 +21,6 @@ from mmray.train.resolve import ResolvedRun, resolve_run
 from mmray.train.resources import check_capacity, check_storage, resource_demand
 from mmray.train.supervisor import Supervisor
 
-MAX_LISTED_RUNS = 3
-
 
 @dataclass
 class RunOutcome:
@@ -61,7 +59,10 @@ def _train(config: Config, reporter: ProgressReporter) -> RunOutcome:
     check_storage(config)
     resolved = resolve_run(config, reporter)
     selection = run_dir.select_run(resolved.config, resolved.data, resolved.steps)
-    _log_skipped_runs(selection, reporter)
+    if selection.skipped:
+        more = f" (and {len(selection.skipped) - 1:,} more)" if len(selection.skipped) > 1 else ""
+        advice = "use its settings or raise --train.steps to resume it"
+        reporter.log(f"{selection.skipped[-1]}{more}; {advice}", "not resumed")
     if selection.action == "done":
         result = run_dir.RunDir(selection.path).read_json("result.json") or {}
         return RunOutcome(selection.path, result, already_done=True)
@@ -91,17 +92,6 @@ def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: ProgressRepor
     except OSError as error:
         reporter.log(f"{QUARANTINE} could not be merged from its parts: {error}", "storage")
     write_report_safely(run.path, reporter.log)
-
-
-def _log_skipped_runs(selection: run_dir.RunSelection, reporter: ProgressReporter) -> None:
-    """Log the newest runs that an unnamed run could have resumed, and why it did not."""
-    num_hidden = len(selection.skipped) - MAX_LISTED_RUNS
-    if num_hidden > 0:
-        reporter.log(f"{num_hidden:,} more existing runs (finished, or with other settings)", "skipped runs")
-    for line in selection.skipped[-MAX_LISTED_RUNS:]:
-        reporter.log(line, "skipped runs")
-    if selection.skipped and selection.action == "start":
-        reporter.log("starting a new run; to resume one of these, use its settings or raise --train.steps", "run")
 
 
 def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: ProgressReporter) -> None:

@@ -67,8 +67,8 @@ def export_run(folder: AnyPath, out: str | AnyPath, step: Step) -> AnyPath:
     """Export the model of a run's checkpoint to `out`, for `mmray.load`."""
     config, tokenizer_json, checkpoint = open_run(folder, step)
     model = lora.merge_adapters(load_model(config, checkpoint))
-    spec = config.model.replace(lora=Lora())  # the adapters are merged into the weights
-    return export(model, spec.model_dump(mode="json"), tokenizer_json, out)
+    model_config = config.model.replace(lora=Lora())  # the adapters are merged into the weights
+    return export(model, model_config.model_dump(mode="json"), tokenizer_json, out)
 
 
 def evaluate_run(
@@ -83,7 +83,12 @@ def evaluate_run(
 ) -> dict[str, float]:
     """Metrics of a checkpoint on `data` or the held-out rows; None in `scoring`, `cluster` keeps the run's value."""
     config, tokenizer_json, checkpoint = open_run(folder, step)
-    config = with_evaluation_settings(config, scoring, **cluster).with_cluster(address=address)
+    if scoring is not None:
+        config = config.replace(evaluate=config.evaluate.replace(**dict(scoring)))
+    if reasons := validate.evaluation_reasons(config):
+        raise UsageError("\n".join(reasons))
+    given = {name: value for name, value in cluster.items() if value is not None}
+    config = config.with_cluster(address=address, **given)
     with ray_session(config.cluster):
         check_capacity(config, with_data=False)
         held_out = _open_held_out(config, folder, data, split, reporter)
@@ -94,15 +99,6 @@ def evaluate_run(
             return dict(trainer.fit().return_value)  # type: ignore[attr-defined]
         except ray.train.TrainingFailedError as error:
             raise start_timeout_error(error) or TrainingError(f"the evaluation failed: {error}") from error
-
-
-def with_evaluation_settings(config: Config, scoring: Scoring | None, **cluster: Any) -> Config:
-    """The run's config with these settings of evaluation and cluster, if not None. Raises UsageError."""
-    if scoring is not None:
-        config = config.replace(evaluate=config.evaluate.replace(**dict(scoring)))
-    if reasons := validate.evaluation_reasons(config):
-        raise UsageError("\n".join(reasons))
-    return config.with_cluster(**{name: value for name, value in cluster.items() if value is not None})
 
 
 def load_model(config: Config, checkpoint: AnyPath) -> nn.Module:

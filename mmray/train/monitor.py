@@ -220,8 +220,10 @@ class AttemptMonitor:
         deadlines = [draining[record.node] for record in self.heartbeats if record.node in draining]
         if not deadlines:
             return
-        self.preempted, known = True, self.progress
-        latest_s = min(checkpoint_deadline_s(deadline, known.checkpoint_s, known.step_s) for deadline in deadlines)
+        self.preempted, progress = True, self.progress
+        latest_s = min(
+            checkpoint_deadline_s(deadline, progress.checkpoint_s, progress.step_s) for deadline in deadlines
+        )
         if time.time() >= latest_s:
             when = f"in {min(deadlines) - time.time():.0f} s" if min(deadlines) else "soon"
             self.request_stop("preempted", f"node will be preempted {when}; checkpointing and moving to another node")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any
-
-import numpy as np
 
 from mmray.config import Config
 from mmray.config.data import format_mixture, is_mixture, parse_mixture
@@ -19,11 +16,10 @@ from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
 from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import declared_pad_id, load_tokenizer
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
-from mmray.errors import DataError, UsageError
+from mmray.errors import UsageError
 from mmray.train.monitor import ProgressReporter
 
 MAX_LABELS = 20_000  # of boxes; the text branch embeds each label in every micro-batch
-SAMPLED_ROWS = 128  # of a set, to find boxes
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     if isinstance(train_set, PreparedMixture):
         num_rows = sum(part.per_epoch for part in train_set.components)
     steps = total_steps(config.train, num_rows, shape.global_rows)
-    model = with_region_labels(config.model, train_sets, eval_set).with_absolute_weights()
+    model = with_region_labels(config.model, train_sets, eval_set)
     resolved = config.replace(
         model=model.with_tokens(encoder.vocab_size, declared_pad_id(tokenizer_json)),
         data=config.data.replace(shuffle_blocks=f"{chunk}x{window}"),
@@ -91,7 +87,7 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
 
 
 def with_region_labels(model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None) -> Any:
-    """The `model` section with `region_labels`, by default those of the sets. Raises UsageError, DataError."""
+    """The `model` section with `region_labels`, by default those of the sets. Raises UsageError."""
     if not getattr(model, "regions", False):
         return model
     names, address = model.region_labels, train_sets[0].storage.address
@@ -110,11 +106,6 @@ def with_region_labels(model: Any, train_sets: Sequence[PreparedSet], eval_set: 
         names = tuple(labels.get(label, "") for label in range(last + 1))
         if eval_set is not None:
             _merge_label_names([*train_sets, eval_set])
-    if not any(_has_boxes(each) for each in train_sets):
-        raise DataError(
-            f"none of {SAMPLED_ROWS} rows of {address} has a labelled box: use a source with boxes (COCO instances, or "
-            "rows with `boxes` and `box_labels`), or set --model.regions False"
-        )
     return model.replace(region_labels=names)
 
 
@@ -129,11 +120,3 @@ def _merge_label_names(sets: Sequence[PreparedSet]) -> dict[int, str]:
                     f"{each.storage.address}; use the same label numbers in both sources"
                 )
     return labels
-
-
-def _has_boxes(prepared: PreparedSet) -> bool:
-    for row in np.unique(np.linspace(0, prepared.num_rows - 1, SAMPLED_ROWS).astype(np.int64)):
-        with suppress(OSError, ValueError):  # a damaged row is reported during training
-            if prepared.read(np.array([row]))[0].box_labels:
-                return True
-    return False

@@ -8,14 +8,14 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
 
 import yaml
 
-from mmray.config import Config, flatten, to_yaml
+from mmray.config import Config, Run, flatten, to_yaml
 from mmray.errors import UsageError
 from mmray.machine import cores
 from mmray.storage import lease
@@ -81,56 +81,56 @@ class RunSelection:
     skipped: tuple[str, ...] = ()  # existing runs that an unnamed run does not resume, each with the reason
 
 
-def compare_existing_run(path: AnyPath, config: Config, data: dict[str, Any]) -> tuple[list[str], int | None] | None:
-    """The run at `path`: changes that may not be made on resume, and its steps if it finished; None without a run."""
-    if not (path / "config.yaml").exists():
-        if path.exists() and any(file.name not in FILES_BEFORE_CONFIG for file in path.iterdir()):
-            raise UsageError(f"{path} exists and is not an mmray run; choose another --run.name")
-        return None
-    run = RunDir(path)
-    before = yaml.safe_load((path / "config.yaml").read_text())
-    changes = forbidden_changes(before, config.model_dump(mode="json", by_alias=True))
-    old = run.read_json("data.json") or {}
-    changes += [f"data {key}: {old.get(key)!r} -> {data[key]!r}" for key in sorted(data) if old.get(key) != data[key]]
-    result = run.read_json("result.json") or {}
-    return changes, result.get("steps", 0) if result.get("status") == "finished" else None
-
-
 def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection:
     """The folder for this command; raises UsageError with the differences if resuming would change the run."""
-    resume, named = config.run.resume, config.run.name is not None
-    storage, skipped = to_path(config.run.storage), list[str]()
-    for path in (storage / name for name in candidate_names(config.recipe, config.run.name)):
-        existing = compare_existing_run(path, config, data)
+
+    def inspect(path: AnyPath) -> tuple[list[str], bool] | None:
+        if not (path / "config.yaml").exists():
+            if path.exists() and any(file.name not in FILES_BEFORE_CONFIG for file in path.iterdir()):
+                raise UsageError(f"{path} exists and is not an mmray run; choose another --run.name")
+            return None
+        run, before = RunDir(path), yaml.safe_load((path / "config.yaml").read_text())
+        changes = forbidden_changes(before, config.model_dump(mode="json", by_alias=True))
+        old, result = run.read_json("data.json") or {}, run.read_json("result.json") or {}
+        changes += [
+            f"data {key}: {old.get(key)!r} -> {new!r}" for key, new in sorted(data.items()) if old.get(key) != new
+        ]
+        return changes, result.get("status") == "finished" and result["steps"] >= steps
+
+    return select_folder(config.run, config.recipe, inspect)
+
+
+def select_folder(
+    run: Run, stem: str, inspect: Callable[[AnyPath], tuple[list[str], bool] | None], kind: str = "run"
+) -> RunSelection:
+    """The folder of a run or sweep: `run.name`, or the first suitable of STEM, STEM-2, STEM-3, ...
+
+    `inspect` returns the changes since an existing one, and whether it has finished; None without one.
+    """
+    storage, skipped = to_path(run.storage), list[str]()
+    for number in itertools.count(1):
+        path = storage / (run.name or (stem if number == 1 else f"{stem}-{number}"))
+        existing = inspect(path)
         if existing is None:
-            if resume == "must":
-                raise UsageError(f"--run.resume must: no run at {path}")
+            if run.resume == "must":
+                raise UsageError(f"--run.resume must: no {kind} at {path}")
             return RunSelection("start", path, tuple(skipped))
-        if resume == "never":
-            if named:
+        if run.resume == "never":
+            if run.name is not None:
                 raise UsageError(f"{path} exists; choose another --run.name, or resume it with --run.resume auto")
             continue
-        changes, finished_steps = existing
-        finished = finished_steps is not None and finished_steps >= steps
-        if not changes and (named or resume != "auto" or not finished):
+        changes, finished = existing
+        if not changes and (run.name is not None or run.resume == "must" or not finished):
             return RunSelection("done" if finished else "resume", path, tuple(skipped))
-        if changes and (named or resume == "must"):
+        if changes and (run.name is not None or run.resume == "must"):
             raise UsageError(
                 f"{path} has other settings:\n  " + "\n  ".join(changes) + "\n"
-                "Resuming would change the run: choose another --run.name, or restore these settings."
+                f"Resuming would change the {kind}: choose another --run.name, or restore these settings."
             )
-        num_more = len(changes) - MAX_LISTED_CHANGES
-        more = f", and {num_more:,} more" if num_more > 0 else ""
+        more = ", ..." if len(changes) > MAX_LISTED_CHANGES else ""
         other = f"has other settings: {', '.join(changes[:MAX_LISTED_CHANGES])}{more}"
-        skipped.append(f"{path} {other if changes else f'finished its {finished_steps:,} steps'}")
-    raise AssertionError("candidate names are endless")
-
-
-def candidate_names(stem: str, named: str | None) -> Iterator[str]:
-    """`named` repeated; if None, STEM, STEM-2, STEM-3, ..."""
-    if named is not None:
-        return itertools.repeat(named)
-    return itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+        skipped.append(f"{path} {other if changes else 'has finished'}")
+    raise AssertionError("unreachable")
 
 
 def create_run_dir(path: AnyPath, config: Config, data: dict[str, Any], tokenizer_json: str) -> RunDir:

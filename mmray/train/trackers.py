@@ -39,7 +39,7 @@ class Tracker(Protocol):
     """An experiment tracker. Name your own as `package.module:Class` in run.trackers; it is built without arguments."""
 
     def start(self, run_info: dict[str, Any], run_id: str | None) -> str:
-        """Start a run, or resume `run_id`; return the run id. `run_info`: name, project, folder and config."""
+        """Start a run, or resume `run_id`; return the run id. `run_info`: name, folder and config."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a step."""
@@ -63,7 +63,6 @@ class TrackingReporter:
     def __init__(self, config: Config, folder: AnyPath, reporter: ProgressReporter) -> None:
         run_info = {
             "name": folder.name,
-            "project": config.run.project,
             "folder": str(folder),
             "config": redact(config.model_dump(mode="json", by_alias=True)),
         }
@@ -175,7 +174,7 @@ class WandbTracker:
         # What W&B records of the machine and the repository may hold private data.
         private = dict.fromkeys(("disable_git", "x_disable_meta", "x_disable_stats"), True)
         self._run = wandb.init(
-            project=run_info["project"],
+            project=os.environ.get("WANDB_PROJECT", "mmray"),
             name=run_info["name"],
             id=run_id,
             resume="allow" if mode == "online" else None,
@@ -197,7 +196,7 @@ MAX_PARAM_CHARS, MAX_PARAMS_PER_CALL = 500, 100  # limits of MLflow
 
 
 class MlflowTracker:
-    """MLflow at MLFLOW_TRACKING_URI, or files in `mlruns` next to the runs; adds no tags of the machine."""
+    """MLflow at MLFLOW_TRACKING_URI, or files in `mlruns` next to the runs; without tags of the machine."""
 
     def start(self, run_info: dict[str, Any], run_id: str | None) -> str:
         from mlflow import MlflowClient
@@ -210,8 +209,9 @@ class MlflowTracker:
             client.update_run(run_id, status="RUNNING")
             self._run_id = run_id
             return run_id
-        experiment = client.get_experiment_by_name(run_info["project"])
-        experiment_id = experiment.experiment_id if experiment else client.create_experiment(run_info["project"])
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "mmray")
+        experiment = client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
         self._run_id = str(client.create_run(experiment_id, run_name=run_info["name"]).info.run_id)
         params = [Param(name, str(value)[:MAX_PARAM_CHARS]) for name, value in flatten(run_info["config"]).items()]
         for first in range(0, len(params), MAX_PARAMS_PER_CALL):

@@ -16,50 +16,41 @@ def unsupported_reasons(config: Config) -> list[str]:
     """Reasons, each with a fix; empty if the settings are supported."""
     train, kind, workers = config.train, config.model.kind, config.cluster.max_workers
     model: Any = config.model
-    fsdp, branches = train.parallel == "fsdp", train.parallel == "branches"
-    batch_norm = getattr(model, "batch_norm", "frozen")
-    text_dropout = getattr(getattr(model, "text", None), "dropout", 0)
-    patch_dropout = getattr(model, "patch_dropout", 0)
+    reasons, batch_norm = evaluation_reasons(config), getattr(model, "batch_norm", "frozen")
     region, head = "region_text" in parse_terms(config.objective.kind), bool(getattr(model, "regions", False))
-    rules = (
-        (
-            train.grad_compression != "none" and train.parallel != "ddp",
-            f"train.grad_compression {train.grad_compression} needs `ddp` (got --train.parallel {train.parallel})",
-        ),
-        (
-            train.parallel in ("single", "branches") and workers != 1,
-            f"train.parallel {train.parallel} uses one worker; set --cluster.workers 1 (got {workers})",
-        ),
-        (
-            fsdp and config.cluster.min_workers < 2,
-            "train.parallel fsdp shards over workers; set --cluster.workers 2 or more, or use `single`",
-        ),
-        (fsdp and train.precision == "fp16", "fsdp supports fp32 and bf16; set --train.precision bf16"),
-        (fsdp and train.channels_last, "fsdp needs the default layout; set --train.channels_last False, or use `ddp`"),
-        (fsdp and train.ema, "train.ema needs whole weights, which fsdp shards; use `ddp`, or --train.ema 0"),
-        (
-            fsdp and config.evaluate.num_generations,
-            "evaluate.num_generations needs whole weights, which fsdp shards; set it to 0, and run `mmray evaluate`",
-        ),
-        (branches and kind not in TWO_BRANCHES, f"model.kind `{kind}` has not two branches; set --train.parallel ddp"),
-        (branches and text_dropout, "branches cannot repeat dropout masks; set --model.text.dropout 0"),
-        (branches and patch_dropout, "branches cannot repeat dropout masks; set --model.patch-dropout 0"),
-        (
-            config.batch.micro == "auto" and batch_norm == "synced",
-            "batch.micro auto does not support model.batch_norm synced; set --batch.micro",
-        ),
-        (
-            region and kind != "fusion" and ":" not in kind,
-            f"objective region_text is for model.kind `fusion`, not `{kind}`; set --model.kind fusion",
-        ),
-        (region and kind == "fusion" and not head, "objective region_text needs a head; set --model.regions True"),
-        (head and not region, "model.regions: no objective trains it; add `+ region_text` to --objective.kind"),
-        (
-            (region or head) and not model.inputs.max_boxes,
-            "objective region_text needs boxes in the batches; set --model.inputs.max-boxes, for example 32",
-        ),
-    )
-    return [reason for broken, reason in rules if broken] + evaluation_reasons(config)
+    if train.grad_compression != "none" and train.parallel != "ddp":
+        reasons.append(
+            f"train.grad_compression {train.grad_compression} needs `ddp` (got --train.parallel {train.parallel})"
+        )
+    if train.parallel in ("single", "branches") and workers != 1:
+        reasons.append(f"train.parallel {train.parallel} uses one worker; set --cluster.workers 1 (got {workers})")
+    if train.parallel == "fsdp":
+        if config.cluster.min_workers < 2:
+            reasons.append("train.parallel fsdp shards over workers; set --cluster.workers 2 or more, or use `single`")
+        if train.precision == "fp16":
+            reasons.append("fsdp supports fp32 and bf16; set --train.precision bf16")
+        if train.channels_last:
+            reasons.append("fsdp needs the default layout; set --train.channels_last False, or use `ddp`")
+        if train.ema:
+            reasons.append("train.ema needs whole weights, which fsdp shards; use `ddp`, or --train.ema 0")
+        if config.evaluate.num_generations:
+            reasons.append("evaluate.num_generations needs whole weights, which fsdp shards; set it to 0")
+    if train.parallel == "branches":
+        if kind not in TWO_BRANCHES:
+            reasons.append(f"model.kind `{kind}` has not two branches; set --train.parallel ddp")
+        if getattr(getattr(model, "text", None), "dropout", 0) or getattr(model, "patch_dropout", 0):
+            reasons.append("branches cannot repeat dropout masks; set model.text.dropout and model.patch_dropout to 0")
+    if config.batch.micro == "auto" and batch_norm == "synced":
+        reasons.append("batch.micro auto does not support model.batch_norm synced; set --batch.micro")
+    if region and kind != "fusion" and ":" not in kind:
+        reasons.append(f"objective region_text is for model.kind `fusion`, not `{kind}`; set --model.kind fusion")
+    if region and kind == "fusion" and not head:
+        reasons.append("objective region_text needs a head; set --model.regions True")
+    if head and not region:
+        reasons.append("model.regions: no objective trains it; add `+ region_text` to --objective.kind")
+    if (region or head) and not model.inputs.max_boxes:
+        reasons.append("objective region_text needs boxes in the batches; set --model.inputs.max-boxes, for example 32")
+    return reasons
 
 
 def evaluation_reasons(config: Config) -> list[str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from mmray.errors import is_out_of_memory
+from mmray.errors import first_line, is_out_of_memory
 from mmray.report.run import DIRECTIONS
 from mmray.report.sweep import GOALS
 from mmray.tune.trials import Trial
@@ -28,31 +27,17 @@ class TrialOutcome(NamedTuple):
 
 
 def classify_error(error: BaseException, elapsed_s: float | None = None) -> TrialOutcome:
-    """Return the outcome for an error: out_of_memory if it or one of its causes is an OOM, otherwise failed."""
-    is_oom = any(is_out_of_memory(cause) for cause in _causes(error))
-    return TrialOutcome("out_of_memory" if is_oom else "failed", summarize_error(error), elapsed_s)
+    """Return the outcome for an error; the error of a run quotes that of its worker."""
+    status: Status = "out_of_memory" if is_out_of_memory(error) else "failed"
+    return TrialOutcome(status, summarize_error(error), elapsed_s)
 
 
 def summarize_error(error: BaseException) -> str:
     """Return the first line of an error message or the exception line of a traceback, cut to MAX_ERROR_CHARS."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
+    text = first_line(error)
     if text.startswith("Traceback"):
-        text = next((line for line in lines if _RAISED.match(line)), text)
-    return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 1] + "…"
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, its causes, and worker failures inside Ray Train's errors."""
-    seen: list[BaseException] = []
-    waiting = [error]
-    while waiting:
-        cause = waiting.pop()
-        if cause not in seen:
-            seen.append(cause)
-            yield cause
-            waiting += [e for e in (cause.__cause__, cause.__context__) if e is not None]
-            waiting += getattr(cause, "worker_failures", {}).values()
+        text = next((line for line in str(error).splitlines() if _RAISED.match(line)), text)
+    return text[:MAX_ERROR_CHARS]
 
 
 def build_row(trial: Trial, outcome: TrialOutcome, lines: list[Row] | None = None, result: Row | None = None) -> Row:
@@ -83,16 +68,16 @@ def aggregate_metrics(lines: list[Row]) -> Row:
     last = lines[-1] if lines else {}
     losses: list[Any] = [line.get("train/loss") for line in lines[-max(1, len(lines) // 4) :]]
     rates: Row = dict.fromkeys(("samples_per_s", "samples_per_s_min", "samples_per_s_max"))
-    windows, before = [], 0
-    for line in lines:
-        rate, steps = line.get("throughput/samples_per_s"), line["step"] - before
-        before = line["step"]
-        if rate is not None:
-            windows.append((rate, line["time/step_s"] * steps, steps))
+    windows = [
+        (line["throughput/samples_per_s"], line["time/step_s"], line["step"] - before)
+        for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)
+        if line.get("throughput/samples_per_s") is not None
+    ]
     if windows := windows[1:] or windows:  # the first is warm-up
-        longest = max(steps for _, _, steps in windows)
+        longest = max(steps for *_, steps in windows)
         full_windows = [rate for rate, _, steps in windows if 2 * steps > longest]  # not a short last one
-        mean = sum(rate * window_s for rate, window_s, _ in windows) / sum(window_s for _, window_s, _ in windows)
+        total_s = sum(step_s * steps for _, step_s, steps in windows)
+        mean = sum(rate * step_s * steps for rate, step_s, steps in windows) / total_s
         rates = {"samples_per_s": mean, "samples_per_s_min": min(full_windows), "samples_per_s_max": max(full_windows)}
     return {
         "steps": last.get("step"),
@@ -109,14 +94,6 @@ def aggregate_metrics(lines: list[Row]) -> Row:
 # are ranked within each global batch, and losses of different global batches are compared by ln(global) - loss, a lower
 # bound on mutual information (van den Oord et al. 2018, equation 5).
 TOLERANCE = 0.02  # relative; the noise of a trial is rarely smaller
-
-
-PHRASES = {
-    "throughput": "the most samples/s",
-    "loss": "the lowest loss",
-    "recall": "the highest recall@1",
-    "memory": "the least memory",
-}
 _FORMATS = {
     "samples_per_s": "{:,.0f} samples/s",
     "loss": "loss {:.3f}",
@@ -131,19 +108,11 @@ def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> Row | N
     measured = [row for row in rows if row["status"] == "finished" and row[metric] is not None]
     if not measured:
         return None
-    # Among nearly equal trials the one with less memory is best, or the faster one.
-    tie_breaker, tie_breaker_largest = ("peak_gib", False) if goal == "throughput" else ("samples_per_s", True)
-
-    def pick(rows: list[Row]) -> tuple[Row, Row]:
-        """Return the best row with the tie-breaker, and the best by the metric alone."""
-        leader = _extreme(rows, metric, largest)
-        margin = abs(leader[metric]) * TOLERANCE
-        near = [row for row in rows if abs(row[metric] - leader[metric]) <= margin and row[tie_breaker] is not None]
-        return (_extreme(near, tie_breaker, tie_breaker_largest) if near else leader), leader
-
-    sizes = sorted({row["global"] for row in measured})
-    per_global = {size: pick([row for row in measured if row["global"] == size])[0] for size in sizes}
-    if goal == "loss" and relative_to_chance and len(sizes) > 1:
+    per_global = {
+        str(size): _pick([row for row in measured if row["global"] == size], goal)[0]
+        for size in sorted({row["global"] for row in measured})
+    }
+    if goal == "loss" and relative_to_chance and len(per_global) > 1:
         best = max(per_global.values(), key=lambda row: math.log(row["global"]) - row["loss"])
         why = (
             f"{best['trial']} ends {math.log(best['global']) - best['loss']:.2f} nats below chance, more than the best "
@@ -151,37 +120,37 @@ def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> Row | N
             "are comparable only within one global batch."
         )
     else:
-        best, leader = pick(measured)
-        why = _why(best, leader, measured, goal, metric, tie_breaker)
-    return {"best": best["trial"], "per_global": {str(g): row["trial"] for g, row in per_global.items()}, "why": why}
+        best, leader = _pick(measured, goal)
+        value = f"{best['trial']} has {_FORMATS[metric].format(best[metric])}"
+        order = "highest" if largest else "lowest"
+        why = f"{value}, the {order} of {len(measured)} trials."
+        if best is not leader:
+            reason = "uses less memory" if goal == "throughput" else "is faster"
+            top = _FORMATS[metric].format(leader[metric])
+            why = f"{value}, within {TOLERANCE:.0%} of the {order} ({top} of {leader['trial']}), and {reason}."
+        why += _close_rival(best, measured) if goal == "throughput" and best["samples_per_s_min"] else ""
+    return {"best": best["trial"], "per_global": {size: row["trial"] for size, row in per_global.items()}, "why": why}
 
 
-def _extreme(rows: list[Row], metric: str, largest: bool) -> Row:
-    return (max if largest else min)(rows, key=lambda row: row[metric])
+def _pick(rows: list[Row], goal: str) -> tuple[Row, Row]:
+    """Return the best row and the leader by the metric alone: near the leader, less memory or more speed is better."""
+    metric, _, largest = GOALS[goal]
+    leader = (max if largest else min)(rows, key=lambda row: row[metric])
+    tie_breaker = "peak_gib" if goal == "throughput" else "samples_per_s"
+    margin = abs(leader[metric]) * TOLERANCE
+    near = [row for row in rows if abs(row[metric] - leader[metric]) <= margin and row[tie_breaker] is not None]
+    if not near:
+        return leader, leader
+    return (min if goal == "throughput" else max)(near, key=lambda row: row[tie_breaker]), leader
 
 
-def _why(best: Row, leader: Row, rows: list[Row], goal: str, metric: str, tie_breaker: str) -> str:
-    """Return the reason, with a warning if the second-best speed is within the range of the best trial's windows."""
-
-    def text(row: Row, metric: str) -> str:
-        return _FORMATS[metric].format(row[metric])
-
-    if best is not leader:
-        why = (
-            f"{best['trial']} is within {TOLERANCE:.0%} of {PHRASES[goal]} ({text(best, metric)}; {leader['trial']}: "
-            f"{text(leader, metric)}) and {'uses less memory' if tie_breaker == 'peak_gib' else 'is faster'} "
-            f"({text(best, tie_breaker)}; {leader['trial']}: {text(leader, tie_breaker)})."
-        )
-    elif len(rows) == 1:
-        return f"{best['trial']} is the only trial that finished: {text(best, metric)}."
-    else:
-        why = f"{best['trial']} has {PHRASES[goal]} of {len(rows)} trials: {text(best, metric)}."
+def _close_rival(best: Row, rows: list[Row]) -> str:
+    """Return a warning if the speed of another trial is within the range of the best one's windows."""
     low, high = best["samples_per_s_min"], best["samples_per_s_max"]
-    if metric == "samples_per_s" and low is not None:
-        rival = _extreme([row for row in rows if row is not best], metric, largest=True)
-        if low <= rival[metric] <= high:
-            why += (
-                f" {rival['trial']} may be as fast: its {text(rival, metric)} is within the range of {low:,.0f} to "
-                f"{high:,.0f}; run longer trials (--train.samples) to decide."
-            )
-    return why
+    rival = max((row for row in rows if row is not best), key=lambda row: row["samples_per_s"], default=None)
+    if rival is None or not low <= rival["samples_per_s"] <= high:
+        return ""
+    return (
+        f" {rival['trial']} may be as fast: its {rival['samples_per_s']:,.0f} samples/s are within the range of "
+        f"{low:,.0f} to {high:,.0f}; run longer trials (--train.samples) to decide."
+    )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import queue
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +39,6 @@ FREE_WAIT_S = 10.0  # data actors release their CPUs with a delay
 _ENVIRONMENT = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1"}
 # The driver of a trial runs on the head node and requests no CPU, because a small machine needs all of them for data.
 _DRIVER_RESOURCES = {HEAD_RESOURCE: 0.001}
-Events = queue.SimpleQueue[tuple[str, str | TrialOutcome]]  # (trial, what it is doing or how it ended)
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
     trials = planning.build_trials(sweep.base, sweep.space)
     os.environ.update(_ENVIRONMENT)
     with ray_session(planning.largest_cluster(trials)):
-        trials = filter_feasible(trials)
+        trials = mark_infeasible(trials)
         resolved, num_rows = _resolve_trials(trials, sweep, listener)
         samples = planning.samples_per_trial(sweep.length, trials, num_rows)
         identity = {"space": planning.searched_values(trials), "samples_per_trial": samples}
@@ -80,25 +77,23 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
                 name: planning.trial_config(trial, samples, num_rows, folder.path, sweep.goal)
                 for name, trial in resolved.items()
             }
-            warning = planning.warmup_warning(list(runs.values()), num_rows, sweep.goal)
-            if warning is not None:
+            if warning := planning.warmup_warning(list(runs.values()), num_rows, sweep.goal):
                 listener.log(warning, "warm-up")
             return _search(sweep, trials, runs, identity, folder, listener)
 
 
-def filter_feasible(trials: list[Trial]) -> list[Trial]:
-    """Mark trials that do not fit the cluster as infeasible. Raises ResourceError if no trial is feasible."""
-    checked, errors = [], []
+def mark_infeasible(trials: list[Trial]) -> list[Trial]:
+    """Mark trials that do not fit the cluster. Raises ResourceError if no trial is feasible."""
+    checked, error = [], None
     for trial in trials:
-        if trial.config is not None and not trial.infeasible:
-            try:
+        try:
+            if not trial.infeasible:
                 check_capacity(trial.config.with_cluster(workers=trial.config.cluster.max_workers))  # as in the trial
-            except ResourceError as error:
-                errors.append(error)
-                trial = replace(trial, infeasible=str(error))
+        except ResourceError as caught:
+            trial, error = replace(trial, infeasible=str(caught)), caught
         checked.append(trial)
-    if all(trial.infeasible for trial in checked):
-        raise errors[0]
+    if error is not None and all(trial.infeasible for trial in checked):
+        raise error
     return checked
 
 
@@ -108,7 +103,7 @@ def _resolve_trials(trials: list[Trial], sweep: Sweep, listener: SweepListener) 
     sets: dict[str, dict[str, str | None]] = {}
     num_rows = 0
     for trial in trials:
-        if trial.config is None or trial.shape is None or trial.infeasible:
+        if trial.infeasible:
             continue
         data = trial.config.data
         key = f"{data.train} {data.eval} {trial.config.prepare.model_dump_json()}"
@@ -151,37 +146,36 @@ def _search(
     }
     folder.write_json("sweep.json", summary)
     folder.write_rows(list(state.rows.values()))
-    counts = [f"{len(trials)} with {identity['samples_per_trial']:,} samples each"]
-    counts += [f"{len(measured)} already measured"] if measured else []
-    counts += [f"{len(infeasible)} infeasible"] if infeasible else []
-    space = "  ".join(f"{key}={','.join(map(str, values))}" for key, values in identity["space"].items())
     listener.log(str(folder.path), "sweep")
-    listener.log(space, "space")
-    listener.log(", ".join(counts), "trials")
-    listener.log(f"{sweep.goal}; {num_concurrent} trial{'s' * (num_concurrent > 1)} at a time", "goal")
+    samples, skipped = identity["samples_per_trial"], f"{len(measured)} already measured, {len(infeasible)} infeasible"
+    listener.log(f"{len(trials)} with {samples:,} samples each, {skipped}", "trials")
+    listener.log(f"{sweep.goal}; {num_concurrent} at a time", "goal")
     if remaining:
+        listener.status(f"running {len(remaining)} trials")
         run_trials(state, remaining, num_concurrent)
-    best = select_best(list(state.rows.values()), sweep.goal, sweep.base.objective.kind == "contrastive")
-    elapsed_s = earlier_s + time.monotonic() - start_s
-    summary |= {"status": state.status(), "elapsed_s": elapsed_s, "recommendation": best}
+    rows = [state.rows[trial.name] for trial in trials]
+    best = select_best(rows, sweep.goal, sweep.base.objective.kind == "contrastive")
+    elapsed_s, statuses = earlier_s + time.monotonic() - start_s, {row["status"] for row in rows}
+    status = next((each for each in ("stopped", "finished") if each in statuses), "failed")
+    summary |= {"status": status, "elapsed_s": elapsed_s, "recommendation": best}
     if best is not None:
         folder.write("best.yaml", to_yaml(planning.to_recipe(state.trials[best["best"]])))
     folder.write_json("sweep.json", summary)
     write_report_safely(folder.path, listener.log)
-    return SweepOutcome(folder.path, summary, state.table())
+    return SweepOutcome(folder.path, summary, rows)
 
 
 def plan_concurrency(runs: dict[str, Config], limit: int | None) -> tuple[int, dict[str, Config]]:
-    """Return the number of concurrent trials and their configs with data actors. Raises ResourceError."""
+    """Return the number of concurrent trials and their configs with data actors."""
     if not runs:
         return 1, runs
-    demand = planning.max_demand([resource_demand(config) for config in runs.values()])
+    demands = [resource_demand(config) for config in runs.values()]
+    demand = max(demands, key=lambda each: each.workers * sum(each.per_worker.values()) + each.data_cpus)
     single_node = all(is_single_node(config) for config in runs.values())
     wanted = min(limit or (1 if single_node else len(runs)), len(runs))  # on one machine, trials would slow each other
-    wait_for_nodes = any(config.cluster.wait_for_nodes for config in runs.values())
     total, pools = placement.alive_nodes(), placement.autoscaling_pools()
     free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if max_concurrent(demand, total, 1) else 0.0)
-    num_concurrent, actors = planning.trial_concurrency(free, total, demand, wanted, pools, wait_for_nodes)
+    num_concurrent, actors = planning.trial_concurrency(free, total, demand, wanted, pools)
     return num_concurrent, {
         name: config  # concurrent trials share the cluster, so each gets a fixed number of data actors
         if isinstance(config.data.workers, int)
@@ -191,13 +185,10 @@ def plan_concurrency(runs: dict[str, Config], limit: int | None) -> tuple[int, d
 
 
 def run_trials(state: SweepState, runs: dict[str, Config], num_concurrent: int) -> None:
-    """Run Ray Tune in a thread; this thread redraws the table and handles signals. Each started trial gets a row."""
-    events: Events = queue.SimpleQueue()
-    callback = _TuneCallback(events, state.stop)
-    for name in runs:
-        state.clear(name)
-    scratch = state.folder.path / "ray"
-    shutil.rmtree(scratch, ignore_errors=True)
+    """Run Ray Tune in a thread while this thread handles signals. Each trial gets a row."""
+    callback, scratch = _TuneCallback(state), state.folder.path / "ray"
+    for folder in (scratch, *(state.folder.path / "trials" / name for name in runs)):  # trials do not resume
+        shutil.rmtree(folder, ignore_errors=True)
     tuner = tune.Tuner(
         tune.with_resources(tune.with_parameters(_run_trial, configs=runs), _DRIVER_RESOURCES),
         param_space={"trial": tune.grid_search(list(runs))},
@@ -212,31 +203,15 @@ def run_trials(state: SweepState, runs: dict[str, Config], num_concurrent: int) 
             failure_config=tune.FailureConfig(max_failures=0),
         ),
     )
-
-    def fit() -> Exception | None:
-        """Return an error instead of raising it, so that rows are written first."""
-        try:
-            tuner.fit()
-        except Exception as error:  # noqa: BLE001 - raised below
-            return error
-        return None
-
-    def poll() -> None:
-        while not events.empty():
-            name, event = events.get()
-            if isinstance(event, str):
-                state.update(name, event)
-            else:
-                state.end(name, event)
-        state.listener.trials(state.table())
-
-    with handle_signals(state):
-        failure = run_in_thread(fit, poll)
-    for name in list(state.live):
-        state.end(name, TrialOutcome("stopped"))
-    shutil.rmtree(scratch, ignore_errors=True)
-    if failure is not None:
-        raise TrainingError(f"Ray Tune failed: {failure}") from failure
+    try:
+        with handle_signals(state):
+            run_in_thread(tuner.fit, lambda: None)
+    except Exception as error:
+        raise TrainingError(f"Ray Tune failed: {error}") from error
+    finally:
+        for name in runs:
+            state.end(name, TrialOutcome("stopped"))
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager
@@ -261,30 +236,25 @@ def _run_trial(params: dict[str, Any], configs: dict[str, Config]) -> None:
         outcome = TrialOutcome("finished", None, time.monotonic() - start_s)
     except Exception as error:  # noqa: BLE001 - any error is the outcome of this trial only
         outcome = classify_error(error, time.monotonic() - start_s)
-    tune.report({"ended": outcome._asdict()})
+    tune.report({"outcome": outcome._asdict()})
 
 
 class _TrialReporter:
-    """ProgressReporter of a trial: reports what it is doing to Ray Tune; its metrics are read from its folder."""
+    """ProgressReporter of a trial: lets Ray Tune stop it at each step; its metrics are read from its folder."""
 
-    def log(self, text: str, label: str = "") -> None:
-        """Ignored: the sweep logs it once for all trials."""
-
-    def prepare_progress(self, progress: Any) -> None:
-        """Ignored: data is prepared before the first trial."""
-
-    def status(self, title: str) -> None:
-        tune.report({"activity": title})
+    def log(self, *_: Any) -> None: ...
+    def status(self, *_: Any) -> None: ...
+    def prepare_progress(self, *_: Any) -> None: ...
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
-        tune.report({"activity": f"step {metrics['step']:,}/{total_steps:,}"})
+        tune.report({"step": metrics["step"]})
 
 
 class _TuneCallback(tune.Stopper, tune.Callback):
-    """Puts events of Ray Tune into a queue; pickled without state, because Ray Tune's restore is not used."""
+    """Passes outcomes of trials to the sweep; pickled without state, because Ray Tune's restore is not used."""
 
-    def __init__(self, events: Events, stop: threading.Event):
-        self._events, self._stop = events, stop
+    def __init__(self, state: SweepState):
+        self._state = state
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -293,17 +263,14 @@ class _TuneCallback(tune.Stopper, tune.Callback):
         return False
 
     def stop_all(self) -> bool:
-        return self._stop.is_set()
-
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._events.put((trial.config["trial"], "starting"))
+        return self._state.stop.is_set()
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        event = TrialOutcome(**result["ended"]) if "ended" in result else result["activity"]
-        self._events.put((trial.config["trial"], event))
+        if "outcome" in result:
+            self._state.end(trial.config["trial"], TrialOutcome(**result["outcome"]))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         error = trial.get_pickled_error() or TrainingError("its driver process died; see the logs of the head node")
-        self._events.put((trial.config["trial"], classify_error(error)))
+        self._state.end(trial.config["trial"], classify_error(error))

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, max_cluster, max_concurrent, missing_capacity
+from mmray.cluster.capacity import Demand, Node, Pool, max_cluster, max_concurrent
 from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.config import LENGTHS, Cluster, Config
 from mmray.config.search_space import Space, override_settings, setting_value
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
-from mmray.errors import ResourceError, UsageError
+from mmray.errors import UsageError
 
 DEFAULT_STEPS = 40  # default length, in steps of the largest global batch
 LOG_LINES = 10  # metrics lines per trial; the first is warm-up, the others give the spread
@@ -25,8 +25,8 @@ class Trial:
 
     name: str
     settings: dict[str, Any]
-    config: Config | None
-    shape: BatchShape | None
+    config: Config
+    shape: BatchShape | None = None
     infeasible: str | None = None
 
 
@@ -37,37 +37,24 @@ def reset_searched(recipe: Config, keys: Sequence[str]) -> Config:
 
 def restore_length(given: Config, recipe: Config) -> Config:
     """Return the config with the length of the recipe, the base of `best.yaml`."""
-    lengths = {name: getattr(recipe.train, name) for name in ("steps", "samples", "epochs")}
-    return given.replace(train=given.train.replace(**lengths))
+    return given.replace(train=given.train.replace(**recipe.train.model_dump(include={"steps", "samples", "epochs"})))
 
 
 def build_trials(base: Config, space: Space) -> list[Trial]:
-    """Return one trial per combination. Raises UsageError for a value that is invalid in all combinations."""
-    trials, invalid, combinations = [], [], space.combinations()
-    for number, given in enumerate(combinations, 1):
-        name = f"t{number:03}"
+    """Return one trial per combination. Raises UsageError for an invalid setting, and if no trial is feasible."""
+    trials = []
+    for number, given in enumerate(space.combinations(), 1):
+        config = override_settings(base, given)
+        trial = Trial(f"t{number:03}", {key: setting_value(config, key) for key in given}, config)
+        micro, workers = config.batch.micro, config.cluster.max_workers
         try:
-            config = override_settings(base, given)
-        except UsageError as error:
-            invalid.append((given, error))
-            trials.append(Trial(name, given, None, None, str(error)))
-            continue
-        trial = Trial(name, {key: setting_value(config, key) for key in given}, config, None)
-        batch, workers = config.batch, config.cluster.max_workers
-        try:
-            shape = resolve_batch_shape(batch, workers)
+            shape = resolve_batch_shape(config.batch, workers)
+            if isinstance(micro, int) and shape.micro < micro:
+                limit = f"{shape.micro} rows per worker (batch.global {shape.global_rows} on {workers} workers)"
+                raise UsageError(f"batch.micro {micro} is more than {limit}")
+            trials.append(replace(trial, shape=shape))
         except UsageError as error:
             trials.append(replace(trial, infeasible=str(error)))
-            continue
-        if isinstance(batch.micro, int) and shape.micro < batch.micro:
-            limit = f"{shape.micro} rows per worker (batch.global {shape.global_rows} on {workers} workers)"
-            trials.append(replace(trial, infeasible=f"batch.micro {batch.micro} is more than {limit}"))
-        else:
-            trials.append(replace(trial, shape=shape))
-    for given, reason in invalid:
-        for key, value in given.items():
-            if sum(each[key] == value for each in combinations) == sum(each[key] == value for each, _ in invalid):
-                raise UsageError(f"--space {reason}")
     if all(trial.infeasible for trial in trials):
         reasons = "\n  ".join(f"{trial.settings}: {trial.infeasible}" for trial in trials)
         raise UsageError(f"no combination is feasible:\n  {reasons}")
@@ -85,7 +72,7 @@ def searched_values(trials: Sequence[Trial]) -> dict[str, list[Any]]:
 
 def largest_cluster(trials: Sequence[Trial]) -> Cluster:
     """Return the cluster section that needs most CPUs, for the size of a local Ray cluster."""
-    sections = [trial.config.cluster for trial in trials if trial.config is not None and trial.shape is not None]
+    sections = (trial.config.cluster for trial in trials if trial.shape is not None)
     return max(sections, key=lambda section: section.max_workers * section.cpus_per_worker)
 
 
@@ -101,7 +88,7 @@ def samples_per_trial(given: Config, trials: Sequence[Trial], num_rows: int) -> 
 
 def trial_config(trial: Trial, samples: int, num_rows: int, folder: Path, goal: str) -> Config:
     """Return the config of the trial's run: its length, about ten lines of metrics, no retries, maximum workers."""
-    assert trial.config is not None and trial.shape is not None
+    assert trial.shape is not None
     config = trial.config
     train = config.train.replace(steps=None, samples=samples, epochs=None, log_every=1, checkpoint_every=0)
     steps = total_steps(train, num_rows, trial.shape.global_rows)
@@ -116,9 +103,7 @@ def trial_config(trial: Trial, samples: int, num_rows: int, folder: Path, goal: 
 
 def warmup_warning(runs: Sequence[Config], num_rows: int, goal: str) -> str | None:
     """Return a warning if a trial ends during warm-up, for goals that depend on the loss."""
-    if goal not in ("loss", "recall"):
-        return None
-    for run in runs:
+    for run in runs if goal in ("loss", "recall") else ():
         steps = total_steps(run.train, num_rows, resolve_batch_shape(run.batch, run.cluster.max_workers).global_rows)
         if steps <= run.optimizer.warmup_steps:
             return (
@@ -130,50 +115,23 @@ def warmup_warning(runs: Sequence[Config], num_rows: int, goal: str) -> str | No
 
 def to_recipe(trial: Trial) -> Config:
     """Return the trial as a recipe, with the recipe's length and the batch as `global` and `micro`."""
-    assert trial.config is not None and trial.shape is not None
-    config = trial.config
-    micro = "auto" if trial.shape.auto else trial.shape.micro
+    assert trial.shape is not None
+    config, micro = trial.config, "auto" if trial.shape.auto else trial.shape.micro
     return config.replace(
         batch=config.batch.replace(micro=micro, accumulation=None, global_=trial.shape.global_rows),
         run=config.run.replace(name=None, resume="auto"),
     )
 
 
-# All resources are counted before a trial starts, because a trial without a CPU for its data would wait forever.
-def max_demand(demands: Sequence[Demand]) -> Demand:
-    """Return a demand that covers each of `demands`."""
-    names = {name for demand in demands for name in demand.per_worker}
-    return replace(
-        demands[0],
-        workers=max(demand.workers for demand in demands),
-        per_worker={name: max(demand.per_worker.get(name, 0) for demand in demands) for name in names},
-        data_cpus=max(demand.data_cpus for demand in demands),
-    )
-
-
 def trial_concurrency(
-    free: Sequence[Node],
-    total: Sequence[Node],
-    demand: Demand,
-    wanted: int,
-    pools: Sequence[Pool] = (),
-    wait_for_nodes: bool = False,
+    free: Sequence[Node], total: Sequence[Node], demand: Demand, wanted: int, pools: Sequence[Pool] = ()
 ) -> tuple[int, int]:
-    """Return (concurrent trials, data CPUs per trial); 1 if a trial must wait. Raises ResourceError."""
+    """Return (concurrent trials, data CPUs per trial): a trial without a CPU for its data would wait forever."""
     combined = replace(demand, workers=demand.workers * wanted, data_cpus=demand.data_cpus * wanted)
-    # Nodes that autoscaling can add: the pools without the nodes that are already there.
-    group_of = [(node.labels or {}).get(NODE_GROUP) for node in total]
-    pool_nodes = [node for node, group in zip(total, group_of, strict=True) if group in {pool.name for pool in pools}]
-    remaining_pools = [replace(pool, max_nodes=pool.max_nodes - group_of.count(pool.name)) for pool in pools]
-    nodes = [*free, *max_cluster(combined, pool_nodes, remaining_pools)]
+    nodes = max_cluster(combined, free, pools)
     num_concurrent = max_concurrent(demand, nodes, wanted)
-    if num_concurrent == 0:
-        missing = None if wait_for_nodes else missing_capacity(demand, total, pools)
-        if missing is not None:
-            raise ResourceError(f"no trial fits: {missing}")
+    if num_concurrent == 0:  # the trial waits until other jobs have ended
         num_concurrent, nodes = 1, max_cluster(demand, total, pools)
-    cpus = (
-        sum(node.resources.get("CPU", 0) for node in nodes if node.matches_labels(demand.data_labels)) / num_concurrent
-    )
+    cpus = sum(node.resources.get("CPU", 0) for node in nodes if node.matches_labels(demand.data_labels))
     worker_cpus = 0 if demand.data_labels else demand.workers * demand.per_worker.get("CPU", 0)
-    return num_concurrent, max(1, int(cpus - worker_cpus) - INPUT_TASK_CPUS)
+    return num_concurrent, max(1, int(cpus / num_concurrent - worker_cpus) - INPUT_TASK_CPUS)

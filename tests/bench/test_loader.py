@@ -13,7 +13,7 @@ from PIL import Image
 from rich.console import Console
 
 from mmray.bench import loader, synthetic_images
-from mmray.bench.loader import RATIOS, LoaderSettings, arm_ratios, bench_loader, bottlenecks
+from mmray.bench.loader import RATIOS, arm_ratios, bench_loader, bottlenecks
 from mmray.bench.loader_arms import WARMUP_ARRIVALS, Arrival, TextbookDataset, TunedDataset, rows_per_s
 from mmray.cli.bench import bench
 from mmray.cli.console import Terminal
@@ -121,8 +121,8 @@ def test_bench_loader_end_to_end(local_ray, tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "SIDE", 96)
     monkeypatch.setattr(loader, "MIN_STEPS", WARMUP_ARRIVALS + 4)
     notes = []
-    settings = LoaderSettings(images=20, image_side=48, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.25)
-    result = bench_loader(settings, notes.append)
+    monkeypatch.setattr(loader, "PREPARED_SIDE", 48)
+    result = bench_loader(notes.append, images=20, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.25)
     arms = {each["arm"]: each for each in result["rows"]}
     assert list(arms) == list(RATES) and list(result["ratios"]) == list(RATIOS)
     assert result["ratios"]["stream_vs_tuned"] == pytest.approx(
@@ -131,4 +131,4 @@ def test_bench_loader_end_to_end(local_ray, tmp_path, monkeypatch):
     assert any("the bottleneck is" in note for note in result["notes"]) and len(notes) == 1 + len(arms)
     assert all(arms[f"stream {name}"]["first_batch_s"] > 0 for name in ("original", "prepared"))
     with pytest.raises(UsageError, match="got 4: raise --images"):
-        bench_loader(LoaderSettings(images=4, rounds=1), notes.append)
+        bench_loader(notes.append, images=4, rounds=1)

@@ -19,6 +19,11 @@ from mmray.errors import TrainingError
 from tests.engine import toy
 
 
+@pytest.fixture(autouse=True)
+def few_nonfinite_steps(monkeypatch):
+    monkeypatch.setattr(loop, "MAX_NONFINITE_STEPS", 3)
+
+
 def plan_of(steps: int, micro: int = 3, world: int = 1) -> SamplePlan:
     return SamplePlan(num_rows=33, global_rows=10, world=world, micro=micro, seed=1, steps=steps)
 

@@ -90,7 +90,7 @@ def test_generative_kind_trains_resumes_and_exports(rank, prepared, tmp_path):
     config = config_of("generative", tmp_path)
     changes = {"model": config.model.model_copy(update={"lora": Lora(rank=rank)})}
     changes["optimizer"] = config.optimizer.model_copy(update={"lr": 0.02})
-    changes["evaluate"] = Evaluate(num_generations=4, max_new_tokens=5)
+    changes["evaluate"] = Evaluate(num_generations=4)
     metrics, logged, model = train_and_resume(config.model_copy(update=changes), prepared, tmp_path)
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
     assert metrics["answered"] == 4 and 0 <= metrics["bleu_4"] <= 1

@@ -46,7 +46,7 @@ def optimizer_settings(**changes) -> SimpleNamespace:
 
 def train_settings(**changes) -> SimpleNamespace:
     """The section `train` of a config."""
-    settings = {"precision": "fp32", "seed": SEED, "log_every": 2, "checkpoint_every": 3, "max_nonfinite_steps": 3}
+    settings = {"precision": "fp32", "seed": SEED, "log_every": 2, "checkpoint_every": 3}
     settings |= {"ema": 0.0, "parallel": "ddp", "grad_compression": "none", "profile": 0}
     settings |= {"activation_checkpointing": (), "compile": "none", "channels_last": False}
     return SimpleNamespace(**settings | changes)
@@ -311,7 +311,7 @@ def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micro_batches: list[
 
     def classification() -> Tensor:
         labels = column("label", micro_batches)
-        return F.cross_entropy(column("class_logits")[labels >= 0], labels[labels >= 0], label_smoothing=0.1)
+        return F.cross_entropy(column("class_logits")[labels >= 0], labels[labels >= 0])
 
     def region_text() -> Tensor:
         labels = [micro["box_labels"].where(micro["box_mask"] & micro["valid"][:, None], -1) for micro in micro_batches]
@@ -358,7 +358,7 @@ def reference_gradients(
 
 def objective(kind: str, chunk: int = 4):
     """An objective from objectives/build.py; `chunk` is small, so that sigmoid uses several chunks."""
-    built = objectives.build(SimpleNamespace(kind=kind, label_smoothing=0.1))
+    built = objectives.build(SimpleNamespace(kind=kind))
     if hasattr(built, "chunk"):
         built.chunk = chunk
     return built

@@ -18,7 +18,7 @@ from tests.models.test_generative import CONVERSATIONS, ENCODER, INPUTS, TOKENIZ
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = [["a red circle", "a circle"], ["a blue square on a green ground"], ["a blue ground"]]
-SETTINGS = SimpleNamespace(batch=2, limit=None, num_generations=0, max_new_tokens=6)
+SETTINGS = SimpleNamespace(batch=2, limit=None, num_generations=0)
 MODEL = model_of()  # initialise once: ranks are threads here and share one generator
 
 

@@ -16,7 +16,7 @@ from mmray.objectives.sigmoid import CHUNK
 
 
 def kind(name: str) -> SimpleNamespace:
-    return SimpleNamespace(kind=name, label_smoothing=0.1)
+    return SimpleNamespace(kind=name)
 
 
 @pytest.fixture
@@ -51,7 +51,6 @@ def test_invalid_sum_raises(name):
 
 def test_settings_are_passed_to_the_objective(own):
     assert objectives.build(kind("sigmoid")).chunk == CHUNK
-    assert objectives.build(kind("classification")).label_smoothing == 0.1
     section = kind("own_objectives:Mine")
     assert objectives.build(section).section is section
 

@@ -11,8 +11,6 @@ from mmray.errors import UsageError
 from mmray.report.write import write_report
 from mmray.storage.paths import to_path
 from mmray.storage.storage import Storage
-from tests.data.images.crashing_images import deadly, decoder_dies
-from tests.made import png
 from tests.report.factories import (
     examples,
     line,
@@ -108,7 +106,7 @@ def test_changed_settings_are_listed_first(tmp_path):
     page = page_of(make_run(tmp_path / "run", optimizer={"lr": 0.25}))
     changed, everything = page.split("<details>", 1)
     assert "optimizer.lr" in changed and '<td>0.25</td><td class="soft">0.001</td>' in changed
-    assert "optimizer.eps" not in changed and "AdamW&#39;s epsilon." in everything
+    assert "optimizer.eps" not in changed and "optimizer.eps" in everything
     folder = make_run(tmp_path / "of_another_version")
     (folder / "config.yaml").write_text("recipe: sample\nbatch: {of_old: 3}\n")
     assert "batch.of_old" in page_of(folder)
@@ -116,14 +114,9 @@ def test_changed_settings_are_listed_first(tmp_path):
 
 @pytest.fixture
 def quarantined(tmp_path):
-    """A run on a set with quarantined rows, with its source still available."""
-    prepared, source = tmp_path / "set", tmp_path / "raw"
+    """A run on a set with quarantined rows."""
+    prepared = tmp_path / "set"
     prepared.mkdir()
-    source.mkdir()
-    (source / "good.png").write_bytes(png(9))
-    (source / "bad.png").write_bytes(png(9)[:40])
-    rows = [{"image": f"{name}.png", "text": "one"} for name in ("good", "bad", "gone")]
-    write_lines(source / "rows.jsonl", rows)
     reasons = ("duplicate", "truncated", "missing-image")
     entries = [
         {"key": f"k{n}", "source": f"rows.jsonl:{n}", "stage": "decode", "reason": reason, "detail": f"about {reason}"}
@@ -131,9 +124,7 @@ def quarantined(tmp_path):
     ]
     write_lines(prepared / "quarantine.jsonl", entries * 20)
     leakage = {"exact": 1, "near": 2, "phash_distance": 7, "dropped": True, "found_in": {"/e": 3, "splits": 0}}
-    where = {"format": "jsonl", "file": "rows.jsonl", "folder": str(source)}
-    manifest = {"num_read": 500, "source": where, "leakage": leakage}
-    (prepared / "manifest.json").write_text(json.dumps(manifest))
+    (prepared / "manifest.json").write_text(json.dumps({"num_read": 500, "leakage": leakage}))
     small = "data:image/webp;base64,AAAA"
     leaks = [
         {"key": "<i>k8</i>", "set": "/e", "other": "e1", "bits": 3, "thumbnails": [small, None]},
@@ -145,33 +136,18 @@ def quarantined(tmp_path):
     (folder / "data.json").write_text(json.dumps({"train": str(prepared), "num_rows": 440}))
     late = {"key": "k1", "source": "rows.jsonl:1", "row": 7, "stage": "train", "reason": "its images changed"}
     write_lines(folder / "quarantine.jsonl", [late])
-    return folder, source
+    return folder
 
 
-def test_quarantined_rows_are_shown_with_available_images(quarantined):
-    folder, source = quarantined
-    page = page_of(folder)
+def test_quarantined_rows_are_shown(quarantined):
+    page = page_of(quarantined)
     assert "61 rows of 500 read" in page
     assert page.index("in training</span>") < page.index("duplicate</span><p>")  # one of each reason in turn
     assert "its images changed" in page and "about truncated" in page
-    assert page.count('alt="image of') == 1 + 4  # of the row that failed in training, and of the duplicates
-    assert page.count("cannot be opened") == 12 - 5 + 1  # one more: the copy of a leak
-    for file in source.iterdir():
-        file.unlink()
-    assert page_of(folder).count("cannot be opened") == 12 + 1
-
-
-def test_decoder_crash_does_not_stop_the_report(quarantined):
-    folder, source = quarantined
-    (source / "good.png").write_bytes(deadly(png(9), source / "tries"))
-    with decoder_dies():
-        page = page_of(folder)
-    assert "61 rows of 500 read" in page and page.count("cannot be opened") == 12 + 1
-    assert (source / "tries").read_text()  # decoded in a separate process
 
 
 def test_leaked_pairs_are_shown_side_by_side(quarantined):
-    page = page_of(quarantined[0])
+    page = page_of(quarantined)
     assert "3 rows are also in another set (1 exact, 2 near-duplicates within 7 of 256 bits): 3 in /e, 0 in" in page
     assert page.count('alt="its duplicate"') == 1 and page.count('alt="the row"') == 2
     assert "3 bits</span>" in page and "&lt;i&gt;k8&lt;/i&gt;" in page

@@ -46,8 +46,6 @@ def test_missing_or_contradicting_labels_are_errors(tmp_path: Path) -> None:
         with_region_labels(MODEL, [named(tmp_path / "nameless", {})], None)
     with pytest.raises(UsageError, match=r"a box label 90000 \(far\)"):
         with_region_labels(MODEL, [named(tmp_path / "far", {"90000": "far"})], None)
-    with pytest.raises(DataError, match=r"none of 128 rows of .*/bare has a labelled box"):
-        with_region_labels(MODEL, [named(tmp_path / "bare", {"1": "cat"}, boxed=False)], None)
 
 
 @pytest.mark.parametrize(("labels", "bad"), [([0, -1], 0), ([1, 3], 3), ([1, -1], None)])

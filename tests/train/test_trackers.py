@@ -21,7 +21,7 @@ STEPS = 5
 
 def config_of(*names: str, **settings) -> Config:
     names = tuple(name if name in trackers.BUILT_IN else f"tests.train.trackers:{name}" for name in names)
-    return Config(run=Run(trackers=names, project="tests"), **settings)
+    return Config(run=Run(trackers=names), **settings)
 
 
 def metrics_of(step: int) -> dict:
@@ -60,7 +60,7 @@ def test_tracker_receives_run_and_its_resume_without_duplicate_steps(tmp_path: P
     assert [line["start"] for line in lines if "start" in line] == [None, "first"]
     assert [line["finish"] for line in lines if "finish" in line] == [False, True]
     about = lines[0]["about"]
-    assert (about["name"], about["project"], about["config"]["batch"]["global"]) == (tmp_path.name, "tests", None)
+    assert (about["name"], about["config"]["batch"]["global"]) == (tmp_path.name, None)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,7 @@ def test_mlflow_logs_to_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tests")
     monkeypatch.setenv("SOME_API_KEY", "hush-hush")
     data = Data(train="s3://me:pass@host/hush-hush/set")
     for steps in (range(1, 3), range(2, STEPS + 1)):

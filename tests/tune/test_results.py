@@ -84,16 +84,16 @@ def row(trial, size, rate, gib=1.0, loss=1.0, recall=0.5, status="finished", spr
     [
         (
             [row("a", 64, 100), row("b", 64, 120), row("c", 128, 300), row("d", 128, 200)],
-            *("throughput", "c", "c has the most samples/s of 4 trials: 300 samples/s."),
+            *("throughput", "c", "c has 300 samples/s, the highest of 4 trials."),
         ),
         (  # less memory wins within two percent
             [row("a", 64, 100, gib=8), row("b", 64, 99, gib=4), row("c", 64, 97, gib=1)],
-            *("throughput", "b", "b is within 2% of the most samples/s (99 samples/s; a: 100 samples/s) and uses less"),
+            *("throughput", "b", "b has 99 samples/s, within 2% of the highest (100 samples/s of a), and uses less"),
         ),
-        ([row("a", 64, 100, spread=0.2), row("b", 64, 90)], "throughput", "a", "is within the range of 80 to 120"),
+        ([row("a", 64, 100, spread=0.2), row("b", 64, 90)], "throughput", "a", "are within the range of 80 to 120"),
         (
             [row("a", 64, 900, status="out_of_memory"), row("b", 64, 800, status="stopped"), row("c", 64, 5)],
-            *("throughput", "c", "c is the only trial that finished: 5 samples/s."),
+            *("throughput", "c", "c has 5 samples/s, the highest of 1 trials."),
         ),
         ([row("a", 64, 10, recall=None), row("b", 64, 9, recall=0.2)], "recall", "b", "recall@1 0.200"),
         (  # ties of loss and of memory are decided by speed

@@ -38,10 +38,7 @@ class Watching(Silent):
 
     def __init__(self, stop=False):
         super().__init__()
-        self.stop, self.rows, self.tables = stop, [], []
-
-    def trials(self, rows):
-        self.tables.append(rows)
+        self.stop, self.rows = stop, []
 
     def ended(self, row):
         self.rows.append(row)
@@ -84,7 +81,6 @@ def test_stopped_sweep_keeps_finished_rows(stopped):
     assert outcome.summary["status"] == "stopped"
     assert ("stop", "stopping the running trials; press Ctrl-C again to exit at once") in listener.notes
     assert listener.rows[0]["trial"] == "t001"
-    assert any(row.get("activity", "").startswith("step ") for table in listener.tables for row in table)
     assert [row["status"] for row in outcome.rows][2:] == ["infeasible", "infeasible"]
     assert outcome.summary["recommendation"]["best"] == "t001"
 
@@ -160,7 +156,6 @@ def test_two_trials_run_concurrently_on_two_nodes(tmp_path):
         length = typed.replace(train=typed.train.replace(steps=4))
         outcome = search(Sweep(recipe, length, parse_space(["batch.micro=4,8"])), listener)
     assert (outcome.summary["status"], outcome.summary["concurrency"]) == ("finished", 2)
-    assert max(sum(each["status"] == "running" for each in table) for table in listener.tables) == 2
     split, whole = rows_of(outcome.path).values()
     assert (split["accumulation"], whole["accumulation"]) == (2, 1)
     assert split["loss"] == pytest.approx(whole["loss"], rel=1e-4)  # one global batch for any split

@@ -78,9 +78,9 @@ def test_finished_rows_are_kept_if_settings_match(tmp_path):
     rows = [{"trial": f"t{n}", "status": status, "settings": {"batch.micro": n}} for n, status in enumerate(statuses)]
     sweep.write_rows(rows[::-1])
     assert [json.loads(line) for line in (sweep.path / "trials.jsonl").read_text().splitlines()] == rows
-    trials = [Trial(row["trial"], row["settings"], None, None) for row in rows]
+    trials = [Trial(row["trial"], row["settings"], None) for row in rows]
     assert list(sweep.reusable_rows(trials)) == ["t0", "t1"]
-    assert list(sweep.reusable_rows([Trial("t0", {"batch.micro": 99}, None, None), *trials[1:]])) == ["t1"]
+    assert list(sweep.reusable_rows([Trial("t0", {"batch.micro": 99}, None), *trials[1:]])) == ["t1"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
