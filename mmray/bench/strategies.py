@@ -18,7 +18,7 @@ from mmray.bench.step import WARMUP_STEPS, StepTimer, build_bench, peak_gib, ste
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import Metrics
-from mmray.engine.parallel.branches import two_devices
+from mmray.engine.parallel.strategy import two_devices
 from mmray.train.validate import unsupported_reasons
 
 if TYPE_CHECKING:
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
 BASELINE = "ddp fp32"
 PROFILED_STEPS = 2
-IDLE_SHARES = ("idle_share_0", "idle_share_1")  # of the two devices of branches
 FIGURES = (
     *("samples_per_s", "step_p50_s", "step_p95_s", "communication_share"),
-    *(*IDLE_SHARES, "peak_gib", "loss", "loss_vs_ddp"),
+    *("peak_gib", "loss", "loss_vs_ddp"),
 )
 # Name: settings of `train`. The kinds in ONE_WORKER run with one worker.
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -132,15 +131,11 @@ def _measure_rank(config: Config, group: Group, _: Path, *, steps: int) -> dict[
     bench = build_bench(config, Group(device=group.device), shape.global_rows)
     batches = [rank_share(batch, group.rank, group.world) for batch in bench.batches]
     timer = ProfiledTimer(devices, timed=timed)
-    replace(bench, group=group, batches=batches).train(
-        bench.model, shape, timed + PROFILED_STEPS, timer, devices=devices
-    )
-    idle = {name: timer.metrics[f"branches/{name}"] for name in IDLE_SHARES if f"branches/{name}" in timer.metrics}
+    replace(bench, group=group, batches=batches).train(bench.model, shape, timed + PROFILED_STEPS, timer)
     return step_time_stats(shape, timer.times_s[:steps]) | {
         "communication_share": timer.communication_share,
         "peak_gib": timer.peak_gib,
         "loss": timer.metrics["train/loss"],
-        **idle,
     }
 
 

@@ -122,9 +122,8 @@ def _strategies(command: StrategiesCommand, terminal: Terminal) -> tuple[dict[st
     result = bench_strategies(recipes.load(command.recipe), command.steps, command.only, terminal.status)
     columns = {"strategy": ("strategy", ""), "samples_per_s": ("samples/s", ",.0f")}
     columns |= {"step_p50_s": ("p50 s", ".3f"), "step_p95_s": ("p95 s", ".3f"), "communication_share": ("comm", ".0%")}
-    columns |= {"idle_share_0": ("idle 0", ".0%"), "idle_share_1": ("idle 1", ".0%"), "peak_gib": ("GiB", ".2f")}
-    columns |= {"loss": ("loss", ".4f"), "loss_vs_ddp": ("vs ddp", "+.3%")}
-    notes = ["comm: share of the time in collectives; idle: of the two devices of branches; loss after the last step"]
+    columns |= {"peak_gib": ("GiB", ".2f"), "loss": ("loss", ".4f"), "loss_vs_ddp": ("vs ddp", "+.3%")}
+    notes = ["comm: share of the time in collectives; loss after the last step"]
     notes += [f"{row['strategy']}: {row['error']}" for row in result["rows"] if row["error"]]
     return result | {"notes": notes}, rows_table(result["rows"], columns)
 

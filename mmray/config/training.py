@@ -37,9 +37,6 @@ class Optimizer(Section, path="optimizer"):
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.98), description="AdamW's betas.")
     eps: float = Field(1e-6, gt=0, description="AdamW's epsilon.")
     clip_norm: float = Field(1.0, ge=0, description="Maximum gradient norm; 0: no clipping.")
-    clip_per: Literal["model", "branch"] = Field(
-        "model", description="Whether the norm is of all gradients, or of each branch separately."
-    )
     schedule: Literal["cosine", "linear", "constant", "cooldown"] = Field(
         "cosine", description="Learning rate after warm-up; cooldown: constant, then linear in the last 20%."
     )

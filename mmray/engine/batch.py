@@ -66,8 +66,3 @@ def total_steps(train: Train, num_rows: int, global_rows: int) -> int:
         epochs, rest = divmod(train.samples, num_rows)
         return epochs * steps_per_epoch + ceil(rest / global_rows)
     return max(1, round((train.epochs or 1.0) * steps_per_epoch))
-
-
-def smaller_micro(micro: int) -> int:
-    """Half the rows of a micro-batch, for a retry after an OOM; 0 after 1. Ragged last micro-batches are normal."""
-    return micro // 2

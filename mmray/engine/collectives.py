@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ class Group:
         """Return the default process group of torch.distributed, or a group of one."""
         if not dist.is_initialized():
             return cls(device=torch.device(device))
-        cpu_group = None if dist.get_backend() == "gloo" else _cpu_group(dist.group.WORLD, timeout_s)
+        cpu_group = None if dist.get_backend() == "gloo" else cls.new_cpu_group(timeout_s)
         return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), cpu_group)
 
     def all_reduce_min(self, value: int) -> int:
@@ -108,7 +107,7 @@ class Group:
 
     @staticmethod
     def new_cpu_group(timeout_s: float) -> Any:
-        """Create a gloo group of the same ranks for a thread, so that its collectives cannot interleave with others."""
+        """Create a gloo group of all ranks: for collectives that need no device, or for a thread of its own."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def broadcast_object(self, value: Any) -> Any:
@@ -118,9 +117,3 @@ class Group:
         values = [value]
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
-
-
-@lru_cache(maxsize=1)
-def _cpu_group(world: Any, timeout_s: float) -> Any:
-    """A gloo group of all ranks, created once for a process group, for collectives that need no device."""
-    return Group.new_cpu_group(timeout_s)

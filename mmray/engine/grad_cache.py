@@ -30,17 +30,6 @@ class GradCache:
     gradients: list[Outputs] = field(default_factory=list)  # of each micro-batch: at its outputs, weighted
     sums: dict[str, Tensor] = field(default_factory=dict)  # [K] each: the counts of the global loss come first
 
-    @classmethod
-    def create(cls, state: TrainState, losses: ObjectiveParts, batch: LocalBatch, global_counts: Tensor) -> GradCache:
-        """Return a cache without gradients.
-
-        The weights turn a rank's loss sums into its part of the mean over all ranks. They include the loss scale, and
-        the world size because DDP averages gradients.
-        """
-        loss_weights = state.scaler.scale(state.group.world / global_counts[:-1].clamp(min=1))
-        num_global = 0 if losses.global_loss is None else losses.global_loss.count(batch.micro_batches[0]).numel()
-        return cls(global_counts, batch.micro_batches, (loss_weights[:num_global], loss_weights[num_global:]))
-
     def add(self, sums: dict[str, Tensor], local_loss: bool) -> None:
         """Add the sums of a micro-batch."""
         padding = (len(self.loss_weights[0]), 0) if local_loss else (0, len(self.loss_weights[1]))
@@ -83,7 +72,10 @@ def build_grad_cache(
             gathered = gather_outputs(group, detached, batch, counts, losses.gathered_names)
         else:
             gathered = GatheredOutputs(group.all_reduce_sum(counts))
-    cache = GradCache.create(state, losses, batch, gathered.global_counts)
+    # They turn loss sums of a rank into its part of the mean over all ranks; times the world size, as DDP averages.
+    weights = state.scaler.scale(group.world / gathered.global_counts[:-1].clamp(min=1))
+    num_global = 0 if objective is None else objective.count(batch.micro_batches[0]).numel()
+    cache = GradCache(gathered.global_counts, batch.micro_batches, (weights[:num_global], weights[num_global:]))
     if mining is not None:
         with state.timers("sync"):
             inputs = gather_negative_inputs(group, mining, batch)

@@ -15,26 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from mmray.engine import oom
-from mmray.engine.batch import smaller_micro
 from mmray.engine.checkpoint import state_io
 from mmray.engine.checkpoint.manager import CheckpointSchedule, steps_between_checkpoints
-from mmray.engine.metrics.meters import Meter, Padding, reduce_over_ranks, rows_sha
+from mmray.engine.metrics.meters import Meter, padding_fractions, reduce_over_ranks, rows_sha
 from mmray.engine.metrics.timers import PhaseTimers, Throughput
 from mmray.engine.metrics.writers import Metrics, profiled
-from mmray.engine.oom import RecoverableOom, error_text
-from mmray.engine.optimizer import (
-    ALL_PARAMETERS,
-    ExponentialMovingAverage,
-    build_optimizer,
-    lr_at,
-    make_clip_groups,
-    set_lr,
-)
+from mmray.engine.oom import RecoverableOom
+from mmray.engine.optimizer import ExponentialMovingAverage, build_optimizer, lr_at, set_lr
 from mmray.engine.parallel import strategy
 from mmray.engine.precision import micro_seed, select_precision
 from mmray.engine.prefetch import LocalBatch, prefetch, split_micro_batches
 from mmray.engine.run_state import EMA_KEY, LoopResult, Progress, StateLoader, TrainSpec, TrainState
-from mmray.engine.step import StepResult, nonfinite_samples, optimizer_step
+from mmray.engine.step import StepResult, optimizer_step
 from mmray.errors import OutOfMemoryError, TrainingError, first_line, is_out_of_memory
 from mmray.objectives.protocol import Batch
 
@@ -45,7 +37,6 @@ MAX_NONFINITE_STEPS = 10  # in a row
 class _Run:
     spec: TrainSpec
     state: TrainState
-    parallel_config: strategy.ParallelConfig
     progress: Progress
     meter: Meter
     schedule: CheckpointSchedule
@@ -72,10 +63,10 @@ def run(spec: TrainSpec, steps: Iterable[list[Batch]], stored: StateLoader | Non
             progress.step += 1
             if run.average is not None and result.finite:
                 run.average.update_parameters(spec.model)
-            _check_finite(run, batch, result)
+            _check_finite(run, result)
             num_rows = plan.rows_stop(progress.step - 1) - plan.rows_start(progress.step - 1)
-            run.meter.rates.add(time.perf_counter() - start_s, batch.wait_s, num_rows, batch.tokens)
-            run.meter.padding.add(batch)
+            run.meter.rates.add(time.perf_counter() - start_s, batch.wait_s, num_rows, batch.token_counts[0])
+            run.meter.token_counts += torch.tensor(batch.token_counts)
             keys = batch.keys
             del batch  # a GPU holds two batches: this one and the next
             metrics = _finish_step(run, keys, result) or metrics
@@ -95,8 +86,7 @@ def _start(spec: TrainSpec, stored: StateLoader | None) -> _Run:
     device, module, train = spec.group.device, spec.model.train(), spec.train
     precision = select_precision(train.precision, device)
     timers = PhaseTimers(device)
-    parallel_config = strategy.ParallelConfig(train.parallel, train.grad_compression, precision.dtype, spec.devices)
-    model = strategy.wrap_model(module, spec.group, parallel_config)
+    model = strategy.wrap_model(module, spec.group, train.parallel, train.grad_compression, precision.dtype)
     state = TrainState(
         model=model,
         objective=spec.objective,
@@ -104,7 +94,6 @@ def _start(spec: TrainSpec, stored: StateLoader | None) -> _Run:
         precision=precision,
         optimizer=build_optimizer(module, spec.optimizer),
         scaler=precision.scaler(),
-        clip_groups=make_clip_groups(module, spec.optimizer.clip_per),
         timers=timers,
         clip_norm=spec.optimizer.clip_norm,
         can_recover_oom=(spec.recover_cpu_oom or device.type == "cuda") and not strategy.has_inner_collectives(model),
@@ -114,9 +103,8 @@ def _start(spec: TrainSpec, stored: StateLoader | None) -> _Run:
     planned = min(spec.plan.micro, spec.plan.rank_rows, spec.micro or spec.plan.rank_rows)
     if progress.planned_micro != planned:  # otherwise keep what it was reduced to before the checkpoint
         progress.planned_micro = progress.micro = planned
-    meter = Meter(Throughput(timers), max(1, len(spec.devices)))
-    schedule = CheckpointSchedule(train.checkpoint_every, progress.step)
-    return _Run(spec, state, parallel_config, progress, meter, schedule, average)
+    meter = Meter(Throughput(timers), devices=2 if train.parallel == "branches" else 1)
+    return _Run(spec, state, progress, meter, CheckpointSchedule(train.checkpoint_every, progress.step), average)
 
 
 def _load(
@@ -141,11 +129,10 @@ def _next_batch(run: _Run, batches: Iterator[LocalBatch]) -> LocalBatch:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        smaller = smaller_micro(micro)
-        retry = f"restarting with {smaller} rows" if smaller else oom.OOM_ADVICE
+        retry = f"restarting with {micro // 2} rows" if micro > 1 else oom.OOM_ADVICE
         cause = f"(rank {run.spec.group.rank}: {first_line(error)})"
         raise OutOfMemoryError(
-            f"out of memory after step {step} with micro-batches of {micro} rows {cause}; {retry}", smaller
+            f"out of memory after step {step} with micro-batches of {micro} rows {cause}; {retry}", micro // 2
         ) from error
     if batch is None:
         raise TrainingError(
@@ -161,54 +148,47 @@ def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
     Raises OutOfMemoryError if there are no smaller ones, or if the ranks are no longer in step and must restart.
     """
     spec, progress = run.spec, run.progress
-    plan, step, rank = spec.plan, progress.step, spec.group.rank
+    step, group = progress.step, spec.group
     # The stop request is reduced over ranks in the step: all ranks must leave the loop together.
     stop = spec.stop()
     while True:
         micro_batches = split_micro_batches(batch, progress.micro)
         try:
             run.meter.count_flops(run.state, micro_batches)
-            return optimizer_step(run.state, micro_batches, partial(micro_seed, spec.train.seed, step, rank), stop)
+            seed_of = partial(micro_seed, spec.train.seed, step, group.rank)
+            return optimizer_step(run.state, micro_batches, seed_of, stop)
         except RecoverableOom as error:
             local_error = str(error)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            details = oom.describe_rank_error(plan, step, rank, spec.row_names, error_text(error))
-            text = oom.step_oom_message(step, progress.micro, [details])
-            raise OutOfMemoryError(text, smaller_micro(progress.micro)) from error
+            text = oom.step_oom_message(step, progress.micro, {group.rank: first_line(error)})
+            raise OutOfMemoryError(text, progress.micro // 2) from error
         # Outside `except`: the traceback would keep the step's tensors alive.
         del micro_batches
-        details = oom.describe_rank_error(plan, step, rank, spec.row_names, local_error)
-        text = oom.step_oom_message(step, progress.micro, spec.group.all_gather_objects(details))
-        progress.micro = smaller_micro(progress.micro)
+        text = oom.step_oom_message(step, progress.micro, dict(enumerate(group.all_gather_objects(local_error))))
+        progress.micro //= 2
         if progress.micro == 0:
             raise OutOfMemoryError(text)
         run.state.optimizer.zero_grad(set_to_none=True)
-        run.state = replace(run.state, model=strategy.rewrap(run.state.model, spec.group, run.parallel_config))
-        if spec.group.device.type == "cuda":
+        run.state = replace(run.state, model=strategy.rewrap(run.state.model, group, spec.train.grad_compression))
+        if group.device.type == "cuda":
             torch.cuda.empty_cache()
         spec.notify("memory", text)
 
 
-def _check_finite(run: _Run, batch: LocalBatch, result: StepResult) -> None:
-    """Count skipped steps; after too many in a row raise TrainingError that names the rows with non-finite outputs."""
-    spec, progress = run.spec, run.progress
+def _check_finite(run: _Run, result: StepResult) -> None:
+    """Count skipped steps; raise TrainingError after too many in a row."""
+    progress, plan = run.progress, run.spec.plan
     progress.skipped += not result.finite
     progress.skipped_in_a_row = 0 if result.finite else progress.skipped_in_a_row + 1
-    if progress.skipped_in_a_row < MAX_NONFINITE_STEPS:
-        return
-    plan, step = spec.plan, progress.step - 1
-    bad = plan.rows_at(nonfinite_samples(run.state, split_micro_batches(batch, progress.micro)).numpy())
-    names = spec.row_names([int(row) for row in bad[: oom.MAX_NAMED]])
-    named = [name for of_rank in spec.group.all_gather_objects(names) for name in of_rank]
-    rows = f"rows {plan.rows_start(step):,} to {plan.rows_stop(step) - 1:,} of the sample order"
-    cause = f"outputs not finite for {', '.join(named)}" if named else f"all outputs finite, and the rows are {rows}"
-    raise TrainingError(
-        f"the gradient was not finite in {progress.skipped_in_a_row} steps in a row, up to step {step + 1} "
-        f"({cause}). Lower --optimizer.lr, or try --train.precision fp32 to see "
-        "whether the precision is the cause"
-    )
+    if progress.skipped_in_a_row >= MAX_NONFINITE_STEPS:
+        rows = f"{plan.rows_start(progress.step - 1):,} to {plan.rows_stop(progress.step - 1) - 1:,}"
+        raise TrainingError(
+            f"the gradient was not finite in {progress.skipped_in_a_row} steps in a row, up to step {progress.step} "
+            f"(rows {rows} of the sample order). Lower --optimizer.lr, or try "
+            "--train.precision fp32 to see whether the precision is the cause"
+        )
 
 
 def _finish_step(run: _Run, keys: Tensor, result: StepResult) -> Metrics | None:
@@ -241,8 +221,8 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
     """Metrics of the step just taken. Takes two small collectives, so only for steps that are logged."""
     spec, state, step = run.spec, run.state, run.progress.step - 1
     means = [(value / result.counts).sum() for value in result.sums.values()]
-    counted = run.meter.padding.compute(spec.group.device)
-    sums, reduced = reduce_over_ranks(spec.group, [*means, *counted], run.meter.compute(state))
+    sums, reduced = reduce_over_ranks(spec.group, [*means, *run.meter.token_counts], run.meter.compute(state))
+    run.meter.token_counts.zero_()
     return (
         {
             "step": step + 1,
@@ -254,9 +234,8 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
         | {f"train/{name}": mean for name, mean in zip(result.sums, sums[: len(means)], strict=True)}
         | {f"train/{name}": float(value) for name, value in result.scalars.items()}
         | {"train/lr": lr_at(step, spec.optimizer, spec.plan.steps), "train/grad_norm": result.grad_norm}
-        | {f"train/grad_norm_{name}": norm for name, norm in result.grad_norms.items() if name != ALL_PARAMETERS}
         | {"train/skipped_steps": run.progress.skipped, "batch/micro": run.progress.micro}
-        | Padding.fractions(sums[len(means) :], spec.group_by_length)
+        | padding_fractions(sums[len(means) :], spec.group_by_length)
         | spec.static_metrics
         | reduced
     )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
-import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from mmray.data.stream.order import SamplePlan
-from mmray.engine import optimizer, precision
-from mmray.engine.batch import smaller_micro
+from mmray.engine import precision
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.oom import OOM_ADVICE, RecoverableOom
+from mmray.engine.optimizer import build_optimizer
 from mmray.engine.parallel import strategy
-from mmray.engine.parallel.branches import BranchParallel, two_devices
-from mmray.engine.parallel.transforms import compile_branches
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
 from mmray.engine.step import accumulate_gradients
-from mmray.engine.worker_context import WorkerContext
 from mmray.errors import OutOfMemoryError, TrainingError, UsageError, is_out_of_memory
 from mmray.machine import free_memory
 from mmray.models.synthetic import synthetic_batch
@@ -41,78 +36,23 @@ HOST_FRACTION = 0.8  # of a host's free memory, available to its ranks
 MakeBatch = Callable[[int], Batch]  # rows -> a synthetic micro-batch on the training device
 
 
-@dataclass(frozen=True)
-class ProbeResult:
-    """Rows of a micro-batch that fit on every rank, and this rank's memory table in GiB."""
-
-    micro: int
-    table: dict[str, float]
-
-
-def dry_run_job(context: WorkerContext, state: TrainState, plan: SamplePlan) -> ProbeResult:
-    """Take a synthetic step to find shape and memory errors before the first; return the rows that fit."""
-    config, spec = context.config, context.config.model
-    micro = min(plan.micro, plan.rank_rows, context.micro or plan.rank_rows)
-    auto = config.batch.micro == "auto" and not context.micro
-    device, sharded = state.group.device, config.train.parallel == "fsdp"
-    if sharded:
-        state = _sharded_copy(config, state)
-    elif config.train.parallel == "branches" and device.type == "cuda":
-        state = replace(state, model=BranchParallel(state.model, two_devices(device)))
-    averaged = state.model.parameters() if config.train.ema else ()
-    copied = [weight.detach().clone() for weight in averaged]  # the averaged weights will be in memory too
-    try:
-        return dry_run(
-            config,
-            state,
-            lambda rows: synthetic_batch(spec.inputs, spec.vocab_size, rows, device),
-            plan.rank_rows,
-            None if auto else micro,
-        )
-    finally:
-        copied.clear()
-        if isinstance(state.model, BranchParallel):
-            state.model.close()
-        if sharded:
-            del state
-            gc.collect()  # FSDP's state and the module refer to each other
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-
-
-def make_probe_state(config: Config, model: nn.Module, objective: Any, group: Group) -> TrainState:
-    """Return a state for the synthetic step, with a temporary optimizer."""
-    mixed = precision.select_precision(config.train.precision, group.device)
-    temporary = optimizer.build_optimizer(model, config.optimizer)
-    return TrainState(model, objective, group, mixed, temporary, mixed.scaler(), {}, PhaseTimers(group.device))
-
-
-def _sharded_copy(config: Config, state: TrainState) -> TrainState:
-    """Return the state with a temporary copy of the model, sharded over the ranks.
-
-    A copy, because a full state can only be loaded into unsharded weights. Raises UsageError if a custom model cannot
-    be copied.
-    """
-    try:
-        module = copy.deepcopy(state.model)
-    except (TypeError, RuntimeError) as error:  # for example locks, files, or computed weights
-        raise UsageError(
-            "train.parallel fsdp copies the model for the dry run, and model.kind "
-            f"`{config.model.kind}` cannot be copied ({error}): add a __deepcopy__, or use another strategy"
-        ) from error
-    compile_branches(module, config.train)
-    model = strategy.wrap_model(module, state.group, strategy.ParallelConfig("fsdp", shard_dtype=state.precision.dtype))
-    return replace(state, model=model, optimizer=optimizer.build_optimizer(module, config.optimizer))
-
-
 def dry_run(
-    config: Config, state: TrainState, make_batch: MakeBatch, rows_per_rank: int, micro: int | None
-) -> ProbeResult:
-    """Call `probe_memory`; report a mismatch of model and objective as a UsageError."""
+    config: Config, model: nn.Module, objective: Any, group: Group, plan: SamplePlan, max_micro: int = 0
+) -> tuple[int, dict[str, float]]:
+    """Take a synthetic step to find shape and memory errors before the first; return as `probe_memory` does.
+
+    model: sharded if `train.parallel` is fsdp, otherwise not wrapped. max_micro: rows of a micro-batch, reduced after
+    an OOM; 0: as configured. Raises UsageError if model and objective do not match.
+    """
+    device, mixed = group.device, precision.select_precision(config.train.precision, group.device)
+    optimizer = build_optimizer(model, config.optimizer)  # temporary
+    state = TrainState(model, objective, group, mixed, optimizer, mixed.scaler(), PhaseTimers(device))
+    auto = config.batch.micro == "auto" and not max_micro
+    micro = None if auto else min(plan.micro, plan.rank_rows, max_micro or plan.rank_rows)
+    averaged = [weight.detach().clone() for weight in model.parameters() if config.train.ema]  # in memory later, too
 
     def check_all_learn() -> None:
-        weights = strategy.unwrap(state.model).named_parameters()
-        unused = [name for name, weight in weights if weight.requires_grad and weight.grad is None]
+        unused = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
         if unused:  # DDP would wait for their gradients forever
             raise UsageError(
                 f"objective.kind `{config.objective.kind}` gives no gradient to {len(unused)} parameters of the model, "
@@ -120,13 +60,18 @@ def dry_run(
                 f"--optimizer.freeze {' '.join(unused[:3])}"
             )
 
+    def make_batch(rows: int) -> Batch:
+        return synthetic_batch(config.model.inputs, config.model.vocab_size, rows, device)
+
     try:
-        return probe_memory(state, make_batch, rows_per_rank, micro, check_all_learn)
+        return probe_memory(state, make_batch, plan.rank_rows, micro, check_all_learn)
     except KeyError as error:
         raise UsageError(
             f"objective.kind: `{config.objective.kind}` reads `{error.args[0]}`, which a model of model.kind "
             f"`{config.model.kind}` with these settings does not return; use another objective or model"
         ) from error
+    finally:
+        averaged.clear()
 
 
 def probe_memory(
@@ -135,12 +80,12 @@ def probe_memory(
     rows_per_rank: int,
     micro: int | None,
     check: Callable[[], None] = lambda: None,
-) -> ProbeResult:
+) -> tuple[int, dict[str, float]]:
     """Take one synthetic step in micro-batches of `micro` rows, or (None) of as many as fit on every rank.
 
-    rows_per_rank: rows of a rank in a step. `check` is called while the step's gradients exist. Model and random number
-    generators are unchanged afterwards. Raises OutOfMemoryError if `micro` rows, or one, do not fit; TrainingError if
-    the model cannot process the rows at all.
+    Return the rows of a micro-batch, and this rank's memory table in GiB. rows_per_rank: rows of a rank in a step.
+    `check` is called while the step's gradients exist. Model and random number generators are unchanged afterwards.
+    Raises OutOfMemoryError if `micro` rows, or one, do not fit; TrainingError if the model cannot process the rows.
     """
     group = state.group
     fake_group = FakeGroup(group.rank, group.world, group.device)
@@ -148,8 +93,8 @@ def probe_memory(
     _allocate_optimizer(state.optimizer)
     ddp_buckets = group.world > 1 and not strategy.is_sharded(state.model)  # allocated before the forward
     attempt = partial(_try_step, fake_state, make_batch, rows_per_rank, ddp_buckets)
-    fitting = _find_micro(group, attempt, rows_per_rank, micro, probe_together=not fake_state.can_recover_oom)
-    saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, False, fitting, fitting, check) or 0
+    largest = _find_micro(group, attempt, rows_per_rank, micro, probe_together=not fake_state.can_recover_oom)
+    saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, False, largest, largest, check) or 0
     if group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
     weights = list(state.model.parameters())
@@ -160,7 +105,7 @@ def probe_memory(
         "optimizer": sum(strategy.to_local(value).nbytes for value in moments if isinstance(value, Tensor)),
         "activations": saved_bytes,  # of two devices (`branches`), those of the first
     }
-    return ProbeResult(fitting, {f"memory/{name}_gib": size / GIB for name, size in sizes.items()})
+    return largest, {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
 
 
 class FakeGroup(Group):
@@ -209,34 +154,32 @@ def _find_micro(
     def bytes_if_fits(rows: int, size: int, smaller: int) -> int | None:
         saved = attempt(min(rows_per_rank, rows), size)
         if saved is None and probe_together:
-            if smaller == 0:
-                raise _does_not_fit(None)
-            raise OutOfMemoryError(
-                f"out of memory in the dry run with micro-batches of {size} rows (rank {group.rank}); restarting "
-                f"with {smaller} rows",
-                smaller,
-            )
+            cause = f"out of memory in the dry run with micro-batches of {size} rows (rank {group.rank})"
+            raise OutOfMemoryError(f"{cause}; {f'restarting with {smaller} rows' if smaller else OOM_ADVICE}", smaller)
         return saved
 
-    fitting = micro or 1
-    saved = bytes_if_fits(1 if micro is None else 2 * micro, fitting, smaller_micro(fitting))
+    largest = micro or 1
+    saved = bytes_if_fits(1 if micro is None else 2 * micro, largest, largest // 2)
     if saved is not None and micro is None:
         limit = _host_limit(group, saved)
         limit = group.all_reduce_min(limit) if probe_together else limit
-        sizes = [rows_per_rank]
-        while sizes[-1] > 1:
-            sizes.append(smaller_micro(sizes[-1]))
-        for size in [size for size in reversed(sizes) if 1 < size <= limit]:
-            if bytes_if_fits(2 * size, size, fitting) is None:
+        halvings = (rows_per_rank >> shift for shift in reversed(range(rows_per_rank.bit_length() - 1)))
+        for size in [size for size in halvings if size <= limit]:
+            if bytes_if_fits(2 * size, size, largest) is None:
                 break
-            fitting = size
+            largest = size
         # The outputs of all rows are in memory at once.
-        while 0 < 2 * fitting < rows_per_rank and bytes_if_fits(rows_per_rank, fitting, smaller_micro(fitting)) is None:
-            fitting = smaller_micro(fitting)
-    fits_all = group.all_reduce_min(0 if saved is None else fitting)
-    if fits_all == 0:
-        raise _does_not_fit(micro, rows_per_rank if saved is not None else None)
-    return fits_all
+        while 0 < 2 * largest < rows_per_rank and bytes_if_fits(rows_per_rank, largest, largest // 2) is None:
+            largest //= 2
+    common = group.all_reduce_min(0 if saved is None else largest)
+    if common:
+        return common
+    if saved is not None:
+        message = f"one row fits, but not the outputs of the {rows_per_rank} rows of a worker's share"
+        raise OutOfMemoryError(f"{message}: lower --batch.global or use more workers")
+    if micro is None or micro == 1:
+        raise OutOfMemoryError(f"a single row does not fit in the memory of a worker's device: {OOM_ADVICE}")
+    raise OutOfMemoryError(f"a micro-batch of {micro} rows does not fit: lower --batch.micro, or set it to auto")
 
 
 def _host_limit(group: Group, bytes_of_one_row: int) -> int:
@@ -248,15 +191,6 @@ def _host_limit(group: Group, bytes_of_one_row: int) -> int:
         return 2**31
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world))
     return max(1, int(HOST_FRACTION * free_memory() / ranks / max(1, bytes_of_one_row)))
-
-
-def _does_not_fit(micro: int | None, output_rows: int | None = None) -> OutOfMemoryError:
-    if output_rows is not None:
-        message = f"one row fits, but not the outputs of the {output_rows} rows of a worker's share"
-        return OutOfMemoryError(f"{message}: lower --batch.global or use more workers")
-    if micro is None or micro == 1:
-        return OutOfMemoryError(f"a single row does not fit in the memory of a worker's device: {OOM_ADVICE}")
-    return OutOfMemoryError(f"a micro-batch of {micro} rows does not fit: lower --batch.micro, or set it to auto")
 
 
 def _try_step(
@@ -272,7 +206,7 @@ def _try_step(
 
     rows_per_rank: rows of a step; a GPU holds those of two steps at once (prefetch.py).
     """
-    sizes = [min(micro, rows - first) for first in range(0, rows, micro)]
+    sizes, fits = [min(micro, rows - first) for first in range(0, rows, micro)], False
     with strategy.preserve_buffers(state.model), _saved_bytes(state.model) as saved:
         try:
             for weight in state.model.parameters():
@@ -284,11 +218,8 @@ def _try_step(
             prefetched.clear()
             check()
             fits = True
-        except RecoverableOom:
-            fits = False
-        except (RuntimeError, MemoryError, ValueError, IndexError, TypeError) as error:
-            fits = False
-            if not is_out_of_memory(error):
+        except (RecoverableOom, RuntimeError, MemoryError, ValueError, IndexError, TypeError) as error:
+            if not (isinstance(error, RecoverableOom) or is_out_of_memory(error)):
                 raise TrainingError(
                     f"the dry run failed: the model cannot process a synthetic micro-batch of {micro} rows: {error}"
                 ) from error

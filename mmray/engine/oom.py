@@ -8,18 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from mmray.data.stream.order import SamplePlan
-from mmray.engine.batch import smaller_micro
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
-from mmray.errors import is_out_of_memory
+from mmray.errors import first_line, is_out_of_memory
 
 T = TypeVar("T")
-
-
-def error_text(error: BaseException) -> str:
-    """Message of an error, or its type if it has none, like Python's MemoryError."""
-    return str(error).strip() or type(error).__name__
 
 
 class RecoverableOom(Exception):
@@ -46,7 +39,7 @@ class OomGuard:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                self._error = error_text(error)  # not the error: its traceback would keep the tensors alive
+                self._error = first_line(error)  # not the error: its traceback would keep the tensors alive
         return cast("Any", None)
 
     def run_and_sync(self, work: Callable[[], T]) -> T:
@@ -64,30 +57,12 @@ OOM_ADVICE = (
     "lower --model.inputs.image-side or --model.inputs.max-tokens, try --train.precision bf16 or --train.parallel "
     "fsdp, or use a smaller model or a larger GPU"
 )
-MAX_NAMED = 4  # rows named in a message; the rest are counted
-RowNames = Callable[[list[int]], list[str]]  # row numbers in the prepared set -> names for messages
 
 
-def row_numbers(rows: list[int]) -> list[str]:
-    """Name rows by their numbers in the set."""
-    return [f"row {row}" for row in rows]
-
-
-def describe_rank_error(plan: SamplePlan, step: int, rank: int, names: RowNames, error: str) -> str:
-    """Format a rank's rows of step `step` (from 0), the first of them by name, and its error; empty without one."""
-    if not error:
-        return ""
-    positions = plan.positions(step, rank)
-    rows = [int(row) for row in plan.rows_at(positions[positions >= 0])]
-    more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
-    return f"rank {rank}, with {', '.join(names(rows[:MAX_NAMED]))}{more}: {error.splitlines()[0]}"
-
-
-def step_oom_message(step: int, micro: int, errors: list[str]) -> str:
-    """Format an OOM of step `step` (from 0), and the errors of the ranks that have one."""
-    smaller = smaller_micro(micro)
-    retry = f"; retrying the same rows with {smaller} at a time"
-    if smaller == 0:
+def step_oom_message(step: int, micro: int, errors: dict[int, str]) -> str:
+    """Format an OOM of step `step` (from 0) and the errors of the ranks that have one."""
+    retry = f"; retrying the same rows with {micro // 2} at a time"
+    if micro == 1:
         retry = f": a single row does not fit: {OOM_ADVICE}"
-    errors = [error for error in errors if error]
-    return f"out of memory at step {step + 1} with micro-batches of {micro} rows ({'; '.join(errors)}){retry}"
+    causes = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items() if error)
+    return f"out of memory at step {step + 1} with micro-batches of {micro} rows ({causes}){retry}"

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 LR_SCALE = "lr_scale"  # key of a parameter group: its multiplier of the learning rate
 COOLDOWN_FRACTION = 0.2  # of the steps after warm-up, in which the schedule `cooldown` decays
-ClipGroups = dict[str, list[nn.Parameter]]
-ALL_PARAMETERS, OTHER_PARAMETERS = "", "rest"  # clip groups: all parameters; those in no branch
 
 
 def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
@@ -70,46 +68,25 @@ def _matching(module: nn.Module, pattern: str, setting: str) -> list[str]:
     return matching
 
 
-def make_clip_groups(module: nn.Module, clip_per: str) -> ClipGroups:
-    """Groups that are a norm: all (`model`), or each branch and the rest (`branch`)."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if clip_per == "model":
-        return {ALL_PARAMETERS: trainable}
-    if not hasattr(module, "branches"):
-        raise UsageError(f"optimizer.clip_per branch: {type(module).__name__} has no branches(); use `model`")
-    branches: dict[str, nn.Module] = module.branches()  # type: ignore[operator]
-    groups = {name: [p for p in branch.parameters() if p.requires_grad] for name, branch in branches.items()}
-    taken = {id(parameter) for group in groups.values() for parameter in group}
-    groups[OTHER_PARAMETERS] = [parameter for parameter in trainable if id(parameter) not in taken]
-    return {name: group for name, group in groups.items() if group}
+def grad_norm(weights: list[nn.Parameter]) -> Tensor:
+    """The norm of all gradients, a scalar on the device."""
+    norms = [get_total_norm([w.grad for w in part if w.grad is not None]) for part in _by_tensor_type(weights)]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def grad_norms(groups: ClipGroups) -> Tensor:
-    """The gradient norm of each group, in order; stays on the device."""
-    norms = []
-    for group in groups.values():
-        gradients = [weight.grad for weight in group if weight.grad is not None]
-        partial = [get_total_norm(tensors) for tensors in _by_tensor_type(gradients)]
-        partial = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in partial] or [torch.zeros(())]
-        if len(partial) > 1:
-            partial = [torch.linalg.vector_norm(torch.stack([norm.to(partial[0].device) for norm in partial]))]
-        norms += partial
-    return torch.stack([norm.to(norms[0].device) for norm in norms])  # branches may be on two devices
+def clip_gradients(weights: list[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients down to `max_norm`."""
+    for part in _by_tensor_type(weights):
+        clip_grads_with_norm_(part, max_norm, norm)
 
 
-def clip_gradients(groups: ClipGroups, norms: Tensor, host_norms: dict[str, float], max_norm: float) -> None:
-    """Scale down the gradients of each group whose norm exceeds `max_norm`; 0 does not clip."""
-    for norm, (name, group) in zip(norms, groups.items(), strict=True):
-        if 0 < max_norm < host_norms[name]:
-            for parameters in _by_tensor_type([weight for weight in group if weight.grad is not None]):
-                clip_grads_with_norm_(parameters, max_norm, norm.to(parameters[0].device))
-
-
-def _by_tensor_type(tensors: list) -> list[list]:
-    """Split into DTensors and plain tensors: torch's foreach functions take one kind."""
-    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    return [group for group in (sharded, plain) if group]
+def _by_tensor_type(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Split weights with a gradient into DTensors and plain ones: torch's foreach functions take one kind."""
+    weights = [weight for weight in weights if weight.grad is not None]
+    sharded = [weight for weight in weights if isinstance(weight.grad, DTensor)]
+    plain = [weight for weight in weights if not isinstance(weight.grad, DTensor)]
+    return [part for part in (sharded, plain) if part]
 
 
 def lr_at(step: int, config: OptimizerConfig, total_steps: int) -> float:

@@ -25,38 +25,28 @@ class Precision:
     dtype: torch.dtype | None
     device_type: str
 
-    @property
-    def needs_scaler(self) -> bool:
-        """Gradients of fp16 underflow unless the loss is scaled up; bf16 has float32's range."""
-        return self.dtype == torch.float16
-
     def autocast(self) -> AbstractContextManager[object]:
         """Scope of a forward; new each time, because weights cast under no_grad must not be reused with gradients."""
         return nullcontext() if self.dtype is None else torch.autocast(self.device_type, self.dtype)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """Return a loss scaler, disabled if none is needed."""
-        return torch.amp.GradScaler(self.device_type, enabled=self.needs_scaler)
+        """Return a loss scaler; disabled unless fp16, whose gradients underflow (bf16 has float32's range)."""
+        return torch.amp.GradScaler(self.device_type, enabled=self.dtype == torch.float16)
 
 
 def select_precision(setting: str, device: torch.device) -> Precision:
     """Resolve `train.precision`: auto is bf16 on GPUs that support it, fp16 on older ones, fp32 on a CPU."""
-    name = _best(device) if setting == "auto" else setting
+    name = setting
+    if setting == "auto":
+        older = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)  # before Ampere
+        name = "fp32" if device.type != "cuda" else "fp16" if older else "bf16"
     return Precision(name, DTYPES[name], device.type)
 
 
 def common_precision(setting: str, group: Group) -> str:
     """Resolve `train.precision` for all ranks; auto: the best that every device supports."""
-    if setting != "auto":
-        return setting
     names = list(DTYPES)
-    return names[group.all_reduce_min(names.index(_best(group.device)))]
-
-
-def _best(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "fp32"
-    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"  # in hardware since Ampere
+    return names[group.all_reduce_min(names.index(select_precision(setting, group.device).name))]
 
 
 def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,8 @@ from torch import Tensor
 
 from mmray.data.stream.order import SamplePlan
 from mmray.engine.metrics.timers import PhaseTimers
-from mmray.errors import TrainingError, is_out_of_memory
+from mmray.errors import TrainingError
 from mmray.objectives.protocol import Batch
-
-Item = TypeVar("Item")
-Ready = TypeVar("Ready")
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,7 @@ class LocalBatch:
     is_filler: tuple[bool, ...]  # for each micro-batch: has only a filler row
     keys: Tensor  # int64 [valid rows], on the CPU
     sizes: tuple[int, ...]  # rows of each micro-batch with padding: the same on every rank
-    tokens: int = 0  # of the captions of valid rows
-    padded_tokens: int = 0  # tokens in the micro-batches, including padding
-    padded_tokens_ungrouped: int = 0  # the same without length bucketing
+    token_counts: tuple[int, int, int] = (0, 0, 0)  # of captions: real, with padding, the latter without bucketing
     wait_s: float = 0.0
 
     @property
@@ -60,7 +55,6 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
             {name: tensor[filler if empty else micro_batch["valid"]] for name, tensor in micro_batch.items()}
             for micro_batch, empty in zip(micro_batches, is_filler, strict=True)
         ]
-    # Tokens, padded tokens, and padded tokens without length bucketing.
     real = [micro_batch for micro_batch, empty in zip(micro_batches, is_filler, strict=True) if not empty]
     masks = [micro_batch["attention_mask"] for micro_batch in real if "attention_mask" in micro_batch]
     tokens, padded = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
@@ -69,7 +63,7 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
         order = torch.cat([micro_batch["pos"] for micro_batch in real]).argsort()
         lengths = torch.cat([mask.sum(dim=1) for mask in masks])[order]
         ungrouped = sum(int(part.max()) * len(part) for part in lengths.split(max(sizes)))
-    return LocalBatch(micro_batches, is_filler, keys, sizes, tokens, padded, ungrouped)
+    return LocalBatch(micro_batches, is_filler, keys, sizes, (tokens, padded, ungrouped))
 
 
 def split_micro_batches(batch: LocalBatch, micro: int) -> LocalBatch:
@@ -100,8 +94,7 @@ def prefetch(
     """Yield batches on `device`, starting at step `first`; the next one is read and copied during the current step.
 
     `wait_s` is the time the caller waited. A GPU holds the current batch and the next one, if the caller frees a batch
-    before it requests another. Raises TrainingError if rows are not those of the plan, and the OOM error if a batch
-    does not fit even between two steps.
+    before it requests another. Raises TrainingError if rows are not those of the plan.
     """
 
     def checked() -> Iterator[LocalBatch]:
@@ -115,7 +108,7 @@ def prefetch(
 
     batches = checked()
     if device.type == "cuda":
-        copied = map(partial(_copy_ahead, device=device, stream=torch.cuda.Stream(device), timers=timers), batches)
+        copied = map(partial(_copy, device=device, stream=torch.cuda.Stream(device), timers=timers), batches)
         batches = _ahead(copied, partial(_receive, device=device), device)
 
     def timed() -> LocalBatch | None:
@@ -141,38 +134,22 @@ def check_positions(actual: np.ndarray, expected: np.ndarray, step: int, rank: i
     )
 
 
-Copied = tuple[LocalBatch, torch.cuda.Event | None]
+Copied = tuple[LocalBatch, torch.cuda.Event]
 
 
-def _copy_ahead(batch: LocalBatch, device: torch.device, stream: torch.cuda.Stream, timers: PhaseTimers) -> Copied:
-    """Start copying a batch to the device on a side stream; return it with the event of its completion.
-
-    If it does not fit at the peak of a step, it stays on the CPU, without an event.
-    """
-    try:
-        with torch.cuda.stream(stream), timers("transfer"):
-            return _copy(batch, device), stream.record_event()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    return batch, None
-
-
-def _copy(batch: LocalBatch, device: torch.device) -> LocalBatch:
-    """Copy a batch to a device on the current stream."""
-    micro_batches = [
-        {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in micro_batch.items()}
-        for micro_batch in batch.micro_batches
-    ]
-    return replace(batch, micro_batches=micro_batches)
+def _copy(batch: LocalBatch, device: torch.device, stream: torch.cuda.Stream, timers: PhaseTimers) -> Copied:
+    """Start copying a batch to the device on a side stream; return it with the event of its completion."""
+    with torch.cuda.stream(stream), timers("transfer"):
+        micro_batches = [
+            {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in micro_batch.items()}
+            for micro_batch in batch.micro_batches
+        ]
+        return replace(batch, micro_batches=micro_batches), stream.record_event()
 
 
 def _receive(copied: Copied, device: torch.device) -> LocalBatch:
-    """Make a batch usable on the compute stream; called between two steps, when most memory is free."""
-    batch, arrived = copied
-    if arrived is None:
-        return _copy(batch, device)
-    current = torch.cuda.current_stream(device)
+    """Make a batch usable on the compute stream."""
+    (batch, arrived), current = copied, torch.cuda.current_stream(device)
     current.wait_event(arrived)
     for micro_batch in batch.micro_batches:
         for tensor in micro_batch.values():
@@ -180,8 +157,8 @@ def _receive(copied: Copied, device: torch.device) -> LocalBatch:
     return batch
 
 
-def _ahead(items: Iterator[Item], ready: Callable[[Item], Ready], device: torch.device) -> Iterator[Ready]:
-    """Yield items through `ready` while a thread, whose current GPU is `device`, produces the next one.
+def _ahead(items: Iterator[Any], receive: Callable[[Any], Any], device: torch.device) -> Iterator[Any]:
+    """Yield items through `receive` while a thread, whose current GPU is `device`, produces the next one.
 
     If the caller stops while the stream stalls, the pending item is not awaited.
     """
@@ -192,6 +169,6 @@ def _ahead(items: Iterator[Item], ready: Callable[[Item], Ready], device: torch.
         pending = deque([thread.submit(next, items, None)])
         while pending[0].result() is not None:
             pending.append(thread.submit(next, items, None))
-            yield ready(cast("Item", pending.popleft().result()))
+            yield receive(pending.popleft().result())
     finally:
         thread.shutdown(wait=False, cancel_futures=True)

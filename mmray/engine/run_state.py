@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mmray.engine import oom
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.metrics.writers import Metrics, MetricsLog
-from mmray.engine.optimizer import ClipGroups
 from mmray.engine.precision import Precision
 from mmray.objectives.protocol import Objective
 
@@ -42,7 +40,7 @@ class Callback(Protocol):
 class TrainSpec:
     """Everything that defines a training run. `save` and `evaluate` are called on every rank."""
 
-    model: nn.Module  # not wrapped
+    model: nn.Module  # not wrapped, but may be sharded already
     objective: Objective
     plan: SamplePlan
     group: Group
@@ -56,9 +54,7 @@ class TrainSpec:
     callbacks: tuple[Callback, ...] = ()
     group_by_length: bool = False  # micro-batches are bucketed by length
     micro: int = 0  # rows of a micro-batch, at most the plan's; 0: the plan's
-    row_names: oom.RowNames = oom.row_numbers
     notify: Callable[[str, str], None] = lambda label, text: None  # a console line, from rank 0
-    devices: tuple[torch.device, ...] = ()  # of this worker, if the strategy takes several
     profile_path: Path | None = None  # output of `train.profile`, on ranks that write one
     static_metrics: Metrics = field(default_factory=dict)  # constant over the run, such as the memory table
     recover_cpu_oom: bool = False  # the kernel usually kills the process instead; each vote costs 4 % of a small step
@@ -97,7 +93,6 @@ class TrainState:
     precision: Precision
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
-    clip_groups: ClipGroups
     timers: PhaseTimers
     clip_norm: float = 0.0
     can_recover_oom: bool = True  # False if a forward has collectives, or on a CPU by default

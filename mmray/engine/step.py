@@ -14,42 +14,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mmray.engine.grad_cache import build_grad_cache
-from mmray.engine.oom import OomGuard, RecoverableOom, error_text
-from mmray.engine.optimizer import clip_gradients, grad_norms
+from mmray.engine.grad_cache import GradCache, build_grad_cache
+from mmray.engine.oom import OomGuard, RecoverableOom
+from mmray.engine.optimizer import clip_gradients, grad_norm
 from mmray.engine.parallel import strategy
 from mmray.engine.precision import seeded
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import SeedFn, TrainState
-from mmray.errors import is_out_of_memory
+from mmray.errors import first_line, is_out_of_memory
 from mmray.objectives.protocol import Batch, ObjectiveParts, Outputs, split_objective
 
 
 @dataclass(frozen=True)
-class AccumulationResult:
-    """Sums of forward and backward. Tensors stay on the device: reading one makes the host wait.
+class StepResult:
+    """Result of a step. Tensors stay on the device: reading one makes the host wait.
 
     A sum is a vector [K], one number for each count of the objective (K is 1 except for a sum of objectives).
     """
 
-    sums: dict[str, Tensor]  # this rank's: `loss` and the objective's parts, to be divided by the global counts
+    sums: dict[str, Tensor]  # this rank's: `loss` and the objective's parts
+    counts: Tensor  # float64 [K], at least 1, over all ranks: the divisors of the sums
     scalars: dict[str, Tensor]  # equal on all ranks, such as `logit_scale`
-    global_counts: Tensor  # float64 [K + 1], over all ranks: the objective's counts, and how many ranks request a stop
+    grad_norm: float  # if it is not finite, no rank applied the update
+    stop: bool  # some rank requested to end the run after this step
 
     @property
-    def counts(self) -> Tensor:
-        """Divisors of the sums, float64 [K]; at least 1."""
-        return self.global_counts[:-1].clamp(min=1)
-
-
-@dataclass(frozen=True)
-class StepResult(AccumulationResult):
-    """Result of a step, including its update."""
-
-    grad_norm: float
-    grad_norms: dict[str, float]  # of each clip group
-    finite: bool  # False: no rank applied the update
-    stop: bool  # some rank requested to end the run after this step
+    def finite(self) -> bool:
+        return math.isfinite(self.grad_norm)
 
 
 def optimizer_step(state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: bool = False) -> StepResult:
@@ -61,23 +52,25 @@ def optimizer_step(state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: 
     """
     error = ""
     try:
-        result = accumulate_gradients(state, batch, seed_of, stop)
+        cache, scalars = accumulate_gradients(state, batch, seed_of, stop)
     except (RuntimeError, MemoryError) as raised:
         if state.group.world > 1 or not state.can_recover_oom or not is_out_of_memory(raised):
             raise
-        error = error_text(raised)
+        error = first_line(raised)
     if error:
         raise RecoverableOom(error)  # outside `except`: the traceback would keep the step's tensors alive
     with state.timers("optimizer"):
-        norms, finite, stop_requested = apply_update(state, result.global_counts[-1:])
-    norm = math.hypot(*norms.values())
-    return StepResult(**vars(result), grad_norm=norm, grad_norms=norms, finite=finite, stop=stop_requested)
+        grad_norm, stop_requested = apply_update(state, cache.global_counts[-1:])
+    return StepResult(cache.sums, cache.global_counts[:-1].clamp(min=1), scalars, grad_norm, stop_requested)
 
 
 def accumulate_gradients(
     state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: bool = False
-) -> AccumulationResult:
-    """Add the gradient of the global batch to the weights, scaled by the scaler. Raises as `optimizer_step` does."""
+) -> tuple[GradCache, Outputs]:
+    """Add the gradient of the global batch to the weights, scaled by the scaler. Raises as `optimizer_step` does.
+
+    Return the sums and counts of the loss, and the scalar outputs.
+    """
     losses = split_objective(state.objective)
     guard = OomGuard(state.group, state.can_recover_oom, state.timers)
     objectives = [loss for loss in (losses.global_loss, losses.local_loss) if loss is not None]
@@ -122,7 +115,7 @@ def accumulate_gradients(
         backward(guard.run_and_sync(lambda: forward(last)))
     with state.timers("sync"):
         strategy.average_replicated_gradients(state.model, state.group)
-    return AccumulationResult(cache.sums, scalars, cache.global_counts)
+    return cache, scalars
 
 
 def forward_micro_batch(
@@ -157,20 +150,20 @@ def embed(
     return first, detached
 
 
-def apply_update(state: TrainState, stop_votes: Tensor) -> tuple[dict[str, float], bool, bool]:
-    """Unscale, clip, step if the gradient is finite, and zero it. Return norms before clipping, finiteness, stop.
+def apply_update(state: TrainState, stop_votes: Tensor) -> tuple[float, bool]:
+    """Unscale, clip, step if the gradient is finite, and zero it. Return the norm before clipping, and the stop.
 
     stop_votes: [1], how many ranks request a stop. It is read here because this is the only place in a step where the
     host waits for the device. All ranks decide alike: after the synchronising backward their gradients are equal, and a
     NaN or infinity of one rank is in all of them.
     """
     state.scaler.unscale_(state.optimizer)
-    device_norms = grad_norms(state.clip_groups)
-    *host_norms, votes = state.group.to_host(torch.cat([device_norms, stop_votes.to(device_norms)])).tolist()
-    norms = dict(zip(state.clip_groups, host_norms, strict=True))
-    finite = all(math.isfinite(norm) for norm in norms.values())
-    if finite:
-        clip_gradients(state.clip_groups, device_norms, norms, state.clip_norm)
+    weights = list(state.model.parameters())
+    device_norm = grad_norm(weights)
+    norm, votes = state.group.to_host(torch.cat([device_norm[None], stop_votes.to(device_norm)])).tolist()
+    if math.isfinite(norm):
+        if 0 < state.clip_norm < norm:
+            clip_gradients(weights, device_norm, state.clip_norm)
         state.scaler.step(state.optimizer)
         constrain = getattr(strategy.unwrap(state.model), "constrain", None)
         if constrain is not None:
@@ -178,27 +171,4 @@ def apply_update(state: TrainState, stop_votes: Tensor) -> tuple[dict[str, float
     state.scaler.update()
     # Not None under DDP, where gradients are views of the buckets and every trainable weight gets one in each step.
     state.optimizer.zero_grad(set_to_none=not isinstance(state.model, DistributedDataParallel))
-    return norms, finite, votes > 0
-
-
-@torch.no_grad()
-def nonfinite_samples(state: TrainState, batch: LocalBatch) -> Tensor:
-    """Positions in the sample order of this rank's rows whose model outputs are not finite, int64 on the CPU."""
-    model, positions = strategy.unwrap(state.model), [torch.zeros(0, dtype=torch.int64)]
-    mining = split_objective(state.objective).mining
-    for index, micro_batch in enumerate(batch.micro_batches):
-        with strategy.preserve_buffers(model):
-            outputs = forward_micro_batch(state, model, micro_batch, batch, index, lambda _: 0)
-            if mining is not None:  # negatives from the same micro-batch, to check the outputs of pairs as well
-                gathered = {name: outputs[name] for name in mining.score_outputs}
-                gathered |= {name: micro_batch[name] for name in (*mining.gathered_inputs, "valid")}
-                paired = micro_batch | mining.sample_hard_negatives(outputs, micro_batch, {**gathered, "offset": 0})
-                outputs = forward_micro_batch(state, model, paired, batch, index, lambda _: 0)
-        flattened = [
-            output.reshape(len(output), -1)
-            for output in outputs.values()
-            if output.ndim > 0 and len(output) == len(micro_batch["pos"])
-        ]
-        bad = torch.stack([~output.isfinite().all(1) for output in flattened]).any(0) & micro_batch["valid"]
-        positions.append(micro_batch["pos"][bad].cpu())
-    return torch.cat(positions)
+    return norm, votes > 0

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import orjson
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from torch import nn
 from mmray import objectives, plugins
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import ResumePoint
-from mmray.data.stream.reader import Block, RowReader
+from mmray.data.stream.reader import Block
 from mmray.data.text.chat import build_encoder
 from mmray.engine import loop, precision
 from mmray.engine.bad_samples import quarantine_bad_rows
@@ -27,14 +26,13 @@ from mmray.engine.checkpoint import files, state_io
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
 from mmray.engine.heartbeat import Heartbeat
-from mmray.engine.memory_probe import dry_run_job, keep_freed_memory, make_probe_state
+from mmray.engine.memory_probe import dry_run, keep_freed_memory
 from mmray.engine.metrics.writers import MetricsLog
-from mmray.engine.oom import row_numbers
-from mmray.engine.parallel.branches import two_devices
+from mmray.engine.parallel import strategy
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.precision import seed_everything
 from mmray.engine.run_state import State, TrainSpec
-from mmray.engine.worker_context import DriverHandle, InputBoundHint, ProgressReporter, WorkerContext, input_bound_hint
+from mmray.engine.worker_context import DriverHandle, InputBoundHint, ProgressReporter, WorkerContext
 from mmray.errors import MmrayError
 from mmray.evaluate.build import build_evaluator, check_evaluable
 from mmray.models.build import build
@@ -86,24 +84,19 @@ def _train(
     if context.eval_set is not None:
         check_evaluable(config, model)
     objective = objectives.build(config.objective)
-    probed = dry_run_job(context, make_probe_state(config, model, objective, group), plan)
+    if config.train.parallel == "fsdp":
+        model = strategy.wrap_model(model, group, "fsdp", shard_dtype=precision.DTYPES[precision_name])
+    micro, memory_table = dry_run(config, model, objective, group, plan, context.micro)
     checkpoints = _checkpoint_manager(context, group, model, driver)
     rank0_checkpoints = checkpoints if group.rank == 0 else None
     callbacks = [*(plugins.load_class(name, "train.callbacks")() for name in config.train.callbacks), heartbeat]
-
-    def report_hint(wait_fraction: float) -> None:
-        device_name = "GPU" if device.type == "cuda" else "CPU"
-        sides = config.prepare.image_side, config.model.inputs.image_side
-        hint = input_bound_hint(wait_fraction, context.data_workers, *sides, device_name)
-        if hint is not None:
-            driver.notify("throughput", hint)
-
     log = profile_path = None
     if rank0_checkpoints is not None:
         log = rank0_checkpoints.log_from(resume_point.step)
         profile_path = rank0_checkpoints.uploader.local_folder / "profile" / "rank-0.json"
         driver.report({"wasted_steps": log.wasted_steps})
-        callbacks += [ProgressReporter(driver.report, rank0_checkpoints), InputBoundHint(report_hint)]
+        hint = InputBoundHint(context, driver.notify, "GPU" if device.type == "cuda" else "CPU")
+        callbacks += [ProgressReporter(driver.report, rank0_checkpoints), hint]
 
     def save(step: int, state: State, metrics: dict[str, Any], last: bool) -> float | None:
         return None if checkpoints is None else checkpoints.save(step, plan.rows_start(step), state, metrics, last)
@@ -123,18 +116,16 @@ def _train(
         stop=driver.stop,
         group_by_length=config.batch.group_by_length,
         profile_path=profile_path,
-        micro=probed.micro,
-        static_metrics=probed.table,
-        row_names=partial(_row_keys, context.reader),
+        micro=micro,
+        static_metrics=memory_table,
         notify=driver.notify,
-        devices=two_devices(device) if config.train.parallel == "branches" else (),
     )
     if config.batch.micro == "auto":
-        driver.notify("memory", f"micro-batches of {probed.micro} rows fit")
+        driver.notify("memory", f"micro-batches of {micro} rows fit")
     with _closing(log, checkpoints):
         rows = quarantine_bad_rows(blocks, config, context.folder, context.reader, plan, driver.bad_row)
         # Split here, so that group_by_length and the trimming of captions see the final micro-batches.
-        steps = iter_micro_batches(rows, replace(plan, micro=probed.micro), config.batch.group_by_length)
+        steps = iter_micro_batches(rows, replace(plan, micro=micro), config.batch.group_by_length)
         outcome = loop.run(spec, steps, None if checkpoint is None else partial(state_io.load, checkpoint))
     metrics = {name.removeprefix("evaluate/"): value for name, value in outcome.metrics.items()}
     scores = {name: value for name, value in metrics.items() if f"evaluate/{name}" in outcome.metrics}
@@ -195,12 +186,3 @@ def _evaluate_fn(
             return evaluator.score(model, group, objective, global_rows, save_examples if group.rank == 0 else None)
 
     return evaluate
-
-
-def _row_keys(reader: RowReader, rows: list[int]) -> list[str]:
-    """Keys of rows of the prepared set, for messages; numbers if they cannot be read."""
-    try:
-        records = reader.prepared.read(np.array(rows))
-        return [f"{record.key} (row {row})" for row, record in zip(rows, records, strict=True)]
-    except (OSError, ValueError):
-        return row_numbers(rows)

@@ -51,28 +51,13 @@ class DriverHandle:
         self.report({"note": text, "label": label})
 
 
-def input_bound_hint(
-    wait_fraction: float, data_workers: int, prepared_side: int, model_side: int, device: str
-) -> str | None:
-    """Hint for a run that waits for rows `wait_fraction` of its time; None below INPUT_BOUND_FRACTION.
-
-    With w workers, rows arrive at (1 - wait) of the rate that training could use, so w / (1 - wait) workers suffice.
-    prepared_side: shorter side of re-encoded images, 0 if not re-encoded; model_side: input side of the model.
-    """
-    if wait_fraction < INPUT_BOUND_FRACTION:
-        return None
-    more = max(1, ceil(data_workers * wait_fraction / max(0.01, 1 - wait_fraction)))
-    smaller = ceil(round(model_side * 1.14) / 32) * 32  # margin for a crop
-    shrink = f" or --prepare.image-side {smaller}" if prepared_side == 0 or prepared_side > smaller else ""
-    workers = "CPU worker" if more == 1 else "CPU workers"
-    return f"input-bound {wait_fraction:.0%}: {more} more {workers}{shrink} would feed this {device}"
-
-
 @dataclass
 class InputBoundHint:
-    """Callback that reports the hint every HINT_EVERY_STEPS steps, from the lines logged since the last one."""
+    """Callback that reports every HINT_EVERY_STEPS steps how many CPU workers a run lacks that waits for rows."""
 
-    report_hint: Callable[[float], None]
+    context: WorkerContext
+    notify: Callable[[str, str], None]
+    device: str
     _next: int = HINT_EVERY_STEPS
     _wait_fractions: tuple[float, ...] = ()
 
@@ -80,8 +65,19 @@ class InputBoundHint:
         if metrics is not None and "time/data_wait_share" in metrics:
             self._wait_fractions += (metrics["time/data_wait_share"],)
         if step >= self._next and self._wait_fractions:
-            self.report_hint(sum(self._wait_fractions) / len(self._wait_fractions))
+            fraction = sum(self._wait_fractions) / len(self._wait_fractions)
+            if fraction >= INPUT_BOUND_FRACTION:
+                self.notify("throughput", self.format_hint(fraction))
             self._next, self._wait_fractions = step + HINT_EVERY_STEPS, ()
+
+    def format_hint(self, wait_fraction: float) -> str:
+        """With w workers, rows arrive at (1 - wait) of the rate that training could use: w / (1 - wait) suffice."""
+        more = max(1, ceil(self.context.data_workers * wait_fraction / max(0.01, 1 - wait_fraction)))
+        workers = "CPU worker" if more == 1 else "CPU workers"
+        prepared_side = self.context.config.prepare.image_side  # 0: not re-encoded
+        smaller = ceil(round(self.context.config.model.inputs.image_side * 1.14) / 32) * 32  # margin for a crop
+        shrink = f" or --prepare.image-side {smaller}" if prepared_side == 0 or prepared_side > smaller else ""
+        return f"input-bound {wait_fraction:.0%}: {more} more {workers}{shrink} would feed this {self.device}"
 
 
 @dataclass

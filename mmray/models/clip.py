@@ -64,7 +64,7 @@ class DualEncoder(nn.Module):
         return self.text(input_ids, attention_mask)
 
     def branches(self) -> dict[str, nn.Module]:
-        """The parts by name: units of FSDP, compile, activation checkpointing and clipping per branch."""
+        """The parts by name: units of FSDP, compile and activation checkpointing."""
         return {"image": self.image, "text": self.text}
 
     @torch.no_grad()

@@ -33,13 +33,10 @@ class Model(Protocol):
         """Ids and mask int64 [B, T] (1 is a token) -> L2-normalised embeddings [B, D]; as `embed_image`."""
 
     def branches(self) -> dict[str, nn.Module]:
-        """Optional. Parts by name: the units of per-branch clipping, activation checkpointing, FSDP and `branches`."""
+        """Optional. Parts by name: the units of activation checkpointing, FSDP and `branches`."""
 
     def constrain(self) -> None:
         """Optional. Clamp weights after each optimizer step; decorate it with torch.no_grad."""
-
-    def scalar_outputs(self) -> dict[str, Tensor]:
-        """Optional. The outputs that are scalars of the step, for `train.parallel branches`."""
 
 
 EMBEDDING_METHODS = ("embed_image", "embed_text")

@@ -14,7 +14,7 @@ from mmray.errors import UsageError
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.cross_entropy import Classification, LanguageModelling, RegionText
 from mmray.objectives.matching import Matching
-from mmray.objectives.protocol import Batch, HardNegativeMining, LossSums, Objective, ObjectiveParts, Outputs, Pairwise
+from mmray.objectives.protocol import Batch, HardNegativeMining, LossSums, Objective, ObjectiveParts, Outputs
 from mmray.objectives.sigmoid import Sigmoid
 
 if TYPE_CHECKING:
@@ -87,8 +87,6 @@ def _merge_terms(terms: list[Term]) -> Objective | None:
     """Terms of one kind as one objective; a single term of weight 1 is used as it is."""
     if len(terms) == 1 and terms[0].weight == 1:
         return terms[0].objective
-    if len(terms) == 1 and isinstance(terms[0].objective, Pairwise):
-        return WeightedPairwise(terms[0])
     return WeightedSum(terms) if terms else None
 
 
@@ -124,23 +122,6 @@ class WeightedSum:
         for objective in self._mining:
             columns |= objective.sample_hard_negatives(outputs, batch, gathered)
         return columns
-
-
-class WeightedPairwise(WeightedSum):
-    """A single weighted term that is a sum over pairs, so it still runs on the ring."""
-
-    def __init__(self, term: Term) -> None:
-        super().__init__([term])
-        self.rotating_outputs: tuple[str, ...] = term.objective.rotating_outputs
-        self.chunk: int = term.objective.chunk
-
-    def pairwise_loss(
-        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, offset: int | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weighted loss summed over the pairs, and the unweighted sums."""
-        (term,) = self._terms
-        loss, parts = term.objective.pairwise_loss(outputs, valid, remote, remote_valid, offset)
-        return term.weight * loss, {f"loss_{term.name}": loss.detach(), **parts}
 
 
 def _union(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.objectives.protocol import Batch, LossSums, Outputs, at_least_float32
+from mmray.objectives.protocol import Batch, LossSums, Outputs, RowLoss, at_least_float32
 
 
-class Contrastive:
+class Contrastive(RowLoss):
     """InfoNCE in both directions, averaged (Radford et al. 2021, CLIP, figure 3; Zhang et al. 2020, ConVIRT, eq. 2).
 
     Outputs: `image_embed`, `text_embed` [B, D], L2-normalised, and `logit_scale`, a scalar. A row's loss is the mean of
@@ -20,10 +20,6 @@ class Contrastive:
 
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
     scalar_output_names: tuple[str, ...] = ("logit_scale",)
-
-    def count(self, batch: Batch) -> Tensor:
-        """Valid rows of the batch."""
-        return batch["valid"].sum()
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
         """Loss sum over this rank's valid rows, their count, and the sum per direction; at least float32.

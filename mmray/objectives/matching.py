@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.objectives.protocol import Batch, LossSums, Outputs, at_least_float32
+from mmray.objectives.protocol import Batch, LossSums, Outputs, RowLoss, at_least_float32
 
 NO_NEGATIVE = -1
 SPLITMIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's constants, signed
 
 
-class Matching:
+class Matching(RowLoss):
     """Image-text matching with in-batch hard negatives (Li et al. 2021, ALBEF, arXiv:2107.07651, section 3.2).
 
     Outputs: `match`, `match_negative` [B], logits. A row's loss is the mean of two binary cross-entropies; the second
@@ -30,10 +30,6 @@ class Matching:
     scalar_output_names: tuple[str, ...] = ("logit_scale",)
     score_outputs: tuple[str, ...] = ("image_embed", "text_embed")
     gathered_inputs: tuple[str, ...] = ("input_ids", "attention_mask", "pos")
-
-    def count(self, batch: Batch) -> Tensor:
-        """Valid rows of the batch."""
-        return batch["valid"].sum()
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
         """Loss sum over the valid rows, their count, and half the number of correctly classified pairs (2 per row)."""

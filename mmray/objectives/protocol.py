@@ -49,6 +49,14 @@ class Objective(Protocol):
         """
 
 
+class RowLoss:
+    """Base of losses that are divided by the number of valid rows."""
+
+    def count(self, batch: Batch) -> Tensor:
+        """Valid rows of the batch."""
+        return batch["valid"].sum()
+
+
 @runtime_checkable
 class HardNegativeMining(Protocol):
     """A local loss whose rows first get a hard negative, sampled among all rows of the global batch."""

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.objectives.contrastive import mask_invalid
-from mmray.objectives.protocol import Batch, LossSums, Outputs
+from mmray.objectives.protocol import Batch, LossSums, Outputs, RowLoss
 
 CHUNK = 4096  # remote texts scored at once
 
 
-class Sigmoid:
+class Sigmoid(RowLoss):
     """SigLIP's loss (Zhai et al. 2023, arXiv:2303.15343, equation 1): summed over all pairs, divided by the rows.
 
     Outputs: `image_embed`, `text_embed` [B, D], L2-normalised; `logit_scale` and `logit_bias`, scalars. Pairs with an
@@ -27,10 +27,6 @@ class Sigmoid:
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self.chunk = chunk
-
-    def count(self, batch: Batch) -> Tensor:
-        """Valid rows of the batch."""
-        return batch["valid"].sum()
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
         """Loss sum over this rank's images and all texts, the valid rows, and the sums by kind of pair."""

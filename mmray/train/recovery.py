@@ -10,7 +10,6 @@ import ray.exceptions
 import ray.train
 
 from mmray.cluster import ray_internals
-from mmray.engine.batch import smaller_micro
 from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
 from mmray.train.monitor import AttemptMonitor
 from mmray.train.resolve import ResolvedRun
@@ -130,7 +129,7 @@ def _host_oom_error(error: BaseException, monitor: AttemptMonitor, resolved: Res
     """Ray's memory monitor killed a worker: its node, not a device, was out of memory."""
     share = -(-resolved.shape.global_rows // monitor.world)
     micro = min(rows for rows in (monitor.progress.micro, resolved.micro, resolved.shape.micro, share) if rows)
-    smaller = smaller_micro(micro)
+    smaller = micro // 2
     what = f"a node ran out of memory with micro-batches of {micro} rows ({str(error).splitlines()[0]})"
     fix = f"Retrying with micro-batches of {smaller}" if smaller else "Check what else uses memory on that node"
     return OutOfMemoryError(f"{what}. {fix}", smaller)

@@ -39,7 +39,6 @@ def test_rows_are_measured_and_failures_have_a_reason(monkeypatch):
     assert branches["loss"] == pytest.approx(base["loss"], rel=1e-4)
     assert 0 < base["communication_share"] < 1
     assert (branches["communication_share"], branches["workers"]) == (0, 1)
-    assert 0 <= min(branches["idle_share_0"], branches["idle_share_1"]) <= 1
     assert base["step_p50_s"] <= base["step_p95_s"]
     assert "needs `ddp`" in no["error"] and no["loss"] is None
     assert result["ratios"]["branches_fp32_vs_ddp"] == pytest.approx(branches["samples_per_s"] / base["samples_per_s"])

@@ -250,7 +250,10 @@ class InlineExecutor:
 
     def submit(self, work: Any, *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(work(*args))
+        try:
+            future.set_result(work(*args))
+        except RuntimeError as error:
+            future.set_exception(error)
         return future
 
 
@@ -282,7 +285,9 @@ def cuda_functions() -> dict[str, Any]:
         "is_bf16_supported": True,
         "get_device_capability": (9, 0),
         "get_device_name": "NVIDIA H100 80GB HBM3",
-        "get_device_properties": SimpleNamespace(uuid="none", major=9),
+        "get_device_properties": SimpleNamespace(major=9),
+        "mem_get_info": (2**30, 2**31),
+        "utilization": 50,
         "current_stream": make_stream(),
         "stream": nullcontext(),
     }
@@ -308,7 +313,6 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SyncCounter]]:
         patch.setattr("torch.autograd._engine_run_backward", backward)
         patch.setattr("mmray.engine.checkpoint.manager.DefaultStager", HostStager)
         patch.setattr("mmray.engine.prefetch.ThreadPoolExecutor", InlineExecutor)
-        patch.setattr("mmray.engine.parallel.branches.ThreadPoolExecutor", InlineExecutor)
         SyncCounter.count = 0
         with FunctionMode(), DispatchMode():
             yield SyncCounter

@@ -13,7 +13,6 @@ from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.collectives import Group
-from mmray.engine.parallel.strategy import ParallelConfig
 from mmray.engine.parallel.transforms import apply_transforms, checkpoint_activations
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
@@ -55,7 +54,7 @@ def train_kind(
             checkpoint_activations(branch)
         if backend is not None:
             branch.compile(backend=backend)
-    state = toy.train_state(model, group, toy.objective(objective), layout=ParallelConfig(strategy=parallel))
+    state = toy.train_state(model, group, toy.objective(objective), parallel=parallel)
     share = ROWS // group.world
     for step in range(steps):
         batch = synthetic_batch(spec.inputs, VOCAB, ROWS, "cpu", seed=step)

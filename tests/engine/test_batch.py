@@ -3,7 +3,7 @@
 import pytest
 
 from mmray.config import Batch, Train
-from mmray.engine.batch import resolve_batch_shape, smaller_micro, total_steps
+from mmray.engine.batch import resolve_batch_shape, total_steps
 from mmray.errors import UsageError
 
 
@@ -51,7 +51,3 @@ def test_contradicting_sizes_are_refused(settings, workers, message):
 )
 def test_total_steps(length, steps):
     assert total_steps(Train(**length), num_rows=25, global_rows=10) == steps
-
-
-def test_micro_batch_is_halved_after_oom():
-    assert [smaller_micro(micro) for micro in (64, 24, 5, 7, 1)] == [32, 12, 2, 3, 0]

@@ -113,13 +113,10 @@ def test_metrics_are_logged_and_callbacks_called():
     assert outcome == LoopResult("finished", 5, 43, 0, log[-1])
 
 
-def test_norms_of_each_branch_and_rate_without_multipliers_are_logged():
-    log, settings = toy.Lines(), toy.optimizer_settings(clip_per="branch", lr_multipliers=["*words*=10"])
+def test_rate_without_multipliers_is_logged():
+    log, settings = toy.Lines(), toy.optimizer_settings(lr_multipliers=["*words*=10"])
     train(toy.Branched(), plan_of(2), log=log, optimizer=settings)
     assert [line["train/lr"] for line in log] == [lr_at(line["step"] - 1, settings, 2) for line in log]
-    norms = [log[0][f"train/grad_norm_{name}"] for name in ("image", "text", "rest")]
-    assert log[0]["train/grad_norm"] == pytest.approx(sum(norm**2 for norm in norms) ** 0.5)
-    assert all(norm > 0 for norm in norms)
 
 
 @pytest.mark.parametrize(("before", "after"), [("bf16", "fp16"), ("fp16", "bf16"), ("fp32", "fp16")])
@@ -175,35 +172,6 @@ def test_too_many_consecutive_non_finite_steps_end_the_run_across_restarts():
     resumed = toy.NanAtSteps(steps=(4,), first=3)
     with pytest.raises(TrainingError, match="3 steps in a row"):
         train(resumed, plan_of(6), checkpoints.load(3), first=3, callbacks=(resumed,))
-
-
-class NanRow(toy.Toy):
-    """Returns NaN for row 17: in an embedding, or with `matching` only in the score with its own partner."""
-
-    def __init__(self, kind="contrastive"):
-        super().__init__(kind=kind)
-        self.sizes = []
-
-    def forward(self, batch):
-        outputs = super().forward(batch)
-        if not torch.is_grad_enabled():
-            self.sizes.append(len(batch["valid"]))
-        nan = torch.where(batch["key"] == toy.rows(33, 0)["key"][17], float("nan"), 1.0)
-        if not hasattr(self, "fuse"):
-            outputs["text_embed"] = outputs["text_embed"] * nan[:, None]
-        elif "match" in outputs:
-            outputs["match"] = outputs["match"] * nan
-        return outputs
-
-
-@pytest.mark.parametrize("kind", ["contrastive", "matching"])
-def test_row_with_non_finite_output_is_named(kind):
-    """The search keeps to the micro-batch size."""
-    plan = SamplePlan(num_rows=33, global_rows=33, world=1, micro=8, seed=1, steps=5)
-    model, names = NanRow(kind), lambda rows: [f"sample {row}" for row in rows]
-    with pytest.raises(TrainingError, match=r"3 steps in a row.*outputs not finite for sample 17\)"):
-        train(model, plan, objective=toy.objective(kind), row_names=names, micro=4)
-    assert max(model.sizes) == 4
 
 
 @pytest.mark.cluster

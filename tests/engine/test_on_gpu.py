@@ -138,14 +138,10 @@ def train_with_failing_pins(monkeypatch, failing):
         return toy.flat(model)
 
 
-def test_oom_of_prefetched_batch_retries_it_after_the_step_then_restarts(monkeypatch):
-    expected = toy.Toy().double()
-    toy.run(expected, LONG_PLAN)
-    weights = train_with_failing_pins(monkeypatch, {FIRST_BATCH, FIRST_BATCH + 1})  # the second batch, and the third
-    toy.assert_equal_weights(weights, toy.flat(expected))
+def test_oom_of_prefetched_batch_restarts(monkeypatch):
     message = r"out of memory after step 1 with micro-batches of 3 rows \(rank 0: allocation failed for the next batch"
     with pytest.raises(OutOfMemoryError, match=message) as raised:
-        train_with_failing_pins(monkeypatch, {FIRST_BATCH, FIRST_BATCH + 1, FIRST_BATCH + 2})
+        train_with_failing_pins(monkeypatch, {FIRST_BATCH})
     assert raised.value.micro == 1
 
 
@@ -169,9 +165,8 @@ def test_half_precision_synchronizes_once_per_step(monkeypatch, kind):
 def test_branches_on_two_gpus_equal_one_device(monkeypatch, kind):
     expected = train(kind, CPU)
     with gpus(monkeypatch, count=2):
-        options = {"options": {"devices": DEVICES}, "parallel": "branches"}
-        weights = train(kind, GPU, **options)
-        half = [train(kind, GPU, double=False, precision=number, **options) for number in ("bf16", "fp16")]
+        weights = train(kind, GPU, parallel="branches")
+        half = [train(kind, GPU, double=False, precision=number, parallel="branches") for number in ("bf16", "fp16")]
     assert (weights - expected).abs().max() < 1e-9
     assert all(bool(weights.isfinite().all()) for weights in half)
 

@@ -1,4 +1,4 @@
-"""Parameter groups, learning rates, and gradient clipping per model or per branch."""
+"""Parameter groups, learning rates, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -74,35 +74,9 @@ def model_with_gradients():
     return model
 
 
-def norms_of(groups):
-    norms = optimizer.grad_norms(groups)
-    return dict(zip(groups, norms.tolist(), strict=True)), norms
-
-
-def test_global_clipping_equals_torch():
+def test_clipping_equals_torch():
     ours, theirs = model_with_gradients(), model_with_gradients()
-    groups = optimizer.make_clip_groups(ours, "model")
-    by_group, norms = norms_of(groups)
-    optimizer.clip_gradients(groups, norms, by_group, 1.0)
-    expected = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-    assert by_group == {"": pytest.approx(expected.item())}
+    norm = optimizer.grad_norm(list(ours.parameters()))
+    optimizer.clip_gradients(list(ours.parameters()), norm, 1.0)
+    assert torch.equal(nn.utils.clip_grad_norm_(theirs.parameters(), 1.0), norm)
     torch.testing.assert_close(toy.flat_gradient(ours), toy.flat_gradient(theirs), rtol=0, atol=0)
-
-
-def test_branches_are_clipped_by_their_own_norms_and_zero_disables_clipping():
-    model = model_with_gradients()
-    model.log_scale.grad = torch.tensor(0.5)
-    groups = optimizer.make_clip_groups(model, "branch")
-    assert list(groups) == ["image", "text", "rest"]
-    expected = {name: torch.cat([p.grad.flatten() for p in group]).norm().item() for name, group in groups.items()}
-    by_group, norms = norms_of(groups)
-    assert by_group == pytest.approx(expected)
-    before = toy.flat_gradient(model)
-    optimizer.clip_gradients(groups, norms, by_group, 0.0)
-    assert torch.equal(toy.flat_gradient(model), before)
-    optimizer.clip_gradients(groups, norms, by_group, 1.0)
-    assert norms_of(groups)[0] == pytest.approx({"image": 1.0, "text": 1.0, "rest": 0.5}, rel=1e-4)
-    model.text.requires_grad_(False)
-    assert list(optimizer.make_clip_groups(model, "branch")) == ["image", "rest"]
-    with pytest.raises(UsageError, match=r"Toy has no branches\(\); use `model`"):
-        optimizer.make_clip_groups(toy.Toy(), "branch")

@@ -76,6 +76,6 @@ def test_rows_bucketed_by_length_are_those_of_the_plan():
     steps = list(toy.steps_of(PLAN, 0))
     swapped = [[second, first] for first, second in steps]
     assert [batch.rows for batch in local_batches(swapped, group_by_length=True)] == [10, 10]
-    for wrong, bucketed in ((swapped, False), (steps[::-1], True)):
+    for wrong, group_by_length in ((swapped, False), (steps[::-1], True)):
         with pytest.raises(TrainingError, match="returned wrong rows"):
-            list(local_batches(wrong, group_by_length=bucketed))
+            list(local_batches(wrong, group_by_length=group_by_length))

@@ -40,7 +40,7 @@ FP32 = Precision("fp32", None, "cpu")
 def optimizer_settings(**changes) -> SimpleNamespace:
     """The section `optimizer` of a config."""
     settings = {"lr": 0.01, "final_lr_fraction": 0.0, "warmup_steps": 2, "schedule": "cosine", "weight_decay": 0.1}
-    settings |= {"betas": (0.9, 0.98), "eps": 1e-6, "clip_norm": 1.0, "clip_per": "model"}
+    settings |= {"betas": (0.9, 0.98), "eps": 1e-6, "clip_norm": 1.0}
     return SimpleNamespace(**settings | {"freeze": (), "lr_multipliers": ()} | changes)
 
 
@@ -131,7 +131,7 @@ class Toy(nn.Module):
 
 
 class Branched(Toy):
-    """The toy with two independent branches, for strategies and clipping per branch."""
+    """The toy with two independent branches, for the parallel strategies."""
 
     def branches(self) -> dict[str, nn.Module]:
         return {"image": self.image, "text": self.text}
@@ -223,18 +223,17 @@ def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
 
 
 def train_state(
-    model: nn.Module, group: Group | None = None, objective=None, scaler=None, layout=None, clip="model"
+    model: nn.Module, group: Group | None = None, objective=None, scaler=None, parallel="ddp"
 ) -> TrainState:
     """A TrainState as loop.py creates it."""
     group = group or Group()
     return TrainState(
-        model=strategy.wrap_model(model, group, layout),
+        model=strategy.wrap_model(model, group, parallel),
         objective=objective or Contrastive(),
         group=group,
         precision=FP32,
         optimizer=optimizer.build_optimizer(model, OPTIMIZER),
         scaler=scaler or FP32.scaler(),
-        clip_groups=optimizer.make_clip_groups(model, clip),
         timers=PhaseTimers(torch.device("cpu")),
         clip_norm=OPTIMIZER.clip_norm,
     )

@@ -44,11 +44,6 @@ def test_unsupported_settings_are_refused(given, message):
     assert message in "\n".join(unsupported_reasons(config(**given)))
 
 
-@pytest.mark.parametrize("recipe", ["sample", "clip", "siglip", "fusion", "llava"])
-def test_all_recipes_support_clipping_per_branch(recipe):
-    assert not any("clip" in reason for reason in unsupported_reasons(config(recipe, optimizer={"clip_per": "branch"})))
-
-
 @pytest.mark.parametrize(("parallel", "workers"), [("ddp", 1), ("ddp", 4), ("fsdp", 2), ("branches", 1), ("single", 1)])
 @pytest.mark.parametrize("micro", [8, "auto"])
 def test_supported_settings_pass(parallel, workers, micro):

@@ -14,23 +14,22 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 from safetensors import SafetensorError
 
-from mmray.errors import StorageError, TrainingError, UsageError, first_line
+from mmray.errors import StorageError, TrainingError, first_line
 from mmray.storage.paths import AnyPath, local_copy, move_tree, remove_tree
 
 STATE, META, SUMS = "state.json", "meta.json", "SHA256SUMS"
-OLD_STATE = "state.pt"  # of the format before this one
 LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that should fall
 
 
@@ -100,10 +99,10 @@ def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
 
     Incomplete ones are deleted too. Raises TrainingError if the storage refuses.
     """
-    kept = set(_steps(folder, complete=True)[-keep:])
+    protected = set(_steps(folder, complete=True)[-keep:])
     if metric is not None and (top := best(folder, metric)) is not None:
-        kept.add(top)
-    old = [path for path in _steps(folder) if path not in kept]
+        protected.add(top)
+    old = [path for path in _steps(folder) if path not in protected]
     try:
         for path in old:
             discard(path)
@@ -111,11 +110,10 @@ def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
         raise TrainingError(f"cannot delete the old checkpoint {path}: {error.strerror or error}") from error
 
 
-def discard(path: AnyPath, strict: bool = True) -> None:
+def discard(path: AnyPath) -> None:
     """Delete a checkpoint, its checksums first: an interrupted deletion leaves an incomplete checkpoint."""
-    with nullcontext() if strict else suppress(OSError):
-        (path / SUMS).unlink(missing_ok=True)
-        remove_tree(path)
+    (path / SUMS).unlink(missing_ok=True)
+    remove_tree(path)
 
 
 def _steps(folder: AnyPath, complete: bool = False) -> list[AnyPath]:
@@ -132,40 +130,31 @@ def _steps(folder: AnyPath, complete: bool = False) -> list[AnyPath]:
 def verify(path: AnyPath) -> str | None:
     """Return the fault of a checkpoint, None if every byte is as written.
 
-    Raises StorageError if the storage cannot be read (the checkpoint may be intact), UsageError for an older format.
+    Raises StorageError if the storage cannot be read: the checkpoint may be intact.
     """
     try:
-        return _fault(path)
+        if not (path / SUMS).exists():
+            return f"it is incomplete (no {SUMS})"
+        expected = read_checksums(path)
+        shards = shard_names(len(expected) - 2)
+        if set(expected) != {STATE, META, *shards} or not shards:
+            return f"its {SUMS} is damaged"
+        for name, digest in expected.items():
+            if not (path / name).exists():
+                return f"{name} is missing"
+            if sha256(path / name) != digest:
+                return f"{name} does not match its checksum ({(path / name).stat().st_size:,} bytes)"
     except OSError as error:
         raise StorageError(
             f"cannot read the checkpoint {path}: {error.strerror or error}. Check the storage and rerun the same "
             "command; to resume from an older checkpoint, move this one out of the folder"
         ) from error
-
-
-def _fault(path: AnyPath) -> str | None:
-    if not (path / SUMS).exists():
-        return f"it is incomplete (no {SUMS})"
-    expected = read_checksums(path)
-    if OLD_STATE in expected:
-        raise UsageError(
-            f"{path} was written by an older version of mmray in another format ({OLD_STATE}), which this version "
-            "cannot read. Start a new run under another --run.name, or use the older version for this run"
-        )
-    shards = shard_names(len(expected) - 2)
-    if set(expected) != {STATE, META, *shards} or not shards:
-        return f"its {SUMS} is damaged"
-    for name, digest in expected.items():
-        if not (path / name).exists():
-            return f"{name} is missing"
-        if sha256(path / name) != digest:
-            return f"{name} does not match its checksum ({(path / name).stat().st_size:,} bytes)"
     return None
 
 
-def shard_names(world: int) -> tuple[str, ...]:
-    """File names of the shards of `world` ranks."""
-    return tuple(f"shard-{rank + 1}-of-{world}.safetensors" for rank in range(world))
+def shard_names(num_shards: int) -> tuple[str, ...]:
+    """File names of the shards, by rank."""
+    return tuple(f"shard-{rank + 1}-of-{num_shards}.safetensors" for rank in range(num_shards))
 
 
 def shards_of(path: AnyPath) -> int:
@@ -223,27 +212,18 @@ def read_json(file: AnyPath) -> dict[str, Any]:
         return json.loads(local.read_bytes())
 
 
-def format_record(meta: dict[str, Any]) -> str:
+def format_record(meta: dict[str, Any]) -> bytes:
     """The text of meta.json; NaN and infinity, which JSON lacks, become null."""
-
-    def strict(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: strict(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [strict(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
     record = meta | {"versions": {"python": platform.python_version(), "torch": torch.__version__}}
-    return json.dumps(strict(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
 
 
 def format_write_error(path: AnyPath, error: Exception) -> str:
     """The message for a checkpoint that could not be written: cause, free space, what to do."""
     text = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
-    try:
-        free = f" ({shutil.disk_usage(path.parent).free / 2**30:.2f} GiB free)" if isinstance(path, Path) else ""
-    except OSError:
-        free = ""
+    free = ""
+    if isinstance(path, Path) and path.parent.exists():
+        free = f" ({shutil.disk_usage(path.parent).free / 2**30:.2f} GiB free)"
     return (
         f"cannot write the checkpoint {path}: {text}{free}. Older checkpoints are intact. Free space or fix the "
         "permissions and rerun the same command, or choose another --run.storage"

@@ -15,7 +15,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -76,7 +76,7 @@ def save_async(
     """Copy the state to the host and write it in a background thread; under FSDP all ranks call it together.
 
     Rank 0 calls `before` in that thread before any rank writes and again before the checksums, and `after` at the end;
-    what it raises, every rank raises. Await the result inside `as_storage_error`. Raises TypeError.
+    what it raises, every rank raises. Await the result inside `as_storage_error`.
     """
     values, tensors = split(state)
     writer = ShardWriter(path, values, meta, cpu_group if sharded else None, before, after)
@@ -166,29 +166,19 @@ def targets(module: nn.Module) -> Target:
     return target
 
 
-def split(state: State) -> tuple[State, dict[str, Tensor]]:
-    """Return the state without its tensors, and the tensors by key (`model/NAME`). Raises TypeError for others."""
+def split(state: State, *parents: str) -> tuple[State, dict[str, Tensor]]:
+    """Return the state without its tensors, and the tensors by key (`model/NAME`)."""
+    values: State = {}
     tensors: dict[str, Tensor] = {}
-
-    def values_of(value: Any, path: tuple[str, ...], label: str) -> Any:
-        if isinstance(value, dict):
-            values = {}
-            for name, item in value.items():
-                if type(name) is not str:
-                    raise TypeError(f"a key of {label} is a {type(name).__name__}: checkpoints store text keys only")
-                if isinstance(item, Tensor):
-                    tensors[_key(*path, name)] = item
-                else:
-                    values[name] = values_of(item, (*path, name), f"{label}[{name!r}]")
-            return values
-        if isinstance(value, list | tuple):
-            return [values_of(item, path, f"{label}[{index}]") for index, item in enumerate(value)]
-        # Exact types: numpy's numbers are subclasses of Python's.
-        if type(value) not in (str, int, float, bool, type(None)):
-            raise TypeError(f"{label} is a {type(value).__name__}: checkpoints store tensors and JSON values only")
-        return value
-
-    return values_of(state, (), "state"), tensors
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            tensors[_key(*parents, name)] = value
+        elif isinstance(value, dict):
+            values[name], inner = split(value, *parents, name)
+            tensors |= inner
+        else:
+            values[name] = value
+    return values, tensors
 
 
 class ShardWriter(HuggingFaceStorageWriter):
@@ -206,8 +196,8 @@ class ShardWriter(HuggingFaceStorageWriter):
         super().__init__(str(path), save_distributed=True)
         self._folder, self._values, self._meta = path, values, meta
         self._before, self._after = before, after
-        self.rank, world = (dist.get_rank(cpu_group), dist.get_world_size(cpu_group)) if cpu_group else (0, 1)
-        self._name = shard_names(world)[self.rank]
+        self.rank, num_shards = (dist.get_rank(cpu_group), dist.get_world_size(cpu_group)) if cpu_group else (0, 1)
+        self._name = shard_names(num_shards)[self.rank]
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # the base class creates the folder, which rank 0 must clear first
@@ -246,7 +236,7 @@ class ShardWriter(HuggingFaceStorageWriter):
         self._before()
         with staged_upload(self._folder, (STATE, META, SUMS)) as local:
             (local / STATE).write_text(json.dumps(self._values))
-            (local / META).write_text(format_record(self._meta))
+            (local / META).write_bytes(format_record(self._meta))
             write_checksums(local, (STATE, META), {shard.index.fqn: shard.storage_data for shard in shards})
         self._after()
 
@@ -259,7 +249,8 @@ def as_storage_error(path: AnyPath, discards: bool = True) -> Iterator[None]:
             yield
     except (OSError, SafetensorError) as error:
         if discards:
-            discard(path, strict=False)
+            with suppress(OSError):
+                discard(path)
         raise StorageError(format_write_error(path, error)) from error
 
 
@@ -279,17 +270,13 @@ def _cause() -> Iterator[None]:
 
 @contextmanager
 def _local_shards(path: AnyPath) -> Iterator[Path]:
-    """A local folder with the shards of a checkpoint and no other safetensors file. Raises OSError."""
-    names = shard_names(shards_of(path))
-    if not isinstance(path, RemotePath):
-        files = {file.name for file in path.glob("*.safetensors")}
-        if files != set(names):
-            raise OSError(f"expected {', '.join(names)}; the folder has {', '.join(sorted(files)) or 'none'}")
-        yield path
-        return
+    """A local folder with the shards of a checkpoint and no other file. Raises OSError."""
     with temp_dir() as local:
-        for name in names:
-            (path / name).download(local / name)
+        for name in shard_names(shards_of(path)):
+            if isinstance(path, RemotePath):
+                (path / name).download(local / name)
+            else:
+                (local / name).symlink_to((path / name).absolute())
         yield local
 
 

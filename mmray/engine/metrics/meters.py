@@ -6,7 +6,6 @@ import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
@@ -22,42 +21,11 @@ from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics
 from mmray.engine.parallel import strategy
-from mmray.engine.parallel.branches import BranchParallel
 from mmray.engine.parallel.strategy import preserve_buffers
 from mmray.engine.precision import Precision
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import TrainState
-from mmray.errors import is_out_of_memory
 from mmray.objectives.protocol import Batch
-
-
-@dataclass
-class Padding:
-    """Tokens of one rank since the last line, with and without padding; `fractions` are those of the run."""
-
-    tokens: int = 0
-    padded_tokens: int = 0
-    padded_tokens_ungrouped: int = 0
-
-    def add(self, batch: LocalBatch) -> None:
-        self.tokens += batch.tokens
-        self.padded_tokens += batch.padded_tokens
-        self.padded_tokens_ungrouped += batch.padded_tokens_ungrouped
-
-    def compute(self, device: torch.device) -> list[Tensor]:
-        """Return scalars to be summed over ranks, and reset."""
-        counted = [self.tokens, self.padded_tokens, self.padded_tokens_ungrouped]
-        self.tokens = self.padded_tokens = self.padded_tokens_ungrouped = 0
-        return list(torch.tensor(counted, dtype=torch.float64, device=device))
-
-    @staticmethod
-    def fractions(sums: list[float], group_by_length: bool) -> Metrics:
-        """Fraction of padding; with length bucketing also the fraction without it."""
-        tokens, padded, ungrouped = sums
-        if not padded:
-            return {}
-        without = {"batch/padding_unbucketed": 1 - tokens / ungrouped} if group_by_length else {}
-        return {"batch/padding": 1 - tokens / padded} | without
 
 
 @dataclass
@@ -66,25 +34,15 @@ class Meter:
 
     rates: Throughput
     devices: int = 1
-    padding: Padding = field(default_factory=Padding)
+    token_counts: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))  # since the last line
     flops_of_row: float | None = None  # a forward and a backward
 
     def count_flops(self, state: TrainState, batch: LocalBatch) -> None:
-        """Count the model's FLOPs once, on the first micro-batch.
-
-        After an OOM it is counted in the next step, because this step will run out of memory too and shrink. Raises the
-        error if a forward has collectives.
-        """
-        if self.flops_of_row is not None:
-            return
-        first = batch.micro_batches[0]
-        try:
+        """Count the model's FLOPs once, on the first micro-batch."""
+        if self.flops_of_row is None:
+            first = batch.micro_batches[0]
             flops = model_flops(strategy.unwrap(state.model), first, state.precision)
-        except (RuntimeError, MemoryError) as error:
-            if not state.can_recover_oom or not is_out_of_memory(error):
-                raise
-            return
-        self.flops_of_row = flops / len(first["valid"])
+            self.flops_of_row = flops / len(first["valid"])
 
     def compute(self, state: TrainState) -> Metrics:
         """Return metrics since the last call, and reset."""
@@ -95,9 +53,7 @@ class Meter:
             metrics["throughput/tflops_per_device"] = rate / 1e12
             if device.type == "cuda":
                 metrics["throughput/mfu"] = rate / peak_flops(device, state.precision)
-        if isinstance(state.model, BranchParallel):
-            metrics |= state.model.idle()
-        return metrics | machine_load(device) | {"memory/peak_gib": self.rates.timers.memory.compute_gib(device)}
+        return metrics | machine_load(device) | {"memory/peak_gib": self.rates.timers.peak_gib()}
 
 
 # Prefixes of per-rank metrics whose maximum over ranks is reported; the mean of all others.
@@ -110,11 +66,20 @@ def reduce_over_ranks(group: Group, sums: list[Tensor], local: Metrics) -> tuple
     Each rank already reports the throughput of the run, so the mean is correct.
     """
     figures = torch.tensor([float(value) for value in local.values()], dtype=torch.float64, device=group.device)
-    packed = torch.cat([*(value.to(torch.float64).reshape(1) for value in sums), figures])
+    packed = torch.cat([*(value.to(figures).reshape(1) for value in sums), figures])
     all_ranks = group.to_host(group.all_gather(packed[None]))
     columns = zip(local, all_ranks[:, len(sums) :].unbind(1), strict=True)
     reduced = {name: (column.max() if name.startswith(MAXIMA) else column.mean()).item() for name, column in columns}
     return all_ranks[:, : len(sums)].sum(0).tolist(), reduced
+
+
+def padding_fractions(token_counts: list[float], group_by_length: bool) -> Metrics:
+    """Fraction of caption tokens that are padding; with length bucketing also the fraction without it."""
+    tokens, padded, ungrouped = token_counts
+    if not padded:
+        return {}
+    without = {"batch/padding_unbucketed": 1 - tokens / ungrouped} if group_by_length else {}
+    return {"batch/padding": 1 - tokens / padded} | without
 
 
 def rows_sha(keys: Tensor) -> str:
@@ -125,31 +90,16 @@ def rows_sha(keys: Tensor) -> str:
 def machine_load(device: torch.device) -> dict[str, float]:
     """CPU percent since the last call and memory in GiB; of a GPU, busy percent and memory.
 
-    What NVML does not report is NaN, because every rank must have the same keys.
+    Busy percent is NaN without NVML (nvidia-ml-py) and on a MIG slice: every rank must have the same keys.
     """
     load = {"host/cpu_percent": psutil.cpu_percent(), "host/memory_gib": psutil.virtual_memory().used / 2**30}
     if device.type != "cuda":
         return load
-    busy, used = math.nan, math.nan
-    nvml, handle = _nvml_handle(str(torch.cuda.get_device_properties(device).uuid))
-    if handle is not None:
-        with suppress(nvml.NVMLError):  # not supported on a MIG slice
-            busy, used = nvml.nvmlDeviceGetUtilizationRates(handle).gpu, nvml.nvmlDeviceGetMemoryInfo(handle).used
-    return load | {"gpu/busy_percent": float(busy), "gpu/memory_gib": used / 2**30}
-
-
-@lru_cache
-def _nvml_handle(uuid: str) -> tuple[Any, Any]:
-    """NVML and its handle of a GPU, by UUID because the indices of torch and NVML differ; None if unavailable."""
-    try:
-        import pynvml
-    except ImportError:
-        return None, None
-    try:
-        pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except pynvml.NVMLError:
-        return pynvml, None
+    busy = math.nan
+    with suppress(Exception):  # NVML's own error type cannot be imported without it
+        busy = float(torch.cuda.utilization(device))
+    free, total = torch.cuda.mem_get_info(device)
+    return load | {"gpu/busy_percent": busy, "gpu/memory_gib": (total - free) / 2**30}
 
 
 # Dense tensor-core peaks of the data sheets, in TFLOP/s: (bf16 and fp16, fp32 without TF32).

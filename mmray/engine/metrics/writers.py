@@ -5,15 +5,15 @@ Metric keys are `area/name_unit`.
 
 from __future__ import annotations
 
-import json
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -45,7 +45,7 @@ class MetricsLog:
         check: Callable[[], None] = lambda: None,
     ):
         self._folder, self._purge_step = folder, start_step + 1
-        self._notify, self._check = notify, check
+        self._warn, self._check = partial(notify, "storage"), check
         self._path = folder / METRICS
         self._pending = b""  # lines not written yet
         self._write_failed = False
@@ -62,17 +62,16 @@ class MetricsLog:
 
     def write(self, metrics: Metrics) -> None:
         """Write one line immediately; NaN and infinity become null."""
-        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        line = json.dumps(plain, allow_nan=False) + "\n"
+        line = orjson.dumps(metrics, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
         self._check_ownership(CHECK_EVERY_S)
-        self._pending += line.encode()
+        self._pending += line
         try:
             self._write_out()
             self._plot(metrics)
             self._write_failed = False
         except OSError as error:
             if not self._write_failed:
-                self._notify_error(error, "lines are kept for a later write")
+                self._warn(f"cannot write {self._path}: {error.strerror or error}; lines are kept for a later write")
             self._write_failed = True
 
     def close(self) -> None:
@@ -84,22 +83,16 @@ class MetricsLog:
                 self._events.close()
         except OSError as error:
             lost = self._pending.count(b"\n")
-            self._notify_error(error, f"its last {lost} lines are lost")
+            self._warn(f"cannot write {self._path}: {error.strerror or error}; its last {lost} lines are lost")
         finally:
             self._file.close()
 
-    def _notify_error(self, error: OSError, consequence: str) -> None:
-        self._notify("storage", f"cannot write {self._path}: {error.strerror or error}; {consequence}")
-
     def _check_ownership(self, every_s: float) -> None:
         """Raise TrainingError if another process owns the run; on a storage error the write will fail instead."""
-        if abs(time.time() - self._checked_s) < every_s:
-            return
-        try:
-            self._check()
-            self._checked_s = time.time()
-        except OSError:
-            return
+        if abs(time.time() - self._checked_s) >= every_s:
+            with suppress(OSError):
+                self._check()
+                self._checked_s = time.time()
 
     def _write_out(self) -> None:
         """Write pending lines, continuing after partial writes. Raises OSError."""
@@ -125,17 +118,17 @@ def _drop_after(path: Path, start_step: int) -> int:
     """Keep complete lines up to `start_step`; return how many steps the dropped lines went beyond it."""
     if not path.exists():
         return 0
-    kept, last_step = [], start_step
+    lines, last_step = [], start_step
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            step = int(json.loads(line)["step"])
+            step = int(orjson.loads(line)["step"])
         except (ValueError, KeyError, TypeError):
             continue  # truncated
         last_step = max(last_step, step)
         if step <= start_step:
-            kept.append(line + "\n")
+            lines.append(line + "\n")
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.write_text("".join(lines), encoding="utf-8")
     temporary.replace(path)
     return last_step - start_step
 
@@ -186,8 +179,8 @@ class LogUploader:
                 self.upload_changed()
             except OSError as error:
                 name = f"mmray-not-stored-{self.local_folder.name[-8:]}"
-                kept = self.local_folder.rename(self.local_folder.with_name(name))
-                self._notify("storage", f"cannot upload the last log lines; they are kept in {kept}: {error}")
+                target = self.local_folder.rename(self.local_folder.with_name(name))
+                self._notify("storage", f"cannot upload the last log lines; they are kept in {target}: {error}")
 
     def _upload_loop(self) -> None:
         pause_s = UPLOAD_EVERY_S

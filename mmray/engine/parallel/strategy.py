@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mmray.engine.collectives import Group
-from mmray.engine.parallel.branches import BranchParallel
 from mmray.errors import UsageError
 from mmray.models.protocol import EMBEDDING_METHODS
 
@@ -24,30 +22,26 @@ BUCKET_MB = 25.0  # MiB of gradients per all-reduce (DDP)
 HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
-    """The strategy and its choices, as in the `train` section."""
-
-    strategy: str = "ddp"
-    grad_compression: str = "none"
-    shard_dtype: torch.dtype | None = None  # of gathered weights (fsdp); None: unchanged
-    devices: tuple[torch.device, ...] = ()  # of one worker (branches)
-
-
-def wrap_model(module: nn.Module, group: Group, parallel_config: ParallelConfig | None = None) -> nn.Module:
+def wrap_model(
+    module: nn.Module,
+    group: Group,
+    parallel: str = "ddp",
+    grad_compression: str = "none",
+    shard_dtype: torch.dtype | None = None,
+) -> nn.Module:
     """Wrap the module for training on all ranks; in a group of one, `ddp` and `fsdp` return the module itself.
 
-    DDP broadcasts rank 0's weights; under FSDP all ranks must pass equal weights. Raises UsageError for `fsdp` in fp16.
+    DDP broadcasts rank 0's weights. Under FSDP all ranks must pass equal weights, gathered in `shard_dtype` (None:
+    unchanged); a module that is already sharded is returned. Raises UsageError for `fsdp` in fp16.
     """
-    parallel_config = parallel_config or ParallelConfig()
-    if parallel_config.strategy == "fsdp" and group.world > 1:
-        if parallel_config.shard_dtype == torch.float16:
+    if parallel == "fsdp" and group.world > 1:
+        if shard_dtype == torch.float16:
             raise UsageError("train.parallel fsdp takes fp32 or bf16, and this device's best is fp16; set one of them")
-        return shard(module, group, parallel_config.shard_dtype)
+        return module if is_sharded(module) else shard(module, group, shard_dtype)
+    if parallel == "branches":
+        return module  # apply_transforms moved its branches to their devices
     module.to(group.device)
-    if parallel_config.strategy == "branches":
-        return BranchParallel(module, parallel_config.devices)
-    return module if group.world == 1 else _replicate(module, parallel_config.grad_compression)
+    return module if group.world == 1 else _replicate(module, grad_compression)
 
 
 def _replicate(module: nn.Module, grad_compression: str) -> DistributedDataParallel:
@@ -71,12 +65,12 @@ def _replicate(module: nn.Module, grad_compression: str) -> DistributedDataParal
     return model
 
 
-def rewrap(model: nn.Module, group: Group, parallel_config: ParallelConfig) -> nn.Module:
+def rewrap(model: nn.Module, group: Group, grad_compression: str) -> nn.Module:
     """Reset the wrapper on all ranks after an abandoned step, because DDP still waits for its backward."""
     if not isinstance(model, DistributedDataParallel):
         return model
     model._remove_autograd_hooks()  # otherwise the old reducer's hooks would also run
-    return wrap_model(model.module, group, parallel_config)
+    return _replicate(model.module, grad_compression)
 
 
 def has_inner_collectives(model: nn.Module) -> bool:
@@ -86,7 +80,7 @@ def has_inner_collectives(model: nn.Module) -> bool:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside a wrapped model; only under FSDP its forward communicates, to gather weights."""
-    return model.module if isinstance(model, DistributedDataParallel | BranchParallel) else model
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -111,6 +105,41 @@ def preserve_buffers(module: nn.Module) -> Iterator[None]:
     finally:
         for submodule, buffers in originals:
             submodule._buffers.update(buffers)
+
+
+# --- two devices of one worker
+
+
+def two_devices(device: torch.device) -> tuple[torch.device, torch.device]:
+    """Return the two GPUs of a worker, or the CPU twice. Raises UsageError if there is only one GPU."""
+    if device.type != "cuda":
+        return device, device
+    if torch.cuda.device_count() < 2:
+        raise UsageError("train.parallel branches needs two GPUs in one worker, and this one sees one; take `ddp`")
+    return device, torch.device("cuda", 1 - (device.index or 0))
+
+
+def place_branches(module: nn.Module, device: torch.device) -> None:
+    """Move the branch `text` to the second device; inputs and outputs of the model stay on the first.
+
+    Kernels are launched asynchronously, and autograd has a thread per device, so both branches run at the same time.
+    """
+    first, second = two_devices(device)
+    columns = ("input_ids", "attention_mask")
+
+    def copy_inputs(text: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(value.to(next(text.parameters()).device, non_blocking=True) for value in inputs)
+
+    def copy_captions(model: nn.Module, inputs: tuple[dict[str, Tensor]]) -> tuple[dict[str, Tensor]]:
+        # Before any kernel of the step is queued, because a copy between devices waits for the queues of both.
+        text = model.branches()["text"]  # type: ignore[operator]
+        copies = copy_inputs(text, tuple(inputs[0][name] for name in columns))
+        return (inputs[0] | dict(zip(columns, copies, strict=True)),)
+
+    text = module.branches()["text"].to(second)  # type: ignore[operator]
+    module.register_forward_pre_hook(copy_captions)
+    text.register_forward_pre_hook(copy_inputs)  # for embedding methods, which bypass the forward of the model
+    text.register_forward_hook(lambda _, inputs, output: output.to(first))
 
 
 # --- FSDP2

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mmray.engine.optimizer import freeze_parameters
-from mmray.engine.parallel.strategy import preserve_buffers
+from mmray.engine.parallel.strategy import place_branches, preserve_buffers
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ def apply_transforms(model: nn.Module, train: Train, optimizer: Optimizer, devic
     if device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
         raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
     model.to("cpu" if train.parallel == "fsdp" else device)  # the full model may not fit on a GPU
+    if train.parallel == "branches":
+        place_branches(model, device)
     if train.channels_last:
         model.to(memory_format=torch.channels_last)
     branches = _branches(model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,9 @@ from mmray.engine import memory_probe
 from mmray.engine.checkpoint import state_io
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
+from mmray.engine.parallel.strategy import shard, to_local
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError
+from mmray.objectives.contrastive import Contrastive
 from mmray.storage import storage
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, to_path
@@ -88,9 +89,16 @@ def plan_of(group: Group, micro: int = 3) -> SamplePlan:
 
 
 def train(
-    group: Group, kind: str, load: Any = None, first: int = 0, steps: int = 8, planned: int = 3, **options: Any
+    group: Group,
+    kind: str,
+    load: Any = None,
+    first: int = 0,
+    steps: int = 8,
+    planned: int = 3,
+    model: torch.nn.Module | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    plan, model, polls = plan_of(group, planned), toy.Branched().double(), iter(range(first + 1, 9))
+    plan, model, polls = plan_of(group, planned), model or toy.Branched().double(), iter(range(first + 1, 9))
     options |= {"train": toy.train_settings(checkpoint_every=2, parallel=kind), "stop": lambda: next(polls) == steps}
     with patch.object(DTensor, "full_tensor", full_scalar):
         toy.run(model, plan, group, load, first, **options)
@@ -119,31 +127,31 @@ def train_and_save(group: Group, run: AnyPath, steps: int = 8) -> None:
         lease.release()
 
 
-def probe(group: Group, model: toy.Branched, kind: str, micro: int) -> memory_probe.ProbeResult:
+def probe(group: Group, model: torch.nn.Module, micro: int) -> tuple[int, dict[str, float]]:
     """Probe memory as a worker does with `batch.micro: auto`, or use the result of an earlier attempt."""
     inputs = SimpleNamespace(image_side=4, max_tokens=6, max_boxes=0)
-    config = SimpleNamespace(train=toy.train_settings(parallel=kind), batch=Batch(micro="auto"))
-    config.model, config.optimizer = SimpleNamespace(inputs=inputs, vocab_size=20), toy.OPTIMIZER
-    state = replace(toy.train_state(model, Group(group.rank, 1, group.device)), group=group)
-    return memory_probe.dry_run_job(SimpleNamespace(config=config, micro=micro), state, plan_of(group, micro or 6))
+    config = SimpleNamespace(train=toy.TRAIN, batch=Batch(micro="auto"), optimizer=toy.OPTIMIZER)
+    config.model = SimpleNamespace(inputs=inputs, vocab_size=20)
+    return memory_probe.dry_run(config, model, Contrastive(), group, plan_of(group, micro or 6), micro)
 
 
 def probe_and_train(group: Group, micro: int = 0, free: int = 1000) -> dict[str, Any]:
     """The result of the memory probe and of the run with it; `free`: rows that fit the host memory of this rank."""
-    model, log = toy.Branched().double(), toy.Lines()
-    before = copy.deepcopy(model.state_dict())
-    one_row = probe(Group(group.rank, 1), model, "ddp", 1).table["memory/activations_gib"] * memory_probe.GIB
+    full, log = toy.Branched().double(), toy.Lines()
+    model = shard(copy.deepcopy(full), group, None)
+    before = [to_local(weight).clone() for weight in model.state_dict().values()]
+    one_row = probe(Group(group.rank, 1), full, 1)[1]["memory/activations_gib"] * memory_probe.GIB
     memory = SimpleNamespace(available=(free + 0.5) * one_row * group.world / memory_probe.HOST_FRACTION)
     with patch.object(psutil, "virtual_memory", lambda: memory):
-        result = probe(group, model, "fsdp", micro)
-    unchanged = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    options = {"micro": result.micro, "static_metrics": result.table, "log": log}
+        micro, table = probe(group, model, micro)
+    unchanged = all(map(torch.equal, map(to_local, model.state_dict().values()), before))
+    options = {"micro": micro, "static_metrics": table, "log": log}
     return {
-        "micro": result.micro,
-        "table": result.table,
-        "full activations": probe(group, model, "ddp", result.micro).table["memory/activations_gib"],
+        "micro": micro,
+        "table": table,
+        "full activations": probe(group, full, micro)[1]["memory/activations_gib"],
         "unchanged": unchanged,
-        "weights": train(group, "fsdp", planned=6, **options),
+        "weights": train(group, "fsdp", planned=6, model=model, **options),
         "line": log[-1],
     }
 
@@ -152,7 +160,7 @@ def oom_in_probe(group: Group, file: Path) -> None:
     """Rank 1 runs out of memory in the probe above three rows; rank 0 waits in a collective until it ends."""
     model = toy.MemoryLimitedToy(toy.MemoryFault(max_rows=3 if group.rank else 99)).double()
     try:
-        probe(group, model, "fsdp", 0)
+        probe(group, shard(model, group, None), 0)
     except OutOfMemoryError as error:
         file.write_text(json.dumps({"error": str(error), "micro": error.micro}))
     except MmrayError as error:

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from mmray import objectives
 from mmray.config import Clip, Config, CrossAttention, Fusion, Model, Objective, Siglip, TextTower, TwoTower
 from mmray.config import Optimizer as OptimizerSection
+from mmray.data.stream.order import SamplePlan
 from mmray.engine.bad_samples import _check_labels
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import dry_run
@@ -137,8 +138,8 @@ def test_unsupported_combinations_are_refused() -> None:
 
 def run_probe(spec: Model, kind: str) -> None:
     config = Config(model=spec.model_copy(update={"vocab_size": VOCAB}), objective=Objective(kind=kind))
-    state = toy.train_state(build(spec, VOCAB), objective=objectives.build(config.objective))
-    dry_run(config, state, lambda rows: synthetic_batch(INPUTS, VOCAB, rows, CPU), 3, 3)
+    plan = SamplePlan(num_rows=3, global_rows=3, world=1, micro=3, seed=1, steps=1)
+    dry_run(config, build(spec, VOCAB), objectives.build(config.objective), Group(), plan, 3)
 
 
 def test_probe_names_weights_without_gradient() -> None:
