@@ -46,7 +46,7 @@ def batch_of(rows: int = 4) -> dict[str, Tensor]:
     return batch
 
 
-def picture() -> Image.Image:
+def photo() -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8))
 
 
@@ -61,15 +61,15 @@ def test_export_loads_in_transformers_with_equal_outputs(kind: str, tmp_path: Pa
     loaded = mmray.load(out)
     theirs, report = AutoModel.from_pretrained(out, output_loading_info=True)
     assert not any(report.values())
-    processed = AutoImageProcessor.from_pretrained(out)(picture(), return_tensors="pt")
+    processed = AutoImageProcessor.from_pretrained(out)(photo(), return_tensors="pt")
     tokens = AutoTokenizer.from_pretrained(out)(TEXTS, padding="max_length", return_tensors="pt")
     with torch.no_grad():
         given = theirs(input_ids=tokens["input_ids"], pixel_values=processed["pixel_values"])
-        pixels = torch.from_numpy(resize_to_square(np.asarray(picture()), 32, "squash", "bicubic"))[None]
+        pixels = torch.from_numpy(resize_to_square(np.asarray(photo()), 32, "squash", "bicubic"))[None]
         normalised = model.image.pixels(pixels)
         image = theirs(input_ids=tokens["input_ids"], pixel_values=normalised).image_embeds
     torch.testing.assert_close(loaded.embed_texts(TEXTS), given.text_embeds, rtol=0, atol=1e-6)
-    torch.testing.assert_close(loaded.embed_images([picture()]), image, rtol=0, atol=1e-6)
+    torch.testing.assert_close(loaded.embed_images([photo()]), image, rtol=0, atol=1e-6)
     assert F.cosine_similarity(given.image_embeds, image).item() > 0.999  # their resize rounds pixels differently
     assert theirs.logit_scale.exp().item() == pytest.approx(model.log_scale.exp().item())
     assert loaded.model.state_dict().keys() == model.state_dict().keys()

@@ -52,7 +52,7 @@ def trained(spec: Model) -> nn.Module:
     return model.eval()
 
 
-def picture(mode: str = "RGB") -> Image.Image:
+def photo(mode: str = "RGB") -> Image.Image:
     noise = np.random.default_rng(0).integers(0, 256, (50, 70, 4), dtype=np.uint8)
     return Image.fromarray(noise, "RGBA").convert(mode)
 
@@ -87,7 +87,7 @@ def test_loaded_model_embeds_as_trained(tmp_path: Path, fit: str) -> None:
     spec = spec_of(fit)
     model = trained(spec)
     loaded = mmray.load(save(model, spec, tmp_path / "model"))
-    data = [encoded(picture(), "JPEG"), encoded(picture("RGBA"), "PNG"), encoded(picture("L"), "WEBP")]
+    data = [encoded(photo(), "JPEG"), encoded(photo("RGBA"), "PNG"), encoded(photo("L"), "WEBP")]
     (tmp_path / "file.jpg").write_bytes(data[0])
     image, embedded = direct_images(model, spec, data), loaded.embed_images([tmp_path / "file.jpg", *data[1:]], batch=2)
     torch.testing.assert_close(embedded, image, rtol=0, atol=1e-6)
@@ -104,9 +104,9 @@ def test_loaded_model_embeds_as_trained(tmp_path: Path, fit: str) -> None:
 def test_pil_image_embeds_like_its_file(exported: Exported) -> None:
     loaded, orientation = mmray.load(exported[2]), Image.Exif()
     orientation[0x0112] = 6
-    upright, rotated = encoded(picture(), "JPEG"), encoded(picture(), "JPEG", exif=orientation)
+    upright, rotated = encoded(photo(), "JPEG"), encoded(photo(), "JPEG", exif=orientation)
     assert not torch.allclose(loaded.embed_images([rotated]), loaded.embed_images([upright]), atol=1e-3)
-    pairs: list[Any] = [(picture(mode), encoded(picture(mode), "PNG")) for mode in ("RGBA", "L", "P", "1")]
+    pairs: list[Any] = [(photo(mode), encoded(photo(mode), "PNG")) for mode in ("RGBA", "L", "P", "1")]
     for image, file in [*pairs, (Image.open(io.BytesIO(rotated)), rotated)]:
         assert torch.equal(loaded.embed_images([image]), loaded.embed_images([file]))
 
@@ -155,7 +155,7 @@ def test_transformers_reads_tokenizer_and_preprocessing(tmp_path: Path, fit: str
 
 
 def test_invalid_input_is_named(exported: Exported, tmp_path: Path) -> None:
-    loaded, good = mmray.load(exported[2]), encoded(picture(), "PNG")
+    loaded, good = mmray.load(exported[2]), encoded(photo(), "PNG")
     assert loaded.embed_images([]).shape == loaded.embed_texts([]).shape == (0, 12)
     with pytest.raises(DataError, match="image 1: truncated"):
         loaded.embed_images([good, good[:100]], batch=1)
@@ -218,7 +218,7 @@ def test_export_to_object_store_loads_again(s3: Any, monkeypatch: pytest.MonkeyP
     out = save(model, spec, address)
     assert str(out) == address and not Path("s3:").exists()
     assert f'mmray.load("{out.name}")' in (out / "README.md").read_text()
-    loaded, data = mmray.load(address), [encoded(picture(), "PNG")]
+    loaded, data = mmray.load(address), [encoded(photo(), "PNG")]
     torch.testing.assert_close(loaded.embed_images(data), direct_images(model, spec, data), rtol=0, atol=1e-6)
 
     (out / "processor_config.json").write_text("{}")  # files of a generative model

@@ -153,13 +153,13 @@ def test_exported_region_head_equals_trained(tmp_path: Path) -> None:
     values = spec.model_copy(update={"vocab_size": VOCAB}).model_dump(mode="json")
     loaded = mmray.load(export(model, values, TOKENIZER, tmp_path / "model"))
     noise = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    picture = Image.fromarray(noise[0].permute(1, 2, 0).numpy())
+    photo = Image.fromarray(noise[0].permute(1, 2, 0).numpy())
     fractions = torch.tensor([[[0.25, 0.0, 0.75, 0.5], [0.5, 0.5, 1.0, 1.0]]])
     with torch.no_grad():
         expected = model.classify_regions(noise, fractions)[0].softmax(1)
     boxes = [(8, 0, 16, 16), (16, 16, 16, 16)]
-    named = loaded.classify_boxes(picture, boxes)
+    named = loaded.classify_boxes(photo, boxes)
     torch.testing.assert_close(named, expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(loaded.classify_boxes(picture, boxes, LABELS[1:]), named[:, 1:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(loaded.classify_boxes(photo, boxes, LABELS[1:]), named[:, 1:], rtol=0, atol=1e-5)
     with pytest.raises(DataError, match=r"box 1 \(40, 0, 4, 4\) lies outside"):
-        loaded.classify_boxes(picture, [boxes[0], (40, 0, 4, 4)])
+        loaded.classify_boxes(photo, [boxes[0], (40, 0, 4, 4)])

@@ -50,14 +50,14 @@ def model_of(spec: Generative = SPEC, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
-def picture(seed: int = 0) -> Image.Image:
+def photo(seed: int = 0) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8))
 
 
 def batch_of(conversations: list, seed: int = 0) -> dict[str, Tensor]:
     columns = ENCODER.encode_batch(conversations)
     ids = torch.from_numpy(columns["input_ids"].astype(np.int64))
-    pixels = [np.asarray(picture(seed + number)).transpose(2, 0, 1) for number in range(len(ids))]
+    pixels = [np.asarray(photo(seed + number)).transpose(2, 0, 1) for number in range(len(ids))]
     return lm_columns(columns, ids.shape[1]) | {
         "image": torch.from_numpy(np.stack(pixels)),
         "input_ids": ids,
@@ -82,7 +82,7 @@ def test_export_loads_as_hf_llava_with_equal_outputs(tmp_path: Path) -> None:
     processor, theirs = AutoProcessor.from_pretrained(out), AutoModelForImageTextToText.from_pretrained(out).eval()
     for number, conversation in enumerate(CONVERSATIONS):
         text, _ = ENCODER.render(conversation)
-        given = processor(images=[picture(number)], text=[text], return_tensors="pt")
+        given = processor(images=[photo(number)], text=[text], return_tensors="pt")
         expected = theirs(**given).logits[0]
         batch = batch_of([conversation], number)
         mine = model(batch)["logits"][0]
@@ -91,12 +91,12 @@ def test_export_loads_as_hf_llava_with_equal_outputs(tmp_path: Path) -> None:
         compared = (~is_image) | (torch.cumsum(is_image, 0) == 16)  # the logits of the last image token
         torch.testing.assert_close(mine, expected[compared], rtol=1e-4, atol=1e-4)
     as_conversation = ENCODER.render(ENCODER.as_conversation("")[:1])[0] + "ASSISTANT:"
-    given = processor(images=[picture()], text=[as_conversation], return_tensors="pt")
+    given = processor(images=[photo()], text=[as_conversation], return_tensors="pt")
     cut = given["input_ids"].shape[1] - 1  # without the closing token of the tokenizer
     given = {name: value[:, :cut] if value.ndim == 2 else value for name, value in given.items()}
     written = theirs.generate(**given, max_new_tokens=12, do_sample=False)[0, cut:].tolist()
     ended = written.index(ENCODER.eos_id) if ENCODER.eos_id in written else len(written)
-    assert mmray.load(out).answer([picture()], max_new_tokens=12) == [ENCODER.tokenizer.decode(written[:ended]).strip()]
+    assert mmray.load(out).answer([photo()], max_new_tokens=12) == [ENCODER.tokenizer.decode(written[:ended]).strip()]
 
 
 @torch.no_grad()

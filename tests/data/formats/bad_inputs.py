@@ -77,27 +77,27 @@ def damaged(data, name):
 
 # name -> (bytes of the image file, outcome of the row, note)
 IMAGES = {
-    "a truncated JPEG": (encoded("JPEG", size=(90, 60))[:-40], "decode truncated", "never a half-grey picture"),
+    "a truncated JPEG": (encoded("JPEG", size=(90, 60))[:-40], "decode truncated", "never partly decoded"),
     "a truncated PNG": (encoded()[:50], "decode truncated", ""),
     "a PNG with a damaged chunk": (encoded().replace(b"IDAT\x78", b"IDAT\x79"), "decode checksum", ""),
     "zero bytes": (b"", "decode empty", ""),
     "HTML named .jpg": (b"<html><body>404</body></html>", "decode format", ""),
     "SVG named .jpg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "decode format", ""),
-    "TIFF": (encoded("TIFF"), "decode format", "neither libtiff nor its messages come into play"),
+    "TIFF": (encoded("TIFF"), "decode format", "libtiff is never called"),
     "WebP named .jpg": (encoded("WEBP", colour=(1, 2, 3)), KEPT, "format by content, not by name"),
     "CMYK JPEG": (encoded("JPEG", "CMYK", colour=(0, 255, 255, 0)), KEPT, "converted to RGB"),
     "grey": (encoded(mode="L", colour=77), KEPT, "converted to RGB"),
-    "palette with transparency": (palette(), KEPT, "laid on white"),
+    "palette with transparency": (palette(), KEPT, "composited on white"),
     "16-bit grey": (encoded(mode="I;16", colour=32768), KEPT, "scaled, not clipped"),
-    "RGBA with hidden colours": (encoded(mode="RGBA", colour=(200, 0, 0, 0)), KEPT, "laid on white"),
+    "RGBA with hidden colours": (encoded(mode="RGBA", colour=(200, 0, 0, 0)), KEPT, "composited on white"),
     "animated GIF": (animated("GIF"), KEPT, "first frame"),
     "animated WebP": (animated("WEBP"), KEPT, "first frame"),
     "animated PNG": (animated("PNG"), KEPT, "first frame"),
-    **{f"EXIF orientation {turn}": (turned(turn), KEPT, "turned upright") for turn in range(1, 9)},
+    **{f"EXIF orientation {turn}": (turned(turn), KEPT, "orientation applied") for turn in range(1, 9)},
     "1 x 1": (encoded(size=(1, 1), colour=(5, 5, 5)), KEPT, ""),
     "1 x 4000": (encoded(size=(1, 4000), colour=(6, 6, 6)), KEPT, ""),
-    "a header of 100 megapixels": (raw_png(8, 2, [b""], size=(10_000, 10_000)), *TOO_LARGE),
-    "a header of 900 megapixels": (raw_png(8, 2, [b""], size=(30_000, 30_000)), *TOO_LARGE),
+    "a header that declares 100 megapixels": (raw_png(8, 2, [b""], size=(10_000, 10_000)), *TOO_LARGE),
+    "a header that declares 900 megapixels": (raw_png(8, 2, [b""], size=(30_000, 30_000)), *TOO_LARGE),
 }
 GOOD = {"image": "good.png", "text": "x"}
 FIRST = {"a byte order mark": (b'\xef\xbb\xbf{"id": "bom", "image": "good.png", "text": "x"}', KEPT, "")}
@@ -108,14 +108,14 @@ LINES = {
     "a path with ../": (GOOD | {"image": "../secret.png"}, "columns path", ""),
     "an absolute path": (GOOD | {"image": "/etc/passwd"}, "columns path", ""),
     "a URL": (GOOD | {"image": "https://example.org/a.png"}, "columns path", "nothing is downloaded"),
-    "a named pipe": (GOOD | {"image": "pipe.png"}, "read not-regular-file", "it would never end"),
+    "a named pipe": (GOOD | {"image": "pipe.png"}, "read not-regular-file", "reading it would block"),
     "a malformed line": (b'{"image": "good.png", "text"', "parse json", ""),
     "no caption": ({"image": "good.png"}, "columns no-text", ""),
     "no image": ({"text": "x"}, "columns no-image", ""),
     "an image that is a number": (GOOD | {"image": 5}, "columns image", ""),
     "a caption that is a number": (GOOD | {"text": 5}, "text type", ""),
     "NaN": (b'{"image": "good.png", "text": "x", "label": NaN}', "parse json", ""),
-    "a repeated name": (b'{"image": "good.png", "text": "x", "text": "y"}', "parse json", ""),
+    "a duplicate JSON key": (b'{"image": "good.png", "text": "x", "text": "y"}', "parse json", ""),
     "NUL in a path": (GOOD | {"image": "a\0.png"}, "columns path", ""),
     "NUL in a caption": (GOOD | {"id": "nul", "text": "a\0b"}, KEPT, "control characters are removed"),
     "CRLF": (b'{"id": "crlf", "image": "good.png", "text": "x"}\r', KEPT, ""),
@@ -124,7 +124,7 @@ LINES = {
     "a blank caption": (GOOD | {"text": " \n"}, "text blank", ""),
     "a caption of 1 MB": (GOOD | {"text": "x" * 1_000_000}, "text too-long", "the limit is 64 KiB"),
     "several images in one row": (GOOD | {"image": ["good.png"] * 2}, "columns multiple-images", "models take one"),
-    "a repeated id": (GOOD | {"id": "crlf"}, "duplicates duplicate-key", ""),
+    "a duplicate id": (GOOD | {"id": "crlf"}, "duplicates duplicate-key", ""),
 }
 TEXT = ("m.txt", b"x")
 MASKED = tar(("m.mask.png", b"?"), ("m.png", encoded()), TEXT)
@@ -134,8 +134,12 @@ TARS = {
     "a member with ../ in a tar": (tar(("../up.png", encoded())), "columns path", "nothing is extracted"),
     "a symbolic link in a tar": (tar(("m.png", b"", tarfile.SYMTYPE), TEXT), "read not-regular-file", ""),
     "a device in a tar": (tar(("m.png", b"", tarfile.CHRTYPE), TEXT), "read not-regular-file", ""),
-    "a.mask.png before a.png in a tar": (MASKED, KEPT, "the kind is all after the first dot"),
-    "a member twice in a tar": (tar(("m.png", encoded()), TEXT, TEXT), "columns no-image", "a row of its own"),
+    "a.mask.png before a.png in a tar": (MASKED, KEPT, "the extension is everything after the first dot"),
+    "a member twice in a tar": (
+        tar(("m.png", encoded()), TEXT, TEXT),
+        "columns no-image",
+        "a separate row without image",
+    ),
     "NaN in an unused field of a tar's JSON": (UNUSED_NAN, KEPT, ""),
     "a truncated tar": (tar()[:2300], "read truncated", "the rows before are kept"),
     "a damaged header in a tar": (damaged(tar(), "z.png"), "read truncated", "the rows before are kept"),
@@ -176,7 +180,7 @@ def count(source):
 
 def table():
     """Format the table of the README."""
-    rows = ["| input | what becomes of its row |", "|---|---|"]
+    rows = ["| input | result |", "|---|---|"]
     for name, (_, outcome, word) in (IMAGES | FIRST | LINES | TARS).items():
         if name.startswith("EXIF orientation"):
             if not name.endswith("1"):

@@ -295,13 +295,13 @@ def folder_of_tar(folder, members):
 
 def test_bad_tar_members_reject_their_rows_only(tmp_path):
     """More kinds than the table of bad inputs has."""
-    picture = colour_image(0)
-    members = [("/abs.png", picture), ("latin.png", picture), ("latin.txt", b"caf\xe9")]
-    members += [("latin-class.png", picture), ("latin-class.cls", b"\xe9")]
-    members += [("cls.png", picture), ("cls.cls", b"cat"), ("cls.txt", b"x")]
-    members += [("only.txt", b"no image"), ("only.depth.png", picture)]
-    members += [("json.png", picture), ("json.json", b'{"caption": NaN}')]
-    members += [("good.PNG", picture), ("good.json", b'{"caption": "from the json"}')]
+    photo = colour_image(0)
+    members = [("/abs.png", photo), ("latin.png", photo), ("latin.txt", b"caf\xe9")]
+    members += [("latin-class.png", photo), ("latin-class.cls", b"\xe9")]
+    members += [("cls.png", photo), ("cls.cls", b"cat"), ("cls.txt", b"x")]
+    members += [("only.txt", b"no image"), ("only.depth.png", photo)]
+    members += [("json.png", photo), ("json.json", b'{"caption": NaN}')]
+    members += [("good.PNG", photo), ("good.json", b'{"caption": "from the json"}')]
     _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
     assert [(row.key, row.texts, row.source) for row in rows] == [("A.TAR/good", ["from the json"], "A.TAR/good")]
     assert faults == {

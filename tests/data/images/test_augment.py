@@ -29,7 +29,7 @@ INPUTS = Inputs(image_side=16, fit="squash", interpolation="bilinear", max_token
 ALL = Augment(crop_scale=(0.5, 0.9), flip=0.5, color_jitter=(0.2, 0.2, 0.2, 0.1))
 
 
-def picture(width=40, height=30):
+def photo(width=40, height=30):
     ramp = np.arange(width * height * 3).reshape(height, width, 3) * 7 % 256
     return Image.fromarray(ramp.astype(np.uint8))
 
@@ -43,7 +43,7 @@ def drawn(**places):
     return numbers
 
 
-PIXELS = np.asarray(picture())
+PIXELS = np.asarray(photo())
 
 
 def test_uniform_is_flat_and_depends_only_on_its_arguments():

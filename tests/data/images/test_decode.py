@@ -22,18 +22,18 @@ def with_pillow(data, max_pixels=MAX_PIXELS):
     return decode_module._decode_with_pillow(decode_module._open(data, max_pixels), data, max_pixels)
 
 
-def picture(width=40, height=30):
+def photo(width=40, height=30):
     """A smooth image that differs in every direction."""
     y, x = np.mgrid[:height, :width]
     return Image.fromarray(np.stack([x * 255 // width, y * 255 // height, (x + y) % 256], -1).astype(np.uint8))
 
 
 FORMATS = {
-    "JPEG": encode(picture(), "JPEG", quality=95),
-    "PNG": encode(picture(), "PNG"),
-    "WEBP": encode(picture(), "WEBP", lossless=True),
-    "GIF": encode(picture(), "GIF"),
-    "MPO": encode(picture(), "MPO", save_all=True, append_images=[picture(8, 8)], quality=95),
+    "JPEG": encode(photo(), "JPEG", quality=95),
+    "PNG": encode(photo(), "PNG"),
+    "WEBP": encode(photo(), "WEBP", lossless=True),
+    "GIF": encode(photo(), "GIF"),
+    "MPO": encode(photo(), "MPO", save_all=True, append_images=[photo(8, 8)], quality=95),
 }
 
 
@@ -42,7 +42,7 @@ def test_each_format_is_detected_by_content_and_decoded(name):
     assert Image.open(io.BytesIO(FORMATS[name])).format == name
     image = with_pillow(FORMATS[name])
     assert (image.mode, image.size) == ("RGB", (40, 30))
-    assert np.abs(np.asarray(image).astype(int) - np.asarray(picture())).mean() < 12
+    assert np.abs(np.asarray(image).astype(int) - np.asarray(photo())).mean() < 12
     assert np.array_equal(decode(FORMATS[name]), image)
     assert verify_image(FORMATS[name]) == image.size
 
@@ -50,7 +50,7 @@ def test_each_format_is_detected_by_content_and_decoded(name):
 def rotated(orientation, kind="JPEG"):
     exif = Image.Exif()
     exif[0x0112], exif[0x010F] = orientation, "a camera"
-    return encode(picture(), kind, exif=exif)
+    return encode(photo(), kind, exif=exif)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
@@ -66,7 +66,7 @@ def test_pillow_warnings_are_not_logged():
     """Damaged EXIF, in a process set up like a data worker."""
     exif = b"Exif\0\0MM\0*" + struct.pack(">LHHHLL", 8, 1, 0x010F, 2, 10**6, 26) + bytes(4)
     code = "import sys; from mmray.data.images.decode import verify_image; verify_image(sys.stdin.buffer.read())"
-    data = encode(picture(), "JPEG", exif=exif)
+    data = encode(photo(), "JPEG", exif=exif)
     run = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=True)
     assert run.stderr == b""
 
@@ -112,7 +112,7 @@ def test_cmyk_and_grey_become_rgb():
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (encode(picture(), "BMP"), "format"), (FORMATS["PNG"][:-12], "truncated"), (FORMATS["WEBP"][:-40], "truncated"),
+        (encode(photo(), "BMP"), "format"), (FORMATS["PNG"][:-12], "truncated"), (FORMATS["WEBP"][:-40], "truncated"),
         (FORMATS["GIF"][:-400], "truncated"), (b"\x89PNG\r\n\x1a\n", "truncated"), (b"\xff\xd8\xff\xe0", "corrupt"),
         (raw_png(8, 0, [b"\0\0"], size=(6000, 6000)), "too-large"),
     ],
@@ -164,14 +164,14 @@ def test_squash_crop_and_pad():
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 def test_jpeg_fast_path_equals_pillow(mode, options):
     for size in ((64, 48), (37, 61), (1, 1), (17, 8)):
-        data = encode(picture(*size).convert(mode), "JPEG", **options)
+        data = encode(photo(*size).convert(mode), "JPEG", **options)
         assert np.array_equal(decode(data), with_pillow(data))
         assert verify_image(data) == size
 
 
 def test_xmp_orientation_is_applied():
     packet = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
-    data = encode(picture(40, 30), "JPEG", xmp=packet)
+    data = encode(photo(40, 30), "JPEG", xmp=packet)
     assert np.array_equal(decode(data), np.asarray(with_pillow(data)))
     assert verify_image(data) == with_pillow(data).size == (30, 40)
 
@@ -186,7 +186,7 @@ def test_upright_jpeg_takes_fast_path(monkeypatch):
 @pytest.mark.parametrize("progressive", [False, True])
 def test_damaged_jpegs_give_same_result_on_both_paths(progressive):
     """For any damaged byte, both paths give the same pixels and size, or the same reason."""
-    whole, draw = encode(picture(64, 48), "JPEG", progressive=progressive), np.random.default_rng(0)
+    whole, draw = encode(photo(64, 48), "JPEG", progressive=progressive), np.random.default_rng(0)
     outcomes = set()
     for _ in range(800):
         data = bytearray(whole)

@@ -31,18 +31,18 @@ def centre(width, height):
 @pytest.mark.skipif(module.simd is None, reason="no build of cykooz.resizer for this processor")
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("picture", [noise, stripes])
-def test_resize_equals_pillow_within_two_levels(picture, size, interpolation):
+@pytest.mark.parametrize("photo", [noise, stripes])
+def test_resize_equals_pillow_within_two_levels(photo, size, interpolation):
     """Enlarged and reduced, full image and crop."""
     for seed in range(3):
-        rgb = picture(*size, seed)
+        rgb = photo(*size, seed)
         for box in ((0, 0, *size), centre(*size)):
             for target in ((32, 32), (224, 5), (224, 300)):
                 mine = resize(rgb, target, interpolation, box).astype(int)
                 difference = np.abs(mine - resize_with_pillow(rgb, target, interpolation, box))
                 assert mine.shape == (target[1], target[0], 3)
                 assert difference.max() <= 2
-                assert difference.mean() < 0.05 or picture is stripes or min(size) < 9
+                assert difference.mean() < 0.05 or photo is stripes or min(size) < 9
 
 
 def test_concurrent_threads_resize_correctly():

@@ -238,7 +238,7 @@ def test_referenced_images_are_read_in_few_requests_in_order(memory, monkeypatch
     refs = [refs[n] for n in np.random.default_rng(1).permutation(50)] + [ImageRef("", "whole.jpg")] * 2
     made, read = [], storage.RangeReader.read
     monkeypatch.setattr(storage.RangeReader, "read", lambda *args: made.append(args) or read(*args))
-    assert read_images(store, refs) == [read_image(store, picture) for picture in refs]
+    assert read_images(store, refs) == [read_image(store, photo) for photo in refs]
     assert len(made) == 2
     with pytest.raises(BadRow, match=r"there is no file gone\.jpg"):
         read_images(store, [*refs, ImageRef("", "gone.jpg")])
