@@ -34,7 +34,7 @@ from mmray.engine.parallel.transforms import apply_transforms, compile_branches
 from mmray.engine.precision import seed_everything, select_precision
 from mmray.engine.run_state import Callback, LoopResult, TrainSpec
 from mmray.errors import UsageError
-from mmray.models.build import build, random_init_architecture
+from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def build_bench(config: Config, group: Group, micro: int, log: MetricsLog | None
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
     vocab_size = config.model.vocab_size or trained or VOCAB_SIZE
     seed_everything(config.train.seed, config.train.deterministic)
-    model = build(config.model, vocab_size, random_init_architecture(config.model, vocab_size))
+    model = build(config.model, vocab_size, architecture={})
     model = apply_transforms(model, config.train, config.optimizer, group.device)
     seeds = [group.rank * NUM_BATCHES + number for number in range(NUM_BATCHES)]
     batches = [synthetic_batch(config.model.inputs, vocab_size, micro, "cpu", seed) for seed in seeds]

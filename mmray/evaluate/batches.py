@@ -6,9 +6,9 @@ A rank reads its part of the set with a thread pool (Pillow releases the GIL whi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from mmray.data.images import boxes
-from mmray.data.images.crash_probe import CrashProbes
-from mmray.data.images.decode import MAX_PIXELS
+from mmray.data.images.crash_probe import CrashProbe
+from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.store.manifest import BATCH_ROWS
 from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, hash_key
-from mmray.data.stream.collate import box_columns, lm_columns
+from mmray.data.stream.collate import box_columns, lm_columns, token_columns
 from mmray.data.stream.reader import NO_LABEL, Block, RowReader
 from mmray.machine import cores
 
@@ -30,16 +30,11 @@ if TYPE_CHECKING:
     from mmray.config import Evaluate, Inputs
 
 Batch = dict[str, Tensor]
-EvalRow = tuple[np.ndarray, Block, list[Any], int]
-EvalRowOrError = EvalRow | FileNotFoundError | ValueError
+EvalRow = tuple[np.ndarray, Block, list[Any], int]  # pixels, box columns, texts, label
 
 
 class EvalDataset:
-    """Held-out rows and the settings that turn them into model inputs; base class of the evaluators.
-
-    Unless `prepare` decoded the images, they are first decoded in another process, because a decoder that crashes would
-    kill this one.
-    """
+    """Held-out rows and the settings that turn them into model inputs; base class of the evaluators."""
 
     def __init__(
         self,
@@ -52,7 +47,22 @@ class EvalDataset:
         self.prepared, self.inputs, self.settings, self.max_pixels = prepared, inputs, settings, max_pixels
         self.reader = RowReader(prepared, inputs, tokenizer_json, max_pixels)
         self.encoder = self.reader.encoder
-        self.crash_probe = None if prepared.manifest.is_decoded else CrashProbes()
+        self._probe_results: dict[str, BadImage | None] = {}
+        self._threads = threading.local()  # one child process per thread
+
+    def check_decodable(self, record: Row) -> None:
+        """Raise BadImage for an image that crashes its decoder, unless `prepare` decoded it; each is probed once."""
+        if self.prepared.manifest.is_decoded:
+            return
+        if record.key not in self._probe_results:
+            crash_probe, error = self._threads.__dict__.setdefault("crash_probe", CrashProbe()), None
+            try:
+                crash_probe.probe(record.image, self.max_pixels)
+            except BadImage as bad:
+                error = BadImage(bad.reason, f"{record.key}: {bad.detail}")
+            self._probe_results[record.key] = error
+        if (error := self._probe_results[record.key]) is not None:
+            raise error
 
 
 @dataclass
@@ -79,80 +89,67 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches with at least one row each."""
+        return map(self._collate, self.readable_rows())
+
+    def readable_rows(self) -> Iterator[list[tuple[int, EvalRow]]]:
+        """Yield the numbers and contents of the readable rows of each batch; batches without any are omitted."""
         self.skipped.clear()
         rows, size = self.rows, self.data.settings.batch
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        with closing(self), ThreadPoolExecutor(min(16, cores()), thread_name_prefix="mmray-eval") as pool:
+        with ThreadPoolExecutor(min(16, cores()), thread_name_prefix="mmray-eval") as pool:
             # A few adjacent rows per task, so a store gets one request for them; `map` submits when it is called.
-            ahead: Iterator[list[EvalRowOrError]] = iter(())
+            ahead: Iterator[list[EvalRow | Exception]] = iter(())
             for part, after in zip([rows[:0], *parts], [*parts, rows[:0]], strict=True):
                 current = ahead
                 ahead = pool.map(self._read, [after[at : at + BATCH_ROWS] for at in range(0, len(after), BATCH_ROWS)])
-                if (batch := self._collate(part, chain.from_iterable(current))) is not None:
-                    yield batch
+                readable: list[tuple[int, EvalRow]] = []
+                for row, record in zip(part.tolist(), chain.from_iterable(current), strict=True):
+                    if not isinstance(record, Exception):
+                        readable.append((row, record))
+                        continue
+                    self.skipped.append(f"row {row}: {record}")
+                    if len(self.skipped) % 1000 == 1:
+                        logging.getLogger(__name__).warning("evaluation skips %s", self.skipped[-1])
+                if readable:
+                    yield readable
 
-    def close(self) -> None:
-        """Stop the child processes that probe images; the next row restarts them."""
-        if self.data.crash_probe is not None:
-            self.data.crash_probe.close()
-
-    def _read(self, rows: np.ndarray) -> list[EvalRowOrError]:
+    def _read(self, rows: np.ndarray) -> list[EvalRow | Exception]:
         """Read rows; a row that fails becomes its exception."""
-        records: list[Row | None]
         try:
-            records = [*self.data.prepared.read(rows)]
-        except ROW_ERRORS:  # of one row: read them one by one
-            records = [None] * len(rows)
-        results: list[EvalRowOrError] = []
-        for row, record in zip(rows.tolist(), records, strict=True):
-            try:
-                results.append(self._convert(record) if record else self.read(row))
-            except ROW_ERRORS as error:
-                results.append(error)
-        return results
+            records = self.data.prepared.read(rows)
+        except ROW_ERRORS as error:
+            if len(rows) == 1:
+                return [error]
+            return [result for row in np.split(rows, len(rows)) for result in self._read(row)]
+        return [self._convert(record) for record in records]
 
-    def read(self, row: int) -> EvalRow:
-        """Pixels, box columns, texts and label of one row. Raises OSError or ValueError (BadImage is one)."""
-        return self._convert(self.data.prepared.read(np.array([row]))[0])
-
-    def _convert(self, record: Row) -> EvalRow:
-        if not record.checksum_ok:
-            raise ValueError(f"{record.key} ({record.source}): image digest does not match the prepared set")
+    def _convert(self, record: Row) -> EvalRow | Exception:
         data = self.data
-        if data.crash_probe is not None:
-            data.crash_probe.probe(record.key, record.image, data.max_pixels)
-        pixels, values = data.reader.decode_row(0, record, None)
+        try:
+            if not record.checksum_ok:
+                raise ValueError(f"{record.key} ({record.source}): image digest does not match the prepared set")
+            data.check_decodable(record)
+            pixels, values = data.reader.decode_row(0, record, None)
+        except ROW_ERRORS as error:
+            return error
         columns = boxes.empty_box_columns(1, data.inputs.max_boxes)
         for name, value in values.items():
             columns[name][0] = value
         label = NO_LABEL if record.label is None else record.label
         return pixels, columns, data.encoder.captions_of(record), label
 
-    def _collate(self, rows: np.ndarray, records: Iterable[EvalRowOrError]) -> Batch | None:
-        """Collate the readable rows; None if there are none."""
-        readable: list[tuple[int, EvalRow]] = []
-        for row, record in zip(rows.tolist(), records, strict=True):
-            if not isinstance(record, Exception):
-                readable.append((row, record))
-                continue
-            self.skipped.append(f"row {row}: {record}")
-            if len(self.skipped) % 1000 == 1:
-                logging.getLogger(__name__).warning("evaluation skips %s", self.skipped[-1])
-        if not readable:
-            return None
+    def _collate(self, readable: list[tuple[int, EvalRow]]) -> Batch:
         pixels, boxed, texts_of_row, labels = zip(*(record for _, record in readable), strict=True)
         texts = [text for texts in texts_of_row for text in texts]
         columns = self.data.encoder.encode_batch(texts)
-        ids, num_tokens = columns["input_ids"], columns["num_tokens"]
         return (
-            lm_columns(columns, ids.shape[1])
+            lm_columns(columns, columns["input_ids"].shape[1])
+            | token_columns(columns["input_ids"], columns["num_tokens"])
             | box_columns({name: np.concatenate([each[name] for each in boxed]) for name in boxed[0]})
             | {
                 "image": torch.from_numpy(np.stack(pixels)),
                 "row": torch.tensor([row for row, _ in readable]),
                 "label": torch.tensor(labels),
-                "input_ids": torch.from_numpy(ids.astype(np.int64)),
-                "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
                 "caption_row": torch.tensor([row for row, record in readable for _ in record[2]]),
                 "text_id": torch.tensor([hash_key(str(text)) for text in texts]),
             }

@@ -1,7 +1,7 @@
 """Evaluation of embedding models on held-out rows; every rank gets the same metrics, for any number of ranks.
 
 Each rank embeds its part of the rows (batches.py), embeddings are gathered, and each rank scores its part of the
-queries against all rows (retrieval.py). Examples of hits and misses come from the same ranks (examples.py).
+queries against all rows (retrieval.py).
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmray.data.stream.collate import token_columns
 from mmray.data.stream.reader import NO_LABEL
 from mmray.errors import DataError
+from mmray.evaluate import retrieval
 from mmray.evaluate.batches import Batch, EvalBatches, EvalDataset
 from mmray.evaluate.examples import retrieval_examples
-from mmray.evaluate.retrieval import TIE, EmbeddingSet, compute_ranks, dedupe_texts, first_index, retrieval_metrics
+from mmray.evaluate.retrieval import EmbeddingSet, first_index
 from mmray.models.fusion import LabelTexts
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective, split_objective
 
 TOP_K = (1, 5)
-CHUNK = 4096  # gallery rows scored at once; memory is CHUNK x CHUNK
-
-
 Group = Any  # engine/collectives.py:Group: rank, world, device and all_gather_variable
 
 
@@ -41,21 +40,20 @@ class Evaluator(EvalDataset):
         global_rows: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
-        """Return the metrics of `retrieval_scores`, accuracies and `bad_rows`; a collective call of all ranks.
+        """Return retrieval metrics, accuracies, `loss`, `rows` and `bad_rows`; a collective call of all ranks.
 
-        The model's mode is restored. `save_examples`, on one rank or none, is called with examples of hits and misses.
-        Raises DataError on every rank if no row could be read.
+        `save_examples`, on one rank or none, gets examples of hits and misses. Raises DataError if no row is readable.
         """
         settings = self.settings
         batches = EvalBatches(self, group.rank, group.world, settings.limit)
-        embedded = embed_dataset(model, batches, group, objective, CHUNK)
+        embedded = embed_dataset(model, batches, group, objective)
         bad_rows = int(group.all_gather_variable(torch.tensor([len(batches.skipped)])).sum())
         if len(embedded.row) == 0:
             raise DataError(f"cannot read any of {bad_rows} evaluation rows: {'; '.join(batches.skipped[:1])}")
-        ranks = retrieval_ranks(embedded, group, CHUNK)
-        metrics = retrieval_scores(embedded, ranks, group, objective, global_rows, CHUNK)
+        ranks = retrieval_ranks(embedded, group)
+        metrics = retrieval_scores(embedded, ranks, group, objective, global_rows)
         if save_examples is not None:
-            save_examples(retrieval_examples(embedded, ranks, self.prepared, CHUNK, group.device, self.max_pixels))
+            save_examples(retrieval_examples(embedded, ranks, self.prepared, group.device, self.max_pixels))
         if classes := settings.classes or self.prepared.manifest.class_names:
             metrics |= self._zero_shot(model, embedded, group, classes)
         if (head := getattr(model, "class_head", None)) is not None:
@@ -68,30 +66,25 @@ class Evaluator(EvalDataset):
     def _zero_shot(
         self, model: nn.Module, embedded: EmbeddingSet, group: Group, classes: tuple[str, ...]
     ) -> dict[str, float]:
-        """Accuracy of the nearest class embedding, each rank on its part of the rows.
-
-        Source: prompt ensembling of Radford et al. 2021 (CLIP), section 3.1.4.
-        """
+        """Accuracy of the nearest class embedding; prompt ensembling of Radford et al. 2021 (CLIP), section 3.1.4."""
         prompts, language = self.settings.prompts, self.settings.language
         texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
-        ids, num_tokens = self.encoder.encode([self.encoder.format_caption(text, language) for text in texts])
-        mask = (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long()
+        tokens = token_columns(*self.encoder.encode([self.encoder.format_caption(text, language) for text in texts]))
         with eval_mode(model):
-            text = _embed_texts(model, torch.from_numpy(ids.astype("int64")), mask, self.settings.batch, group.device)
+            text = _embed_texts(model, tokens, self.settings.batch, group.device)
         weights = F.normalize(text.unflatten(0, (len(classes), len(prompts))).mean(dim=1), dim=1)
         hits, local = torch.zeros(len(TOP_K) + 1, dtype=torch.int64), slice(group.rank, None, group.world)
-        chunks = zip(embedded.image[local].split(CHUNK), embedded.label[local].split(CHUNK), strict=True)
-        for image, label in chunks:
-            hits += topk_hits(image @ weights.T, label, TIE)
+        columns = (column[local].split(retrieval.CHUNK) for column in (embedded.image, embedded.label))
+        for image, label in zip(*columns, strict=True):
+            hits += topk_hits(image @ weights.T, label, retrieval.TIE)
         hits = group.all_gather_variable(hits[None]).sum(0).cpu()
         return topk_accuracy(hits, "zero_shot", len(classes))
 
 
 def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
-    """Rows with their class in the top 1, in the top 5, and labelled rows: int64 [3].
+    """Rows with their class in the top 1, in the top 5, and labelled rows: int64 [3]; ties as in retrieval.py.
 
-    scores [N, C], label int64 [N]; labels outside 0..C-1 are not counted. A wrong class within `tie` of the correct
-    one ranks before it, as does a NaN.
+    scores [N, C], label int64 [N]; labels outside 0..C-1 are not counted.
     """
     num_classes = scores.shape[1]
     labelled = (label >= 0) & (label < num_classes)
@@ -109,51 +102,43 @@ def topk_accuracy(hits: Tensor, name: str, num_classes: int, unit: str = "rows")
     return metrics | {f"{name}/{unit}": float(total)}
 
 
-def retrieval_ranks(embedded: EmbeddingSet, group: Group, chunk: int) -> dict[str, Tensor]:
-    """Rank of each image among captions and of each caption among images, int64 on the CPU.
-
-    Equal captions are interchangeable as answers.
-    """
+def retrieval_ranks(embedded: EmbeddingSet, group: Group) -> dict[str, Tensor]:
+    """Rank of each image among captions and of each caption among images; equal captions are interchangeable."""
     text_id = embedded.text_id
     text, positives = embedded.text[first_index(text_id)], torch.stack([embedded.image_index, text_id])
-    images = _distributed_ranks(embedded.image, text, positives, group, chunk, text_id.bincount())
-    texts = _distributed_ranks(text, embedded.image, positives.flip(0), group, chunk)
+    images = _distributed_ranks(embedded.image, text, positives, group, text_id.bincount())
+    texts = _distributed_ranks(text, embedded.image, positives.flip(0), group)
     return {"image_to_text": images, "text_to_image": texts[text_id]}
 
 
 def _distributed_ranks(
-    queries: Tensor, gallery: Tensor, positives: Tensor, group: Group, chunk: int, multiplicity: Tensor | None = None
+    queries: Tensor, gallery: Tensor, positives: Tensor, group: Group, multiplicity: Tensor | None = None
 ) -> Tensor:
     """`compute_ranks`, each process of the group on its part of the queries."""
     part = torch.arange(len(queries)).tensor_split(group.world)[group.rank]
     first, end = (int(part[0]), int(part[-1]) + 1) if len(part) else (0, 0)
     pairs = positives[:, (positives[0] >= first) & (positives[0] < end)] - torch.tensor([[first], [0]])
-    ranks = compute_ranks(queries[first:end], gallery, pairs, chunk, group.device, multiplicity)
+    ranks = retrieval.compute_ranks(queries[first:end], gallery, pairs, group.device, multiplicity)
     return group.all_gather_variable(ranks).cpu()
 
 
 def retrieval_scores(
-    embedded: EmbeddingSet, ranks: dict[str, Tensor], group: Group, objective: Objective, global_rows: int, chunk: int
+    embedded: EmbeddingSet, ranks: dict[str, Tensor], group: Group, objective: Objective, global_rows: int
 ) -> dict[str, float]:
-    """recall_at_{1,5,10} and median_rank, each /image_to_text and /text_to_image; recall_at_1/mean; loss; rows.
-
-    ranks: of `retrieval_ranks`. `loss` is the global loss of the objective, if it reads only the two embeddings.
-    """
+    """Recall, median rank and `rows`; `loss` if the global loss of the objective reads only the two embeddings."""
     metrics: dict[str, float] = {}
     for direction, values in ranks.items():
-        metrics |= retrieval_metrics(values, direction)
+        metrics |= retrieval.retrieval_metrics(values, direction)
     metrics["recall_at_1/mean"] = sum(metrics[f"recall_at_1/{direction}"] for direction in ranks) / 2
     global_loss = split_objective(objective).global_loss
     if global_loss is not None and set(global_loss.gathered_outputs) <= {"image_embed", "text_embed"}:
-        metrics["loss"] = _loss(embedded, group, global_loss, global_rows, chunk)
+        metrics["loss"] = _loss(embedded, group, global_loss, global_rows)
     return metrics | {"rows": float(len(embedded.row))}
 
 
 @torch.no_grad()
-def embed_dataset(
-    model: nn.Module, batches: EvalBatches, group: Group, objective: Objective, chunk: int
-) -> EmbeddingSet:
-    """Embed the rows of all ranks; every rank gets all embeddings, gathered `chunk` rows at a time."""
+def embed_dataset(model: nn.Module, batches: EvalBatches, group: Group, objective: Objective) -> EmbeddingSet:
+    """Embed the rows of all ranks; every rank gets all embeddings."""
     with eval_mode(model):
         # A synthetic row: a rank without rows needs the width and the scalar outputs too.
         outputs = model(synthetic_batch(batches.data.inputs, 1, 1, group.device))
@@ -163,18 +148,15 @@ def embed_dataset(
         parts = [empty | {"class_hits": no_hits, "region_hits": no_hits}]
         parts += [_embed_batch(model, batch, batches.data.settings.batch, group.device) for batch in batches]
     local = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    gathered = {name: _gather(local[name], group, chunk) for name in local}
+    gathered = {name: _gather(local[name], group) for name in local}
     by_row, by_caption = gathered["row"].argsort(), gathered["caption_row"].argsort(stable=True)
-    text, text_id = dedupe_texts(gathered["text"][by_caption], gathered["text_id"][by_caption])
+    text, text_id = retrieval.dedupe_texts(gathered["text"][by_caption], gathered["text_id"][by_caption])
     return EmbeddingSet(
-        row=gathered["row"][by_row],
-        image=gathered["image"][by_row],
+        **{name: gathered[name][by_row] for name in ("row", "image", "label")},
+        **{name: gathered[name].sum(dim=0) for name in ("class_hits", "region_hits")},
         caption_row=gathered["caption_row"][by_caption],
         text=text,
         text_id=text_id,
-        label=gathered["label"][by_row],
-        class_hits=gathered["class_hits"].sum(dim=0),
-        region_hits=gathered["region_hits"].sum(dim=0),
         scalar_outputs={name: outputs[name].detach() for name in objective.scalar_output_names},
     )
 
@@ -182,7 +164,7 @@ def embed_dataset(
 def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device) -> dict[str, Tensor]:
     """Embeddings of a batch and `topk_hits` [1, 3] of the heads, on the CPU; `text_rows` captions at a time."""
     pixels = batch["image"].to(device)
-    text = _embed_texts(model, batch["input_ids"], batch["attention_mask"], text_rows, device)
+    text = _embed_texts(model, batch, text_rows, device)
     classes = regions = torch.zeros(len(TOP_K) + 1, dtype=torch.int64)
     if getattr(model, "class_head", None) is not None:  # each image with its first caption
         first = torch.searchsorted(batch["caption_row"], batch["row"])
@@ -197,9 +179,9 @@ def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device)
     return same | {"image": image, "text": text, "class_hits": classes[None], "region_hits": regions[None]}
 
 
-def _embed_texts(model: Any, input_ids: Tensor, attention_mask: Tensor, rows: int, device: torch.device) -> Tensor:
+def _embed_texts(model: Any, tokens: Batch, rows: int, device: torch.device) -> Tensor:
     """Embeddings of captions on the CPU, `rows` at a time."""
-    pairs = zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
+    pairs = zip(tokens["input_ids"].split(rows), tokens["attention_mask"].split(rows), strict=True)
     return torch.cat([model.embed_text(ids.to(device), mask.to(device)).float().cpu() for ids, mask in pairs])
 
 
@@ -214,20 +196,16 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _gather(rows: Tensor, group: Group, chunk: int) -> Tensor:
-    """Gather rows of all ranks to the CPU; captions of one row keep their order."""
-    longest = int(group.all_gather_variable(torch.tensor([len(rows)])).max())
-    starts = range(0, max(1, longest), chunk)
-    return torch.cat([group.all_gather_variable(rows[start : start + chunk]).cpu() for start in starts])
+def _gather(rows: Tensor, group: Group) -> Tensor:
+    """Gather rows of all ranks to the CPU, a chunk at a time; captions of one row keep their order."""
+    longest, size = int(group.all_gather_variable(torch.tensor([len(rows)])).max()), retrieval.CHUNK
+    starts = range(0, max(1, longest), size)
+    return torch.cat([group.all_gather_variable(rows[start : start + size]).cpu() for start in starts])
 
 
 @torch.no_grad()
-def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_rows: int, chunk: int) -> float:
-    """Mean loss over consecutive groups of `global_rows` rows with their first captions; the last may be smaller.
-
-    Of a sum of losses, each has its own mean. Groups and the order of summation do not depend on the number of ranks.
-    `chunk` rows are scored at a time.
-    """
+def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_rows: int) -> float:
+    """Mean loss over consecutive groups of `global_rows` rows with their first captions; the last may be smaller."""
     texts = embedded.text[torch.searchsorted(embedded.caption_row, embedded.row)]
     columns = (column.split(global_rows) for column in (embedded.image, texts, embedded.label))
     groups = list(zip(*columns, strict=True))
@@ -237,8 +215,8 @@ def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_row
         image, text, label = (column.to(group.device) for column in groups[index])
         valid = torch.ones(len(image), dtype=torch.bool, device=group.device)
         with torch.autocast(group.device.type, enabled=False):  # as in training, the loss is computed in float32
-            for start in range(0, len(image), chunk):
-                rows = slice(start, start + chunk)
+            for start in range(0, len(image), retrieval.CHUNK):
+                rows = slice(start, start + retrieval.CHUNK)
                 gathered = {"image_embed": image, "text_embed": text, "valid": valid, "offset": start}
                 outputs = {"image_embed": image[rows], "text_embed": text[rows], **embedded.scalar_outputs}
                 batch = {"valid": valid[rows], "label": label[rows]}

@@ -1,12 +1,9 @@
-"""Examples of retrieval: hits and misses in both directions, with captions and thumbnails, for the report.
-
-Selected from the ranks that recall is computed from, without another forward pass: hits evenly spaced over the set,
-misses from the smallest to the largest rank.
-"""
+"""Examples of retrieval for the report: hits spread over the set, misses from the smallest rank to the largest."""
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,7 +12,7 @@ from torch import Tensor
 
 from mmray.data.images.decode import decode
 from mmray.data.images.transform import thumbnail
-from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.store.prepared_set import PreparedSet, Row, read_or_none
 from mmray.evaluate.retrieval import EmbeddingSet, top_k
 
 NUM_SHOWN = 6  # hits, and misses, per direction
@@ -23,12 +20,7 @@ NUM_ANSWERS = 5
 
 
 def retrieval_examples(
-    embedded: EmbeddingSet,
-    ranks: dict[str, Tensor],
-    prepared: PreparedSet,
-    chunk: int,
-    device: torch.device | str,
-    max_pixels: int,
+    embedded: EmbeddingSet, ranks: dict[str, Tensor], prepared: PreparedSet, device: torch.device, max_pixels: int
 ) -> dict[str, Any]:
     """`rows`, `image_to_text`, `text_to_image` and `images`, as JSON values for examples.json.
 
@@ -44,7 +36,7 @@ def retrieval_examples(
     def describe(side: tuple[Tensor, Tensor, Tensor], index: int) -> dict[str, Any]:
         number = int(side[1][index])
         if number not in rows:
-            rows[number] = _read_row(prepared, number)
+            rows[number] = read_or_none(prepared, np.array([number]), (OSError, ValueError))[0]
         row = rows[number]
         return {"row": number, "caption": row.texts[int(side[2][index])] if row and row.texts else ""}
 
@@ -52,7 +44,7 @@ def retrieval_examples(
         matching = embedded.matching_captions if way == "image_to_text" else embedded.matching_images
         chosen = select_queries(ranks[way])
         is_correct = torch.stack([matching(query) for query in chosen.tolist()])
-        best, scores = top_k(queries[0][chosen], gallery[0], is_correct, NUM_ANSWERS, chunk, device)
+        best, scores = top_k(queries[0][chosen], gallery[0], is_correct, NUM_ANSWERS, device)
         columns = (chosen, ranks[way][chosen], best, scores, is_correct.gather(1, best))
         for query, rank, *answers in zip(*(column.tolist() for column in columns), strict=True):
             item = describe(queries, query)
@@ -66,25 +58,15 @@ def retrieval_examples(
     shown |= {answer["row"] for item in examples["text_to_image"] for answer in item["answers"]}
     images = {}
     for number in sorted(shown):
-        try:
+        with suppress(OSError, ValueError):
             if (row := rows[number]) is not None:
                 images[str(number)] = thumbnail(decode(row.image, max_pixels))
-        except (OSError, ValueError):
-            continue
     return {"rows": len(embedded.row), **examples, "images": images}
 
 
-def _read_row(prepared: PreparedSet, number: int) -> Row | None:
-    try:
-        return prepared.read(np.array([number]))[0]
-    except (OSError, ValueError):
-        return None
-
-
-def select_queries(ranks: Tensor, shown: int = NUM_SHOWN) -> Tensor:
-    """Indices of the queries to show, int64: `shown` hits (rank 1), then `shown` misses, or as many as there are."""
+def select_queries(ranks: Tensor) -> Tensor:
+    """Indices of the queries to show, int64: NUM_SHOWN hits (rank 1) and misses each, or as many as there are."""
     hits, misses = (ranks == 1).nonzero().flatten(), (ranks > 1).nonzero().flatten()
     misses = misses[ranks[misses].argsort(stable=True)]
-    steps = torch.arange(shown)  # first and last included
-    parts = [part if len(part) <= shown else part[steps * (len(part) - 1) // (shown - 1)] for part in (hits, misses)]
-    return torch.cat(parts)
+    steps = torch.arange(NUM_SHOWN)  # first and last included
+    return torch.cat([p if len(p) <= NUM_SHOWN else p[steps * (len(p) - 1) // (NUM_SHOWN - 1)] for p in (hits, misses)])

@@ -1,7 +1,6 @@
 """Evaluation of generative models: loss, perplexity and token accuracy of held-out answers, BLEU-4 and CIDEr-D.
 
-Each rank reads its part of the rows (batches.py), and sums are reduced. Each caption of a row counts as an answer to
-the same question.
+Each caption of a row counts as an answer to the same question.
 """
 
 from __future__ import annotations
@@ -11,14 +10,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from mmray.data.store.prepared_set import ROW_ERRORS
 from mmray.errors import DataError
 from mmray.evaluate.batches import EvalBatches, EvalDataset
 from mmray.evaluate.evaluator import Group, eval_mode
@@ -33,22 +30,19 @@ SIGMA = 6.0  # of the Gaussian length penalty
 SCALE = 10.0  # as in the paper
 _WORD = re.compile(r"[^\W_]+(?:'\w+)?")
 
-Ngrams = Counter[tuple[str, ...]]
-
 
 def caption_scores(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """bleu_4 (0 to 1) and cider (0 to 10; 0 for a single caption or equal captions)."""
     from torchmetrics.functional.text import bleu_score
 
     hypotheses = [words(text) for text in written]
-    references_words = [[words(text) for text in texts] for texts in references]
-    joined = [" ".join(text) for text in hypotheses]
-    bleu = bleu_score(joined, [[" ".join(text) for text in texts] for texts in references_words], n_gram=MAX_NGRAM)
-    return {"bleu_4": float(bleu), "cider": cider_d(hypotheses, references_words)}
+    correct = [[words(text) for text in texts] for texts in references]
+    joined = [[" ".join(text) for text in texts] for texts in correct]
+    bleu = bleu_score([" ".join(text) for text in hypotheses], joined, n_gram=MAX_NGRAM)
+    return {"bleu_4": float(bleu), "cider": cider_d(hypotheses, correct)}
 
 
 def words(text: str) -> list[str]:
-    """The words of a caption, in lower case."""
     return _WORD.findall(text.lower())
 
 
@@ -75,7 +69,7 @@ def cider_d(written: Sequence[list[str]], references: Sequence[Sequence[list[str
     return SCALE * sum(scores) / max(1, len(scores))
 
 
-def _ngrams(text: list[str]) -> Ngrams:
+def _ngrams(text: list[str]) -> Counter[tuple[str, ...]]:
     """Counts of the 1- to 4-grams."""
     lengths = range(1, MAX_NGRAM + 1)
     return Counter(tuple(text[at : at + length]) for length in lengths for at in range(len(text) - length + 1))
@@ -83,27 +77,15 @@ def _ngrams(text: list[str]) -> Ngrams:
 
 @torch.no_grad()
 def answer_scores(model: Any, batches: EvalBatches, group: Group) -> dict[str, float]:
-    """bleu_4, cider and answered (rows) over the first `batches.limit` rows; every rank gets the same.
-
-    The prompt is the first question of a row; references are its captions, or the first answer. Unreadable rows are
-    skipped.
-    """
+    """bleu_4, cider and answered (rows) over the rows of `batches`; every rank gets the same."""
     results: list[Any] = []
-    numbers = batches.rows.tolist()
-    with closing(batches):
-        for start in range(0, len(numbers), batches.data.settings.batch):
-            part = []
-            for row in numbers[start : start + batches.data.settings.batch]:
-                try:
-                    image, _, conversations, _ = batches.read(row)
-                except ROW_ERRORS:
-                    continue  # counted where the loss is computed
-                part.append((row, image, *batches.data.encoder.prompt_and_references(conversations)))
-            if part:
-                rows, images, questions, references = zip(*part, strict=True)
-                pixels = torch.from_numpy(np.stack(images))
-                answers = model.answer(batches.data.encoder, pixels, questions, MAX_NEW_TOKENS)
-                results += zip(rows, answers, references, strict=True)
+    encoder = batches.data.encoder
+    for readable in batches.readable_rows():
+        pixels = torch.from_numpy(np.stack([record[0] for _, record in readable]))
+        prompts = [encoder.prompt_and_references(record[2]) for _, record in readable]
+        answers = model.answer(encoder, pixels, [question for question, _ in prompts], MAX_NEW_TOKENS)
+        references = [texts for _, texts in prompts]
+        results += zip([row for row, _ in readable], answers, references, strict=True)
     lines = "".join(json.dumps(row) + "\n" for row in results).encode()
     gathered = group.all_gather_variable(torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8))
     results = sorted(json.loads(line) for line in bytes(gathered.cpu().numpy()).splitlines() if line)
@@ -125,10 +107,9 @@ class GenerationEvaluator(EvalDataset):
         global_rows: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
-        """loss, perplexity, token_accuracy, tokens, rows, bad_rows; every rank gets the same.
+        """loss, perplexity, token_accuracy, tokens, rows, bad_rows; with `num_generations` also `answer_scores`.
 
-        With `evaluate.num_generations` also bleu_4, cider and answered. Raises DataError on every rank if no row is
-        readable.
+        Raises DataError on every rank if no row is readable.
         """
         settings = self.settings
         batches = EvalBatches(self, group.rank, group.world, settings.limit)

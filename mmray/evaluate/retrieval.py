@@ -15,15 +15,12 @@ from torch import Tensor
 
 TIE = 1e-6  # ten times the rounding error of a float32 dot product of unit vectors
 RECALL_AT = (1, 5, 10)
+CHUNK = 4096  # queries and gallery rows scored at once; memory is CHUNK x CHUNK
 
 
 @dataclass(frozen=True)
 class EmbeddingSet:
-    """Embeddings on the CPU, sorted by row: of each row's image, and of each caption with its row.
-
-    Rows may share a caption word for word, as rows of one class do. Equal captions have one embedding, which is a
-    correct answer for each of their images.
-    """
+    """Embeddings on the CPU, sorted by row. Equal captions have one embedding and are correct for all their images."""
 
     row: Tensor  # int64 [N]
     image: Tensor  # float32 [N, D]
@@ -52,10 +49,7 @@ class EmbeddingSet:
 
 
 def dedupe_texts(text: Tensor, text_id: Tensor) -> tuple[Tensor, Tensor]:
-    """Give equal captions the embedding of the first; returns embeddings [C, D] and text ids renumbered from 0.
-
-    Embeddings of equal captions from different batches differ by rounding.
-    """
+    """Give equal captions one embedding, without differences by rounding; renumber text ids from 0."""
     _, number = text_id.unique(return_inverse=True)
     return text[first_index(number)][number], number
 
@@ -71,53 +65,48 @@ def compute_ranks(
     queries: Tensor,
     gallery: Tensor,
     positives: Tensor,
-    chunk: int,
     device: torch.device | str = "cpu",
     multiplicity: Tensor | None = None,
 ) -> Tensor:
     """Rank of the best correct answer of each query, int64 [Q], 1 = top; other correct answers are not counted.
 
-    queries [Q, D] and gallery [G, D] are L2-normalised; positives int64 [2, P]: query and gallery row of each
-    correct answer; multiplicity int64 [G]: how often each gallery row counts. At most chunk x chunk scores are on
-    `device` at once. Raises ValueError if a query has no correct answer.
+    queries [Q, D] and gallery [G, D] are L2-normalised; positives int64 [2, P]: query and gallery row of each correct
+    answer, at least one per query; multiplicity int64 [G]: how often each gallery row counts.
     """
     positives = positives[:, positives[0].argsort(stable=True)]
-    count = positives[0].bincount(minlength=len(queries))
-    if bool((count == 0).any()):
-        raise ValueError(f"query {int((count == 0).nonzero()[0])} has no correct answer in the gallery")
     counts = torch.ones(len(gallery), dtype=torch.int32) if multiplicity is None else multiplicity.to(torch.int32)
     out = torch.ones(len(queries), dtype=torch.int64)
     with _full_precision():
-        for first in range(0, len(queries), chunk):
-            query = queries[first : first + chunk].to(device, torch.float32)
+        for first in range(0, len(queries), CHUNK):
+            query = queries[first : first + CHUNK].to(device, torch.float32)
             low, high = torch.searchsorted(positives[0], torch.tensor([first, first + len(query)])).tolist()
             pairs = torch.stack([positives[0, low:high] - first, positives[1, low:high]])
             best = query.new_full((len(query),), -torch.inf)  # score of the best correct answer; NaN if one is NaN
-            for row, column in zip(*(side.split(chunk) for side in pairs), strict=True):
+            for row, column in zip(*(side.split(CHUNK) for side in pairs), strict=True):
                 scores = (query[row.to(device)] * gallery[column].to(device, torch.float32)).sum(dim=1)
                 best.scatter_reduce_(0, row.to(device), scores, "amax")
             threshold = best[:, None] - TIE
             before = torch.zeros(len(query), dtype=torch.int64, device=device)
-            for start in range(0, len(gallery), chunk):
-                columns = slice(start, start + chunk)
+            for start in range(0, len(gallery), CHUNK):
+                columns = slice(start, start + CHUNK)
                 wrong_before = ~(query @ gallery[columns].to(device, torch.float32).T < threshold)
-                row, column = pairs[:, (pairs[1] >= start) & (pairs[1] < start + chunk)].to(device)
+                row, column = pairs[:, (pairs[1] >= start) & (pairs[1] < start + CHUNK)].to(device)
                 wrong_before[row, column - start] = False
                 before += torch.where(wrong_before, counts[columns].to(device), 0).sum(dim=1)
-            out[first : first + chunk] += before.cpu()
+            out[first : first + CHUNK] += before.cpu()
     return out
 
 
 def top_k(
-    queries: Tensor, gallery: Tensor, is_correct: Tensor, k: int, chunk: int, device: torch.device | str = "cpu"
+    queries: Tensor, gallery: Tensor, is_correct: Tensor, k: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """The `k` best gallery rows of each query and their scores: int64 and float32 [Q, min(k, G)], on the CPU.
+    """The `k` best gallery rows of each query and their scores, int64 and float32 [Q, min(k, G)], as `compute_ranks`.
 
-    is_correct: bool [Q, G]. The order is that of `compute_ranks`: the best correct answer of a query of rank r is r-th.
+    is_correct: bool [Q, G].
     """
     query = queries.to(device, torch.float32)
     with _full_precision():
-        parts = [(query @ rows.to(device, torch.float32).T).cpu() for rows in gallery.split(chunk)]
+        parts = [(query @ rows.to(device, torch.float32).T).cpu() for rows in gallery.split(CHUNK)]
     scores = torch.cat(parts, dim=1)
     scores = torch.where(scores.isnan(), torch.where(is_correct, -torch.inf, torch.inf), scores)
     order = torch.where(is_correct, scores - TIE, scores).argsort(dim=1, descending=True, stable=True)[:, :k]

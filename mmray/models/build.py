@@ -29,9 +29,9 @@ BUILT_IN: dict[str, Any] = {
 def build(spec: ModelConfig, vocab_size: int, architecture: dict[str, Any] | None = None) -> nn.Module:
     """Build the model that `spec.kind` names, with random or pretrained weights, and LoRA adapters.
 
-    vocab_size: tokens of the tokenizer; a larger `model.vocab_size` sets the embedding rows. architecture:
-    `architecture()` of the same model, if the caller will load its weights; pretrained ones are then not read. A
-    user's class is called with (spec, vocab_size). Raises UsageError.
+    vocab_size: tokens of the tokenizer; a larger `model.vocab_size` sets the embedding rows. architecture: None reads
+    pretrained weights; `architecture()` of the same model, if the caller will load its weights; {} for random weights
+    in the shape of the settings. A user's class is called with (spec, vocab_size). Raises UsageError.
     """
     if 0 < spec.vocab_size < vocab_size:
         raise UsageError(
@@ -50,8 +50,3 @@ def build(spec: ModelConfig, vocab_size: int, architecture: dict[str, Any] | Non
     if spec.lora.rank:
         lora.add_adapters(model, spec.lora)
     return model
-
-
-def random_init_architecture(spec: ModelConfig, vocab_size: int) -> dict[str, Any] | None:
-    """An `architecture` that replaces pretrained weights with random ones, for benchmarks and dry runs."""
-    return BUILT_IN[spec.kind].random_init_architecture(spec, vocab_size) if spec.kind in BUILT_IN else None

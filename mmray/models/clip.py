@@ -1,9 +1,8 @@
 """Dual encoders: image branch, text branch and temperature; transformers' CLIP and SigLIP in this form.
 
 Only the forward pass is reimplemented: it pools captions at their last token, can drop patches in training, and builds
-no mask that synchronises the GPU. transformers is imported when a model is built, because the import takes seconds.
-Sources: Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai et al. 2023 (SigLIP, arXiv:2303.15343), patch dropout of
-Li et al. 2023 (FLIP, arXiv:2212.00794).
+no mask that synchronises the GPU. Sources: Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai et al. 2023 (SigLIP,
+arXiv:2303.15343), patch dropout of Li et al. 2023 (FLIP, arXiv:2212.00794).
 """
 
 from __future__ import annotations
@@ -25,16 +24,10 @@ if TYPE_CHECKING:
     from mmray.config.model import EmbeddingModel
 
 
-MAX_LOG_SCALE = math.log(100)  # CLIP's bound: above it the softmax saturates and training is unstable
-
-
 class DualEncoder(nn.Module):
-    """An image branch and a text branch with one embedding space and a learned temperature.
+    """An image and a text branch with one embedding space and a learned temperature; methods as in protocol.py."""
 
-    image: uint8 [B, 3, S, S] -> L2-normalised [B, D]. text: (ids, mask) [B, T] -> L2-normalised [B, D].
-    """
-
-    max_log_scale: float | None = MAX_LOG_SCALE
+    max_log_scale: float | None = math.log(100)  # CLIP's bound: above it training is unstable
     logit_bias: nn.Parameter | None
 
     def __init__(self, image: nn.Module, text: nn.Module, spec: EmbeddingModel) -> None:
@@ -45,7 +38,6 @@ class DualEncoder(nn.Module):
         self.register_parameter("logit_bias", bias)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return `image_embed`, `text_embed` [B, D] and the scalars of `scalar_outputs`."""
         image_embed = self.image(batch["image"])
         text_embed = self.text(batch["input_ids"], batch["attention_mask"])
         return {"image_embed": image_embed, "text_embed": text_embed, **self.scalar_outputs()}
@@ -56,11 +48,9 @@ class DualEncoder(nn.Module):
         return {"logit_scale": self.log_scale.exp()} | bias
 
     def embed_image(self, image: Tensor) -> Tensor:
-        """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
         return self.image(image)
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask [B, T] -> L2-normalised embeddings [B, D]."""
         return self.text(input_ids, attention_mask)
 
     def branches(self) -> dict[str, nn.Module]:
@@ -92,16 +82,14 @@ class NormalizePixels(nn.Module):
 
 def l2_normalize(embedding: Tensor) -> Tensor:
     """Rows of unit length in at least float32, because half precision is too coarse for a softmax at scale 100."""
-    if embedding.dtype in (torch.float16, torch.bfloat16):
-        embedding = embedding.float()
-    return F.normalize(embedding, dim=-1)
+    return F.normalize(embedding.to(torch.promote_types(embedding.dtype, torch.float32)), dim=-1)
 
 
 LEGACY_EOS_ID = 2  # with this eos id transformers' CLIP pools at the largest id instead
 
 
 class Clip(HfModel, DualEncoder):
-    """transformers' CLIPModel as two branches. Arguments as for `build`."""
+    """transformers' CLIPModel as two branches."""
 
     hf_class = "CLIPModel"
     hf_names = (
@@ -125,7 +113,7 @@ class Clip(HfModel, DualEncoder):
         from transformers import CLIPConfig
 
         shared = {"projection_dim": spec.embed_dim, "hidden_act": spec.activation}
-        text, vision = _text_config(spec, vocab_size) | shared, _vision_config(spec) | shared
+        text, vision = (part | shared for part in _hf_configs(spec, vocab_size))
         return CLIPConfig(text_config=text, vision_config=vision, projection_dim=spec.embed_dim)
 
     def export_hf_config(self, eos_id: int | None, pad_id: int) -> dict[str, Any] | None:
@@ -139,7 +127,7 @@ class Clip(HfModel, DualEncoder):
 
 
 class Siglip(HfModel, DualEncoder):
-    """transformers' SiglipModel as two branches; the temperature is not clamped. Arguments as for `build`."""
+    """transformers' SiglipModel as two branches; the temperature is not clamped."""
 
     max_log_scale = None
     hf_class = "SiglipModel"
@@ -167,8 +155,9 @@ class Siglip(HfModel, DualEncoder):
     def default_hf_config(spec: SiglipModelConfig, vocab_size: int) -> Any:
         from transformers import SiglipConfig
 
-        text = _text_config(spec, vocab_size) | {"projection_size": spec.image.width, "pad_token_id": 0}
-        return SiglipConfig(text_config=text, vision_config=_vision_config(spec))
+        text, vision = _hf_configs(spec, vocab_size)
+        text |= {"projection_size": spec.image.width, "pad_token_id": 0}
+        return SiglipConfig(text_config=text, vision_config=vision)
 
     def export_hf_config(self, eos_id: int | None, pad_id: int) -> dict[str, Any] | None:
         return None if self.logit_bias is None else self._updated_hf_config({"eos_token_id": eos_id})
@@ -179,13 +168,11 @@ class Siglip(HfModel, DualEncoder):
         return self.text.length, self.text.pad_id  # type: ignore[return-value]
 
 
-def _vision_config(spec: Any) -> dict[str, int]:
-    return transformer_config(spec.image) | patch_config(spec.inputs.image_side, spec.image.patch)
-
-
-def _text_config(spec: Any, vocab_size: int) -> dict[str, int | None]:
+def _hf_configs(spec: Any, vocab_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """transformers' config values of the text and the vision model; the ids of special tokens are set at export."""
     sizes = {"max_position_embeddings": spec.inputs.max_tokens, "vocab_size": vocab_size}
-    return transformer_config(spec.text) | sizes | {"bos_token_id": None, "eos_token_id": None}  # set at export
+    text = transformer_config(spec.text) | sizes | {"bos_token_id": None, "eos_token_id": None}
+    return text, transformer_config(spec.image) | patch_config(spec.inputs.image_side, spec.image.patch)
 
 
 class VisionBranch(nn.Module):

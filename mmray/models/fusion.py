@@ -1,8 +1,7 @@
-"""Cross-attention between the tokens of a caption and the feature map of its image.
+"""Two towers with embeddings, and cross-attention between the tokens of a caption and the feature map of its image.
 
-Two towers as in two_tower.py produce embeddings, for retrieval and hard negative sampling. Layers of cross-attention
-on top feed the heads: image-text matching and classification of the pair. A region head classifies boxes over the texts
-of all labels. Rows are independent: attention is within a row and padding is masked.
+Cross-attention feeds the heads: image-text matching and classification of the pair. A region head classifies boxes over
+the texts of all labels.
 Source: the multimodal encoder of ALBEF (Li et al. 2021, arXiv:2107.07651, section 3.1), with pre-norm layers.
 """
 
@@ -13,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mmray.errors import UsageError
 from mmray.models.clip import l2_normalize
-from mmray.models.encoders.text import mask_with_first
-from mmray.models.two_tower import ImageBranch, TextBranch, TwoTower
+from mmray.models.encoders.text import mask_with_first, masked_mean
+from mmray.models.two_tower import TwoTower
 from mmray.models.weights import transformer_config
 
 if TYPE_CHECKING:
@@ -30,11 +30,10 @@ UNNAMED_LOGIT = -1e4  # logit of a label without a name: zero in any softmax, bu
 
 
 class RegionHead(nn.Module):
-    """Project the features of boxes into the space of the text embeddings.
+    """Project the features of boxes into the space of the text embeddings, so that new labels need no training.
 
-    Label names are embedded by the text branch, so a trained model accepts labels that training did not have. Sources:
-    RoIAlign (He et al. 2017, arXiv:1703.06870), ViLD (Gu et al. 2022, arXiv:2104.13921), RegionCLIP (Zhong et al. 2022,
-    arXiv:2112.09106).
+    Sources: RoIAlign (He et al. 2017, arXiv:1703.06870), ViLD (Gu et al. 2022, arXiv:2104.13921), RegionCLIP (Zhong et
+    al. 2022, arXiv:2112.09106).
     """
 
     def __init__(self, width: int, embed_dim: int) -> None:
@@ -72,6 +71,7 @@ class LabelTexts(nn.Module):
     def __init__(self, names: Sequence[str], token_ids: list[list[int]] | None) -> None:
         super().__init__()
         self._names = tuple(names)
+        self.register_buffer("named", torch.tensor([bool(name) for name in names]), persistent=False)
         self._set(token_ids)
 
     def tokenize(self, encoder: Any) -> None:
@@ -82,21 +82,14 @@ class LabelTexts(nn.Module):
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Ids and mask [C, T]. Raises UsageError before `tokenize`."""
         if self.token_ids is None:
-            raise UsageError(
-                "model.region_labels: the names are not tokenized; call `model.labels.tokenize(encoder)` first"
-            )
+            raise UsageError("model.region_labels: the names are not tokenized; call `model.labels.tokenize(encoder)`")
         return self.ids, self.mask
 
-    def _set(self, ids: list[list[int]] | None) -> None:
-        self.token_ids, rows = ids, ids or []
-        longest = max((len(row) for row in rows), default=1)
-        values = {
-            "ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
-            "mask": torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows]),
-            "named": torch.tensor([bool(name) for name in self._names]),
-        }
-        for name, value in values.items():
-            self.register_buffer(name, value.to(getattr(self, name, value).device), persistent=False)
+    def _set(self, token_ids: list[list[int]] | None) -> None:
+        self.token_ids, rows = token_ids, [torch.tensor(row, dtype=torch.long) for row in token_ids or [[]]]
+        padded = {"ids": rows, "mask": [torch.ones_like(row) for row in rows]}
+        for name, column in padded.items():
+            self.register_buffer(name, pad_sequence(column, batch_first=True).to(self.named.device), persistent=False)
 
 
 def region_logits(regions: Tensor, texts: Tensor, scale: Tensor, named: Tensor | None = None) -> Tensor:
@@ -104,24 +97,6 @@ def region_logits(regions: Tensor, texts: Tensor, scale: Tensor, named: Tensor |
     with torch.autocast(regions.device.type, enabled=False):  # half precision is too coarse at scale 100
         logits = scale.to(regions.dtype) * regions @ texts.to(regions.dtype).T
     return logits if named is None else logits.masked_fill(~named, UNNAMED_LOGIT)
-
-
-class FusionImage(ImageBranch):
-    """Encode images to a feature map and an embedding."""
-
-    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Pixels uint8 [B, 3, S, S] -> image_features [B, N, W] and L2-normalised embeddings [B, D]."""
-        image_features = self.tower.features(self.pixels(image))
-        return image_features, l2_normalize(self.project(self.tower.pool(image_features)))
-
-
-class FusionText(TextBranch):
-    """Encode captions to features of each token and an embedding."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids and mask [B, T] -> text_features [B, T, W] and L2-normalised embeddings [B, D]."""
-        text_features = self.tower.features(input_ids, attention_mask)
-        return text_features, l2_normalize(self.project(self.tower.pool(text_features, attention_mask)))
 
 
 class CrossEncoder(nn.Module):
@@ -142,14 +117,13 @@ class CrossEncoder(nn.Module):
         hidden, memory = self.from_text(text_features), self.from_image(image_features) + self.position
         for layer in self.layers:
             hidden = layer(hidden, memory, tgt_key_padding_mask=~mask)
-        weight = mask.unsqueeze(-1).to(hidden.dtype)
-        return (self.norm(hidden) * weight).sum(1) / weight.sum(1)
+        return masked_mean(self.norm(hidden), mask)
 
 
 class Fusion(TwoTower):
-    """Two towers, cross-attention layers, and the configured heads. Arguments as for `build`."""
+    """Two towers, cross-attention layers, and the configured heads."""
 
-    branch_classes = (FusionImage, FusionText)
+    with_features = True
 
     def __init__(self, spec: FusionConfig, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         super().__init__(spec, vocab_size, architecture)
@@ -161,14 +135,16 @@ class Fusion(TwoTower):
         self.match_head = nn.Linear(spec.cross.width, 1) if spec.matching else None
         self.class_head = nn.Linear(spec.cross.width, spec.classes) if spec.classes else None
         self.region_head = RegionHead(image.width, spec.embed_dim) if spec.regions else None
-        self.labels = LabelTexts(spec.region_labels, (architecture or {}).get("labels")) if spec.regions else None
+        random_ids = [[number % vocab_size] for number in range(len(spec.region_labels))]
+        token_ids = None if architecture is None else architecture.get("labels", random_ids)
+        self.labels = LabelTexts(spec.region_labels, token_ids) if spec.regions else None
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return `image_embed`, `text_embed` [B, D], `logit_scale`, and the outputs of the heads.
 
-        Classification: `class_logits` [B, C]. Matching, if the batch has `negative_ids` and `negative_mask` [B, T]:
-        `match` and `match_negative` [B], logits of each image with its caption and with the negative one. Regions, if
-        the batch has `boxes` [B, N, 4]: `region_logits` [B, N, C], each box against each label text.
+        Classification: `class_logits` [B, C]. Matching, with `negative_ids` and `negative_mask` [B, T]: `match` and
+        `match_negative` [B], logits of each image with its caption and with the negative one. Regions, with `boxes`
+        [B, N, 4]: `region_logits` [B, N, C], each box against each label text.
         """
         image_features, image_embed = self.image(batch["image"])
         text_features, text_embed = self.text(batch["input_ids"], batch["attention_mask"])
@@ -220,8 +196,3 @@ class Fusion(TwoTower):
 
     def architecture(self) -> dict[str, Any]:
         return super().architecture() | ({} if self.labels is None else {"labels": self.labels.token_ids})
-
-    @staticmethod
-    def random_init_architecture(spec: Any, vocab_size: int) -> dict[str, Any]:
-        labels = {"labels": [[number % vocab_size] for number in range(len(spec.region_labels))]}  # one token each
-        return TwoTower.random_init_architecture(spec, vocab_size) | (labels if spec.regions else {})

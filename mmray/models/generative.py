@@ -1,7 +1,6 @@
 """transformers' LLaVA: one image and a conversation in, next-token logits out.
 
-The vision encoder and the language model are those of transformers; only the insertion of image features is
-reimplemented. The ids contain one image token, which is replaced on the device, so no placeholders need to be counted.
+Only the insertion of image features is reimplemented: the ids contain one image token, which is replaced on the device.
 Rows are right-padded and attention is causal, so no token attends to padding and no mask is needed.
 Source: Liu et al. 2023 (arXiv:2304.08485), with the two-layer projection of LLaVA 1.5 (arXiv:2310.03744).
 """
@@ -32,7 +31,7 @@ VISION_TYPES = ("clip_vision_model", "siglip_vision_model")
 
 
 class Generative(HfModel, nn.Module):
-    """transformers' LlavaForConditionalGeneration as two branches. Arguments as for `build`."""
+    """transformers' LlavaForConditionalGeneration as two branches."""
 
     hf_class = "LlavaForConditionalGeneration"
     hf_names = (
@@ -54,7 +53,6 @@ class Generative(HfModel, nn.Module):
         return {"logits": self.text(self.image(batch["image"]), batch["input_ids"], batch["image_pos"])}
 
     def branches(self) -> dict[str, nn.Module]:
-        """The vision encoder and the language model."""
         return {"image": self.image, "text": self.text}
 
     @torch.no_grad()

@@ -26,8 +26,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UsageError(
-            f"model.lora.rank: adapters need peft ({error}). Install it on every node with "
-            '`pip install "mmray[lora]"`, or set the rank to 0'
+            f'model.lora.rank: adapters need peft ({error}). Install it on every node: pip install "mmray[lora]"'
         ) from None
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part.weight.requires_grad]
     if not linear:

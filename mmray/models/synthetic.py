@@ -16,9 +16,7 @@ def synthetic_batch(
 ) -> dict[str, Tensor]:
     """Valid rows of random pixels and full-length random captions, with distinct keys and positions.
 
-    Columns are those of data/stream/collate.py: image uint8 [B, 3, S, S], input_ids and attention_mask int64
-    [B, max_tokens], key, label and pos int64 [B], valid bool [B]; for generative models labels [B, max_tokens] and
-    image_pos [B]; boxes if `inputs.max_boxes` is set. Generated on the CPU, so every device gets the same batch.
+    Columns are those of data/stream/collate.py. Generated on the CPU, so every device gets the same batch.
     """
     generator = torch.Generator().manual_seed(seed)
     side, tokens = inputs.image_side, inputs.max_tokens

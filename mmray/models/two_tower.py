@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from mmray.data.text.chat import language_token_pattern
 from mmray.models.clip import DualEncoder, NormalizePixels, l2_normalize
-from mmray.models.encoders.image import build_image_tower, image_architecture, random_init_image
-from mmray.models.encoders.text import HfTextTower, bert_config, build_text_tower
+from mmray.models.encoders.image import ImageEncoder, build_image_tower
+from mmray.models.encoders.text import HfTextTower, build_text_tower
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
@@ -17,51 +16,53 @@ if TYPE_CHECKING:
 
 
 class ImageBranch(nn.Module):
-    """Normalise, encode and project images."""
+    """Normalise, encode and project images. with_features: return the features of each position too."""
 
-    def __init__(self, tower: Any, embed_dim: int, inputs: Inputs) -> None:
+    def __init__(self, tower: ImageEncoder, embed_dim: int, inputs: Inputs, with_features: bool) -> None:
         super().__init__()
-        self.pixels, self.tower = NormalizePixels(inputs.mean, inputs.std), tower
+        self.pixels, self.tower, self.with_features = NormalizePixels(inputs.mean, inputs.std), tower, with_features
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, image: Tensor) -> Any:
-        """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
-        return l2_normalize(self.project(self.tower(self.pixels(image))))
+        """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D], or (features [B, N, W], embeddings)."""
+        features = self.tower.features(self.pixels(image))
+        embedding = l2_normalize(self.project(self.tower.pool(features)))
+        return (features, embedding) if self.with_features else embedding
 
 
 class TextBranch(nn.Module):
-    """Encode and project captions."""
+    """Encode and project captions. with_features: return the features of each token too."""
 
-    def __init__(self, tower: HfTextTower, embed_dim: int) -> None:
+    def __init__(self, tower: HfTextTower, embed_dim: int, with_features: bool) -> None:
         super().__init__()
-        self.tower = tower
+        self.tower, self.with_features = tower, with_features
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """Ids and mask [B, T] -> L2-normalised embeddings [B, D]."""
-        return l2_normalize(self.project(self.tower(input_ids, attention_mask)))
+        """Ids and mask [B, T] -> L2-normalised embeddings [B, D], or (features [B, T, W], embeddings)."""
+        features = self.tower.features(input_ids, attention_mask)
+        embedding = l2_normalize(self.project(self.tower.pool(features, attention_mask)))
+        return (features, embedding) if self.with_features else embedding
 
 
 class TwoTower(DualEncoder):
-    """An image and a text branch with one embedding space and a learned temperature. Arguments as for `build`."""
+    """An image and a text branch with one embedding space and a learned temperature."""
 
     image: ImageBranch
     text: TextBranch
-    branch_classes = (ImageBranch, TextBranch)
+    with_features = False  # of the branches
 
     def __init__(self, spec: TowerModel, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
-        inputs, config = spec.inputs, architecture["text"] if architecture else None
+        inputs = spec.inputs
         image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
-        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, config, language_token_pattern(inputs))
-        image_branch, text_branch = self.branch_classes
-        super().__init__(image_branch(image, spec.embed_dim, inputs), text_branch(text, spec.embed_dim), spec)
+        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, architecture, inputs.language_token)
+        super().__init__(
+            ImageBranch(image, spec.embed_dim, inputs, self.with_features),
+            TextBranch(text, spec.embed_dim, self.with_features),
+            spec,
+        )
 
     def architecture(self) -> dict[str, Any]:
         """The transformers configs of the towers, as JSON values."""
-        return {"text": self.text.tower.net.config.to_dict()} | image_architecture(self.image.tower)
-
-    @staticmethod
-    def random_init_architecture(spec: TowerModel, vocab_size: int) -> dict[str, Any]:
-        """The `architecture` of a model with random weights in the shape of the settings."""
-        text = bert_config(spec.text, vocab_size, spec.inputs.max_tokens).to_dict()
-        return {"text": text} | random_init_image(spec.image)
+        nets = {"text": self.text.tower.net, "image": getattr(self.image.tower, "net", None)}
+        return {name: net.config.to_dict() for name, net in nets.items() if hasattr(net, "config")}

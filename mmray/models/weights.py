@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, ClassVar
@@ -13,12 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mmray.data.text.chat import language_token_pattern
 from mmray.data.text.tokenizer import MAX_LANGUAGES
 from mmray.errors import UsageError, first_line
 
 WEIGHTS_SETTING = "model.weights"
 HAVE_POOLER_OPTION = ("vit", "bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert")
+CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 READ_ERRORS = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError)
 
 
@@ -29,7 +30,7 @@ def save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, str
     for name, tensor in weights.items():
         storage = tensor.untyped_storage().data_ptr()
         whole = tensor.detach().contiguous()
-        out[name] = whole.clone() if storage in seen and storage != 0 else whole
+        out[name] = whole.clone() if storage in seen else whole
         seen.add(storage)
     file.touch()
     mode = file.stat().st_mode  # of the umask; safetensors creates files that only the owner can read
@@ -41,7 +42,7 @@ def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
     """Read a state_dict from a .safetensors file, or with torch.load(weights_only=True). Raises UsageError."""
     path = Path(file).expanduser()
     if not path.is_file():
-        raise UsageError(f"{setting}: no file {path}; set `none`, `pretrained`, or a file of weights")
+        raise UsageError(f"{setting}: no file {path}; set `none`, or a file of weights")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -67,27 +68,22 @@ def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
 def _load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **options: Any) -> Any:
     """Call `read` for a directory, the hub cache, or the hub, in this order. Raises UsageError."""
     path = Path(name).expanduser()
-    if path.is_dir():
-        name = str(path)
-    elif path.is_absolute() or name.startswith((".", "~")):
-        raise UsageError(f"{setting}: no directory {path}; set one written by save_pretrained")
     try:
-        return read(name, local_files_only=True, **options)
-    except READ_ERRORS as error:
         if path.is_dir():
-            raise UsageError(f"{setting}: cannot read a saved model from {name}: {first_line(error)}") from None
-    try:
+            return read(str(path), local_files_only=True, **options)
+        with suppress(*READ_ERRORS):
+            return read(name, local_files_only=True, **options)
         return read(name, **options)
-    except OSError as error:
+    except READ_ERRORS as error:
+        hint = f". Without a network, run `hf download {name} --local-dir DIR` elsewhere and set {setting} to DIR"
+        where = "" if path.is_dir() else " from a directory, the hub cache or the hub"
         raise UsageError(
-            f"{setting}: `{name}` is not a directory, not in the hub cache, and cannot be downloaded "
-            f"({first_line(error)}). Run `hf download {name} --local-dir DIR` on a machine with a network and "
-            f"set {setting} to DIR, or set it to `none`"
+            f"{setting}: cannot load `{name}`{where}: {first_line(error)}{hint if where else ''}"
         ) from None
 
 
 def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
-    """Load the config of a saved model. Raises UsageError unless its model_type is supported."""
+    """Load the config of a saved model of a supported model_type. Raises UsageError."""
     from transformers import AutoConfig
 
     try:
@@ -104,7 +100,7 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
 
 
 def load_model(setting: str, name: str, model_class: Any, config: Any, **options: Any) -> Any:
-    """Load a saved model of class `model_class` in float32. Raises UsageError if weights are missing."""
+    """Load a saved model in float32. Raises UsageError if weights are missing."""
     options |= {"config": config, "dtype": torch.float32, "output_loading_info": True}
     net, report = _load_local_or_hub(setting, name, model_class.from_pretrained, **options)
     if missing := sorted(report["missing_keys"]):
@@ -122,17 +118,14 @@ def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
     return load_model(setting, name, AutoModel, config, **options)
 
 
-def add_language_rows(net: Any, rows: int, language_token: str) -> Any:
+def add_language_rows(net: Any, rows: int, language_token: str) -> None:
     """Add embedding rows for language tokens that a pretrained model lacks, initialised as the model does."""
-    if language_token:
-        text = getattr(net, "text_model", net)  # of CLIP and SigLIP
-        if 0 < rows - text.config.vocab_size <= MAX_LANGUAGES:
-            text.resize_token_embeddings(rows, mean_resizing=False)
-    return net
+    text = getattr(net, "text_model", net)  # of CLIP and SigLIP
+    if language_token and 0 < rows - text.config.vocab_size <= MAX_LANGUAGES:
+        text.resize_token_embeddings(rows, mean_resizing=False)
 
 
 def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> None:
-    """Raise UsageError if the token embedding is too small for the tokenizer."""
     if rows < vocab_size:
         raise UsageError(
             f"{setting}: {weights} has {rows} embedding rows, too few for a tokenizer of {vocab_size} tokens; use the "
@@ -151,20 +144,12 @@ class HfModel:
         """The transformers config, as JSON values."""
         return {"config": self._hf_config.to_dict()}
 
-    @classmethod
-    def random_init_architecture(cls, spec: Any, vocab_size: int) -> dict[str, Any]:
-        """The `architecture` of a model with random weights in the shape of the settings."""
-        return {"config": cls.default_hf_config(spec, vocab_size).to_dict()}
-
     def _updated_hf_config(self, text: dict[str, int | None]) -> dict[str, Any]:
         """config.json for transformers, with `text` in the config of the text model."""
         values: dict[str, Any] = self._hf_config.to_dict()
         return values | {"architectures": [self.hf_class], "text_config": values["text_config"] | text}
 
-    @staticmethod
-    def default_hf_config(spec: Any, vocab_size: int) -> Any:
-        """transformers' config in the shape of the settings. Raises UsageError."""
-        raise NotImplementedError
+    default_hf_config: ClassVar[Callable[[Any, int], Any]]  # (spec, vocab_size) -> config in the shape of the settings
 
     @staticmethod
     def num_image_tokens(_config: Any) -> int:
@@ -173,29 +158,27 @@ class HfModel:
 
     @classmethod
     def build_hf(cls, spec: Any, vocab_size: int, architecture: dict[str, Any] | None) -> Any:
-        """Build the transformers model: from `architecture`, saved or open_clip weights, or with random ones.
-
-        Raises UsageError, also if it cannot process the images, ids or positions of the data.
-        """
+        """Build the transformers model. Raises UsageError, also if it does not suit the images, ids or positions."""
         import transformers
 
         model_class: Any = getattr(transformers, cls.hf_class)
-        token, rows = language_token_pattern(spec.inputs), vocab_size
-        if architecture is not None:
+        token = spec.inputs.language_token
+        if architecture:
             net = model_class(model_class.config_class.from_dict(architecture["config"]))
-        elif spec.weights == "none":
+        elif spec.weights == "none" or architecture is not None:
             net = model_class(cls.default_hf_config(spec, vocab_size))
-        elif not is_checkpoint_file(spec.weights):
+        elif Path(spec.weights).suffix not in CHECKPOINT_SUFFIXES or Path(spec.weights).expanduser().is_dir():
             config = load_config(WEIGHTS_SETTING, spec.weights, (model_class.config_class.model_type,))
-            net = add_language_rows(load_model(WEIGHTS_SETTING, spec.weights, model_class, config), vocab_size, token)
+            net = load_model(WEIGHTS_SETTING, spec.weights, model_class, config)
+            add_language_rows(net, vocab_size, token)
         elif spec.kind != "clip":
             raise UsageError(
                 f"{WEIGHTS_SETTING}: {spec.weights} is a checkpoint file, which only model.kind `clip` loads"
             )
         else:
             state = open_clip_to_hf(read_state_dict(WEIGHTS_SETTING, spec.weights))
-            if token and TOKEN_EMBEDDING in state:
-                rows = min(vocab_size, len(state[TOKEN_EMBEDDING]))
+            embedding = state.get(OPEN_CLIP_NAMES["token_embedding.weight"])
+            rows = vocab_size if not token or embedding is None else min(vocab_size, len(embedding))
             net = model_class(cls.default_hf_config(spec, rows))
             shape = "an open_clip ViT checkpoint in the shape of model.image and model.text"
             load_state(net, state, f"{WEIGHTS_SETTING}: {spec.weights} is not {shape}")
@@ -236,15 +219,8 @@ OPEN_CLIP_NAMES = {
     ".mlp.c_fc.": ".mlp.fc1.",
     ".mlp.c_proj.": ".mlp.fc2.",
 }
-TOKEN_EMBEDDING = OPEN_CLIP_NAMES["token_embedding.weight"]
 _TRANSPOSED = ("visual_projection.weight", "text_projection.weight")  # x @ P, not P @ x
 _IGNORED = ("attn_mask", "input_resolution", "context_length", "vocab_size")  # further entries of OpenAI's files
-
-
-def is_checkpoint_file(name: str) -> bool:
-    """Return True if `model.weights` is a checkpoint file, not a directory or a hub name."""
-    path = Path(name).expanduser()
-    return path.suffix in (".pt", ".pth", ".bin", ".safetensors") and not path.is_dir()
 
 
 def open_clip_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -264,29 +240,20 @@ def open_clip_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-FEED_FORWARD = 4  # times the width
-
-
 def transformer_config(part: Any) -> dict[str, Any]:
     """transformers' config values for the width, depth and heads of an encoder section. Raises UsageError."""
     if part.width % part.heads:
-        raise UsageError(
-            f"{part.path}.heads: {part.heads} heads do not divide the width of {part.width}; choose a divisor of "
-            f"{part.path}.width"
-        )
+        raise UsageError(f"{part.path}.heads: {part.heads} heads do not divide the width of {part.width}")
     return {
         "hidden_size": part.width,
         "num_hidden_layers": part.depth,
         "num_attention_heads": part.heads,
-        "intermediate_size": FEED_FORWARD * part.width,
+        "intermediate_size": 4 * part.width,
     }
 
 
 def patch_config(side: int, patch: int) -> dict[str, int]:
     """transformers' config values for image and patch side in pixels. Raises UsageError."""
     if side % patch:
-        raise UsageError(
-            f"model.image.patch: patches of {patch} pixels do not tile an image of {side}; set model.inputs.image_side "
-            f"to a multiple of {patch}"
-        )
+        raise UsageError(f"model.image.patch: patches of {patch} pixels do not tile an image of {side} pixels")
     return {"image_size": side, "patch_size": patch}

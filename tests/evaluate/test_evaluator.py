@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import DataError
-from mmray.evaluate import evaluator as evaluator_module
+from mmray.evaluate import retrieval
 from mmray.evaluate.evaluator import Evaluator, retrieval_ranks, retrieval_scores, topk_accuracy, topk_hits
 from mmray.evaluate.examples import NUM_SHOWN
 from mmray.evaluate.retrieval import EmbeddingSet
@@ -28,13 +28,15 @@ from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row
 
 SETTINGS = SimpleNamespace(batch=4, limit=None, classes=(), prompts=("{}",), language=None)
-INPUTS = SimpleNamespace(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16, max_boxes=0)
+INPUTS = SimpleNamespace(
+    image_side=8, fit="squash", interpolation="bilinear", max_tokens=16, max_boxes=0, language_token=""
+)
 NUM_ROWS = 23
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluator_module, "CHUNK", 5)
+    monkeypatch.setattr(retrieval, "CHUNK", 5)
 
 
 class Toy(nn.Module):
@@ -132,7 +134,7 @@ def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, worl
 @pytest.mark.parametrize("chunk", [1, 2, 1000])
 def test_scores_do_not_depend_on_the_chunk(prepared: PreparedSet, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (one,) = score(prepared)
-    monkeypatch.setattr(evaluator_module, "CHUNK", chunk)
+    monkeypatch.setattr(retrieval, "CHUNK", chunk)
     assert score(prepared) == [one | {"loss": pytest.approx(one["loss"], rel=1e-6)}]
 
 
@@ -150,9 +152,7 @@ def test_scores_of_a_case_computed_by_hand() -> None:
         region_hits=torch.zeros(3),
         scalar_outputs={"logit_scale": torch.tensor(2.0)},
     )
-    (metrics,) = on_ranks(
-        1, lambda g: retrieval_scores(embedded, retrieval_ranks(embedded, g, 2), g, Contrastive(), 2, 2)
-    )
+    (metrics,) = on_ranks(1, lambda g: retrieval_scores(embedded, retrieval_ranks(embedded, g), g, Contrastive(), 2))
     # Image to text: image 0 ties with a wrong caption (rank 2), image 1 is right, image 2 scores 0 where wrong ones
     # score 1, 0 and 0: rank 4. Text to image: 1, 1, then rank 3 (1, and a tie at 0), then rank 3 likewise.
     assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)
@@ -331,7 +331,7 @@ def shown_of(prepared: PreparedSet, world: int = 1) -> tuple[list[Any], dict[str
 def test_examples_do_not_depend_on_ranks_or_chunk(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
     (alone,), _ = shown_of(prepared)
     for world, chunk in ((3, 5), (30, 5), (1, 2)):
-        monkeypatch.setattr(evaluator_module, "CHUNK", chunk)
+        monkeypatch.setattr(retrieval, "CHUNK", chunk)
         assert shown_of(prepared, world=world)[0] == [alone]
 
 

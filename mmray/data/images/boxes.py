@@ -1,7 +1,6 @@
-"""Transform boxes like the pixels: crop, pad and flip; then pad them to a fixed number.
+"""Transform boxes like transform.py does the pixels; then pad them to a fixed number.
 
-A box is (left, top, right, bottom) in fractions: of the upright image in a prepared set, of the model's square in a
-batch. transform.py applies the same numbers to the pixels.
+A box is (left, top, right, bottom) in fractions: of the upright image in a prepared set, of the square in a batch.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ def transform_boxes(
     augment: Augment | None = None,
     uniforms: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return the columns of one row: its visible boxes on the model's square, the largest `inputs.max_boxes` of them.
-
-    boxes float32 [max_boxes, 4], box_labels int64 [max_boxes], num_boxes; no columns if `max_boxes` is 0.
-    """
+    """Return the columns of one row: its visible boxes on the square, the largest `inputs.max_boxes` of them."""
     columns = {name: column[0] for name, column in empty_box_columns(1, inputs.max_boxes).items()}
     if not columns or not boxes:
         return columns

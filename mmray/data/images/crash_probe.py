@@ -1,8 +1,7 @@
 """Test-decode images in a child process, so that a native decoder crash kills only the child and names the image.
 
-`except` cannot catch a SIGSEGV. The child runs all native code of a reader: decoding and the resize of the model's
-transform. It costs a copy of the bytes. So it is used only after a worker died, and for held-out images that no prepare
-has decoded, because a crash there would kill a training worker.
+The child runs all native code of a reader: decoding and the resize of the model's transform. It costs a copy of the
+bytes, so it is used only after a worker died, and for held-out images that no prepare has decoded.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ CRASH = "decoder-crash"  # reason of an image that killed its decoder
 
 
 class CrashProbe:
-    """Checks in a child process that an image does not crash its decoder; the caller then decodes it itself.
-
-    The child is started with the first image and after each crash.
-    """
+    """Checks in a child process that an image does not crash its decoder; the caller then decodes it itself."""
 
     def __init__(self) -> None:
         self.num_crashes = 0
@@ -70,39 +66,12 @@ class CrashProbe:
             return None
 
     def close(self) -> None:
-        """Stop the child."""
+        """Stop the child; the next image starts another one."""
         if self._child is not None:
             self._child.communicate()
             self._child = None
 
-
-class CrashProbes:
-    """Probes each image once; thread-safe, with one child for each active thread."""
-
-    def __init__(self) -> None:
-        self._idle: list[CrashProbe] = []
-        self._results: dict[str, BadImage | None] = {}
-
-    def probe(self, key: str, data: bytes, max_pixels: int) -> None:
-        """Raise BadImage as `CrashProbe.probe`; the result is cached by key."""
-        if key not in self._results:
-            crash_probe = CrashProbe()
-            with suppress(IndexError):  # pop is atomic, a check of the length before it is not
-                crash_probe = self._idle.pop()
-            try:
-                crash_probe.probe(data, max_pixels)
-                self._results[key] = None
-            except BadImage as bad:
-                self._results[key] = bad
-            finally:
-                self._idle.append(crash_probe)
-        if (bad_image := self._results[key]) is not None:
-            raise BadImage(bad_image.reason, f"{key}: {bad_image.detail}")
-
-    def close(self) -> None:
-        """Stop the children; cached results are kept."""
-        while self._idle:
-            self._idle.pop().close()
+    __del__ = close
 
 
 def serve(source: BinaryIO, out: BinaryIO) -> None:

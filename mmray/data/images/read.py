@@ -1,7 +1,6 @@
 """Read the image files that rows refer to, from the folder of the source only.
 
-An invalid file raises BadRow, which quarantines its row. A failing disk or object store raises OSError. Only `prepare`
-quarantines rows for an OSError (`quarantine_os_errors`), because it can be rerun.
+An invalid file raises BadRow, which quarantines its row. A failing disk or object store raises OSError.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def read_image(storage: Storage, image: ImageRef) -> bytes:
 def read_images(storage: Storage, images: Sequence[ImageRef], files: RangeReader | None = None) -> list[bytes]:
     """Return the encoded bytes of several images, in order. Raises BadRow or OSError.
 
-    On an object store, neighbouring byte ranges share a request. `files` are files that are already open, because
-    opening one costs a request.
+    On an object store, neighbouring byte ranges share a request. `files`: open files, because opening costs a request.
     """
     if storage.local_path is not None:
         return [read_image(storage, image) for image in images]
@@ -100,10 +98,7 @@ def image_signature(storage: Storage, name: str) -> tuple[str, int | None, int |
 
 
 def _checked_size(storage: Storage, name: str) -> int:
-    """Return the size of a local file.
-
-    Raises BadRow for a symbolic link out of the folder and for anything but a regular file (a named pipe has no end).
-    """
+    """Return the size of a local file. Raises BadRow for a link out of the folder, and if it is no regular file."""
     real = os.path.realpath(f"{storage.local_path}/{name}")
     if not real.startswith(storage.real_prefix):
         raise BadRow("read", "path", f"{name} is a symbolic link out of the folder of the source")

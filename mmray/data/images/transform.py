@@ -1,7 +1,5 @@
 """Convert RGB pixels to model input: resize to a square, and random crop, flip and colour jitter of training images.
 
-All randomness is a function of (seed, pass, key), so a resumed or resized run augments each image identically.
-
 Resizing uses SIMD (`cykooz.resizer`) if a build exists for the processor: 0.4 instead of 2.5 ms for 640 x 480 to 224.
 It is within 2 of 255 levels of Pillow's filters in two passes, width first. Pillow 13 resizes the height of tall images
 first, which differs by up to 30 levels at sharp edges.
@@ -48,8 +46,7 @@ def transform(
 ) -> np.ndarray:
     """Return model input uint8 [3, side, side] of RGB uint8 [H, W, 3]; `uniforms` float64 [NUM_UNIFORMS] augments it.
 
-    A random crop fills the square for any `inputs.fit`. Jitter runs on the small square, so its cost does not depend on
-    the size of the source.
+    A random crop fills the square for any `inputs.fit`.
     """
     if augment is None or uniforms is None:
         return resize_to_square(rgb, inputs.image_side, inputs.fit, inputs.interpolation)
@@ -68,11 +65,7 @@ def transform(
 
 
 def resize_to_square(rgb: np.ndarray, side: int, fit: Fit, interpolation: Interpolation) -> np.ndarray:
-    """Resize uint8 [H, W, 3] to contiguous uint8 [3, side, side].
-
-    `squash` ignores the aspect ratio, `crop` takes the central square, `pad` letterboxes on white. Crop and resize are
-    one call, which is faster and rounds no pixel row away.
-    """
+    """Resize uint8 [H, W, 3] to contiguous uint8 [3, side, side]; see `Inputs.fit`."""
     height, width = rgb.shape[:2]
     if fit == "pad":
         left, top, w, h = letterbox_rect(width, height, side)
@@ -112,11 +105,8 @@ def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
 
 
 def resize(rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation, box: Box) -> np.ndarray:
-    """Resize the part `box` of uint8 [H, W, 3] to uint8 [h, w, 3]; `size` is (w, h).
-
-    There is one call per pass, because that fixes the order. The SIMD build (4.0.1) has also crashed when it enlarges a
-    part in both directions at once.
-    """
+    """Resize the part `box` of uint8 [H, W, 3] to uint8 [h, w, 3], in one pass per direction; `size` is (w, h)."""
+    # The SIMD build (4.0.1) has crashed when it enlarges a part in both directions at once.
     if simd is None:
         return resize_with_pillow(rgb, size, interpolation, box)
     left, top, right, bottom = box
@@ -127,11 +117,8 @@ def resize(rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation,
     first = max(0, math.floor(top) - radius)
     rows = rgb[first : math.ceil(bottom) + radius]  # all rows that the second pass reads
     height, width = rows.shape[:2]
-    source, narrow, out = (
-        simd.ImageData(width, height, simd.PixelType.U8x3, rows.tobytes()),
-        simd.ImageData(size[0], height, simd.PixelType.U8x3),
-        simd.ImageData(*size, simd.PixelType.U8x3),
-    )
+    source = simd.ImageData(width, height, simd.PixelType.U8x3, rows.tobytes())
+    narrow, out = (simd.ImageData(size[0], side, simd.PixelType.U8x3) for side in (height, size[1]))
     horizontal = simd.ResizeOptions(resize_alg=algorithm, crop_box=simd.CropBox(left, 0, right - left, height))
     vertical = simd.ResizeOptions(resize_alg=algorithm, crop_box=simd.CropBox(0, top - first, size[0], bottom - top))
     if not hasattr(_THREAD, "resizer"):
@@ -166,11 +153,7 @@ def crop_box(width: int, height: int, fit: str) -> Box:
 
 
 def random_crop_box(size: tuple[int, int], augment: Augment, uniforms: np.ndarray) -> tuple[int, int, int, int]:
-    """Return a random part (left, top, right, bottom) of an image of (width, height) `size` (Szegedy et al. 2015).
-
-    Makes ten attempts, then takes the largest central part of an allowed aspect ratio, as torchvision's
-    RandomResizedCrop.
-    """
+    """Return a random part (left, top, right, bottom) of an image of (width, height) `size`, as RandomResizedCrop."""
     width, height = size
     (low, high), (log_min, log_max) = augment.crop_scale, np.log(CROP_RATIO)
     for scale, ratio, u_left, u_top in uniforms.reshape(CROP_TRIES, 4):
@@ -180,8 +163,7 @@ def random_crop_box(size: tuple[int, int], augment: Augment, uniforms: np.ndarra
         if 1 <= w <= width and 1 <= h <= height:
             left, top = int((width - w + 1) * u_left), int((height - h + 1) * u_top)
             return (left, top, left + w, top + h)
-    w = max(1, min(width, round(height * CROP_RATIO[1])))
-    h = max(1, min(height, round(width / CROP_RATIO[0])))
+    w, h = max(1, min(width, round(height * CROP_RATIO[1]))), max(1, min(height, round(width / CROP_RATIO[0])))
     left, top = (width - w) // 2, (height - h) // 2
     return (left, top, left + w, top + h)
 

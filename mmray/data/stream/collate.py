@@ -1,8 +1,4 @@
-"""Convert blocks of a stream to the micro-batches of each step, as slices if possible.
-
-A block has the rows of one rank for several steps, or a part of its rows for one step. Each micro-batch is trimmed to
-its longest caption.
-"""
+"""Convert blocks of a stream to the micro-batches of each step, each trimmed to its longest caption."""
 
 from __future__ import annotations
 
@@ -25,66 +21,49 @@ def iter_micro_batches(
 
     `group_by_length` groups captions of similar length, longest first; the rows of the step do not change.
     """
-    for step_blocks in _by_step(blocks, plan.rank_rows):
+    for rows in _steps(blocks, plan.rank_rows):
         if group_by_length and plan.accumulation > 1:  # the order within one micro-batch has no effect
-            all_rows = _rows(step_blocks, 0, plan.rank_rows)
-            order = np.argsort(-all_rows["num_tokens"], kind="stable")
-            step_blocks = [{name: column[order] for name, column in all_rows.items()}]
-        starts = range(0, plan.rank_rows, plan.micro)
-        yield [_batch(_rows(step_blocks, first, min(first + plan.micro, plan.rank_rows))) for first in starts]
+            order = np.argsort(-rows["num_tokens"], kind="stable")
+            rows = {name: column[order] for name, column in rows.items()}
+        yield [_batch(_slice(rows, first, plan.micro)) for first in range(0, plan.rank_rows, plan.micro)]
 
 
-def _by_step(blocks: Iterable[NumpyBatch], rank_rows: int) -> Iterator[list[NumpyBatch]]:
-    """Yield the blocks of each step: a slice of one, or several."""
-    pending: list[NumpyBatch] = []
+def _steps(blocks: Iterable[NumpyBatch], rank_rows: int) -> Iterator[NumpyBatch]:
+    """Yield the rows of each step: a slice of one block, or several blocks of equal length concatenated."""
+    parts: list[NumpyBatch] = []
     for block in blocks:
         size = len(block["pos"])
         if size >= rank_rows:
-            for first in range(0, size, rank_rows):
-                yield [{name: column[first : first + rank_rows] for name, column in block.items()}]
+            yield from (_slice(block, first, rank_rows) for first in range(0, size, rank_rows))
             continue
-        pending.append(block)
-        if len(pending) * size == rank_rows:
-            yield pending
-            pending = []
+        parts.append(block)
+        if len(parts) * size == rank_rows:
+            yield {name: _concatenate([part[name] for part in parts]) for name in parts[0]}
+            parts = []
 
 
-def _rows(blocks: list[NumpyBatch], first: int, last: int) -> NumpyBatch:
-    """Return rows first..last of equal blocks; a view if one block has them all."""
-    size = len(blocks[0]["pos"])
-    pieces = [
-        {name: column[max(0, first - start) : last - start] for name, column in block.items()}
-        for start, block in zip(range(0, len(blocks) * size, size), blocks, strict=True)
-        if start < last and first < start + size
-    ]
-    if len(pieces) == 1:
-        return pieces[0]
-    out = {}
-    for name, first_piece in pieces[0].items():
-        columns = [piece[name] for piece in pieces]
-        if first_piece.ndim == 2:  # tokens: zero-padded to the same width
-            widest = max(column.shape[1] for column in columns)
-            columns = [np.pad(column, ((0, 0), (0, widest - column.shape[1]))) for column in columns]
-        out[name] = np.concatenate(columns)
-    return out
+def _concatenate(columns: list[np.ndarray]) -> np.ndarray:
+    if columns[0].ndim == 2:  # tokens: zero-padded to the same width
+        longest = max(column.shape[1] for column in columns)
+        columns = [np.pad(column, ((0, 0), (0, longest - column.shape[1]))) for column in columns]
+    return np.concatenate(columns)
+
+
+def _slice(rows: NumpyBatch, first: int, size: int) -> NumpyBatch:
+    return {name: column[first : first + size] for name, column in rows.items()}
 
 
 def _batch(rows: NumpyBatch) -> Batch:
     longest = int(rows["num_tokens"].max())
-    num_tokens = torch.from_numpy(rows["num_tokens"].astype(np.int64))
-    return (
-        lm_columns(rows, longest)
-        | box_columns(rows)
-        | {
-            "image": torch.from_numpy(rows["image"]),
-            "input_ids": torch.from_numpy(rows["input_ids"][:, :longest].astype(np.int64)),
-            "attention_mask": (torch.arange(longest) < num_tokens[:, None]).long(),
-            "key": torch.from_numpy(rows["key"]),
-            "label": torch.from_numpy(rows["label"]),
-            "valid": torch.from_numpy(rows["valid"]),
-            "pos": torch.from_numpy(rows["pos"]),
-        }
-    )
+    tokens = token_columns(rows["input_ids"][:, :longest], rows["num_tokens"])
+    others = {name: torch.from_numpy(rows[name]) for name in ("image", "key", "label", "valid", "pos")}
+    return lm_columns(rows, longest) | box_columns(rows) | tokens | others
+
+
+def token_columns(ids: np.ndarray, num_tokens: np.ndarray) -> Batch:
+    """Return input_ids and attention_mask int64 [B, T] of right-padded ids [B, T] and their numbers [B]."""
+    mask = torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
+    return {"input_ids": torch.from_numpy(ids.astype(np.int64)), "attention_mask": mask.long()}
 
 
 def lm_columns(rows: dict[str, np.ndarray], longest: int) -> Batch:

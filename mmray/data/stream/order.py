@@ -1,14 +1,14 @@
 """Sample order as a pure function: the rows of each optimizer step, for any step, seed and number of workers.
 
-Position p of a run is row `rows_at(p)`. An epoch is `num_rows` positions; a step takes the next `global_rows` positions
-of its epoch. Nothing is stored, so a resumed or resized run takes the same rows. The shuffle is a keyed bijection.
+An epoch is `num_rows` positions; a step takes the next `global_rows` positions of its epoch. Nothing is stored, so a
+resumed or resized run takes the same rows. The shuffle is a keyed bijection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,18 +26,14 @@ def splitmix64(value: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Keyed bijection of 0..size-1: uint64 `index` and `key` of one shape in, uint64 of that shape out.
-
-    A Feistel network over Z_a x Z_b with a*b >= size, applied again until the result is below size (cycle walking).
-    """
+    """Keyed bijection of 0..size-1 (uint64, one shape): a Feistel network over Z_a x Z_b with a*b >= size."""
     return _cycle_walk(lambda larger, keys: _feistel(larger, size, keys), index, size, key)
 
 
 def block_shuffle(index: np.ndarray, size: int, key: np.ndarray, shuffle_block: int, window: int) -> np.ndarray:
     """Keyed bijection of 0..size-1 that shuffles blocks of adjacent rows, and rows within windows of blocks.
 
-    Adjacent rows stay close, so that few large reads fetch them. A window has `window` to 2 * window - 1 blocks (or
-    all). If the last block is shorter, fewer than `shuffle_block` rows fall outside their window.
+    Adjacent rows stay close, so that few large reads fetch them. A window has `window` to 2 * window - 1 blocks.
     """
     if shuffle_block == 1:
         return permute(index, size, key)
@@ -84,9 +80,9 @@ def _feistel(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     a: Any = np.uint64(int(np.ceil(np.sqrt(size))))
     b: Any = np.uint64(-(-size // int(a)))
     left, right = index // b, index % b
-    for turn in range(_ROUNDS):
-        salt = key + np.uint64(turn)
-        if turn % 2:
+    for number in range(_ROUNDS):
+        salt = key + np.uint64(number)
+        if number % 2:
             right = (right + splitmix64(left ^ splitmix64(salt)) % b) % b
         else:
             left = (left + splitmix64(right ^ splitmix64(salt)) % a) % a
@@ -105,51 +101,19 @@ def hash_uniform(seed: int, passes: np.ndarray, key: np.ndarray, count: int) -> 
 
 
 def _row_hash(seed: int, passes: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Return a uint64 hash of (seed, pass, key) of each row."""
     salt = splitmix64(passes.astype(np.uint64) ^ splitmix64(np.full(passes.shape, seed, np.uint64)))
     return splitmix64(key.view(np.uint64) ^ salt)
 
 
-@dataclass(frozen=True)
-class MixtureComponent:
+class MixtureComponent(NamedTuple):
     """One set of a mixture: its rows, and its rows per epoch."""
 
     num_rows: int
     per_epoch: int
 
 
-def mixture_rows(
-    components: tuple[MixtureComponent, ...],
-    slots: np.ndarray,
-    epoch: np.ndarray,
-    seed: int,
-    shuffle: bool,
-    shuffle_block: int,
-    window: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return (row, pass over its set) int64 of the slots of an epoch, all of one shape; rows are numbered set by set.
-
-    An epoch has a slot for each of its rows, set by set. The order of a set continues from epoch to epoch and takes
-    each row once in each pass. So row counts of a set never differ by more than one, and e epochs of weight w take each
-    row e x w times if that is an integer.
-    """
-    rows, passes = np.zeros(slots.shape, np.int64), np.zeros(slots.shape, np.int64)
-    first_slot = first_row = 0
-    for number, component in enumerate(components):
-        selected = (slots >= first_slot) & (slots < first_slot + component.per_epoch)
-        passed, row = np.divmod(
-            epoch[selected] * component.per_epoch + slots[selected] - first_slot, component.num_rows
-        )
-        if shuffle:
-            key = splitmix64(splitmix64(splitmix64(passed.astype(np.uint64)) ^ np.uint64(seed)) ^ np.uint64(number + 1))
-            row = block_shuffle(row.astype(np.uint64), component.num_rows, key, shuffle_block, window).astype(np.int64)
-        rows[selected], passes[selected] = row + first_row, passed
-        first_slot, first_row = first_slot + component.per_epoch, first_row + component.num_rows
-    return rows, passes
-
-
 def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) -> np.ndarray:
-    """Return the slots (see `mixture_rows`) of positions of an epoch, int64; each set is in order and evenly spread."""
+    """Return the slots of positions of an epoch, int64: a slot for each row, set by set; sets are evenly spread."""
     slots, rest = np.empty(positions.size, np.int64), np.arange(positions.size)
     offset, left, first = positions.ravel(), sum(component.per_epoch for component in components), 0
     for component in components:  # every (left / per_epoch)th of the remaining positions belongs to this set
@@ -219,7 +183,7 @@ class SamplePlan:
         return out
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
-        """Return the row ids of positions, int64 of one shape; PADDING is unchanged."""
+        """Return the row ids of positions; PADDING is unchanged."""
         return self.rows_and_passes_at(positions)[0]
 
     def rows_and_passes_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -233,19 +197,35 @@ class SamplePlan:
                 offset = interleave(self.components, shuffled.astype(np.int64))
             else:
                 offset = block_shuffle(index, self.num_rows, key, self.shuffle_block, self.window).astype(np.int64)
-        rows, passes = offset, epoch
-        if self.components:
-            order = self.seed, self.shuffle, self.shuffle_block, self.window
-            rows, passes = mixture_rows(self.components, offset, epoch, *order)
+        rows, passes = self._mixture_rows(offset, epoch) if self.components else (offset, epoch)
         return np.where(positions >= 0, rows, PADDING), np.where(positions >= 0, passes, 0)
+
+    def _mixture_rows(self, slots: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (row, pass over its set) int64 of the slots of an epoch; rows are numbered set by set, as slots are.
+
+        The order of a set continues from epoch to epoch and takes each row once in each pass. So row counts of a set
+        never differ by more than one, and e epochs of weight w take each row e x w times if that is an integer.
+        """
+        rows, passes = np.zeros(slots.shape, np.int64), np.zeros(slots.shape, np.int64)
+        first_slot = first_row = 0
+        for number, (num_rows, per_epoch) in enumerate(self.components):
+            selected = (slots >= first_slot) & (slots < first_slot + per_epoch)
+            passed, row = np.divmod(epoch[selected] * per_epoch + slots[selected] - first_slot, num_rows)
+            if self.shuffle:
+                seeded = splitmix64(splitmix64(passed.astype(np.uint64)) ^ np.uint64(self.seed))
+                key = splitmix64(seeded ^ np.uint64(number + 1))
+                shuffled = block_shuffle(row.astype(np.uint64), num_rows, key, self.shuffle_block, self.window)
+                row = shuffled.astype(np.int64)
+            rows[selected], passes[selected] = row + first_row, passed
+            first_slot, first_row = first_slot + per_epoch, first_row + num_rows
+        return rows, passes
 
 
 @dataclass(frozen=True)
 class BlockPlan:
     """Positions of each block of a stream: one rank's rows of several steps, or a part of its rows of one step.
 
-    Blocks are assigned to the ranks in turn. `blocks_per_step` divides `plan.rank_rows`; if it is more than 1,
-    `steps_per_block` is 1.
+    Blocks are assigned to the ranks in turn. One of `steps_per_block` and `blocks_per_step` is 1.
     """
 
     plan: SamplePlan

@@ -1,12 +1,11 @@
-"""Read, decode and resize rows, choose a caption and tokenize it: row ids to the arrays of a block.
+"""Read, decode and resize rows, choose a caption and tokenize it: row ids to the arrays of a block, without Ray.
 
-Runs in a Ray Data actor or in any other process and does not import Ray. An unreadable row keeps its position with
-valid=False, so a step always has the rows of the sample order.
+An unreadable row keeps its position with valid=False, so a step always has the rows of the sample order.
 """
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -62,12 +61,20 @@ class RowReader:
         row_ids, passes = plan.rows_and_passes_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
         rows: list[Row | None] = [None] * len(row_ids)
-        for index, row in zip(stored, read_or_none(self.prepared, row_ids[stored]), strict=True):
-            rows[index] = row
+        for index, stored_row in zip(stored, read_or_none(self.prepared, row_ids[stored]), strict=True):
+            rows[index] = stored_row
         key = np.array([hash_key(row.key) if row else 0 for row in rows], np.int64)
-        pixels, valid, box_columns = self._pixels(
-            row_ids, rows, hash_uniform(plan.seed, passes, key, NUM_UNIFORMS) if self.augment else None
-        )
+        uniforms = hash_uniform(plan.seed, passes, key, NUM_UNIFORMS) if self.augment else [None] * len(rows)
+        side = self.inputs.image_side
+        pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
+        box_columns = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
+        for index, row in enumerate(rows):
+            if row is not None and row.checksum_ok:
+                with suppress(BadImage):
+                    pixels[index], values = self.decode_row(int(row_ids[index]), row, uniforms[index])
+                    valid[index] = True
+                    for name, value in values.items():
+                        box_columns[name][index] = value
         texts = [self.encoder.captions_of(row) if row else [self.encoder.empty] for row in rows]
         chosen = hash_choice(plan.seed, passes, key, np.array([len(choices) for choices in texts], np.int64))
         tokens = self.encoder.encode_batch([choices[c] for choices, c in zip(texts, chosen, strict=True)])
@@ -95,27 +102,6 @@ class RowReader:
         except BadImage as error:
             return stored, str(error)
         return stored, "readable at the second attempt"
-
-    def _pixels(
-        self, row_ids: np.ndarray, rows: list[Row | None], uniforms: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray, Block]:
-        """Return pixels uint8 [R, 3, S, S], valid bool [R], and box columns; `uniforms` [R, NUM_UNIFORMS] augments."""
-        side = self.inputs.image_side
-        pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
-        columns = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
-        for index, row in enumerate(rows):
-            if row is None or not row.checksum_ok:
-                continue
-            try:
-                pixels[index], values = self.decode_row(
-                    int(row_ids[index]), row, None if uniforms is None else uniforms[index]
-                )
-            except BadImage:
-                continue
-            valid[index] = True
-            for name, value in values.items():
-                columns[name][index] = value
-        return pixels, valid, columns
 
     def decode_row(self, row_id: int, row: Row, uniforms: np.ndarray | None) -> tuple[np.ndarray, Block]:
         """Return the pixels of a row, augmented by `uniforms` [NUM_UNIFORMS], and its box columns. Raises BadImage."""

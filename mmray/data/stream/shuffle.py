@@ -1,8 +1,4 @@
-"""Shuffle shape on object stores: rows of a block, which are read together, and blocks of a window, which are mixed.
-
-On a local disk, rows are read in any order. On an object store, the rows of a block share a request;
-mmray/data/README.md has the number of requests per block.
-"""
+"""Shuffle shape on object stores: rows of a block, which share a request, and blocks of a window, which are mixed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The Ray Data stream: a prepared set as blocks of model inputs, in sample order, split between the training workers.
 
-Data actors on CPU nodes read and decode (reader.py) the rows that order.py selects. A block has the rows of one rank
-for several consecutive steps, or a part of its rows for one step, so its size is about the same for each batch size.
+Data actors on CPU nodes read and decode (reader.py) the rows that order.py selects.
 """
 
 from __future__ import annotations
@@ -40,16 +39,8 @@ def block_shape(plan: SamplePlan, row_bytes: int, block_mb: float) -> tuple[int,
     return 1, next((count for count in counts if plan.rank_rows % count == 0), 1)
 
 
-def max_block_mb(store_bytes: float, world: int) -> float:
-    """Return the largest block size for which two blocks per rank fit in `store_bytes` without spilling."""
-    return OBJECT_STORE_FRACTION * store_bytes / 1e6 / (2 * world)
-
-
 def block_ids_dataset(count: int) -> ray.data.Dataset:
-    """Return block numbers 0..count-1, one in each block; datasets derived from it keep the order.
-
-    A short list is inlined, so that no task has to start before the first block. A long one comes from coarse tasks.
-    """
+    """Return block numbers 0..count-1, one in each block; datasets derived from it keep the order."""
     numbers: ray.data.Dataset
     if is_short := count <= MAX_INLINE_BLOCKS:
         numbers = ray.data.from_items([{"id": number} for number in range(count)], override_num_blocks=count)
@@ -60,11 +51,7 @@ def block_ids_dataset(count: int) -> ray.data.Dataset:
 
 
 class StreamDataConfig(ray.train.DataConfig):
-    """Builds the stream of one worker group from its start; Ray Train calls `configure`.
-
-    Data actors import only what it pickles, which excludes torch. The actor `coordinator` receives messages for
-    the user.
-    """
+    """Builds the stream of one worker group; data actors import only what it pickles, which excludes torch."""
 
     def __init__(
         self,
@@ -83,7 +70,8 @@ class StreamDataConfig(ray.train.DataConfig):
         (name,) = datasets
         assert world_size == self.resume_point.plan.world, "the worker group must have the size of its plan"
         row_bytes = 3 * self.reader.inputs.image_side**2 + TOKEN_BYTES * self.reader.inputs.max_tokens
-        max_mb = max_block_mb(ray.cluster_resources()["object_store_memory"], world_size)
+        store_mb = OBJECT_STORE_FRACTION * ray.cluster_resources()["object_store_memory"] / 1e6
+        max_mb = store_mb / (2 * world_size)  # two blocks per rank fit without spilling
         shape = block_shape(self.resume_point.plan, row_bytes, min(self.block_mb, max_mb))
         blocks = BlockPlan(self.resume_point.plan, self.resume_point.step, *shape)
         splits = self.dataset(blocks).streaming_split(world_size, equal=True)
@@ -111,9 +99,6 @@ class StreamDataConfig(ray.train.DataConfig):
 
 
 def iter_blocks(split: Any) -> Iterable[Block]:
-    """Yield the blocks of one rank in order; a thread of Ray fetches the next one.
-
-    Only one block is prefetched, because Ray would not return the first before all prefetched blocks are ready.
-    """
-    blocks: Iterable[Block] = split.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0)
-    return blocks
+    """Yield the blocks of one rank in order; a thread of Ray fetches the next one."""
+    # Only one: Ray would not return the first block before all prefetched ones are ready.
+    return split.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0)

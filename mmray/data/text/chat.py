@@ -1,8 +1,7 @@
-"""Conversations as token ids with a loss mask over the assistant turns and their end token.
+"""Conversations as token ids with a loss mask over the assistant turns and their end token, for generative models.
 
-Used by models with model.kind generative. A conversation is rendered with the template model.inputs.chat and tokenized
-as one text, as processors of transformers do. The mask is computed from character offsets. The image is one token,
-which the model replaces by image features.
+A conversation is rendered with the template model.inputs.chat and tokenized as one text, as processors of transformers
+do. The mask is computed from character offsets. The image is one token, which the model replaces by image features.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ class ChatEncoder:
     def encode_batch(self, conversations: list[list[Message]]) -> dict[str, np.ndarray]:
         """Return input_ids int32 [N, T], num_tokens int32 [N], loss_mask bool [N, T], image_pos int32 [N].
 
-        `loss_mask` marks the tokens of assistant turns and their end tokens. It is empty for a row whose image token
-        was truncated. A token may start with the space before a turn, because the model generates this space with the
-        first word.
+        `loss_mask` marks the tokens of assistant turns and their end tokens; it is empty for a row whose image token
+        was truncated. A token may start with the space before a turn, because the model generates it with the word.
         """
         rendered = [self.render(conversation) for conversation in conversations]
         rows = self.tokenizer.encode_batch([text for text, _ in rendered])
@@ -72,10 +70,7 @@ class ChatEncoder:
     def prompt_and_references(self, conversations: list[list[Message]]) -> tuple[str, list[str]]:
         """Return the question about the image of a row and the reference answers (first turns)."""
         question = next((message["content"] for message in conversations[0] if message["role"] == "user"), "")
-        answers = [
-            next(message["content"] for message in conversation if message["role"] == "assistant")
-            for conversation in conversations
-        ]
+        answers = [next(m["content"] for m in turns if m["role"] == "assistant") for turns in conversations]
         return question, answers
 
     def render(self, conversation: list[Message]) -> tuple[str, list[tuple[int, int]]]:
@@ -106,13 +101,10 @@ class ChatEncoder:
 
 
 def build_encoder(tokenizer_json: str, inputs: Inputs) -> Any:
-    """Return the encoder for the inputs of a model.
-
-    Both encoders have captions_of, encode_batch, empty, pad_id and vocab_size.
-    """
+    """Return the encoder for the inputs of a model; both have captions_of, encode_batch, empty, pad_id, vocab_size."""
     if (chat := getattr(inputs, "chat", None)) is not None:
         return ChatEncoder(tokenizer_json, chat, inputs.max_tokens)
-    return TextEncoder(tokenizer_json, inputs.max_tokens, language_token_pattern(inputs))
+    return TextEncoder(tokenizer_json, inputs.max_tokens, inputs.language_token)
 
 
 def extend_tokenizer(tokenizer_json: str, inputs: Inputs, languages: Iterable[str] = ()) -> str:
@@ -121,10 +113,5 @@ def extend_tokenizer(tokenizer_json: str, inputs: Inputs, languages: Iterable[st
         tokenizer = Tokenizer.from_str(tokenizer_json)
         missing = [token for token in (chat.image, chat.end) if token and tokenizer.token_to_id(token) is None]
         return add_special_tokens(tokenizer_json, missing) if missing else tokenizer_json
-    pattern = language_token_pattern(inputs)
+    pattern = inputs.language_token
     return add_language_tokens(tokenizer_json, pattern, languages) if pattern else tokenizer_json
-
-
-def language_token_pattern(inputs: Inputs) -> str:
-    """Return the pattern of the language tokens; empty if there are none or the export is older than the setting."""
-    return getattr(inputs, "language_token", "")

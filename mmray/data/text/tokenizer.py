@@ -1,8 +1,6 @@
-"""Caption cleaning and tokenization.
+"""Caption cleaning and tokenization. Tokenizers are passed between processes as the text of their tokenizer.json.
 
-`clean_caption` validates captions before they enter a prepared set. The tokenizer is trained on these captions or
-loaded, and passed between processes as the text of its tokenizer.json. Only `tokenizers` is imported, because
-transformers would slow down the start of data workers several times.
+Only `tokenizers` is imported, because transformers would slow down the start of data workers several times.
 """
 
 from __future__ import annotations
@@ -14,13 +12,13 @@ import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import AddedToken, BertWordPieceTokenizer, Tokenizer
 
 from mmray.data.formats.rows import BadRow
-from mmray.errors import UsageError
+from mmray.errors import UsageError, first_line
 
 if TYPE_CHECKING:
     from mmray.data.store.prepared_set import Row
@@ -34,7 +32,6 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode category Cc, which is
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
 MAX_LANGUAGES = 1000  # a column with more values is not a language column
 _RESERVED_TOKENS = {*SPECIAL_TOKENS, *_PAD_NAMES, "<s>", "<unk>", "<mask>", "<|startoftext|>"}
-_NO_LANGUAGES = "it has no tokens of languages: it was trained without model.inputs.language_token"
 
 
 def clean_caption(text: str) -> str:
@@ -90,15 +87,14 @@ class TextEncoder:
     def format_caption(self, text: str, language: str | None = None) -> str:
         """Return a text as a caption of this language. Raises UsageError if the language has no token."""
         if language is not None and language not in self._language_tokens:
-            known = f"it knows {', '.join(self.languages)}" if self.languages else _NO_LANGUAGES
-            raise UsageError(f"the model has no token for language {language!r}; {known}")
+            known = ", ".join(self.languages) or "none: it was trained without model.inputs.language_token"
+            raise UsageError(f"the model has no token for language {language!r}; it knows {known}")
         token = self._language_tokens.get(language or "", "")
         return token + remove_tokens(text, self._language_tokens.values())
 
     def encode_batch(self, texts: list[str]) -> dict[str, np.ndarray]:
-        """Return the output of `encode` as batch columns: input_ids int32 [N, T], num_tokens int32 [N]."""
-        ids, num_tokens = self.encode(texts)
-        return {"input_ids": ids, "num_tokens": num_tokens}
+        """Return the output of `encode` as batch columns."""
+        return dict(zip(("input_ids", "num_tokens"), self.encode(texts), strict=True))
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids int32 [N, T], num_tokens int32 [N]); T is the length of the longest text, at least 1."""
@@ -125,25 +121,17 @@ def add_special_tokens(tokenizer_json: str, tokens: Iterable[str]) -> str:
 
 
 def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[str]) -> str:
-    """Add a special token for each language: `[de]` with the pattern `[{}]`. Raises UsageError.
-
-    So tokenizer.json records the languages of a model.
-    """
+    """Add a special token for each language: `[de]` with the pattern `[{}]`. Raises UsageError."""
     tokens = [pattern.replace("{}", language) for language in sorted(languages)]
     if not tokens:
         raise UsageError(
             f"model.inputs.language_token is {pattern!r}, but no row of the training set has a `language`: prepare it "
-            "with that column (again, into another folder, where mmray did not count languages yet), or leave it empty"
+            "with that column, or leave the setting empty"
         )
     if len(tokens) > MAX_LANGUAGES:
         raise UsageError(
             f"model.inputs.language_token: the training set has {len(tokens):,} languages, the first {tokens[0]!r}; a "
             f"column of languages has at most {MAX_LANGUAGES:,}: leave the setting empty, or fix the source"
-        )
-    if reserved := sorted(_RESERVED_TOKENS.intersection(tokens)):
-        raise UsageError(
-            f"model.inputs.language_token: {reserved[0]!r} would be the token of a language, and has another meaning; "
-            "take another pattern, such as `<lang:{}>`"
         )
     return add_special_tokens(tokenizer_json, tokens)
 
@@ -151,9 +139,8 @@ def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[s
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     """Train a lower-casing WordPiece tokenizer (BERT's normalizer) and return the text of its tokenizer.json.
 
-    Training is deterministic. The trainer of `tokenizers` alone is not: it numbers the alphabet in the order of a
-    randomly seeded hash map and breaks ties by number. So the alphabet is numbered here. Only the first million texts
-    are used.
+    The trainer of `tokenizers` numbers the alphabet in the order of a randomly seeded hash map and breaks ties by
+    number. So the alphabet is numbered here, and training is deterministic. Only the first million texts are used.
     """
     texts = list(itertools.islice(texts, MAX_TRAINING_TEXTS))
     tokenizer = BertWordPieceTokenizer(lowercase=True)
@@ -173,9 +160,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
 def load_tokenizer(name: str, trained_tokenizer_json: str | None) -> str:
     """Return the text of the tokenizer.json for the value `name` of `model.inputs.tokenizer`.
 
-    `trained_tokenizer_json` is that of the prepared set, if it has one. Other names are a directory with tokenizer.json
-    or vocab.txt, a tokenizer.json, a WordPiece vocabulary, or a Hugging Face Hub name. The pad token of
-    tokenizer_config.json is stored as `padding`. Raises UsageError.
+    `trained_tokenizer_json` is that of the prepared set, if any. Other names are a directory, a tokenizer.json, a
+    WordPiece vocabulary, or a Hugging Face Hub name. Raises UsageError.
     """
     if name == "trained":
         if trained_tokenizer_json is None:
@@ -189,8 +175,6 @@ def load_tokenizer(name: str, trained_tokenizer_json: str | None) -> str:
         return _load_folder(path)
     if path.is_file():
         return _load_folder(path.parent) if path.name == TOKENIZER else _load_file(path, None)
-    if name.startswith(("/", "./", "../", "~")) or name.endswith((".txt", ".json")):
-        raise UsageError(f"model.inputs.tokenizer: there is no file or directory {name}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -198,8 +182,8 @@ def load_tokenizer(name: str, trained_tokenizer_json: str | None) -> str:
     except Exception as error:  # noqa: BLE001 - of the hub, its cache, and the connection
         raise UsageError(
             f"model.inputs.tokenizer: {name!r} is not a local file or directory, and could not be downloaded from the "
-            f"Hugging Face Hub ({str(error).splitlines()[0][:200]}): check the name, or, without a network, name a "
-            "directory with tokenizer.json, a vocab.txt, or `trained`"
+            f"Hugging Face Hub ({first_line(error)[:200]}): check the name, or, without a network, name a directory "
+            "with tokenizer.json, a vocab.txt, or `trained`"
         ) from None
     return _load_folder(Path(folder))
 
@@ -212,19 +196,16 @@ def declared_pad_id(tokenizer_json: str) -> int | None:
 
 def _load_folder(folder: Path) -> str:
     """Load tokenizer.json or vocab.txt; as in transformers, the pad token of tokenizer_config.json overrides theirs."""
-    settings: Any = {}
-    if (folder / TOKENIZER_CONFIG).is_file():
-        try:
-            settings = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
-        except ValueError:
-            settings = None
-    if not isinstance(settings, dict):
-        raise UsageError(f"model.inputs.tokenizer: {folder / TOKENIZER_CONFIG} is not a JSON object")
-    name = TOKENIZER if (folder / TOKENIZER).is_file() else VOCABULARY
-    if not (folder / name).is_file():
+    config, file = folder / TOKENIZER_CONFIG, folder / TOKENIZER
+    file = file if file.is_file() else folder / VOCABULARY
+    if not file.is_file():
         raise UsageError(f"model.inputs.tokenizer: {folder} holds neither tokenizer.json nor vocab.txt")
-    tokenizer_json = _load_file(folder / name, settings.get("do_lower_case"))
-    pad = settings.get("pad_token")
+    try:
+        settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        pad = settings.get("pad_token")
+    except (ValueError, AttributeError) as error:
+        raise UsageError(f"model.inputs.tokenizer: {config} is not a JSON object: {error}") from None
+    tokenizer_json = _load_file(file, settings.get("do_lower_case"))
     pad = pad.get("content") if isinstance(pad, dict) else pad  # a token is a string or a serialized AddedToken
     tokenizer = Tokenizer.from_str(tokenizer_json)
     pad_id = tokenizer.token_to_id(pad) if isinstance(pad, str) else None
@@ -237,7 +218,7 @@ def _load_folder(folder: Path) -> str:
 def _load_file(path: Path, lowercase: bool | None) -> str:
     """Load a tokenizer.json, or build BERT's tokenizer from a vocabulary with one token a line.
 
-    A vocabulary without capital letters is treated as lower-cased, because the file does not declare it.
+    lowercase None: a vocabulary without capital letters is treated as lower-cased.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -1,8 +1,4 @@
-"""Image encoders ("towers"): normalised pixels -> features [B, width], or a feature map (for fusion.py).
-
-Three sources: ConvNet (the sample set's small network), torchvision's ResNets, and transformers' AutoModel, which also
-loads timm models.
-"""
+"""Image encoders ("towers"): normalised pixels -> features [B, width], or a feature map (for fusion.py)."""
 
 from __future__ import annotations
 
@@ -34,48 +30,36 @@ HF_TYPES = ("vit", "dinov2", "resnet", "timm_wrapper")  # supported model_type v
 def build_image_tower(
     spec: ImageTower, image_side: int, batch_norm: str, architecture: dict[str, Any] | None = None
 ) -> ImageEncoder:
-    """Build the image tower that `spec` names with its weights, or without them if `architecture` is given.
+    """Build the image tower that `spec` names, with its weights. Raises UsageError.
 
-    batch_norm: `local`, `frozen` or `synced` (model.batch_norm), for ResNets. Raises UsageError.
+    batch_norm: `local`, `frozen` or `synced` (model.batch_norm), for ResNets. architecture: as for `build`.
     """
     tower: ImageEncoder
     load_into: nn.Module
+    read_weights = architecture is None and spec.weights != "none"
     if spec.name == "convnet":
         tower = load_into = ConvNet(spec.width, spec.depth, image_side)
     else:
-        is_hf = spec.name in ("transformers", "vit")
-        net, width, prefix = (
-            _hf_network(spec, image_side, (architecture or {}).get("image")) if is_hf else _resnet(spec, batch_norm)
-        )
+        if spec.name in ("transformers", "vit"):
+            net, width, prefix = _hf_network(spec, image_side, architecture)
+            read_weights = read_weights and spec.name == "vit"
+        else:
+            net, width, prefix = _resnet(spec, batch_norm, read_weights)
+            read_weights = read_weights and spec.weights != "pretrained"
         load_into = net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if batch_norm == "synced" else net
         tower = Backbone(net, width, prefix, frozen=batch_norm == "frozen")
-    if architecture is None and spec.weights != "none" and spec.name != "transformers":
-        pretrained = spec.weights == "pretrained"
-        state = _pretrained(spec.name) if pretrained else read_state_dict(WEIGHTS_SETTING, spec.weights)
+    if read_weights:
+        state = read_state_dict(WEIGHTS_SETTING, spec.weights)
         state = {name: value for name, value in state.items() if not name.startswith(("fc.", "heads."))}
         load_state(load_into, state, f"{WEIGHTS_SETTING}: {spec.weights} does not fit a {spec.name}")
     return tower
 
 
-def image_architecture(tower: nn.Module) -> dict[str, Any]:
-    """The tower's part of the model's `architecture()`: the transformers config, if it has one."""
-    config = getattr(getattr(tower, "net", None), "config", None)
-    return {} if config is None else {"image": config.to_dict()}
-
-
-def random_init_image(spec: ImageTower) -> dict[str, Any]:
-    """`image_architecture` without loading weights. Raises UsageError."""
-    return {"image": _saved_config(spec).to_dict()} if spec.name == "transformers" else {}
-
-
 class ImageEncoder(nn.Module):
-    """Base of the towers: features of each position, pooled.
-
-    prefix_tokens: leading positions that are not patches (class token, registers).
-    """
+    """Base of the towers: features of each position, pooled."""
 
     width: int
-    prefix_tokens = 0
+    prefix_tokens = 0  # leading positions that are not patches (class token, registers)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Normalised pixels [B, 3, S, S] -> features [B, width]."""
@@ -119,27 +103,32 @@ class Backbone(ImageEncoder):
         return self
 
 
-def _hf_network(spec: ImageTower, image_side: int, values: dict[str, Any] | None) -> tuple[Any, int, int]:
+def _hf_network(spec: ImageTower, image_side: int, architecture: dict[str, Any] | None) -> tuple[Any, int, int]:
     """Network, width and prefix tokens: from `spec.weights`, or untrained from a config or the settings (`vit`)."""
     from transformers import AutoConfig, ViTConfig
 
-    if values is not None:
-        net = build_hf_encoder(WEIGHTS_SETTING, None, AutoConfig.for_model(**values))
+    weights = None
+    if architecture:
+        config = AutoConfig.for_model(**architecture["image"])
     elif spec.name == "vit":
-        shape = transformer_config(spec) | patch_config(image_side, spec.patch)
-        net = build_hf_encoder(WEIGHTS_SETTING, None, ViTConfig(**shape, layer_norm_eps=1e-6))
+        config = ViTConfig(**transformer_config(spec), **patch_config(image_side, spec.patch), layer_norm_eps=1e-6)
+    elif spec.weights in ("none", "pretrained"):
+        raise UsageError(
+            f"{WEIGHTS_SETTING}: model.image.name `transformers` takes its shape from the weights; set a directory "
+            f"saved by transformers, or a hub name (got `{spec.weights}`)"
+        )
     else:
-        net = build_hf_encoder(WEIGHTS_SETTING, spec.weights, _saved_config(spec))
+        config = load_config(WEIGHTS_SETTING, spec.weights, HF_TYPES)
+        weights = spec.weights if architecture is None else None
+    net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
     config = net.config
     if config.model_type == "vit" and config.image_size != image_side:
         raise UsageError(
-            f"model.inputs.image_side: {spec.weights} needs images of {config.image_size} pixels, not {image_side}; "
-            f"set it to {config.image_size}"
+            f"model.inputs.image_side: {spec.weights} needs images of {config.image_size} pixels, not {image_side}"
         )
     if config.model_type == "dinov2" and image_side % config.patch_size:  # it interpolates its positions
         raise UsageError(
-            f"model.inputs.image_side: patches of {config.patch_size} pixels ({spec.weights}) do not tile an image of "
-            f"{image_side}; take a multiple of {config.patch_size}"
+            f"model.inputs.image_side: {spec.weights} needs a multiple of {config.patch_size} pixels, not {image_side}"
         )
     for name, weight in net.named_parameters():
         if any(part in name for part in ("mask_token", "attn_pool", "fc_norm")):
@@ -149,25 +138,23 @@ def _hf_network(spec: ImageTower, image_side: int, values: dict[str, Any] | None
     return (net, config.hidden_sizes[-1], 0) if config.model_type == "resnet" else (net, config.hidden_size, 1)
 
 
-def _saved_config(spec: ImageTower) -> Any:
-    if spec.weights in ("none", "pretrained"):
-        raise UsageError(
-            f"{WEIGHTS_SETTING}: model.image.name `transformers` takes its shape from the weights; set a directory "
-            f"saved by transformers, or a hub name (got `{spec.weights}`)"
-        )
-    return load_config(WEIGHTS_SETTING, spec.weights, HF_TYPES)
-
-
-def _resnet(spec: ImageTower, batch_norm: str) -> tuple[Any, int, int]:
-    """A torchvision ResNet (He et al. 2016) that returns its flattened feature map."""
+def _resnet(spec: ImageTower, batch_norm: str, read_weights: bool) -> tuple[Any, int, int]:
+    """A torchvision ResNet (He et al. 2016) that returns its flattened feature map; `pretrained` weights or none."""
     if batch_norm == "frozen" and spec.weights == "none":
         raise UsageError(
             "model.batch_norm: `frozen` needs the running statistics of trained weights, but model.image.weights is "
             "`none`. Set model.batch_norm to `local`, or model.image.weights to `pretrained` or a file"
         )
-    from torchvision.models import get_model
+    from torchvision.models import get_model, get_model_weights
 
-    net = get_model(spec.name, weights=None)
+    weights = get_model_weights(spec.name).DEFAULT if read_weights and spec.weights == "pretrained" else None
+    try:
+        net = get_model(spec.name, weights=weights, progress=False)
+    except (URLError, TimeoutError, ConnectionError) as error:
+        raise UsageError(
+            f"{WEIGHTS_SETTING}: cannot download the pretrained weights of {spec.name} ({error}). Download "
+            f"{weights.url} on a machine with a network and set model.image.weights to the file, or set it to `none`"
+        ) from None
     width = net.fc.in_features
     net.avgpool, net.fc = nn.Identity(), nn.Identity()
     return net, width, 0
@@ -176,11 +163,9 @@ def _resnet(spec: ImageTower, batch_norm: str) -> tuple[Any, int, int]:
 class ConvNet(ImageEncoder):
     """Small residual network with GroupNorm, fast on a CPU.
 
-    Pixels [B, 3, S, S] -> features [B, width]. The stem has about `channels / 2` channels at S / 2; stage i has
-    `channels * i` at half the resolution of the previous one. Pooling takes the maximum, because the mean learns far
-    more slowly on small objects in front of a background. Source: pre-activation residual blocks (He et al. 2016,
-    arXiv:1603.05027), GroupNorm (Wu & He 2018), and coordinate channels (CoordConv, Liu et al. 2018, arXiv:1807.03247),
-    which keep positions through the maximum.
+    Pooling takes the maximum, because the mean learns far more slowly on small objects in front of a background.
+    Sources: pre-activation residual blocks (He et al. 2016, arXiv:1603.05027), GroupNorm (Wu & He 2018), and coordinate
+    channels (CoordConv, Liu et al. 2018, arXiv:1807.03247), which keep positions through the maximum.
     """
 
     def __init__(self, channels: int, depth: int, image_side: int) -> None:
@@ -232,22 +217,3 @@ class _Block(nn.Module):
 
 def _norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(channels // GROUP_CHANNELS, channels)
-
-
-def _pretrained(name: str) -> dict[str, Tensor]:
-    """torchvision's default weights of a ResNet, from its cache or a download. Raises UsageError."""
-    if not name.startswith("resnet"):
-        raise UsageError(
-            f"{WEIGHTS_SETTING}: torchvision has no pretrained weights for `{name}` here; set `none` or a file"
-        )
-    from torchvision.models import get_model_weights
-
-    weights = get_model_weights(name).DEFAULT
-    try:
-        state: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True)
-    except (URLError, TimeoutError, ConnectionError) as error:
-        raise UsageError(
-            f"{WEIGHTS_SETTING}: cannot download the pretrained weights of {name} ({error}). Download {weights.url} on "
-            "a machine with a network and set model.image.weights to the file, or set it to `none`"
-        ) from None
-    return state

@@ -20,48 +20,42 @@ POSITIONS_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")  # position ids st
 
 
 def build_text_tower(
-    spec: TextTower, vocab_size: int, max_tokens: int, config: dict[str, Any] | None = None, language_token: str = ""
+    spec: TextTower,
+    vocab_size: int,
+    max_tokens: int,
+    architecture: dict[str, Any] | None = None,
+    language_token: str = "",
 ) -> HfTextTower:
     """Build the text tower that `spec` names, with its weights.
 
-    vocab_size: tokens of the tokenizer. config: that of `net` in a tower to rebuild without weights. language_token:
-    model.inputs.language_token; pretrained weights get embedding rows for such tokens. Raises UsageError.
+    vocab_size: tokens of the tokenizer. architecture: as for `build`. language_token: model.inputs.language_token;
+    pretrained weights get embedding rows for such tokens. Raises UsageError.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, BertConfig
 
-    if config is not None:
-        net = build_hf_encoder(WEIGHTS_SETTING, None, AutoConfig.for_model(**{"model_type": "bert", **config}))
-    elif spec.weights == "none":
-        net = build_hf_encoder(WEIGHTS_SETTING, None, bert_config(spec, vocab_size, max_tokens))
+    weights = None
+    if architecture:
+        config = AutoConfig.for_model(**architecture["text"])
+    elif spec.weights == "none" or architecture is not None:
+        sizes = {"vocab_size": vocab_size, "max_position_embeddings": max_tokens, "type_vocab_size": 1}
+        dropouts = {"hidden_dropout_prob": spec.dropout, "attention_probs_dropout_prob": spec.dropout}
+        config = BertConfig(**transformer_config(spec), **sizes, **dropouts)
     else:
-        saved = load_config(WEIGHTS_SETTING, spec.weights, FAMILIES)
+        weights, config = spec.weights, load_config(WEIGHTS_SETTING, spec.weights, FAMILIES)
         for name in DROPOUTS:
-            if hasattr(saved, name):
-                setattr(saved, name, spec.dropout)
-        net = add_language_rows(build_hf_encoder(WEIGHTS_SETTING, spec.weights, saved), vocab_size, language_token)
+            if hasattr(config, name):
+                setattr(config, name, spec.dropout)
+    net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
+    if weights is not None:
+        add_language_rows(net, vocab_size, language_token)
     hf = net.config
     check_vocab_size(WEIGHTS_SETTING, spec.weights, hf.vocab_size, vocab_size)
     positions = hf.max_position_embeddings - (hf.pad_token_id + 1 if hf.model_type in POSITIONS_AFTER_PAD else 0)
     if positions < max_tokens:
         raise UsageError(
-            f"model.inputs.max_tokens: {max_tokens} exceeds the {positions} positions of {spec.weights}; set it to at "
-            f"most {positions}"
+            f"model.inputs.max_tokens: {max_tokens} exceeds the {positions} positions of {spec.weights}; reduce it"
         )
     return HfTextTower(net)
-
-
-def bert_config(spec: TextTower, vocab_size: int, max_tokens: int) -> Any:
-    """transformers' config of a tower with random weights in the shape of the settings. Raises UsageError."""
-    from transformers import BertConfig
-
-    return BertConfig(
-        vocab_size=vocab_size,
-        **transformer_config(spec),
-        hidden_dropout_prob=spec.dropout,
-        attention_probs_dropout_prob=spec.dropout,
-        max_position_embeddings=max_tokens,
-        type_vocab_size=1,
-    )
 
 
 class HfTextTower(nn.Module):
@@ -84,8 +78,13 @@ class HfTextTower(nn.Module):
 
     def pool(self, features: Tensor, attention_mask: Tensor) -> Tensor:
         """Features of each token [B, T, width] -> mean over the tokens [B, width]."""
-        weight = mask_with_first(attention_mask).unsqueeze(-1).to(features.dtype)
-        return (features * weight).sum(1) / weight.sum(1)
+        return masked_mean(features, mask_with_first(attention_mask))
+
+
+def masked_mean(features: Tensor, mask: Tensor) -> Tensor:
+    """Features [B, T, W] and mask [B, T] -> [B, W]."""
+    weight = mask.unsqueeze(-1).to(features.dtype)
+    return (features * weight).sum(1) / weight.sum(1)
 
 
 def mask_with_first(attention_mask: Tensor) -> Tensor:

@@ -1,15 +1,13 @@
-"""Export a trained model to a folder that `mmray.load` opens.
+"""Export a trained model to a folder that `mmray.load` opens; CLIP, SigLIP and LLaVA in transformers' format.
 
-CLIP, SigLIP and LLaVA are exported in transformers' format: its `AutoModel`, `AutoTokenizer` and `AutoImageProcessor`
-open the same folder without mmray. config.json also has the `model` section and the architecture of pretrained parts.
+config.json also has the `model` section and the architecture of pretrained parts.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ EXPORT_MARKER = "mmray"  # key in config.json that marks a folder as an export
 
 
 def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | AnyPath) -> AnyPath:
-    """Write `model` to the folder `out` atomically and return it; an earlier export there is replaced.
+    """Write `model` to the folder `out` and return it; an earlier export there is replaced at the end.
 
     model: an nn.Module with embed_image and embed_text, or a generative one. spec: its `model` section as JSON values,
     with vocab_size set. out: a path or an address (s3://...). Raises UsageError if `out` contains anything else or is
@@ -48,7 +46,6 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
         raise UsageError(f"cannot read the folder {out}: {error}; choose another one") from error
     architecture = model.architecture() if hasattr(model, "architecture") else None
     hf = export_hf_config(model, tokenizer_json)
-    weights = model.state_dict() if hf is None else to_hf_state(model)
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
     files: dict[str, Any] = {
         CARD: model_card(out.name, spec, sum(p.numel() for p in model.parameters())),
@@ -56,49 +53,29 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
         TOKENIZER_CONFIG: tokenizer_config,
         PROCESSOR: model.hf_processor() if hasattr(model, "hf_processor") else None,
         PREPROCESSOR: preprocessor_config(spec["inputs"]),
-        CONFIG: (hf or {})
-        | {EXPORT_MARKER: version("mmray"), "model": spec, "architecture": architecture},  # written last
+        CONFIG: (hf or {}) | {EXPORT_MARKER: version("mmray"), "model": spec, "architecture": architecture},  # the last
     }
-    files = {name: values for name, values in files.items() if values is not None}
+    names = [WEIGHTS, *(name for name, values in files.items() if values is not None)]
+    staging = out if isinstance(out, RemotePath) else out.with_name(f".{out.name}.exporting")
     try:
-        with _replace_dir(out, [WEIGHTS, *files]) as folder:
-            save_weights(weights, folder / WEIGHTS)
-            for name, values in files.items():
-                (folder / name).write_text(values if isinstance(values, str) else json.dumps(values, indent=2) + "\n")
+        with staged_upload(staging, names) as folder:
+            save_weights(model.state_dict() if hf is None else to_hf_state(model), folder / WEIGHTS)
+            for name in names[1:]:
+                text = files[name] if isinstance(files[name], str) else json.dumps(files[name], indent=2) + "\n"
+                (folder / name).write_text(text)
+            if isinstance(out, RemotePath):  # without a rename: invalid until config.json, the last file, is uploaded
+                (out / CONFIG).write_text(json.dumps({EXPORT_MARKER: "uploading"}))
+                for file in out.iterdir():
+                    if file.name not in names:
+                        file.unlink()
+        if isinstance(staging, Path):
+            move_tree(staging, out)
     except (OSError, SafetensorError) as error:
         raise UsageError(f"cannot write the exported model {out}: {error}; choose another folder") from error
+    finally:
+        if isinstance(staging, Path):
+            shutil.rmtree(staging, ignore_errors=True)
     return out
-
-
-@contextmanager
-def _replace_dir(out: AnyPath, names: Sequence[str]) -> Iterator[Path]:
-    """Yield a local folder for the files `names`, and move it to `out` at the end. Raises OSError.
-
-    After a kill, the old files are complete at `out` or in .NAME.replaced. Object stores cannot rename: there,
-    config.json is invalidated first and uploaded last.
-    """
-    if isinstance(out, RemotePath):
-        with staged_upload(out, names) as folder:
-            yield folder
-            (out / CONFIG).write_text(json.dumps({EXPORT_MARKER: "uploading"}))
-            for file in out.iterdir():
-                if file.name not in names:
-                    file.unlink()
-        return
-    new, old = (out.with_name(f".{out.name}.{word}") for word in ("exporting", "replaced"))
-    try:
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-        yield new
-        if out.exists():
-            move_tree(out, old)
-        move_tree(new, out)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        if old.exists() and not out.exists():
-            move_tree(old, out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)  # the next export removes what remains
 
 
 def _is_export_or_empty(folder: AnyPath) -> bool:
@@ -106,10 +83,9 @@ def _is_export_or_empty(folder: AnyPath) -> bool:
     if not names or not (names <= EXPORT_FILES and CONFIG in names):
         return not names
     try:
-        values = json.loads((folder / CONFIG).read_text())
+        return EXPORT_MARKER in json.loads((folder / CONFIG).read_text())  # transformers' config.json has no such key
     except ValueError:
         return False
-    return isinstance(values, dict) and EXPORT_MARKER in values  # a config.json of transformers has no such key
 
 
 def export_hf_config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
@@ -169,38 +145,29 @@ def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
         return None
     side = inputs["image_side"]
     square = {"height": side, "width": side}
+    shape: dict[str, Any] = {"image_processor_type": "ViTImageProcessor", "size": square}
     if inputs["fit"] == "crop":
-        size = {"size": {"shortest_edge": side}, "do_center_crop": True, "crop_size": square}
-        shape = {"image_processor_type": "CLIPImageProcessor", **size}
-    else:
-        shape = {"image_processor_type": "ViTImageProcessor", "size": square}
-    return shape | {
-        "do_convert_rgb": True,
-        "fit": inputs["fit"],
-        "do_resize": True,
-        "resample": RESAMPLING[inputs["interpolation"]],
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(inputs["mean"]),
-        "image_std": list(inputs["std"]),
-    }
+        crop = {"size": {"shortest_edge": side}, "do_center_crop": True, "crop_size": square}
+        shape = {"image_processor_type": "CLIPImageProcessor", **crop}
+    resize = {"do_resize": True, "resample": RESAMPLING[inputs["interpolation"]]}
+    rescale = {"do_rescale": True, "rescale_factor": 1 / 255}
+    normalize = {"do_normalize": True, "image_mean": list(inputs["mean"]), "image_std": list(inputs["std"])}
+    return shape | {"do_convert_rgb": True, "fit": inputs["fit"]} | resize | rescale | normalize
 
 
 def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
     """Return README.md. spec: the `model` section as JSON values."""
-    inputs = spec["inputs"]
+    inputs, side = spec["inputs"], spec["inputs"]["image_side"]
+    tags, purpose = "image-text, retrieval, zero-shot", "An image-text model; similarities are dot products."
+    call = 'scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", "a blue square"]).T'
+    texts = f"up to {inputs['max_tokens']} tokens; longer ones are truncated."
     if chat := inputs.get("chat"):
         tags, purpose = "image-text-to-text", "A model that answers questions about an image."
         call = f'model.answer(["photo.jpg"], "{chat["question"]}")'
         turn = f"{chat['user'].format(chat['image'] + '...').strip()} {chat['assistant'].format('...')}{chat['end']}"
         texts = f"one image and up to {inputs['max_tokens']} tokens, formatted as `{turn}`."
-    else:
-        tags, purpose = "image-text, retrieval, zero-shot", "An image-text model; similarities are dot products."
-        call = 'scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", "a blue square"]).T'
-        texts = f"up to {inputs['max_tokens']} tokens; longer ones are truncated."
-        if pattern := inputs.get("language_token"):
-            texts += f' `embed_texts(texts, language="de")` adds `{pattern.replace("{}", "de")}`.'
+    elif pattern := inputs.get("language_token"):
+        texts += f' `embed_texts(texts, language="de")` adds `{pattern.replace("{}", "de")}`.'
     processor = "`AutoImageProcessor.from_pretrained(...)`: pixels agree up to rounding and half a pixel of a crop."
     if inputs["fit"] == "pad":
         processor = "no image processor pads with white; do so, and normalise with mean and std of `config.json`."
@@ -219,9 +186,8 @@ model = mmray.load("{name}")
 {call}
 ```
 
-- Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {inputs["image_side"]} x {inputs["image_side"]}
-  pixels ({inputs["interpolation"]}); transparency is composited on white, EXIF orientation is applied.
+- Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {side} x {side} pixels ({inputs["interpolation"]});
+  transparency is composited on white, EXIF orientation is applied.
 - Texts: {texts}
-- In transformers: `PreTrainedTokenizerFast(tokenizer_file="tokenizer.json")`;
-  {processor}
+- In transformers: `PreTrainedTokenizerFast(tokenizer_file="tokenizer.json")`; {processor}
 """

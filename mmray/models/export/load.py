@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from mmray.data.formats.rows import BadRow
 from mmray.data.images.boxes import clip_boxes, to_model_coords
 from mmray.data.images.decode import MAX_PIXELS, decode
 from mmray.data.images.transform import transform
+from mmray.data.stream.collate import token_columns
 from mmray.data.text.chat import ChatEncoder, build_encoder
 from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 _PNG_MODES = ("1", "L", "LA", "P", "I", "I;16", "I;16B", "RGB", "RGBA")
 ANSWER_BATCH = 16  # images answered at once
 ImageInput = Image.Image | bytes | str | Path
-Item = TypeVar("Item")
 
 
 def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
@@ -66,20 +66,16 @@ class Embedder:
     """
 
     def __init__(self, model: Any, inputs: Inputs, encoder: TextEncoder, device: torch.device):
-        self.model, self.inputs, self.device = model, inputs, device
-        self._encoder = encoder
+        self.model, self.inputs, self.device, self._encoder = model, inputs, device, encoder
 
     def embed_images(self, images: Sequence[ImageInput], batch: int = 64) -> Tensor:
         """L2-normalised embeddings float32 [N, D] on the CPU."""
-        return self._embed(images, batch, lambda start, part: self.model.embed_image(self._pixels(start, part)))
+        return self._in_batches(lambda start, part: self.model.embed_image(self._pixels(start, part)), batch, images)
 
     def embed_texts(self, texts: Sequence[str], batch: int = 256, language: str | None = None) -> Tensor:
         """L2-normalised embeddings float32 [N, D] on the CPU. Raises UsageError for a language without a token."""
         embed = self.model.embed_text
-        return self._embed(texts, batch, lambda start, part: embed(*self._tokens(start, part, language)))
-
-    def _pixels(self, start: int, images: Sequence[ImageInput]) -> Tensor:
-        return load_images(images, self.inputs, start).to(self.device)
+        return self._in_batches(lambda start, part: embed(*self._tokens(start, part, language)), batch, texts)
 
     def match(
         self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64, language: str | None = None
@@ -105,9 +101,8 @@ class Embedder:
         if getattr(self.model, "region_head", None) is None:
             raise UsageError("this model has no region_head: it was not trained to classify boxes")
         height, width = _to_rgb(image).shape[:2]
-        corners = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in boxes]
-        fractions = np.array(corners, np.float64).reshape(-1, 4)
-        square, is_visible = clip_boxes(to_model_coords(fractions, (width, height), self.inputs, None, None))
+        corners = np.array([[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in boxes])
+        square, is_visible = clip_boxes(to_model_coords(corners, (width, height), self.inputs, None, None))
         if not is_visible.all():
             first = int(np.flatnonzero(~is_visible)[0])
             raise DataError(
@@ -124,30 +119,31 @@ class Embedder:
             logits = region_logits(regions, text, self.model.scalar_outputs()["logit_scale"])
         return logits[0].softmax(dim=1).float().cpu()
 
-    @torch.no_grad()
     def _pair_logits(
         self, head_name: str, images: Sequence[ImageInput], texts: Sequence[str], batch: int, language: str | None
     ) -> Tensor:
-        head = getattr(self.model, head_name, None)
-        if head is None:
+        if (head := getattr(self.model, head_name, None)) is None:
             raise UsageError(f"this model has no {head_name}: it was not trained with it")
         if len(images) != len(texts):
             raise UsageError(f"got {len(images)} images and {len(texts)} texts: pass as many of each")
-        parts = [torch.zeros(0, head.out_features)]
-        for start in range(0, len(images), batch):
-            part = slice(start, start + batch)
-            tokens = self._tokens(start, texts[part], language)
-            pair = self.model.embed_pair(self._pixels(start, images[part]), *tokens)
-            parts.append(head(pair).float().cpu())
-        return torch.cat(parts)
+
+        def logits(start: int, images: Sequence[ImageInput], texts: Sequence[str]) -> Tensor:
+            tokens = self._tokens(start, texts, language)
+            return head(self.model.embed_pair(self._pixels(start, images), *tokens))
+
+        return self._in_batches(logits, batch, images, texts)
 
     @torch.no_grad()
-    def _embed(self, items: Sequence[Item], batch: int, embed: Callable[[int, Sequence[Item]], Tensor]) -> Tensor:
-        if isinstance(items, str | bytes):
+    def _in_batches(self, compute: Callable[..., Tensor], batch: int, *columns: Sequence[Any]) -> Tensor:
+        """Concatenate `compute(start, *slices of the columns)`, float32 on the CPU; at least one row is required."""
+        if any(isinstance(column, str | bytes) for column in columns):
             raise TypeError("pass a list, even for a single item")
-        parts = [embed(start, items[start : start + batch]) for start in range(0, len(items), batch)]
-        parts = parts or [self.model.embed_text(*self._tokens(0, ["a"], None))[:0]]  # has the width
-        return torch.cat(parts).float().cpu()
+        starts = range(0, len(columns[0]), batch)
+        slices = ((start, *(column[start : start + batch] for column in columns)) for start in starts)
+        return torch.cat([compute(*args).float().cpu() for args in slices])
+
+    def _pixels(self, start: int, images: Sequence[ImageInput]) -> Tensor:
+        return load_images(images, self.inputs, start).to(self.device)
 
     def _tokens(self, start: int, texts: Sequence[str], language: str | None) -> list[Tensor]:
         """Ids and mask [B, T] on the device; `start` is the index of the first text, for errors."""
@@ -157,25 +153,21 @@ class Embedder:
                 captions.append(self._encoder.format_caption(clean_caption(text), language))
             except BadRow as bad:
                 raise DataError(f"text {index}: {bad.reason}: {bad.detail}") from bad
-        ids, num_tokens = self._encoder.encode(captions)
-        mask = np.arange(ids.shape[1]) < num_tokens[:, None]
-        return [torch.from_numpy(array.astype(np.int64)).to(self.device) for array in (ids, mask)]
+        return [column.to(self.device) for column in token_columns(*self._encoder.encode(captions)).values()]
 
 
 class Generator:
     """Answers questions about images by greedy decoding."""
 
     def __init__(self, model: Any, inputs: ChatInputs, encoder: ChatEncoder, device: torch.device):
-        self.model, self.inputs, self.device = model, inputs, device
-        self._encoder = encoder
+        self.model, self.inputs, self.device, self._encoder = model, inputs, device, encoder
 
     def answer(
         self, images: Sequence[ImageInput], question: str | Sequence[str] | None = None, max_new_tokens: int = 64
     ) -> list[str]:
-        """Answer a question about each image (PIL image, encoded bytes, or path).
+        """Answer a question about each image (PIL image, encoded bytes, or path). Raises DataError.
 
-        question: one for all, or one per image; default is the caption question of training. Raises DataError with the
-        index of the first unreadable image.
+        question: one for all, or one per image; default is the caption question of training.
         """
         question = self.inputs.chat.question if question is None else question
         questions = [question] * len(images) if isinstance(question, str) else question

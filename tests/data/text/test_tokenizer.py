@@ -120,7 +120,7 @@ def test_declared_pad_token_is_used(tmp_path, trained, monkeypatch):
 def test_invalid_tokenizers_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"prepare\.vocab_size"):
         load_tokenizer("trained", None)
-    with pytest.raises(UsageError, match="no file or directory"):
+    with pytest.raises(UsageError, match="not a local file or directory"):
         load_tokenizer(str(tmp_path / "nothing"), None)
     with pytest.raises(UsageError, match=r"neither tokenizer\.json nor vocab\.txt"):
         load_tokenizer(str(tmp_path), None)
