@@ -149,7 +149,7 @@ class HfModel:
         values: dict[str, Any] = self._hf_config.to_dict()
         return values | {"architectures": [self.hf_class], "text_config": values["text_config"] | text}
 
-    default_hf_config: ClassVar[Callable[[Any, int], Any]]  # (spec, vocab_size) -> config in the shape of the settings
+    default_hf_config: ClassVar[Any]  # a static method: (spec, vocab_size) -> config in the shape of the settings
 
     @staticmethod
     def num_image_tokens(_config: Any) -> int:
@@ -252,7 +252,7 @@ def transformer_config(part: Any) -> dict[str, Any]:
     }
 
 
-def patch_config(side: int, patch: int) -> dict[str, int]:
+def patch_config(side: int, patch: int) -> dict[str, Any]:
     """transformers' config values for image and patch side in pixels. Raises UsageError."""
     if side % patch:
         raise UsageError(f"model.image.patch: patches of {patch} pixels do not tile an image of {side} pixels")

@@ -61,7 +61,7 @@ class RowReader:
         row_ids, passes = plan.rows_and_passes_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
         rows: list[Row | None] = [None] * len(row_ids)
-        for index, stored_row in zip(stored, read_or_none(self.prepared, row_ids[stored]), strict=True):
+        for index, stored_row in zip(stored.tolist(), read_or_none(self.prepared, row_ids[stored]), strict=True):
             rows[index] = stored_row
         key = np.array([hash_key(row.key) if row else 0 for row in rows], np.int64)
         uniforms = hash_uniform(plan.seed, passes, key, NUM_UNIFORMS) if self.augment else [None] * len(rows)
@@ -77,7 +77,7 @@ class RowReader:
                         box_columns[name][index] = value
         texts = [self.encoder.captions_of(row) if row else [self.encoder.empty] for row in rows]
         chosen = hash_choice(plan.seed, passes, key, np.array([len(choices) for choices in texts], np.int64))
-        tokens = self.encoder.encode_batch([choices[c] for choices, c in zip(texts, chosen, strict=True)])
+        tokens = self.encoder.encode_batch([choices[n] for choices, n in zip(texts, chosen.tolist(), strict=True)])
         return {
             "image": pixels,
             **tokens,

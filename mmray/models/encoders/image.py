@@ -147,7 +147,7 @@ def _resnet(spec: ImageTower, batch_norm: str, read_weights: bool) -> tuple[Any,
         )
     from torchvision.models import get_model, get_model_weights
 
-    weights = get_model_weights(spec.name).DEFAULT if read_weights and spec.weights == "pretrained" else None
+    weights: Any = get_model_weights(spec.name).DEFAULT if read_weights and spec.weights == "pretrained" else None
     try:
         net = get_model(spec.name, weights=weights, progress=False)
     except (URLError, TimeoutError, ConnectionError) as error:

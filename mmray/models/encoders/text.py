@@ -37,8 +37,8 @@ def build_text_tower(
     if architecture:
         config = AutoConfig.for_model(**architecture["text"])
     elif spec.weights == "none" or architecture is not None:
-        sizes = {"vocab_size": vocab_size, "max_position_embeddings": max_tokens, "type_vocab_size": 1}
-        dropouts = {"hidden_dropout_prob": spec.dropout, "attention_probs_dropout_prob": spec.dropout}
+        sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_position_embeddings": max_tokens, "type_vocab_size": 1}
+        dropouts: dict[str, Any] = {"hidden_dropout_prob": spec.dropout, "attention_probs_dropout_prob": spec.dropout}
         config = BertConfig(**transformer_config(spec), **sizes, **dropouts)
     else:
         weights, config = spec.weights, load_config(WEIGHTS_SETTING, spec.weights, FAMILIES)
