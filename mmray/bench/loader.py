@@ -73,10 +73,8 @@ def bench_loader(
                 rates[-1][name] = rate
                 first_s[name].append(max(each[0].at_s for each in arrivals) - start_s)
                 notify(f"round {number + 1} of {rounds}: {name} {rate:,.0f} images/s")
-    spread, medians = (
-        arm_ratios(rates, RATIOS),
-        {name: statistics.median(each[name] for each in rates) for name in arms},
-    )
+    spread = arm_ratios(rates, RATIOS)
+    medians = {name: statistics.median(each[name] for each in rates) for name in arms}
     rows = []
     for name in arms:
         first_batch_s = None if name.startswith("reader") else round(statistics.median(first_s[name]), 3)
@@ -107,7 +105,7 @@ def _build_arms(
     tokenizer = load_tokenizer("trained", sets["original"].tokenizer_json)
     workers = [LoaderWorker.remote(rank) for rank in range(max(actors, CONSUMERS))]  # type: ignore[attr-defined]
     consumers, readers = workers[:CONSUMERS], workers[:actors]
-    ray.get([actor.ready.remote() for actor in workers])
+    ray.get([actor.__ray_ready__.remote() for actor in workers])
     inputs = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear")
     rows = {name: RowReader(each, inputs, tokenizer, Prepare().max_pixels) for name, each in sets.items()}
     share = GLOBAL_ROWS // CONSUMERS

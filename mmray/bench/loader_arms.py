@@ -122,9 +122,6 @@ class LoaderWorker:
         torch.set_num_threads(1)
         self.rank = rank
 
-    def ready(self) -> None:
-        """Return when the process has started."""
-
     def stream(self, iterator: Any, plan: SamplePlan) -> list[Arrival]:
         """Consume mmray's stream to its end, in the micro-batches of a training worker."""
         arrivals = []

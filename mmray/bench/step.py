@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,8 +13,6 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -236,21 +234,3 @@ def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, floa
         row |= {f"{arm}_loss": round(loss, 6) for arm, (_, loss) in results.items()}
         rows.append({"pair": pair, "loop_vs_bare": round(results["bare"][0] / results["loop"][0], 4)} | row)
     return rows
-
-
-def step_time_stats(shape: BatchShape, times_s: Sequence[float]) -> dict[str, float]:
-    """Return samples_per_s, step_p50_s and step_p95_s of these step times."""
-    p50_s, p95_s = np.percentile(times_s, (50, 95)).tolist()
-    return {"samples_per_s": shape.global_rows / statistics.mean(times_s), "step_p50_s": p50_s, "step_p95_s": p95_s}
-
-
-def peak_gib(*devices: torch.device) -> float:
-    """Return the peak memory of this worker: allocated on its GPUs, or resident on a CPU."""
-    if devices[0].type == "cuda":
-        return sum(torch.cuda.memory_stats(device)["allocated_bytes.all.peak"] for device in devices) / 2**30
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return float(psutil.Process().memory_info().rss) / 2**30  # current memory
-    # ru_maxrss of a forked process starts at its parent's peak, VmHWM does not.
-    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) / 2**20

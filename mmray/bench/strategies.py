@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mmray.bench.spawn import WorkerFailed, describe_machine, select_device, spawn_workers
-from mmray.bench.step import WARMUP_STEPS, StepTimer, build_bench, peak_gib, step_time_stats
+from mmray.bench.step import WARMUP_STEPS, StepTimer, build_bench
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import Metrics
@@ -102,7 +104,10 @@ class ProfiledTimer(StepTimer):
     def on_step(self, step: int, metrics: Metrics | None = None) -> None:
         super().on_step(step)
         if step == self.timed:
-            self.metrics, self.peak_gib = metrics or {}, peak_gib(*self.devices)  # before the profiler
+            self.metrics = metrics or {}
+            others = [device for device in self.devices[1:] if device.type == "cuda"]  # the metric is of the first
+            bytes_of_others = sum(torch.cuda.max_memory_allocated(device) for device in others)
+            self.peak_gib = self.metrics["memory/peak_gib"] + bytes_of_others / 2**30  # before the profiler
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.devices[0].type == "cuda" else [])]
             self._profile = profile(activities=kinds)
             self._profile.start()
@@ -132,7 +137,12 @@ def _measure_rank(config: Config, group: Group, _: Path, *, steps: int) -> dict[
     batches = [rank_share(batch, group.rank, group.world) for batch in bench.batches]
     timer = ProfiledTimer(devices, timed=timed)
     replace(bench, group=group, batches=batches).train(bench.model, shape, timed + PROFILED_STEPS, timer)
-    return step_time_stats(shape, timer.times_s[:steps]) | {
+    times_s = timer.times_s[:steps]
+    p50_s, p95_s = np.percentile(times_s, (50, 95)).tolist()
+    return {
+        "samples_per_s": shape.global_rows / statistics.mean(times_s),
+        "step_p50_s": p50_s,
+        "step_p95_s": p95_s,
         "communication_share": timer.communication_share,
         "peak_gib": timer.peak_gib,
         "loss": timer.metrics["train/loss"],

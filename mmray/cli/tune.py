@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -105,20 +106,19 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     terminal.note(f"mmray {version('mmray')}, sweep of recipe {base.recipe}")
     with terminal.progress("starting Ray"):
         sweep = Sweep(base, command.settings, space, command.goal, command.concurrency)
-        outcome = search(sweep, SweepReporter(terminal))
-    return _print_outcome(outcome, terminal)
+        path, summary, rows = search(sweep, SweepReporter(terminal))
+    return _print_outcome(path, summary, rows, terminal)
 
 
-def _print_outcome(outcome: Any, terminal: Terminal) -> int:
-    summary, recommendation, rows = outcome.summary, outcome.summary["recommendation"], outcome.rows
-    stopped = summary["status"] == "stopped"
+def _print_outcome(path: Path, summary: Row, rows: list[Row], terminal: Terminal) -> int:
+    recommendation, stopped = summary["recommendation"], summary["status"] == "stopped"
     measured = sum(row["status"] == "finished" for row in rows)
     errors = {row["trial"]: f"{row['status'].replace('_', ' ')}: {row['error']}" for row in rows if row["error"]}
     terminal.table(trials_table(rows, summary["goal"], recommendation))
     if recommendation is None and not stopped:
         reasons = [f"  {trial} {relative_paths(error)}" for trial, error in errors.items()]
         raise TrainingError(
-            f"no trial could be ranked; each run is in {relative_paths(str(outcome.path))}/trials:\n"
+            f"no trial could be ranked; each run is in {relative_paths(str(path))}/trials:\n"
             + ("\n".join(reasons) or f"  no trial reported a finite {summary['goal']}")
         )
     for trial, error in errors.items():
@@ -127,5 +127,5 @@ def _print_outcome(outcome: Any, terminal: Terminal) -> int:
     terminal.note(took + "; run the same command to resume" * stopped, summary["status"])
     if recommendation is not None:
         terminal.note(recommendation["why"], "best")
-        terminal.note(f"mmray train {relative_paths(str(outcome.path / 'best.yaml'))}", "next")
+        terminal.note(f"mmray train {relative_paths(str(path / 'best.yaml'))}", "next")
     return 0 if summary["status"] == "finished" else INTERRUPTED

@@ -100,20 +100,6 @@ def request_nodes(
     ray.get(answer, timeout=timeout_s)
 
 
-def is_start_timeout(error: BaseException) -> bool:
-    """Return whether Ray Train timed out waiting for the workers of a group to start."""
-    return _is_train_error(getattr(error, "controller_failure", None), "WorkerGroupStartupTimeoutError")
-
-
-def is_health_check_timeout(error: BaseException) -> bool:
-    return _is_train_error(error, "WorkerHealthCheckTimeoutError")
-
-
-def is_preemption(error: BaseException) -> bool:
-    """Return whether Ray Train's preemption watcher, which only the user can enable, ended the group."""
-    return _is_train_error(error, "PreemptionError")
-
-
-def _is_train_error(error: BaseException | None, name: str) -> bool:
-    """Match the type by name, because these types move between modules in new Ray versions."""
+def is_train_error(error: BaseException | None, name: str) -> bool:
+    """Match a type of Ray Train by name, because these types move between modules in new Ray versions."""
     return any(each.__name__ == name for each in type(error).__mro__)

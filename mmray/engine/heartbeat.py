@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from traceback import FrameSummary
+from typing import Any
 
 from mmray.storage.paths import AnyPath, open_for_upload
 
@@ -33,14 +34,6 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) ", re.MULTILINE)
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
-class Frame(NamedTuple):
-    """A call that has not returned."""
-
-    file: str
-    line: int
-    function: str
-
-
 class Heartbeat:
     """Callback of the loop and sender of heartbeats; `send` returns whether stacks are requested, to the file `stacks`.
 
@@ -54,7 +47,7 @@ class Heartbeat:
         self._waiting_since_s: float | None = None
         self._thread_id = threading.get_ident()
         self._step = self._progress = 0
-        self._frames: list[Frame] = []
+        self._frames: list[FrameSummary] = []
         self._ended = threading.Event()
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
@@ -87,28 +80,28 @@ class Heartbeat:
 
     def _observe(self) -> dict[str, Any]:
         frames = stack_of_thread(self._thread_id)
-        package_frames = [frame for frame in frames if frame.file.startswith(PACKAGE)]
-        innermost = package_frames[0].file if package_frames else ""
-        now_s, functions = time.monotonic(), {frame.function for frame in package_frames if frame.file == LOOP_FILE}
+        package_frames = [frame for frame in frames if frame.filename.startswith(PACKAGE)]
+        innermost = package_frames[0].filename if package_frames else ""
+        now_s, functions = time.monotonic(), {frame.name for frame in package_frames if frame.filename == LOOP_FILE}
         self._waiting_since_s = (self._waiting_since_s or now_s) if innermost == CHECKPOINT_WAIT else None
         writing = self._waiting_since_s is not None and now_s - self._waiting_since_s < self._write_limit_s
         outside_steps = bool(functions & LONG_PHASES) or LOOP not in functions
         if writing or (outside_steps and frames != self._frames):
             self._progress += 1
         self._frames = frames
-        files = [frame.file.replace(os.sep, "/") for frame in frames]
+        files = [frame.filename.replace(os.sep, "/") for frame in frames]
         return {
             "step": self._step,
             "progress": self._progress,
             "where": _location(frames),
             # In a collective, in a backward, or reading a result that the device reduces.
             "in_collective": any(part in file for file in files for part in COLLECTIVES)
-            or (bool(frames) and frames[0].file == DEVICE_READ),
-            "waits_for_data": any(frame.file == DATA_WAIT for frame in package_frames),
+            or (bool(frames) and frames[0].filename == DEVICE_READ),
+            "waits_for_data": any(frame.filename == DATA_WAIT for frame in package_frames),
         }
 
 
-def stack_of_thread(thread_id: int) -> list[Frame]:
+def stack_of_thread(thread_id: int) -> list[FrameSummary]:
     """The calls of a thread of this process, innermost first, at most 100; empty if no scratch file can be created.
 
     Reads faulthandler's text, because walking the frame objects of a running thread crashed Python 3.11. The file is in
@@ -124,12 +117,12 @@ def stack_of_thread(thread_id: int) -> list[Frame]:
         return []
     stacks = {int(number, 16): stack for number, stack in zip(threads[::2], threads[1::2], strict=True)}
     calls = _CALL.findall(stacks.get(thread_id, ""))
-    return [Frame(name, int(line), function) for name, line, function in calls]
+    return [FrameSummary(file, int(line), name, lookup_line=False) for file, line, name in calls]
 
 
-def _location(frames: list[Frame]) -> str:
+def _location(frames: list[FrameSummary]) -> str:
     """`file:line in function` of the innermost frame of mmray or of the user's own code."""
     for frame in frames:
-        if frame.file.startswith(PACKAGE) or not frame.file.startswith((*LIBRARIES, "<")):
-            return f"{frame.file}:{frame.line} in {frame.function}"
+        if frame.filename.startswith(PACKAGE) or not frame.filename.startswith((*LIBRARIES, "<")):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return "unknown"

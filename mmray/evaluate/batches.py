@@ -21,7 +21,7 @@ from mmray.data.images import boxes
 from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.store.manifest import BATCH_ROWS
-from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, hash_key
+from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, hash_key, read_each
 from mmray.data.stream.collate import box_columns, lm_columns, token_columns
 from mmray.data.stream.reader import NO_LABEL, Block, RowReader
 from mmray.machine import cores
@@ -52,16 +52,14 @@ class EvalDataset:
 
     def check_decodable(self, record: Row) -> None:
         """Raise BadImage for an image that crashes its decoder, unless `prepare` decoded it; each is probed once."""
-        if self.prepared.manifest.is_decoded:
-            return
-        if record.key not in self._probe_results:
+        if not self.prepared.manifest.is_decoded and record.key not in self._probe_results:
             crash_probe, error = self._threads.__dict__.setdefault("crash_probe", CrashProbe()), None
             try:
                 crash_probe.probe(record.image, self.max_pixels)
             except BadImage as bad:
                 error = BadImage(bad.reason, f"{record.key}: {bad.detail}")
             self._probe_results[record.key] = error
-        if (error := self._probe_results[record.key]) is not None:
+        if error := self._probe_results.get(record.key):
             raise error
 
 
@@ -115,13 +113,8 @@ class EvalBatches:
 
     def _read(self, rows: np.ndarray) -> list[EvalRow | Exception]:
         """Read rows; a row that fails becomes its exception."""
-        try:
-            records = self.data.prepared.read(rows)
-        except ROW_ERRORS as error:
-            if len(rows) == 1:
-                return [error]
-            return [result for row in np.split(rows, len(rows)) for result in self._read(row)]
-        return [self._convert(record) for record in records]
+        records = read_each(self.data.prepared, rows)
+        return [record if isinstance(record, Exception) else self._convert(record) for record in records]
 
     def _convert(self, record: Row) -> EvalRow | Exception:
         data = self.data

@@ -19,7 +19,6 @@ from mmray.data.stream.reader import NO_LABEL
 from mmray.errors import DataError
 from mmray.evaluate import retrieval
 from mmray.evaluate.batches import Batch, EvalBatches, EvalDataset
-from mmray.evaluate.examples import retrieval_examples
 from mmray.evaluate.retrieval import EmbeddingSet, first_index
 from mmray.models.fusion import LabelTexts
 from mmray.models.synthetic import synthetic_batch
@@ -53,7 +52,7 @@ class Evaluator(EvalDataset):
         ranks = retrieval_ranks(embedded, group)
         metrics = retrieval_scores(embedded, ranks, group, objective, global_rows)
         if save_examples is not None:
-            save_examples(retrieval_examples(embedded, ranks, self.prepared, group.device, self.max_pixels))
+            save_examples(retrieval.retrieval_examples(embedded, ranks, self.prepared, group.device, self.max_pixels))
         if classes := settings.classes or self.prepared.manifest.class_names:
             metrics |= self._zero_shot(model, embedded, group, classes)
         if (head := getattr(model, "class_head", None)) is not None:
@@ -150,12 +149,12 @@ def embed_dataset(model: nn.Module, batches: EvalBatches, group: Group, objectiv
     local = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     gathered = {name: _gather(local[name], group) for name in local}
     by_row, by_caption = gathered["row"].argsort(), gathered["caption_row"].argsort(stable=True)
-    text, text_id = retrieval.dedupe_texts(gathered["text"][by_caption], gathered["text_id"][by_caption])
+    _, text_id = gathered["text_id"][by_caption].unique(return_inverse=True)
     return EmbeddingSet(
         **{name: gathered[name][by_row] for name in ("row", "image", "label")},
         **{name: gathered[name].sum(dim=0) for name in ("class_hits", "region_hits")},
         caption_row=gathered["caption_row"][by_caption],
-        text=text,
+        text=gathered["text"][by_caption][first_index(text_id)][text_id],  # equal captions differ by rounding
         text_id=text_id,
         scalar_outputs={name: outputs[name].detach() for name in objective.scalar_output_names},
     )

@@ -35,15 +35,11 @@ def caption_scores(written: Sequence[str], references: Sequence[Sequence[str]]) 
     """bleu_4 (0 to 1) and cider (0 to 10; 0 for a single caption or equal captions)."""
     from torchmetrics.functional.text import bleu_score
 
-    hypotheses = [words(text) for text in written]
-    correct = [[words(text) for text in texts] for texts in references]
+    hypotheses = [_WORD.findall(text.lower()) for text in written]
+    correct = [[_WORD.findall(text.lower()) for text in texts] for texts in references]
     joined = [[" ".join(text) for text in texts] for texts in correct]
     bleu = bleu_score([" ".join(text) for text in hypotheses], joined, n_gram=MAX_NGRAM)
     return {"bleu_4": float(bleu), "cider": cider_d(hypotheses, correct)}
-
-
-def words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())
 
 
 def cider_d(written: Sequence[list[str]], references: Sequence[Sequence[list[str]]]) -> float:

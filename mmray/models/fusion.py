@@ -113,11 +113,11 @@ class CrossEncoder(nn.Module):
 
     def forward(self, image_features: Tensor, text_features: Tensor, attention_mask: Tensor) -> Tensor:
         """Image features [B, N, W], text features and mask [B, T, W], [B, T] -> mean over the text tokens [B, W]."""
-        mask = mask_with_first(attention_mask)
+        padding = ~mask_with_first(attention_mask)
         hidden, memory = self.from_text(text_features), self.from_image(image_features) + self.position
         for layer in self.layers:
-            hidden = layer(hidden, memory, tgt_key_padding_mask=~mask)
-        return masked_mean(self.norm(hidden), mask)
+            hidden = layer(hidden, memory, tgt_key_padding_mask=padding)
+        return masked_mean(self.norm(hidden), attention_mask)
 
 
 class Fusion(TwoTower):

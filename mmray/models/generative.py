@@ -84,8 +84,8 @@ class Generative(HfModel, nn.Module):
     def default_hf_config(spec: GenerativeConfig, vocab_size: int) -> Any:
         from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
-        patches: dict[str, Any] = patch_config(spec.inputs.image_side, spec.image.patch)
-        text: dict[str, Any] = transformer_config(spec.text)
+        patches = patch_config(spec.inputs.image_side, spec.image.patch)
+        text = transformer_config(spec.text)
         ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # set at export
         return LlavaConfig(
             vision_config=CLIPVisionConfig(**transformer_config(spec.image), **patches),

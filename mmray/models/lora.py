@@ -29,14 +29,12 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
             f'model.lora.rank: adapters need peft ({error}). Install it on every node: pip install "mmray[lora]"'
         ) from None
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part.weight.requires_grad]
-    if not linear:
-        raise UsageError("model.lora: the model has no trainable linear layer to adapt")
     layers: list[str] = []
     for pattern in lora.targets:
         if not (matching := [name for name in linear if fnmatchcase(name, pattern)]):
             raise UsageError(
-                f"model.lora.targets: `{pattern}` matches no linear layer of the model; layers are named like "
-                f"{linear[0]} and {linear[-1]}"
+                f"model.lora.targets: `{pattern}` matches no linear layer of the model; trainable ones are "
+                f"{', '.join(linear[:3]) or 'none'}"
             )
         layers += matching
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mmray.models.clip import DualEncoder, NormalizePixels, l2_normalize
 from mmray.models.encoders.image import ImageEncoder, build_image_tower
-from mmray.models.encoders.text import HfTextTower, build_text_tower
+from mmray.models.encoders.text import HfTextTower, build_text_tower, masked_mean
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
@@ -41,7 +41,7 @@ class TextBranch(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         """Ids and mask [B, T] -> L2-normalised embeddings [B, D], or (features [B, T, W], embeddings)."""
         features = self.tower.features(input_ids, attention_mask)
-        embedding = l2_normalize(self.project(self.tower.pool(features, attention_mask)))
+        embedding = l2_normalize(self.project(masked_mean(features, attention_mask)))
         return (features, embedding) if self.with_features else embedding
 
 

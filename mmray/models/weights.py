@@ -149,7 +149,7 @@ class HfModel:
         values: dict[str, Any] = self._hf_config.to_dict()
         return values | {"architectures": [self.hf_class], "text_config": values["text_config"] | text}
 
-    default_hf_config: ClassVar[Any]  # a static method: (spec, vocab_size) -> config in the shape of the settings
+    default_hf_config: ClassVar[Callable[..., Any]]  # (spec, vocab_size) -> config in the shape of the settings
 
     @staticmethod
     def num_image_tokens(_config: Any) -> int:

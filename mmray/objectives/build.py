@@ -11,11 +11,10 @@ from torch import Tensor
 
 from mmray import plugins
 from mmray.errors import UsageError
-from mmray.objectives.contrastive import Contrastive
+from mmray.objectives.contrastive import Contrastive, Sigmoid
 from mmray.objectives.cross_entropy import Classification, LanguageModelling, RegionText
 from mmray.objectives.matching import Matching
 from mmray.objectives.protocol import Batch, HardNegativeMining, LossSums, Objective, ObjectiveParts, Outputs
-from mmray.objectives.sigmoid import Sigmoid
 
 if TYPE_CHECKING:
     from mmray.config import Objective as ObjectiveConfig
@@ -45,7 +44,7 @@ def build(config: ObjectiveConfig) -> Any:
                     f"objective.kind: `{name}` lacks {', '.join(missing)}; see mmray/objectives/protocol.py"
                 )
         terms.append(Term(name, weight, objective))
-    return terms[0].objective if len(terms) == 1 and terms[0].weight == 1 else CombinedObjective(terms)
+    return terms[0].objective if len(terms) == 1 and terms[0].weight == 1 else WeightedSum(terms)
 
 
 def parse_terms(kind: str) -> dict[str, float]:
@@ -71,18 +70,6 @@ class Term(NamedTuple):
     objective: Any
 
 
-class CombinedObjective:
-    """A sum of objectives such as `contrastive + 0.5 * matching`, split into its global and its local losses."""
-
-    def __init__(self, terms: list[Term]) -> None:
-        self.objective_parts = ObjectiveParts(
-            _merge_terms([term for term in terms if term.objective.gathered_outputs]),
-            _merge_terms([term for term in terms if not term.objective.gathered_outputs]),
-        )
-        self.gathered_outputs = _union(term.objective.gathered_outputs for term in terms)
-        self.scalar_output_names = _union(term.objective.scalar_output_names for term in terms)
-
-
 def _merge_terms(terms: list[Term]) -> Objective | None:
     """Terms of one kind as one objective; a single term of weight 1 is used as it is."""
     if len(terms) == 1 and terms[0].weight == 1:
@@ -91,7 +78,11 @@ def _merge_terms(terms: list[Term]) -> Objective | None:
 
 
 class WeightedSum:
-    """A weighted sum of K global, or K local, losses; loss sums and counts are vectors [K]."""
+    """A sum of objectives such as `contrastive + 0.5 * matching`.
+
+    It is computed in two `objective_parts`: the sum of its global and that of its local losses. In a sum of K losses of
+    one kind, loss sums and counts are vectors [K].
+    """
 
     def __init__(self, terms: list[Term]) -> None:
         self._terms = terms
@@ -101,8 +92,13 @@ class WeightedSum:
         self.score_outputs = _union(objective.score_outputs for objective in self._mining)
         self.gathered_inputs = _union(objective.gathered_inputs for objective in self._mining)
 
+    @property
+    def objective_parts(self) -> ObjectiveParts:
+        global_terms = [term for term in self._terms if term.objective.gathered_outputs]
+        local_terms = [term for term in self._terms if not term.objective.gathered_outputs]
+        return ObjectiveParts(_merge_terms(global_terms), _merge_terms(local_terms))
+
     def count(self, batch: Batch) -> Tensor:
-        """Return the terms' counts [K]."""
         return torch.stack([term.objective.count(batch) for term in self._terms])
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
@@ -117,7 +113,6 @@ class WeightedSum:
         return torch.stack(losses), self.count(batch), parts
 
     def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:
-        """Merge the columns that the terms sample."""
         columns: Batch = {}
         for objective in self._mining:
             columns |= objective.sample_hard_negatives(outputs, batch, gathered)

@@ -26,7 +26,6 @@ class CrossEntropy:
         raise NotImplementedError
 
     def count(self, batch: Batch) -> Tensor:
-        """Number of targets."""
         return (self.targets(batch) != IGNORE_INDEX).sum()
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:

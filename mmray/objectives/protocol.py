@@ -53,7 +53,6 @@ class RowLoss:
     """Base of losses that are divided by the number of valid rows."""
 
     def count(self, batch: Batch) -> Tensor:
-        """Valid rows of the batch."""
         return batch["valid"].sum()
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
-import pyarrow as pa
 from pyarrow import fs
 
 from mmray.storage.storage import Storage, with_retries
@@ -21,13 +21,6 @@ from mmray.storage.storage import Storage, with_retries
 CHUNK_BYTES = 8 << 20
 PREFIX = "mmray-transfer-"  # temporary folders of uploads and downloads
 STALE_AFTER_S = 24 * 3600.0
-
-
-class Stat(NamedTuple):
-    """The fields of os.stat_result that an object store has."""
-
-    st_size: int
-    st_mtime: float
 
 
 @dataclass(frozen=True)
@@ -78,11 +71,11 @@ class RemotePath:
     def is_file(self) -> bool:
         return bool(self._info().type == fs.FileType.File)
 
-    def stat(self) -> Stat:
+    def stat(self) -> SimpleNamespace:
         info = self._info()
         if info.type != fs.FileType.File:
             raise FileNotFoundError(f"{self} does not exist")
-        return Stat(info.size, info.mtime.timestamp() if info.mtime is not None else 0.0)
+        return SimpleNamespace(st_size=info.size, st_mtime=info.mtime.timestamp() if info.mtime else 0.0)
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield entries sorted by name. Raises FileNotFoundError if there are none."""
@@ -104,7 +97,7 @@ class RemotePath:
 
     def download(self, file: Path) -> None:
         """Copy the object to a local file."""
-        _copy(self._open_input, lambda: file.open("wb"))
+        _copy(lambda: self.storage.open(self.relative), lambda: file.open("wb"))
 
     def upload(self, file: Path) -> None:
         """Write the object from a local file."""
@@ -112,10 +105,7 @@ class RemotePath:
 
     def copy(self, other: RemotePath) -> None:
         """Write another object with the same bytes."""
-        _copy(self._open_input, lambda: other.storage.open_output(other.relative))
-
-    def _open_input(self) -> pa.NativeFile:
-        return self.storage.filesystem[0].open_input_stream(self.key)
+        _copy(lambda: self.storage.open(self.relative), lambda: other.storage.open_output(other.relative))
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing, because stores have no folders."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -207,12 +205,8 @@ def with_retries(call: Callable[[], T]) -> T:
 
 def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
     """Run `call` on each item in MAX_PARALLEL threads. Raises the first error."""
-    items = list(items)
-    if len(items) == 1:
-        call(items[0])
-    elif items:
-        with ThreadPoolExecutor(min(MAX_PARALLEL, len(items))) as pool:
-            list(pool.map(call, items))
+    with ThreadPoolExecutor(MAX_PARALLEL) as pool:  # starts as many threads as it has items
+        list(pool.map(call, items))
 
 
 class ByteRange(NamedTuple):
@@ -237,11 +231,10 @@ def coalesce_ranges(spans: Sequence[tuple[int, int]]) -> list[ByteRange]:
 
 
 class RangeReader:
-    """Reads ranges of files of a storage and keeps the files open; thread-safe, cheap to pickle."""
+    """Reads ranges of files of a storage and keeps the last MAX_OPEN open; thread-safe, cheap to pickle."""
 
     def __init__(self, storage: Storage) -> None:
-        self._storage, self._lock = storage, threading.Lock()
-        self._files: OrderedDict[str, pa.NativeFile] = OrderedDict()
+        self._storage, self._open = storage, lru_cache(MAX_OPEN)(storage.open)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RangeReader, (self._storage,)
@@ -252,15 +245,3 @@ class RangeReader:
         if len(data) != stop - start:
             raise ValueError(f"{self._storage.address}/{file} ends at byte {start + len(data)}, before byte {stop}")
         return data
-
-    def _open(self, file: str) -> pa.NativeFile:
-        with self._lock:
-            if file in self._files:
-                self._files.move_to_end(file)
-                return self._files[file]
-        opened = self._storage.open(file)  # costs a request, so it is not done under the lock
-        with self._lock:
-            self._files[file] = opened
-            if len(self._files) > MAX_OPEN:
-                self._files.popitem(last=False)
-        return opened

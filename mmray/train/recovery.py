@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import ray.exceptions
 import ray.train
 
-from mmray.cluster import ray_internals
+from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error
 from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
 from mmray.train.monitor import AttemptMonitor
 from mmray.train.resolve import ResolvedRun
@@ -94,7 +94,7 @@ def _find_cause(error: BaseException, monitor: AttemptMonitor, resolved: Resolve
         return "hung", TrainingError(monitor.hang)
     if isinstance(error, MmrayError):
         return "raised", error
-    if ray_internals.is_preemption(error):
+    if is_train_error(error, "PreemptionError"):  # of Ray's watcher, which only the user can enable
         return "preempted", TrainingError("a node was preempted")
     if (timeout_error := start_timeout_error(error)) is not None:
         # An elastic run retries with fewer workers: resources were taken, or a node was lost.
@@ -121,7 +121,7 @@ def _is_worker_lost(error: BaseException) -> bool:
     """Return whether a worker was lost; peers of a dead or slow rank only report a broken collective."""
     if isinstance(error, MmrayError):
         return False  # it may quote NCCL running out of memory
-    lost = isinstance(error, ray.exceptions.RayError) or ray_internals.is_health_check_timeout(error)
+    lost = isinstance(error, ray.exceptions.RayError) or is_train_error(error, "WorkerHealthCheckTimeoutError")
     return lost or COLLECTIVE_ERRORS.search(str(error)) is not None
 
 
@@ -137,9 +137,9 @@ def _host_oom_error(error: BaseException, monitor: AttemptMonitor, resolved: Res
 
 def start_timeout_error(error: BaseException) -> ResourceError | None:
     """Return the error to raise if Ray Train's error is the start timeout; None for any other."""
-    if not ray_internals.is_start_timeout(error):
+    if not is_train_error(getattr(error, "controller_failure", None), "WorkerGroupStartupTimeoutError"):
         return None
-    waited_s = float(os.environ[ray_internals.START_TIMEOUT_VARIABLE])
+    waited_s = float(os.environ[START_TIMEOUT_VARIABLE])
     return ResourceError(
         f"the training workers did not start within {waited_s:g} s (cluster.start_timeout_s): their nodes are in use "
         "or did not start. Check `ray status` on the head, and rerun the same command to resume"

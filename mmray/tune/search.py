@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ray import tune
@@ -20,7 +17,7 @@ from mmray.cluster.connect import ray_session
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Config, to_yaml
 from mmray.config.search_space import Space
-from mmray.errors import ForceExit, ResourceError, TrainingError, UsageError
+from mmray.errors import ResourceError, TrainingError, UsageError
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.train.driver import train
@@ -31,7 +28,7 @@ from mmray.train.run_dir import collect_environment
 from mmray.train.worker_group import run_in_thread
 from mmray.tune import trials as planning
 from mmray.tune.results import Row, TrialOutcome, build_row, classify_error, select_best
-from mmray.tune.sweep import SweepDir, SweepListener, SweepState, create_sweep_dir, resolve_sweep_dir
+from mmray.tune.sweep import SweepDir, SweepListener, SweepState, resolve_sweep_dir
 from mmray.tune.trials import Trial
 
 FREE_WAIT_S = 10.0  # data actors release their CPUs with a delay
@@ -52,17 +49,11 @@ class Sweep:
     concurrency: int | None = None  # None: 1 on a single machine, as many as fit on a cluster
 
 
-@dataclass(frozen=True)
-class SweepOutcome:
-    """Result of a sweep; `summary` is the content of sweep.json."""
+def search(sweep: Sweep, listener: SweepListener) -> tuple[Path, dict[str, Any], list[Row]]:
+    """Run all trials, of which some may fail, and recommend the best measured one. Raises MmrayError.
 
-    path: Path
-    summary: dict[str, Any]
-    rows: list[Row]
-
-
-def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
-    """Run all trials, of which some may fail, and recommend the best measured one. Raises MmrayError."""
+    Returns the folder, the content of sweep.json, and the rows of the trials.
+    """
     trials = planning.build_trials(sweep.base, sweep.space)
     os.environ.update(_ENVIRONMENT)
     with ray_session(planning.largest_cluster(trials)):
@@ -72,7 +63,8 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
         identity = {"space": planning.searched_values(trials), "samples_per_trial": samples}
         folder = resolve_sweep_dir(sweep.base, identity)
         with Lease(folder.path):
-            create_sweep_dir(folder, sweep.base)
+            (folder.path / "trials").mkdir(parents=True, exist_ok=True)
+            folder.write("recipe.yaml", to_yaml(sweep.base))
             runs = {
                 name: planning.trial_config(trial, samples, num_rows, folder.path, sweep.goal)
                 for name, trial in resolved.items()
@@ -125,7 +117,7 @@ def _search(
     identity: dict[str, Any],
     folder: SweepDir,
     listener: SweepListener,
-) -> SweepOutcome:
+) -> tuple[Path, dict[str, Any], list[Row]]:
     """Run the remaining trials and rank all; update sweep.json and trials.jsonl after each trial."""
     start_s, earlier_s = time.monotonic(), (folder.read_json("sweep.json") or {}).get("elapsed_s", 0.0)
     infeasible = {t.name: build_row(t, TrialOutcome("infeasible", t.infeasible)) for t in trials if t.infeasible}
@@ -162,7 +154,7 @@ def _search(
         folder.write("best.yaml", to_yaml(planning.to_recipe(state.trials[best["best"]])))
     folder.write_json("sweep.json", summary)
     write_report_safely(folder.path, listener.log)
-    return SweepOutcome(folder.path, summary, rows)
+    return folder.path, summary, rows
 
 
 def plan_concurrency(runs: dict[str, Config], limit: int | None) -> tuple[int, dict[str, Config]]:
@@ -204,7 +196,7 @@ def run_trials(state: SweepState, runs: dict[str, Config], num_concurrent: int) 
         ),
     )
     try:
-        with handle_signals(state):
+        with signal_handlers(state.on_signal):
             run_in_thread(tuner.fit, lambda: None)
     except Exception as error:
         raise TrainingError(f"Ray Tune failed: {error}") from error
@@ -212,20 +204,6 @@ def run_trials(state: SweepState, runs: dict[str, Config], num_concurrent: int) 
         for name in runs:
             state.end(name, TrialOutcome("stopped"))
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def handle_signals(state: SweepState) -> Iterator[None]:
-    """On the first Ctrl-C or SIGTERM, end the running trials and keep the results; on the second, raise ForceExit."""
-
-    def stop(_: int, __: FrameType | None) -> None:
-        if state.stop.is_set():
-            raise ForceExit
-        state.stop.set()
-        state.listener.log("stopping the running trials; press Ctrl-C again to exit at once", "stop")
-
-    with signal_handlers(stop):
-        yield
 
 
 def _run_trial(params: dict[str, Any], configs: dict[str, Config]) -> None:

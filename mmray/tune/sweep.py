@@ -10,10 +10,11 @@ import json
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
-from mmray.config import Config, from_yaml, to_yaml
-from mmray.errors import UsageError
+from mmray.config import Config, from_yaml
+from mmray.errors import ForceExit, UsageError
 from mmray.report.run import read_lines
 from mmray.report.sweep import TRIALS
 from mmray.storage import lease
@@ -69,12 +70,6 @@ def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
     return SweepDir(Path(str(select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep").path)))
 
 
-def create_sweep_dir(sweep: SweepDir, base: Config) -> None:
-    """Create the folder and write the base recipe."""
-    (sweep.path / "trials").mkdir(parents=True, exist_ok=True)
-    sweep.write("recipe.yaml", to_yaml(base))
-
-
 class SweepListener(ProgressReporter, Protocol):
     """Receives the progress of data preparation, then of the trials."""
 
@@ -102,3 +97,10 @@ class SweepState:
         self.folder.write_rows(list(self.rows.values()))
         if outcome.status != "stopped":
             self.listener.ended(self.rows[name])
+
+    def on_signal(self, _: int, __: FrameType | None) -> None:
+        """End the running trials on the first Ctrl-C or SIGTERM, and keep the results; exit on the second."""
+        if self.stop.is_set():
+            raise ForceExit
+        self.stop.set()
+        self.listener.log("stopping the running trials; press Ctrl-C again to exit at once", "stop")

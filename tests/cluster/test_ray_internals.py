@@ -61,10 +61,11 @@ def test_request_is_refreshed_before_it_expires_and_cancelled(monkeypatch):
 
 def test_errors_of_ray_train_are_recognised():
     late = ray.train.ControllerError(WorkerGroupStartupTimeoutError(2))
-    assert ray_internals.is_start_timeout(late) and not ray_internals.is_start_timeout(ValueError())
-    assert ray_internals.is_health_check_timeout(WorkerHealthCheckTimeoutError("no response"))
+    assert ray_internals.is_train_error(late.controller_failure, "WorkerGroupStartupTimeoutError")
+    assert not ray_internals.is_train_error(None, "WorkerGroupStartupTimeoutError")
+    assert ray_internals.is_train_error(WorkerHealthCheckTimeoutError("no response"), "WorkerHealthCheckTimeoutError")
     assert issubclass(PreemptionError, BaseException)
-    assert ray_internals.is_preemption(PreemptionError.__new__(PreemptionError))
+    assert ray_internals.is_train_error(PreemptionError.__new__(PreemptionError), "PreemptionError")
 
 
 def test_only_the_process_that_started_then_is_killed():

@@ -32,8 +32,7 @@ from mmray.engine.precision import Precision, micro_seed
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.errors import OutOfMemoryError
-from mmray.objectives.contrastive import Contrastive
-from mmray.objectives.sigmoid import Sigmoid
+from mmray.objectives.contrastive import Contrastive, Sigmoid
 from tests.checkpoints import save_checkpoint
 from tests.engine import recipe_models, toy
 

@@ -23,9 +23,8 @@ from mmray.engine.precision import Precision, micro_seed, seeded
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import LoopResult, TrainSpec, TrainState
 from mmray.objectives.build import parse_terms
-from mmray.objectives.contrastive import Contrastive
+from mmray.objectives.contrastive import Contrastive, Sigmoid
 from mmray.objectives.matching import gumbel_noise
-from mmray.objectives.sigmoid import Sigmoid
 
 SEED = 7
 VOCAB = 23

@@ -21,8 +21,7 @@ from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import DataError
 from mmray.evaluate import retrieval
 from mmray.evaluate.evaluator import Evaluator, retrieval_ranks, retrieval_scores, topk_accuracy, topk_hits
-from mmray.evaluate.examples import NUM_SHOWN
-from mmray.evaluate.retrieval import EmbeddingSet
+from mmray.evaluate.retrieval import NUM_SHOWN, EmbeddingSet
 from mmray.models.fusion import LabelTexts
 from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row

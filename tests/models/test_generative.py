@@ -125,7 +125,7 @@ def test_weights_load_from_a_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"weights": "/nowhere"}, "cannot load `/nowhere`"),
+        ({"weights": "/nowhere"}, "cannot load `/nowhere` from a directory"),
         ({"inputs": INPUTS.model_copy(update={"max_tokens": 2045})}, "exceeds the 2048 positions"),
         ({"image": ClipImage(width=16, depth=1, heads=2, patch=7)}, "do not tile"),
         ({"text": Decoder(width=24, depth=1, heads=5)}, "5 heads do not divide the width"),

@@ -10,9 +10,8 @@ import torch
 
 from mmray import objectives
 from mmray.errors import UsageError
-from mmray.objectives.contrastive import Contrastive
+from mmray.objectives.contrastive import CHUNK, Contrastive
 from mmray.objectives.protocol import split_objective
-from mmray.objectives.sigmoid import CHUNK
 
 
 def kind(name: str) -> SimpleNamespace:

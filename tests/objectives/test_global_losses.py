@@ -11,9 +11,8 @@ from mmray.engine.collectives import Group
 from mmray.engine.grad_cache import ring_loss
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.oom import OomGuard
-from mmray.objectives.contrastive import Contrastive
+from mmray.objectives.contrastive import Contrastive, Sigmoid
 from mmray.objectives.protocol import split_objective
-from mmray.objectives.sigmoid import Sigmoid
 
 B, D = 7, 5
 ALONE = OomGuard(Group(), False, PhaseTimers(torch.device("cpu")))

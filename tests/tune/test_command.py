@@ -13,7 +13,6 @@ from mmray.config import from_yaml, recipes
 from mmray.config.search_space import parse_space
 from mmray.errors import TrainingError
 from mmray.tune.results import TrialOutcome, build_row, select_best
-from mmray.tune.search import SweepOutcome
 from mmray.tune.trials import build_trials
 
 LINES = [
@@ -34,12 +33,12 @@ def outcome(status, *outcomes):
     rows = [build_row(t, o, LINES if o.status == "finished" else []) for t, o in zip(trials, outcomes, strict=True)]
     best = select_best(rows, "throughput", True)
     summary = {"status": status, "goal": "throughput", "elapsed_s": 61.2, "recommendation": best}
-    return SweepOutcome(Path("runs/sample-tune"), summary, rows)
+    return Path("runs/sample-tune"), summary, rows
 
 
 def print_outcome(sweep):
     text = io.StringIO()
-    code = _print_outcome(sweep, Terminal(Console(file=text, width=80, soft_wrap=True)))
+    code = _print_outcome(*sweep, Terminal(Console(file=text, width=80, soft_wrap=True)))
     return code, text.getvalue()
 
 

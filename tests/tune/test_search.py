@@ -63,13 +63,13 @@ def stopped(local_ray, recipe):
 @pytest.fixture(scope="module")
 def finished(stopped, recipe):
     """The same command again: exit code, output, sweep folder."""
-    outcome, _ = stopped
-    file = outcome.path.parent / "mine.yaml"
+    (folder, *_), _ = stopped
+    file = folder.parent / "mine.yaml"
     file.write_text(to_yaml(recipe))
     words = [word for space in SPACE for word in ("--space", space)]
     text = io.StringIO()
     code = cli.run(["tune", str(file), *words, "--train.steps", "4"], Terminal(Console(file=text, width=100)))
-    return code, text.getvalue(), outcome.path
+    return code, text.getvalue(), folder
 
 
 def rows_of(folder):
@@ -77,12 +77,12 @@ def rows_of(folder):
 
 
 def test_stopped_sweep_keeps_finished_rows(stopped):
-    outcome, listener = stopped
-    assert outcome.summary["status"] == "stopped"
+    (_, summary, rows), listener = stopped
+    assert summary["status"] == "stopped"
     assert ("stop", "stopping the running trials; press Ctrl-C again to exit at once") in listener.notes
     assert listener.rows[0]["trial"] == "t001"
-    assert [row["status"] for row in outcome.rows][2:] == ["infeasible", "infeasible"]
-    assert outcome.summary["recommendation"]["best"] == "t001"
+    assert [row["status"] for row in rows][2:] == ["infeasible", "infeasible"]
+    assert summary["recommendation"]["best"] == "t001"
 
 
 def test_same_command_runs_the_remaining_trials(stopped, finished):
@@ -154,8 +154,8 @@ def test_two_trials_run_concurrently_on_two_nodes(tmp_path):
         recipe = recipe.replace(model=recipe.model.replace(text=recipe.model.text.replace(dropout=0.0)))
         typed = reset_searched(recipe, [])
         length = typed.replace(train=typed.train.replace(steps=4))
-        outcome = search(Sweep(recipe, length, parse_space(["batch.micro=4,8"])), listener)
-    assert (outcome.summary["status"], outcome.summary["concurrency"]) == ("finished", 2)
-    split, whole = rows_of(outcome.path).values()
+        folder, summary, _ = search(Sweep(recipe, length, parse_space(["batch.micro=4,8"])), listener)
+    assert (summary["status"], summary["concurrency"]) == ("finished", 2)
+    split, whole = rows_of(folder).values()
     assert (split["accumulation"], whole["accumulation"]) == (2, 1)
     assert split["loss"] == pytest.approx(whole["loss"], rel=1e-4)  # one global batch for any split

@@ -2,15 +2,13 @@
 
 import json
 import signal
-import threading
-from types import SimpleNamespace
 
 import pytest
 
-from mmray.config import recipes
+from mmray.config import recipes, to_yaml
 from mmray.errors import ForceExit, UsageError
-from mmray.tune.search import handle_signals
-from mmray.tune.sweep import create_sweep_dir, resolve_sweep_dir
+from mmray.train.monitor import signal_handlers
+from mmray.tune.sweep import SweepState, resolve_sweep_dir
 from mmray.tune.trials import Trial
 from tests.train.runs import Silent
 
@@ -24,7 +22,8 @@ def base(storage, **run):
 
 def started(config, status="stopped", identity=IDENTITY):
     sweep = resolve_sweep_dir(config, identity)
-    create_sweep_dir(sweep, config)
+    sweep.path.mkdir(exist_ok=True)
+    sweep.write("recipe.yaml", to_yaml(config))
     sweep.write_json("sweep.json", {"kind": "sweep", "status": status, **identity})
     return sweep
 
@@ -85,8 +84,8 @@ def test_finished_rows_are_kept_if_settings_match(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_second_ctrl_c_exits_without_interpreter_shutdown(number):
-    state = SimpleNamespace(stop=threading.Event(), listener=Silent())
-    with handle_signals(state):
+    state = SweepState(None, {}, {}, Silent())
+    with signal_handlers(state.on_signal):
         signal.raise_signal(number)
         assert state.stop.is_set()
         with pytest.raises(ForceExit):

@@ -83,10 +83,8 @@ class ParquetSource(Source):
         except (pa.ArrowException, OSError) as error:  # the rest of the chunk is unreadable: report each row
             # pyarrow also raises OSError for damaged files, but without an errno
             is_storage = isinstance(error, OSError) and (self.storage.local_path is None or error.errno is not None)
-            reason, detail = (
-                "unreadable" if is_storage else "damaged",
-                f"rows {line} to {chunk.stop}: {str(error)[:200]}",
-            )
+            reason = "unreadable" if is_storage else "damaged"
+            detail = f"rows {line} to {chunk.stop}: {str(error)[:200]}"
             for rest in range(line, chunk.stop + 1):
                 yield rest, f"{chunk.file}:{rest}", BadRow("read", reason, detail)
         check_unchanged(self.storage, chunk)

@@ -122,8 +122,7 @@ class CsvSource(JsonlSource):
 
     def split(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
         """Yield the fields of each record, each UTF-8 byte as one character; the header is empty."""
-        _, header_end = self._header
-        return ([] if lines.offset <= header_end else record for record in self._read_fields(lines))
+        return ([] if lines.offset <= self._header[1] else record for record in self._read_fields(lines))
 
     def _read_fields(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
         csv.field_size_limit(MAX_FIELD_BYTES)

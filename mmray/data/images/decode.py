@@ -44,8 +44,7 @@ class BadImage(ValueError):
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail
+        self.reason, self.detail = reason, detail
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:

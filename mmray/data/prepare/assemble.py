@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from mmray.data.prepare.pack import read_chunk_record, record_path, shards_of
+from mmray.data.prepare.pack import read_chunk_record, record_path
 from mmray.data.store.manifest import QUARANTINE, TOKENIZER, Shard
 from mmray.data.store.prepared_set import SCHEMA
 from mmray.data.text.tokenizer import train_tokenizer
@@ -53,11 +53,6 @@ def parse_digests(hexadecimal: Sequence[str]) -> np.ndarray:
     """Return the first 128 bits of hex digests: uint64 [N, 2]."""
     joined = bytes.fromhex("".join(digest[:32] for digest in hexadecimal))
     return np.frombuffer(joined, dtype=">u8").astype(np.uint64).reshape(-1, 2)
-
-
-def hash_texts(texts: Sequence[str]) -> np.ndarray:
-    """Return a 128-bit hash of each text: uint64 [N, 2]."""
-    return parse_digests([hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in texts])
 
 
 def first_occurrence(values: np.ndarray) -> np.ndarray:
@@ -141,9 +136,10 @@ def find_duplicates(out: Storage, chunks: Sequence[int], rule: Any) -> DedupResu
     columns: list[tuple[np.ndarray, ...]] = []
     for _, record in iter_chunk_records(out, chunks):
         rows = record["rows"]
-        digests = [parse_digests(rows[name]) for name in ("image_digest", "row_digest", "text_digest")]
+        keys = [hashlib.blake2b(key.encode(), digest_size=16).hexdigest() for key in rows["key"]]
+        digests = map(parse_digests, (keys, rows["image_digest"], rows["row_digest"], rows["text_digest"]))
         held_out = [record["shards"][shard]["split"] in HELD_OUT_SPLITS for shard in rows["shard"]]
-        columns.append((hash_texts(rows["key"]), *digests, np.array(held_out, bool)))
+        columns.append((*digests, np.array(held_out, bool)))
     keys, images, rows, texts, held_out_rows = (np.concatenate(column) for column in zip(*columns, strict=True))
     result = DedupResult(*match_duplicates(keys, images, rows, texts, rule, held_out_rows))
     return replace(result, num_same_text=int((first_occurrence(texts[~result.dropped]) != NO_ROW).sum()))
@@ -170,7 +166,7 @@ def finish_shards(out: Storage, chunks: Sequence[int], dedup: DedupResult) -> Pr
                 originals[row] = (key, record["shards"][shard]["split"])
     with out.open_output(QUARANTINE) as file:
         for start, record in iter_chunk_records(out, chunks):
-            rows, shards, entries = record["rows"], shards_of(record), record["bad_rows"]
+            rows, shards, entries = record["rows"], [*map(Shard.from_json, record["shards"])], record["bad_rows"]
             drops, shard_of = dropped[start : start + len(rows["key"])], np.asarray(rows["shard"], np.int64)
             for index in np.flatnonzero(drops).tolist():
                 reason = _drop_reason(dedup, start + index, shards[shard_of[index]].split, originals)

@@ -25,10 +25,9 @@ from mmray.data.formats.rows import BadRow
 from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.prepare.assemble import HELD_OUT_SPLITS, NO_ROW, DedupResult, first_occurrence, iter_chunk_records
-from mmray.data.prepare.pack import shards_of
 from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
 from mmray.data.store.manifest import Manifest, Shard
-from mmray.data.store.prepared_set import PreparedSet, read_or_none
+from mmray.data.store.prepared_set import PreparedSet, read_each
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Storage
 
@@ -94,7 +93,7 @@ def check_contamination(
     order = [np.zeros(0, np.int64)]  # row in the shards of each row of the source
     for start, record in iter_chunk_records(out, chunks):
         shard_of = np.asarray(record["rows"]["shard"], np.int64)
-        shards += shards_of(record)
+        shards += map(Shard.from_json, record["shards"])
         splits += [record["shards"][number]["split"] for number in shard_of]
         order.append(np.empty_like(shard_of))
         order[-1][np.argsort(shard_of, kind="stable")] = np.arange(start, start + len(shard_of))
@@ -326,8 +325,8 @@ def _hash_task(item: dict[str, Any]) -> Result:
         hashes = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE)
         for start in range(0, shard.num_rows, _ROWS):
             numbers = np.arange(start, min(start + _ROWS, shard.num_rows))
-            for entry, row in zip(hashes[start:], read_or_none(rows, numbers, (BadRow,)), strict=False):
-                if row is None:
+            for entry, row in zip(hashes[start:], read_each(rows, numbers, (BadRow,)), strict=False):
+                if isinstance(row, Exception):
                     continue
                 entry["sha256"] = np.frombuffer(hashlib.sha256(row.image).digest()[:16], "<u8")
                 if item["use_phash"]:

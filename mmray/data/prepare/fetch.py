@@ -39,37 +39,31 @@ class Fetcher:
     def __init__(self, hosts: tuple[str, ...]) -> None:
         self.hosts = hosts
         self._slots: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(HOST_CONNECTIONS))
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fetch", daemon=True)
+        self._started: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="fetch", daemon=True)
+
+    async def _serve(self) -> None:
+        """Keep a session open until `__exit__`; then `asyncio.run` cancels the pending requests."""
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(resolver=_PublicResolver()),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"User-Agent": "mmray", "Accept": "image/*", "Accept-Encoding": "identity"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            auto_decompress=False,
+            trust_env=False,
+        ) as self._session:
+            self._stop = asyncio.Event()
+            self._started.set_result(asyncio.get_running_loop())
+            await self._stop.wait()
 
     def __enter__(self) -> Self:
-        async def open_session() -> aiohttp.ClientSession:
-            return aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(resolver=_PublicResolver()),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"User-Agent": "mmray", "Accept": "image/*", "Accept-Encoding": "identity"},
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-                auto_decompress=False,
-                trust_env=False,
-            )
-
         self._thread.start()
-        self._session = asyncio.run_coroutine_threadsafe(open_session(), self._loop).result()
+        self._loop = self._started.result(CONNECT_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:
-        async def close() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._session.close()
-            await self._loop.shutdown_default_executor()
-
-        asyncio.run_coroutine_threadsafe(close(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
-        self._loop.close()
 
     def fetch(self, url: str) -> Future[bytes]:
         """Start fetching a URL. The future raises BadRow (stage `read`)."""

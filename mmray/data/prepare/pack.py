@@ -128,7 +128,8 @@ def pack_chunk(job: PrepareJob, chunk: SourceChunk, crash_probe: CrashProbe | No
                 packer.pack(item, row, files)
         record = packer.record()  # after the shard files are closed
         out.write(record_path(chunk.index), orjson.dumps(record))
-    return chunk.index, num_record_rows(record), len(record["bad_rows"])
+    num_bad = len(record["bad_rows"])
+    return chunk.index, len(record["rows"]["key"]) + num_bad, num_bad
 
 
 def prefetch_rows(
@@ -158,15 +159,10 @@ def prefetch_rows(
 def read_chunk_record(out: Storage, name: str) -> dict[str, Any] | None:
     """Return the record of a finished chunk, or None if it is missing or unreadable."""
     try:
-        record = orjson.loads(out.read(name))
+        record: dict[str, Any] = orjson.loads(out.read(name))
     except (FileNotFoundError, ValueError):
         return None
-    return record if isinstance(record, dict) else None
-
-
-def num_record_rows(record: dict[str, Any]) -> int:
-    """Return the number of rows of a record, good and bad."""
-    return len(record["rows"]["key"]) + len(record["bad_rows"])
+    return record
 
 
 def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
@@ -268,11 +264,6 @@ class _ChunkPacker:
             return data, header_size(data, max_pixels) if settings.check == "header" else (0, 0)
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None
-
-
-def shards_of(record: dict[str, Any]) -> list[Shard]:
-    """Return the shards of a finished chunk."""
-    return [Shard.from_json(values) for values in record["shards"]]
 
 
 def _sha256(data: bytes) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mmray.data.formats.detect import detect_source
 from mmray.data.formats.source import Source, SourceChunk
 from mmray.data.prepare import assemble, contamination, sample
-from mmray.data.prepare.pack import PrepareJob, is_current, num_record_rows, pack_chunk, read_chunk_record, record_path
+from mmray.data.prepare.pack import PrepareJob, is_current, pack_chunk, read_chunk_record, record_path
 from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, Result, map_tasks, run_with_crash_limit
 from mmray.data.store.manifest import (
     MANIFEST,
@@ -102,7 +102,14 @@ def prepare(
     contamination.validate(settings, out)
     job = PrepareJob(detect_source(source, settings.format), Storage(out).address, settings, retry)
     folder = Storage(job.out)
-    create_output_dir(folder)
+    try:
+        names = set(folder.listdir()) - {lease.FOLDER}
+        if names and not names & {MANIFEST, RECORDS}:
+            raise UsageError(f"{folder.address} is not empty and is not a prepared set: choose another folder")
+        folder.mkdir(RECORDS)
+        folder.mkdir(SHARDS)
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder.address} ({error}): choose another folder") from None
     with lease.Lease(to_path(folder.address), activity="being prepared", advice="choose another folder"):
         try:
             return _prepare(job, progress or (lambda _: None), notify or (lambda _, __: None))
@@ -213,7 +220,8 @@ def _pack(
             todo.append(chunk)
         else:
             done.append(chunk.index)
-            rows, bad = rows + num_record_rows(record), bad + len(record["bad_rows"])
+            num_bad = len(record["bad_rows"])
+            rows, bad = rows + len(record["rows"]["key"]) + num_bad, bad + num_bad
     with closing(pack_chunks(job, todo)) as results:  # an error in `progress` also stops the job
         for index, num_rows, num_bad in chain([(None, 0, 0)], results):
             done += [] if index is None else [index]
@@ -250,18 +258,6 @@ def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, An
     end = {"num_chunks": len(chunks), "num_bytes": chunks[-1].stop if chunks else 0}  # of the last file
     address = {"address": job.source.address} if job.settings.index_only else {}
     return {"name": job.source.display_name, **end, "sha256": digest, **address}
-
-
-def create_output_dir(out: Storage) -> None:
-    """Create the folder. Raises UsageError if it contains anything else."""
-    try:
-        names = set(out.listdir()) - {lease.FOLDER}
-        if names and not names & {MANIFEST, RECORDS}:
-            raise UsageError(f"{out.address} is not empty and is not a prepared set: choose another folder")
-        out.mkdir(RECORDS)
-        out.mkdir(SHARDS)
-    except OSError as error:
-        raise UsageError(f"cannot write to {out.address} ({error}): choose another folder") from None
 
 
 def _remove_files(out: Storage, unwanted: Callable[[str], bool], folders: Iterable[str]) -> None:

@@ -397,14 +397,14 @@ class PreparedMixture:
         return out  # type: ignore[return-value]  # every row belongs to a set
 
 
-def read_or_none(
+def read_each(
     prepared: PreparedSet | PreparedMixture, rows: np.ndarray, errors: tuple[type[Exception], ...] = ROW_ERRORS
-) -> list[Row | None]:
-    """Return the rows with these numbers; None for a row whose record or image raises one of `errors`."""
+) -> list[Row | Exception]:
+    """Return the rows with these numbers; the error for a row whose record or image raises one of `errors`."""
     try:
         return list(prepared.read(rows))
-    except errors:
+    except errors as error:
         if len(rows) <= 1:
-            return [None] * len(rows)
+            return [error] * len(rows)
         middle = len(rows) // 2
-        return read_or_none(prepared, rows[:middle], errors) + read_or_none(prepared, rows[middle:], errors)
+        return read_each(prepared, rows[:middle], errors) + read_each(prepared, rows[middle:], errors)

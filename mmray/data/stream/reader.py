@@ -5,7 +5,7 @@ An unreadable row keeps its position with valid=False, so a step always has the 
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -15,7 +15,7 @@ from mmray.data.images import boxes
 from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.transform import NUM_UNIFORMS, transform
-from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, hash_key, read_or_none
+from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, hash_key, read_each
 from mmray.data.stream.order import PADDING, SamplePlan, hash_choice, hash_uniform
 from mmray.data.text.chat import build_encoder
 
@@ -61,8 +61,8 @@ class RowReader:
         row_ids, passes = plan.rows_and_passes_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
         rows: list[Row | None] = [None] * len(row_ids)
-        for index, stored_row in zip(stored.tolist(), read_or_none(self.prepared, row_ids[stored]), strict=True):
-            rows[index] = stored_row
+        for index, stored_row in zip(stored.tolist(), read_each(self.prepared, row_ids[stored]), strict=True):
+            rows[index] = None if isinstance(stored_row, Exception) else stored_row
         key = np.array([hash_key(row.key) if row else 0 for row in rows], np.int64)
         uniforms = hash_uniform(plan.seed, passes, key, NUM_UNIFORMS) if self.augment else [None] * len(rows)
         side = self.inputs.image_side
@@ -97,8 +97,7 @@ class RowReader:
         try:
             if not stored.checksum_ok:
                 return stored, "checksum: the bytes differ from those that were prepared"
-            with closing(CrashProbe()) as crash_probe:  # the image may have crashed a worker
-                crash_probe.probe(stored.image, self.max_pixels)
+            CrashProbe().probe(stored.image, self.max_pixels)  # the image may have crashed a worker
         except BadImage as error:
             return stored, str(error)
         return stored, "readable at the second attempt"

@@ -15,15 +15,11 @@ import errno
 import hashlib
 import json
 import os
-import platform
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import orjson
-import torch
 from safetensors import SafetensorError
 
 from mmray.errors import StorageError, TrainingError, first_line
@@ -210,24 +206,6 @@ def read_json(file: AnyPath) -> dict[str, Any]:
     """Return a JSON object. Raises TrainingError if it cannot be read."""
     with as_user_error(file), local_copy(file) as local:
         return json.loads(local.read_bytes())
-
-
-def format_record(meta: dict[str, Any]) -> bytes:
-    """The text of meta.json; NaN and infinity, which JSON lacks, become null."""
-    record = meta | {"versions": {"python": platform.python_version(), "torch": torch.__version__}}
-    return orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-
-
-def format_write_error(path: AnyPath, error: Exception) -> str:
-    """The message for a checkpoint that could not be written: cause, free space, what to do."""
-    text = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
-    free = ""
-    if isinstance(path, Path) and path.parent.exists():
-        free = f" ({shutil.disk_usage(path.parent).free / 2**30:.2f} GiB free)"
-    return (
-        f"cannot write the checkpoint {path}: {text}{free}. Older checkpoints are intact. Free space or fix the "
-        "permissions and rerun the same command, or choose another --run.storage"
-    )
 
 
 @contextmanager

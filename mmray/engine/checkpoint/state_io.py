@@ -12,6 +12,8 @@ Importing DCP takes seconds, so modules of the driver import this one only when 
 from __future__ import annotations
 
 import json
+import platform
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+import orjson
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -44,8 +47,6 @@ from mmray.engine.checkpoint.files import (
     SUMS,
     as_user_error,
     discard,
-    format_record,
-    format_write_error,
     fsync,
     read_json,
     sha256,
@@ -194,7 +195,8 @@ class ShardWriter(HuggingFaceStorageWriter):
         after: Callable[[], None],
     ):
         super().__init__(str(path), save_distributed=True)
-        self._folder, self._values, self._meta = path, values, meta
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        self._folder, self._values, self._meta = path, values, meta | {"versions": versions}
         self._before, self._after = before, after
         self.rank, num_shards = (dist.get_rank(cpu_group), dist.get_world_size(cpu_group)) if cpu_group else (0, 1)
         self._name = shard_names(num_shards)[self.rank]
@@ -236,7 +238,8 @@ class ShardWriter(HuggingFaceStorageWriter):
         self._before()
         with staged_upload(self._folder, (STATE, META, SUMS)) as local:
             (local / STATE).write_text(json.dumps(self._values))
-            (local / META).write_bytes(format_record(self._meta))
+            options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY  # NaN becomes null
+            (local / META).write_bytes(orjson.dumps(self._meta, option=options))
             write_checksums(local, (STATE, META), {shard.index.fqn: shard.storage_data for shard in shards})
         self._after()
 
@@ -251,7 +254,13 @@ def as_storage_error(path: AnyPath, discards: bool = True) -> Iterator[None]:
         if discards:
             with suppress(OSError):
                 discard(path)
-        raise StorageError(format_write_error(path, error)) from error
+        text, free = (getattr(error, "strerror", None) or str(error)).splitlines()[0], ""
+        if isinstance(path, Path) and path.parent.exists():
+            free = f" ({shutil.disk_usage(path.parent).free / 2**30:.2f} GiB free)"
+        raise StorageError(
+            f"cannot write the checkpoint {path}: {text}{free}. Older checkpoints are intact. Free space or fix the "
+            "permissions and rerun the same command, or choose another --run.storage"
+        ) from error
 
 
 @contextmanager

@@ -37,9 +37,9 @@ def build_text_tower(
     if architecture:
         config = AutoConfig.for_model(**architecture["text"])
     elif spec.weights == "none" or architecture is not None:
-        sizes: dict[str, Any] = {"vocab_size": vocab_size, "max_position_embeddings": max_tokens, "type_vocab_size": 1}
-        dropouts: dict[str, Any] = {"hidden_dropout_prob": spec.dropout, "attention_probs_dropout_prob": spec.dropout}
-        config = BertConfig(**transformer_config(spec), **sizes, **dropouts)
+        values = transformer_config(spec) | {"vocab_size": vocab_size, "max_position_embeddings": max_tokens}
+        dropouts = {"hidden_dropout_prob": spec.dropout, "attention_probs_dropout_prob": spec.dropout}
+        config = BertConfig(**values | dropouts, type_vocab_size=1)
     else:
         weights, config = spec.weights, load_config(WEIGHTS_SETTING, spec.weights, FAMILIES)
         for name in DROPOUTS:
@@ -68,7 +68,7 @@ class HfTextTower(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids and mask [B, T] (1 is a token, right-padded) -> features [B, width]; finite for a row without tokens."""
-        return self.pool(self.features(input_ids, attention_mask), attention_mask)
+        return masked_mean(self.features(input_ids, attention_mask), attention_mask)
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids and mask [B, T] -> features of each token [B, T, width]."""
@@ -76,14 +76,10 @@ class HfTextTower(nn.Module):
         mask = mask_with_first(attention_mask)[:, None, None, :]
         return self.net(input_ids=input_ids, attention_mask=mask).last_hidden_state
 
-    def pool(self, features: Tensor, attention_mask: Tensor) -> Tensor:
-        """Features of each token [B, T, width] -> mean over the tokens [B, width]."""
-        return masked_mean(features, mask_with_first(attention_mask))
 
-
-def masked_mean(features: Tensor, mask: Tensor) -> Tensor:
-    """Features [B, T, W] and mask [B, T] -> [B, W]."""
-    weight = mask.unsqueeze(-1).to(features.dtype)
+def masked_mean(features: Tensor, attention_mask: Tensor) -> Tensor:
+    """Features of each token [B, T, W] and mask [B, T] -> mean over the tokens [B, W]."""
+    weight = mask_with_first(attention_mask).unsqueeze(-1).to(features.dtype)
     return (features * weight).sum(1) / weight.sum(1)
 
 

@@ -39,11 +39,7 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
     not writable.
     """
     out = to_path(out)
-    try:
-        if out.exists() and not (out.is_dir() and _is_export_or_empty(out)):
-            raise UsageError(f"{out} exists and is not an exported model: choose another folder")
-    except OSError as error:
-        raise UsageError(f"cannot read the folder {out}: {error}; choose another one") from error
+    staging = out if isinstance(out, RemotePath) else out.with_name(f".{out.name}.exporting")
     architecture = model.architecture() if hasattr(model, "architecture") else None
     hf = export_hf_config(model, tokenizer_json)
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
@@ -56,8 +52,9 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
         CONFIG: (hf or {}) | {EXPORT_MARKER: version("mmray"), "model": spec, "architecture": architecture},  # the last
     }
     names = [WEIGHTS, *(name for name, values in files.items() if values is not None)]
-    staging = out if isinstance(out, RemotePath) else out.with_name(f".{out.name}.exporting")
     try:
+        if out.exists() and not (out.is_dir() and _is_export_or_empty(out)):
+            raise UsageError(f"{out} exists and is not an exported model: choose another folder")
         with staged_upload(staging, names) as folder:
             save_weights(model.state_dict() if hf is None else to_hf_state(model), folder / WEIGHTS)
             for name in names[1:]:
