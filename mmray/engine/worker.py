@@ -163,8 +163,8 @@ def _checkpoint_manager(
     # The architecture replaces the pretrained files on resume; a custom model may have none.
     architecture = model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
     about = {"world": group.world, "architecture": architecture}
-    fence = context.fence if group.rank == 0 else None
-    return CheckpointManager(context.folder, fence, context.config, about, driver.notify, cpu_group, sharded)
+    fencing_token = context.fencing_token if group.rank == 0 else None
+    return CheckpointManager(context.folder, fencing_token, context.config, about, driver.notify, cpu_group, sharded)
 
 
 def _evaluate_fn(

@@ -28,7 +28,7 @@ class WorkerContext:
 
     config: Config
     folder: AnyPath
-    fence: int
+    fencing_token: int
     reader: RowReader
     eval_set: PreparedSet | None
     tokenizer_json: str

@@ -1,6 +1,6 @@
 """A lease on a directory: one writer at a time, even if a writer that was considered dead resumes.
 
-The file `lease/N` has the fencing number N, which grows with every take-over and attempt; a writer that finds a higher
+The file `lease/N` has the fencing token N, which grows with every take-over and attempt; a writer that finds a higher
 number stops (Kleppmann 2017, chapter 8). On disks N is claimed by exclusive create. pyarrow has no conditional put:
 on an object store each contender writes `lease/N-TOKEN`, and owns N if a listing has no other object of N or more.
 No clocks are compared: an owner on another machine is dead if its file does not change for `stale_after_s`.
@@ -43,7 +43,7 @@ class Lease:
         self._heartbeat_s, self._stale_after_s = heartbeat_s, stale_after_s
         self._activity, self._advice = activity, advice
         self._suffix = f"-{uuid.uuid4().hex[:12]}" if isinstance(directory, RemotePath) else ""
-        self.fence = 0  # 0: not held
+        self.fencing_token = 0  # 0: not held
         self._released = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -55,9 +55,9 @@ class Lease:
         self.release()
 
     def acquire(self) -> int:
-        """Acquire the lease and return the fencing number. Raises UsageError if it is held or not writable."""
+        """Acquire the lease and return the fencing token. Raises UsageError if it is held or not writable."""
         try:
-            while not self.fence:
+            while not self.fencing_token:
                 newest, file = max(_claims(self._folder), key=lambda claim: claim[0], default=(0, None))
                 if file is not None and self._is_held(file):
                     owner = _read_owner(file) or {}
@@ -67,9 +67,9 @@ class Lease:
                         f"{self._advice}. If it is killed, the same command takes over."
                     )
                 if self._claim(newest + 1):
-                    self.fence = newest + 1
-            for fence, file in _claims(self._folder):
-                if fence < self.fence:
+                    self.fencing_token = newest + 1
+            for fencing_token, file in _claims(self._folder):
+                if fencing_token < self.fencing_token:
                     file.unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(
@@ -79,23 +79,23 @@ class Lease:
         self._released.clear()
         self._thread = threading.Thread(target=self._renew, name="mmray-lease", daemon=True)
         self._thread.start()
-        return self.fence
+        return self.fencing_token
 
     def advance(self) -> int:
         """Fence off workers of an earlier attempt. Raises TrainingError if the lease is lost, StorageError."""
-        before = self.fence
+        before = self.fencing_token
         try:
             while not self._claim(before + 1):
-                check_fence(self._directory, before)
-            self.fence = before + 1
+                check_fencing_token(self._directory, before)
+            self.fencing_token = before + 1
             self._file(before).unlink(missing_ok=True)
         except OSError as error:
             raise StorageError(f"Cannot write the lease {self._folder}: {error}") from error
-        return self.fence
+        return self.fencing_token
 
     def check(self) -> None:
         """Raise TrainingError if another process has taken over the lease, OSError if the storage fails."""
-        check_fence(self._directory, self.fence)
+        check_fencing_token(self._directory, self.fencing_token)
 
     def release(self) -> None:
         """Stop the heartbeat and release the lease, if it is held."""
@@ -104,18 +104,18 @@ class Lease:
         self._released.set()
         self._thread.join()
         self._thread = None
-        file, self.fence = self._file(self.fence), 0
+        file, self.fencing_token = self._file(self.fencing_token), 0
         with suppress(OSError):  # an unreleased lease expires; the error of the run matters more
             if file.exists():
-                write_atomic(file, json.dumps({"released": True}))  # kept: the next fencing number must be higher
+                write_atomic(file, json.dumps({"released": True}))  # kept: the next fencing token must be higher
 
-    def _file(self, fence: int) -> AnyPath:
+    def _file(self, fencing_token: int) -> AnyPath:
         """Return the file of a claim of this process."""
-        return self._folder / f"{fence}{self._suffix}"
+        return self._folder / f"{fencing_token}{self._suffix}"
 
-    def _claim(self, fence: int) -> bool:
-        """Try to become the only owner of a fencing number. Raises OSError."""
-        file, pid = self._file(fence), os.getpid()
+    def _claim(self, fencing_token: int) -> bool:
+        """Try to become the only owner of a fencing token. Raises OSError."""
+        file, pid = self._file(fencing_token), os.getpid()
         owner = {"host": socket.gethostname(), "pid": pid, "machine": _machine_id(), "process": _start_time(pid)}
         if isinstance(file, Path):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -129,8 +129,8 @@ class Lease:
                 raise
         else:
             file.write_text(json.dumps(owner))
-        fences = [number for number, _ in _claims(self._folder)]
-        if fences.count(fence) == 1 and max(fences) == fence:
+        fencing_tokens = [number for number, _ in _claims(self._folder)]
+        if fencing_tokens.count(fencing_token) == 1 and max(fencing_tokens) == fencing_token:
             return True
         file.unlink(missing_ok=True)
         if isinstance(file, RemotePath):  # all contenders withdrew
@@ -156,18 +156,18 @@ class Lease:
     def _renew(self) -> None:
         """Write heartbeats until the lease is released or lost; a failed write is retried at the next heartbeat."""
         while not self._released.wait(self._heartbeat_s):
-            fence = self.fence
+            fencing_token = self.fencing_token
             try:
-                self._beat(fence)
+                self._beat(fencing_token)
             except FileNotFoundError:
-                if fence == self.fence:  # not replaced by advance()
+                if fencing_token == self.fencing_token:  # not replaced by advance()
                     return  # lost: `check` reports it
             except OSError:
                 continue
 
-    def _beat(self, fence: int) -> None:
+    def _beat(self, fencing_token: int) -> None:
         """Update the modification time of the claim. Raises FileNotFoundError if it was deleted."""
-        file = self._file(fence)
+        file = self._file(fencing_token)
         if isinstance(file, Path):
             with file.open("r+b") as stream:
                 stream.write(b"{")  # unlike utime, a write reaches the server of every network mount
@@ -175,19 +175,19 @@ class Lease:
             file.write_bytes(file.read_bytes())
 
 
-def check_fence(directory: AnyPath, fence: int) -> None:
-    """Raise TrainingError if the lease with this fencing number was taken over, OSError if the storage fails."""
-    fences = [number for number, _ in _claims(directory / FOLDER)]
-    newest = max(fences, default=0)
-    if newest > fence or fence not in fences:
+def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
+    """Raise TrainingError if the lease with this fencing token was taken over, OSError if the storage fails."""
+    fencing_tokens = [number for number, _ in _claims(directory / FOLDER)]
+    newest = max(fencing_tokens, default=0)
+    if newest > fencing_token or fencing_token not in fencing_tokens:
         raise TrainingError(
-            f"{directory} was taken over by another training or a later attempt (lease {newest}, this one "
-            f"had {fence}). This process stops writing; nothing is lost. Give concurrent runs other names (--run.name)."
+            f"{directory} was taken over by another training or a later attempt (lease {newest}, this one had "
+            f"{fencing_token}). This process stops writing; nothing is lost. Give each run its own --run.name."
         )
 
 
 def _claims(folder: AnyPath) -> list[tuple[int, AnyPath]]:
-    """Return (fencing number, file) of all claims."""
+    """Return (fencing token, file) of all claims."""
     try:
         return [(int(number), file) for file in folder.iterdir() if (number := file.name.partition("-")[0]).isdecimal()]
     except FileNotFoundError:

@@ -43,7 +43,7 @@ class Supervisor:
     def __init__(self, resolved: ResolvedRun, run: RunDir, lease: Lease, reporter: ProgressReporter) -> None:
         self.resolved, self.run, self.lease, self.reporter = resolved, run, lease, reporter
         self.config = resolved.config
-        self.autoscaler = AutoscalerRequest(f"mmray-{run.path.name}-{lease.fence}")
+        self.autoscaler = AutoscalerRequest(f"mmray-{run.path.name}-{lease.fencing_token}")
         self.start_s = time.monotonic()
         self.attempts = self.failures = self.preemptions = 0
         self.last_failure: Failure | None = None
@@ -82,9 +82,16 @@ class Supervisor:
             )
             try:
                 attempt_config = self.config.with_cluster(workers=world)
-                name = f"attempt-{self.lease.fence}-{self.attempts}"
+                name = f"attempt-{self.lease.fencing_token}-{self.attempts}"
                 trainer = build_trainer(
-                    self.resolved, self.run, self.lease.fence, name, attempt_config, nodes, checkpoint, coordinator
+                    self.resolved,
+                    self.run,
+                    self.lease.fencing_token,
+                    name,
+                    attempt_config,
+                    nodes,
+                    checkpoint,
+                    coordinator,
                 )
                 outcome = run_attempt(trainer, monitor)
                 if outcome["status"] == "finished" or monitor.stop_reason == "user":

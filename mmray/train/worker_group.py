@@ -58,7 +58,7 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
 def build_trainer(
     resolved: ResolvedRun,
     run: RunDir,
-    fence: int,
+    fencing_token: int,
     name: str,
     attempt_config: Config,
     nodes: LiveNodes,
@@ -83,7 +83,7 @@ def build_trainer(
     context = WorkerContext(
         config=config,
         folder=run.path,
-        fence=fence,
+        fencing_token=fencing_token,
         reader=reader,
         eval_set=resolved.eval_set,
         tokenizer_json=resolved.tokenizer_json,

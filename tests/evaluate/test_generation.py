@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.evaluate.generation import GenerationEvaluator, caption_scores, cider_d, words
+from mmray.evaluate.generation import GenerationEvaluator, caption_scores, cider_d
 from tests.evaluate.test_evaluator import on_ranks
 from tests.made import make_set, row
 from tests.models.test_generative import CONVERSATIONS, ENCODER, INPUTS, TOKENIZER, model_of
@@ -99,9 +99,9 @@ def test_the_best_captions_have_the_highest_scores() -> None:
 
 def test_cider_equals_hand_computed_value() -> None:
     """Two images with one word in common: idf is ln 2 for words of one image, 0 for words of both."""
-    references = [[words("a dog")], [words("a cat")]]
-    assert cider_d([words("a dog"), words("a dog")], references) == pytest.approx(10 * (2 / 4 + 0) / 2)
-    twice = cider_d([words("a dog dog"), words("a cat")], references)  # the second "dog" is clipped
+    references = [[["a", "dog"]], [["a", "cat"]]]
+    assert cider_d([["a", "dog"], ["a", "dog"]], references) == pytest.approx(10 * (2 / 4 + 0) / 2)
+    twice = cider_d([["a", "dog", "dog"], ["a", "cat"]], references)  # the second "dog" is clipped
     one_gram = math.exp(-1 / 72) * 1 * 1 / (2 * 1)
     two_grams = math.exp(-1 / 72) * 1 / math.sqrt(1 + 1)
     assert twice == pytest.approx(10 * ((one_gram + two_grams) / 4 + 2 / 4) / 2)

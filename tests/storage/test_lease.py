@@ -13,7 +13,7 @@ import pytest
 
 from mmray.errors import TrainingError, UsageError
 from mmray.storage import lease
-from mmray.storage.lease import Lease, check_fence
+from mmray.storage.lease import Lease, check_fencing_token
 from mmray.storage.paths import to_path
 
 BEAT_S, STALE_S = 0.05, 0.3
@@ -24,19 +24,19 @@ def short(run: Path) -> Lease:
     return Lease(run, heartbeat_s=BEAT_S, stale_after_s=STALE_S)
 
 
-def hold_elsewhere(run: Path, fence: int = 1) -> Path:
+def hold_elsewhere(run: Path, fencing_token: int = 1) -> Path:
     """A lease that a process of another machine left."""
-    file = run / "lease" / str(fence)
+    file = run / "lease" / str(fencing_token)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(ELSEWHERE))
     return file
 
 
 def test_fences_only_grow_and_second_holder_is_refused(tmp_path):
-    for fence in (1, 2, 3):
+    for fencing_token in (1, 2, 3):
         held = short(tmp_path)
-        assert held.acquire() == fence
-        check_fence(tmp_path, fence)
+        assert held.acquire() == fencing_token
+        check_fencing_token(tmp_path, fencing_token)
         with pytest.raises(UsageError, match=rf"process {os.getpid()} on .*--run\.name"):
             short(tmp_path).acquire()
         held.release()
@@ -45,8 +45,8 @@ def test_fences_only_grow_and_second_holder_is_refused(tmp_path):
 
 def test_live_holder_on_another_machine_is_named_and_kept(tmp_path, monkeypatch):
     holder = short(tmp_path)
-    fence = holder.acquire()
-    file = tmp_path / "lease" / str(fence)
+    fencing_token = holder.acquire()
+    file = tmp_path / "lease" / str(fencing_token)
     file.write_text(json.dumps(ELSEWHERE))
     for offset_s in (0, -3600, 3600):  # clocks do not matter
         monkeypatch.setattr(time, "time", lambda offset_s=offset_s: 1.8e9 + offset_s)
@@ -56,48 +56,48 @@ def test_live_holder_on_another_machine_is_named_and_kept(tmp_path, monkeypatch)
 
 
 def test_stale_lease_is_taken_over_and_old_holder_stops(tmp_path):
-    hold_elsewhere(tmp_path, fence=4)
-    check_fence(tmp_path, 4)
+    hold_elsewhere(tmp_path, fencing_token=4)
+    check_fencing_token(tmp_path, 4)
     held = short(tmp_path)
     assert held.acquire() == 5
-    check_fence(tmp_path, 5)
+    check_fencing_token(tmp_path, 5)
     with pytest.raises(TrainingError, match="taken over"):
-        check_fence(tmp_path, 4)
+        check_fencing_token(tmp_path, 4)
     held.release()
     with pytest.raises(TrainingError, match="taken over"):
-        check_fence(tmp_path, 4)
+        check_fencing_token(tmp_path, 4)
 
 
 def test_advance_fences_off_earlier_attempts_and_heartbeat_continues(tmp_path, monkeypatch):
     held = short(tmp_path)
-    assert (held.acquire(), held.advance(), held.advance(), held.fence) == (1, 2, 3, 3)
-    check_fence(tmp_path, 3)
+    assert (held.acquire(), held.advance(), held.advance(), held.fencing_token) == (1, 2, 3, 3)
+    check_fencing_token(tmp_path, 3)
     for earlier in (1, 2):
         with pytest.raises(TrainingError, match="a later attempt"):
-            check_fence(tmp_path, earlier)
+            check_fencing_token(tmp_path, earlier)
     monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)  # as seen from another machine
     time.sleep(STALE_S + 4 * BEAT_S)
     with pytest.raises(UsageError):
         short(tmp_path).acquire()
-    hold_elsewhere(tmp_path, fence=4)
+    hold_elsewhere(tmp_path, fencing_token=4)
     with pytest.raises(TrainingError, match=r"lease 4, this one had 3"):
         held.advance()
     held.release()
 
 
-def _hold(run: str, ready: multiprocessing.synchronize.Event, fences: multiprocessing.Queue[int]):
-    fences.put(Lease(Path(run)).acquire())
+def _hold(run: str, ready: multiprocessing.synchronize.Event, fencing_tokens: multiprocessing.Queue[int]):
+    fencing_tokens.put(Lease(Path(run)).acquire())
     ready.set()
     time.sleep(60)
 
 
 def test_killed_local_holder_is_replaced_at_once(tmp_path):
     spawn = multiprocessing.get_context("spawn")
-    ready, fences = spawn.Event(), spawn.Queue()
-    process = spawn.Process(target=_hold, args=(str(tmp_path), ready, fences))
+    ready, fencing_tokens = spawn.Event(), spawn.Queue()
+    process = spawn.Process(target=_hold, args=(str(tmp_path), ready, fencing_tokens))
     process.start()
     assert ready.wait(60)
-    assert fences.get(timeout=10) == 1
+    assert fencing_tokens.get(timeout=10) == 1
     with pytest.raises(UsageError, match=f"process {process.pid} "):
         Lease(tmp_path).acquire()
     process.kill()
@@ -119,9 +119,9 @@ def test_reused_pid_is_not_the_holder(tmp_path):
 
 def test_lost_lease_stops_heartbeat_and_release_keeps_new_holder(tmp_path):
     first = short(tmp_path)
-    fence = first.acquire()
-    (tmp_path / "lease" / str(fence)).unlink()
-    hold_elsewhere(tmp_path, fence=fence + 1)
+    fencing_token = first.acquire()
+    (tmp_path / "lease" / str(fencing_token)).unlink()
+    hold_elsewhere(tmp_path, fencing_token=fencing_token + 1)
     assert first._thread is not None
     first._thread.join(timeout=5)
     assert not first._thread.is_alive()
@@ -140,7 +140,7 @@ def _race(run: str, start: multiprocessing.synchronize.Barrier, won: multiproces
 
 
 def test_one_of_many_contenders_wins(tmp_path):
-    hold_elsewhere(tmp_path, fence=3).write_text(json.dumps({"released": True}))
+    hold_elsewhere(tmp_path, fencing_token=3).write_text(json.dumps({"released": True}))
     fork = multiprocessing.get_context("fork")
     start, won = fork.Barrier(6), fork.Queue()
     processes = [fork.Process(target=_race, args=(str(tmp_path), start, won)) for _ in range(6)]
@@ -156,7 +156,7 @@ def test_lease_on_a_store_has_one_holder_until_release(s3, monkeypatch):
     run = to_path(s3.address) / "mine"
     first = Lease(run, heartbeat_s=1.1)  # longer than the resolution of S3's timestamps
     assert first.acquire() == 1
-    check_fence(run, 1)
+    check_fencing_token(run, 1)
     with pytest.raises(UsageError, match=r"is being trained by process"):
         Lease(run).acquire()
     monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)  # as seen from another machine
@@ -167,8 +167,8 @@ def test_lease_on_a_store_has_one_holder_until_release(s3, monkeypatch):
     assert (second.acquire(), second.advance()) == (2, 3)
     for earlier in (1, 2):
         with pytest.raises(TrainingError, match="taken over"):
-            check_fence(run, earlier)
-    check_fence(run, 3)
+            check_fencing_token(run, earlier)
+    check_fencing_token(run, 3)
     second.release()
 
 
@@ -183,20 +183,20 @@ def test_late_heartbeat_of_a_replaced_holder_on_a_store_is_harmless(s3):
     with pytest.raises(FileNotFoundError):
         silent._beat(4)
     claim.write_text("{}")  # a heartbeat that was in flight during the take-over
-    check_fence(run, 5)
+    check_fencing_token(run, 5)
     with pytest.raises(TrainingError, match="taken over"):
-        check_fence(run, 4)
+        check_fencing_token(run, 4)
     held.release()
 
 
 def test_at_most_one_contender_on_a_store_gets_a_number(s3):
     claims = [Lease(to_path(s3.address)) for _ in range(4)]
-    for fence in (1, 2, 3):
+    for fencing_token in (1, 2, 3):
         start, won = threading.Barrier(4), []
 
-        def contend(own, fence=fence, start=start, won=won):
+        def contend(own, fencing_token=fencing_token, start=start, won=won):
             start.wait(10)
-            won.append(own._claim(fence))
+            won.append(own._claim(fencing_token))
 
         threads = [threading.Thread(target=contend, args=(own,)) for own in claims]
         for thread in threads:

@@ -122,7 +122,8 @@ def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monke
     monkeypatch.setattr(owner, name, flaky)
     monkeypatch.setattr(supervisor, "STORAGE_RETRIES_S", (0.0, 0.0))
     assert supervised._prepare_attempt() == (None, set())
-    assert [label for label, _ in supervised.reporter.notes] == ["storage", "storage"] and supervised.lease.fence >= 2
+    assert [label for label, _ in supervised.reporter.notes] == ["storage", "storage"]
+    assert supervised.lease.fencing_token >= 2
     left[0] = 10**6
     with pytest.raises(StorageError, match="rerun the same command to resume"):
         supervised._prepare_attempt()

@@ -64,7 +64,7 @@ def test_sweep_without_ranked_trial_is_an_error_with_each_reason():
     assert "t001 failed: KeyError: 'label'" in str(raised.value)
     assert "t002 out of memory: CUDA out of memory" in str(raised.value)
     unmeasured = outcome("finished", FINISHED, FINISHED)
-    unmeasured.summary.update(goal="loss", recommendation=None)
+    unmeasured[1].update(goal="loss", recommendation=None)
     with pytest.raises(TrainingError, match="no trial reported a finite loss"):
         print_outcome(unmeasured)
 

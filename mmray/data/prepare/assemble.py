@@ -136,8 +136,8 @@ def find_duplicates(out: Storage, chunks: Sequence[int], rule: Any) -> DedupResu
     columns: list[tuple[np.ndarray, ...]] = []
     for _, record in iter_chunk_records(out, chunks):
         rows = record["rows"]
-        keys = [hashlib.blake2b(key.encode(), digest_size=16).hexdigest() for key in rows["key"]]
-        digests = map(parse_digests, (keys, rows["image_digest"], rows["row_digest"], rows["text_digest"]))
+        hashes = [hashlib.blake2b(key.encode(), digest_size=16).hexdigest() for key in rows["key"]]
+        digests = map(parse_digests, (hashes, rows["image_digest"], rows["row_digest"], rows["text_digest"]))
         held_out = [record["shards"][shard]["split"] in HELD_OUT_SPLITS for shard in rows["shard"]]
         columns.append((*digests, np.array(held_out, bool)))
     keys, images, rows, texts, held_out_rows = (np.concatenate(column) for column in zip(*columns, strict=True))

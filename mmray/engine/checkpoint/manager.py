@@ -30,9 +30,9 @@ RETRY = "Training continues and the next checkpoint is tried again"
 class CheckpointManager:
     """Saves the checkpoints of a run; at most one save is in progress.
 
-    Under DDP only rank 0 has a manager; under FSDP (`sharded`) every rank has one and writes its own shard. `fence` is
-    the lease number of rank 0, None on other ranks. `about` is added to each meta.json, with the number of ranks
-    (`world`) in it. `notify` takes a label and a message. `cpu_group` is a gloo group used for nothing else.
+    Under DDP only rank 0 has a manager; under FSDP (`sharded`) every rank has one and writes its own shard.
+    `fencing_token` is that of rank 0's lease, None on other ranks. `about` is added to each meta.json, with the number
+    of ranks (`world`) in it. `notify` takes a label and a message. `cpu_group` is a gloo group used for nothing else.
 
     A storage error is logged, and training continues with the previous checkpoint; only the last save has to succeed.
     Any other error, such as a lost lease, is raised by the next call.
@@ -41,18 +41,18 @@ class CheckpointManager:
     def __init__(
         self,
         folder: AnyPath,
-        fence: int | None,
+        fencing_token: int | None,
         config: Config,
         about: dict[str, Any],
         notify: Callable[[str, str], None],
         cpu_group: Any = None,
         sharded: bool = False,
     ):
-        self._folder, self._fence, self._config, self._about = folder, fence, config, about
+        self._folder, self._fencing_token, self._config, self._about = folder, fencing_token, config, about
         self._cpu_group, self._sharded = cpu_group, sharded
         self._collective_wait_s = None if sharded or about["world"] == 1 else config.cluster.collective_timeout_s / 2
         self._notify = notify
-        if fence is not None:
+        if fencing_token is not None:
             self.uploader = LogUploader(folder, notify, self._check_lease)
         pinned = StagingOptions(
             use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
@@ -117,7 +117,7 @@ class CheckpointManager:
         finally:
             if self._stager is not None:
                 self._stager.close()
-            if self._fence is not None:
+            if self._fencing_token is not None:
                 self.uploader.close()
 
     def _finish_pending(self) -> None:
@@ -131,15 +131,15 @@ class CheckpointManager:
             return
         (path, saved), self._pending = self._pending, None
         try:
-            with state_io.as_storage_error(path, discards=self._fence is not None):
+            with state_io.as_storage_error(path, discards=self._fencing_token is not None):
                 saved.result()
             self._error = None
         except StorageError as error:
             self._error = error
 
     def _check_lease(self) -> None:
-        assert self._fence is not None
-        lease.check_fence(self._folder, self._fence)
+        assert self._fencing_token is not None
+        lease.check_fencing_token(self._folder, self._fencing_token)
 
     def _before_write(self, step: int) -> None:
         """Check that this run still has the folder, and upload what was logged up to this step."""

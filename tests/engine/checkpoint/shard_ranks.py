@@ -80,8 +80,9 @@ def manager_of(group: Group, run: AnyPath) -> tuple[CheckpointManager, Lease | N
     lease = Lease(run) if group.rank == 0 else None
     train = Train(parallel="fsdp", keep_checkpoints=3, steps=8)
     config = Config(recipe="sample", run=Run(storage=str(run.parent), name=run.name), train=train)
-    about, fence, cpu_group = {"world": group.world}, lease.acquire() if lease else None, group.new_cpu_group(60)
-    return CheckpointManager(run, fence, config, about, lambda *_: None, cpu_group, sharded=True), lease
+    fencing_token = lease.acquire() if lease else None
+    about, cpu_group = {"world": group.world}, group.new_cpu_group(60)
+    return CheckpointManager(run, fencing_token, config, about, lambda *_: None, cpu_group, sharded=True), lease
 
 
 def plan_of(group: Group, micro: int = 3) -> SamplePlan:

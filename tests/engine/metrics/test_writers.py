@@ -14,7 +14,7 @@ from mmray.engine.metrics import writers
 from mmray.engine.metrics.writers import LogUploader, MetricsLog, profiled
 from mmray.errors import TrainingError
 from mmray.storage import storage
-from mmray.storage.lease import Lease, check_fence
+from mmray.storage.lease import Lease, check_fencing_token
 from mmray.storage.paths import to_path
 
 
@@ -163,7 +163,7 @@ def test_growing_files_are_uploaded_fully_and_continued(run, monkeypatch):
 
 def test_growing_files_do_not_overwrite_those_of_another_training(run):
     lease = Lease(run)
-    files = LogUploader(run, print, partial(check_fence, run, lease.acquire()))
+    files = LogUploader(run, print, partial(check_fencing_token, run, lease.acquire()))
     (files.local_folder / "metrics.jsonl").write_text("one\n")
     files.upload_changed()
     lease.advance()
