@@ -1,7 +1,7 @@
 """Errors reported to users, each with an exit code.
 
-Exit codes: 0 success, 2 usage, 3 training failed, 4 resources not available, 5 data missing, unusable or over the limit
-of bad rows, 130 interrupted. A message has the problem, the value, its location, and what to do next.
+Exit codes: 0 success, 2 usage, 3 training failed, 4 resources not available, 5 data missing, unusable or over the
+bad-row limit, 130 interrupted. A message has the problem, the value, its location, and what to do next.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ResourceError(MmrayError):
 
 
 class DataError(MmrayError):
-    """The data cannot be used, or its share of bad rows is over the limit."""
+    """The data cannot be used, or is over the bad-row limit."""
 
     exit_code = 5
 

@@ -8,7 +8,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, missing_capacity
-from mmray.cluster.placement import ROLE_LABEL, data_labels, train_labels
+from mmray.cluster.placement import ROLE_LABEL, data_label_selector, train_label_selector
 
 FILE = Path(__file__).parents[1] / "cluster.yaml"
 TEXT = FILE.read_text()
@@ -69,11 +69,11 @@ def test_empty_pools_accept_feasible_and_refuse_infeasible_run(cluster):
         Pool(name, {key: float(amount) for key, amount in types[name]["resources"].items()}, types[name]["max_workers"])
         for name in ("cpu", "gpu")
     ]
-    labels = {"worker_labels": train_labels("auto", [head]), "data_labels": data_labels("auto", [head])}
-    assert labels == {"worker_labels": {ROLE_LABEL: "train"}, "data_labels": {ROLE_LABEL: "data"}}
+    train, data = train_label_selector("auto", [head]), data_label_selector("auto", [head])
+    assert (train, data) == ({ROLE_LABEL: "train"}, {ROLE_LABEL: "data"})
     gpus = int(types["gpu"]["max_workers"] * types["gpu"]["resources"]["GPU"])
-    assert missing_capacity(Demand(gpus, {"CPU": 1.0, "GPU": 1.0}, 2, **labels), [head], pools) is None
-    said = missing_capacity(Demand(99, {"CPU": 1.0, "GPU": 1.0}, 2, **labels), [head], pools)
+    assert missing_capacity(Demand(gpus, {"CPU": 1.0, "GPU": 1.0}, 2, train, data), [head], pools) is None
+    said = missing_capacity(Demand(99, {"CPU": 1.0, "GPU": 1.0}, 2, train, data), [head], pools)
     assert said is not None and f"--cluster.workers {gpus} would fit" in said
 
 

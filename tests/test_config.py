@@ -2,18 +2,7 @@
 
 import pytest
 
-from mmray.config import (
-    Clip,
-    Cluster,
-    Config,
-    CustomModel,
-    ImageTower,
-    Siglip,
-    TextTower,
-    TwoTower,
-    from_yaml,
-    to_yaml,
-)
+from mmray.config import Clip, Cluster, Config, CustomModel, ImageTower, Siglip, TextTower, TwoTower, from_yaml, to_yaml
 from mmray.errors import UsageError
 
 

@@ -107,32 +107,32 @@ def _build_arms(
     consumers, readers = workers[:CONSUMERS], workers[:actors]
     ray.get([actor.__ray_ready__.remote() for actor in workers])
     inputs = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear")
-    rows = {name: RowReader(each, inputs, tokenizer, Prepare().max_pixels) for name, each in sets.items()}
+    row_readers = {name: RowReader(each, inputs, tokenizer, Prepare().max_pixels) for name, each in sets.items()}
     share = GLOBAL_ROWS // CONSUMERS
     plan = SamplePlan(num_rows=len(files), global_rows=GLOBAL_ROWS, world=CONSUMERS, micro=share, seed=0, steps=ENDLESS)
     steps = max(MIN_STEPS, round(STREAM_WINDOWS * window_s * EXPECTED_RATE * actors / plan.global_rows))
-    window = replace(plan, steps=steps)  # the stream ends with the window
+    window_plan = replace(plan, steps=steps)  # the stream ends with the window
 
-    def run(group: list[Any], method: str, *arguments: Any) -> Arm:
-        return lambda: ray.get([getattr(actor, method).remote(len(group), *arguments, window_s) for actor in group])
+    def run(workers: list[Any], method: str, *arguments: Any) -> Arm:
+        return lambda: ray.get([getattr(actor, method).remote(*arguments, window_s) for actor in workers])
 
     def run_stream(reader: RowReader) -> list[list[Arrival]]:
         """Run one window of the stream as training workers receive it."""
-        stream = StreamDataConfig(ResumePoint(window, 0), reader, actors, block_mb)
+        stream = StreamDataConfig(ResumePoint(window_plan, 0), reader, actors, block_mb)
         shards = zip(consumers, stream.configure({"train": None}, plan.world), strict=True)
-        arrivals: list[list[Arrival]] = ray.get([actor.stream.remote(each["train"], window) for actor, each in shards])
-        return arrivals
+        tasks = [actor.stream.remote(each["train"], window_plan) for actor, each in shards]
+        return list(ray.get(tasks))
 
     textbook = TextbookDataset(files, tokenizer, SIDE)
     tuned = TunedDataset(sets["prepared"], tokenizer, SIDE, inputs.max_tokens)
     num_workers = max(1, actors // CONSUMERS)
     return {
-        "reader original": run(readers, "reader", rows["original"], plan),
-        "reader prepared": run(readers, "reader", rows["prepared"], plan),
+        "reader original": run(readers, "reader", actors, row_readers["original"], plan),
+        "reader prepared": run(readers, "reader", actors, row_readers["prepared"], plan),
         "textbook original": run(consumers, "loader", textbook, share, num_workers),
-        "stream original": partial(run_stream, rows["original"]),
+        "stream original": partial(run_stream, row_readers["original"]),
         "tuned prepared": run(consumers, "loader", tuned, share, num_workers),
-        "stream prepared": partial(run_stream, rows["prepared"]),
+        "stream prepared": partial(run_stream, row_readers["prepared"]),
     }
 
 
@@ -152,7 +152,7 @@ def _prepare(source: str, cache: Path, settings: Prepare) -> PreparedSet:
 
 
 def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int) -> list[str]:
-    """Return lines on the slowest stage, and on the number of CPU workers that a device of `gpu_rate` needs."""
+    """Return lines on the slowest stage, and on the number of decode actors that a device of `gpu_rate` needs."""
     lines = []
     for name in ("original", "prepared"):
         stream, limits = rates[f"stream {name}"], {"reading and decoding on the CPU": rates[f"reader {name}"]}
@@ -164,7 +164,7 @@ def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int)
         lines.append(f"{name}: the bottleneck is {slowest}")
         if gpu_rate is not None:
             needed = math.ceil(gpu_rate / (stream / actors))
-            lines.append(f"{name}: a device of {gpu_rate:,.0f} images/s needs {needed} CPU workers of this kind")
+            lines.append(f"{name}: a device of {gpu_rate:,.0f} images/s needs {needed} decode actors")
     return lines
 
 

@@ -131,7 +131,7 @@ class LoaderWorker:
                 pass
         return arrivals
 
-    def loader(self, world: int, dataset: BaselineDataset, batch: int, workers: int, window_s: float) -> list[Arrival]:
+    def loader(self, dataset: BaselineDataset, batch: int, workers: int, window_s: float) -> list[Arrival]:
         """Consume a DataLoader with `workers` processes."""
         seed = torch.Generator().manual_seed(self.rank)
         batches = DataLoader(

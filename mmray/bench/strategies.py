@@ -21,6 +21,7 @@ from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import Metrics
 from mmray.engine.parallel.strategy import two_devices
+from mmray.errors import UsageError, suggest
 from mmray.train.validate import unsupported_reasons
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 BASELINE = "ddp fp32"
 PROFILED_STEPS = 2
-FIGURES = (
+MEASURED_FIELDS = (
     *("samples_per_s", "step_p50_s", "step_p95_s", "communication_share"),
     *("peak_gib", "loss", "loss_vs_ddp"),
 )
@@ -50,15 +51,17 @@ ONE_WORKER = ("single", "branches")
 def bench_strategies(
     config: Config, steps: int = 10, only: tuple[str, ...] = (), notify: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Return {machine, batch, ratios, rows}, a row per strategy; a failed one has only `error`."""
+    """Return {machine, batch, ratios, rows}, a row per strategy; a failed one has only `error`. Raises UsageError."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
+    if unknown := [name for name in only if name not in STRATEGIES]:
+        raise UsageError(f"--only: unknown strategy `{unknown[0]}`; {suggest(unknown[0], STRATEGIES)}")
     config = config.with_cluster(workers=max(2, config.cluster.max_workers))
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
-    kind = select_device(config).type  # the same for all rows, with one worker too
+    device_type = select_device(config).type  # the same for all rows, with one worker too
     chosen = {name: train for name, train in STRATEGIES.items() if not only or name in (BASELINE, *only)}
     rows: list[dict[str, Any]] = []
     for number, (name, train) in enumerate(chosen.items(), 1):
-        row = {"strategy": name} | _measure_row(config, train, shape, kind, steps)
+        row = {"strategy": name} | _measure_row(config, train, shape, device_type, steps)
         result = "failed" if row["error"] else f"{row['samples_per_s']:,.0f} samples/s"
         notify(f"{number} of {len(chosen)}, {name}: {result}")
         rows.append(row)
@@ -68,11 +71,13 @@ def bench_strategies(
             row["loss_vs_ddp"] = round(row["loss"] / base["loss"] - 1, 6)
             name = row["strategy"].replace(" ", "_").replace(",", "")
             ratios[f"{name}_vs_ddp"] = row["samples_per_s"] / base["samples_per_s"]
-    machine = describe_machine(torch.device(kind))
+    machine = describe_machine(torch.device(device_type))
     return {"machine": machine, "batch": str(shape), "ratios": ratios, "rows": rows}
 
 
-def _measure_row(config: Config, train: dict[str, Any], shape: BatchShape, kind: str, steps: int) -> dict[str, Any]:
+def _measure_row(
+    config: Config, train: dict[str, Any], shape: BatchShape, device_type: str, steps: int
+) -> dict[str, Any]:
     """Measure one strategy in new processes, with the same rows per step; on failure `error` is the reason."""
     if train["parallel"] in ONE_WORKER:
         config = config.with_cluster(workers=1)
@@ -80,12 +85,12 @@ def _measure_row(config: Config, train: dict[str, Any], shape: BatchShape, kind:
         train=config.train.replace(**{"grad_compression": "none", "profile": 0, **train}),
         batch=config.batch.replace(global_=shape.global_rows, micro=shape.micro, accumulation=None),
     )
-    row: dict[str, Any] = {"workers": config.cluster.max_workers, **dict.fromkeys(FIGURES), "error": None}
+    row: dict[str, Any] = {"workers": config.cluster.max_workers, **dict.fromkeys(MEASURED_FIELDS), "error": None}
     reasons = unsupported_reasons(config)
     if reasons:
         return row | {"error": "; ".join(reasons)}
     try:
-        return row | spawn_workers(partial(_measure_rank, steps=steps), config, kind)
+        return row | spawn_workers(partial(_measure_rank, steps=steps), config, device_type)
     except WorkerFailed as error:
         return row | {"error": str(error)}
 

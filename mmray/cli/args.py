@@ -62,7 +62,7 @@ def parse_config(argv: Sequence[str], command_name: str) -> tuple[Config, bool]:
         f"Train the recipe `{name}`; the defaults below are the recipe's values. "
         f"Recipes: {', '.join(recipes.RECIPES)}, or a YAML file. --print-config prints the settings and exits."
     )
-    recipe = load_recipe(name, rest).without_conflicting(given)
+    recipe = load_recipe(name, rest).without_overridden_length_and_batch(given)
     return parse_args(Config, rest, f"mmray {command_name} {name}", recipe, description), print_config
 
 

@@ -42,11 +42,11 @@ class LoaderCommand:
     window_s: float = 3.0
     """Seconds per window."""
     workers: int = 0
-    """Stream actors, and DataLoader workers over both consumers; 0: one per core."""
+    """Decode actors of the stream, and DataLoader workers over both consumers; 0: one per core."""
     block_mb: float = 24.0
     """Size of a stream block in MB."""
     gpu_rate: float | None = None
-    """Images/s that a device consumes; prints how many CPU workers feed it."""
+    """Images/s that a device consumes; prints how many decode actors feed it."""
     json: str | None = None
     """Write machine, ratios and rows to this file as JSON."""
 
@@ -77,7 +77,8 @@ def bench(argv: Sequence[str], terminal: Terminal) -> int:
     command_type, run = BENCHES[what]
     command = parse_args(command_type, rest, f"mmray bench {what}")
     require_positive(command, "pairs", "images", "rounds", "steps")
-    result, table = run(command, terminal)
+    with terminal.progress("measuring"):
+        result, table = run(command, terminal)
     machine = result["machine"]
     terminal.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
     if "batch" in result:
@@ -109,8 +110,7 @@ def _loader(command: LoaderCommand, terminal: Terminal) -> tuple[dict[str, Any],
     from mmray.bench.loader import bench_loader
 
     given = {name: value for name, value in vars(command).items() if name != "json"}
-    with terminal.progress("measuring"):
-        result = bench_loader(terminal.status, **given)
+    result = bench_loader(terminal.status, **given)
     columns = {"arm": ("", ""), "images_per_s": ("images/s", ",.0f"), "first_batch_s": ("first batch s", ",.3f")}
     return result, rows_table(result["rows"], columns)
 

@@ -61,7 +61,7 @@ class Terminal:
                 self._live = None
 
     def status(self, title: str) -> None:
-        """Show the current activity while the number of items is unknown."""
+        """Show the current activity in the bar of `progress`, or as a line of a log."""
         if self._live is not None:
             self._live.remove_task(self._task)  # rich cannot reset a known total
             self._add_task(title)

@@ -60,9 +60,9 @@ def prepare(argv: Sequence[str], terminal: Terminal) -> int:
     from mmray.data.prepare.pipeline import prepare as prepare_rows
 
     start_s = time.monotonic()
-    section = Cluster(address=command.address, wait_for_nodes=command.wait_for_nodes)
-    with ray_session(section), terminal.progress("starting Ray"):
-        check_data_capacity(section)
+    cluster_config = Cluster(address=command.address, wait_for_nodes=command.wait_for_nodes)
+    with ray_session(cluster_config), terminal.progress("starting Ray"):
+        check_data_capacity(cluster_config)
         reporter = Reporter(terminal)
         report = (reporter.prepare_progress, reporter.log)
         manifest = prepare_rows(command.source, command.out, command.settings, *report, command.retry_quarantined)

@@ -12,7 +12,7 @@ import tyro
 from rich.table import Table
 from tyro.conf import UseAppendAction
 
-from mmray.cli.args import flag_values, load_recipe, parse_args, split_args
+from mmray.cli.args import flag_values, load_recipe, parse_args, require_positive, split_args
 from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED, TrainingError
@@ -93,8 +93,9 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
 
     recipe = load_recipe(name, rest)
     searched = [text.partition("=")[0].replace("-", "_") for text in flag_values("--space", rest)]
-    default, description = TuneCommand(trials.reset_searched(recipe, searched)), DESCRIPTION.strip().format(name=name)
-    command = parse_args(TuneCommand, rest, f"mmray tune {name}", default, description)
+    default = TuneCommand(trials.clear_length_and_derived_batch(recipe, searched))
+    command = parse_args(TuneCommand, rest, f"mmray tune {name}", default, DESCRIPTION.strip().format(name=name))
+    require_positive(command, "samples", "concurrency")
     base = trials.restore_length(command.settings, recipe)
     if print_config:
         print(to_yaml(base), end="")

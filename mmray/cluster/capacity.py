@@ -9,6 +9,7 @@ from itertools import chain
 
 Resources = dict[str, float]
 Labels = dict[str, str]
+LabelSelector = dict[str, str]  # Ray's: {key: `value`, `!value`, `in(a,b)` or `!in(a,b)`}
 
 NODE_ID = "ray.io/node-id"
 NODE_GROUP = "ray.io/node-group"  # Ray's label with the name of the node's pool
@@ -22,14 +23,14 @@ class Node:
     resources: Resources
     labels: Labels | None = field(default_factory=dict)
 
-    def matches_labels(self, selectors: Labels) -> bool:
-        """Return whether the node satisfies this label selector."""
+    def matches_labels(self, selector: LabelSelector) -> bool:
+        """Return whether the node satisfies this label selector; True while its labels are unknown."""
         if self.labels is None:
             return True
-        for key, selector in selectors.items():  # those that mmray uses: `value`, `!value`, `in(a,b)`, `!in(a,b)`
-            body = selector.removeprefix("!")
+        for key, condition in selector.items():
+            body = condition.removeprefix("!")
             values = body[3:-1].split(",") if body.startswith("in(") else [body]
-            if (self.labels.get(key) in {each.strip() for each in values}) == selector.startswith("!"):
+            if (self.labels.get(key) in {each.strip() for each in values}) == condition.startswith("!"):
                 return False
         return True
 
@@ -55,23 +56,23 @@ class Demand:
     workers: int
     per_worker: Resources
     data_cpus: int
-    worker_labels: Labels = field(default_factory=dict)
-    data_labels: Labels = field(default_factory=dict)
+    worker_label_selector: LabelSelector = field(default_factory=dict)
+    data_label_selector: LabelSelector = field(default_factory=dict)
 
     def __str__(self) -> str:
         workers = f"{self.workers} training workers of {format_resources(self.per_worker)} each"
-        if self.worker_labels:
-            workers += f" on nodes{format_labels(self.worker_labels)}"
+        if self.worker_label_selector:
+            workers += f" on nodes{format_label_selector(self.worker_label_selector)}"
         data = f"{self.data_cpus} CPUs for data"
-        if self.data_labels:
-            data += f" on nodes{format_labels(self.data_labels)}"
+        if self.data_label_selector:
+            data += f" on nodes{format_label_selector(self.data_label_selector)}"
         return ", and ".join(part for part, count in ((workers, self.workers), (data, self.data_cpus)) if count)
 
 
 def missing_capacity(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool] = ()) -> str | None:
     """Return None if the demand fits the nodes and pools; otherwise a message with what is missing and what fits."""
     largest = max_cluster(demand, nodes, pools)
-    if max_concurrent(demand, nodes, 1) or max_concurrent(demand, largest, 1):
+    if fits(demand, nodes) or fits(demand, largest):
         return None
     names = {"CPU", "GPU", *demand.per_worker}
     totals = {name: sum(node.resources.get(name, 0) for node in largest) for name in names}
@@ -88,31 +89,36 @@ def _cause_and_fix(demand: Demand, nodes: Sequence[Node]) -> tuple[str, str]:
     if missing:
         known = sorted({name for node in nodes for name in node.resources if ":" not in name})
         return f"no node has any {' or '.join(missing)}", f"the nodes have {', '.join(known)}"
-    for purpose, labels in (("training", demand.worker_labels), ("data", demand.data_labels)):
-        if not any(node.matches_labels(labels) for node in nodes):
+    for purpose, selector in (("training", demand.worker_label_selector), ("data", demand.data_label_selector)):
+        if not any(node.matches_labels(selector) for node in nodes):
             fix = f"--cluster.{purpose.removesuffix('ing')}-label none allows any node"
-            return f"no node for {purpose} is{format_labels(labels)}", fix
-    if not any(node.fits(demand.per_worker) and node.matches_labels(demand.worker_labels) for node in nodes):
+            return f"no node for {purpose} is{format_label_selector(selector)}", fix
+    if not any(node.fits(demand.per_worker) and node.matches_labels(demand.worker_label_selector) for node in nodes):
         return "no single node can hold one worker", ""
-    if not max_concurrent(replace(demand, workers=0), nodes, 1):
+    if not fits(replace(demand, workers=0), nodes):
         return "there are too few CPUs for data", "fewer --data.workers need fewer CPUs" if demand.data_cpus > 2 else ""
-    fitting = max_workers(demand, nodes)
+    fitting = num_workers_that_fit(demand, nodes)
     return f"{fitting} workers fit together with the data", f"--cluster.workers {fitting} would fit" if fitting else ""
+
+
+def fits(demand: Demand, nodes: Sequence[Node]) -> bool:
+    """Return whether one such run fits on these free resources."""
+    return max_concurrent(demand, nodes, 1) == 1
 
 
 def max_concurrent(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
     """Return how many such runs fit at once on these free resources, up to `limit`."""
     free = [Node(dict(node.resources), node.labels) for node in nodes]
     # Data last, because single CPUs fit the gaps left by workers.
-    bundles = [(demand.per_worker, demand.worker_labels)] * demand.workers
-    bundles += [({"CPU": 1.0}, demand.data_labels)] * demand.data_cpus
+    bundles = [(demand.per_worker, demand.worker_label_selector)] * demand.workers
+    bundles += [({"CPU": 1.0}, demand.data_label_selector)] * demand.data_cpus
     return next((count for count in range(limit) if not all(_allocate(free, *each) for each in bundles)), limit)
 
 
-def max_workers(demand: Demand, nodes: Sequence[Node]) -> int:
+def num_workers_that_fit(demand: Demand, nodes: Sequence[Node]) -> int:
     """Return how many workers of the demand fit together with its data CPUs."""
     counts = range(1, demand.workers + 1)
-    return bisect_left(counts, True, key=lambda count: not max_concurrent(replace(demand, workers=count), nodes, 1))
+    return bisect_left(counts, True, key=lambda count: not fits(replace(demand, workers=count), nodes))
 
 
 def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
@@ -125,10 +131,10 @@ def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) ->
     return [*fixed, *chain.from_iterable(added)]
 
 
-def exclude_nodes(node_ids: Iterable[str], labels: Labels | None = None) -> Labels:
-    """Return `labels` extended to exclude these nodes."""
-    before = (labels or {}).get(NODE_ID, "").removeprefix("!in(").removesuffix(")")
-    return {**(labels or {}), NODE_ID: f"!in({','.join(sorted({*node_ids, *filter(None, before.split(','))}))})"}
+def exclude_nodes(node_ids: Iterable[str], selector: LabelSelector | None = None) -> LabelSelector:
+    """Return the label selector extended to exclude these nodes."""
+    before = (selector or {}).get(NODE_ID, "").removeprefix("!in(").removesuffix(")")
+    return {**(selector or {}), NODE_ID: f"!in({','.join(sorted({*node_ids, *filter(None, before.split(','))}))})"}
 
 
 def format_resources(resources: Resources) -> str:
@@ -136,14 +142,14 @@ def format_resources(resources: Resources) -> str:
     return " and ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()))
 
 
-def format_labels(labels: Labels) -> str:
+def format_label_selector(selector: LabelSelector) -> str:
     """Format as ` labelled role=gpu`; empty without labels."""
-    return f" labelled {', '.join(f'{key}={value}' for key, value in labels.items())}" if labels else ""
+    return f" labelled {', '.join(map('='.join, selector.items()))}" if selector else ""
 
 
-def _allocate(free: list[Node], bundle: Resources, labels: Labels) -> bool:
+def _allocate(free: list[Node], bundle: Resources, selector: LabelSelector) -> bool:
     """Allocate the bundle on the fitting node with the fewest GPUs, then CPUs; return False if none fits."""
-    fitting = [node for node in free if node.matches_labels(labels) and node.fits(bundle)]
+    fitting = [node for node in free if node.matches_labels(selector) and node.fits(bundle)]
     if not fitting:
         return False
     node = min(fitting, key=lambda node: (node.resources.get("GPU", 0), node.resources.get("CPU", 0)))

@@ -20,16 +20,16 @@ from mmray.machine import cores
 if TYPE_CHECKING:
     from mmray.config import Cluster
 
-_PRELOADED_MODULES = "ray.data,mmray.data.stream.decode_actor"  # starts each data actor a second faster
+_PRELOADED_MODULES = "ray.data,mmray.data.stream.decode_actor"  # starts each decode actor a second faster
 # Object storage settings for workers of a remote cluster. No credentials, because Ray logs these values.
 S3_ENV = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED")
-INPUT_TASK_CPUS = 1  # for tasks that feed the data actors
+INPUT_TASK_CPUS = 1  # for tasks that feed the decode actors
 CONNECT_TIMEOUT_S = 5.0
 
 
 @contextmanager
 def ray_session(
-    section: Cluster, data_actors: int = 1, while_starting: Callable[[], None] | None = None
+    cluster_config: Cluster, decode_actors: int = 1, while_starting: Callable[[], None] | None = None
 ) -> Iterator[None]:
     """Connect to Ray, or start it here; runs `while_starting`, which must not import Ray, in a thread meanwhile."""
     import ray.data  # here: `mmray --help` must not import Ray
@@ -42,13 +42,13 @@ def ray_session(
     if ray.is_initialized():
         if while_starting is not None:
             while_starting()
-        set_data_placement(section)
+        set_data_placement(cluster_config)
         yield
         return
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(while_starting) if while_starting is not None else None
-        _start(section.address or os.environ.get("RAY_ADDRESS"), section, data_actors)
+        _start(cluster_config.address or os.environ.get("RAY_ADDRESS"), cluster_config, decode_actors)
     if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler exits with code 15
     try:
@@ -58,13 +58,13 @@ def ray_session(
         context.enable_progress_bars = context.print_on_execution_start = False
         for name in ("ray", "ray.data", "ray.train", "ray.tune"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        set_data_placement(section)
+        set_data_placement(cluster_config)
         yield
     finally:
         ray.shutdown()
 
 
-def _start(address: str | None, section: Cluster, data_actors: int) -> None:
+def _start(address: str | None, cluster_config: Cluster, decode_actors: int) -> None:
     import ray
 
     from mmray.cluster.ray_internals import ENVIRONMENT, PRELOAD_VARIABLE
@@ -83,7 +83,7 @@ def _start(address: str | None, section: Cluster, data_actors: int) -> None:
             os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
             os.environ.setdefault(PRELOAD_VARIABLE, _PRELOADED_MODULES)
             # A local cluster requires a token unless the user sets RAY_AUTH_MODE.
-            num_cpus = num_local_cpus(section, data_actors, physical=cores())
+            num_cpus = num_local_cpus(cluster_config, decode_actors, available_cores=cores())
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **log_options)
             token = Path.home() / ".ray" / "auth_token"
             if token.exists() and token.stat().st_uid == os.getuid():
@@ -111,6 +111,7 @@ def check_reachable(address: str) -> None:
         ) from None
 
 
-def num_local_cpus(section: Cluster, data_actors: int, physical: int) -> int:
+def num_local_cpus(cluster_config: Cluster, decode_actors: int, available_cores: int) -> int:
     """Return the logical CPUs of a local cluster: at least enough for the workers and their data, which share cores."""
-    return max(physical, math.ceil(section.max_workers * section.cpus_per_worker) + data_actors + INPUT_TASK_CPUS)
+    needed = math.ceil(cluster_config.max_workers * cluster_config.cpus_per_worker) + decode_actors + INPUT_TASK_CPUS
+    return max(available_cores, needed)

@@ -27,7 +27,7 @@ from mmray.machine import cores, free_memory
 GIB = 2**30
 MIN_MEMORY_GIB = 2.0
 MIN_DISK_GIB = 5.0
-MIN_SHM_SHARE = 0.25  # of memory; Ray's object store needs 30 % and falls back to slow files below that
+MIN_SHM_SHARE = 0.25  # of memory; Ray's object store takes 30 %, or slow files in /tmp if /dev/shm is too small
 MIN_OPEN_FILES = 4096
 PROBE_MB = 8
 

@@ -22,12 +22,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mmray.cluster.capacity import (
     NODE_ID,
     Demand,
-    Labels,
+    LabelSelector,
     Node,
     Pool,
     Resources,
     exclude_nodes,
-    max_concurrent,
+    fits,
     missing_capacity,
 )
 from mmray.cluster.ray_internals import HEAD_RESOURCE, autoscaler_groups, draining_nodes, free_resources, request_nodes
@@ -46,15 +46,15 @@ START_TOLERANCE_S = 2.0  # process start times shift with system clock correctio
 
 
 @dataclass(frozen=True)
-class LiveNodes:
-    """Available nodes with their free resources, and IDs of unreachable or draining nodes."""
+class SchedulableNodes:
+    """Reachable nodes that are not draining, with their free resources, and the IDs of the others."""
 
     nodes: list[Node]
     unavailable: tuple[str, ...]
 
-    def excluding_unavailable(self, labels: Labels | None) -> Labels | None:
+    def excluding_unavailable(self, selector: LabelSelector | None) -> LabelSelector | None:
         """Return a label selector that also excludes the unavailable nodes."""
-        return exclude_nodes(self.unavailable, labels) if self.unavailable else labels or None
+        return exclude_nodes(self.unavailable, selector) if self.unavailable else selector or None
 
 
 def alive_nodes() -> list[Node]:
@@ -71,17 +71,17 @@ def free_nodes() -> list[Node]:
 def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
     """Return the free resources when the demand fits them, or after the timeout: ended workers release theirs late."""
     end_s = time.monotonic() + timeout_s
-    while not max_concurrent(demand, nodes := free_nodes(), 1) and time.monotonic() < end_s:
+    while not fits(demand, nodes := free_nodes()) and time.monotonic() < end_s:
         time.sleep(FREE_INTERVAL_S)
     return nodes
 
 
-def live_nodes() -> LiveNodes:
+def schedulable_nodes() -> SchedulableNodes:
     """Return the nodes that accept connections and are not draining, with their free resources."""
     draining, alive = draining_nodes(), [node for node in ray.nodes() if node["Alive"]]
     unavailable = {node["NodeID"] for node in alive if node["NodeID"] in draining or not _is_reachable(node)}
     nodes = [node for node in free_nodes() if (node.labels or {})[NODE_ID] not in unavailable]
-    return LiveNodes(nodes, tuple(sorted(unavailable)))
+    return SchedulableNodes(nodes, tuple(sorted(unavailable)))
 
 
 def _is_reachable(node: dict[str, Any]) -> bool:
@@ -125,13 +125,13 @@ class AutoscalerRequest:
     _count: int = 0
     _sent_s: float = field(default=float("-inf"))
 
-    def request(self, per_worker: Resources, labels: Labels, count: int) -> None:
-        """Request capacity for `count` more workers on nodes with these labels; 0 cancels. Repeated every 15 s."""
+    def request(self, per_worker: Resources, selector: LabelSelector, count: int) -> None:
+        """Request capacity for `count` more workers; 0 cancels. Call it often: it is sent again after REFRESH_S."""
         if (not count and not self._count) or (count == self._count and time.monotonic() - self._sent_s < REFRESH_S):
             return
         self._count, self._sent_s = count, time.monotonic()
         try:
-            request_nodes(self.name, [dict(per_worker)] * count, labels, EXPIRES_S, REQUEST_TIMEOUT_S)
+            request_nodes(self.name, [dict(per_worker)] * count, selector, EXPIRES_S, REQUEST_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError):
             self._sent_s = float("-inf")  # resend at the next call
 
@@ -139,28 +139,28 @@ class AutoscalerRequest:
         self.request({}, {}, 0)
 
 
-def physical_cores_if_local() -> int | None:
-    """Return the cores of a single-node cluster if Ray counts more CPUs (see connect.py); otherwise None."""
-    nodes, physical = alive_nodes(), cores()
-    return physical if len(nodes) == 1 and nodes[0].resources.get("CPU", 0) > physical else None
+def available_cores_if_local() -> int | None:
+    """Return the available cores of a single-node cluster if Ray counts more CPUs (see connect.py), otherwise None."""
+    nodes, available_cores = alive_nodes(), cores()
+    return available_cores if len(nodes) == 1 and nodes[0].resources.get("CPU", 0) > available_cores else None
 
 
-def data_labels(setting: str, nodes: list[Node]) -> Labels:
-    """Return the labels of nodes that read and decode data."""
+def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
+    """Return the label selector of nodes that read and decode data."""
     if setting != "auto" or _has_roles(nodes):
-        return _role_labels(setting, "data")
+        return _role_label_selector(setting, "data")
     gpu_nodes = [node for node in nodes if node.resources.get("GPU")]
     cpu_nodes = [n for n in nodes if n not in gpu_nodes and n.resources.get("CPU") and HEAD_RESOURCE not in n.resources]
     return exclude_nodes((node.labels or {})[NODE_ID] for node in gpu_nodes) if gpu_nodes and cpu_nodes else {}
 
 
-def train_labels(setting: str, nodes: list[Node]) -> Labels:
-    """Return the labels of nodes for training workers; GPU workers need none without roles."""
-    return _role_labels(setting, "train") if setting != "auto" or _has_roles(nodes) else {}
+def train_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
+    """Return the label selector of nodes for training workers; GPU workers need none without roles."""
+    return _role_label_selector(setting, "train") if setting != "auto" or _has_roles(nodes) else {}
 
 
-def _role_labels(setting: str, role: str) -> Labels:
-    """Labels of a setting: `auto` (those of `role`), `none` or `key=value`."""
+def _role_label_selector(setting: str, role: str) -> LabelSelector:
+    """Return the label selector of a setting: `auto` (those of `role`), `none` or `key=value`."""
     key, _, value = {"auto": f"{ROLE_LABEL}={role}", "none": ""}.get(setting, setting).partition("=")
     return {key: value} if key else {}
 
@@ -169,18 +169,18 @@ def _has_roles(nodes: list[Node]) -> bool:
     return any((node.labels or {}).get(ROLE_LABEL) for node in nodes)
 
 
-def set_data_placement(section: Cluster) -> None:
+def set_data_placement(cluster_config: Cluster) -> None:
     """Restrict Ray Data jobs of this process to the data nodes."""
-    labels = data_labels(section.data_label, alive_nodes())
-    ray.data.DataContext.get_current().execution_options.label_selector = labels or None
+    selector = data_label_selector(cluster_config.data_label, alive_nodes())
+    ray.data.DataContext.get_current().execution_options.label_selector = selector or None
 
 
-def check_data_capacity(section: Cluster) -> None:
+def check_data_capacity(cluster_config: Cluster) -> None:
     """Raise ResourceError if there can be no data node with a CPU, because Ray would wait forever."""
     nodes = alive_nodes()
-    demand = Demand(0, {}, 1, {}, data_labels(section.data_label, nodes))
+    demand = Demand(0, {}, 1, {}, data_label_selector(cluster_config.data_label, nodes))
     missing = missing_capacity(demand, nodes, autoscaling_pools())
-    if missing is not None and not section.wait_for_nodes:
+    if missing is not None and not cluster_config.wait_for_nodes:
         raise ResourceError(
             f"{missing}, or declare that nodes will be added (--wait-for-nodes; for training --cluster.wait-for-nodes)"
         )

@@ -79,7 +79,7 @@ def autoscaler_groups() -> list[tuple[str, dict[str, float], int]] | None:
 
 
 def request_nodes(
-    requester: str, bundles: list[dict[str, float]], labels: dict[str, str], expire_s: float, timeout_s: float
+    requester: str, bundles: list[dict[str, float]], selector: dict[str, str], expire_s: float, timeout_s: float
 ) -> None:
     """Request capacity for these bundles; an empty list cancels it. Raises RayError or TimeoutError."""
     with _checked("the autoscaling coordinator"):
@@ -91,7 +91,7 @@ def request_nodes(
             answer = coordinator.request_resources.remote(
                 requester_id=requester,
                 resources=bundles,
-                label_selectors=[dict(labels)] * len(bundles) if labels else None,
+                label_selectors=[dict(selector)] * len(bundles) if selector else None,
                 expire_after_s=expire_s,
                 priority=module.ResourceRequestPriority.HIGH,
             )

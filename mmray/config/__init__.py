@@ -70,7 +70,7 @@ class Config(Section):
         shared = {name: value for name, value in vars(self.model.inputs).items() if name in inputs.model_fields}
         return self.replace(model=section(kind=kind, inputs=inputs(**shared)))
 
-    def without_conflicting(self, given: Collection[str]) -> Config:
+    def without_overridden_length_and_batch(self, given: Collection[str]) -> Config:
         """Return a copy without the length and global batch that the settings `given` override."""
         update: dict[str, Any] = {}
         if any(name in LENGTHS for name in given):
@@ -117,7 +117,7 @@ def _override(recipe: Config, values: dict[str, Any]) -> dict[str, Any]:
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
     given = [f"{name}.{key}" for name, fields in sections.items() for key in fields if fields[key] is not None]
     kind = str(sections.get("model", {}).get("kind", recipe.model.kind))
-    base = recipe.with_model_kind(kind).without_conflicting(given)
+    base = recipe.with_model_kind(kind).without_overridden_length_and_batch(given)
 
     def merge(old: Any, new: Any) -> Any:
         nested = isinstance(old, dict) and isinstance(new, dict)

@@ -16,11 +16,11 @@ class Section(BaseModel):
     """A frozen group of settings; unknown names and invalid values raise UsageError with the full setting name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
-    path: ClassVar[str] = ""  # prefix of its settings, the class argument `path`
+    settings_prefix: ClassVar[str] = ""  # such as `model.text`, from the class argument of this name
 
-    def __init_subclass__(cls, path: str = "", **config: Any) -> None:
+    def __init_subclass__(cls, settings_prefix: str = "", **config: Any) -> None:
         super().__init_subclass__(**config)
-        cls.path = path or cls.path
+        cls.settings_prefix = settings_prefix or cls.settings_prefix
 
     def replace(self, **settings: Any) -> Self:
         """Return a validated copy with these fields changed, unlike `model_copy`. Raises UsageError."""
@@ -38,7 +38,7 @@ class Section(BaseModel):
 def _explain(section: type[Section], item: Any) -> str:
     """Format one pydantic error: setting, problem, value, and the closest known name."""
     parts = [part for part in map(str, item["loc"]) if not UNION_TAG.fullmatch(part)]
-    name = ".".join([section.path, *parts]).strip(".") or "config"
+    name = ".".join([section.settings_prefix, *parts]).strip(".") or "config"
     if item["type"] == "extra_forbidden":
         known = [field.alias or key for key, field in section.model_fields.items()]
         return f"{name}: unknown setting; {suggest(str(item['loc'][-1]), known)}"

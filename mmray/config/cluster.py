@@ -13,7 +13,7 @@ from mmray.storage.address import CREDENTIALS_REFUSED, has_credentials
 Label = Annotated[str, Field(pattern=r"^(auto|none|[A-Za-z0-9._/-]+=\S+)$")]
 
 
-class Cluster(Section, path="cluster"):
+class Cluster(Section, settings_prefix="cluster"):
     """Resources that a run requests from Ray."""
 
     address: str | None = Field(None, description="Ray address; None: RAY_ADDRESS if set, otherwise this machine.")
@@ -65,7 +65,7 @@ def _range(workers: int | str) -> tuple[int, int]:
     return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
 
 
-class Run(Section, path="run"):
+class Run(Section, settings_prefix="run"):
     """Name, files and trackers of a run."""
 
     name: str | None = Field(

@@ -47,7 +47,7 @@ SourceFormat = Literal["auto", "jsonl", "csv", "tsv", "parquet", "webdataset", "
 COLUMNS = ("id", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels", "messages")
 
 
-class Prepare(Section, path="prepare"):
+class Prepare(Section, settings_prefix="prepare"):
     """Validation, deduplication and packing of raw rows into a prepared set."""
 
     max_bad_fraction: Share = Field(0.01, description="Maximum share of quarantined rows; above it, exit code 5.")
@@ -105,24 +105,24 @@ class Prepare(Section, path="prepare"):
         return {ours: theirs for ours, _, theirs in (column.partition("=") for column in self.columns)}
 
 
-class Data(Section, path="data"):
+class Data(Section, settings_prefix="data"):
     """Data sets, row selection and streaming; training takes the split `train` of a set with splits."""
 
     train: str = Field(
         "sample",
         description="A prepared set, a raw source (prepared on first use), `sample`, or a mixture in which a weight "
-        "is epochs per epoch: `prepared/a + 2 * prepared/b`.",
+        "is how many times the set is repeated per epoch: `prepared/a + 2 * prepared/b`.",
     )
     eval: str | None = Field(None, description="Set to evaluate on; None: `eval_split` of the training set, if any.")
     eval_split: str = Field("test", description="Split to evaluate on, if the set has splits.")
     cache: str = Field("prepared", description="Folder for sets that a run prepares.")
-    workers: int | Literal["auto"] = Field("auto", description="Decoding actors; auto: by CPU cores and memory.")
+    workers: int | Literal["auto"] = Field("auto", description="Decode actors; auto: by CPU cores and memory.")
     limit: int | None = Field(None, ge=1, description="Train on the first N rows only.")
     shuffle: bool = Field(True, description="Shuffle each epoch differently, by the seed; False: source order.")
     shuffle_blocks: str | int = Field(
         "auto",
-        description="Rows per block and blocks per shuffle window, as 32x16, for larger reads; 1: full shuffle; auto: "
-        "by row size on object stores, full shuffle on disks.",
+        description="ROWSxBLOCKS: rows read contiguously x blocks shuffled together; 1: shuffle single rows; auto: "
+        "by row size on object stores, single rows on disks.",
     )
     local_cache: str | None = Field(None, description="Folder on each data node that caches reads from object stores.")
     local_cache_gb: float = Field(20.0, gt=0, description="Size limit of the local cache in GB.")
@@ -155,7 +155,7 @@ class Data(Section, path="data"):
         return None if rows == "auto" else int(rows), int(blocks) if blocks else None
 
 
-class Augment(Section, path="augment"):
+class Augment(Section, settings_prefix="augment"):
     """Random augmentation of training images, seeded by (seed, epoch, key); held-out images are not augmented."""
 
     crop_scale: tuple[float, float] = Field((1.0, 1.0), description="Area of a random crop, lowest and highest share.")
@@ -165,12 +165,12 @@ class Augment(Section, path="augment"):
     )
 
     @property
-    def crops(self) -> bool:
+    def has_random_crop(self) -> bool:
         return self.crop_scale != (1.0, 1.0)
 
     @property
     def is_active(self) -> bool:
-        return self.crops or any((self.flip, *self.color_jitter))
+        return self.has_random_crop or any((self.flip, *self.color_jitter))
 
     @model_validator(mode="after")
     def _check_ranges(self) -> Augment:

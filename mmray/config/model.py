@@ -34,7 +34,7 @@ def _absolute(weights: str) -> str:
 Weights = Annotated[str, AfterValidator(_absolute)]
 
 
-class Inputs(Section, path="model.inputs"):
+class Inputs(Section, settings_prefix="model.inputs"):
     """Image preprocessing and tokenization, shared by data, evaluation and export."""
 
     image_side: int = Field(224, ge=8, le=4096, description="Height and width of the model's input image in pixels.")
@@ -62,7 +62,7 @@ class Inputs(Section, path="model.inputs"):
         return value
 
 
-class Chat(Section, path="model.inputs.chat"):
+class Chat(Section, settings_prefix="model.inputs.chat"):
     """Conversation template of a generative model; `{}` is the message."""
 
     image: str = Field("<image>", min_length=1, description="Image placeholder token; a line break follows it.")
@@ -93,7 +93,7 @@ _KIND = tyro.conf.arg(
 )
 
 
-class Lora(Section, path="model.lora"):
+class Lora(Section, settings_prefix="model.lora"):
     """Low-rank adapters (LoRA); all other weights are frozen."""
 
     rank: int = Field(0, ge=0, le=1024, description="Rank of the adapters; 0: none, all weights are trained.")
@@ -103,7 +103,7 @@ class Lora(Section, path="model.lora"):
     )
 
 
-class Model(Section, path="model"):
+class Model(Section, settings_prefix="model"):
     """Settings common to all model kinds; data, evaluation and export use only these."""
 
     kind: str
@@ -123,7 +123,7 @@ class EmbeddingModel(Model):
     logit_bias: LogitBias = None
 
 
-class ImageTower(Section, path="model.image"):
+class ImageTower(Section, settings_prefix="model.image"):
     """Image branch."""
 
     name: Literal["convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101", "transformers"] = Field(
@@ -139,7 +139,7 @@ class ImageTower(Section, path="model.image"):
     patch: Patch = 16
 
 
-class TextTower(Section, path="model.text"):
+class TextTower(Section, settings_prefix="model.text"):
     """BERT text branch; pretrained weights define its shape."""
 
     weights: Weights = Field(
@@ -168,7 +168,7 @@ class TwoTower(TowerModel):
     kind: Annotated[Literal["two_tower"], _KIND] = "two_tower"
 
 
-class CrossAttention(Section, path="model.cross"):
+class CrossAttention(Section, settings_prefix="model.cross"):
     """Cross-attention layers between text tokens and image features."""
 
     width: Width = 256
@@ -188,7 +188,7 @@ class Fusion(TowerModel):
     region_labels: tuple[str, ...] = Field((), description="Names of the box labels 0, 1, ...; empty: the set's.")
 
 
-class ClipImage(Section, path="model.image"):
+class ClipImage(Section, settings_prefix="model.image"):
     """Image encoder of CLIP or SigLIP; pretrained weights define its shape."""
 
     width: Width = 768
@@ -197,7 +197,7 @@ class ClipImage(Section, path="model.image"):
     patch: Patch = 32
 
 
-class ClipText(Section, path="model.text"):
+class ClipText(Section, settings_prefix="model.text"):
     """Text encoder of CLIP or SigLIP; pretrained weights define its shape."""
 
     width: Width = 512
@@ -295,7 +295,7 @@ AnyModel = Annotated[
 ]
 
 
-class Objective(Section, path="objective"):
+class Objective(Section, settings_prefix="objective"):
     """Training objective."""
 
     kind: str = Field(

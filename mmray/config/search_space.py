@@ -1,4 +1,4 @@
-"""Search space of `--space key=values`: listed values form a grid, and each sample of the ranges takes all of it."""
+"""Search space of `--space key=values`: each random draw is combined with every point of the grid."""
 
 from __future__ import annotations
 

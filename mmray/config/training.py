@@ -14,7 +14,7 @@ Multiplier = Annotated[str, Field(pattern=r"^.+=\d+(\.\d*)?(e-?\d+)?$")]
 Prompt = Annotated[str, Field(pattern=r"\{\}")]
 
 
-class Batch(Section, path="batch"):
+class Batch(Section, settings_prefix="batch"):
     """global = micro x accumulation x workers. Give `global` and `micro`, or `micro` and `accumulation`."""
 
     micro: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
@@ -27,7 +27,7 @@ class Batch(Section, path="batch"):
     )
 
 
-class Optimizer(Section, path="optimizer"):
+class Optimizer(Section, settings_prefix="optimizer"):
     """Optimizer, learning rate schedule and gradient clipping."""
 
     lr: float = Field(5e-4, gt=0, description="Peak learning rate.")
@@ -46,7 +46,7 @@ class Optimizer(Section, path="optimizer"):
     )
 
 
-class Train(Section, path="train"):
+class Train(Section, settings_prefix="train"):
     """Length, precision and parallelism of a run. Give one of steps, samples, epochs."""
 
     steps: int | None = Field(None, ge=1, description="Total optimizer steps.")
@@ -84,7 +84,7 @@ class Train(Section, path="train"):
         return self
 
 
-class Scoring(Section, path="evaluate"):
+class Scoring(Section, settings_prefix="evaluate"):
     """Metrics on held-out rows: retrieval, and classification if there are class names or a classification head."""
 
     batch: int = Field(128, ge=1, description="Rows per forward pass and worker.")

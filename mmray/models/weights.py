@@ -243,7 +243,7 @@ def open_clip_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def transformer_config(part: Any) -> dict[str, Any]:
     """transformers' config values for the width, depth and heads of an encoder section. Raises UsageError."""
     if part.width % part.heads:
-        raise UsageError(f"{part.path}.heads: {part.heads} heads do not divide the width of {part.width}")
+        raise UsageError(f"{part.settings_prefix}.heads: {part.heads} heads do not divide the width of {part.width}")
     return {
         "hidden_size": part.width,
         "num_hidden_layers": part.depth,

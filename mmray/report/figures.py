@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from mmray.report.run import DIRECTIONS, RunRecord
-from mmray.report.sweep import Sweep, Trial
+from mmray.report.sweep import SweepRecord, TrialRecord
 
 BLUE, ORANGE, TEAL, ROSE, GREY = "#5b7cfa", "#e8833a", "#1fa58a", "#e0567a", "#8b93a7"
 COLOURS = (BLUE, ORANGE, TEAL, ROSE, "#9b6bdf", "#b98a16", GREY)
@@ -53,9 +53,8 @@ def make_figure(
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     """Return the charts of the measured metrics by page section."""
     loss = {"train/loss": _line("training", BLUE), "evaluate/loss": _line("held out", ORANGE)}
-    rate = {"throughput/samples_per_s": _line("samples/s", BLUE)}
-    step = {"time/step_s": _line("whole step", TEAL)}
-    step["time/data_wait_s"] = _line("waiting for data", ORANGE)
+    rate, memory = {"throughput/samples_per_s": _line("samples/s", BLUE)}, {"memory/peak_gib": _line("peak", ROSE)}
+    step = {"time/step_s": _line("whole step", TEAL), "time/data_wait_s": _line("waiting for data", ORANGE)}
     recall = {
         f"evaluate/recall_at_{k}/{direction}": _line(f"R@{k} {direction.replace('_', ' ')}", colour, dash=dash)
         # Six legend entries are too wide for a narrow page.
@@ -74,11 +73,7 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
         "speed": [
             _chart(run, "throughput", "Samples per second", rate, rangemode="tozero"),
             _chart(run, "step", "Where a step's time goes", step, rangemode="tozero", ticksuffix=" s"),
-            _chart(
-                *(run, "memory", "Peak memory of a worker", {"memory/peak_gib": _line("peak", ROSE)}),
-                rangemode="tozero",
-                ticksuffix=" GiB",
-            ),
+            _chart(run, "memory", "Peak memory of a worker", memory, rangemode="tozero", ticksuffix=" GiB"),
         ],
     }
     return {part: [each for each in figures if each is not None] for part, figures in parts.items()}
@@ -107,7 +102,7 @@ def _chart(
     return make_figure(name, title, "; ".join(ranges), traces, height, xaxis=xaxis, yaxis=yaxis)
 
 
-def sweep_figures(sweep: Sweep) -> dict[str, list[Figure]]:
+def sweep_figures(sweep: SweepRecord) -> dict[str, list[Figure]]:
     """Return heat maps, throughput bars and memory bars of the measured trials."""
     shown = list(sweep.heat_maps().items())[:MAX_HEAT_MAPS]
     heat_maps = [_heat_map(f"grid-{number}", *each, sweep) for number, each in enumerate(shown, 1)]
@@ -118,7 +113,7 @@ def sweep_figures(sweep: Sweep) -> dict[str, list[Figure]]:
     return {"grids": heat_maps, "bars": [each for each in bars if each is not None]}
 
 
-def _heat_map(name: str, title: str, trials: dict[tuple[int, int], Trial], sweep: Sweep) -> Figure:
+def _heat_map(name: str, title: str, trials: dict[tuple[int, int], TrialRecord], sweep: SweepRecord) -> Figure:
     """Return the goal of each batch shape, or why it was not measured; all heat maps have one colour scale."""
     goal = sweep.goal
     measured = [value for trial in sweep.trials if (value := trial.measured(goal.metric)) is not None]
@@ -132,7 +127,7 @@ def _heat_map(name: str, title: str, trials: dict[tuple[int, int], Trial], sweep
         zmin=min(measured, default=None),
         zmax=max(measured, default=None),
         colorscale=COLORSCALE,
-        reversescale=not goal.largest,
+        reversescale=not goal.maximize,
         showscale=False,
         texttemplate="%{text}",
         hovertemplate="micro %{x}, accumulation %{y}: %{text}<extra></extra>",
@@ -148,7 +143,7 @@ def _heat_map(name: str, title: str, trials: dict[tuple[int, int], Trial], sweep
     return make_figure(name, title, summary, [heat_map], height, wide, hovermode="closest", xaxis=xaxis, yaxis=yaxis)
 
 
-def _bars(sweep: Sweep, name: str, metric: str, title: str, digits: str) -> Figure | None:
+def _bars(sweep: SweepRecord, name: str, metric: str, title: str, digits: str) -> Figure | None:
     """Return bars of the finished trials in descending order, coloured by global batch, with the range of windows."""
     measured = [trial for trial in sweep.trials if trial.measured(metric) is not None]
     trials = sorted(measured, key=lambda trial: -(trial.value(metric) or 0.0))[:MAX_BARS]

@@ -45,7 +45,7 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
             title, recall = direction.replace("_", " "), scores[f"recall_at_1/{direction}"]
             figures.append((f"Recall@1 {title}", f"{recall:.1%}", note))
     if "perplexity" in scores:
-        note = f"{scores['token_accuracy']:.1%} of tokens guessed"
+        note = f"{scores['token_accuracy']:.1%} of next tokens predicted correctly"
         figures.append(("Perplexity", format_number(scores["perplexity"]), note))
     if losses := run.values("train/loss"):
         figures.append(("Loss", format_number(losses[-1]), f"{format_number(losses[0])} at first"))
@@ -86,6 +86,7 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
     nan, result = sum(value is None for value in run.series("train/loss")[1]), run.result
     skipped, waits = max(run.values("train/skipped_steps"), default=0), run.values("time/data_wait_share")
     restarts, wasted = result.get("restarts") or 0, result.get("wasted_steps") or 0
+    causes = f"{result.get('resizes') or 0:,} to add workers, {result.get('preemptions') or 0:,} for node preemptions"
     bad, data_wait = run.newest("evaluate/").get("bad_rows") or 0, median(waits or [0.0])
     waits_often = data_wait > DATA_WAIT_WARNING
     rules = (
@@ -94,7 +95,7 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
         (run.status == "unfinished", "note", "The run has no result yet: it is still running or was killed."),
         (nan, "bad", f"The loss was not a number at {nan:,} of {len(run.lines):,} logged steps (gaps in the curve)."),
         (skipped, "bad", f"{skipped:,.0f} steps were skipped because their gradient was not finite."),
-        (restarts, "note", f"Workers failed {restarts:,} times; {wasted:,} steps were repeated."),
+        (restarts, "note", f"Workers were restarted {restarts:,} times ({causes}); {wasted:,} steps were repeated."),
         (bad, "note", f"{bad:,.0f} held-out rows could not be read and were left out of the scores."),
         (waits_often, "note", f"Data-bound: the workers waited for data {data_wait:.0%} of the time."),
     )

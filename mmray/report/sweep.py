@@ -15,11 +15,11 @@ STATUS_LABELS = {"out_of_memory": "out of<br>memory", "infeasible": "infeasible"
 
 
 class Goal(NamedTuple):
-    """The compared field of a trial, its title, and whether larger is better."""
+    """The compared field of a trial, its title, and whether it is maximized."""
 
     metric: str
     title: str
-    largest: bool
+    maximize: bool
 
 
 GOALS = {
@@ -31,7 +31,7 @@ GOALS = {
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialRecord:
     """One line of trials.jsonl; missing values are None."""
 
     name: str
@@ -67,7 +67,7 @@ class Trial:
         """Details below the row: other searched settings, and the error."""
         return "; ".join(part for part in (self.others, self.values.get("error")) if part)
 
-    def cell_text(self, name: str, best: Trial | None) -> str:
+    def cell_text(self, name: str, best: TrialRecord | None) -> str:
         """Return the text of a heat map cell: the value, or why there is none."""
         value = self.measured(name)
         if value is None:
@@ -77,23 +77,23 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepRecord:
     """A sweep and its trials in order."""
 
     folder: Path
     summary: dict[str, Any]
-    trials: list[Trial]
+    trials: list[TrialRecord]
 
     @classmethod
-    def read(cls, folder: Path) -> Sweep:
+    def read(cls, folder: Path) -> SweepRecord:
         """Read the sweep in `folder`; the last row of each trial is used."""
         lines = {str(line["trial"]): line for line in read_lines(folder / TRIALS) if "trial" in line}
         trials = {
-            name: Trial(name, str(line.get("status", "")), line, page=_report_link(folder, line.get("run")))
+            name: TrialRecord(name, str(line.get("status", "")), line, page=_report_link(folder, line.get("run")))
             for name, line in lines.items()
         }
         sweep = cls(folder, read_json(folder / SWEEP), list(trials.values()))
-        by_global: dict[Any, list[Trial]] = defaultdict(list)
+        by_global: dict[Any, list[TrialRecord]] = defaultdict(list)
         for trial in sorted(trials.values(), key=sweep.sort_key):
             if trial.measured(sweep.goal.metric) is not None:
                 by_global[trial.values.get("global")].append(trial)
@@ -105,34 +105,34 @@ class Sweep:
     def goal(self) -> Goal:
         return GOALS.get(str(self.summary.get("goal")), GOALS["throughput"])
 
-    def sort_key(self, trial: Trial) -> tuple[bool, float]:
+    def sort_key(self, trial: TrialRecord) -> tuple[bool, float]:
         """Sort the best trial first, unmeasured ones last."""
         value = trial.measured(self.goal.metric)
-        return value is None, (value or 0.0) * (-1 if self.goal.largest else 1)
+        return value is None, (value or 0.0) * (-1 if self.goal.maximize else 1)
 
     @property
     def recommendation(self) -> dict[str, Any]:
         return self.summary.get("recommendation") or {}
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> TrialRecord | None:
         return self.trial(self.recommendation.get("best"))
 
-    def trial(self, name: Any) -> Trial | None:
+    def trial(self, name: Any) -> TrialRecord | None:
         return next((trial for trial in self.trials if trial.name == name), None)
 
     @property
-    def per_global(self) -> list[tuple[str, Trial]]:
-        """(global batch, best trial) in ascending order of the batch."""
+    def best_per_global_batch(self) -> list[tuple[str, TrialRecord]]:
+        """Return (global batch, its best trial) in ascending order of the batch."""
         trials = [(size, self.trial(name)) for size, name in (self.recommendation.get("per_global") or {}).items()]
         return sorted(((size, trial) for size, trial in trials if trial), key=lambda item: (len(item[0]), item[0]))
 
     def count(self, status: str) -> int:
         return sum(trial.status == status for trial in self.trials)
 
-    def heat_maps(self) -> dict[str, dict[tuple[int, int], Trial]]:
+    def heat_maps(self) -> dict[str, dict[tuple[int, int], TrialRecord]]:
         """Return {title: {(micro, accumulation): its best trial}}, without heat maps of one cell."""
-        maps: dict[str, dict[tuple[int, int], Trial]] = defaultdict(dict)
+        maps: dict[str, dict[tuple[int, int], TrialRecord]] = defaultdict(dict)
         for trial in sorted(self.trials, key=self.sort_key):
             micro, accumulation = (trial.values.get(name) for name in ("micro", "accumulation"))
             if isinstance(micro, int) and isinstance(accumulation, int):

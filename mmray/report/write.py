@@ -18,7 +18,7 @@ from mmray.errors import UsageError
 from mmray.report import summary
 from mmray.report.figures import run_figures, sweep_figures
 from mmray.report.run import RunRecord, format_number, recall_rows
-from mmray.report.sweep import SWEEP, Sweep
+from mmray.report.sweep import SWEEP, SweepRecord
 from mmray.storage.paths import AnyPath, write_atomic
 
 REPORT = "report.html"
@@ -31,7 +31,7 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
     if not folder.is_dir():
         raise UsageError(f"folder {folder} does not exist; give a run (runs/NAME) or a sweep")
     if isinstance(folder, Path) and (folder / SWEEP).exists():
-        sweep = Sweep.read(folder)
+        sweep = SweepRecord.read(folder)
         page = _render("sweep.html", sweep=sweep, title=folder.name, parts=sweep_figures(sweep))
     elif (folder / "config.yaml").exists():
         run = RunRecord.read(folder)

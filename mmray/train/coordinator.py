@@ -1,4 +1,4 @@
-"""The actor between driver and workers, imports little: `ray.train.report` would block all ranks until a poll."""
+"""Actor that relays metrics, heartbeats and stop requests; `ray.train.report` would be a barrier over all ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Coordinator:
         self._metrics: list[dict[str, Any]] = []
         self._heartbeats: dict[int, tuple[dict[str, Any], float]] = {}
         self._bad_rows = bad_rows
-        self._stop = self._stacks = False
+        self._stop_requested = self._stacks_requested = False
 
     def push(self, metrics: dict[str, Any]) -> None:
         self._metrics.append(metrics)
 
-    def take(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """New metrics, and the last heartbeat of each rank with its age."""
+    def drain(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return and clear the new metrics; return the last heartbeat of each rank with its age."""
         metrics, self._metrics = self._metrics, []
         now_s = time.monotonic()
         return metrics, [{**record, "age_s": now_s - received_s} for record, received_s in self._heartbeats.values()]
@@ -33,9 +33,9 @@ class Coordinator:
             self._heartbeats.pop(record["rank"], None)
         else:
             self._heartbeats[record["rank"]] = (record, time.monotonic())
-        return self._stop, self._stacks
+        return self._stop_requested, self._stacks_requested
 
-    def bad_row(self, row: int) -> int:
+    def record_bad_row(self, row: int) -> int:
         """Count an unreadable row; return the total over all ranks, 0 if the row was known."""
         if row in self._bad_rows:
             return 0
@@ -43,10 +43,10 @@ class Coordinator:
         return len(self._bad_rows)
 
     def request_stop(self) -> None:
-        self._stop = True
+        self._stop_requested = True
 
     def request_stacks(self) -> None:
-        self._stacks = True
+        self._stacks_requested = True
 
 
 def start_coordinator(bad_rows: set[int]) -> Any:

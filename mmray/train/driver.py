@@ -58,7 +58,7 @@ def _train(config: Config, reporter: ProgressReporter) -> RunOutcome:
     check_capacity(config)
     check_storage(config)
     resolved = resolve_run(config, reporter)
-    selection = run_dir.select_run(resolved.config, resolved.data, resolved.steps)
+    selection = run_dir.select_run(resolved.config, resolved.data_identity, resolved.steps)
     if selection.skipped:
         more = f" (and {len(selection.skipped) - 1:,} more)" if len(selection.skipped) > 1 else ""
         advice = "use its settings or raise --train.steps to resume it"
@@ -67,7 +67,7 @@ def _train(config: Config, reporter: ProgressReporter) -> RunOutcome:
         result = run_dir.RunDir(selection.path).read_json("result.json") or {}
         return RunOutcome(selection.path, result, already_done=True)
     with Lease(selection.path) as lease:
-        run = run_dir.create_run_dir(selection.path, resolved.config, resolved.data, resolved.tokenizer_json)
+        run = run_dir.create_run_dir(selection.path, resolved.config, resolved.data_identity, resolved.tokenizer_json)
         _log_summary(resolved, run, reporter)
         try:
             with trackers.TrackingReporter(resolved.config, run.path, reporter) as tracking:
@@ -95,16 +95,16 @@ def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: ProgressRepor
 
 
 def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: ProgressReporter) -> None:
-    num_rows, eval_set = resolved.data["num_rows"], resolved.eval_set
+    num_rows, eval_set = resolved.data_identity["num_rows"], resolved.eval_set
     held_out = f"{eval_set.num_rows:,} held out" if eval_set else "none held out, so no evaluation"
     reporter.log(str(run.path), "run")
-    reporter.log(f"{resolved.data['train']}: {num_rows:,} rows, {held_out}", "data")
+    reporter.log(f"{resolved.data_identity['train']}: {num_rows:,} rows, {held_out}", "data")
     if isinstance(resolved.train_set, PreparedMixture):
         for name, part in zip(resolved.train_set.names, resolved.train_set.components, strict=True):
             reporter.log(f"{part.per_epoch:,} rows of {name} per epoch (it has {part.num_rows:,})", "mixture")
-    rows, blocks = resolved.config.data.shuffle_shape
-    if rows != 1:
-        reporter.log(f"blocks of {rows:,} adjacent rows, {blocks:,} blocks mixed", "shuffle")
+    block_rows, window_blocks = resolved.config.data.shuffle_shape
+    if block_rows != 1:
+        reporter.log(f"blocks of {block_rows:,} adjacent rows, {window_blocks:,} blocks mixed", "shuffle")
     epochs = resolved.steps * resolved.shape.global_rows / num_rows
     gpus, workers = resource_demand(resolved.config).per_worker.get("GPU", 0), resolved.config.cluster.workers
     devices = f"with {gpus:g} GPU{'s' * (gpus > 1)} each" if gpus else "on CPUs"

@@ -81,14 +81,14 @@ def evaluate_run(
     scoring: Scoring | None = None,
     **cluster: Any,
 ) -> dict[str, float]:
-    """Metrics of a checkpoint on `data` or the held-out rows; None in `scoring`, `cluster` keeps the run's value."""
+    """Return the metrics of a checkpoint; None is the run's own value, or its held-out rows for `data`."""
     config, tokenizer_json, checkpoint = open_run(folder, step)
     if scoring is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(scoring)))
     if reasons := validate.evaluation_reasons(config):
         raise UsageError("\n".join(reasons))
-    given = {name: value for name, value in cluster.items() if value is not None}
-    config = config.with_cluster(address=address, **given)
+    changes = {name: value for name, value in cluster.items() if value is not None}
+    config = config.with_cluster(address=address, **changes)
     with ray_session(config.cluster):
         check_capacity(config, with_data=False)
         held_out = _open_held_out(config, folder, data, split, reporter)
@@ -134,7 +134,7 @@ def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet,
     model = load_model(config, checkpoint)
     check_evaluable(config, model)
     evaluator = build_evaluator(config, held_out, tokenizer_json)
-    rows = config.batch.global_  # resolved when the run started
-    assert rows is not None
+    rows = config.batch.global_  # as in training, because the loss depends on the batch it is computed over
+    assert rows is not None, "resolved when the run started"
     with precision.select_precision(config.train.precision, group.device).autocast():
         return dict(evaluator.score(model.to(group.device), group, objectives.build(config.objective), rows))

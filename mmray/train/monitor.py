@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import ray
 import ray.exceptions
 
-from mmray.cluster.capacity import max_workers
-from mmray.cluster.placement import AutoscalerRequest, draining_nodes, kill_processes, live_nodes
+from mmray.cluster.capacity import num_workers_that_fit
+from mmray.cluster.placement import AutoscalerRequest, draining_nodes, kill_processes, schedulable_nodes
 from mmray.config import Config
 from mmray.errors import ForceExit
 from mmray.train.resources import request_nodes, resource_demand
@@ -104,19 +104,19 @@ def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
     return silent or outside or list(records)
 
 
-def checkpoint_deadline_s(preemption_s: float, checkpoint_s: float, step_s: float) -> float:
-    """When to request the last checkpoint before a preemption; 0 (at once) if a duration is unknown."""
-    if not preemption_s or not checkpoint_s:
+def checkpoint_deadline_s(preempted_at_s: float, checkpoint_duration_s: float, step_duration_s: float) -> float:
+    """Return when to request the last checkpoint before a preemption; 0 (at once) if a time is unknown."""
+    if not preempted_at_s or not checkpoint_duration_s:
         return 0.0
     # Two steps: the current one, and the one that carries the request.
-    return preemption_s - 2 * checkpoint_s - 2 * step_s - REQUEST_DELAY_S
+    return preempted_at_s - 2 * checkpoint_duration_s - 2 * step_duration_s - REQUEST_DELAY_S
 
 
 @dataclass
 class RunProgress:
     """State of a run, from its logged metrics; kept over attempts."""
 
-    last_step: int = 0  # last logged step; the first step of an attempt that has logged none
+    last_step: int = 0  # last logged step, else the step the attempt resumed from
     logged: bool = False  # some attempt logged a step
     wasted_steps: int = 0
     step_s: float = 0.0  # newest measurement, like the next two; 0: unknown
@@ -192,7 +192,7 @@ class AttemptMonitor:
 
     def read_updates(self) -> None:
         try:
-            new_metrics, records = ray.get(self.coordinator.take.remote(), timeout=10)
+            new_metrics, records = ray.get(self.coordinator.drain.remote(), timeout=10)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return  # Ray is shutting down: the attempt itself raises
         self.heartbeats = [HeartbeatRecord(**record) for record in records]
@@ -220,12 +220,9 @@ class AttemptMonitor:
         deadlines = [draining[record.node] for record in self.heartbeats if record.node in draining]
         if not deadlines:
             return
-        self.preempted, progress = True, self.progress
-        latest_s = min(
-            checkpoint_deadline_s(deadline, progress.checkpoint_s, progress.step_s) for deadline in deadlines
-        )
-        if time.time() >= latest_s:
-            when = f"in {min(deadlines) - time.time():.0f} s" if min(deadlines) else "soon"
+        self.preempted, first_s = True, min(deadlines)
+        if time.time() >= checkpoint_deadline_s(first_s, self.progress.checkpoint_s, self.progress.step_s):
+            when = f"in {first_s - time.time():.0f} s" if first_s else "soon"
             self.request_stop("preempted", f"node will be preempted {when}; checkpointing and moving to another node")
 
     def _check_capacity(self) -> None:
@@ -233,7 +230,7 @@ class AttemptMonitor:
         request_nodes(self.config, self.autoscaler, self.world)
         demand = resource_demand(self.config, with_data=False)
         remaining = replace(demand, workers=demand.workers - self.world)
-        extra = max_workers(remaining, live_nodes().nodes) if self.heartbeats else 0
+        extra = num_workers_that_fit(remaining, schedulable_nodes().nodes) if self.heartbeats else 0
         self._capacity_polls = self._capacity_polls + 1 if extra else 0
         if self._capacity_polls >= CAPACITY_POLLS * 4**self.failed_resizes:
             self.request_stop("resize", f"{self.world + extra} workers fit now; checkpointing to restart with all")

@@ -33,7 +33,7 @@ class Failure:
 
     kind: str
     error: BaseException
-    step: int  # last logged step; the first step of an attempt that has logged none
+    step: int  # last logged step, else the step the attempt resumed from
     logged: bool = True  # this attempt or an earlier one logged a step
 
 
@@ -78,9 +78,7 @@ def decide_recovery(failure: Failure, before: Failure | None, failures: int, max
 def _final_error(message: str, cause: BaseException) -> TrainingError:
     """Return a TrainingError with the worker's traceback, which is in a note of `cause`."""
     traceback = "".join(f"{note.rstrip()}\n" for note in getattr(cause, "__notes__", ()))
-    error = TrainingError(f"{traceback}{message}")
-    error.__cause__ = cause
-    return error
+    return TrainingError(f"{traceback}{message}")
 
 
 def classify_failure(error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> Failure:

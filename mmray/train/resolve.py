@@ -32,7 +32,7 @@ class ResolvedRun:
     tokenizer_json: str
     shape: BatchShape
     steps: int
-    data: dict[str, Any]  # identity of the data, stored in data.json
+    data_identity: dict[str, Any]  # content of data.json; equal in all attempts and when the run is resumed
     micro: int = 0  # micro-batch size after an out-of-memory error; 0: as `shape` has it
 
 
@@ -53,9 +53,9 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     elif split in train_sets[0].manifest.splits:
         eval_set = PreparedSet.open(mixture[0][0], split)
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
-    chunk, window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
-    train_sets = [with_local_cache(config.data, each, chunk) for each in train_sets]
-    eval_set = eval_set and with_local_cache(config.data, eval_set, chunk)
+    shuffle_block, window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
+    train_sets = [with_local_cache(config.data, each, shuffle_block) for each in train_sets]
+    eval_set = eval_set and with_local_cache(config.data, eval_set, shuffle_block)
     if config.data.local_cache and all(each.storage.local_path for each in [*train_sets, eval_set] if each):
         reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
     train_set: PreparedSet | PreparedMixture = train_sets[0]
@@ -72,18 +72,18 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
         num_rows = sum(part.per_epoch for part in train_set.components)
     steps = total_steps(config.train, num_rows, shape.global_rows)
     model = with_region_labels(config.model, train_sets, eval_set)
-    resolved = config.replace(
+    resolved_config = config.replace(
         model=model.with_tokens(encoder.vocab_size, declared_pad_id(tokenizer_json)),
-        data=config.data.replace(shuffle_blocks=f"{chunk}x{window}"),
+        data=config.data.replace(shuffle_blocks=f"{shuffle_block}x{window}"),
         batch=config.batch.replace(global_=shape.global_rows, micro="auto" if shape.auto else shape.micro),
     )
-    data = {
+    data_identity = {
         "train": format_mixture(mixture),
         "fingerprint": train_set.fingerprint,
         "num_rows": num_rows,
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
     }
-    return ResolvedRun(resolved, train_set, eval_set, tokenizer_json, shape, steps, data)
+    return ResolvedRun(resolved_config, train_set, eval_set, tokenizer_json, shape, steps, data_identity)
 
 
 def with_region_labels(model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None) -> Any:

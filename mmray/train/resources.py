@@ -1,4 +1,4 @@
-"""Resources that a run requests from Ray: training workers, their devices and process group, and data actors."""
+"""Resources that a run requests from Ray: training workers, their devices and process group, and decode actors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from mmray.cluster import placement, ray_internals, shared_storage
-from mmray.cluster.capacity import Demand, Labels, Node, max_workers, missing_capacity
+from mmray.cluster.capacity import Demand, LabelSelector, Node, missing_capacity, num_workers_that_fit
 from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.config import Config
 from mmray.errors import ResourceError
@@ -36,8 +36,8 @@ def resource_demand(config: Config, with_data: bool = True) -> Demand:
         cluster.max_workers,
         per_worker | cluster.resources_per_worker,
         actors + INPUT_TASK_CPUS if with_data else 0,
-        placement.train_labels(cluster.train_label, nodes),
-        placement.data_labels(cluster.data_label, nodes),
+        placement.train_label_selector(cluster.train_label, nodes),
+        placement.data_label_selector(cluster.data_label, nodes),
     )
 
 
@@ -58,7 +58,7 @@ def num_free_workers(config: Config) -> int:
     can_grow = config.cluster.wait_for_nodes or placement.autoscaling_pools()
     if not can_grow and (missing := missing_capacity(minimum, free)):
         raise ResourceError(f"with the resources that are free now, {missing}; or wait until other jobs have ended")
-    return max(max_workers(demand, free), minimum.workers)
+    return max(num_workers_that_fit(demand, free), minimum.workers)
 
 
 def check_storage(config: Config) -> None:
@@ -66,15 +66,16 @@ def check_storage(config: Config) -> None:
     shared_storage.check_persistent(config.run.storage, Path.cwd())
     demand, nodes = resource_demand(config, with_data=False), placement.alive_nodes()
     if len(nodes) > 1 or "://" in config.run.storage:
-        hosts = [each for each in nodes if each.matches_labels(demand.worker_labels) and each.fits(demand.per_worker)]
-        shared_storage.check_shared(config.run.storage, hosts)
+        selector = demand.worker_label_selector
+        training_nodes = [node for node in nodes if node.matches_labels(selector) and node.fits(demand.per_worker)]
+        shared_storage.check_shared(config.run.storage, training_nodes)
 
 
 def request_nodes(config: Config, autoscaler: placement.AutoscalerRequest, running: int) -> None:
     """Request nodes for the workers that an elastic run can use in addition to `running`, if the cluster can grow."""
     if config.cluster.wait_for_nodes or placement.autoscaling_pools():
         demand = resource_demand(config, with_data=False)
-        autoscaler.request(demand.per_worker, demand.worker_labels, demand.workers - running)
+        autoscaler.request(demand.per_worker, demand.worker_label_selector, demand.workers - running)
 
 
 def torch_trainer(
@@ -82,17 +83,17 @@ def torch_trainer(
     config: Config,
     folder: AnyPath,
     name: str | None = None,
-    labels: Labels | None = None,
-    **data: Any,
+    label_selector: LabelSelector | None = None,
+    **trainer_options: Any,
 ) -> TorchTrainer:
-    """Return Ray Train's trainer of `loop`, without retries; its small files are written to `folder`."""
+    """Return Ray Train's trainer of `loop`, without retries; its small files are written to `folder`/ray."""
     os.environ[ray_internals.START_TIMEOUT_VARIABLE] = str(config.cluster.start_timeout_s)  # Ray would wait forever
     demand = resource_demand(config, with_data=False)
     storage: dict[str, Any] = {"storage_path": str(folder / "ray")}
     if isinstance(folder, RemotePath):
         storage = {"storage_path": (folder / "ray").key, "storage_filesystem": folder.storage.filesystem[0]}
     no_retries: Any = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
-    selector: Any = {"label_selector": labels or demand.worker_labels or None}  # missing in Ray's stub
+    selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}  # missing in Ray's stub
     return TorchTrainer(
         loop,
         # NCCL for GPUs and gloo otherwise (Ray's choice), with a timeout, which neither has by default.
@@ -104,7 +105,7 @@ def torch_trainer(
             **selector,
         ),
         run_config=RunConfig(name=name, failure_config=FailureConfig(**no_retries), **storage),
-        **data,
+        **trainer_options,
     )
 
 
@@ -113,23 +114,24 @@ def is_single_node(config: Config) -> bool:
     return len(placement.alive_nodes()) == 1 and not placement.autoscaling_pools() and not config.cluster.wait_for_nodes
 
 
-def num_data_actors(config: Config) -> int:
-    """Decode actors of the stream: as configured, or what cores and memory of the data nodes allow."""
+def num_decode_actors(config: Config) -> int:
+    """Return the number of decode actors: as configured, or as many as cores and memory of the data nodes allow."""
     if isinstance(config.data.workers, int):
         return config.data.workers
     demand, pools = resource_demand(config), placement.autoscaling_pools()
     cpu_pools = [Node(pool.resources, pool.labels) for pool in pools if not pool.resources.get("GPU")]
+    selector = demand.data_label_selector
     data_nodes, pool_nodes = (
-        [each.resources for each in group if each.matches_labels(demand.data_labels) and each.resources.get("CPU")]
+        [node.resources for node in group if node.matches_labels(selector) and node.resources.get("CPU")]
         for group in (placement.alive_nodes(), cpu_pools)
     )
-    hosts = data_nodes or pool_nodes  # one node of each pool while no data node has started
-    cpus = sum(resources["CPU"] for resources in hosts) - INPUT_TASK_CPUS
-    memory_gib = sum(resources.get("memory", math.inf) for resources in hosts) / 2**30
+    node_resources = data_nodes or pool_nodes  # one node of each pool while no data node has started
+    cpus = sum(resources["CPU"] for resources in node_resources) - INPUT_TASK_CPUS
+    memory_gib = sum(resources.get("memory", math.inf) for resources in node_resources) / 2**30
     if is_single_node(config):  # a local cluster has more logical CPUs than cores
         cpus, memory_gib = min(cpus + INPUT_TASK_CPUS, cores()), free_memory() / 2**30
-    separate_nodes = demand.data_labels and (demand.worker_labels or "GPU" in demand.per_worker)
+    separate_nodes = selector and (demand.worker_label_selector or "GPU" in demand.per_worker)
     worker_cpus = 0 if separate_nodes else demand.workers * demand.per_worker.get("CPU", 0)
-    # One CPU each besides those of the workers, and memory for the actor and its blocks.
+    # Each actor needs a CPU that no worker uses, and memory for itself and its blocks.
     actor_gib = 0.5 + 4 * config.data.block_mb / 1024
     return max(1, int(min(cpus - worker_cpus, memory_gib * 0.5 / actor_gib)))

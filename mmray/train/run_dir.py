@@ -38,6 +38,11 @@ MAX_LISTED_CHANGES = 3
 PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
 
 
+def has_other_files(path: AnyPath, names: Sequence[str]) -> bool:
+    """Return whether the folder has entries other than `names` and the hidden temporary files of write_atomic."""
+    return path.exists() and any(file.name not in names and file.name[0] != "." for file in path.iterdir())
+
+
 def forbidden_changes(
     before: dict[str, Any], after: dict[str, Any], may_change: Sequence[str] = RESUMABLE_CHANGES
 ) -> list[str]:
@@ -86,7 +91,7 @@ def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection
 
     def inspect(path: AnyPath) -> tuple[list[str], bool] | None:
         if not (path / "config.yaml").exists():
-            if path.exists() and any(file.name not in FILES_BEFORE_CONFIG for file in path.iterdir()):
+            if has_other_files(path, FILES_BEFORE_CONFIG):
                 raise UsageError(f"{path} exists and is not an mmray run; choose another --run.name")
             return None
         run, before = RunDir(path), yaml.safe_load((path / "config.yaml").read_text())
@@ -113,7 +118,7 @@ def select_folder(
         existing = inspect(path)
         if existing is None:
             if run.resume == "must":
-                raise UsageError(f"--run.resume must: no {kind} at {path}")
+                raise UsageError(f"--run.resume must: no {kind} at {path}; start one with --run.resume auto")
             return RunSelection("start", path, tuple(skipped))
         if run.resume == "never":
             if run.name is not None:
@@ -161,7 +166,7 @@ def collect_environment() -> dict[str, Any]:
 HIDDEN = "***"
 _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # user:password before a host
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-_SECRET_SETTING = re.compile(r"(^|_)(key|token|secret|password|credential)s?$", re.IGNORECASE)
+_SECRET_SETTING = re.compile(r"(^|(?<!language)_)(key|token|secret|password|credential)s?$", re.IGNORECASE)
 _MIN_SECRET_CHARS = 6  # shorter values occur in ordinary text
 
 

@@ -12,8 +12,8 @@ import ray
 import ray.exceptions
 import ray.train
 
-from mmray.cluster.capacity import max_workers
-from mmray.cluster.placement import AutoscalerRequest, LiveNodes, live_nodes
+from mmray.cluster.capacity import num_workers_that_fit
+from mmray.cluster.placement import AutoscalerRequest, SchedulableNodes, schedulable_nodes
 from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
 from mmray.engine.bad_samples import load_bad_rows
@@ -45,10 +45,10 @@ class Supervisor:
         self.config = resolved.config
         self.autoscaler = AutoscalerRequest(f"mmray-{run.path.name}-{lease.fencing_token}")
         self.start_s = time.monotonic()
-        self.attempts = self.failures = self.preemptions = 0
+        self.attempts = self.failures = self.preemptions = self.resizes = 0
         self.last_failure: Failure | None = None
         self.restart: Restart | None = None  # the decision after the last attempt, if it failed
-        self.resized_from: list[int] = []  # sizes of groups that were stopped for a larger one
+        self.failed_resizes: list[int] = []  # sizes of groups stopped for a larger one that has not started yet
         self.progress = RunProgress()
 
     def train(self) -> dict[str, Any]:
@@ -78,20 +78,12 @@ class Supervisor:
                 first_step=first_step,
                 progress=self.progress,
                 autoscaler=self.autoscaler,
-                failed_resizes=self.resized_from.count(world),
+                failed_resizes=self.failed_resizes.count(world),
             )
             try:
                 attempt_config = self.config.with_cluster(workers=world)
-                name = f"attempt-{self.lease.fencing_token}-{self.attempts}"
                 trainer = build_trainer(
-                    self.resolved,
-                    self.run,
-                    self.lease.fencing_token,
-                    name,
-                    attempt_config,
-                    nodes,
-                    checkpoint,
-                    coordinator,
+                    self.resolved, self.run, self.lease.fencing_token, attempt_config, nodes, checkpoint, coordinator
                 )
                 outcome = run_attempt(trainer, monitor)
                 if outcome["status"] == "finished" or monitor.stop_reason == "user":
@@ -101,13 +93,16 @@ class Supervisor:
                     self.failures = 0
                 self.preemptions += monitor.stop_reason == "preempted"
                 if monitor.stop_reason == "resize":
-                    self.resized_from.append(world)
+                    self.resizes += 1
+                    self.failed_resizes.append(world)
             except ATTEMPT_ERRORS as error:
                 self._handle_failure(error, monitor)
             except Exception as error:
                 self._write_failed(error)
                 raise
             finally:
+                if monitor.started:
+                    self.failed_resizes = [size for size in self.failed_resizes if size >= world]
                 self.autoscaler.cancel()
                 ray.kill(coordinator)
         return self._write_result(outcome)
@@ -151,7 +146,7 @@ class Supervisor:
         start = f"the checkpoint of step {latest_step:,}" if latest_step else "step 0, as there is no checkpoint yet"
         self.reporter.log(f"{decision.reason}; restarting from {start}", "failure")
 
-    def _choose_nodes(self) -> tuple[LiveNodes, int]:
+    def _choose_nodes(self) -> tuple[SchedulableNodes, int]:
         """The nodes and the number of workers of the next attempt. Raises TrainingError if Ray ended."""
         try:
             return choose_world_size(self.config, self.autoscaler)
@@ -189,7 +184,7 @@ class Supervisor:
         self.lease.check()
         result = outcome | {
             "restarts": self.attempts - 1,
-            "resizes": len(self.resized_from),
+            "resizes": self.resizes,
             "preemptions": self.preemptions,
             WASTED_STEPS: self.progress.wasted_steps,
             "elapsed_s": time.monotonic() - self.start_s,
@@ -206,18 +201,18 @@ class Supervisor:
         return 0
 
 
-def choose_world_size(config: Config, autoscaler: AutoscalerRequest) -> tuple[LiveNodes, int]:
+def choose_world_size(config: Config, autoscaler: AutoscalerRequest) -> tuple[SchedulableNodes, int]:
     """The nodes and the number of workers of the next attempt: for a range, as many as fit, else the minimum."""
-    nodes = live_nodes()
+    nodes = schedulable_nodes()
     if not config.cluster.elastic:
         return nodes, config.cluster.max_workers  # if they do not fit, Ray waits and an autoscaler adds nodes
     request_nodes(config, autoscaler, running=0)
     counts: list[int] = []
     for _ in range(MAX_POLLS):
-        counts.append(max_workers(resource_demand(config), nodes.nodes))
+        counts.append(num_workers_that_fit(resource_demand(config), nodes.nodes))
         stable = len(counts) >= STABLE_POLLS and len(set(counts[-STABLE_POLLS:])) == 1
         if counts[-1] == config.cluster.max_workers or (stable and counts[-1]):
             break
         time.sleep(POLL_INTERVAL_S)
-        nodes = live_nodes()
+        nodes = schedulable_nodes()
     return nodes, max(counts[-1], config.cluster.min_workers)

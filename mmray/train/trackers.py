@@ -83,13 +83,14 @@ class TrackingReporter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish the trackers and wait for them, MAX_WAIT_S at most in total."""
-        deadline_s = time.monotonic() + (0.0 if kind is ForceExit else MAX_WAIT_S)
+        wait_s = 0.0 if kind is ForceExit else MAX_WAIT_S
+        deadline_s = time.monotonic() + wait_s
         for thread in self.threads:
             thread.end(success=self.run_status in ("finished", "stopped"))
         for thread in self.threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
-                thread.warnings.append(f"did not finish within {MAX_WAIT_S:g} s; the end of the run may be missing")
+                thread.warnings.append(f"did not finish within {wait_s:g} s; the end of the run may be missing")
             if lost := thread.num_put - thread.num_done:
                 thread.warnings.append(f"{lost} lines of metrics were not sent (metrics.jsonl has all of them)")
         self._log_warnings()

@@ -39,7 +39,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     driver = DriverHandle(
         report=coordinator.push.remote if rank == 0 else (lambda _: None),
         stop=stop.is_set,  # the ranks agree on it in the next step
-        bad_row=lambda row: ray.get(coordinator.bad_row.remote(row)),
+        bad_row=lambda row: ray.get(coordinator.record_bad_row.remote(row)),
         beat=beat,
         process_info={
             "rank": rank,
@@ -50,7 +50,8 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     )
     try:
         blocks = iter_blocks(ray.train.get_dataset_shard("train"))
-        return train_worker(arguments["job"], arguments["start"], blocks, ray.train.torch.get_device(), driver)
+        device = ray.train.torch.get_device()
+        return train_worker(arguments["context"], arguments["resume_point"], blocks, device, driver)
     except Exception as error:
         if not isinstance(error, MmrayError):
             error.add_note(traceback.format_exc())  # a traceback is not sent to the driver, a note is

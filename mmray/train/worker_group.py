@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ray.train.torch import TorchTrainer
 
-from mmray.cluster.placement import LiveNodes
+from mmray.cluster.placement import SchedulableNodes
 from mmray.config import Config
 from mmray.data.store.prepared_set import PreparedMixture
 from mmray.data.stream.order import ResumePoint, SamplePlan
@@ -20,7 +20,7 @@ from mmray.engine.worker_context import WorkerContext
 from mmray.storage.paths import AnyPath
 from mmray.train.monitor import AttemptMonitor, signal_handlers
 from mmray.train.resolve import ResolvedRun
-from mmray.train.resources import num_data_actors, resource_demand, torch_trainer
+from mmray.train.resources import num_decode_actors, resource_demand, torch_trainer
 from mmray.train.run_dir import RunDir
 from mmray.train.worker import train_loop_per_worker
 
@@ -59,13 +59,12 @@ def build_trainer(
     resolved: ResolvedRun,
     run: RunDir,
     fencing_token: int,
-    name: str,
     attempt_config: Config,
-    nodes: LiveNodes,
+    nodes: SchedulableNodes,
     checkpoint: AnyPath | None,
     coordinator: Any,
 ) -> TorchTrainer:
-    """The trainer of attempt `name`: `attempt_config` has its number of workers; all ranks start from `checkpoint`."""
+    """Return the trainer of an attempt: `attempt_config` has its number of workers; all ranks load `checkpoint`."""
     config, demand = resolved.config, resource_demand(attempt_config)
     reader = RowReader(
         resolved.train_set,
@@ -76,10 +75,10 @@ def build_trainer(
         IMAGE_CACHE_MB,
     )
     # Counted for the largest group, so that CPUs of workers that join later stay free.
-    actors = num_data_actors(config.with_cluster(accelerator=attempt_config.cluster.accelerator))
+    actors = num_decode_actors(config.with_cluster(accelerator=attempt_config.cluster.accelerator))
     start = resume_point(resolved, checkpoint, attempt_config.cluster.max_workers)
-    data_labels = nodes.excluding_unavailable(demand.data_labels)
-    stream = StreamDataConfig(start, reader, actors, config.data.block_mb, data_labels, coordinator)
+    data_label_selector = nodes.excluding_unavailable(demand.data_label_selector)
+    stream = StreamDataConfig(start, reader, actors, config.data.block_mb, data_label_selector, coordinator)
     context = WorkerContext(
         config=config,
         folder=run.path,
@@ -94,9 +93,9 @@ def build_trainer(
         train_loop_per_worker,
         attempt_config,
         run.path,
-        name=name,
-        labels=nodes.excluding_unavailable(demand.worker_labels),
-        train_loop_config={"job": context, "start": start, "coordinator": coordinator},
+        name=f"attempt-{fencing_token}",
+        label_selector=nodes.excluding_unavailable(demand.worker_label_selector),
+        train_loop_config={"context": context, "resume_point": start, "coordinator": coordinator},
         datasets=stream.datasets(),
         dataset_config=stream,
     )
@@ -108,7 +107,7 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) 
     shuffle_block, window = config.data.shuffle_shape
     assert shuffle_block and window, "resolve_run leaves no `auto`"
     plan = SamplePlan(
-        num_rows=resolved.data["num_rows"],
+        num_rows=resolved.data_identity["num_rows"],
         global_rows=shape.global_rows,
         world=world,
         micro=shape.micro,

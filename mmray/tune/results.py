@@ -104,7 +104,7 @@ _FORMATS = {
 
 def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> Row | None:
     """Return {best, per_global, why} of the finished trials that measured the goal; None without any."""
-    metric, _, largest = GOALS[goal]
+    metric, _, maximize = GOALS[goal]
     measured = [row for row in rows if row["status"] == "finished" and row[metric] is not None]
     if not measured:
         return None
@@ -122,7 +122,7 @@ def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> Row | N
     else:
         best, leader = _pick(measured, goal)
         value = f"{best['trial']} has {_FORMATS[metric].format(best[metric])}"
-        order = "highest" if largest else "lowest"
+        order = "highest" if maximize else "lowest"
         why = f"{value}, the {order} of {len(measured)} trials."
         if best is not leader:
             reason = "uses less memory" if goal == "throughput" else "is faster"
@@ -134,8 +134,8 @@ def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> Row | N
 
 def _pick(rows: list[Row], goal: str) -> tuple[Row, Row]:
     """Return the best row and the leader by the metric alone: near the leader, less memory or more speed is better."""
-    metric, _, largest = GOALS[goal]
-    leader = (max if largest else min)(rows, key=lambda row: row[metric])
+    metric, _, maximize = GOALS[goal]
+    leader = (max if maximize else min)(rows, key=lambda row: row[metric])
     tie_breaker = "peak_gib" if goal == "throughput" else "samples_per_s"
     margin = abs(leader[metric]) * TOLERANCE
     near = [row for row in rows if abs(row[metric] - leader[metric]) <= margin and row[tie_breaker] is not None]

@@ -12,7 +12,7 @@ from typing import Any
 from ray import tune
 
 from mmray.cluster import placement
-from mmray.cluster.capacity import max_concurrent
+from mmray.cluster.capacity import fits
 from mmray.cluster.connect import ray_session
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Config, to_yaml
@@ -23,7 +23,7 @@ from mmray.storage.lease import Lease
 from mmray.train.driver import train
 from mmray.train.monitor import signal_handlers
 from mmray.train.resolve import resolve_run
-from mmray.train.resources import check_capacity, is_single_node, num_data_actors, resource_demand
+from mmray.train.resources import check_capacity, is_single_node, num_decode_actors, resource_demand
 from mmray.train.run_dir import collect_environment
 from mmray.train.worker_group import run_in_thread
 from mmray.tune import trials as planning
@@ -31,7 +31,7 @@ from mmray.tune.results import Row, TrialOutcome, build_row, classify_error, sel
 from mmray.tune.sweep import SweepDir, SweepListener, SweepState, resolve_sweep_dir
 from mmray.tune.trials import Trial
 
-FREE_WAIT_S = 10.0  # data actors release their CPUs with a delay
+FREE_WAIT_S = 10.0  # decode actors release their CPUs with a delay
 # `verbose=0` disables only the older reporter of Ray Tune; trials must keep the working directory.
 _ENVIRONMENT = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1"}
 # The driver of a trial runs on the head node and requests no CPU, because a small machine needs all of them for data.
@@ -40,10 +40,10 @@ _DRIVER_RESOURCES = {HEAD_RESOURCE: 0.001}
 
 @dataclass(frozen=True)
 class Sweep:
-    """A search request: `base` is the full recipe, `length` the trial length given by the user."""
+    """A search request."""
 
-    base: Config
-    length: Config
+    base: Config  # with the length of the recipe, for best.yaml
+    trial_settings: Config  # with the length of a trial, if the user gave one
     space: Space
     goal: str = "throughput"
     concurrency: int | None = None  # None: 1 on a single machine, as many as fit on a cluster
@@ -58,20 +58,19 @@ def search(sweep: Sweep, listener: SweepListener) -> tuple[Path, dict[str, Any],
     os.environ.update(_ENVIRONMENT)
     with ray_session(planning.largest_cluster(trials)):
         trials = mark_infeasible(trials)
-        resolved, num_rows = _resolve_trials(trials, sweep, listener)
-        samples = planning.samples_per_trial(sweep.length, trials, num_rows)
+        feasible_trials, num_rows = _resolve_trials(trials, sweep, listener)
+        samples = planning.samples_per_trial(sweep.trial_settings, trials, num_rows)
         identity = {"space": planning.searched_values(trials), "samples_per_trial": samples}
         folder = resolve_sweep_dir(sweep.base, identity)
         with Lease(folder.path):
-            (folder.path / "trials").mkdir(parents=True, exist_ok=True)
             folder.write("recipe.yaml", to_yaml(sweep.base))
-            runs = {
+            trial_configs = {
                 name: planning.trial_config(trial, samples, num_rows, folder.path, sweep.goal)
-                for name, trial in resolved.items()
+                for name, trial in feasible_trials.items()
             }
-            if warning := planning.warmup_warning(list(runs.values()), num_rows, sweep.goal):
+            if warning := planning.warmup_warning(list(trial_configs.values()), num_rows, sweep.goal):
                 listener.log(warning, "warm-up")
-            return _search(sweep, trials, runs, identity, folder, listener)
+            return _search(sweep, trials, trial_configs, identity, folder, listener)
 
 
 def mark_infeasible(trials: list[Trial]) -> list[Trial]:
@@ -91,7 +90,7 @@ def mark_infeasible(trials: list[Trial]) -> list[Trial]:
 
 def _resolve_trials(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tuple[dict[str, Trial], int]:
     """Prepare each distinct data set once; return the feasible trials with prepared data, and the number of rows."""
-    resolved: dict[str, Trial] = {}
+    feasible_trials: dict[str, Trial] = {}
     sets: dict[str, dict[str, str | None]] = {}
     num_rows = 0
     for trial in trials:
@@ -100,20 +99,20 @@ def _resolve_trials(trials: list[Trial], sweep: Sweep, listener: SweepListener) 
         data = trial.config.data
         key = f"{data.train} {data.eval} {trial.config.prepare.model_dump_json()}"
         config = trial.config.replace(data=data.replace(**sets.get(key, {})))
-        run = resolve_run(config, listener)
-        if sweep.goal == "recall" and run.eval_set is None:
+        resolved_run = resolve_run(config, listener)
+        if sweep.goal == "recall" and resolved_run.eval_set is None:
             raise UsageError("--goal recall: the set holds no rows out; prepare it with --holdout, or give --data.eval")
-        held_out = run.eval_set.storage.address if run.eval_set and data.eval else None
-        sets[key] = {"train": run.data["train"], "eval": held_out}
-        resolved[trial.name] = replace(trial, config=config.replace(data=config.data.replace(**sets[key])))
-        num_rows = max(num_rows, run.data["num_rows"])
-    return resolved, num_rows
+        held_out = resolved_run.eval_set.storage.address if resolved_run.eval_set and data.eval else None
+        sets[key] = {"train": resolved_run.data_identity["train"], "eval": held_out}
+        feasible_trials[trial.name] = replace(trial, config=config.replace(data=config.data.replace(**sets[key])))
+        num_rows = max(num_rows, resolved_run.data_identity["num_rows"])
+    return feasible_trials, num_rows
 
 
 def _search(
     sweep: Sweep,
     trials: list[Trial],
-    runs: dict[str, Config],
+    trial_configs: dict[str, Config],
     identity: dict[str, Any],
     folder: SweepDir,
     listener: SweepListener,
@@ -123,7 +122,7 @@ def _search(
     infeasible = {t.name: build_row(t, TrialOutcome("infeasible", t.infeasible)) for t in trials if t.infeasible}
     measured = folder.reusable_rows(trials)
     state = SweepState(folder, {trial.name: trial for trial in trials}, infeasible | measured, listener)
-    pending = {name: run for name, run in runs.items() if name not in measured}
+    pending = {name: config for name, config in trial_configs.items() if name not in measured}
     num_concurrent, remaining = plan_concurrency(pending, sweep.concurrency)
     summary = {
         "kind": "sweep",
@@ -142,48 +141,54 @@ def _search(
     samples, skipped = identity["samples_per_trial"], f"{len(measured)} already measured, {len(infeasible)} infeasible"
     listener.log(f"{len(trials)} with {samples:,} samples each, {skipped}", "trials")
     listener.log(f"{sweep.goal}; {num_concurrent} at a time", "goal")
+    failure: TrainingError | None = None
     if remaining:
         listener.status(f"running {len(remaining)} trials")
-        run_trials(state, remaining, num_concurrent)
+        try:
+            run_trials(state, remaining, num_concurrent)
+        except TrainingError as error:  # raised after the results so far are written
+            failure = error
     rows = [state.rows[trial.name] for trial in trials]
     best = select_best(rows, sweep.goal, sweep.base.objective.kind == "contrastive")
     elapsed_s, statuses = earlier_s + time.monotonic() - start_s, {row["status"] for row in rows}
-    status = next((each for each in ("stopped", "finished") if each in statuses), "failed")
+    status = "failed" if failure else next((each for each in ("stopped", "finished") if each in statuses), "failed")
     summary |= {"status": status, "elapsed_s": elapsed_s, "recommendation": best}
     if best is not None:
         folder.write("best.yaml", to_yaml(planning.to_recipe(state.trials[best["best"]])))
     folder.write_json("sweep.json", summary)
     write_report_safely(folder.path, listener.log)
+    if failure is not None:
+        raise failure
     return folder.path, summary, rows
 
 
-def plan_concurrency(runs: dict[str, Config], limit: int | None) -> tuple[int, dict[str, Config]]:
-    """Return the number of concurrent trials and their configs with data actors."""
-    if not runs:
-        return 1, runs
-    demands = [resource_demand(config) for config in runs.values()]
+def plan_concurrency(trial_configs: dict[str, Config], limit: int | None) -> tuple[int, dict[str, Config]]:
+    """Return the number of concurrent trials and their configs with decode actors."""
+    if not trial_configs:
+        return 1, trial_configs
+    demands = [resource_demand(config) for config in trial_configs.values()]
     demand = max(demands, key=lambda each: each.workers * sum(each.per_worker.values()) + each.data_cpus)
-    single_node = all(is_single_node(config) for config in runs.values())
-    wanted = min(limit or (1 if single_node else len(runs)), len(runs))  # on one machine, trials would slow each other
+    single_node = all(is_single_node(config) for config in trial_configs.values())  # trials would slow each other
+    wanted = min(limit or (1 if single_node else len(trial_configs)), len(trial_configs))
     total, pools = placement.alive_nodes(), placement.autoscaling_pools()
-    free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if max_concurrent(demand, total, 1) else 0.0)
+    free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if fits(demand, total) else 0.0)
     num_concurrent, actors = planning.trial_concurrency(free, total, demand, wanted, pools)
     return num_concurrent, {
-        name: config  # concurrent trials share the cluster, so each gets a fixed number of data actors
+        name: config  # concurrent trials share the cluster, so each gets a fixed number of decode actors
         if isinstance(config.data.workers, int)
-        else config.replace(data=config.data.replace(workers=min(num_data_actors(config), actors)))
-        for name, config in runs.items()
+        else config.replace(data=config.data.replace(workers=min(num_decode_actors(config), actors)))
+        for name, config in trial_configs.items()
     }
 
 
-def run_trials(state: SweepState, runs: dict[str, Config], num_concurrent: int) -> None:
+def run_trials(state: SweepState, trial_configs: dict[str, Config], num_concurrent: int) -> None:
     """Run Ray Tune in a thread while this thread handles signals. Each trial gets a row."""
     callback, scratch = _TuneCallback(state), state.folder.path / "ray"
-    for folder in (scratch, *(state.folder.path / "trials" / name for name in runs)):  # trials do not resume
+    for folder in (scratch, *(state.folder.path / "trials" / name for name in trial_configs)):  # trials do not resume
         shutil.rmtree(folder, ignore_errors=True)
     tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(_run_trial, configs=runs), _DRIVER_RESOURCES),
-        param_space={"trial": tune.grid_search(list(runs))},
+        tune.with_resources(tune.with_parameters(_run_trial, configs=trial_configs), _DRIVER_RESOURCES),
+        param_space={"trial": tune.grid_search(list(trial_configs))},
         # Actors are reused because importing torch takes several seconds.
         tune_config=tune.TuneConfig(max_concurrent_trials=num_concurrent, reuse_actors=True),
         run_config=tune.RunConfig(
@@ -199,9 +204,9 @@ def run_trials(state: SweepState, runs: dict[str, Config], num_concurrent: int) 
         with signal_handlers(state.on_signal):
             run_in_thread(tuner.fit, lambda: None)
     except Exception as error:
-        raise TrainingError(f"Ray Tune failed: {error}") from error
+        raise TrainingError(f"Ray Tune failed: {error}. Rerun the same command; measured trials are kept") from error
     finally:
-        for name in runs:
+        for name in trial_configs:
             state.end(name, TrialOutcome("stopped"))
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -20,7 +20,7 @@ from mmray.report.sweep import TRIALS
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
 from mmray.train.monitor import ProgressReporter
-from mmray.train.run_dir import RunDir, forbidden_changes, select_folder
+from mmray.train.run_dir import RunDir, forbidden_changes, has_other_files, select_folder
 from mmray.tune.results import REUSABLE, Row, TrialOutcome, build_row
 from mmray.tune.trials import Trial
 
@@ -59,7 +59,7 @@ def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
     def inspect(path: AnyPath) -> tuple[list[str], bool] | None:
         before = RunDir(path).read_json("sweep.json")
         if before is None:
-            if path.exists() and any(file.name not in (lease.FOLDER, "recipe.yaml") for file in path.iterdir()):
+            if has_other_files(path, (lease.FOLDER, "recipe.yaml")):
                 raise UsageError(f"{path} exists and is not a sweep; choose another --run.name")
             return None
         changes = [f"{key}: {before.get(key)} -> {now}" for key, now in identity.items() if before.get(key) != now]

@@ -30,22 +30,23 @@ class Trial:
     infeasible: str | None = None
 
 
-def reset_searched(recipe: Config, keys: Sequence[str]) -> Config:
+def clear_length_and_derived_batch(recipe: Config, keys: Sequence[str]) -> Config:
     """Return the recipe without its length, and without its global batch if accumulation is searched."""
-    return recipe.without_conflicting([*LENGTHS, "batch.micro", *keys])
+    return recipe.without_overridden_length_and_batch([*LENGTHS, "batch.micro", *keys])
 
 
-def restore_length(given: Config, recipe: Config) -> Config:
-    """Return the config with the length of the recipe, the base of `best.yaml`."""
-    return given.replace(train=given.train.replace(**recipe.train.model_dump(include={"steps", "samples", "epochs"})))
+def restore_length(trial_settings: Config, recipe: Config) -> Config:
+    """Return the settings with the length of the recipe: the base of `best.yaml`."""
+    length = recipe.train.model_dump(include={"steps", "samples", "epochs"})
+    return trial_settings.replace(train=trial_settings.train.replace(**length))
 
 
 def build_trials(base: Config, space: Space) -> list[Trial]:
     """Return one trial per combination. Raises UsageError for an invalid setting, and if no trial is feasible."""
     trials = []
-    for number, given in enumerate(space.combinations(), 1):
-        config = override_settings(base, given)
-        trial = Trial(f"t{number:03}", {key: setting_value(config, key) for key in given}, config)
+    for number, combination in enumerate(space.combinations(), 1):
+        config = override_settings(base, combination)
+        trial = Trial(f"t{number:03}", {key: setting_value(config, key) for key in combination}, config)
         micro, workers = config.batch.micro, config.cluster.max_workers
         try:
             shape = resolve_batch_shape(config.batch, workers)
@@ -71,19 +72,19 @@ def searched_values(trials: Sequence[Trial]) -> dict[str, list[Any]]:
 
 
 def largest_cluster(trials: Sequence[Trial]) -> Cluster:
-    """Return the cluster section that needs most CPUs, for the size of a local Ray cluster."""
-    sections = (trial.config.cluster for trial in trials if trial.shape is not None)
-    return max(sections, key=lambda section: section.max_workers * section.cpus_per_worker)
+    """Return the `cluster` settings that need most CPUs, for the size of a local Ray cluster."""
+    configs = (trial.config.cluster for trial in trials if trial.shape is not None)
+    return max(configs, key=lambda config: config.max_workers * config.cpus_per_worker)
 
 
-def samples_per_trial(given: Config, trials: Sequence[Trial], num_rows: int) -> int:
-    """Return the equal number of samples per trial; default: STEPS steps of the largest global batch."""
+def samples_per_trial(trial_settings: Config, trials: Sequence[Trial], num_rows: int) -> int:
+    """Return the equal number of samples per trial; default: DEFAULT_STEPS steps of the largest global batch."""
     largest = max(trial.shape.global_rows for trial in trials if trial.shape)
-    if given.train.samples is not None:
-        return given.train.samples
-    if given.train.epochs is not None:
-        return max(largest, round(given.train.epochs * num_rows))
-    return (given.train.steps or DEFAULT_STEPS) * largest
+    if trial_settings.train.samples is not None:
+        return trial_settings.train.samples
+    if trial_settings.train.epochs is not None:
+        return max(largest, round(trial_settings.train.epochs * num_rows))
+    return (trial_settings.train.steps or DEFAULT_STEPS) * largest
 
 
 def trial_config(trial: Trial, samples: int, num_rows: int, folder: Path, goal: str) -> Config:
@@ -101,14 +102,15 @@ def trial_config(trial: Trial, samples: int, num_rows: int, folder: Path, goal: 
     )
 
 
-def warmup_warning(runs: Sequence[Config], num_rows: int, goal: str) -> str | None:
+def warmup_warning(trial_configs: Sequence[Config], num_rows: int, goal: str) -> str | None:
     """Return a warning if a trial ends during warm-up, for goals that depend on the loss."""
-    for run in runs if goal in ("loss", "recall") else ():
-        steps = total_steps(run.train, num_rows, resolve_batch_shape(run.batch, run.cluster.max_workers).global_rows)
-        if steps <= run.optimizer.warmup_steps:
+    for config in trial_configs if goal in ("loss", "recall") else ():
+        shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
+        steps = total_steps(config.train, num_rows, shape.global_rows)
+        if steps <= config.optimizer.warmup_steps:
             return (
-                f"{run.run.name} ends during warm-up ({steps} of {run.optimizer.warmup_steps} steps), so its {goal} is "
-                "not meaningful; use longer trials (--train.samples) or fewer --optimizer.warmup-steps"
+                f"{config.run.name} ends during warm-up ({steps} of {config.optimizer.warmup_steps} steps), so its "
+                f"{goal} is not meaningful; use longer trials (--train.samples) or fewer --optimizer.warmup-steps"
             )
     return None
 
@@ -132,6 +134,6 @@ def trial_concurrency(
     num_concurrent = max_concurrent(demand, nodes, wanted)
     if num_concurrent == 0:  # the trial waits until other jobs have ended
         num_concurrent, nodes = 1, max_cluster(demand, total, pools)
-    cpus = sum(node.resources.get("CPU", 0) for node in nodes if node.matches_labels(demand.data_labels))
-    worker_cpus = 0 if demand.data_labels else demand.workers * demand.per_worker.get("CPU", 0)
+    cpus = sum(node.resources.get("CPU", 0) for node in nodes if node.matches_labels(demand.data_label_selector))
+    worker_cpus = 0 if demand.data_label_selector else demand.workers * demand.per_worker.get("CPU", 0)
     return num_concurrent, max(1, int(cpus / num_concurrent - worker_cpus) - INPUT_TASK_CPUS)

@@ -82,9 +82,9 @@ def test_ratios_pair_arms_within_a_round():
 def test_notes_name_the_bottleneck_and_the_cpu_workers_a_device_needs():
     assert bottlenecks(RATES, 2000.0, 4) == [
         "original: the bottleneck is reading and decoding on the CPU",
-        "original: a device of 2,000 images/s needs 22 CPU workers of this kind",
+        "original: a device of 2,000 images/s needs 22 decode actors",
         "prepared: the bottleneck is the stream itself (Ray, and copies of blocks)",
-        "prepared: a device of 2,000 images/s needs 9 CPU workers of this kind",
+        "prepared: a device of 2,000 images/s needs 9 decode actors",
     ]
     assert "original: the bottleneck is the device" in bottlenecks(RATES, 120.0, 4)
 

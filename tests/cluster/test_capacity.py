@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, max_concurrent, max_workers, missing_capacity
+from mmray.cluster import capacity
+from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, max_concurrent, missing_capacity
 
 GPU_NODE = Node({"CPU": 8.0, "GPU": 4.0}, {"mmray/role": "train"})
 CPU_NODE = Node({"CPU": 16.0}, {"mmray/role": "data"})
@@ -24,7 +25,7 @@ def gpu_run(workers, data_cpus=2, **labels):
         (gpu_run(8), [HEAD, GPU_NODE, GPU_NODE, CPU_NODE], []),
         (gpu_run(8), [HEAD], [GPU_POOL, Pool("cpu", {"CPU": 16.0}, 4)]),
         (gpu_run(8), [HEAD, OF_POOL, OF_POOL], [GPU_POOL]),
-        (gpu_run(1, 3, data_labels=NOT_TRAIN), [GPU_NODE, CPU_NODE], []),
+        (gpu_run(1, 3, data_label_selector=NOT_TRAIN), [GPU_NODE, CPU_NODE], []),
     ],
 )
 def test_fitting_run_has_no_message(demand, nodes, pools):
@@ -40,10 +41,10 @@ def test_fitting_run_has_no_message(demand, nodes, pools):
         (Demand(1, {"CPU": 12.0}, 0), [Node({"CPU": 8.0})] * 2, [], "no single node can hold one worker"),
         (Demand(4, {"CPU": 1.0}, 2), [Node({"CPU": 4.0})], [], "2 workers fit together with the data"),
         (gpu_run(2), [Node({"CPU": 8.0})], [], "--cluster.accelerator cpu"),
-        (gpu_run(1, worker_labels={"role": "gup"}), [GPU_NODE, CPU_NODE], [], "--cluster.train-label none"),
+        (gpu_run(1, worker_label_selector={"role": "gup"}), [GPU_NODE, CPU_NODE], [], "--cluster.train-label none"),
         (gpu_run(9), [HEAD], [GPU_POOL, Pool("cpu", {"CPU": 16.0}, 4)], "can grow to"),
         (gpu_run(9), [HEAD, OF_POOL, OF_POOL], [GPU_POOL], "can grow to"),  # existing nodes count once
-        (gpu_run(1, 3, data_labels=NOT_TRAIN), [GPU_NODE, Node({"CPU": 2.0})], [], "fewer --data.workers"),
+        (gpu_run(1, 3, data_label_selector=NOT_TRAIN), [GPU_NODE, Node({"CPU": 2.0})], [], "fewer --data.workers"),
     ],
 )
 def test_message_names_what_is_missing_and_what_would_fit(demand, nodes, pools, part):
@@ -65,4 +66,4 @@ def test_fitting_runs_are_within_the_totals(sizes, workers, data_cpus, limit):
     assert count * (workers + data_cpus) <= sum(cpus for cpus, _ in sizes)
     assert (missing_capacity(demand, nodes) is None) == (count > 0)
     if count:
-        assert max_workers(demand, nodes) == workers
+        assert capacity.num_workers_that_fit(demand, nodes) == workers

@@ -4,7 +4,7 @@ import pytest
 
 from mmray.cluster.capacity import NODE_ID, Node
 from mmray.cluster.connect import num_local_cpus
-from mmray.cluster.placement import ROLE_LABEL, LiveNodes, data_labels, train_labels
+from mmray.cluster.placement import ROLE_LABEL, SchedulableNodes, data_label_selector, train_label_selector
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Cluster
 
@@ -26,18 +26,18 @@ WITH_ROLES = [Node({"CPU": 0.0}, {ROLE_LABEL: "head"})]
     ],
 )
 def test_labels_follow_roles_and_data_avoids_gpu_nodes_if_others_have_cpus(nodes, data, train):
-    assert (data_labels("auto", nodes), train_labels("auto", nodes)) == (data, train)
-    for labels in (data_labels, train_labels):
+    assert (data_label_selector("auto", nodes), train_label_selector("auto", nodes)) == (data, train)
+    for labels in (data_label_selector, train_label_selector):
         assert labels("none", nodes) == {} and labels("pool=big", nodes) == {"pool": "big"}
 
 
 def test_unavailable_nodes_are_excluded_in_addition():
-    nodes = LiveNodes([], ("c2", "a"))
+    nodes = SchedulableNodes([], ("c2", "a"))
     assert nodes.excluding_unavailable({NODE_ID: "!in(g)", "pool": "big"}) == {NODE_ID: "!in(a,c2,g)", "pool": "big"}
     assert nodes.excluding_unavailable(None) == {NODE_ID: "!in(a,c2)"}
-    assert LiveNodes([], ()).excluding_unavailable({NODE_ID: "!in(g)"}) == {NODE_ID: "!in(g)"}
+    assert SchedulableNodes([], ()).excluding_unavailable({NODE_ID: "!in(g)"}) == {NODE_ID: "!in(g)"}
 
 
 @pytest.mark.parametrize(("actors", "cpus"), [(1, 4), (3, 6), (64, 67)])
 def test_local_cluster_has_a_cpu_for_each_actor(actors, cpus):
-    assert num_local_cpus(Cluster(workers=2), actors, physical=2) == cpus
+    assert num_local_cpus(Cluster(workers=2), actors, available_cores=2) == cpus

@@ -11,7 +11,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, Wo
 from ray.train.v2.api.exceptions import PreemptionError
 
 from mmray.cluster import placement, ray_internals
-from mmray.cluster.placement import AutoscalerRequest, alive_nodes, free_nodes, kill_process, live_nodes
+from mmray.cluster.placement import AutoscalerRequest, alive_nodes, free_nodes, kill_process, schedulable_nodes
 from mmray.errors import ResourceError
 
 
@@ -29,7 +29,7 @@ def test_changed_private_api_is_a_resource_error(monkeypatch, local_ray):
 def test_free_resources_by_node(local_ray):
     (node_id,) = (node["NodeID"] for node in ray.nodes() if node["Alive"])
     assert ray_internals.free_resources()[node_id]["CPU"] >= 0
-    assert free_nodes()[0].labels == alive_nodes()[0].labels == live_nodes().nodes[0].labels
+    assert free_nodes()[0].labels == alive_nodes()[0].labels == schedulable_nodes().nodes[0].labels
 
 
 def test_no_node_is_draining_and_no_pools_on_a_local_cluster(local_ray):

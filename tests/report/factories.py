@@ -61,8 +61,8 @@ def make_run(folder, lines=(), result=None, shown=None, **changes):
 def make_whole_run(folder):
     """A finished run with everything a page can show except quarantined rows."""
     lines = [line(step, **(scores(step / 20) if step % 10 == 0 else {})) for step in range(1, 21)]
-    result = {"status": "finished", "steps": 20, "elapsed_s": 61.0, "restarts": 1, "wasted_steps": 3}
-    result["batch"] = "micro 64 x accumulation 1 x workers 2 = 128 rows per step"
+    result = {"status": "finished", "steps": 20, "elapsed_s": 61.0, "restarts": 3, "wasted_steps": 3}
+    result["resizes"], result["batch"] = 2, "micro 64 x accumulation 1 x workers 2 = 128 rows per step"
     return make_run(folder, lines, result, examples())
 
 

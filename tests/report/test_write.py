@@ -43,7 +43,7 @@ def test_finished_run_has_all_sections_in_one_small_file(tmp_path):
     assert '<span class="pill finished">finished</span>' in page and "<title>calm · mmray</title>" in page
     assert "micro 64 x accumulation 1 x workers 2 = 128 rows per step" in page
     assert "100.0%" in page and "1,010" in page and "61 s" in page and "10.0%" in page
-    assert "Workers failed 1 times; 3 steps were repeated." in page
+    assert "restarted 3 times (2 to add workers, 0 for node preemptions); 3 steps were repeated." in page
     assert page.count('class="right"') == 2 + 1  # a hit in each direction, and the correct image next to a miss
     assert "Same as the recipe." in page
 

@@ -7,12 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mmray.train.coordinator import Coordinator
-from mmray.train.monitor import (
-    HangDetector,
-    HeartbeatRecord,
-    checkpoint_deadline_s,
-    stuck_ranks,
-)
+from mmray.train.monitor import HangDetector, HeartbeatRecord, checkpoint_deadline_s, stuck_ranks
 from mmray.train.worker_group import run_in_thread
 
 
@@ -76,14 +71,14 @@ def test_stuck_rank_is_named_while_others_progress():
 
 
 def test_checkpoint_deadline_allows_twice_its_time():
-    assert checkpoint_deadline_s(1000.0, checkpoint_s=10.0, step_s=1.0) == 1000 - 20 - 2 - 3
-    assert checkpoint_deadline_s(1000.0, checkpoint_s=0.0, step_s=1.0) == 0
-    assert checkpoint_deadline_s(0.0, checkpoint_s=10.0, step_s=1.0) == 0
+    assert checkpoint_deadline_s(1000.0, checkpoint_duration_s=10.0, step_duration_s=1.0) == 1000 - 20 - 2 - 3
+    assert checkpoint_deadline_s(1000.0, checkpoint_duration_s=0.0, step_duration_s=1.0) == 0
+    assert checkpoint_deadline_s(0.0, checkpoint_duration_s=10.0, step_duration_s=1.0) == 0
 
 
 def test_bad_row_counts_once_over_ranks_and_attempts():
     actor = Coordinator({7})  # from an earlier attempt
-    assert [actor.bad_row(row) for row in (7, 3, 3, 9)] == [0, 2, 0, 3]
+    assert [actor.record_bad_row(row) for row in (7, 3, 3, 9)] == [0, 2, 0, 3]
 
 
 def test_error_of_thread_is_raised_after_a_last_poll():

@@ -46,7 +46,6 @@ def test_repeated_user_error_is_raised_with_its_traceback():
     again = decide_recovery(raised(error), first, 2, 3)
     assert isinstance(again, TrainingError) and "KeyError: 'label'" in str(again)
     assert str(again).startswith("Traceback") and 'File "mine.py", line 3' in str(again)
-    assert again.__cause__ is error
     assert isinstance(decide_recovery(raised(KeyError("label"), 9), first, 2, 3), Restart)
 
 

@@ -17,7 +17,7 @@ def test_data_limit_is_rows_per_epoch(tmp_path):
     wanted = config(tmp_path / "set", tmp_path, "limited", steps=None, epochs=2.0)
     limited = wanted.replace(data=wanted.data.replace(limit=20))
     whole, first = resolve_run(wanted, Silent()), resolve_run(limited, Silent())
-    assert (whole.data["num_rows"], first.data["num_rows"]) == (50, 20)
+    assert (whole.data_identity["num_rows"], first.data_identity["num_rows"]) == (50, 20)
     assert (whole.steps, first.steps) == (8, 4)
     plan = resume_point(first, None, 2).plan
     for epoch in range(2):
@@ -33,7 +33,7 @@ def test_language_tokens_are_those_of_the_sets(tmp_path):
     plain, settled = resolve_run(wanted, Silent()), resolve_run(speaking, Silent())
     assert build_encoder(settled.tokenizer_json, inputs).languages == ("de", "fr")
     assert settled.config.model.vocab_size == plain.config.model.vocab_size + 2
-    assert settled.data["tokenizer"] != plain.data["tokenizer"]
+    assert settled.data_identity["tokenizer"] != plain.data_identity["tokenizer"]
     asked = speaking.model_copy(update={"evaluate": Evaluate(classes=("a", "b"), language="en")})
     with pytest.raises(UsageError, match="no token for language 'en'; it knows de, fr"):
         resolve_run(asked, Silent())

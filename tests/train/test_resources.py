@@ -14,7 +14,7 @@ from mmray.config import Cluster, Config, Data, Train
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError
 from mmray.train import resources
-from mmray.train.resources import check_capacity, num_data_actors, num_free_workers, resource_demand, torch_trainer
+from mmray.train.resources import check_capacity, num_decode_actors, num_free_workers, resource_demand, torch_trainer
 
 GIB = 2.0**30
 LAPTOP = Node({"CPU": 12.0, "GPU": 2.0, "memory": 64 * GIB}, {"ray.io/node-id": "a"})
@@ -52,7 +52,7 @@ def cluster(monkeypatch):
 )
 def test_decode_actors_use_cores_and_memory_of_data_nodes(cluster, nodes, pools, section, data, actors):
     cluster(nodes, pools)
-    assert num_data_actors(Config(cluster=section, data=data)) == actors
+    assert num_decode_actors(Config(cluster=section, data=data)) == actors
 
 
 @pytest.mark.parametrize(

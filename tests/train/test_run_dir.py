@@ -52,6 +52,8 @@ def finish(path, steps):
 
 def test_new_name_starts_and_same_command_resumes(tmp_path):
     wanted = config(tmp_path)
+    (tmp_path / "sample").mkdir()
+    (tmp_path / "sample" / ".tokenizer.json.7").touch()  # of a command that was interrupted
     first = select_run(wanted, DATA, steps=10)
     assert (first.action, first.path) == ("start", tmp_path / "sample")
     create_run_dir(first.path, wanted, DATA, "{}")

@@ -130,6 +130,21 @@ def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monke
     assert result_of(tmp_path)["status"] == "failed"
 
 
+def test_only_failed_resizes_delay_the_next_one(supervised, monkeypatch):
+    worlds, stop_reasons, counts = iter([2, 3, 2, 2]), iter(["resize", "preempted", "resize", "user"]), []
+
+    def monitor(failed_resizes, **_):
+        counts.append(failed_resizes)
+        return SimpleNamespace(started=True, stop_reason=next(stop_reasons))
+
+    fakes = {"AttemptMonitor": monitor, "run_attempt": lambda *_: {"status": "stopped", "steps": 0}}
+    fakes |= {"choose_world_size": lambda *_: (None, next(worlds)), "ray": SimpleNamespace(kill=lambda _: None)}
+    fakes |= {"resource_demand": lambda _: SimpleNamespace(per_worker={})}
+    for name, fake in (fakes | dict.fromkeys(("start_coordinator", "build_trainer"), lambda *_: None)).items():
+        monkeypatch.setattr(supervisor, name, fake)
+    assert supervised.train()["resizes"] == 2 and counts == [0, 0, 0, 1]
+
+
 def test_lost_cluster_error_includes_first_failure(supervised, fails, tmp_path, monkeypatch):
     def gone(*_):
         raise ray.exceptions.RaySystemError("the head does not answer")

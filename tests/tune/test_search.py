@@ -15,7 +15,7 @@ from mmray.config.search_space import parse_space
 from mmray.errors import ResourceError
 from mmray.train.driver import train
 from mmray.tune.search import Sweep, search
-from mmray.tune.trials import reset_searched
+from mmray.tune.trials import clear_length_and_derived_batch
 from tests.made import make_set, row
 from tests.nodes import several_nodes
 from tests.train.runs import Silent, config, lines, make_data
@@ -54,7 +54,7 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stopped(local_ray, recipe):
-    typed = reset_searched(recipe, ["batch.micro", "train.callbacks"])
+    typed = clear_length_and_derived_batch(recipe, ["batch.micro", "train.callbacks"])
     length = typed.replace(train=typed.train.replace(steps=4))
     listener = Watching(stop=True)
     return search(Sweep(recipe, length, parse_space(SPACE)), listener), listener
@@ -140,7 +140,7 @@ def test_best_config_is_a_trainable_recipe(finished, recipe):
 def test_infeasible_sweep_reports_missing_resources(local_ray, recipe):
     wide = recipe.with_cluster(cpus_per_worker=9.0).replace(run=recipe.run.replace(name="wide"))
     with pytest.raises(ResourceError, match=r"2 training workers of 9 CPU each.* the cluster has 8 CPU"):
-        search(Sweep(wide, reset_searched(wide, []), parse_space(["batch.micro=4"])), Watching())
+        search(Sweep(wide, clear_length_and_derived_batch(wide, []), parse_space(["batch.micro=4"])), Watching())
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_two_trials_run_concurrently_on_two_nodes(tmp_path):
         recipe = config(tmp_path / "set", tmp_path, "sweep", address=nodes.address)
         # Without dropout, because masks are drawn for each micro-batch.
         recipe = recipe.replace(model=recipe.model.replace(text=recipe.model.text.replace(dropout=0.0)))
-        typed = reset_searched(recipe, [])
+        typed = clear_length_and_derived_batch(recipe, [])
         length = typed.replace(train=typed.train.replace(steps=4))
         folder, summary, _ = search(Sweep(recipe, length, parse_space(["batch.micro=4,8"])), listener)
     assert (summary["status"], summary["concurrency"]) == ("finished", 2)

@@ -6,8 +6,10 @@ import signal
 import pytest
 
 from mmray.config import recipes, to_yaml
-from mmray.errors import ForceExit, UsageError
+from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.train.monitor import signal_handlers
+from mmray.tune import search
+from mmray.tune.results import TrialOutcome
 from mmray.tune.sweep import SweepState, resolve_sweep_dir
 from mmray.tune.trials import Trial
 from tests.train.runs import Silent
@@ -35,6 +37,20 @@ def test_unnamed_sweep_resumes_until_finished(tmp_path):
     assert resolve_sweep_dir(base(tmp_path), IDENTITY | {"samples_per_trial": 65}).path.name == "sample-tune-2"
     started(base(tmp_path), "finished")
     assert resolve_sweep_dir(base(tmp_path), IDENTITY).path.name == "sample-tune-2"
+
+
+def test_failure_of_ray_tune_is_recorded_and_raised(tmp_path, monkeypatch):
+    def fail(state, *_):
+        state.end("t001", TrialOutcome("stopped"))
+        raise TrainingError("Ray Tune failed")
+
+    monkeypatch.setattr(search, "run_trials", fail)
+    monkeypatch.setattr(search, "plan_concurrency", lambda runs, _: (1, runs))
+    config, trials = base(tmp_path), [Trial("t001", {}, None)]
+    sweep = started(config)
+    with pytest.raises(TrainingError, match="Ray Tune failed"):
+        search._search(search.Sweep(config, config, None), trials, {"t001": config}, IDENTITY, sweep, Silent())
+    assert sweep.read_json("sweep.json")["status"] == "failed" and (sweep.path / "report.html").exists()
 
 
 def test_named_sweep_with_other_settings_is_refused_with_differences(tmp_path):

@@ -17,7 +17,7 @@ from mmray.tune.trials import (
     DEFAULT_STEPS,
     Trial,
     build_trials,
-    reset_searched,
+    clear_length_and_derived_batch,
     restore_length,
     samples_per_trial,
     to_recipe,
@@ -47,7 +47,7 @@ def trials(*given, base=SAMPLE):
     ],
 )
 def test_searched_accumulation_sets_the_global_batch_and_otherwise_follows_it(given, shapes):
-    base = reset_searched(SAMPLE, [each.partition("=")[0] for each in given])
+    base = clear_length_and_derived_batch(SAMPLE, [each.partition("=")[0] for each in given])
     result = [trial.shape for trial in trials(*given, base=base)]
     assert [(shape.micro, shape.accumulation, shape.global_rows) for shape in result] == shapes
 
@@ -76,7 +76,7 @@ def test_value_invalid_in_all_trials_is_a_usage_error(given, message):
 
 
 def test_all_trials_train_on_the_same_number_of_samples():
-    base = reset_searched(SAMPLE, ["batch.micro", "batch.accumulation"])
+    base = clear_length_and_derived_batch(SAMPLE, ["batch.micro", "batch.accumulation"])
     result = trials("batch.micro=16,64", "batch.accumulation=1,2", base=base)  # global 32, 64, 128, 256
     lengths = [({}, DEFAULT_STEPS * 256), ({"steps": 6}, 6 * 256), ({"samples": 1000}, 1000), ({"epochs": 2}, 6000)]
     for length, samples in lengths:
@@ -98,7 +98,7 @@ def test_trial_of_elastic_recipe_has_fixed_workers():
 
 
 def test_best_recipe_keeps_the_original_length():
-    typed = reset_searched(SAMPLE, ["batch.accumulation"])
+    typed = clear_length_and_derived_batch(SAMPLE, ["batch.accumulation"])
     base = restore_length(typed.replace(train=typed.train.replace(steps=6)), SAMPLE)
     assert base.train == SAMPLE.train
     trial = trials("batch.micro=16", "batch.accumulation=2", "optimizer.lr=1e-4", base=base)[0]
@@ -121,7 +121,7 @@ THREE = nodes(3, "gpu", "train", CPU=8.0, GPU=1.0)
 @pytest.mark.parametrize(
     ("free", "whole", "demand", "wanted", "pools", "planned"),
     [  # planned: concurrent trials, data CPUs of each
-        (CPUS_16, [], TWO_CPU_WORKERS, 1, (), (1, 13)),  # data actors share the CPUs left by workers
+        (CPUS_16, [], TWO_CPU_WORKERS, 1, (), (1, 13)),  # decode actors share the CPUs left by workers
         (CPUS_16, [], TWO_CPU_WORKERS, 2, (), (2, 5)),
         (nodes(1, CPU=4.0), [], TWO_CPU_WORKERS, 1, (), (1, 1)),
         ([], CPUS_8, TWO_CPU_WORKERS, 3, (), (1, 5)),  # waits for resources in use

@@ -58,7 +58,7 @@ def to_model_coords(
     `augment` and `uniforms` are those of `transform`; None means no augmentation.
     """
     width, height = size
-    if augment is not None and augment.crops and uniforms is not None:
+    if augment is not None and augment.has_random_crop and uniforms is not None:
         crop: Box = random_crop_box(size, augment, uniforms[CROP])
     elif inputs.fit == "pad":  # the square is larger than the image
         x, y, w, h = letterbox_rect(width, height, inputs.image_side)

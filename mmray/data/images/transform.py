@@ -51,7 +51,7 @@ def transform(
     if augment is None or uniforms is None:
         return resize_to_square(rgb, inputs.image_side, inputs.fit, inputs.interpolation)
     fit = inputs.fit
-    if augment.crops:
+    if augment.has_random_crop:
         left, top, right, bottom = random_crop_box((rgb.shape[1], rgb.shape[0]), augment, uniforms[CROP])
         rgb, fit = rgb[top:bottom, left:right], "squash"
     square = resize_to_square(rgb, inputs.image_side, fit, inputs.interpolation)

@@ -15,7 +15,7 @@ import ray.data
 import ray.exceptions
 
 from mmray import errors
-from mmray.cluster.placement import physical_cores_if_local
+from mmray.cluster.placement import available_cores_if_local
 from mmray.data.images.crash_probe import CrashProbe
 from mmray.errors import MmrayError, ResourceError
 from mmray.storage.storage import Storage
@@ -43,7 +43,7 @@ def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]
     if not items:
         return
     rows = [{"item": orjson.dumps(item).decode()} for item in items]
-    tasks, cores = min(len(rows), MAX_TASKS), physical_cores_if_local()
+    tasks, cores = min(len(rows), MAX_TASKS), available_cores_if_local()
     # A worker process costs two core-seconds to start, so there are no more of them than cores. With many tasks there
     # is one more, because each worker waits 0.2 s for its next task. None: one for each CPU of the cluster.
     concurrency = min(tasks, cores if tasks < TASKS_PER_CORE * cores else cores + 1) if cores else None
