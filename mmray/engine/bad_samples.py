@@ -56,17 +56,19 @@ def quarantine_bad_rows(
 def _check_labels(block: Block, config: Config) -> None:
     """Raise DataError for a label without a class in the model, or a box label without a name.
 
-    On a GPU it would be a device-side assert.
+    On a GPU such a label would fail a device-side assert.
     """
     classes, names = getattr(config.model, "classes", 0), getattr(config.model, "region_labels", ())
-    if classes and (largest := int(block["label"].max(initial=0))) >= classes:
-        raise DataError(
-            f"a row of {config.data.train} has label {largest}, but model.classes is {classes}: labels start at 0; "
-            f"set --model.classes to {largest + 1} or more"
-        )
+    for label in np.unique(block["label"]).tolist() if classes else ():
+        if label != NO_LABEL and not 0 <= label < classes:
+            fix = "number the classes from 0" if label < 0 else f"set --model.classes to {label + 1} or more"
+            raise DataError(
+                f"a row of {config.data.train} has label {label}, but model.classes is {classes}, so labels are 0 to "
+                f"{classes - 1}: {fix}"
+            )
     labels = np.unique(block["box_labels"]).tolist() if names and "box_labels" in block else []
     for label in labels:
-        if label != NO_LABEL and not (label < len(names) and names[label]):
+        if label != NO_LABEL and not (0 <= label < len(names) and names[label]):
             raise DataError(
                 f"a box of {config.data.train} has label {label}, which has no name in model.region_labels: list one "
                 "for each label, starting at 0"

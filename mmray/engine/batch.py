@@ -46,13 +46,13 @@ def resolve_batch_shape(batch: Batch, workers: int) -> BatchShape:
     if total < workers:
         raise UsageError(f"batch.global: {total} rows are fewer than {workers} workers; set at least {workers}")
     rows_per_worker = ceil(total / workers)
-    if micro is None:
-        micro = ceil(rows_per_worker / (accumulation or 1))
+    micro = micro or ceil(rows_per_worker / (accumulation or 1))
     derived = ceil(rows_per_worker / micro)
     if accumulation is not None and accumulation != derived:
+        advice = "omit one of the three" if batch.micro else f"set --batch.accumulation {derived}, or omit it"
         raise UsageError(
             f"batch: global {total} over {workers} workers in micro-batches of {micro} needs accumulation {derived}, "
-            f"not {accumulation}; omit one of the three"
+            f"not {accumulation}; {advice}"
         )
     return BatchShape(total, min(micro, rows_per_worker), derived, workers, auto)
 

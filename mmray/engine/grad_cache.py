@@ -17,14 +17,15 @@ from mmray.engine.collectives import Group
 from mmray.engine.oom import OomGuard
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import TrainState
-from mmray.objectives.protocol import Batch, HardNegativeMining, Objective, ObjectiveParts, Outputs, Pairwise
+from mmray.objectives.protocol import Batch, HardNegativeMining, Objective, ObjectiveParts, Outputs, PairwiseLoss
 
 
 @dataclass
 class GradCache:
     """Inputs of the second pass of a step; with a purely local loss nothing is cached and there is no first pass."""
 
-    global_counts: Tensor  # float64 [K + 1], sums over ranks of the objective's counts and of the stop requests
+    loss_counts: Tensor  # float64 [K], sums over ranks of the objective's counts, at least 1
+    stop_votes: Tensor  # float64 [1], how many ranks request a stop
     micro_batches: list[Batch]  # with the columns of their hard negatives
     loss_weights: tuple[Tensor, Tensor]  # of the global loss and of the local one
     gradients: list[Outputs] = field(default_factory=list)  # of each micro-batch: at its outputs, weighted
@@ -40,22 +41,22 @@ class GradCache:
             self.sums[name] = self.sums[name] + padded if name in self.sums else padded
 
     def backward_inputs(
-        self, losses: ObjectiveParts, outputs: Outputs, index: int
+        self, parts: ObjectiveParts, outputs: Outputs, index: int
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Outputs of micro-batch `index` with their cached gradients, except those of frozen branches.
 
         Scalar outputs such as the temperature take their gradient once, in the last micro-batch.
         """
-        if losses.global_loss is None:
+        if parts.global_loss is None:
             return []
         is_last = index == len(self.micro_batches) - 1
-        names = losses.global_loss.gathered_outputs + (losses.global_loss.scalar_output_names if is_last else ())
+        names = parts.global_loss.gathered_outputs + (parts.global_loss.scalar_output_names if is_last else ())
         return [(outputs[name], self.gradients[index][name]) for name in names if outputs[name].requires_grad]
 
 
 def build_grad_cache(
     state: TrainState,
-    losses: ObjectiveParts,
+    parts: ObjectiveParts,
     batch: LocalBatch,
     detached: list[Outputs],
     counts: Tensor,
@@ -63,23 +64,25 @@ def build_grad_cache(
 ) -> GradCache:
     """Gather the outputs, sample hard negatives, and compute the gradient of the global loss at each output.
 
-    detached: outputs of the first pass; empty for a purely local loss, of which only the counts are reduced. After an
-    OOM there are no gradients, but this rank still takes part in the collectives, because others wait in them.
+    detached: outputs of the first pass; empty for a purely local loss, of which only the counts are reduced. counts:
+    this rank's, float64 [K + 1], the objective's and 1 for a stop request. After an OOM there are no gradients, but
+    this rank still takes part in the collectives, because others wait in them.
     """
-    group, objective, mining, ring = state.group, losses.global_loss, losses.mining, losses.ring
+    group, objective, mining, ring = state.group, parts.global_loss, parts.mining_loss, parts.ring_loss
     with state.timers("sync"):
         if detached and ring is None:
-            gathered = gather_outputs(group, detached, batch, counts, losses.gathered_names)
+            gathered = gather_outputs(group, detached, batch, counts, parts.gathered_names)
         else:
             gathered = GatheredOutputs(group.all_reduce_sum(counts))
     # They turn loss sums of a rank into its part of the mean over all ranks; times the world size, as DDP averages.
-    weights = state.scaler.scale(group.world / gathered.global_counts[:-1].clamp(min=1))
+    loss_counts, stop_votes = gathered.counts[:-1].clamp(min=1), gathered.counts[-1:]
+    weights = state.scaler.scale(group.world / loss_counts)
     num_global = 0 if objective is None else objective.count(batch.micro_batches[0]).numel()
-    cache = GradCache(gathered.global_counts, batch.micro_batches, (weights[:num_global], weights[num_global:]))
+    cache = GradCache(loss_counts, stop_votes, batch.micro_batches, (weights[:num_global], weights[num_global:]))
     if mining is not None:
         with state.timers("sync"):
             inputs = gather_negative_inputs(group, mining, batch)
-        cache.micro_batches = guard.run(lambda: attach_negatives(mining, batch, detached, gathered, inputs))
+        cache.micro_batches = guard.run(lambda: attach_negatives(mining, batch, detached, gathered.columns, inputs))
     if objective is None:
         return cache
     remote_gradients: Outputs = {}
@@ -154,7 +157,7 @@ def _split_gradients(
 class GatheredOutputs:
     """Outputs of all ranks. In a group of one, `packed` and `columns` are None: the batch has all rows."""
 
-    global_counts: Tensor  # float64 [K + 1], sum of the ranks' counts
+    counts: Tensor  # float64 [K + 1], sums over ranks of the objective's counts and of the stop requests
     packed: Tensor | None = None  # [world x (1 + rows), width], a leaf that requires gradients
     columns: dict[str, Any] | None = None  # the argument `gathered` of Objective.compute_loss, views of `packed`
     shapes: dict[str, torch.Size] = field(default_factory=dict)  # of this rank's outputs, in the order of `packed`
@@ -180,10 +183,10 @@ def gather_outputs(
     local = torch.cat([header, F.pad(rows, (0, 0, 0, batch.rows - len(rows)))])
     packed = group.all_gather(local).requires_grad_()
     by_rank = packed.view(group.world, batch.rows + 1, -1)
-    global_counts = by_rank[:, 0, : len(counts)].detach().double().sum(0)
-    flat = by_rank[:, 1:].flatten(0, 1)
-    columns = {"valid": flat[:, 0].detach() > 0, "offset": group.rank * batch.rows}
-    return GatheredOutputs(global_counts, packed, columns | _split_columns(flat[:, 1:], shapes), shapes)
+    summed_counts = by_rank[:, 0, : len(counts)].detach().double().sum(0)
+    packed_rows = by_rank[:, 1:].flatten(0, 1)
+    columns = {"valid": packed_rows[:, 0].detach() > 0, "offset": group.rank * batch.rows}
+    return GatheredOutputs(summed_counts, packed, columns | _split_columns(packed_rows[:, 1:], shapes), shapes)
 
 
 def _split_columns(columns: Tensor, shapes: dict[str, torch.Size]) -> Outputs:
@@ -200,13 +203,13 @@ def _split_columns(columns: Tensor, shapes: dict[str, torch.Size]) -> Outputs:
 
 
 def ring_loss(
-    objective: Pairwise, leaves: Outputs, valid: Tensor, rows: int, loss_weight: Tensor, guard: OomGuard
+    objective: PairwiseLoss, leaves: Outputs, valid: Tensor, rows: int, loss_weight: Tensor, guard: OomGuard
 ) -> GlobalLoss:
     """This rank's loss sum, further sums, and the gradient of (all ranks' losses x loss_weight) at its own outputs.
 
     leaves: outputs of this rank's rows that require gradients. rows: equal on every rank, at least this rank's number.
-    Memory: this rank's rows, those of one other rank, and `chunk` columns of scores, for any number of ranks. After an
-    OOM this rank forwards the rotating rows unchanged until all ranks vote; its results are then unusable.
+    Memory: this rank's rows, those of one other rank, and `chunk_rows` columns of scores, for any number of ranks.
+    After an OOM this rank forwards the rotating rows unchanged until all ranks vote; its results are then unusable.
     """
     local = {name: leaf for name, leaf in leaves.items() if name not in objective.rotating_outputs}
     gradients = {name: torch.zeros_like(leaf) for name, leaf in local.items()}
@@ -214,31 +217,32 @@ def ring_loss(
     shapes = {name: leaves[name].shape for name in objective.rotating_outputs}
     values = torch.cat([leaves[name].detach().flatten(1) for name in shapes], dim=1)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
-    widths = [values.shape[1], values.shape[1], 1]
+    column_widths = [values.shape[1], values.shape[1], 1]
     # Values, the gradients accumulated so far, and `valid`: one message a hop.
     rotating = torch.cat([values, torch.zeros_like(values), valid.to(values.dtype)[:, None]], dim=1)
     rotating = F.pad(rotating, (0, 0, 0, rows - len(rotating)))
 
     def accumulate(rotating: Tensor, is_first_hop: bool) -> None:
-        for first in range(0, rows, objective.chunk):
-            values, gradient_sums, flags = rotating[first : first + objective.chunk].split(widths, dim=1)
+        for first in range(0, rows, objective.chunk_rows):
+            chunk = rotating[first : first + objective.chunk_rows]
+            values, gradient_sums, valid_column = chunk.split(column_widths, dim=1)
             outputs = {name: part.clone().requires_grad_() for name, part in _split_columns(values, shapes).items()}
             offset = first if is_first_hop else None
-            loss_sum, metrics = objective.pairwise_loss(local, valid, outputs, flags[:, 0] > 0, offset)
+            loss_sum, metrics = objective.pairwise_loss(local, valid, outputs, valid_column[:, 0] > 0, offset)
             inputs = {**local, **outputs}
             loss = loss_sum * loss_weight.to(loss_sum.dtype)
-            flat = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
-            targets = gradients | _split_columns(gradient_sums, shapes)
-            for name, gradient in zip(inputs, flat, strict=True):
-                targets[name].add_(gradient)
+            grads = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
+            grad_buffers = gradients | _split_columns(gradient_sums, shapes)
+            for name, grad in zip(inputs, grads, strict=True):
+                grad_buffers[name].add_(grad)
             for name, value in {"loss": loss_sum.detach(), **metrics}.items():
                 sums[name] = sums[name] + value if name in sums else value
 
     for hop in range(guard.group.world):
         guard.run(partial(accumulate, rotating, is_first_hop=hop == 0))
         rotating = guard.group.ring_shift(rotating)
-    returned = _split_columns(rotating[: len(valid)].split(widths, dim=1)[1], shapes)
-    return sums.pop("loss"), sums, gradients | returned
+    own_gradients = _split_columns(rotating[: len(valid)].split(column_widths, dim=1)[1], shapes)
+    return sums.pop("loss"), sums, gradients | own_gradients
 
 
 # --- hard negatives: token ids and positions of all ranks, never pixels
@@ -246,10 +250,14 @@ def ring_loss(
 
 @torch.no_grad()
 def attach_negatives(
-    mining: HardNegativeMining, batch: LocalBatch, detached: list[Outputs], gathered: GatheredOutputs, inputs: Batch
+    mining: HardNegativeMining,
+    batch: LocalBatch,
+    detached: list[Outputs],
+    columns: dict[str, Any] | None,
+    inputs: Batch,
 ) -> list[Batch]:
-    """The micro-batches with the columns that `mining` samples for their rows."""
-    columns = gathered.columns or {
+    """The micro-batches with the columns that `mining` samples for their rows, from `GatheredOutputs.columns`."""
+    columns = columns or {
         **{name: torch.cat([outputs[name] for outputs in detached]) for name in mining.score_outputs},
         "valid": torch.cat([micro_batch["valid"] for micro_batch in batch.micro_batches]),
         "offset": 0,

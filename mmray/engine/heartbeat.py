@@ -24,10 +24,11 @@ INTERVAL_S = 1.0
 ENGINE = Path(__file__).parent
 PACKAGE = str(ENGINE.parent)
 LOOP_FILE = str(ENGINE / "loop.py")
-LOOP, LONG_PHASES = "run", {"_evaluate", "_save", "_load"}  # functions of loop.py; the latter take no steps
+LOOP_FUNCTION = "run"  # of loop.py
+FUNCTIONS_WITHOUT_STEPS = {"_evaluate", "_save", "_load"}  # of loop.py; they may take long
 CHECKPOINT_WAIT = str(ENGINE / "checkpoint" / "manager.py")
 DATA_WAIT = str(ENGINE / "prefetch.py")
-DEVICE_READ = str(ENGINE / "collectives.py")  # reads results that other ranks contribute to
+COLLECTIVES_FILE = str(ENGINE / "collectives.py")  # reads results that other ranks contribute to
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 COLLECTIVES = ("torch/distributed/", "torch/autograd/")  # DDP's collectives are inside the backward
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) ", re.MULTILINE)
@@ -85,7 +86,7 @@ class Heartbeat:
         now_s, functions = time.monotonic(), {frame.name for frame in package_frames if frame.filename == LOOP_FILE}
         self._waiting_since_s = (self._waiting_since_s or now_s) if innermost == CHECKPOINT_WAIT else None
         writing = self._waiting_since_s is not None and now_s - self._waiting_since_s < self._write_limit_s
-        outside_steps = bool(functions & LONG_PHASES) or LOOP not in functions
+        outside_steps = bool(functions & FUNCTIONS_WITHOUT_STEPS) or LOOP_FUNCTION not in functions
         if writing or (outside_steps and frames != self._frames):
             self._progress += 1
         self._frames = frames
@@ -96,7 +97,7 @@ class Heartbeat:
             "where": _location(frames),
             # In a collective, in a backward, or reading a result that the device reduces.
             "in_collective": any(part in file for file in files for part in COLLECTIVES)
-            or (bool(frames) and frames[0].filename == DEVICE_READ),
+            or (bool(frames) and frames[0].filename == COLLECTIVES_FILE),
             "waits_for_data": any(frame.filename == DATA_WAIT for frame in package_frames),
         }
 

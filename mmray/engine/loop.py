@@ -25,7 +25,7 @@ from mmray.engine.optimizer import ExponentialMovingAverage, build_optimizer, lr
 from mmray.engine.parallel import strategy
 from mmray.engine.precision import micro_seed, select_precision
 from mmray.engine.prefetch import LocalBatch, prefetch, split_micro_batches
-from mmray.engine.run_state import EMA_KEY, LoopResult, Progress, StateLoader, TrainSpec, TrainState
+from mmray.engine.run_state import EMA_KEY, LoadCheckpointFn, LoopResult, Progress, TrainSpec, TrainState
 from mmray.engine.step import StepResult, optimizer_step
 from mmray.errors import OutOfMemoryError, TrainingError, first_line, is_out_of_memory
 from mmray.objectives.protocol import Batch
@@ -35,21 +35,24 @@ MAX_NONFINITE_STEPS = 10  # in a row
 
 @dataclass
 class _Run:
+    """A started run: its spec, the state that steps change, and what the loop measures and schedules."""
+
     spec: TrainSpec
     state: TrainState
     progress: Progress
     meter: Meter
     schedule: CheckpointSchedule
-    average: ExponentialMovingAverage | None
+    ema: ExponentialMovingAverage | None
 
 
-def run(spec: TrainSpec, steps: Iterable[list[Batch]], stored: StateLoader | None = None) -> LoopResult:
+def run(spec: TrainSpec, steps: Iterable[list[Batch]], load_checkpoint: LoadCheckpointFn | None = None) -> LoopResult:
     """Train until the last step of the plan, or until a stop is requested.
 
-    `steps` yields this rank's CPU micro-batches of each step, starting at the first step not yet taken. `stored` loads
-    the checkpoint to resume from. Raises TrainingError for wrong or missing rows, or after too many non-finite steps.
+    `steps` yields this rank's CPU micro-batches of each step, starting at the first step not yet taken.
+    `load_checkpoint` loads the checkpoint to resume from. Raises TrainingError for wrong or missing rows, or after too
+    many non-finite steps.
     """
-    run = _start(spec, stored)
+    run = _start(spec, load_checkpoint)
     plan, progress, group = spec.plan, run.progress, spec.group
     batches = prefetch(steps, plan, progress.step, group.rank, group.device, run.state.timers, spec.group_by_length)
     metrics: Metrics = {}
@@ -61,11 +64,11 @@ def run(spec: TrainSpec, steps: Iterable[list[Batch]], stored: StateLoader | Non
             set_lr(run.state.optimizer, lr_at(progress.step, spec.optimizer, plan.steps))
             result = _take_step(run, batch)
             progress.step += 1
-            if run.average is not None and result.finite:
-                run.average.update_parameters(spec.model)
+            if run.ema is not None and result.finite:
+                run.ema.update_parameters(spec.model)
             _check_finite(run, result)
             num_rows = plan.rows_stop(progress.step - 1) - plan.rows_start(progress.step - 1)
-            run.meter.rates.add(time.perf_counter() - start_s, batch.wait_s, num_rows, batch.token_counts[0])
+            run.meter.rates.add(time.perf_counter() - start_s, batch.wait_s, num_rows, batch.token_counts.real)
             run.meter.token_counts += torch.tensor(batch.token_counts)
             keys = batch.keys
             del batch  # a GPU holds two batches: this one and the next
@@ -81,7 +84,7 @@ def run(spec: TrainSpec, steps: Iterable[list[Batch]], stored: StateLoader | Non
     )
 
 
-def _start(spec: TrainSpec, stored: StateLoader | None) -> _Run:
+def _start(spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> _Run:
     """Build the train state: wrapped model, optimizer and scaler, restored from the checkpoint if there is one."""
     device, module, train = spec.group.device, spec.model.train(), spec.train
     precision = select_precision(train.precision, device)
@@ -98,42 +101,39 @@ def _start(spec: TrainSpec, stored: StateLoader | None) -> _Run:
         clip_norm=spec.optimizer.clip_norm,
         can_recover_oom=(spec.recover_cpu_oom or device.type == "cuda") and not strategy.has_inner_collectives(model),
     )
-    average = ExponentialMovingAverage(module, train.ema) if train.ema else None
-    progress = Progress() if stored is None else _load(stored, module, state, average)
+    ema = ExponentialMovingAverage(module, train.ema) if train.ema else None
+    progress = Progress() if load_checkpoint is None else _load(load_checkpoint, module, state, ema)
     planned = min(spec.plan.micro, spec.plan.rank_rows, spec.micro or spec.plan.rank_rows)
     if progress.planned_micro != planned:  # otherwise keep what it was reduced to before the checkpoint
         progress.planned_micro = progress.micro = planned
     meter = Meter(Throughput(timers), devices=2 if train.parallel == "branches" else 1)
-    return _Run(spec, state, progress, meter, CheckpointSchedule(train.checkpoint_every, progress.step), average)
+    return _Run(spec, state, progress, meter, CheckpointSchedule(train.checkpoint_every, progress.step), ema)
 
 
 def _load(
-    stored: StateLoader, module: nn.Module, state: TrainState, average: ExponentialMovingAverage | None
+    load_checkpoint: LoadCheckpointFn, module: nn.Module, state: TrainState, ema: ExponentialMovingAverage | None
 ) -> Progress:
     """Restore model, optimizer and scaler from the checkpoint; each rank reads only its own shards."""
-    saved = stored(state_io.targets(module))
+    saved = load_checkpoint(state_io.load_destinations(module))
     module.load_state_dict(saved["model"])
     state_io.load_optimizer_state(module, state.optimizer, saved["optimizer"])
     if saved["scaler"]:  # empty if saved in a precision that needs no scaler
         state.scaler.load_state_dict(saved["scaler"])
-    if average is not None:
-        average.load_state_dict(saved[EMA_KEY])
+    if ema is not None:
+        ema.load_state_dict(saved[EMA_KEY])
     return Progress(**saved["progress"])
 
 
 def _next_batch(run: _Run, batches: Iterator[LocalBatch]) -> LocalBatch:
-    """Return the next batch. An OOM outside the recoverable part of a step restarts with smaller micro-batches."""
+    """Return the next batch. Raises OutOfMemoryError, on which the driver restarts with smaller micro-batches."""
     step, micro = run.progress.step, run.progress.micro
     try:
         batch = next(batches, None)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        retry = f"restarting with {micro // 2} rows" if micro > 1 else oom.OOM_ADVICE
-        cause = f"(rank {run.spec.group.rank}: {first_line(error)})"
-        raise OutOfMemoryError(
-            f"out of memory after step {step} with micro-batches of {micro} rows {cause}; {retry}", micro // 2
-        ) from error
+        text = oom.format_oom(f"after step {step}", micro, {run.spec.group.rank: first_line(error)}, "restarting")
+        raise OutOfMemoryError(text, micro // 2) from error
     if batch is None:
         raise TrainingError(
             f"the data stream ended after step {step} of {run.spec.plan.steps}. The prepared set may have changed: run "
@@ -162,11 +162,13 @@ def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            text = oom.step_oom_message(step, progress.micro, {group.rank: first_line(error)})
+            errors = {group.rank: first_line(error)}
+            text = oom.format_oom(f"at step {step + 1}", progress.micro, errors, "restarting")
             raise OutOfMemoryError(text, progress.micro // 2) from error
         # Outside `except`: the traceback would keep the step's tensors alive.
         del micro_batches
-        text = oom.step_oom_message(step, progress.micro, dict(enumerate(group.all_gather_objects(local_error))))
+        errors = dict(enumerate(group.all_gather_objects(local_error)))
+        text = oom.format_oom(f"at step {step + 1}", progress.micro, errors, "retrying the same rows")
         progress.micro //= 2
         if progress.micro == 0:
             raise OutOfMemoryError(text)
@@ -246,7 +248,7 @@ def _evaluate(run: _Run) -> Metrics:
     assert run.spec.evaluate is not None
     with strategy.unsharded(model):
         try:
-            scores = run.spec.evaluate(step, model if run.average is None else run.average.module)
+            scores = run.spec.evaluate(step, model if run.ema is None else run.ema.module)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -267,14 +269,14 @@ def _save(run: _Run, metrics: Metrics, last: bool) -> None:
     """
     spec, step, schedule = run.spec, run.progress.step, run.schedule
     assert spec.save is not None
-    state = {} if run.average is None else {EMA_KEY: run.average.state_dict()}
+    state = {} if run.ema is None else {EMA_KEY: run.ema.state_dict()}
     state |= {
         "model": dict(spec.model.state_dict()),
         "optimizer": state_io.optimizer_state(spec.model, run.state.optimizer),
         "scaler": run.state.scaler.state_dict(),
         "progress": vars(run.progress).copy(),
     }
-    cost_s = spec.save(step, state, metrics, last)
+    save_duration_s = spec.save(step, state, metrics, last)
     if schedule.every == "auto" and not last:
-        steps = steps_between_checkpoints(metrics.get("time/step_s"), cost_s, step - schedule.first)
+        steps = steps_between_checkpoints(metrics.get("time/step_s"), save_duration_s, step - schedule.first)
         schedule.saved(step, spec.group.broadcast_object(steps))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from mmray.engine.optimizer import build_optimizer
 from mmray.engine.parallel import strategy
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
-from mmray.engine.step import accumulate_gradients
+from mmray.engine.step import accumulate_gradients, forward_micro_batch
 from mmray.errors import OutOfMemoryError, TrainingError, UsageError, is_out_of_memory
 from mmray.machine import free_memory
 from mmray.models.synthetic import synthetic_batch
@@ -41,15 +42,15 @@ def dry_run(
 ) -> tuple[int, dict[str, float]]:
     """Take a synthetic step to find shape and memory errors before the first; return as `probe_memory` does.
 
-    model: sharded if `train.parallel` is fsdp, otherwise not wrapped. max_micro: rows of a micro-batch, reduced after
-    an OOM; 0: as configured. Raises UsageError if model and objective do not match.
+    model: sharded if `train.parallel` is fsdp, otherwise not wrapped. max_micro: upper limit after an
+    OOM; 0: as configured. Raises UsageError if model and objective do not match.
     """
     device, mixed = group.device, precision.select_precision(config.train.precision, group.device)
     optimizer = build_optimizer(model, config.optimizer)  # temporary
     state = TrainState(model, objective, group, mixed, optimizer, mixed.scaler(), PhaseTimers(device))
     auto = config.batch.micro == "auto" and not max_micro
     micro = None if auto else min(plan.micro, plan.rank_rows, max_micro or plan.rank_rows)
-    averaged = [weight.detach().clone() for weight in model.parameters() if config.train.ema]  # in memory later, too
+    ema_placeholder = [weight.detach().clone() for weight in model.parameters()] if config.train.ema else []
 
     def check_all_learn() -> None:
         unused = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
@@ -66,12 +67,14 @@ def dry_run(
     try:
         return probe_memory(state, make_batch, plan.rank_rows, micro, check_all_learn)
     except KeyError as error:
+        if any(frame.name == forward_micro_batch.__name__ for frame in extract_tb(error.__traceback__)):
+            raise TrainingError(f"the dry run failed: the model's forward raised KeyError {error}") from error
         raise UsageError(
             f"objective.kind: `{config.objective.kind}` reads `{error.args[0]}`, which a model of model.kind "
             f"`{config.model.kind}` with these settings does not return; use another objective or model"
         ) from error
     finally:
-        averaged.clear()
+        ema_placeholder.clear()
 
 
 def probe_memory(
@@ -92,9 +95,11 @@ def probe_memory(
     fake_state = replace(state, group=fake_group, can_recover_oom=not strategy.has_inner_collectives(state.model))
     _allocate_optimizer(state.optimizer)
     ddp_buckets = group.world > 1 and not strategy.is_sharded(state.model)  # allocated before the forward
-    attempt = partial(_try_step, fake_state, make_batch, rows_per_rank, ddp_buckets)
-    largest = _find_micro(group, attempt, rows_per_rank, micro, probe_together=not fake_state.can_recover_oom)
-    saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, False, largest, largest, check) or 0
+    try_rows = partial(_try_step, fake_state, make_batch, rows_per_rank, ddp_buckets)
+    largest = _largest_micro_that_fits(group, try_rows, rows_per_rank, micro, not fake_state.can_recover_oom)
+    saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, False, largest, largest, check)
+    if saved_bytes is None:
+        raise _oom_error(group, largest, largest // 2)
     if group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
     weights = list(state.model.parameters())
@@ -140,36 +145,42 @@ def _allocate_optimizer(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def _find_micro(
-    group: Group, attempt: Callable[[int, int], int | None], rows_per_rank: int, micro: int | None, probe_together: bool
+def _oom_error(group: Group, size: int, fallback_size: int) -> OutOfMemoryError:
+    cause = f"out of memory in the dry run with micro-batches of {size} rows (rank {group.rank})"
+    retry = f"restarting with {fallback_size} rows" if fallback_size else OOM_ADVICE
+    return OutOfMemoryError(f"{cause}; {retry}", fallback_size)
+
+
+def _largest_micro_that_fits(
+    group: Group, try_rows: Callable[[int, int], int | None], rows_per_rank: int, micro: int | None, together: bool
 ) -> int:
     """Rows of a micro-batch that fit on every rank: `micro`, or `rows_per_rank`, half of it, and so on.
 
-    attempt: `_try_step` for rows in micro-batches. Each rank probes on its own, then all take the minimum. If a forward
-    has collectives, they probe together, because the unsharded model need not fit on one device. Then a rank that runs
-    out of memory leaves the others in a collective, and no vote can recover them: its error carries the previous size,
-    with which the group restarts. Sizes ascend, so it restarts only once.
+    try_rows: `_try_step` for (rows, rows of a micro-batch). Each rank probes on its own, then all take the minimum. If
+    a forward has collectives, they probe `together`, because the unsharded model need not fit on one device. Then a
+    rank that runs out of memory leaves the others in a collective, and no vote can recover them: its error has the
+    previous size, with which the group restarts. Sizes ascend, so it restarts only once.
     """
 
-    def bytes_if_fits(rows: int, size: int, smaller: int) -> int | None:
-        saved = attempt(min(rows_per_rank, rows), size)
-        if saved is None and probe_together:
-            cause = f"out of memory in the dry run with micro-batches of {size} rows (rank {group.rank})"
-            raise OutOfMemoryError(f"{cause}; {f'restarting with {smaller} rows' if smaller else OOM_ADVICE}", smaller)
+    def bytes_if_fits(rows: int, size: int, fallback_size: int) -> int | None:
+        saved = try_rows(min(rows_per_rank, rows), size)
+        if saved is None and together:
+            raise _oom_error(group, size, fallback_size)
         return saved
 
     largest = micro or 1
     saved = bytes_if_fits(1 if micro is None else 2 * micro, largest, largest // 2)
     if saved is not None and micro is None:
         limit = _host_limit(group, saved)
-        limit = group.all_reduce_min(limit) if probe_together else limit
+        limit = group.all_reduce_min(limit) if together else limit
         halvings = (rows_per_rank >> shift for shift in reversed(range(rows_per_rank.bit_length() - 1)))
         for size in [size for size in halvings if size <= limit]:
             if bytes_if_fits(2 * size, size, largest) is None:
                 break
             largest = size
-        # The outputs of all rows are in memory at once.
-        while 0 < 2 * largest < rows_per_rank and bytes_if_fits(rows_per_rank, largest, largest // 2) is None:
+        # The outputs of all rows are in memory at once. Tried so far: 2 x largest rows, or only one.
+        tried = 2 * largest if largest > 1 else 1
+        while largest and tried < rows_per_rank and bytes_if_fits(rows_per_rank, largest, largest // 2) is None:
             largest //= 2
     common = group.all_reduce_min(0 if saved is None else largest)
     if common:

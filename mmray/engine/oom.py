@@ -29,6 +29,10 @@ class OomGuard:
         self.group, self.can_recover_oom, self.timers = group, can_recover_oom, timers
         self._error: str | None = None
 
+    def disable(self) -> None:
+        """Let the errors of further work propagate, without votes."""
+        self.can_recover_oom = False
+
     def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`; None (despite the type) after this rank ran out of memory."""
         if not self.can_recover_oom:
@@ -59,10 +63,8 @@ OOM_ADVICE = (
 )
 
 
-def step_oom_message(step: int, micro: int, errors: dict[int, str]) -> str:
-    """Format an OOM of step `step` (from 0) and the errors of the ranks that have one."""
-    retry = f"; retrying the same rows with {micro // 2} at a time"
-    if micro == 1:
-        retry = f": a single row does not fit: {OOM_ADVICE}"
+def format_oom(when: str, micro: int, errors: dict[int, str], retry: str) -> str:
+    """Format an OOM with the errors of the ranks that have one; `retry` is what follows unless `micro` is 1."""
+    action = f"{retry} with {micro // 2} at a time" if micro > 1 else f"a single row does not fit: {OOM_ADVICE}"
     causes = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items() if error)
-    return f"out of memory at step {step + 1} with micro-batches of {micro} rows ({causes}){retry}"
+    return f"out of memory {when} with micro-batches of {micro} rows ({causes}); {action}"

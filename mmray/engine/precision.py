@@ -13,7 +13,7 @@ import torch
 
 from mmray.engine.collectives import Group
 
-# From the weakest: the best formats of a CPU, an older GPU, a newer GPU.
+# Order matters: common_precision takes the minimum index over ranks.
 DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -1,4 +1,4 @@
-"""Prefetch: from the stream's micro-batches to a batch on the device, verified, without padding rows, one step ahead.
+"""From the stream's micro-batches to a batch on the device, verified, without padding rows; on a GPU one step ahead.
 
 Padding rows would change BatchNorm's statistics and cost time in every encoder.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,12 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.errors import TrainingError
 from mmray.objectives.protocol import Batch
+
+
+class TokenCounts(NamedTuple):
+    real: int  # of captions
+    padded: int
+    padded_ungrouped: int  # as if rows were not grouped by length
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class LocalBatch:
     is_filler: tuple[bool, ...]  # for each micro-batch: has only a filler row
     keys: Tensor  # int64 [valid rows], on the CPU
     sizes: tuple[int, ...]  # rows of each micro-batch with padding: the same on every rank
-    token_counts: tuple[int, int, int] = (0, 0, 0)  # of captions: real, with padding, the latter without bucketing
+    token_counts: TokenCounts
     wait_s: float = 0.0
 
     @property
@@ -63,7 +69,7 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
         order = torch.cat([micro_batch["pos"] for micro_batch in real]).argsort()
         lengths = torch.cat([mask.sum(dim=1) for mask in masks])[order]
         ungrouped = sum(int(part.max()) * len(part) for part in lengths.split(max(sizes)))
-    return LocalBatch(micro_batches, is_filler, keys, sizes, (tokens, padded, ungrouped))
+    return LocalBatch(micro_batches, is_filler, keys, sizes, TokenCounts(tokens, padded, ungrouped))
 
 
 def split_micro_batches(batch: LocalBatch, micro: int) -> LocalBatch:
@@ -91,10 +97,10 @@ def prefetch(
     timers: PhaseTimers,
     group_by_length: bool = False,
 ) -> Iterator[LocalBatch]:
-    """Yield batches on `device`, starting at step `first`; the next one is read and copied during the current step.
+    """Yield batches on `device`, starting at step `first`. `wait_s` is the time the caller waited.
 
-    `wait_s` is the time the caller waited. A GPU holds the current batch and the next one, if the caller frees a batch
-    before it requests another. Raises TrainingError if rows are not those of the plan.
+    For a GPU a thread reads and copies the next batch during the current step, so the GPU holds both, if the caller
+    frees a batch before it requests another. Raises TrainingError if rows are not those of the plan.
     """
 
     def checked() -> Iterator[LocalBatch]:

@@ -1,4 +1,7 @@
-"""Data of a training run: what is trained, the state that a step changes, its progress, and the result."""
+"""Data of a training run: what is trained, the state that a step changes, its progress, and the result.
+
+`micro` is always the number of rows of a micro-batch; 0 where it is optional: as configured.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ if TYPE_CHECKING:
     from mmray.config import Train
     from mmray.data.stream.order import SamplePlan
 
-State = dict[str, Any]
-# Loads a checkpoint into the tensors of a `Target`.
-StateLoader = Callable[[Callable[[str, Tensor], Tensor]], State]
+State = dict[str, Any]  # of a checkpoint: nested dicts of tensors and JSON values
+# Loads a checkpoint into the tensors of a `DestinationFn` (checkpoint/state_io.py).
+LoadCheckpointFn = Callable[[Callable[[str, Tensor], Tensor]], State]
 SeedFn = Callable[[int], int]  # index of a micro-batch -> seed of its forward
-EMA_KEY = "average"  # in a state: the averaged weights, under `module.` and the model's names
+EMA_KEY = "average"  # in a state: the EMA of the weights, under `module.` and the model's names
 
 
 class Callback(Protocol):
@@ -38,7 +41,7 @@ class Callback(Protocol):
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """Everything that defines a training run. `save` and `evaluate` are called on every rank."""
+    """Arguments of the loop, constant over the run. `save` and `evaluate` are called on every rank."""
 
     model: nn.Module  # not wrapped, but may be sharded already
     objective: Objective
@@ -48,12 +51,12 @@ class TrainSpec:
     optimizer: OptimizerConfig
     # (step, state, metrics, is this the last one) -> seconds that the previous checkpoint cost
     save: Callable[[int, State, Metrics, bool], float | None] | None = None
-    evaluate: Callable[[int, nn.Module], dict[str, float]] | None = None  # with the averaged model if there is one
+    evaluate: Callable[[int, nn.Module], dict[str, float]] | None = None  # with the EMA model if there is one
     evaluate_every: int = 0  # steps; 0: only after the last
     log: MetricsLog | None = None
     callbacks: tuple[Callback, ...] = ()
     group_by_length: bool = False  # micro-batches are bucketed by length
-    micro: int = 0  # rows of a micro-batch, at most the plan's; 0: the plan's
+    micro: int = 0  # at most the plan's; 0: the plan's
     notify: Callable[[str, str], None] = lambda label, text: None  # a console line, from rank 0
     profile_path: Path | None = None  # output of `train.profile`, on ranks that write one
     static_metrics: Metrics = field(default_factory=dict)  # constant over the run, such as the memory table
@@ -74,18 +77,18 @@ class LoopResult:
 
 @dataclass
 class Progress:
-    """Progress of the run; part of the checkpoint."""
+    """Counters that the loop changes after each step; saved in the checkpoint."""
 
     step: int = 0  # steps taken
     skipped: int = 0  # steps of these that were not applied, because the gradient was not finite
     skipped_in_a_row: int = 0
-    planned_micro: int = 0  # rows of a micro-batch at the start of the run
-    micro: int = 0  # rows of a micro-batch now, after reductions for OOM
+    planned_micro: int = 0  # at the start of the run
+    micro: int = 0  # now, after reductions for OOM
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a step reads or changes, except the rows."""
+    """Everything that one step reads or changes, except the rows; built from TrainSpec at the start."""
 
     model: nn.Module  # wrapped by parallel/strategy.py
     objective: Objective

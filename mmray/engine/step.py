@@ -60,8 +60,8 @@ def optimizer_step(state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: 
     if error:
         raise RecoverableOom(error)  # outside `except`: the traceback would keep the step's tensors alive
     with state.timers("optimizer"):
-        grad_norm, stop_requested = apply_update(state, cache.global_counts[-1:])
-    return StepResult(cache.sums, cache.global_counts[:-1].clamp(min=1), scalars, grad_norm, stop_requested)
+        grad_norm, stop_requested = apply_update(state, cache.stop_votes)
+    return StepResult(cache.sums, cache.loss_counts, scalars, grad_norm, stop_requested)
 
 
 def accumulate_gradients(
@@ -71,34 +71,34 @@ def accumulate_gradients(
 
     Return the sums and counts of the loss, and the scalar outputs.
     """
-    losses = split_objective(state.objective)
+    parts = split_objective(state.objective)
     guard = OomGuard(state.group, state.can_recover_oom, state.timers)
-    objectives = [loss for loss in (losses.global_loss, losses.local_loss) if loss is not None]
+    objectives = [loss for loss in (parts.global_loss, parts.local_loss) if loss is not None]
     counts = [
         torch.stack([objective.count(micro_batch) for micro_batch in batch.micro_batches]).double().sum(0)
         for objective in objectives
     ]
     local_counts = torch.cat([*(count.reshape(-1) for count in counts), counts[0].new_full((1,), stop)])
-    cached_forward: list[Outputs] = []
+    first_outputs: Outputs | None = None
     detached: list[Outputs] = []
-    if losses.global_loss is not None or losses.mining is not None:
-        cached_forward, detached = guard.run_and_sync(lambda: embed(state, losses, batch, seed_of))
-        if len(batch.micro_batches) == 1 and cached_forward and losses.ring is None:
-            guard.can_recover_oom = False  # one vote a step is enough: only the loss precedes the next collective
-    cache = build_grad_cache(state, losses, batch, detached, local_counts, guard)
+    if parts.global_loss is not None or parts.mining_loss is not None:
+        first_outputs, detached = guard.run_and_sync(lambda: first_pass(state, parts, batch, seed_of))
+        if len(batch.micro_batches) == 1 and first_outputs is not None and parts.ring_loss is None:
+            guard.disable()  # one vote a step is enough: only the loss precedes the next collective
+    cache = build_grad_cache(state, parts, batch, detached, local_counts, guard)
     scalars: Outputs = {}
 
     def forward(index: int) -> list[tuple[Tensor, Tensor | None]]:
         """Return the tensors that the backward of a micro-batch starts at, with their gradients."""
-        micro_batch = cache.micro_batches[index]
-        if cached_forward:
-            outputs = cached_forward.pop()
-        else:
+        nonlocal first_outputs
+        micro_batch, outputs = cache.micro_batches[index], first_outputs
+        first_outputs = None  # so that its graph is freed after the backward
+        if outputs is None:
             outputs = forward_micro_batch(state, state.model, micro_batch, batch, index, seed_of)
         scalars.update({name: outputs[name].detach() for name in state.objective.scalar_output_names})
-        backward_inputs = cache.backward_inputs(losses, outputs, index)
-        if losses.local_loss is not None:
-            loss_sum, _, metrics = losses.local_loss.compute_loss(outputs, micro_batch)
+        backward_inputs = cache.backward_inputs(parts, outputs, index)
+        if parts.local_loss is not None:
+            loss_sum, _, metrics = parts.local_loss.compute_loss(outputs, micro_batch)
             cache.add({"loss": loss_sum, **metrics}, local_loss=True)
             backward_inputs.append(((loss_sum.reshape(-1) * cache.loss_weights[1].to(loss_sum.dtype)).sum(), None))
         return backward_inputs
@@ -128,21 +128,22 @@ def forward_micro_batch(
         return model(micro_batch)
 
 
-def embed(
-    state: TrainState, losses: ObjectiveParts, batch: LocalBatch, seed_of: SeedFn
-) -> tuple[list[Outputs], list[Outputs]]:
-    """First pass: outputs of the first micro-batch with its graph (in a list, to be popped), and of all without.
+def first_pass(
+    state: TrainState, parts: ObjectiveParts, batch: LocalBatch, seed_of: SeedFn
+) -> tuple[Outputs | None, list[Outputs]]:
+    """First pass: return the outputs of the first micro-batch with its graph, and those of all without.
 
-    With hard negatives no graph is kept, because the model has not seen the negatives yet.
+    With hard negatives the former are None, because the model has not seen the negatives yet.
     """
     model, micro_batches = state.model, batch.micro_batches
-    names = dict.fromkeys((*losses.gathered_names, *state.objective.scalar_output_names))
-    first: list[Outputs] = []
-    if losses.mining is None:
+    names = dict.fromkeys((*parts.gathered_names, *state.objective.scalar_output_names))
+    first: Outputs | None = None
+    detached: list[Outputs] = []
+    if parts.mining_loss is None:
         with strategy.maybe_no_sync(model, last=len(micro_batches) == 1):
-            first.append(forward_micro_batch(state, model, micro_batches[0], batch, 0, seed_of))
-    detached = [{name: outputs[name].detach() for name in names} for outputs in first]
-    inner, missing = strategy.unwrap(model), range(len(first), len(micro_batches))
+            first = forward_micro_batch(state, model, micro_batches[0], batch, 0, seed_of)
+        detached.append({name: first[name].detach() for name in names})
+    inner, missing = strategy.unwrap(model), range(len(detached), len(micro_batches))
     with torch.no_grad(), strategy.preserve_buffers(inner) if missing else nullcontext():
         for index in missing:
             outputs = forward_micro_batch(state, inner, micro_batches[index], batch, index, seed_of)

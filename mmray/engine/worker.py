@@ -40,7 +40,7 @@ from mmray.models.fusion import LabelTexts
 from mmray.report.run import EXAMPLES
 from mmray.storage.paths import to_path, write_atomic
 
-WRITE_LIMIT_HANGS = 10  # limit of a wait for a checkpoint write, in multiples of hang_timeout_s
+CHECKPOINT_WAIT_HANG_TIMEOUTS = 10  # longest wait for a checkpoint, in multiples of hang_timeout_s
 
 
 def train_worker(
@@ -52,7 +52,7 @@ def train_worker(
 ) -> dict[str, Any]:
     """Train from `resume_point` to the end of its plan; return the fields of result.json."""
     stacks = context.folder / "stacks" / f"step-{resume_point.step}-rank-{driver.process_info['rank']}.txt"
-    limit_s = WRITE_LIMIT_HANGS * context.config.cluster.hang_timeout_s
+    limit_s = CHECKPOINT_WAIT_HANG_TIMEOUTS * context.config.cluster.hang_timeout_s
     heartbeat = Heartbeat(driver.beat, driver.process_info, stacks, limit_s)
     with heartbeat.running(resume_point.step):
         return _train(context, resume_point, blocks, device, driver, heartbeat)
@@ -127,8 +127,9 @@ def _train(
         # Split here, so that group_by_length and the trimming of captions see the final micro-batches.
         steps = iter_micro_batches(rows, replace(plan, micro=micro), config.batch.group_by_length)
         outcome = loop.run(spec, steps, None if checkpoint is None else partial(state_io.load, checkpoint))
-    metrics = {name.removeprefix("evaluate/"): value for name, value in outcome.metrics.items()}
-    scores = {name: value for name, value in metrics.items() if f"evaluate/{name}" in outcome.metrics}
+    prefix = "evaluate/"
+    metrics = {name.removeprefix(prefix): value for name, value in outcome.metrics.items()}
+    scores = {name.removeprefix(prefix): value for name, value in outcome.metrics.items() if name.startswith(prefix)}
     return vars(outcome) | {"metrics": metrics, "scores": scores}
 
 
@@ -156,7 +157,7 @@ def _checkpoint_manager(
 ) -> CheckpointManager | None:
     """Return the checkpoint manager: on rank 0, and under FSDP on every rank, because each writes its shard."""
     sharded = context.config.train.parallel == "fsdp" and group.world > 1
-    limit_s = WRITE_LIMIT_HANGS * context.config.cluster.hang_timeout_s
+    limit_s = CHECKPOINT_WAIT_HANG_TIMEOUTS * context.config.cluster.hang_timeout_s
     cpu_group = group.new_cpu_group(limit_s) if group.world > 1 else None
     if group.rank != 0 and not sharded:
         return None

@@ -33,12 +33,12 @@ class WorkerContext:
     eval_set: PreparedSet | None
     tokenizer_json: str
     data_workers: int = 1
-    micro: int = 0  # rows of a micro-batch, reduced after an OOM of an earlier attempt; 0: as configured
+    micro: int = 0  # reduced after an OOM of an earlier attempt; 0: as configured
 
 
 @dataclass(frozen=True)
 class DriverHandle:
-    """A worker's connection to the driver: `report` is called on rank 0, the rest on every rank."""
+    """A worker's connection to the driver; `report` is a no-op except on rank 0."""
 
     report: Report
     stop: Callable[[], bool]  # True ends the run after the next step with a checkpoint
@@ -53,7 +53,7 @@ class DriverHandle:
 
 @dataclass
 class InputBoundHint:
-    """Callback that reports every HINT_EVERY_STEPS steps how many CPU workers a run lacks that waits for rows."""
+    """Callback that suggests every HINT_EVERY_STEPS steps how many more CPU workers would end an input-bound run."""
 
     context: WorkerContext
     notify: Callable[[str, str], None]
@@ -90,8 +90,8 @@ class ProgressReporter:
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
         self.checkpoints.poll()
-        if self.checkpoints.cost_s != self._reported_s:
-            self._reported_s = self.checkpoints.cost_s
+        if self.checkpoints.save_duration_s != self._reported_s:
+            self._reported_s = self.checkpoints.save_duration_s
             self.report({"checkpoint_s": self._reported_s})
         if metrics is not None:
             self.report(metrics)

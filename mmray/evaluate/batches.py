@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from mmray.config import Evaluate, Inputs
 
 Batch = dict[str, Tensor]
-EvalRow = tuple[np.ndarray, Block, list[Any], int]  # pixels, box columns, texts, label
+
+
+class EvalRow(NamedTuple):
+    pixels: np.ndarray
+    boxes: Block
+    texts: list[Any]
+    label: int  # -1: none
 
 
 class EvalDataset:
@@ -129,21 +135,21 @@ class EvalBatches:
         for name, value in values.items():
             columns[name][0] = value
         label = NO_LABEL if record.label is None else record.label
-        return pixels, columns, data.encoder.captions_of(record), label
+        return EvalRow(pixels, columns, data.encoder.captions_of(record), label)
 
     def _collate(self, readable: list[tuple[int, EvalRow]]) -> Batch:
-        pixels, boxed, texts_of_row, labels = zip(*(record for _, record in readable), strict=True)
-        texts = [text for texts in texts_of_row for text in texts]
+        rows = [row for _, row in readable]
+        texts = [text for row in rows for text in row.texts]
         columns = self.data.encoder.encode_batch(texts)
         return (
             lm_columns(columns, columns["input_ids"].shape[1])
             | token_columns(columns["input_ids"], columns["num_tokens"])
-            | box_columns({name: np.concatenate([each[name] for each in boxed]) for name in boxed[0]})
+            | box_columns({name: np.concatenate([row.boxes[name] for row in rows]) for name in rows[0].boxes})
             | {
-                "image": torch.from_numpy(np.stack(pixels)),
-                "row": torch.tensor([row for row, _ in readable]),
-                "label": torch.tensor(labels),
-                "caption_row": torch.tensor([row for row, record in readable for _ in record[2]]),
+                "image": torch.from_numpy(np.stack([row.pixels for row in rows])),
+                "row": torch.tensor([number for number, _ in readable]),
+                "label": torch.tensor([row.label for row in rows]),
+                "caption_row": torch.tensor([number for number, row in readable for _ in row.texts]),
                 "text_id": torch.tensor([hash_key(str(text)) for text in texts]),
             }
         )

@@ -49,10 +49,11 @@ class Evaluator(EvalDataset):
         bad_rows = int(group.all_gather_variable(torch.tensor([len(batches.skipped)])).sum())
         if len(embedded.row) == 0:
             raise DataError(f"cannot read any of {bad_rows} evaluation rows: {'; '.join(batches.skipped[:1])}")
-        ranks = retrieval_ranks(embedded, group)
-        metrics = retrieval_scores(embedded, ranks, group, objective, global_rows)
+        retrieval_ranks = compute_retrieval_ranks(embedded, group)
+        metrics = retrieval_scores(embedded, retrieval_ranks, group, objective, global_rows)
         if save_examples is not None:
-            save_examples(retrieval.retrieval_examples(embedded, ranks, self.prepared, group.device, self.max_pixels))
+            data = self.prepared, group.device, self.max_pixels
+            save_examples(retrieval.retrieval_examples(embedded, retrieval_ranks, *data))
         if classes := settings.classes or self.prepared.manifest.class_names:
             metrics |= self._zero_shot(model, embedded, group, classes)
         if (head := getattr(model, "class_head", None)) is not None:
@@ -81,9 +82,9 @@ class Evaluator(EvalDataset):
 
 
 def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
-    """Rows with their class in the top 1, in the top 5, and labelled rows: int64 [3]; ties as in retrieval.py.
+    """Rows with their class in the top 1, in the top 5, and labelled rows: int64 [3], so that batches can be summed.
 
-    scores [N, C], label int64 [N]; labels outside 0..C-1 are not counted.
+    Ties count as in retrieval.py. scores [N, C], label int64 [N]; labels outside 0..C-1 are not counted.
     """
     num_classes = scores.shape[1]
     labelled = (label >= 0) & (label < num_classes)
@@ -101,34 +102,34 @@ def topk_accuracy(hits: Tensor, name: str, num_classes: int, unit: str = "rows")
     return metrics | {f"{name}/{unit}": float(total)}
 
 
-def retrieval_ranks(embedded: EmbeddingSet, group: Group) -> dict[str, Tensor]:
+def compute_retrieval_ranks(embedded: EmbeddingSet, group: Group) -> dict[str, Tensor]:
     """Rank of each image among captions and of each caption among images; equal captions are interchangeable."""
     text_id = embedded.text_id
     text, positives = embedded.text[first_index(text_id)], torch.stack([embedded.image_index, text_id])
-    images = _distributed_ranks(embedded.image, text, positives, group, text_id.bincount())
-    texts = _distributed_ranks(text, embedded.image, positives.flip(0), group)
+    images = _compute_ranks_in_parallel(embedded.image, text, positives, group, text_id.bincount())
+    texts = _compute_ranks_in_parallel(text, embedded.image, positives.flip(0), group)
     return {"image_to_text": images, "text_to_image": texts[text_id]}
 
 
-def _distributed_ranks(
-    queries: Tensor, gallery: Tensor, positives: Tensor, group: Group, multiplicity: Tensor | None = None
+def _compute_ranks_in_parallel(
+    queries: Tensor, gallery: Tensor, positives: Tensor, group: Group, gallery_counts: Tensor | None = None
 ) -> Tensor:
-    """`compute_ranks`, each process of the group on its part of the queries."""
+    """`compute_ranks`; each process of the group ranks for its part of the queries."""
     part = torch.arange(len(queries)).tensor_split(group.world)[group.rank]
     first, end = (int(part[0]), int(part[-1]) + 1) if len(part) else (0, 0)
     pairs = positives[:, (positives[0] >= first) & (positives[0] < end)] - torch.tensor([[first], [0]])
-    ranks = retrieval.compute_ranks(queries[first:end], gallery, pairs, group.device, multiplicity)
-    return group.all_gather_variable(ranks).cpu()
+    retrieval_ranks = retrieval.compute_ranks(queries[first:end], gallery, pairs, group.device, gallery_counts)
+    return group.all_gather_variable(retrieval_ranks).cpu()
 
 
 def retrieval_scores(
-    embedded: EmbeddingSet, ranks: dict[str, Tensor], group: Group, objective: Objective, global_rows: int
+    embedded: EmbeddingSet, retrieval_ranks: dict[str, Tensor], group: Group, objective: Objective, global_rows: int
 ) -> dict[str, float]:
     """Recall, median rank and `rows`; `loss` if the global loss of the objective reads only the two embeddings."""
     metrics: dict[str, float] = {}
-    for direction, values in ranks.items():
+    for direction, values in retrieval_ranks.items():
         metrics |= retrieval.retrieval_metrics(values, direction)
-    metrics["recall_at_1/mean"] = sum(metrics[f"recall_at_1/{direction}"] for direction in ranks) / 2
+    metrics["recall_at_1/mean"] = sum(metrics[f"recall_at_1/{direction}"] for direction in retrieval_ranks) / 2
     global_loss = split_objective(objective).global_loss
     if global_loss is not None and set(global_loss.gathered_outputs) <= {"image_embed", "text_embed"}:
         metrics["loss"] = _loss(embedded, group, global_loss, global_rows)

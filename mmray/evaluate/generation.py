@@ -32,7 +32,7 @@ _WORD = re.compile(r"[^\W_]+(?:'\w+)?")
 
 
 def caption_scores(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """bleu_4 (0 to 1) and cider (0 to 10; 0 for a single caption or equal captions)."""
+    """bleu_4 (0 to 1) and cider (0 to 10; 0 for a single image, or if all images have the same captions)."""
     from torchmetrics.functional.text import bleu_score
 
     hypotheses = [_WORD.findall(text.lower()) for text in written]
@@ -77,8 +77,8 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group) -> dict[str, f
     results: list[Any] = []
     encoder = batches.data.encoder
     for readable in batches.readable_rows():
-        pixels = torch.from_numpy(np.stack([record[0] for _, record in readable]))
-        prompts = [encoder.prompt_and_references(record[2]) for _, record in readable]
+        pixels = torch.from_numpy(np.stack([record.pixels for _, record in readable]))
+        prompts = [encoder.prompt_and_references(record.texts) for _, record in readable]
         answers = model.answer(encoder, pixels, [question for question, _ in prompts], MAX_NEW_TOKENS)
         references = [texts for _, texts in prompts]
         results += zip([row for row, _ in readable], answers, references, strict=True)

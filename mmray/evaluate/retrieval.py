@@ -57,11 +57,11 @@ class EmbeddingSet:
         return correct
 
 
-def first_index(number: Tensor) -> Tensor:
-    """Index of the first occurrence of each of the numbers 0, 1, ..."""
-    index = torch.arange(len(number))
-    first = torch.full((int(number.max()) + 1 if len(number) else 0,), len(number))
-    return first.scatter_reduce_(0, number, index, "amin")
+def first_index(dense_id: Tensor) -> Tensor:
+    """Index of the first occurrence of each of the ids 0, 1, ..."""
+    index = torch.arange(len(dense_id))
+    first = torch.full((int(dense_id.max()) + 1 if len(dense_id) else 0,), len(dense_id))
+    return first.scatter_reduce_(0, dense_id, index, "amin")
 
 
 def compute_ranks(
@@ -69,7 +69,7 @@ def compute_ranks(
     gallery: Tensor,
     positives: Tensor,
     device: torch.device | str = "cpu",
-    multiplicity: Tensor | None = None,
+    gallery_counts: Tensor | None = None,
 ) -> Tensor:
     """Rank of the best correct answer of each query, int64 [Q], 1 = top; other correct answers are not counted.
 
@@ -77,7 +77,7 @@ def compute_ranks(
     answer, at least one per query; multiplicity int64 [G]: how often each gallery row counts.
     """
     positives = positives[:, positives[0].argsort(stable=True)]
-    counts = torch.ones(len(gallery), dtype=torch.int32) if multiplicity is None else multiplicity.to(torch.int32)
+    counts = torch.ones(len(gallery), dtype=torch.int32) if gallery_counts is None else gallery_counts.to(torch.int32)
     out = torch.ones(len(queries), dtype=torch.int64)
     with _full_precision():
         for first in range(0, len(queries), CHUNK):

@@ -29,9 +29,8 @@ BUILT_IN: dict[str, Any] = {
 def build(spec: ModelConfig, vocab_size: int, architecture: dict[str, Any] | None = None) -> nn.Module:
     """Build the model that `spec.kind` names, with random or pretrained weights, and LoRA adapters.
 
-    vocab_size: tokens of the tokenizer; a larger `model.vocab_size` sets the embedding rows. architecture: None reads
-    pretrained weights; `architecture()` of the same model, if the caller will load its weights; {} for random weights
-    in the shape of the settings. A user's class is called with (spec, vocab_size). Raises UsageError.
+    vocab_size: tokens of the tokenizer; a larger `model.vocab_size` sets the embedding rows. architecture: see HfModel
+    (weights.py). A user's class is called with (spec, vocab_size). Raises UsageError.
     """
     if 0 < spec.vocab_size < vocab_size:
         raise UsageError(

@@ -131,10 +131,11 @@ class VisionTokens(nn.Module):
         super().__init__()
         self.pixels, self.tower, self.project = NormalizePixels(inputs.mean, inputs.std), tower, project
         layers, layer = tower.encoder.layers, config.vision_feature_layer
-        self.depth = layer if layer >= 0 else len(layers) + 1 + layer  # number of layers used
-        self.skip = 1 if config.vision_feature_select_strategy == "default" else 0  # CLIP's class token
-        self.num_tokens = (inputs.image_side // tower.config.patch_size) ** 2 + _has_class_token(tower) - self.skip
-        unused = [*layers[self.depth :], *(getattr(tower, name, None) for name in ("post_layernorm", "head"))]
+        self.num_layers_used = layer if layer >= 0 else len(layers) + 1 + layer
+        self.num_skipped_tokens = 1 if config.vision_feature_select_strategy == "default" else 0  # CLIP's class token
+        num_patches = (inputs.image_side // tower.config.patch_size) ** 2
+        self.num_tokens = num_patches + _has_class_token(tower) - self.num_skipped_tokens
+        unused = [*layers[self.num_layers_used :], *(getattr(tower, name, None) for name in ("post_layernorm", "head"))]
         for part in unused:
             if part is not None:
                 part.requires_grad_(False)  # kept for export; they never get a gradient
@@ -144,9 +145,9 @@ class VisionTokens(nn.Module):
         hidden = self.tower.embeddings(self.pixels(image))
         if hasattr(self.tower, "pre_layrnorm"):
             hidden = self.tower.pre_layrnorm(hidden)
-        for layer in self.tower.encoder.layers[: self.depth]:
+        for layer in self.tower.encoder.layers[: self.num_layers_used]:
             hidden = layer(hidden, attention_mask=None)
-        return self.project(hidden[:, self.skip :])
+        return self.project(hidden[:, self.num_skipped_tokens :])
 
 
 class LanguageModel(nn.Module):

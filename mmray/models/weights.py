@@ -134,7 +134,12 @@ def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> 
 
 
 class HfModel:
-    """A model of one class of transformers; its `architecture` is the config of this class."""
+    """A model of one class of transformers; `architecture()` is the config of this class.
+
+    The argument `architecture` of all builders: None: read pretrained weights, if the settings name any; the value of
+    `architecture()` of the same model: its shape with random weights, because the caller loads them; {}: random weights
+    in the shape of the settings.
+    """
 
     hf_class: ClassVar[str]
     hf_names: ClassVar[tuple[tuple[str, str], ...]]  # prefixes of weights here and in transformers

@@ -108,8 +108,9 @@ class WeightedSum:
             loss, _, sums = term.objective.compute_loss(outputs, batch, gathered)
             losses.append(term.weight * loss)
             for name, value in {f"loss_{term.name}": loss.detach(), **sums}.items():
-                parts[name] = torch.zeros(len(self._terms), dtype=value.dtype, device=value.device)
-                parts[name][index] = value
+                key = f"{name}_{term.name}" if name in parts else name  # an earlier term has a metric of this name
+                parts[key] = torch.zeros(len(self._terms), dtype=value.dtype, device=value.device)
+                parts[key][index] = value
         return torch.stack(losses), self.count(batch), parts
 
     def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:

@@ -53,8 +53,8 @@ class Sigmoid(RowLoss):
     scalar_output_names: tuple[str, ...] = ("logit_scale", "logit_bias")
     rotating_outputs: tuple[str, ...] = ("text_embed",)
 
-    def __init__(self, chunk: int = CHUNK) -> None:
-        self.chunk = chunk
+    def __init__(self, chunk_rows: int = CHUNK) -> None:
+        self.chunk_rows = chunk_rows
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
         if gathered is None:

@@ -73,11 +73,11 @@ class HardNegativeMining(Protocol):
 
 
 @runtime_checkable
-class Pairwise(Protocol):
+class PairwiseLoss(Protocol):
     """A global loss that is a sum over pairs, so it can be computed on a ring of ranks."""
 
     rotating_outputs: tuple[str, ...]  # sent around the ring; the others in `gathered_outputs` stay on their rank
-    chunk: int  # remote rows at a time
+    chunk_rows: int  # remote rows at a time
 
     def pairwise_loss(
         self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, offset: int | None
@@ -96,21 +96,21 @@ class ObjectiveParts:
     local_loss: Objective | None
 
     @property
-    def mining(self) -> HardNegativeMining | None:
+    def mining_loss(self) -> HardNegativeMining | None:
         """The local loss, if it needs hard negatives."""
         local = self.local_loss
         return local if isinstance(local, HardNegativeMining) and local.score_outputs else None
 
     @property
-    def ring(self) -> Pairwise | None:
+    def ring_loss(self) -> PairwiseLoss | None:
         """The global loss, if its outputs are sent around a ring of ranks instead of gathered."""
-        return self.global_loss if isinstance(self.global_loss, Pairwise) and self.mining is None else None
+        return self.global_loss if isinstance(self.global_loss, PairwiseLoss) and self.mining_loss is None else None
 
     @property
     def gathered_names(self) -> tuple[str, ...]:
         """Outputs that are needed from all ranks."""
         of_loss = () if self.global_loss is None else self.global_loss.gathered_outputs
-        return tuple(dict.fromkeys(of_loss + (() if self.mining is None else self.mining.score_outputs)))
+        return tuple(dict.fromkeys(of_loss + (() if self.mining_loss is None else self.mining_loss.score_outputs)))
 
 
 def split_objective(objective: Any) -> ObjectiveParts:

@@ -211,7 +211,7 @@ def overflow(group: Group) -> dict[str, Any]:
     return {"unchanged": unchanged, "weights": toy.flat(model), **state}
 
 
-OOM_OBJECTIVES = {"contrastive": Contrastive, "sigmoid": partial(Sigmoid, chunk=3), "row-wise": toy.Regression}
+OOM_OBJECTIVES = {"contrastive": Contrastive, "sigmoid": partial(Sigmoid, chunk_rows=3), "row-wise": toy.Regression}
 OOM_SCENARIOS = [
     *((point, "contrastive", 4) for point in toy.OOM_POINTS),
     *((point, "sigmoid", 4) for point in ("embedding", "loss", "backward")),

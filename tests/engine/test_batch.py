@@ -31,6 +31,7 @@ def test_batch_shape(settings, workers, summary):
         ({"micro": "auto"}, 2, "auto` needs `--batch.global`"),
         ({"global": 2}, 3, "2 rows are fewer than 3 workers"),
         ({"global": 64, "micro": 8, "accumulation": 3}, 2, "needs accumulation 4, not 3"),
+        ({"global": 10, "accumulation": 6}, 1, "not 6; set --batch.accumulation 5"),
     ],
 )
 def test_contradicting_sizes_are_refused(settings, workers, message):

@@ -25,6 +25,13 @@ def test_auto_micro_finds_largest_halving_of_share_that_fits(limit, micro):
     assert probe(state_with(limit))[0] == micro
 
 
+def test_all_rows_are_tried_one_by_one_if_two_do_not_fit(monkeypatch):
+    tried, try_step = [], memory_probe._try_step
+    monkeypatch.setattr(memory_probe, "_try_step", lambda *args: tried.append(args[4:6]) or try_step(*args))
+    assert probe(state_with(1), rows_per_rank=2)[0] == 1
+    assert tried == [(1, 1), (2, 2), (2, 1), (1, 1)]
+
+
 def test_too_large_batch_is_refused_before_data_is_read():
     with pytest.raises(OutOfMemoryError, match=r"micro-batch of 8 rows does not fit: lower --batch.micro"):
         probe(state_with(7), 16, 8)

@@ -357,8 +357,8 @@ def reference_gradients(
 def objective(kind: str, chunk: int = 4):
     """An objective from objectives/build.py; `chunk` is small, so that sigmoid uses several chunks."""
     built = objectives.build(SimpleNamespace(kind=kind))
-    if hasattr(built, "chunk"):
-        built.chunk = chunk
+    if hasattr(built, "chunk_rows"):
+        built.chunk_rows = chunk
     return built
 
 

@@ -20,7 +20,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import DataError
 from mmray.evaluate import retrieval
-from mmray.evaluate.evaluator import Evaluator, retrieval_ranks, retrieval_scores, topk_accuracy, topk_hits
+from mmray.evaluate.evaluator import Evaluator, compute_retrieval_ranks, retrieval_scores, topk_accuracy, topk_hits
 from mmray.evaluate.retrieval import NUM_SHOWN, EmbeddingSet
 from mmray.models.fusion import LabelTexts
 from mmray.objectives.contrastive import Contrastive
@@ -151,7 +151,8 @@ def test_scores_of_a_case_computed_by_hand() -> None:
         region_hits=torch.zeros(3),
         scalar_outputs={"logit_scale": torch.tensor(2.0)},
     )
-    (metrics,) = on_ranks(1, lambda g: retrieval_scores(embedded, retrieval_ranks(embedded, g), g, Contrastive(), 2))
+    ranks = compute_retrieval_ranks
+    (metrics,) = on_ranks(1, lambda g: retrieval_scores(embedded, ranks(embedded, g), g, Contrastive(), 2))
     # Image to text: image 0 ties with a wrong caption (rank 2), image 1 is right, image 2 scores 0 where wrong ones
     # score 1, 0 and 0: rank 4. Text to image: 1, 1, then rank 3 (1, and a tie at 0), then rank 3 likewise.
     assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)

@@ -91,7 +91,7 @@ def test_copies_count_as_rows(scores: list[list[int]], copies: list[int], seed: 
     expected = naive_ranks(queries, gallery[spread], is_right[:, spread].tolist())
     for chunk in (1, 2, 9):
         with patch.object(retrieval, "CHUNK", chunk):
-            assert compute_ranks(queries, gallery, pairs(is_right), multiplicity=times).tolist() == expected
+            assert compute_ranks(queries, gallery, pairs(is_right), gallery_counts=times).tolist() == expected
 
 
 @pytest.mark.parametrize("dim", [8, 512])

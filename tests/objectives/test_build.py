@@ -33,11 +33,18 @@ def test_sum_splits_into_global_and_local_loss(own):
     assert combined.scalar_output_names == ("logit_scale",)
     parts = split_objective(combined)
     assert parts.local_loss.score_outputs == Contrastive.gathered_outputs
-    assert parts.mining is parts.local_loss
+    assert parts.mining_loss is parts.local_loss
     assert parts.global_loss.count({"valid": torch.ones(3)}).tolist() == [3, 3]
     assert split_objective(objectives.build(kind("classification"))).global_loss is None
-    assert split_objective(objectives.build(kind("sigmoid + classification"))).ring is not None
+    assert split_objective(objectives.build(kind("sigmoid + classification"))).ring_loss is not None
     assert isinstance(split_objective(objectives.build(kind("contrastive + classification"))).global_loss, Contrastive)
+
+
+def test_metrics_of_equal_names_are_kept_apart(own):
+    outputs = {"image_embed": torch.eye(2), "text_embed": torch.eye(2), "logit_scale": torch.tensor(1.0)}
+    combined = objectives.build(kind("contrastive + 2 * own_objectives:Mine"))
+    _, _, metrics = combined.compute_loss(outputs, {"valid": torch.ones(2, dtype=torch.bool)})
+    assert metrics["loss_image_to_text"][0] == metrics["loss_image_to_text_own_objectives:Mine"][1] > 0
 
 
 @pytest.mark.parametrize(
@@ -49,7 +56,7 @@ def test_invalid_sum_raises(name):
 
 
 def test_settings_are_passed_to_the_objective(own):
-    assert objectives.build(kind("sigmoid")).chunk == CHUNK
+    assert objectives.build(kind("sigmoid")).chunk_rows == CHUNK
     section = kind("own_objectives:Mine")
     assert objectives.build(section).section is section
 

@@ -110,7 +110,7 @@ def test_ring_of_one_equals_any_chunk(chunk: int) -> None:
     torch.testing.assert_close(further["loss_negative"], parts["loss_negative"])
     for name, value in zip(outputs, expected, strict=True):
         torch.testing.assert_close(gradients[name], value, rtol=0, atol=1e-12, msg=name)
-    assert split_objective(Sigmoid()).ring is not None and split_objective(Contrastive()).ring is None
+    assert split_objective(Sigmoid()).ring_loss is not None and split_objective(Contrastive()).ring_loss is None
 
 
 def test_memory_of_the_ring_is_bounded_by_the_chunk() -> None:

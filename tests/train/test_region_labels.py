@@ -48,7 +48,7 @@ def test_missing_or_contradicting_labels_are_errors(tmp_path: Path) -> None:
         with_region_labels(MODEL, [named(tmp_path / "far", {"90000": "far"})], None)
 
 
-@pytest.mark.parametrize(("labels", "bad"), [([0, -1], 0), ([1, 3], 3), ([1, -1], None)])
+@pytest.mark.parametrize(("labels", "bad"), [([0, -1], 0), ([1, 3], 3), ([-2], -2), ([1, -1], None)])
 def test_box_label_without_name_ends_the_run(labels: list[int], bad: int | None, tmp_path: Path) -> None:
     block = {"label": np.array([-1]), "box_labels": np.array([labels]), "valid": np.array([True]), "pos": np.array([0])}
     config = SimpleNamespace(model=SimpleNamespace(region_labels=("", "cat")), data=SimpleNamespace(train="made"))

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from mmray.engine.checkpoint import files, state_io
 from mmray.engine.metrics.writers import LogUploader, MetricsLog
+from mmray.engine.run_state import State
 from mmray.errors import StorageError, TrainingError
 from mmray.evaluate.build import best_metric
 from mmray.storage import lease
@@ -50,7 +51,7 @@ class CheckpointManager:
     ):
         self._folder, self._fencing_token, self._config, self._about = folder, fencing_token, config, about
         self._cpu_group, self._sharded = cpu_group, sharded
-        self._collective_wait_s = None if sharded or about["world"] == 1 else config.cluster.collective_timeout_s / 2
+        self._save_wait_limit_s = None if sharded or about["world"] == 1 else config.cluster.collective_timeout_s / 2
         self._notify = notify
         if fencing_token is not None:
             self.uploader = LogUploader(folder, notify, self._check_lease)
@@ -61,28 +62,26 @@ class CheckpointManager:
         self._stager = DefaultStager(pinned) if torch.cuda.is_available() else None
         self._pending: tuple[AnyPath, Future[Any]] | None = None
         self._error: StorageError | None = None  # of the last save
-        self.cost_s: float | None = None  # of the last save: wait for the previous one, copy to the host, and write
+        self.save_duration_s: float | None = None  # last save: wait for the previous one, copy to the host, write
 
     def log_from(self, step: int) -> MetricsLog:
         """The log of the steps after `step`."""
         return MetricsLog(self.uploader.local_folder, step, self._notify, self._check_lease)
 
-    def save(
-        self, step: int, rows_consumed: int, state: state_io.State, metrics: dict[str, Any], last: bool
-    ) -> float | None:
+    def save(self, step: int, rows_consumed: int, state: State, metrics: dict[str, Any], last: bool) -> float | None:
         """Copy the state to the host and write it in the background; return the seconds that the previous save took.
 
         If that one is still in progress after a while, as on a stalled storage, this save is skipped unless it is the
         `last`: other ranks wait in their next collective. Ranks that write shards wait for each other anyway.
         """
         start_s = time.perf_counter()
-        max_wait_s = self._collective_wait_s
+        max_wait_s = self._save_wait_limit_s
         if max_wait_s is not None and not any(name.startswith("evaluate/") for name in metrics):
             max_wait_s = min(MAX_WAIT_S, max_wait_s)  # longer for an evaluated step, which may be the best
         if self._pending and not wait([self._pending[1]], None if last else max_wait_s).done:
             text = f"skipped the checkpoint of step {step}: the one before is still being written. {RETRY}"
             self._notify("checkpoint", text)
-            return self.cost_s
+            return self.save_duration_s
         self._finish_pending()
         meta = {
             "step": step,
@@ -91,17 +90,17 @@ class CheckpointManager:
             "config": self._config.model_dump(mode="json", by_alias=True),
             "metrics": metrics,
         }
-        path, before = self._folder / "checkpoints" / f"step-{step}", partial(self._before_write, step)
+        path, check_ownership = self._folder / "checkpoints" / f"step-{step}", partial(self._check_ownership, step)
         io = (self._cpu_group, self._sharded, self._stager)
-        saved = state_io.save_async(path, state, meta, *io, before, self._prune)
+        saved = state_io.save_async(path, state, meta, *io, check_ownership, on_complete=self._prune)
 
         def measure(saved: Future[Any]) -> None:
             if saved.exception() is None:
-                self.cost_s = time.perf_counter() - start_s
+                self.save_duration_s = time.perf_counter() - start_s
 
         saved.add_done_callback(measure)
         self._pending = path, saved
-        return self.cost_s
+        return self.save_duration_s
 
     def poll(self) -> None:
         """Log or raise the error of a save that has ended."""
@@ -141,7 +140,7 @@ class CheckpointManager:
         assert self._fencing_token is not None
         lease.check_fencing_token(self._folder, self._fencing_token)
 
-    def _before_write(self, step: int) -> None:
+    def _check_ownership(self, step: int) -> None:
         """Check that this run still has the folder, and upload what was logged up to this step."""
         try:
             self._check_lease()
@@ -162,11 +161,11 @@ COST_FRACTION = 0.02  # of the training time, at most, for checkpoints
 FIRST_STEPS = 10  # until a save is measured: after so many steps, then after twice as many, and so on
 
 
-def steps_between_checkpoints(step_s: float | None, cost_s: float | None, steps_taken: int) -> int:
+def steps_between_checkpoints(step_s: float | None, save_duration_s: float | None, steps_taken: int) -> int:
     """Steps to the next checkpoint from the seconds of a step and of a save; None: not measured yet."""
-    if not step_s or cost_s is None:
+    if not step_s or save_duration_s is None:
         return max(FIRST_STEPS, steps_taken)
-    return max(1, math.ceil(cost_s / (COST_FRACTION * step_s)))
+    return max(1, math.ceil(save_duration_s / (COST_FRACTION * step_s)))
 
 
 @dataclass

@@ -54,14 +54,15 @@ from mmray.engine.checkpoint.files import (
     shards_of,
     write_checksums,
 )
+from mmray.engine.run_state import State
 from mmray.errors import MmrayError, StorageError
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, open_for_upload, staged_upload, temp_dir
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP without a group is intended here
 
-State = dict[str, Any]  # nested dicts of tensors and JSON values
-Target = Callable[[str, Tensor], Tensor]  # key and meta tensor -> the tensor to read into: full, or this rank's shard
+# Key and meta tensor of a saved tensor -> the tensor to read it into: full, or this rank's shard.
+DestinationFn = Callable[[str, Tensor], Tensor]
 
 
 def save_async(
@@ -71,16 +72,16 @@ def save_async(
     cpu_group: Any = None,
     sharded: bool = False,
     stager: AsyncStager | None = None,
-    before: Callable[[], None] = lambda: None,
-    after: Callable[[], None] = lambda: None,
+    check_ownership: Callable[[], None] = lambda: None,
+    on_complete: Callable[[], None] = lambda: None,
 ) -> Future[Any]:
     """Copy the state to the host and write it in a background thread; under FSDP all ranks call it together.
 
-    Rank 0 calls `before` in that thread before any rank writes and again before the checksums, and `after` at the end;
-    what it raises, every rank raises. Await the result inside `as_storage_error`.
+    Rank 0 calls `check_ownership` in that thread before any rank writes and again before the checksums, and
+    `on_complete` at the end; what it raises, every rank raises. Await the result inside `as_storage_error`.
     """
     values, tensors = split(state)
-    writer = ShardWriter(path, values, meta, cpu_group if sharded else None, before, after)
+    writer = ShardWriter(path, values, meta, cpu_group if sharded else None, check_ownership, on_complete)
     if writer.rank != 0:
         tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
     saved = dcp.async_save(
@@ -95,21 +96,21 @@ def save_async(
     return saved
 
 
-def load(path: AnyPath, target: Target | None = None, only: str = "") -> State:
-    """Return the saved state, or its part `only`; tensors are read into what `target` returns (default: full, on CPU).
+def load(path: AnyPath, destination: DestinationFn | None = None, only: str = "") -> State:
+    """Return the saved state, or its part `only`, with tensors as `destination` returns them (default: full, on CPU).
 
     Needs no process group. Raises TrainingError if a file cannot be read.
     """
-    target = target or (lambda _, stored: torch.empty_like(stored, device="cpu"))
+    destination = destination or (lambda _, saved: torch.empty_like(saved, device="cpu"))
     state: State = read_json(path / STATE)
     with as_user_error(path), _local_shards(path) as local:
         reader = HuggingFaceStorageReader(str(local))
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             tensors: dict[str, Any] = {
-                key: target(key, torch.empty(stored.size, dtype=stored.properties.dtype, device="meta"))
-                for key, stored in reader.read_metadata().state_dict_metadata.items()
-                if isinstance(stored, TensorStorageMetadata) and key.startswith(f"{only}/" if only else "")
+                key: destination(key, torch.empty(saved.size, dtype=saved.properties.dtype, device="meta"))
+                for key, saved in reader.read_metadata().state_dict_metadata.items()
+                if isinstance(saved, TensorStorageMetadata) and key.startswith(f"{only}/" if only else "")
             }
             with _cause():
                 dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
@@ -144,27 +145,27 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: State) 
     index_of = {name: index for index, name in enumerate(_trainable_names(module, optimizer))}
     current = optimizer.state_dict()["param_groups"]
     pairs = zip(state["param_groups"], current, strict=True)
-    groups = [stored | {"params": group["params"]} for stored, group in pairs]
+    groups = [saved | {"params": group["params"]} for saved, group in pairs]
     by_index = {index_of[name]: values for name, values in state["state"].items()}
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})
 
 
-def targets(module: nn.Module) -> Target:
-    """Return a `Target` that reads weights in place and optimizer state as shards like those of its parameter."""
+def load_destinations(module: nn.Module) -> DestinationFn:
+    """Return where to read weights (into the module) and optimizer state (shards like those of its parameter)."""
     weights = {_key("model", name): weight.detach() for name, weight in module.state_dict().items()}
     parameters = {_key(name): weight.detach() for name, weight in module.named_parameters()}
 
-    def target(key: str, stored: Tensor) -> Tensor:
+    def destination(key: str, saved: Tensor) -> Tensor:
         like = weights.get(key)
-        if like is not None and (like.shape, like.dtype) == (stored.shape, stored.dtype):
+        if like is not None and (like.shape, like.dtype) == (saved.shape, saved.dtype):
             return like
         name = key.removeprefix("optimizer/state/").partition("/")[0]
         like = parameters.get(name) if key.startswith("optimizer/state/") else None
-        if like is not None and like.shape == stored.shape:
-            return torch.empty_like(like, dtype=stored.dtype)
-        return torch.empty_like(stored, device="cpu")
+        if like is not None and like.shape == saved.shape:
+            return torch.empty_like(like, dtype=saved.dtype)
+        return torch.empty_like(saved, device="cpu")
 
-    return target
+    return destination
 
 
 def split(state: State, *parents: str) -> tuple[State, dict[str, Tensor]]:
@@ -191,13 +192,13 @@ class ShardWriter(HuggingFaceStorageWriter):
         values: State,
         meta: dict[str, Any],
         cpu_group: Any,
-        before: Callable[[], None],
-        after: Callable[[], None],
+        check_ownership: Callable[[], None],
+        on_complete: Callable[[], None],
     ):
         super().__init__(str(path), save_distributed=True)
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         self._folder, self._values, self._meta = path, values, meta | {"versions": versions}
-        self._before, self._after = before, after
+        self._check_ownership, self._on_complete = check_ownership, on_complete
         self.rank, num_shards = (dist.get_rank(cpu_group), dist.get_world_size(cpu_group)) if cpu_group else (0, 1)
         self._name = shard_names(num_shards)[self.rank]
 
@@ -205,7 +206,7 @@ class ShardWriter(HuggingFaceStorageWriter):
         return plan  # the base class creates the folder, which rank 0 must clear first
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._before()
+        self._check_ownership()
         discard(self._folder)
         self._folder.mkdir(parents=True)
         return plans
@@ -235,13 +236,13 @@ class ShardWriter(HuggingFaceStorageWriter):
                     f"{file} has {size:,} bytes, but its rank wrote {shard.size_in_bytes:,}: "
                     "is this folder shared by all nodes?"
                 )
-        self._before()
+        self._check_ownership()
         with staged_upload(self._folder, (STATE, META, SUMS)) as local:
             (local / STATE).write_text(json.dumps(self._values))
             options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY  # NaN becomes null
             (local / META).write_bytes(orjson.dumps(self._meta, option=options))
             write_checksums(local, (STATE, META), {shard.index.fqn: shard.storage_data for shard in shards})
-        self._after()
+        self._on_complete()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mmray.engine.collectives import Group
+from mmray.engine.grad_cache import attach_negatives, gather_negative_inputs
 from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics
 from mmray.engine.parallel import strategy
@@ -25,7 +26,7 @@ from mmray.engine.parallel.strategy import preserve_buffers
 from mmray.engine.precision import Precision
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import TrainState
-from mmray.objectives.protocol import Batch
+from mmray.objectives.protocol import Batch, split_objective
 
 
 @dataclass
@@ -34,15 +35,21 @@ class Meter:
 
     rates: Throughput
     devices: int = 1
-    token_counts: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))  # since the last line
+    token_counts: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))  # sums of TokenCounts
     flops_of_row: float | None = None  # a forward and a backward
 
     def count_flops(self, state: TrainState, batch: LocalBatch) -> None:
-        """Count the model's FLOPs once, on the first micro-batch."""
+        """Count the model's FLOPs once, on the first micro-batch, with hard negatives among its own rows."""
         if self.flops_of_row is None:
-            first = batch.micro_batches[0]
-            flops = model_flops(strategy.unwrap(state.model), first, state.precision)
-            self.flops_of_row = flops / len(first["valid"])
+            model, micro_batches = strategy.unwrap(state.model), batch.micro_batches[:1]
+            if (mining := split_objective(state.objective).mining_loss) is not None:
+                with torch.no_grad(), preserve_buffers(model), state.precision.autocast():
+                    outputs = model(micro_batches[0])
+                first = replace(batch, micro_batches=micro_batches)
+                inputs = gather_negative_inputs(Group(), mining, first)
+                micro_batches = attach_negatives(mining, first, [outputs], None, inputs)
+            flops = model_flops(model, micro_batches[0], state.precision)
+            self.flops_of_row = flops / len(micro_batches[0]["valid"])
 
     def compute(self, state: TrainState) -> Metrics:
         """Return metrics since the last call, and reset."""
@@ -57,7 +64,7 @@ class Meter:
 
 
 # Prefixes of per-rank metrics whose maximum over ranks is reported; the mean of all others.
-MAXIMA = ("time/step_p95_s", "time/first_step_s", "memory/", "host/memory_gib")
+MAXIMA = ("time/step_p95_s", "time/first_step_s", "memory/", "host/memory_gib", "gpu/memory_gib")
 
 
 def reduce_over_ranks(group: Group, sums: list[Tensor], local: Metrics) -> tuple[list[float], Metrics]:

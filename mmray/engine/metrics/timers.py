@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import torch
 
-MAX_SCOPES = 1024  # then the older half is read, which has completed by then
+MAX_SCOPES = 1024  # then the older half, which has completed by then, is added to the totals
 RECENT_STEPS = 500  # window of the percentiles: the steps between two lines are too few for a 95th
 PHASES = ("transfer", "forward", "backward", "sync", "optimizer", "checkpoint")
 

@@ -120,7 +120,7 @@ def two_devices(device: torch.device) -> tuple[torch.device, torch.device]:
 
 
 def place_branches(module: nn.Module, device: torch.device) -> None:
-    """Move the branch `text` to the second device; inputs and outputs of the model stay on the first.
+    """Model parallelism, one tower per GPU: move branch `text` to the second; inputs and outputs stay on the first.
 
     Kernels are launched asynchronously, and autograd has a thread per device, so both branches run at the same time.
     """
@@ -204,8 +204,8 @@ def average_replicated_gradients(module: nn.Module, group: Group) -> None:
 def unsharded(module: nn.Module) -> Iterator[None]:
     """Scope of an evaluation with all weights of a sharded model on every rank; needs the memory of the full model.
 
-    With collectives, a rank with more batches or tokens than the others would wait forever. Calls that
-    bypass a module's forward would see only this rank's shard.
+    Otherwise each forward would all-gather weights, and ranks with different numbers of batches would deadlock; calls
+    that bypass a module's forward would see only this rank's shard.
     """
     submodules = [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
     for submodule in submodules:

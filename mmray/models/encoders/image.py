@@ -50,7 +50,7 @@ def build_image_tower(
         tower = Backbone(net, width, prefix, frozen=batch_norm == "frozen")
     if read_weights:
         state = read_state_dict(WEIGHTS_SETTING, spec.weights)
-        state = {name: value for name, value in state.items() if not name.startswith(("fc.", "heads."))}
+        state = {name: value for name, value in state.items() if not name.startswith("fc.")}
         load_state(load_into, state, f"{WEIGHTS_SETTING}: {spec.weights} does not fit a {spec.name}")
     return tower
 

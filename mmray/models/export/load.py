@@ -100,8 +100,8 @@ class Embedder:
         """
         if getattr(self.model, "region_head", None) is None:
             raise UsageError("this model has no region_head: it was not trained to classify boxes")
-        height, width = _to_rgb(image).shape[:2]
-        corners = np.array([[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in boxes])
+        height, width = _decode_image(0, image).shape[:2]
+        corners = np.reshape([[x, y, x + w, y + h] for x, y, w, h in boxes], (-1, 4)) / (width, height, width, height)
         square, is_visible = clip_boxes(to_model_coords(corners, (width, height), self.inputs, None, None))
         if not is_visible.all():
             first = int(np.flatnonzero(~is_visible)[0])
@@ -183,18 +183,20 @@ class Generator:
 
 def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) -> Tensor:
     """Pixels uint8 [N, 3, S, S]. Raises DataError with the index of an unreadable image, counted from `first`."""
-    pixels = []
-    for index, image in enumerate(images, first):
-        try:
-            pixels.append(transform(_to_rgb(image), inputs))
-        except (OSError, ValueError) as error:
-            name = f" ({image})" if isinstance(image, str | Path) else ""
-            raise DataError(f"image {index}{name}: {error}") from error
+    pixels = [transform(_decode_image(index, image), inputs) for index, image in enumerate(images, first)]
     return torch.from_numpy(np.stack(pixels))
 
 
+def _decode_image(index: int, image: ImageInput) -> np.ndarray:
+    """Upright RGB uint8 [H, W, 3], decoded as in training. Raises DataError with `index`."""
+    try:
+        return _to_rgb(image)
+    except (OSError, ValueError) as error:
+        name = f" ({image})" if isinstance(image, str | Path) else ""
+        raise DataError(f"image {index}{name}: {error}") from error
+
+
 def _to_rgb(image: ImageInput) -> np.ndarray:
-    """Upright RGB uint8 [H, W, 3], decoded as in training."""
     if isinstance(image, Image.Image):
         upright, file = ImageOps.exif_transpose(image), io.BytesIO()
         if upright.mode not in _PNG_MODES:

@@ -16,6 +16,7 @@ from mmray.engine.metrics import meters
 from mmray.engine.metrics.meters import Meter, model_flops, rows_sha
 from mmray.engine.metrics.timers import PHASES, PhaseTimers, Throughput
 from mmray.engine.precision import Precision
+from mmray.engine.prefetch import make_local_batch
 from tests.engine import toy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
@@ -76,6 +77,15 @@ def test_flops_equal_those_of_a_real_forward_and_backward(trainable):
     with FlopCounterMode(display=False) as counter:
         model(image).sum().backward()
     assert model_flops(model, image, toy.FP32) == counter.get_total_flops()
+
+
+def test_flops_of_matching_include_the_hard_negatives():
+    batch, model = make_local_batch(toy.cut(toy.rows(4, 0), 4)), toy.Toy(kind="matching")
+    meter = Meter(Throughput(PhaseTimers(torch.device("cpu"))))
+    meter.count_flops(toy.train_state(model, objective=toy.objective("matching")), batch)
+    [rows] = batch.micro_batches
+    rows |= {"negative_ids": rows["input_ids"], "negative_mask": rows["attention_mask"]}
+    assert meter.flops_of_row == model_flops(model, rows, toy.FP32) / 4
 
 
 @pytest.mark.parametrize(

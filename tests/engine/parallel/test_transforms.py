@@ -19,9 +19,10 @@ from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.precision import micro_seed, seeded
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
-from mmray.errors import DataError, UsageError
+from mmray.errors import DataError, TrainingError, UsageError
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
+from mmray.models.two_tower import TwoTower as TwoTowerModel
 from tests.engine import recipe_models, toy
 from tests.engine.recipe_models import IMAGE, INPUTS, MODELS, TOWERS, VOCAB
 
@@ -158,9 +159,16 @@ def test_probe_names_missing_model_output(kind: str, missing: str) -> None:
         run_probe(SPECS["convnet"], kind)
 
 
+def test_probe_tells_key_errors_of_the_model_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TwoTowerModel, "forward", lambda _, batch: batch["caption"])
+    with pytest.raises(TrainingError, match="the model's forward raised KeyError 'caption'"):
+        run_probe(SPECS["convnet"], "contrastive")
+
+
 def test_label_without_class_ends_the_run() -> None:
     config = Config(model=Fusion(classes=3))
     _check_labels({"label": np.array([2, -1])}, config)
-    with pytest.raises(DataError, match=r"has label 3, but model\.classes is 3: .* --model\.classes to 4"):
-        _check_labels({"label": np.array([0, 3])}, config)
+    for label, fix in ((3, r"set --model\.classes to 4"), (-100, "number the classes from 0")):
+        with pytest.raises(DataError, match=rf"has label {label}, but model\.classes is 3, .*: {fix}"):
+            _check_labels({"label": np.array([0, label])}, config)
     _check_labels({"label": np.array([9])}, Config())
