@@ -147,7 +147,7 @@ class LoaderWorker:
     def reader(self, world: int, reader: RowReader, plan: SamplePlan, window_s: float) -> list[Arrival]:
         """Read, decode and tokenize as the stream does, in this process without Ray Data: its upper bound."""
         starts = range(self.rank * CHUNK_ROWS, plan.steps * plan.global_rows, world * CHUNK_ROWS)
-        blocks = (reader.block(plan, np.arange(start, start + CHUNK_ROWS)) for start in starts)
+        blocks = (reader.read_block(plan, np.arange(start, start + CHUNK_ROWS)) for start in starts)
         return collect_arrivals((Arrival(time.time(), int(block["valid"].sum())) for block in blocks), window_s)
 
 

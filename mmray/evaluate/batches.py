@@ -58,7 +58,7 @@ class EvalDataset:
 
     def check_decodable(self, record: Row) -> None:
         """Raise BadImage for an image that crashes its decoder, unless `prepare` decoded it; each is probed once."""
-        if not self.prepared.manifest.is_decoded and record.key not in self._probe_results:
+        if not self.prepared.manifest.images_verified and record.key not in self._probe_results:
             crash_probe, error = self._threads.__dict__.setdefault("crash_probe", CrashProbe()), None
             try:
                 crash_probe.probe(record.image, self.max_pixels)
@@ -135,7 +135,7 @@ class EvalBatches:
         for name, value in values.items():
             columns[name][0] = value
         label = NO_LABEL if record.label is None else record.label
-        return EvalRow(pixels, columns, data.encoder.captions_of(record), label)
+        return EvalRow(pixels, columns, data.encoder.text_choices(record), label)
 
     def _collate(self, readable: list[tuple[int, EvalRow]]) -> Batch:
         rows = [row for _, row in readable]

@@ -55,7 +55,7 @@ def rejection_reason(address: str, hosts: Collection[str]) -> str:
     try:
         host = parse_host(authority)
     except ValueError:
-        return "its host is a numeric address, which is never fetched"
+        return "it has no valid host name (numeric addresses are never fetched)"
     return "" if host in hosts else f"its host is not allowed; prepare.allow_urls (--allow-urls {host}) would allow it"
 
 

@@ -150,7 +150,7 @@ class Lease:
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._heartbeat_s / 4))
             if _modified_s(file) != last_heartbeat_s or (not owner and _read_owner(file)):
-                return True
+                return not (_read_owner(file) or {}).get("released")
         return False
 
     def _renew(self) -> None:
@@ -181,8 +181,8 @@ def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
     newest = max(fencing_tokens, default=0)
     if newest > fencing_token or fencing_token not in fencing_tokens:
         raise TrainingError(
-            f"{directory} was taken over by another training or a later attempt (lease {newest}, this one had "
-            f"{fencing_token}). This process stops writing; nothing is lost. Give each run its own --run.name."
+            f"{directory} was taken over by another process or a later attempt (lease {newest}, this one had "
+            f"{fencing_token}). This process stops writing; nothing is lost. Give each run and prepare its own folder."
         )
 
 

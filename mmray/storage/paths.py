@@ -19,7 +19,7 @@ from pyarrow import fs
 from mmray.storage.storage import Storage, with_retries
 
 CHUNK_BYTES = 8 << 20
-PREFIX = "mmray-transfer-"  # temporary folders of uploads and downloads
+TEMP_DIR_PREFIX = "mmray-transfer-"  # temporary folders of uploads and downloads
 STALE_AFTER_S = 24 * 3600.0
 
 
@@ -38,17 +38,17 @@ class RemotePath:
         return f"{head.rstrip('/')}/{self.relative}".rstrip("/") + separator + options
 
     @property
-    def key(self) -> str:
+    def fs_path(self) -> str:
         """The path in the file system of the storage: bucket and key."""
-        return self.storage.key(self.relative)
+        return self.storage.fs_path(self.relative)
 
     @property
     def name(self) -> str:
-        return PurePosixPath(self.key).name
+        return PurePosixPath(self.fs_path).name
 
     @property
     def stem(self) -> str:
-        return PurePosixPath(self.key).stem
+        return PurePosixPath(self.fs_path).stem
 
     @property
     def parent(self) -> RemotePath:
@@ -79,7 +79,7 @@ class RemotePath:
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield entries sorted by name. Raises FileNotFoundError if there are none."""
-        system, selector = self.storage.filesystem[0], fs.FileSelector(self.key)
+        system, selector = self.storage.filesystem[0], fs.FileSelector(self.fs_path)
         infos = with_retries(lambda: system.get_file_info(selector))
         return iter([self / name for name in sorted(info.base_name for info in infos) if name])
 
@@ -118,7 +118,7 @@ class RemotePath:
             raise FileNotFoundError(f"{self} does not exist")
 
     def _info(self) -> fs.FileInfo:
-        return with_retries(lambda: self.storage.filesystem[0].get_file_info(self.key))
+        return with_retries(lambda: self.storage.filesystem[0].get_file_info(self.fs_path))
 
 
 def _copy(open_source: Callable[[], Any], open_target: Callable[[], Any]) -> None:
@@ -201,6 +201,8 @@ def remove_tree(path: AnyPath) -> None:
 
 def move_tree(path: AnyPath, target: AnyPath) -> None:
     """Rename a folder of files, replacing `target`; on an object store by copying."""
+    if isinstance(path, RemotePath) != isinstance(target, RemotePath):
+        raise ValueError(f"cannot move {path} to {target}: both must be on a disk or both on an object store")
     remove_tree(target)
     if isinstance(path, RemotePath) and isinstance(target, RemotePath):
         for file in path.iterdir():
@@ -235,8 +237,8 @@ def _parts(path: RemotePath) -> RemotePath:
 @contextmanager
 def temp_dir() -> Iterator[Path]:
     """Yield a local folder that is deleted after the block, or a day later if this process is killed."""
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
-        for old in Path(name).parent.glob(f"{PREFIX}*"):
+    with tempfile.TemporaryDirectory(prefix=TEMP_DIR_PREFIX) as name:
+        for old in Path(name).parent.glob(f"{TEMP_DIR_PREFIX}*"):
             with suppress(OSError):  # just deleted, or owned by another user
                 if time.time() - old.stat().st_mtime > STALE_AFTER_S:
                     shutil.rmtree(old)

@@ -1,4 +1,4 @@
-"""Files in a folder of a local disk or an object store (pyarrow.fs), by relative name; writes are atomic."""
+"""Files in a folder of a local disk or an object store (pyarrow.fs), by relative name; local writes are atomic."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ class Storage:
         """Split a path into the folder and the file name; URI options (`?endpoint_override=`) stay with the folder."""
         head, separator, options = address.partition("?") if "://" in address else (address, "", "")
         folder, _, name = head.rpartition("/")
+        if folder.endswith(":/"):  # a bucket without a path
+            folder, name = head, ""
         return cls((folder or ("/" if head.startswith("/") else ".")) + separator + options), name
 
     @cached_property
@@ -70,12 +72,12 @@ class Storage:
         """Prefix of the real path of every file inside this local folder."""
         return os.path.realpath(str(self.local_path)).rstrip("/") + "/"
 
-    def key(self, name: str) -> str:
+    def fs_path(self, name: str) -> str:
         """The path of a file or folder in the file system: on an object store, bucket and key."""
         return f"{self.filesystem[1]}/{name}".rstrip("/")
 
     def _info(self, name: str) -> fs.FileInfo:
-        return self.filesystem[0].get_file_info(self.key(name))
+        return self.filesystem[0].get_file_info(self.fs_path(name))
 
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes; None if it does not exist."""
@@ -95,9 +97,9 @@ class Storage:
     def list_files(self, folder: str = "") -> list[str]:
         """Return the names of all files below a folder, sorted, relative to this storage."""
         if self.local_path is not None:
-            return sorted(_walk(self.key(folder), f"{folder}/".lstrip("/")))
+            return sorted(_walk(self.fs_path(folder), f"{folder}/".lstrip("/")))
         system, root = self.filesystem
-        infos = system.get_file_info(fs.FileSelector(self.key(folder), recursive=True))
+        infos = system.get_file_info(fs.FileSelector(self.fs_path(folder), recursive=True))
         return sorted(info.path[len(root) :].lstrip("/") for info in infos if info.type == fs.FileType.File)
 
     def listdir(self, folder: str = "") -> list[str]:
@@ -105,18 +107,18 @@ class Storage:
         if self.local_path is not None:
             path = self.local_path / folder
             return sorted(os.listdir(path)) if path.exists() else []  # noqa: PTH208 - names only
-        selector = fs.FileSelector(self.key(folder), allow_not_found=True)
+        selector = fs.FileSelector(self.fs_path(folder), allow_not_found=True)
         return sorted(info.base_name for info in self.filesystem[0].get_file_info(selector))
 
     def mkdir(self, folder: str = "") -> None:
         """Create a folder and its parents."""
-        self.filesystem[0].create_dir(self.key(folder), recursive=True)
+        self.filesystem[0].create_dir(self.fs_path(folder), recursive=True)
 
     def open(self, name: str, mapped: bool = False) -> pa.NativeFile:
         """Open for random access; memory-map only files that never change: truncating them kills readers."""
         if mapped and self.local_path is not None:
-            return pa.memory_map(self.key(name))
-        return self.filesystem[0].open_input_file(self.key(name))
+            return pa.memory_map(self.fs_path(name))
+        return self.filesystem[0].open_input_file(self.fs_path(name))
 
     def read(self, name: str) -> bytes:
         """Return all bytes of a file."""
@@ -125,8 +127,8 @@ class Storage:
 
     @contextmanager
     def open_output(self, name: str) -> Iterator[pa.NativeFile]:
-        """Open a file for writing; it appears under its name only if the block succeeds."""
-        system, target = self.filesystem[0], self.key(name)
+        """Open a file for writing; it appears if the block succeeds; an error deletes an existing object of a store."""
+        system, target = self.filesystem[0], self.fs_path(name)
         if isinstance(system, fs.LocalFileSystem):
             temporary = f"{target}.{uuid.uuid4().hex[:8]}{TEMP_SUFFIX}"
             try:
@@ -147,17 +149,17 @@ class Storage:
         stream.close()
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a complete file."""
+        """Write a complete file; atomic on a local disk."""
         with self.open_output(name) as stream:
             stream.write(data)
 
     def delete(self, name: str) -> None:
         """Delete a file."""
-        self.filesystem[0].delete_file(self.key(name))
+        self.filesystem[0].delete_file(self.fs_path(name))
 
     def delete_tree(self, folder: str) -> None:
         """Delete a folder and all its files."""
-        self.filesystem[0].delete_dir(self.key(folder))
+        self.filesystem[0].delete_dir(self.fs_path(folder))
 
 
 def open_filesystem(address: str) -> tuple[fs.FileSystem, str]:

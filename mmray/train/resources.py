@@ -91,7 +91,7 @@ def torch_trainer(
     demand = resource_demand(config, with_data=False)
     storage: dict[str, Any] = {"storage_path": str(folder / "ray")}
     if isinstance(folder, RemotePath):
-        storage = {"storage_path": (folder / "ray").key, "storage_filesystem": folder.storage.filesystem[0]}
+        storage = {"storage_path": (folder / "ray").fs_path, "storage_filesystem": folder.storage.filesystem[0]}
     no_retries: Any = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
     selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}  # missing in Ray's stub
     return TorchTrainer(

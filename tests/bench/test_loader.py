@@ -42,7 +42,7 @@ def test_all_loaders_return_the_same_images(tmp_path):
     tokenizer = train_tokenizer([text for _, text in items], 60)
     plan = SamplePlan(6, 6, 1, 6, seed=0, steps=1, shuffle=False)
     inputs = Inputs(image_side=224, fit="crop", interpolation="bilinear", max_tokens=160)
-    block = RowReader(prepared, inputs, tokenizer, 10**7).block(plan, np.arange(6))
+    block = RowReader(prepared, inputs, tokenizer, 10**7).read_block(plan, np.arange(6))
     for source in (files, prepared):
         tuned = TunedDataset.collate([TunedDataset(source, tokenizer, 224, 160)[index] for index in range(6)])
         assert np.abs(tuned["image"].numpy().astype(int) - block["image"]).max() <= 2

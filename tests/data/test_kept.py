@@ -29,7 +29,7 @@ def decoded(monkeypatch):
 
 def blocks(prepared, **settings):
     reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, **settings)
-    return [reader.block(PLAN, part) for part in np.split(POSITIONS, 3)]
+    return [reader.read_block(PLAN, part) for part in np.split(POSITIONS, 3)]
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
     reader = RowReader(train_set, config.model.inputs, tokenizer, 10**6)
     context = WorkerContext(config, folder, lease.acquire() if lease else 0, reader, eval_set, tokenizer)
     blocks = BlockPlan(plan, first, 2)
-    rows = (reader.block(plan, blocks.positions(number)) for number in range(group.rank, blocks.count, group.world))
+    rows = (reader.read_block(plan, blocks.positions(each)) for each in range(group.rank, blocks.count, group.world))
     about = {"rank": group.rank, "node": "", "pid": 0}
     driver = DriverHandle(messages.append, lambda: False, lambda _: 0, lambda _: False, about)
     try:

@@ -14,7 +14,7 @@ import pytest
 from mmray.errors import TrainingError, UsageError
 from mmray.storage import lease
 from mmray.storage.lease import Lease, check_fencing_token
-from mmray.storage.paths import to_path
+from mmray.storage.paths import to_path, write_atomic
 
 BEAT_S, STALE_S = 0.05, 0.3
 ELSEWHERE = {"host": "node-7", "pid": 4711, "machine": "another", "process": "1"}
@@ -112,6 +112,14 @@ def test_killed_local_holder_is_replaced_at_once(tmp_path):
 def test_reused_pid_is_not_the_holder(tmp_path):
     file = hold_elsewhere(tmp_path)
     file.write_text(json.dumps(ELSEWHERE | {"machine": lease._machine_id(), "pid": os.getpid()}))
+    held = short(tmp_path)
+    assert held.acquire() == 2
+    held.release()
+
+
+def test_holder_that_releases_while_another_waits_is_replaced(tmp_path):
+    file = hold_elsewhere(tmp_path)
+    threading.Timer(BEAT_S, write_atomic, (file, json.dumps({"released": True}))).start()
     held = short(tmp_path)
     assert held.acquire() == 2
     held.release()

@@ -48,14 +48,15 @@ def test_address_may_have_spaces_and_non_ascii_letters():
     for typed in ("s3://bucket/my set/café#1", "s3://bucket/my%20set/caf%C3%A9%231"):
         assert Storage(f"{typed}?region=us-east-1").filesystem[1] == "bucket/my set/café#1"
     path = to_path("s3://bucket/my set") / "b c"
-    assert (path.key, to_path(str(path)).key) == ("bucket/my set/b c",) * 2
+    assert (path.fs_path, to_path(str(path)).fs_path) == ("bucket/my set/b c",) * 2
 
 
 def test_options_stay_at_the_end_of_an_address():
     path = to_path("s3://bucket/runs?endpoint_override=127.0.0.1:9000&scheme=http") / "one" / "config.yaml"
     assert str(path) == "s3://bucket/runs/one/config.yaml?endpoint_override=127.0.0.1:9000&scheme=http"
-    assert path.key == "bucket/runs/one/config.yaml" and to_path(str(path)).key == path.key
+    assert path.fs_path == "bucket/runs/one/config.yaml" and to_path(str(path)).fs_path == path.fs_path
     assert Storage.split("s3://bucket/x/a.jsonl?scheme=http") == (Storage("s3://bucket/x?scheme=http"), "a.jsonl")
+    assert Storage.split("s3://bucket?scheme=http") == (Storage("s3://bucket?scheme=http"), "")
     assert Storage.split("a.jsonl") == (Storage("."), "a.jsonl")
     for address in ("prepared/a@b", "s3://bucket/a@b", "s3://bucket/set?region=eu-west-1"):
         assert Storage(address).address.endswith(address)

@@ -57,15 +57,15 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
     kind = detected[0] if source_format == "auto" else source_format
     if kind in ("saved", "folders", "pairs"):
         raise UsageError(f"{address} is a file, and {kind} is a folder: give the path of the folder")
-    if kind == "coco" and PurePosixPath(storage.address).name == "annotations":  # the images are next to this folder
-        storage, annotations = Storage.split(storage.address)
-        name = f"{annotations}/{name}"
+    parent, folder_name = Storage.split(storage.address)
+    if kind == "coco" and folder_name == "annotations":  # the images are next to this folder
+        storage, name = parent, f"{folder_name}/{name}"
     return SourceSpec(kind, storage.address, name)
 
 
-def open_source(spec: SourceSpec, out: Storage, columns: dict[str, str], template: str) -> Source:
-    """Open the source without reading it. `out` is the folder of the prepared set, which stores listings."""
-    return _SOURCES[spec.format](Storage(spec.address), spec.name, columns, out, template)
+def open_source(spec: SourceSpec, prepared_folder: Storage, columns: dict[str, str], caption_template: str) -> Source:
+    """Open the source without reading it. Listings are stored in `prepared_folder`."""
+    return _SOURCES[spec.format](Storage(spec.address), spec.name, columns, prepared_folder, caption_template)
 
 
 def _detect_file_format(storage: Storage, name: str) -> str:

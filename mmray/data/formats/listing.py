@@ -16,7 +16,7 @@ import orjson
 from mmray.data.formats.rows import BadRow, is_safe_path, is_valid_name
 from mmray.data.formats.source import IMAGE_SUFFIXES, Source, SourceChunk
 from mmray.data.formats.text_lines import BOM, JsonlSource
-from mmray.data.images.read import quarantine_os_errors, read_file
+from mmray.data.images.read import os_error_as_bad_row, read_file
 from mmray.errors import DataError
 
 LISTING = "listing.jsonl"
@@ -31,18 +31,18 @@ class ListingSource(Source):
         """Yield the rows of the source, as values with their location `origin`. Raises DataError."""
         raise NotImplementedError
 
-    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
+    def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
         count = 0
-        with self.out.open_output(LISTING) as file:
+        with self.prepared_folder.open_output(LISTING) as file:
             for row in self.list_rows():
                 count += 1
                 file.write(json.dumps(row).encode() + b"\n")  # in ASCII, because names may contain lone surrogates
         if not count:
             raise DataError(f"{self.storage.address} holds no rows of {self.title}")
-        yield from JsonlSource(self.out, LISTING, {}).scan(rows_per_chunk, stops)
+        yield from JsonlSource(self.prepared_folder, LISTING, {}).scan(rows_per_chunk, previous_chunk_ends)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        for line, _, data in JsonlSource(self.out, LISTING, {}).records(chunk):
+        for line, _, data in JsonlSource(self.prepared_folder, LISTING, {}).records(chunk):
             values = json.loads(data)
             yield line, values.pop("origin"), values
 
@@ -54,7 +54,7 @@ class ListingSource(Source):
         if not is_valid_name(name):
             raise BadRow("columns", "path", f"{name!r} is not plain UTF-8: rename the file")
         try:
-            with quarantine_os_errors(name):
+            with os_error_as_bad_row(name):
                 lines = read_file(self.storage, name).decode("utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
             raise BadRow("parse", "encoding", f"{name} is not UTF-8 at byte {error.start}") from None
@@ -73,16 +73,16 @@ class ClassFolders(ListingSource):
     def list_rows(self) -> Rows:
         names = [name for name in self.storage.list_files() if is_image(name)]
         paths = [PurePosixPath(name).parts for name in names]
-        depth = int(bool(paths) and all(len(path) > 2 and path[0] in SPLITS for path in paths))  # part with the class
-        labels = {
-            name: label for label, name in enumerate(sorted({path[depth] for path in paths if path[depth + 1 :]}))
-        }
+        has_splits = bool(paths) and all(len(path) > 2 and path[0] in SPLITS for path in paths)
+        folders = [path[int(has_splits) : -1] for path in paths]  # the first is the class
+        labels = {name: label for label, name in enumerate(sorted({folder[0] for folder in folders if folder}))}
         captions = {name: name.replace("_", " ") for name in labels}
         self.class_names = tuple(name.encode(errors="backslashreplace").decode() for name in captions.values())
-        for name, path in zip(names, paths, strict=True):
-            row: dict[str, Any] = {"origin": name, "id": name, "image": name} | ({"split": path[0]} if depth else {})
-            if path[depth + 1 :]:  # an image outside the class folders has no caption, so it is quarantined
-                row |= {"text": self.template.replace("{}", captions[path[depth]]), "label": labels[path[depth]]}
+        for name, path, folder in zip(names, paths, folders, strict=True):
+            row: dict[str, Any] = {"origin": name, "id": name, "image": name}
+            row |= {"split": path[0]} if has_splits else {}
+            if folder:  # an image outside the class folders has no caption, so it is quarantined
+                row |= {"text": self.caption_template.replace("{}", captions[folder[0]]), "label": labels[folder[0]]}
             yield row
 
 
@@ -157,7 +157,7 @@ class CocoSource(ListingSource):
             if number in captions:
                 row["texts"] = captions[number]
             elif category_names := [categories[str(label)] for label in labels if str(label) in categories]:
-                row["texts"] = [self.template.replace("{}", ", ".join(dict.fromkeys(category_names)))]
+                row["texts"] = [self.caption_template.replace("{}", ", ".join(dict.fromkeys(category_names)))]
             yield row
 
     def _images_folder(self, name: str, files: list[str]) -> str:

@@ -20,9 +20,9 @@ from mmray.errors import DataError
 
 _ROWS_PER_BATCH = 32  # inline images held as Python bytes
 _BUFFER_BYTES = 4 << 20  # of a column; without a buffer size pyarrow reads the whole column chunk
-# Maximum chunks per row group. A range cannot be seeked to, so n ranges read the group (n + 1) / 2 times. Without
-# ranges, the million rows of a pandas row group would be one task.
-MAX_RANGES_PER_GROUP = 16
+# A reader cannot seek to a row, so n chunks read their row group (n + 1) / 2 times. With one chunk per row group, the
+# million rows of a pandas row group would be one task.
+MAX_CHUNKS_PER_ROW_GROUP = 16
 
 
 class ParquetSource(Source):
@@ -37,27 +37,27 @@ class ParquetSource(Source):
         """Return the split of a file, if the layout defines it."""
         return None
 
-    def group_ends(self, name: str) -> tuple[list[int], pa.Schema]:
+    def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
         """Return (number of rows up to the end of each row group or record batch, schema)."""
         with self.storage.open(name) as raw:
             file = pq.ParquetFile(raw)
-            return _group_ends(file), file.schema_arrow
+            return _cumulative_rows(file), file.schema_arrow
 
     def batches(self, name: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield the known columns of the rows start..stop of a file."""
         with self.storage.open(name) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
-            ends, columns = _group_ends(file), self._known_columns(file.schema_arrow, name)
+            ends, columns = _cumulative_rows(file), self._known_columns(file.schema_arrow, name)
             first = bisect_right(ends, start)
             groups = list(range(first, bisect_left(ends, stop) + 1))
             rows = file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns)
             yield from _slice_rows(rows, start - (ends[first - 1] if first else 0), stop - start)
 
-    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
+    def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
         index = 0
         for name in self.names():
             try:
-                ends, schema = self.group_ends(name)
+                ends, schema = self.cumulative_rows(name)
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{self.storage.address}/{name} cannot be read as {self.title}: {error}") from None
             self._known_columns(schema, name)
@@ -65,7 +65,7 @@ class ParquetSource(Source):
             for end, following in zip(ends, [*ends[1:], None], strict=True):
                 if following is not None and following - start <= rows_per_chunk:
                     continue
-                step = max(rows_per_chunk, -(-(end - start) // MAX_RANGES_PER_GROUP))
+                step = max(rows_per_chunk, -(-(end - start) // MAX_CHUNKS_PER_ROW_GROUP))
                 for first in range(start, end, step):
                     stop = min(first + step, end)
                     yield SourceChunk(index, name, first, stop, first + 1, stop - first, signature)
@@ -74,18 +74,18 @@ class ParquetSource(Source):
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         check_unchanged(self.storage, chunk)
-        line = chunk.first_line
+        row_number = chunk.first_line
         try:
             for batch in self.batches(chunk.file, chunk.start, chunk.stop):
                 for number in range(batch.num_rows):
-                    yield line, f"{chunk.file}:{line}", (batch.slice(number, 1), self.split_of(chunk.file))
-                    line += 1
+                    yield row_number, f"{chunk.file}:{row_number}", (batch.slice(number, 1), self.split_of(chunk.file))
+                    row_number += 1
         except (pa.ArrowException, OSError) as error:  # the rest of the chunk is unreadable: report each row
             # pyarrow also raises OSError for damaged files, but without an errno
             is_storage = isinstance(error, OSError) and (self.storage.local_path is None or error.errno is not None)
             reason = "unreadable" if is_storage else "damaged"
-            detail = f"rows {line} to {chunk.stop}: {str(error)[:200]}"
-            for rest in range(line, chunk.stop + 1):
+            detail = f"rows {row_number} to {chunk.stop}: {str(error)[:200]}"
+            for rest in range(row_number, chunk.stop + 1):
                 yield rest, f"{chunk.file}:{rest}", BadRow("read", reason, detail)
         check_unchanged(self.storage, chunk)
 
@@ -119,8 +119,7 @@ class HFSavedSource(ParquetSource):
 
     def names(self) -> list[str]:
         """Return the Arrow files that state.json of each split lists, in order. Raises DataError."""
-        files = list_files(self.storage, "", "state.json")
-        states = [name for name in files if name.rpartition("/")[2] == "state.json"]
+        states = [name for name in list_files(self.storage, "", "state.json") if f"/{name}".endswith("/state.json")]
         if names := [name for state in states for name in self._files_of(state)]:
             return names
         raise DataError(f"{self.storage.address} has no state.json that names Arrow files: it is no saved dataset")
@@ -133,8 +132,7 @@ class HFSavedSource(ParquetSource):
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} cannot be read: {error}") from None
         if values.get("_indices_data_files"):
-            hint = "save it again after flatten_indices()"
-            raise DataError(f"{path}: the dataset was shuffled or filtered by an index: {hint}")
+            raise DataError(f"{path}: the dataset has an index of its rows: save it again after flatten_indices()")
         if not all(map(is_safe_path, names)):
             raise DataError(f"{path} names files outside its folder")
         return names
@@ -142,7 +140,7 @@ class HFSavedSource(ParquetSource):
     def split_of(self, name: str) -> str | None:
         return name.partition("/")[0] if "/" in name else None
 
-    def group_ends(self, name: str) -> tuple[list[int], pa.Schema]:
+    def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
         with self.storage.open(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
             return list(accumulate(batch.num_rows for batch in reader)), reader.schema
 
@@ -152,7 +150,7 @@ class HFSavedSource(ParquetSource):
             yield from _slice_rows((batch.select(columns) for batch in reader), start, stop - start)
 
 
-def _group_ends(file: pq.ParquetFile) -> list[int]:
+def _cumulative_rows(file: pq.ParquetFile) -> list[int]:
     return list(accumulate(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)))
 
 

@@ -82,8 +82,8 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
     boxes, box_labels, label = values.get("boxes", []), values.get("box_labels", []), values.get("label")
     if not isinstance(boxes, list) or not all(map(_is_box, boxes)):
         raise BadRow("columns", "boxes", f"boxes must be a list of [x, y, width, height], is {str(boxes)[:80]}")
-    is_list = isinstance(box_labels, list) and all(map(_is_label, box_labels))
-    if not is_list or len(box_labels) not in (0, len(boxes)):
+    labels_ok = isinstance(box_labels, list) and all(map(_is_label, box_labels))
+    if not labels_ok or len(box_labels) not in (0, len(boxes)):
         raise BadRow("columns", "boxes", f"box_labels must be an integer for each of {len(boxes)} boxes")
     messages = parse_messages(values["messages"]) if "messages" in values else ()
     images = _single_column(values, ("image_path", "image", "images"), "no-image")
@@ -223,5 +223,6 @@ def _join_parts(content: Any) -> str:
         kinds = [part.get("type") for part in content]
         texts = [part.get("text") for part in content if part.get("type") == "text"]
         if set(kinds) <= {"text", "image"} and kinds.count("image") <= 1 and all(isinstance(t, str) for t in texts):
-            return "\n".join(texts)
+            text = "\n".join(texts)  # an image part counts as the image placeholder
+            return text if _IMAGE in text or "image" not in kinds else text + _IMAGE
     raise ValueError(f"content must be text, or a list of texts and at most one image, is {str(content)[:80]!r}")

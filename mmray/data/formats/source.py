@@ -42,22 +42,27 @@ class SourceItem(NamedTuple):
 class Source:
     """Rows of one format; cheap to construct in each task.
 
-    `columns` maps our column names to those of the source. `out` is the folder of the prepared set, which stores
-    listings. `scan` sets the names of box labels and of the labels 0, 1, ..., if known.
+    `columns` maps our column names to those of the source. Listings are stored in `prepared_folder`. `scan` sets the
+    names of box labels (`box_names`) and of the labels 0, 1, ... (`class_names`), if known.
     """
 
     title: str  # format name in messages
 
     def __init__(
-        self, storage: Storage, name: str, columns: dict[str, str], out: Storage | None = None, template: str = ""
+        self,
+        storage: Storage,
+        name: str,
+        columns: dict[str, str],
+        prepared_folder: Storage | None = None,
+        caption_template: str = "",
     ) -> None:
-        self.storage, self.name, self.columns, self.template = storage, name, columns, template
-        self.out = out or storage
+        self.storage, self.name, self.columns, self.caption_template = storage, name, columns, caption_template
+        self.prepared_folder = prepared_folder or storage
         self.box_names: dict[str, str] = {}
         self.class_names: tuple[str, ...] = ()
 
-    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
-        """Yield the chunks in order; `stops` are the chunk ends of an earlier scan. Raises DataError."""
+    def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
+        """Yield the chunks in order; `previous_chunk_ends` are those of an earlier scan. Raises DataError."""
         raise NotImplementedError
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
@@ -66,7 +71,7 @@ class Source:
 
     def parse(self, record: Any) -> dict[str, Any]:
         """Return the values of a record by the source's column names. Raises BadRow."""
-        return dict(record)
+        raise NotImplementedError
 
     def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
         """Yield the rows of a chunk. Raises DataError if the chunk differs from the scanned one."""

@@ -63,10 +63,10 @@ class JsonlSource(Source):
 
     title = "JSON lines"
 
-    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
+    def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
         """Yield a chunk for each `rows_per_chunk` records.
 
-        A chunk also ends at one of `stops` if a record does, so a file that grew keeps its chunks and gets new ones.
+        A chunk also ends at one of `previous_chunk_ends` if a record does, so a file that grew keeps its chunks.
         """
         self.check()
         index = start = records = rows = 0
@@ -75,7 +75,7 @@ class JsonlSource(Source):
             lines = LineReader(file)
             for record in self.split(lines):
                 records, rows = records + 1, rows + bool(record)
-                if records == rows_per_chunk or lines.offset in stops:
+                if records == rows_per_chunk or lines.offset in previous_chunk_ends:
                     yield SourceChunk(index, self.name, start, lines.offset, first_line, rows, lines.digest.hexdigest())
                     index, start, first_line, records, rows = index + 1, lines.offset, lines.num_lines + 1, 0, 0
                     lines.digest = hashlib.sha256()

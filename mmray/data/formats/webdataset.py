@@ -42,7 +42,7 @@ class WebDatasetSource(Source):
 
     title = "WebDataset"
 
-    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
+    def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
         for index, name in enumerate(list_files(self.storage, self.name, ".tar")):
             if read_head(self.storage, name).startswith(b"\x1f\x8b"):
                 raise DataError(f"{self.storage.address}/{name} is gzip: unpack it to a plain tar first")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmray.data.images.transform import CROP, FLIP, Box, crop_box, letterbox_rect, random_crop_box
+from mmray.data.images.transform import CROP_SLICE, FLIP_INDEX, Rect, crop_box, letterbox_rect, random_crop_box
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
@@ -59,7 +59,7 @@ def to_model_coords(
     """
     width, height = size
     if augment is not None and augment.has_random_crop and uniforms is not None:
-        crop: Box = random_crop_box(size, augment, uniforms[CROP])
+        crop: Rect = random_crop_box(size, augment, uniforms[CROP_SLICE])
     elif inputs.fit == "pad":  # the square is larger than the image
         x, y, w, h = letterbox_rect(width, height, inputs.image_side)
         scale_x, scale_y = width / w, height / h
@@ -69,7 +69,7 @@ def to_model_coords(
     left, top, right, bottom = crop  # of the image, in its pixels
     origin, extent = [left, top, left, top], [right - left, bottom - top, right - left, bottom - top]
     out = (boxes * [width, height, width, height] - origin) / extent
-    if augment is not None and uniforms is not None and uniforms[FLIP] < augment.flip:
+    if augment is not None and uniforms is not None and uniforms[FLIP_INDEX] < augment.flip:
         out = np.stack([1 - out[:, 2], out[:, 1], 1 - out[:, 0], out[:, 3]], axis=1)
     return out
 

@@ -80,7 +80,7 @@ def read_file(storage: Storage, name: str) -> bytes:
 
 
 @contextmanager
-def quarantine_os_errors(name: str) -> Iterator[None]:
+def os_error_as_bad_row(name: str) -> Iterator[None]:
     """Convert an OSError of the block to a BadRow of the row that refers to this file; `prepare` can retry it."""
     try:
         yield

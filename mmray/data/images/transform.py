@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
     from mmray.config.model import Fit, Interpolation
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
+Rect = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 _PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 _FILTER_RADIUS = 2  # radius in pixels of the widest filter, bicubic
@@ -35,9 +35,10 @@ _THREAD = threading.local()  # a resizer owns its buffers, so threads must not s
 _ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 CROP_TRIES = 10
 CROP_RATIO = (3 / 4, 4 / 3)  # width by height, as in torchvision's RandomResizedCrop
-FLIP = 4 * CROP_TRIES
-CROP, JITTER, JITTER_ORDER = slice(0, FLIP), slice(FLIP + 1, FLIP + 5), slice(FLIP + 5, FLIP + 9)
-NUM_UNIFORMS = FLIP + 9  # random numbers per row, at the indices above
+FLIP_INDEX = 4 * CROP_TRIES
+CROP_SLICE = slice(0, FLIP_INDEX)
+JITTER_SLICE, JITTER_ORDER_SLICE = slice(FLIP_INDEX + 1, FLIP_INDEX + 5), slice(FLIP_INDEX + 5, FLIP_INDEX + 9)
+NUM_UNIFORMS = FLIP_INDEX + 9  # random numbers per row, at the indices above
 THUMBNAIL_SIDE = 128  # pixels
 
 
@@ -52,14 +53,14 @@ def transform(
         return resize_to_square(rgb, inputs.image_side, inputs.fit, inputs.interpolation)
     fit = inputs.fit
     if augment.has_random_crop:
-        left, top, right, bottom = random_crop_box((rgb.shape[1], rgb.shape[0]), augment, uniforms[CROP])
+        left, top, right, bottom = random_crop_box((rgb.shape[1], rgb.shape[0]), augment, uniforms[CROP_SLICE])
         rgb, fit = rgb[top:bottom, left:right], "squash"
     square = resize_to_square(rgb, inputs.image_side, fit, inputs.interpolation)
-    if uniforms[FLIP] < augment.flip:
+    if uniforms[FLIP_INDEX] < augment.flip:
         square = square[:, :, ::-1]
     if any(augment.color_jitter):
         image = Image.fromarray(square.transpose(1, 2, 0))
-        jittered = _jitter(image, augment, uniforms[JITTER], np.argsort(uniforms[JITTER_ORDER]))
+        jittered = _jitter(image, augment, uniforms[JITTER_SLICE], np.argsort(uniforms[JITTER_ORDER_SLICE]))
         square = np.asarray(jittered).transpose(2, 0, 1)
     return np.ascontiguousarray(square)
 
@@ -76,10 +77,10 @@ def resize_to_square(rgb: np.ndarray, side: int, fit: Fit, interpolation: Interp
     return np.ascontiguousarray(square.transpose(2, 0, 1))
 
 
-def thumbnail(rgb: np.ndarray, side: int = THUMBNAIL_SIDE) -> str:
-    """Return a data URI of RGB uint8 [H, W, 3] as WebP, the longer side at most `side` pixels (about 3 KB at 128)."""
+def thumbnail(rgb: np.ndarray) -> str:
+    """Return a data URI of RGB uint8 [H, W, 3] as WebP, the longer side at most THUMBNAIL_SIDE (about 3 KB)."""
     small = Image.fromarray(rgb)
-    small.thumbnail((side, side), Image.Resampling.LANCZOS)
+    small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.LANCZOS)
     file = io.BytesIO()
     small.save(file, "WEBP", quality=80, method=2)
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()
@@ -104,9 +105,8 @@ def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
     return out.getvalue()
 
 
-def resize(rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation, box: Box) -> np.ndarray:
+def resize(rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation, box: Rect) -> np.ndarray:
     """Resize the part `box` of uint8 [H, W, 3] to uint8 [h, w, 3], in one pass per direction; `size` is (w, h)."""
-    # The SIMD build (4.0.1) has crashed when it enlarges a part in both directions at once.
     if simd is None:
         return resize_with_pillow(rgb, size, interpolation, box)
     left, top, right, bottom = box
@@ -123,12 +123,13 @@ def resize(rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation,
     vertical = simd.ResizeOptions(resize_alg=algorithm, crop_box=simd.CropBox(0, top - first, size[0], bottom - top))
     if not hasattr(_THREAD, "resizer"):
         _THREAD.resizer = simd.Resizer()
+    # In two steps, because the SIMD build (4.0.1) has crashed when it enlarges a part in both directions at once.
     _THREAD.resizer.resize(source, narrow, horizontal)
     _THREAD.resizer.resize(narrow, out, vertical)
     return np.frombuffer(out.get_buffer(), np.uint8).reshape(size[1], size[0], 3)
 
 
-def resize_with_pillow(rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation, box: Box) -> np.ndarray:
+def resize_with_pillow(rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation, box: Rect) -> np.ndarray:
     """`resize` by Pillow: the reference of the tests, and the fallback without SIMD."""
     left, top, right, bottom = box
     kind = _PILLOW_FILTERS[interpolation]
@@ -143,7 +144,7 @@ def letterbox_rect(width: int, height: int, side: int) -> tuple[int, int, int, i
     return (side - w) // 2, (side - h) // 2, w, h
 
 
-def crop_box(width: int, height: int, fit: str) -> Box:
+def crop_box(width: int, height: int, fit: str) -> Rect:
     """Return the part of the source that fills the square: all of it (`squash`), or the central square (`crop`)."""
     if fit == "squash":
         return (0, 0, width, height)

@@ -1,4 +1,4 @@
-"""Assemble finished chunks into a prepared set: deduplication, quarantine, error budget, tokenizer.
+"""Assemble finished chunks into a prepared set: deduplication, quarantine, limit of bad rows, tokenizer.
 
 Runs on the driver after the Ray job, on the records of the chunks. Only digests and a few records are in memory.
 """
@@ -27,7 +27,7 @@ from mmray.storage.storage import MAX_PARALLEL, Storage
 
 NO_ROW = -1
 HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # held-out splits, which are not trained on
-OVERLAP = "overlap"  # the reason of rows that --drop-overlap quarantines; they do not count against the budget
+OVERLAP = "overlap"  # the reason of rows that --drop-overlap quarantines; they do not count as bad
 REASONS = ("", "duplicate-key", "duplicate", "duplicate-text")
 SAME_KEY, SAME_CONTENT, SAME_TEXT = 1, 2, 3
 
@@ -79,20 +79,20 @@ def match_duplicates(
 
     Arguments are digests [N, 2] in source order (of keys, images, images with captions, captions) and which rows are in
     a held-out split, bool [N]. Of equal rows a held-out one is kept, otherwise the earliest. A duplicate key is an
-    error under each rule, and such a row is never the original of another.
+    error under each rule, and no row is a duplicate of such a row.
     """
-    original = first_occurrence(keys)
-    reason = np.where(original != NO_ROW, SAME_KEY, 0).astype(np.uint8)
-    unique = np.flatnonzero(original == NO_ROW)
+    duplicate_of = first_occurrence(keys)
+    reason = np.where(duplicate_of != NO_ROW, SAME_KEY, 0).astype(np.uint8)
+    unique = np.flatnonzero(duplicate_of == NO_ROW)
     unique = unique[np.argsort(~held_out[unique], kind="stable")]
-    first, why = np.full(len(unique), NO_ROW), np.full(len(unique), SAME_CONTENT, np.uint8)
+    first, reason_code = np.full(len(unique), NO_ROW), np.full(len(unique), SAME_CONTENT, np.uint8)
     if rule == "text":
-        first, why = _first_kept_occurrence(images[unique], texts[unique])
+        first, reason_code = _first_kept_occurrence(images[unique], texts[unique])
     elif rule != "keep":
         first = first_occurrence((images if rule == "image" else rows)[unique])
     repeats = first != NO_ROW
-    original[unique[repeats]], reason[unique[repeats]] = unique[first[repeats]], why[repeats]
-    return original, reason
+    duplicate_of[unique[repeats]], reason[unique[repeats]] = unique[first[repeats]], reason_code[repeats]
+    return duplicate_of, reason
 
 
 def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -101,24 +101,24 @@ def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.nd
     Works row by row, because a row that is dropped for its captions must not cause another row with its image to be
     dropped.
     """
-    first, why = np.full(len(images), NO_ROW, np.int64), np.full(len(images), SAME_CONTENT, np.uint8)
+    first, reason_code = np.full(len(images), NO_ROW, np.int64), np.full(len(images), SAME_CONTENT, np.uint8)
     by_image: dict[bytes, int] = {}
     by_text: dict[bytes, int] = {}
     for row, (image, text) in enumerate(zip(map(bytes, images), map(bytes, texts), strict=True)):
         if image in by_image:
             first[row] = by_image[image]
         elif text in by_text:
-            first[row], why[row] = by_text[text], SAME_TEXT
+            first[row], reason_code[row] = by_text[text], SAME_TEXT
         else:
             by_image[image] = by_text[text] = row
-    return first, why
+    return first, reason_code
 
 
 @dataclass(frozen=True)
 class DedupResult:
-    """Duplicate rows, and rows that are dropped for contamination."""
+    """Duplicate rows, and contaminated rows that are dropped."""
 
-    original: np.ndarray  # see match_duplicates
+    duplicate_of: np.ndarray  # see match_duplicates
     reason: np.ndarray
     num_same_text: int = 0  # kept rows with the captions of an earlier one
     contaminated: dict[int, str] = field(default_factory=dict)  # row -> detail in the quarantine
@@ -126,7 +126,7 @@ class DedupResult:
     @property
     def dropped(self) -> np.ndarray:
         """Whether each packed row is dropped: bool [N]."""
-        dropped = self.original != NO_ROW
+        dropped = self.duplicate_of != NO_ROW
         dropped[list(self.contaminated)] = True
         return dropped
 
@@ -155,10 +155,10 @@ class PrepareResult:
     languages: Counter[str] = field(default_factory=Counter)
 
 
-def finish_shards(out: Storage, chunks: Sequence[int], dedup: DedupResult) -> PrepareResult:
-    """Write quarantine.jsonl, one object per line in source order: key, source (`file:line`), stage, reason, detail."""
+def write_quarantine(out: Storage, chunks: Sequence[int], dedup: DedupResult) -> PrepareResult:
+    """Write key, source (`file:line`), stage, reason and detail of bad rows, in source order, to quarantine.jsonl."""
     result, dropped = PrepareResult(), dedup.dropped
-    wanted = set(dedup.original[dedup.original != NO_ROW].tolist())
+    wanted = set(dedup.duplicate_of[dedup.duplicate_of != NO_ROW].tolist())
     originals: dict[int, tuple[str, str | None]] = {}  # key and split
     for start, record in iter_chunk_records(out, chunks if wanted else ()):
         for row, (key, shard) in enumerate(zip(record["rows"]["key"], record["rows"]["shard"], strict=True), start):
@@ -189,9 +189,9 @@ def _drop_reason(
     dedup: DedupResult, row: int, split: str | None, originals: dict[int, tuple[str, str | None]]
 ) -> dict[str, str]:
     """Return the quarantine entry of a packed row: why it is dropped."""
-    if dedup.original[row] == NO_ROW:
+    if dedup.duplicate_of[row] == NO_ROW:
         return {"stage": "leakage", "reason": OVERLAP, "detail": dedup.contaminated[row]}
-    key, original_split = originals[int(dedup.original[row])]
+    key, original_split = originals[int(dedup.duplicate_of[row])]
     reason = int(dedup.reason[row])
     detail = ("", "an earlier row has this id", f"duplicate of row {key}", f"same captions as row {key}")[reason]
     if reason != SAME_KEY and split != original_split:
@@ -199,31 +199,32 @@ def _drop_reason(
     return {"stage": "duplicates", "reason": REASONS[reason], "detail": detail}
 
 
-def max_bad_rows(budget: float, total: int) -> int:
+def max_bad_rows(max_bad_fraction: float, total: int) -> int:
     """Return the number of rows that may be bad. Tolerates float rounding: 0.29 of 100 is 29."""
-    return int(budget * total + 1e-6)
+    return int(max_bad_fraction * total + 1e-6)
 
 
-def check_budget(source: str, out: Storage, num_read: int, total: int, result: PrepareResult, budget: float) -> None:
-    """Raise DataError if more rows are bad than the budget allows, or if all are."""
+def check_bad_rows(
+    source: str, out: Storage, num_read: int, total: int, result: PrepareResult, max_bad_fraction: float
+) -> None:
+    """Raise DataError if more rows are bad than `max_bad_fraction` of `total`, or if all are."""
     reasons, quarantine = result.reasons, f"{out.address}/{QUARANTINE}"
     bad = reasons.total() - reasons[OVERLAP]
     if reasons[OVERLAP] and reasons.total() == num_read:
         raise DataError(
-            f"{source}: no row of {num_read:,} is left; {reasons[OVERLAP]:,} leak from other sets or splits "
+            f"{source}: no row of {num_read:,} is left; {reasons[OVERLAP]:,} are also in other sets or splits "
             f"(prepare.drop_overlap). {quarantine} lists them; compare with other sets"
         )
-    if bad < num_read and bad <= max_bad_rows(budget, total):
+    if bad < num_read and bad <= max_bad_rows(max_bad_fraction, total):
         return
     early = f" of {total:,} rows (stopped early)" if num_read < total else ""
-    limit = (
-        "none is good" if bad == num_read else f"the budget is {100 * budget:.3g} %{early} (prepare.max_bad_fraction)"
-    )
+    limit = "none is good"
     advice = (
         "Correct the source: each row needs `image` (a path relative to its folder) and `text`. Map other column names "
         "with --columns image=NAME text=NAME."
     )
     if bad < num_read:
+        limit = f"the limit is {100 * max_bad_fraction:.3g} %{early} (prepare.max_bad_fraction)"
         keep = ", keep duplicates with --duplicates keep" if {"duplicate", "duplicate-text"} & reasons.keys() else ""
         accept = f"accept them with --max-bad-fraction {-(-1000 * bad // total) / 1000:g}"
         advice = f"Correct them{keep}, or {accept}. Then rerun the same command to resume."

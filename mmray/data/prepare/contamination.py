@@ -42,19 +42,19 @@ MAX_COLOR_DISTANCE = 4.0  # of 255, mean over the cells; JPEG with quality 30 ch
 IMAGE_HASH_DTYPE = np.dtype(
     [("sha256", "<u8", 2), ("phash", "<u8", 4), ("colors", "u1", 3 * CELLS * CELLS), ("has_phash", "?")]
 )
-_ROWS = 64  # rows per read
-_PAIRS = 1 << 20  # pairs per comparison
+READ_BATCH_ROWS = 64
+PAIRS_PER_COMPARISON = 1 << 20
 _ROW_BITS = 48  # a match is differing bits << 48 | row, so that the smallest is the nearest and then the first
 _NO_MATCH = np.iinfo(np.int64).max
 
 
-class Leak(NamedTuple):
+class ContaminatedRow(NamedTuple):
     """A contaminated row, and the row that it matches."""
 
     row: int
     set_index: int  # index of the other set; SAME_SET: another split of this set
     match: int  # row in that set
-    bits: int  # differing bits of 256; EXACT: same bytes
+    hamming_distance: int  # differing bits of 256; EXACT: same bytes
 
 
 def is_enabled(settings: Prepare) -> bool:
@@ -90,31 +90,32 @@ def check_contamination(
     others = [PreparedSet.open(address) for address in settings.check_contamination]
     shards: list[Shard] = []
     splits: list[str | None] = []
-    order = [np.zeros(0, np.int64)]  # row in the shards of each row of the source
+    shard_rows = [np.zeros(0, np.int64)]  # row in the shards of each row of the source
     for start, record in iter_chunk_records(out, chunks):
         shard_of = np.asarray(record["rows"]["shard"], np.int64)
         shards += map(Shard.from_json, record["shards"])
         splits += [record["shards"][number]["split"] for number in shard_of]
-        order.append(np.empty_like(shard_of))
-        order[-1][np.argsort(shard_of, kind="stable")] = np.arange(start, start + len(shard_of))
-    shard_row_of, own = np.concatenate(order), _all_rows(out.address, image_folder, shards)
+        shard_rows.append(np.empty_like(shard_of))
+        shard_rows[-1][np.argsort(shard_of, kind="stable")] = np.arange(start, start + len(shard_of))
+    shard_row_of, own = np.concatenate(shard_rows), _undeduplicated_set(out.address, image_folder, shards)
     _hash_shards(out, [own, *others], settings, on_rows)
     use_phash = settings.phash_distance >= 0
     own_hashes = _load_hashes(out, own, use_phash)[shard_row_of]
     other_hashes = [_load_hashes(out, each, use_phash) for each in others]
-    leaks = find_leaks(own_hashes, ~dedup.dropped, splits, other_hashes, settings.phash_distance)
-    exact, names = sum(leak.bits == EXACT for leak in leaks), (*settings.check_contamination, "splits")
-    by_set = Counter(names[leak.set_index] for leak in leaks)  # SAME_SET is the last index
-    return _write_leaks(out, leaks, shard_row_of, [*others, own]), {
+    contaminated = find_contaminated_rows(own_hashes, ~dedup.dropped, splits, other_hashes, settings.phash_distance)
+    exact = sum(each.hamming_distance == EXACT for each in contaminated)
+    names = (*settings.check_contamination, "splits")
+    by_set = Counter(names[each.set_index] for each in contaminated)  # SAME_SET is the last index
+    return _write_leaks(out, contaminated, shard_row_of, [*others, own]), {
         "exact": exact,
-        "near": len(leaks) - exact,
+        "near": len(contaminated) - exact,
         "phash_distance": settings.phash_distance,
         "dropped": settings.drop_overlap,
         "found_in": {name: by_set[name] for name in names},
     }
 
 
-def _all_rows(address: str, image_folder: str, shards: Sequence[Shard]) -> PreparedSet:
+def _undeduplicated_set(address: str, image_folder: str, shards: Sequence[Shard]) -> PreparedSet:
     """Return all rows of these shards, including dropped ones."""
     full_shards = tuple(replace(shard, dropped=(), split=None) for shard in shards)
     count, source = sum(shard.num_rows for shard in full_shards), {"address": image_folder}
@@ -134,33 +135,34 @@ def _load_hashes(out: Storage, prepared: PreparedSet, use_phash: bool) -> np.nda
     return np.concatenate(parts)
 
 
-def find_leaks(
+def find_contaminated_rows(
     own: np.ndarray, kept: np.ndarray, splits: Sequence[str | None], others: Sequence[np.ndarray], phash_distance: int
-) -> list[Leak]:
+) -> list[ContaminatedRow]:
     """Return the rows of `own` [N] that match a row of the sets `others` or of another split, in source order.
 
     Rows that are not in `kept` [N] are ignored. `phash_distance` below 0 finds exact matches only. A row is reported
     once, for the first set that contains it.
     """
-    rows, is_leak = np.flatnonzero(kept), np.zeros(len(own), bool)
+    rows, is_contaminated = np.flatnonzero(kept), np.zeros(len(own), bool)
     # Held-out splits first, training last: the later row counts as contaminated.
     used = {name or "train" for name in splits}
     names = sorted(used, key=lambda name: (name == "train", name not in HELD_OUT_SPLITS, name))
     priority = np.array([names.index(name or "train") for name in splits], np.int64)[rows]
+    # Each search: set index, rows to search for, and the rows and hashes to search in.
     in_others = ((number, rows, np.arange(len(hashes)), hashes) for number, hashes in enumerate(others))
     earlier_rows = (rows[priority < each] for each in range(1, len(names)))
     in_splits = (
         (SAME_SET, rows[priority == each], earlier, own[earlier]) for each, earlier in enumerate(earlier_rows, 1)
     )
-    leaks: list[Leak] = []
+    contaminated: list[ContaminatedRow] = []
     for set_index, queries, references, hashes in chain(in_others, in_splits):
-        queries = queries[~is_leak[queries]]
-        index, bits = _matches(own[queries], hashes, phash_distance)
+        queries = queries[~is_contaminated[queries]]
+        index, distances = _matches(own[queries], hashes, phash_distance)
         hits = np.flatnonzero(index != NO_ROW)
-        is_leak[queries[hits]] = True
-        columns = queries[hits].tolist(), repeat(set_index), references[index[hits]].tolist(), bits[hits].tolist()
-        leaks += map(Leak, *columns)
-    return sorted(leaks)
+        is_contaminated[queries[hits]] = True
+        columns = queries[hits].tolist(), repeat(set_index), references[index[hits]].tolist(), distances[hits].tolist()
+        contaminated += map(ContaminatedRow, *columns)
+    return sorted(contaminated)
 
 
 def _matches(queries: np.ndarray, references: np.ndarray, phash_distance: int) -> tuple[np.ndarray, np.ndarray]:
@@ -201,31 +203,31 @@ def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
     return out
 
 
-def nearest(queries: np.ndarray, references: np.ndarray, max_bits: int) -> tuple[np.ndarray, np.ndarray]:
+def nearest(queries: np.ndarray, references: np.ndarray, max_distance: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the nearest reference of each query: (index int64 [N], differing bits int64 [N]); NO_ROW without a match.
 
-    Arguments are IMAGE_HASH_DTYPE records. A match differs in at most `max_bits` of 256 bits, and in colour by at most
-    MAX_COLOR_DISTANCE; ties go to the first. The search is exact: with max_bits + 1 bands, any two such hashes have an
-    equal band. Duplicates are compared once, so a thousand blank pages cost as much as one.
+    Arguments are IMAGE_HASH_DTYPE records. A match differs in at most `max_distance` of 256 bits, and in colour by at
+    most MAX_COLOR_DISTANCE; ties go to the first. The search is exact: with max_distance + 1 bands, any two such hashes
+    have an equal band. Duplicates are compared once, so a thousand blank pages cost as much as one.
     """
-    index, bits = np.full(len(queries), NO_ROW, np.int64), np.full(len(queries), NO_ROW, np.int64)
+    index, distances = np.full(len(queries), NO_ROW, np.int64), np.full(len(queries), NO_ROW, np.int64)
     (query_rows, group), (reference_rows, _) = _distinct(queries), _distinct(references)
     if not len(query_rows) or not len(reference_rows):
-        return index, bits
+        return index, distances
     best = np.full(len(query_rows), _NO_MATCH, np.int64)
-    query_bands = lsh_bands(queries["phash"][query_rows], max_bits + 1)
-    reference_bands = lsh_bands(references["phash"][reference_rows], max_bits + 1)
+    query_bands = lsh_bands(queries["phash"][query_rows], max_distance + 1)
+    reference_bands = lsh_bands(references["phash"][reference_rows], max_distance + 1)
     for query_band, reference_band in zip(query_bands, reference_bands, strict=True):
         for query, candidate in _candidate_pairs(query_band, reference_band):
             left, right = queries[query_rows[query]], references[reference_rows[candidate]]
             num_bits = np.bitwise_count(left["phash"] ^ right["phash"]).sum(axis=1).astype(np.int64)
             colors = np.abs(left["colors"].astype(np.int16) - right["colors"]).mean(axis=1)
-            near = (num_bits <= max_bits) & (colors <= MAX_COLOR_DISTANCE)
+            near = (num_bits <= max_distance) & (colors <= MAX_COLOR_DISTANCE)
             np.minimum.at(best, query[near], num_bits[near] << _ROW_BITS | reference_rows[candidate[near]])
     match = best[group]
     rows, match = np.flatnonzero(queries["has_phash"])[match != _NO_MATCH], match[match != _NO_MATCH]
-    index[rows], bits[rows] = match & ((1 << _ROW_BITS) - 1), match >> _ROW_BITS
-    return index, bits
+    index[rows], distances[rows] = match & ((1 << _ROW_BITS) - 1), match >> _ROW_BITS
+    return index, distances
 
 
 def _distinct(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -239,14 +241,14 @@ def _distinct(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _candidate_pairs(queries: np.ndarray, references: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield indices (query [P], reference [P]) of equal numbers, about _PAIRS at a time."""
+    """Yield indices (query [P], reference [P]) of equal numbers, about PAIRS_PER_COMPARISON at a time."""
     order = np.argsort(references, kind="stable")
     first = np.searchsorted(references[order], queries, "left")
     counts = np.searchsorted(references[order], queries, "right") - first
     ends, start = np.cumsum(counts), 0
     while start < len(queries):
         before = ends[start - 1] if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, before + _PAIRS, "right")))
+        stop = max(start + 1, int(np.searchsorted(ends, before + PAIRS_PER_COMPARISON, "right")))
         size = counts[start:stop]
         query = np.repeat(np.arange(start, stop), size)
         within = np.arange(len(query)) - np.repeat(np.cumsum(size) - size, size)
@@ -255,34 +257,34 @@ def _candidate_pairs(queries: np.ndarray, references: np.ndarray) -> Iterator[tu
 
 
 def _write_leaks(
-    out: Storage, leaks: Sequence[Leak], shard_row_of: np.ndarray, sets: Sequence[PreparedSet]
+    out: Storage, contaminated: Sequence[ContaminatedRow], shard_row_of: np.ndarray, sets: Sequence[PreparedSet]
 ) -> dict[int, str]:
     """Write leaks.jsonl; return {row: description}. `sets` ends with this set, which has row n at `shard_row_of[n]`.
 
     Some records, of near and of exact matches, have thumbnails of both images.
     """
-    rows = shard_row_of[np.array([leak.row for leak in leaks], np.int64)]
-    matches = np.array([leak.match for leak in leaks], np.int64)
-    set_of, keys = np.array([leak.set_index for leak in leaks], np.int64), sets[-1].keys(rows)
+    rows = shard_row_of[np.array([each.row for each in contaminated], np.int64)]
+    matches = np.array([each.match for each in contaminated], np.int64)
+    set_of, keys = np.array([each.set_index for each in contaminated], np.int64), sets[-1].keys(rows)
     match_keys: dict[int, str] = {}
     matches[set_of == SAME_SET] = shard_row_of[matches[set_of == SAME_SET]]
     for number in np.unique(set_of):
         in_set = np.flatnonzero(set_of == number)
         match_keys.update(zip(in_set.tolist(), sets[number].keys(matches[in_set]), strict=True))
-    exact = [number for number, leak in enumerate(leaks) if leak.bits == EXACT]
-    near = [number for number, leak in enumerate(leaks) if leak.bits != EXACT]
+    exact = [number for number, each in enumerate(contaminated) if each.hamming_distance == EXACT]
+    near = [number for number, each in enumerate(contaminated) if each.hamming_distance != EXACT]
     examples = set([*near[: MAX_EXAMPLES // 2], *exact][:MAX_EXAMPLES])
     descriptions = {}
     with out.open_output(LEAKS) as file, closing(CrashProbe()) as crash_probe:
-        for number, leak in enumerate(leaks):
-            other = None if leak.set_index == SAME_SET else sets[leak.set_index].storage.address
-            bits = None if leak.bits == EXACT else leak.bits
+        for number, each in enumerate(contaminated):
+            other = None if each.set_index == SAME_SET else sets[each.set_index].storage.address
+            bits = None if each.hamming_distance == EXACT else each.hamming_distance
             line: dict[str, Any] = {"key": keys[number], "set": other, "other": match_keys[number], "bits": bits}
             how = "same image as" if bits is None else f"near-duplicate ({bits} of 256 bits differ) of"
-            descriptions[leak.row] = f"{how} row {match_keys[number]} of {other or 'a held-out split of this set'}"
+            descriptions[each.row] = f"{how} row {match_keys[number]} of {other or 'another split of this set'}"
             if number in examples:
                 line["thumbnails"] = [None, None]
-                for index, (prepared, row) in enumerate(((sets[-1], rows), (sets[leak.set_index], matches))):
+                for index, (prepared, row) in enumerate(((sets[-1], rows), (sets[each.set_index], matches))):
                     with suppress(OSError, ValueError):
                         [stored] = prepared.read(row[[number]])
                         line["thumbnails"][index] = crash_probe.thumbnail(stored.image)
@@ -319,12 +321,12 @@ def _hash_shards(
 def _hash_task(item: dict[str, Any]) -> Result:
     """Ray task: write the image hashes of a shard. An unreadable row matches nothing."""
     shard, out = Shard.from_json(item["shard"]), Storage(item["out"])
-    rows, name = _all_rows(item["set"], item["image_folder"], [shard]), f"{item['set']}/{shard.file}"
+    rows, name = _undeduplicated_set(item["set"], item["image_folder"], [shard]), f"{item['set']}/{shard.file}"
 
     def hash_rows(crash_probe: CrashProbe | None) -> None:
         hashes = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE)
-        for start in range(0, shard.num_rows, _ROWS):
-            numbers = np.arange(start, min(start + _ROWS, shard.num_rows))
+        for start in range(0, shard.num_rows, READ_BATCH_ROWS):
+            numbers = np.arange(start, min(start + READ_BATCH_ROWS, shard.num_rows))
             for entry, row in zip(hashes[start:], read_each(rows, numbers, (BadRow,)), strict=False):
                 if isinstance(row, Exception):
                     continue

@@ -119,7 +119,8 @@ class Fetcher:
         except ValueError:
             why = "it is not a valid URL"
         if why:
-            raise BadRow("read", "redirect", f"{name} leads to {redact_url(url)}: {why}")
+            detail = f"{name} leads to {redact_url(url)}" if location else name
+            raise BadRow("read", "redirect" if location else "url", f"{detail}: {why}")
         return parsed
 
     async def _body(self, response: aiohttp.ClientResponse, name: str) -> bytes:

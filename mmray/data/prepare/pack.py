@@ -25,9 +25,9 @@ from mmray.data.formats.rows import BadRow, SourceRow, parse_row
 from mmray.data.formats.source import Source, SourceChunk, SourceItem
 from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import BadImage, decode, header_size, verify_image
-from mmray.data.images.read import image_signature, quarantine_os_errors, read_image
+from mmray.data.images.read import image_signature, os_error_as_bad_row, read_image
 from mmray.data.images.transform import reencode
-from mmray.data.store.manifest import BATCH_ROWS, RECORDS, SHARDS, Shard
+from mmray.data.store.manifest import BATCH_ROWS, CHUNK_RECORDS, SHARDS, Shard
 from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, Row
 from mmray.data.text.tokenizer import clean_caption
 from mmray.storage.storage import Storage
@@ -35,7 +35,7 @@ from mmray.storage.storage import Storage
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
-UNREAD = ("read", "decode")  # stages whose rows --retry-quarantined packs again
+RETRYABLE_STAGES = ("read", "decode")  # stages whose rows --retry-quarantined packs again
 PREFETCH_ROWS = 32  # images by URL in flight, and rows that wait for them
 _RECORD_VERSION = 7
 _PACK_SETTINGS = (
@@ -107,7 +107,7 @@ RECORD_COLUMNS = ("line", "location", "key", "image_digest", "row_digest", "text
 
 
 def record_path(index: int) -> str:
-    return f"{RECORDS}/chunk-{index:05d}.json"
+    return f"{CHUNK_RECORDS}/chunk-{index:05d}.json"
 
 
 def pack_chunk(job: PrepareJob, chunk: SourceChunk, crash_probe: CrashProbe | None = None) -> tuple[int, int, int]:
@@ -168,11 +168,12 @@ def read_chunk_record(out: Storage, name: str) -> dict[str, Any] | None:
 def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
     """Return whether packing the chunk again would give this record: same lines, settings and image files."""
     source, out, bad_rows = Storage(job.source.address), Storage(job.out), record["bad_rows"]
+    retried_stages = RETRYABLE_STAGES if job.retry else ()
     return (
         record["job"] == job.digest()
         and record["chunk"] == asdict(chunk)
         # The cause may be temporary (a network file system).
-        and not any(row["reason"] == "unreadable" or (job.retry and row["stage"] in UNREAD) for row in bad_rows)
+        and not any(row["reason"] == "unreadable" or row["stage"] in retried_stages for row in bad_rows)
         and all(out.size(shard["file"]) == shard["num_bytes"] for shard in record["shards"])
         and all(tuple(file) == image_signature(source, file[0]) for file in record["files"])
     )
@@ -190,12 +191,12 @@ class _ChunkPacker:
         self.files: list[tuple[str, int | None, int | None]] = []
         self.file_suffix = uuid.uuid4().hex[:8]  # never overwrite a file that an earlier manifest names
 
-    def pack(self, item: SourceItem, raw: SourceRow | BadRow, files: ExitStack) -> None:
-        location, key = _to_utf8(item.location), _to_utf8(raw.key or item.location)
+    def pack(self, item: SourceItem, parsed: SourceRow | BadRow, files: ExitStack) -> None:
+        location, key = _to_utf8(item.location), _to_utf8(parsed.key or item.location)
         try:
-            if isinstance(raw, BadRow):
-                raise raw
-            row, image_digest = self._check(raw, location)
+            if isinstance(parsed, BadRow):
+                raise parsed
+            row, image_digest = self._build_row(parsed, location)
         except BadRow as bad:
             entry = {"stage": bad.stage, "reason": bad.reason, "detail": _to_utf8(bad.detail)}
             self.bad_rows.append({"line": item.line, "key": key, "source": location} | entry)
@@ -219,14 +220,14 @@ class _ChunkPacker:
             "files": self.files,
         }
 
-    def _check(self, raw: SourceRow, location: str) -> tuple[Row, str]:
+    def _build_row(self, parsed: SourceRow, location: str) -> tuple[Row, str]:
         """Return the validated row and the digest of its image as read. Raises BadRow.
 
         With `--index-only --check none` the image is not read: it has no checksum, and only the same file is its
         duplicate.
         """
-        settings, image = self.job.settings, raw.image
-        texts = [clean_caption(text) for text in raw.texts]
+        settings, image = self.job.settings, parsed.image
+        texts = [clean_caption(text) for text in parsed.texts]
         if settings.index_only and (image.url or image.file is None):
             what = "a URL" if image.url else "inside the row"
             raise BadRow("read", "no-reference", f"the image is {what}: prepare without --index-only")
@@ -236,15 +237,16 @@ class _ChunkPacker:
         if settings.index_only and settings.check == "none":
             stored, size, sha256, image_digest = b"", (0, 0), "", _sha256(orjson.dumps(ref))
         else:
-            with quarantine_os_errors(image.name):
+            with os_error_as_bad_row(image.name):
                 data = read_image(self.source, image)
             stored, size = self._decode(image.name, data)
             image_digest = _sha256(data)
             sha256 = image_digest if stored is data else _sha256(stored)
-        row = Row(raw.key, b"" if ref else stored, texts, raw.label, raw.split, raw.language, location, sha256, ref=ref)
-        row.messages = list(raw.messages) or None
-        if raw.boxes:
-            row.boxes, row.box_labels = _relative_boxes(raw, size), list(raw.box_labels)
+        image_bytes = b"" if ref else stored
+        row = Row(parsed.key, image_bytes, texts, parsed.label, parsed.split, parsed.language, location, sha256)
+        row.ref, row.messages = ref, list(parsed.messages) or None
+        if parsed.boxes:
+            row.boxes, row.box_labels = _relative_boxes(parsed, size), list(parsed.box_labels)
         if row.split is None and settings.holdout > 0:
             # By content hash, so that duplicates share a split and a row keeps its split when the set grows.
             row.split = "test" if int(image_digest[:16], 16) / 2**64 < settings.holdout else "train"
@@ -275,12 +277,12 @@ def _to_utf8(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _relative_boxes(raw: SourceRow, size: tuple[int, int]) -> list[list[float]]:
+def _relative_boxes(parsed: SourceRow, size: tuple[int, int]) -> list[list[float]]:
     """Convert boxes to (left, top, right, bottom) in fractions of the image size. Raises BadRow."""
     width, height = size
     if not width:
         raise BadRow("columns", "boxes", "boxes need the image size: prepare with --check full or header")
-    out = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in raw.boxes]
+    out = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in parsed.boxes]
     if any(min(box) < -_BOX_SLACK or max(box) > 1 + _BOX_SLACK for box in out):
         raise BadRow("columns", "boxes", f"a box exceeds the image of {width} x {height} pixels")
     return [[min(1.0, max(0.0, number)) for number in box] for box in out]

@@ -1,7 +1,7 @@
 """Prepare pipeline: scan the source into chunks, pack those that are not done (Ray), deduplicate, write the manifest.
 
 A chunk is done when its record exists. So a killed prepare resumes, a source that grew is appended to, and a larger
-error budget reuses all finished work. manifest.json is written last; without it the folder is not a prepared set.
+max_bad_fraction reuses all finished work. manifest.json is written last; without it the folder is not a prepared set.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mmray.data.prepare import assemble, contamination, sample
 from mmray.data.prepare.pack import PrepareJob, is_current, pack_chunk, read_chunk_record, record_path
 from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, Result, map_tasks, run_with_crash_limit
 from mmray.data.store.manifest import (
+    CHUNK_RECORDS,
     MANIFEST,
     QUARANTINE,
-    RECORDS,
     SHARDS,
     TOKENIZER,
     Manifest,
@@ -60,8 +60,8 @@ Notify = Callable[[str, str], None]  # message, heading
 def ensure_prepared(source: str, cache: str, settings: Prepare, notify: Notify, progress: OnProgress) -> AnyPath:
     """Return the folder of the prepared set `source`; a raw source is prepared first. Ray must be initialized.
 
-    A raw source is prepared into CACHE/NAME-HASH. The hash covers its address and all settings except the error budget,
-    so the next run finds it. Raises DataError and UsageError.
+    A raw source is prepared into CACHE/NAME-HASH. The hash covers its address and all settings except
+    max_bad_fraction, so the next run finds it. Raises DataError and UsageError.
     """
     if source == "sample":
         if isinstance(to_path(cache), RemotePath):
@@ -96,30 +96,30 @@ def prepare(
     """Validate, clean and pack the image-text rows of `source` into the folder `out`. Ray must be initialised.
 
     `retry` packs the chunks again whose rows an earlier prepare could not read or decode. Returns the manifest. Raises
-    DataError (invalid source, or more bad rows than `settings` allow), UsageError, and ResourceError for failures that
-    may be temporary.
+    DataError (invalid source, or more bad rows than `settings` allow), UsageError, ResourceError for failures that may
+    be temporary, and TrainingError if another process has taken over the folder.
     """
     contamination.validate(settings, out)
     job = PrepareJob(detect_source(source, settings.format), Storage(out).address, settings, retry)
     folder = Storage(job.out)
     try:
         names = set(folder.listdir()) - {lease.FOLDER}
-        if names and not names & {MANIFEST, RECORDS}:
+        if names and not names & {MANIFEST, CHUNK_RECORDS}:
             raise UsageError(f"{folder.address} is not empty and is not a prepared set: choose another folder")
-        folder.mkdir(RECORDS)
+        folder.mkdir(CHUNK_RECORDS)
         folder.mkdir(SHARDS)
     except OSError as error:
         raise UsageError(f"cannot write to {folder.address} ({error}): choose another folder") from None
-    with lease.Lease(to_path(folder.address), activity="being prepared", advice="choose another folder"):
+    with lease.Lease(to_path(folder.address), activity="being prepared", advice="choose another folder") as held:
         try:
-            return _prepare(job, progress or (lambda _: None), notify or (lambda _, __: None))
+            return _prepare(job, held, progress or (lambda _: None), notify or (lambda _, __: None))
         except OSError as error:
             raise ResourceError(f"prepare failed: {error}. {RESUME_HINT}") from error
 
 
-def _prepare(job: PrepareJob, progress: OnProgress, notify: Notify) -> Manifest:
+def _prepare(job: PrepareJob, held: lease.Lease, progress: OnProgress, notify: Notify) -> Manifest:
     out, settings, source_path = Storage(job.out), job.settings, f"{job.source.address}/{job.source.name}".rstrip("/")
-    _remove_files(out, lambda name: name.endswith((TEMP_SUFFIX, ATTEMPT_SUFFIX)), ("", SHARDS, RECORDS))
+    _remove_files(out, lambda name: name.endswith((TEMP_SUFFIX, ATTEMPT_SUFFIX)), ("", SHARDS, CHUNK_RECORDS))
     before = read_manifest(out)
     source = job.open()
     chunks = _scan(job, source, progress)
@@ -135,22 +135,22 @@ def _prepare(job: PrepareJob, progress: OnProgress, notify: Notify) -> Manifest:
             if (name := before.source["name"]) != (other := job.source.display_name):
                 raise UsageError(f"{job.out} holds the set made from {name}: choose another folder for {other}")
             before = None
-    done, num_packed, over_budget = _pack(job, chunks, total, progress)
+    done, num_packed, is_over_limit = _pack(job, chunks, total, progress)
     total = num_packed if total is None else total
     if not total:
         raise DataError(f"{source_path} holds no rows of {source.title}")
     progress(Progress("deduplicate", total, total))
     dedup = assemble.find_duplicates(out, done, settings.duplicates)
     leakage: dict[str, Any] = {}
-    if contamination.is_enabled(settings) and not over_budget:
+    if contamination.is_enabled(settings) and not is_over_limit:
         folder = job.source.address if settings.index_only else ""
         contaminated, leakage = contamination.check_contamination(
             out, done, folder, dedup, settings, lambda rows, all_rows: progress(Progress("hash", rows, all_rows))
         )
         dedup = replace(dedup, contaminated=contaminated) if settings.drop_overlap else dedup
-    result = assemble.finish_shards(out, done, dedup)
+    result = assemble.write_quarantine(out, done, dedup)
     num_rows, num_bad = sum(shard.num_kept for shard in result.shards), result.reasons.total()
-    assemble.check_budget(source_path, out, num_rows + num_bad, total, result, settings.max_bad_fraction)
+    assemble.check_bad_rows(source_path, out, num_rows + num_bad, total, result, settings.max_bad_fraction)
     progress(Progress("tokenize", num_rows + num_bad, total, num_bad))
     # A set that grew keeps its tokenizer, because models were trained with it.
     has_tokenizer = bool(before and before.tokenizer and before.settings["vocab_size"] == settings.vocab_size)
@@ -179,24 +179,26 @@ def _prepare(job: PrepareJob, progress: OnProgress, notify: Notify) -> Manifest:
         class_names=source.class_names,
         languages=dict(sorted(result.languages.items())),
     )
+    held.check()  # a process that was paused must not overwrite or delete the files of the one that took over
     out.write(MANIFEST, manifest.to_json())
     # Leftovers of killed tasks and earlier settings. The shards come from this process, not from the records, because
     # another writer may have replaced one on a store.
     wanted = {shard.file for shard in result.shards} | {record_path(index) for index in range(len(chunks))}
-    _remove_files(out, lambda name: name not in wanted, (SHARDS, RECORDS))
+    held.check()
+    _remove_files(out, lambda name: name not in wanted, (SHARDS, CHUNK_RECORDS))
     return manifest
 
 
 def _scan(job: PrepareJob, source: Source, progress: OnProgress) -> list[SourceChunk]:
     """Return the chunks of the source, with the same ends as in an earlier prepare with the same settings."""
     out, digest = Storage(job.out), job.digest()
-    stops = set()
-    for name in out.listdir(RECORDS):
-        record = read_chunk_record(out, f"{RECORDS}/{name}")
+    previous_chunk_ends = set()
+    for name in out.listdir(CHUNK_RECORDS):
+        record = read_chunk_record(out, f"{CHUNK_RECORDS}/{name}")
         if record and record["job"] == digest:
-            stops.add(record["chunk"]["stop"])
+            previous_chunk_ends.add(record["chunk"]["stop"])
     chunks, rows = [], 0
-    for chunk in source.scan(job.settings.rows_per_shard, stops):
+    for chunk in source.scan(job.settings.rows_per_shard, previous_chunk_ends):
         chunks.append(chunk)
         rows += chunk.num_rows or 0
         progress(Progress("scan", rows, 0))
@@ -210,7 +212,7 @@ def _pack(
 
     Stops early in that case, if the number of rows is known in advance.
     """
-    out, budget = Storage(job.out), job.settings.max_bad_fraction
+    out, max_bad_fraction = Storage(job.out), job.settings.max_bad_fraction
     done: list[int] = []
     todo: list[SourceChunk] = []
     rows = bad = 0
@@ -229,7 +231,7 @@ def _pack(
             # an estimate, if the total is unknown
             all_rows = total if total is not None else round(rows * len(chunks) / max(1, len(done)))
             progress(Progress("pack", rows, all_rows, bad))
-            if total is not None and bad > assemble.max_bad_rows(budget, total):
+            if total is not None and bad > assemble.max_bad_rows(max_bad_fraction, total):
                 return sorted(done), rows, True
     return sorted(done), rows, False
 
@@ -255,9 +257,8 @@ def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
 def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
     """Return what identifies a source; with --index-only its address too, because the images stay there."""
     digest = hashlib.sha256("".join(chunk.signature for chunk in chunks).encode()).hexdigest()
-    end = {"num_chunks": len(chunks), "num_bytes": chunks[-1].stop if chunks else 0}  # of the last file
     address = {"address": job.source.address} if job.settings.index_only else {}
-    return {"name": job.source.display_name, **end, "sha256": digest, **address}
+    return {"name": job.source.display_name, "num_chunks": len(chunks), "sha256": digest, **address}
 
 
 def _remove_files(out: Storage, unwanted: Callable[[str], bool], folders: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ from mmray.storage.storage import Storage
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 QUARANTINE = "quarantine.jsonl"
-SHARDS, RECORDS = "shards", "parts"
+SHARDS, CHUNK_RECORDS = "shards", "parts"  # folders
 SCHEMA_VERSION = 3
 BATCH_ROWS = 8  # rows of a record batch: few enough to read one random row, enough to keep the index of a shard short
 
@@ -71,7 +71,7 @@ class Manifest:
     languages: dict[str, int] = field(default_factory=dict)  # rows by language; rows without one are not counted
 
     @property
-    def is_decoded(self) -> bool:
+    def images_verified(self) -> bool:
         """Whether every image was decoded completely when the set was prepared."""
         return self.settings.get("check", "full") == "full" or bool(self.settings.get("image_side"))
 

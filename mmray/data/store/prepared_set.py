@@ -24,8 +24,8 @@ from mmray.data.images.read import read_images
 from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import (
     BATCH_ROWS,
+    CHUNK_RECORDS,
     MANIFEST,
-    RECORDS,
     TOKENIZER,
     Manifest,
     Shard,
@@ -216,7 +216,7 @@ class PreparedSet:
         storage = Storage(str(path))
         manifest = read_manifest(storage)
         if manifest is None:
-            if storage.listdir(RECORDS):
+            if storage.listdir(CHUNK_RECORDS):
                 raise DataError(f"{path} is not complete: rerun the same `mmray prepare` command to finish it")
             raise DataError(f"{path} is not a prepared set (no {MANIFEST}): run `mmray prepare SOURCE {path}`")
         if storage.local_path is not None:  # only range reads need the offsets, and they are most of a pickled manifest

@@ -21,14 +21,14 @@ def iter_micro_batches(
 
     `group_by_length` groups captions of similar length, longest first; the rows of the step do not change.
     """
-    for rows in _steps(blocks, plan.rank_rows):
+    for rows in _iter_step_rows(blocks, plan.rank_rows):
         if group_by_length and plan.accumulation > 1:  # the order within one micro-batch has no effect
             order = np.argsort(-rows["num_tokens"], kind="stable")
             rows = {name: column[order] for name, column in rows.items()}
         yield [_batch(_slice(rows, first, plan.micro)) for first in range(0, plan.rank_rows, plan.micro)]
 
 
-def _steps(blocks: Iterable[NumpyBatch], rank_rows: int) -> Iterator[NumpyBatch]:
+def _iter_step_rows(blocks: Iterable[NumpyBatch], rank_rows: int) -> Iterator[NumpyBatch]:
     """Yield the rows of each step: a slice of one block, or several blocks of equal length concatenated."""
     parts: list[NumpyBatch] = []
     for block in blocks:

@@ -23,8 +23,8 @@ class DecodeActor:
     Ray gives the same block to a restarted actor again, forever, so the image that crashed it must be identified here.
     """
 
-    def __init__(self, reader: RowReader, blocks: BlockPlan, coordinator: Any = None):
-        self.reader, self.blocks = reader, blocks
+    def __init__(self, reader: RowReader, block_plan: BlockPlan, coordinator: Any = None):
+        self.reader, self.block_plan = reader, block_plan
         was_restarted = ray.get_runtime_context().was_current_actor_reconstructed
         self.probed_blocks_left = PROBED_BLOCKS if was_restarted else 0
         reader.crash_probe = CrashProbe() if was_restarted else None
@@ -35,7 +35,7 @@ class DecodeActor:
 
     def __call__(self, batch: Block) -> Block:
         """Return the block with the number `batch["id"]`."""
-        block = self.reader.block(self.blocks.plan, self.blocks.positions(int(batch["id"][0])))
+        block = self.reader.read_block(self.block_plan.plan, self.block_plan.positions(int(batch["id"][0])))
         crash_probe = self.reader.crash_probe
         if crash_probe is not None and not crash_probe.num_crashes:  # no image crashed; the node may have been lost
             self.probed_blocks_left -= 1

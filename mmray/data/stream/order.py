@@ -25,18 +25,18 @@ def splitmix64(value: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
+def permute(index: np.ndarray, size: int, shuffle_key: np.ndarray) -> np.ndarray:
     """Keyed bijection of 0..size-1 (uint64, one shape): a Feistel network over Z_a x Z_b with a*b >= size."""
-    return _cycle_walk(lambda larger, keys: _feistel(larger, size, keys), index, size, key)
+    return _cycle_walk(lambda larger, keys: _feistel(larger, size, keys), index, size, shuffle_key)
 
 
-def block_shuffle(index: np.ndarray, size: int, key: np.ndarray, shuffle_block: int, window: int) -> np.ndarray:
+def block_shuffle(index: np.ndarray, size: int, shuffle_key: np.ndarray, shuffle_block: int, window: int) -> np.ndarray:
     """Keyed bijection of 0..size-1 that shuffles blocks of adjacent rows, and rows within windows of blocks.
 
     Adjacent rows stay close, so that few large reads fetch them. A window has `window` to 2 * window - 1 blocks.
     """
     if shuffle_block == 1:
-        return permute(index, size, key)
+        return permute(index, size, shuffle_key)
     shuffle_block = min(shuffle_block, size)  # otherwise most of the cycle walk would be outside
     num_blocks = -(-size // shuffle_block)
 
@@ -45,43 +45,43 @@ def block_shuffle(index: np.ndarray, size: int, key: np.ndarray, shuffle_block: 
         block, row = np.divmod(in_windows, np.uint64(shuffle_block))
         return permute(block, num_blocks, keys) * np.uint64(shuffle_block) + row
 
-    return _cycle_walk(shuffle_both, index, size, key)
+    return _cycle_walk(shuffle_both, index, size, shuffle_key)
 
 
 def windowed_permutation(
-    index: np.ndarray, num_blocks: int, key: np.ndarray, window: int, block_rows: int = 1
+    index: np.ndarray, num_units: int, shuffle_key: np.ndarray, window_units: int, rows_per_unit: int = 1
 ) -> np.ndarray:
-    """Keyed bijection that shuffles rows within consecutive windows of at least `window` blocks (or all)."""
-    num_windows = max(1, num_blocks // window)
-    blocks_per_window, num_longer_windows = divmod(num_blocks, num_windows)  # the longer ones have one more block
-    edge = num_longer_windows * (blocks_per_window + 1) * block_rows
-    longer, shorter = (blocks_per_window + 1) * block_rows, blocks_per_window * block_rows
+    """Keyed bijection that shuffles rows within consecutive windows of at least `window_units` units (or all)."""
+    num_windows = max(1, num_units // window_units)
+    units_per_window, num_longer_windows = divmod(num_units, num_windows)  # the longer ones have one more unit
+    longer, shorter = (units_per_window + 1) * rows_per_unit, units_per_window * rows_per_unit
+    edge = num_longer_windows * longer
     out = np.empty_like(index)
     for first, size, selected in ((0, longer, index < edge), (edge, shorter, index >= edge)):
         number, row = np.divmod(index[selected] - np.uint64(first), np.uint64(size))
-        salt = splitmix64(key[selected] ^ splitmix64(number + np.uint64(first)))
+        salt = splitmix64(shuffle_key[selected] ^ splitmix64(number + np.uint64(first)))
         out[selected] = permute(row, size, salt) + number * np.uint64(size) + np.uint64(first)
     return out
 
 
 def _cycle_walk(
-    bijection: Callable[[np.ndarray, np.ndarray], np.ndarray], index: np.ndarray, size: int, key: np.ndarray
+    bijection: Callable[[np.ndarray, np.ndarray], np.ndarray], index: np.ndarray, size: int, shuffle_key: np.ndarray
 ) -> np.ndarray:
     """Restrict a bijection of a larger domain to 0..size-1 (Black and Rogaway 2002)."""
-    out = bijection(index, key)
+    out = bijection(index, shuffle_key)
     outside = np.flatnonzero(out >= size)
     while outside.size:
-        out[outside] = bijection(out[outside], key[outside])
+        out[outside] = bijection(out[outside], shuffle_key[outside])
         outside = outside[out[outside] >= size]
     return out
 
 
-def _feistel(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
+def _feistel(index: np.ndarray, size: int, shuffle_key: np.ndarray) -> np.ndarray:
     a: Any = np.uint64(int(np.ceil(np.sqrt(size))))
     b: Any = np.uint64(-(-size // int(a)))
     left, right = index // b, index % b
     for number in range(_ROUNDS):
-        salt = key + np.uint64(number)
+        salt = shuffle_key + np.uint64(number)
         if number % 2:
             right = (right + splitmix64(left ^ splitmix64(salt)) % b) % b
         else:
@@ -89,20 +89,21 @@ def _feistel(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     return left * b + right
 
 
-def hash_choice(seed: int, passes: np.ndarray, key: np.ndarray, choices: np.ndarray) -> np.ndarray:
-    """Return a choice 0..choices-1 for each row (all int64, one shape), determined by (seed, pass, key)."""
-    return (_row_hash(seed, passes, key) % choices.astype(np.uint64)).astype(np.int64)
+def hash_choice(seed: int, times_seen: np.ndarray, row_hash: np.ndarray, choices: np.ndarray) -> np.ndarray:
+    """Return a choice 0..choices-1 for each row (all int64, one shape), determined by the first three arguments."""
+    return (_sample_hash(seed, times_seen, row_hash) % choices.astype(np.uint64)).astype(np.int64)
 
 
-def hash_uniform(seed: int, passes: np.ndarray, key: np.ndarray, count: int) -> np.ndarray:
-    """Return numbers in [0, 1) for each row: float64 [R, count], determined by (seed, pass [R], key [R])."""
-    numbers = splitmix64(_row_hash(seed, passes, key)[:, None] ^ splitmix64(np.arange(1, count + 1, dtype=np.uint64)))
+def hash_uniform(seed: int, times_seen: np.ndarray, row_hash: np.ndarray, count: int) -> np.ndarray:
+    """Return numbers in [0, 1) for each row: float64 [R, count], determined by the first three arguments."""
+    columns = splitmix64(np.arange(1, count + 1, dtype=np.uint64))
+    numbers = splitmix64(_sample_hash(seed, times_seen, row_hash)[:, None] ^ columns)
     return (numbers >> np.uint64(11)) * 2.0**-53
 
 
-def _row_hash(seed: int, passes: np.ndarray, key: np.ndarray) -> np.ndarray:
-    salt = splitmix64(passes.astype(np.uint64) ^ splitmix64(np.full(passes.shape, seed, np.uint64)))
-    return splitmix64(key.view(np.uint64) ^ salt)
+def _sample_hash(seed: int, times_seen: np.ndarray, row_hash: np.ndarray) -> np.ndarray:
+    salt = splitmix64(times_seen.astype(np.uint64) ^ splitmix64(np.full(times_seen.shape, seed, np.uint64)))
+    return splitmix64(row_hash.view(np.uint64) ^ salt)
 
 
 class MixtureComponent(NamedTuple):
@@ -113,16 +114,18 @@ class MixtureComponent(NamedTuple):
 
 
 def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) -> np.ndarray:
-    """Return the slots of positions of an epoch, int64: a slot for each row, set by set; sets are evenly spread."""
-    slots, rest = np.empty(positions.size, np.int64), np.arange(positions.size)
+    """Return the quota index int64 of each position: it numbers the `per_epoch` rows of all sets, set by set."""
+    quota_index, rest = np.empty(positions.size, np.int64), np.arange(positions.size)
     offset, left, first = positions.ravel(), sum(component.per_epoch for component in components), 0
-    for component in components:  # every (left / per_epoch)th of the remaining positions belongs to this set
+    for (
+        component
+    ) in components:  # evenly spread: every (left / per_epoch)th of the remaining positions belongs to this set
         before = offset * component.per_epoch // left
         selected = (offset + 1) * component.per_epoch // left > before
-        slots[rest[selected]] = first + before[selected]
+        quota_index[rest[selected]] = first + before[selected]
         rest, offset = rest[~selected], (offset - before)[~selected]
         left, first = left - component.per_epoch, first + component.per_epoch
-    return slots.reshape(positions.shape)
+    return quota_index.reshape(positions.shape)
 
 
 @dataclass(frozen=True)
@@ -184,41 +187,42 @@ class SamplePlan:
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the row ids of positions; PADDING is unchanged."""
-        return self.rows_and_passes_at(positions)[0]
+        return self.rows_and_times_seen_at(positions)[0]
 
-    def rows_and_passes_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def rows_and_times_seen_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return `rows_at`, and how often each row was seen before its position, which seeds augmentation."""
         epoch, offset = np.divmod(np.maximum(positions, 0), self.num_rows)
         if self.shuffle:
-            key = splitmix64(splitmix64(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
+            shuffle_key = splitmix64(splitmix64(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
             index = offset.astype(np.uint64)
-            if self.components and self.shuffle_block > 1:  # slots of a mixture
-                shuffled = windowed_permutation(index, self.num_rows, key, self.shuffle_block * self.window)
+            if self.components and self.shuffle_block > 1:  # quota indices of a mixture
+                shuffled = windowed_permutation(index, self.num_rows, shuffle_key, self.shuffle_block * self.window)
                 offset = interleave(self.components, shuffled.astype(np.int64))
             else:
-                offset = block_shuffle(index, self.num_rows, key, self.shuffle_block, self.window).astype(np.int64)
-        rows, passes = self._mixture_rows(offset, epoch) if self.components else (offset, epoch)
-        return np.where(positions >= 0, rows, PADDING), np.where(positions >= 0, passes, 0)
+                shuffled = block_shuffle(index, self.num_rows, shuffle_key, self.shuffle_block, self.window)
+                offset = shuffled.astype(np.int64)
+        rows, times_seen = self._mixture_rows(offset, epoch) if self.components else (offset, epoch)
+        return np.where(positions >= 0, rows, PADDING), np.where(positions >= 0, times_seen, 0)
 
-    def _mixture_rows(self, slots: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (row, pass over its set) int64 of the slots of an epoch; rows are numbered set by set, as slots are.
+    def _mixture_rows(self, quota_index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (row, times seen) int64 of quota indices of an epoch; rows are numbered set by set.
 
         The order of a set continues from epoch to epoch and takes each row once in each pass. So row counts of a set
         never differ by more than one, and e epochs of weight w take each row e x w times if that is an integer.
         """
-        rows, passes = np.zeros(slots.shape, np.int64), np.zeros(slots.shape, np.int64)
-        first_slot = first_row = 0
+        rows, times_seen = np.zeros(quota_index.shape, np.int64), np.zeros(quota_index.shape, np.int64)
+        first_index = first_row = 0
         for number, (num_rows, per_epoch) in enumerate(self.components):
-            selected = (slots >= first_slot) & (slots < first_slot + per_epoch)
-            passed, row = np.divmod(epoch[selected] * per_epoch + slots[selected] - first_slot, num_rows)
+            selected = (quota_index >= first_index) & (quota_index < first_index + per_epoch)
+            seen, row = np.divmod(epoch[selected] * per_epoch + quota_index[selected] - first_index, num_rows)
             if self.shuffle:
-                seeded = splitmix64(splitmix64(passed.astype(np.uint64)) ^ np.uint64(self.seed))
-                key = splitmix64(seeded ^ np.uint64(number + 1))
-                shuffled = block_shuffle(row.astype(np.uint64), num_rows, key, self.shuffle_block, self.window)
+                seeded = splitmix64(splitmix64(seen.astype(np.uint64)) ^ np.uint64(self.seed))
+                shuffle_key = splitmix64(seeded ^ np.uint64(number + 1))
+                shuffled = block_shuffle(row.astype(np.uint64), num_rows, shuffle_key, self.shuffle_block, self.window)
                 row = shuffled.astype(np.int64)
-            rows[selected], passes[selected] = row + first_row, passed
-            first_slot, first_row = first_slot + per_epoch, first_row + num_rows
-        return rows, passes
+            rows[selected], times_seen[selected] = row + first_row, seen
+            first_index, first_row = first_index + per_epoch, first_row + num_rows
+        return rows, times_seen
 
 
 @dataclass(frozen=True)

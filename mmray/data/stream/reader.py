@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class RowReader:
-    """Reads rows of a prepared set as model inputs. Cheap to pickle: it opens the set on first use."""
+    """Reads rows of a prepared set as model inputs. Cheap to pickle; files are opened on first use."""
 
     def __init__(
         self,
@@ -49,22 +49,23 @@ class RowReader:
         # Decodes each image in a child process first; used in a process that was restarted after a crash.
         self.crash_probe: CrashProbe | None = None
 
-    def block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
-        """Arrays of the rows at `positions` [R] of the sample order.
+    def read_block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
+        """Return the arrays of the rows at `positions` [R] of the sample order.
 
-        image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R] (1 for an invalid row); key int64 [R];
+        image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R]; key int64 [R] (hash of the row's key);
         label int64 [R], -1 for none; valid bool [R]; pos int64 [R]. Generative models also get loss_mask bool [R, T]
         and image_pos int32 [R] (data/text/chat.py); `inputs.max_boxes` M adds boxes float32 [R, M, 4] in fractions of
-        the square, box_labels int64 [R, M], num_boxes int32 [R]. Padding and unreadable rows are zeros with
-        valid=False.
+        the square, box_labels int64 [R, M], num_boxes int32 [R]. A row with a bad image keeps its label, input_ids and
+        loss_mask but has valid=False, key 0, num_tokens 1, zero pixels and no boxes. Padding and unreadable rows also
+        have label -1 and an empty text.
         """
-        row_ids, passes = plan.rows_and_passes_at(positions)
+        row_ids, times_seen = plan.rows_and_times_seen_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
         rows: list[Row | None] = [None] * len(row_ids)
         for index, stored_row in zip(stored.tolist(), read_each(self.prepared, row_ids[stored]), strict=True):
             rows[index] = None if isinstance(stored_row, Exception) else stored_row
-        key = np.array([hash_key(row.key) if row else 0 for row in rows], np.int64)
-        uniforms = hash_uniform(plan.seed, passes, key, NUM_UNIFORMS) if self.augment else [None] * len(rows)
+        row_hash = np.array([hash_key(row.key) if row else 0 for row in rows], np.int64)
+        uniforms = hash_uniform(plan.seed, times_seen, row_hash, NUM_UNIFORMS) if self.augment else [None] * len(rows)
         side = self.inputs.image_side
         pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
         box_columns = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
@@ -75,14 +76,14 @@ class RowReader:
                     valid[index] = True
                     for name, value in values.items():
                         box_columns[name][index] = value
-        texts = [self.encoder.captions_of(row) if row else [self.encoder.empty] for row in rows]
-        chosen = hash_choice(plan.seed, passes, key, np.array([len(choices) for choices in texts], np.int64))
+        texts = [self.encoder.text_choices(row) if row else [self.encoder.EMPTY_TEXT] for row in rows]
+        chosen = hash_choice(plan.seed, times_seen, row_hash, np.array([len(choices) for choices in texts], np.int64))
         tokens = self.encoder.encode_batch([choices[n] for choices, n in zip(texts, chosen.tolist(), strict=True)])
         return {
             "image": pixels,
             **tokens,
             "num_tokens": np.where(valid, tokens["num_tokens"], 1).astype(np.int32),
-            "key": np.where(valid, key, 0),
+            "key": np.where(valid, row_hash, 0),
             "label": np.array([NO_LABEL if row is None or row.label is None else row.label for row in rows], np.int64),
             "valid": valid,
             "pos": positions,

@@ -21,7 +21,7 @@ MAX_INLINE_BLOCKS = 1000  # listing takes 0.5 s of the driver; a task needs a pr
 TOKEN_BYTES = 4
 # Tasks queued at an actor. With Ray's default of two, actors were idle for 8 % of the time on busy cores. A queued task
 # is only a block number, so it needs no memory.
-IN_FLIGHT = 4
+MAX_TASKS_IN_FLIGHT = 4
 OBJECT_STORE_FRACTION = 0.3  # Ray Data fills half of an object store with blocks, and beyond 80 % Ray spills
 
 
@@ -73,18 +73,18 @@ class StreamDataConfig(ray.train.DataConfig):
         store_mb = OBJECT_STORE_FRACTION * ray.cluster_resources()["object_store_memory"] / 1e6
         max_mb = store_mb / (2 * world_size)  # two blocks per rank fit without spilling
         shape = block_shape(self.resume_point.plan, row_bytes, min(self.block_mb, max_mb))
-        blocks = BlockPlan(self.resume_point.plan, self.resume_point.step, *shape)
-        splits = self.dataset(blocks).streaming_split(world_size, equal=True)
+        block_plan = BlockPlan(self.resume_point.plan, self.resume_point.step, *shape)
+        splits = self.dataset(block_plan).streaming_split(world_size, equal=True)
         return [{name: split} for split in splits]
 
-    def dataset(self, blocks: BlockPlan) -> ray.data.Dataset:
+    def dataset(self, block_plan: BlockPlan) -> ray.data.Dataset:
         """Return the dataset of decoded blocks, in order, from actors of one CPU each."""
-        dataset = block_ids_dataset(blocks.count).map_batches(
+        dataset = block_ids_dataset(block_plan.count).map_batches(
             DecodeActor,
-            fn_constructor_args=(self.reader, blocks, self.coordinator),
+            fn_constructor_args=(self.reader, block_plan, self.coordinator),
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(
-                size=min(self.workers, blocks.count), max_tasks_in_flight_per_actor=IN_FLIGHT
+                size=min(self.workers, block_plan.count), max_tasks_in_flight_per_actor=MAX_TASKS_IN_FLIGHT
             ),
             num_cpus=1,
         )

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from mmray.config import Chat, Inputs
     from mmray.data.store.prepared_set import Row
 
-
 Message = dict[str, str]
 NO_TOKEN = -1
 
@@ -26,7 +25,7 @@ NO_TOKEN = -1
 class ChatEncoder:
     """Encodes conversations as token ids, right-padded to the longest of the call and truncated to `max_tokens`."""
 
-    empty: list[Message] = []  # noqa: RUF012 - text of a row without captions; never modified
+    EMPTY_TEXT: list[Message] = []  # noqa: RUF012 - text of a row without captions; never modified
 
     def __init__(self, tokenizer_json: str, chat: Chat, max_tokens: int) -> None:
         encoder = TextEncoder(tokenizer_json, max_tokens)
@@ -36,8 +35,8 @@ class ChatEncoder:
         self.image_id, self.eos_id = (NO_TOKEN if index is None else index for index in ids)
         self._special_tokens = sorted(encoder.special_tokens, key=len, reverse=True)
 
-    def captions_of(self, row: Row) -> list[list[Message]]:
-        """Return the conversation of a row, or each of its captions as the answer to `chat.question`."""
+    def text_choices(self, row: Row) -> list[list[Message]]:
+        """Return the conversation of a row, or for each caption one with it as the answer to `chat.question`."""
         return [row.messages] if row.messages else [self.as_conversation(text) for text in row.texts]
 
     def as_conversation(self, caption: str) -> list[Message]:
@@ -101,7 +100,7 @@ class ChatEncoder:
 
 
 def build_encoder(tokenizer_json: str, inputs: Inputs) -> Any:
-    """Return the encoder for the inputs of a model; both have captions_of, encode_batch, empty, pad_id, vocab_size."""
+    """Return a ChatEncoder if the inputs have chat settings, else a TextEncoder; both have the same interface."""
     if (chat := getattr(inputs, "chat", None)) is not None:
         return ChatEncoder(tokenizer_json, chat, inputs.max_tokens)
     return TextEncoder(tokenizer_json, inputs.max_tokens, inputs.language_token)

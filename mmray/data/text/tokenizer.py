@@ -23,7 +23,6 @@ from mmray.errors import UsageError, first_line
 if TYPE_CHECKING:
     from mmray.data.store.prepared_set import Row
 
-
 MAX_CAPTION_BYTES = 64 * 1024
 MAX_TRAINING_TEXTS = 1_000_000  # more hardly change a vocabulary of some thousand tokens, and all are in memory
 TOKENIZER, VOCABULARY, TOKENIZER_CONFIG = "tokenizer.json", "vocab.txt", "tokenizer_config.json"
@@ -61,7 +60,7 @@ class TextEncoder:
     The special tokens of the tokenizer that match the pattern are the languages.
     """
 
-    empty = ""  # text of a row without captions
+    EMPTY_TEXT = ""  # text of a row without captions
 
     def __init__(self, tokenizer_json: str, max_tokens: int, language_token: str = "") -> None:
         self.tokenizer = Tokenizer.from_str(tokenizer_json)
@@ -79,7 +78,7 @@ class TextEncoder:
         self._language_tokens = {match[1]: match[0] for match in matches if match}
         self.languages = tuple(sorted(self._language_tokens))  # those with a token
 
-    def captions_of(self, row: Row) -> list[str]:
+    def text_choices(self, row: Row) -> list[str]:
         """Return the captions of a row, with the token of the row's language if it is known."""
         language = row.language if row.language in self._language_tokens else None
         return [self.format_caption(text, language) for text in row.texts]
@@ -93,7 +92,7 @@ class TextEncoder:
         return token + remove_tokens(text, self._language_tokens.values())
 
     def encode_batch(self, texts: list[str]) -> dict[str, np.ndarray]:
-        """Return the output of `encode` as batch columns."""
+        """Return the columns input_ids int32 [N, T] and num_tokens int32 [N] of a batch."""
         return dict(zip(("input_ids", "num_tokens"), self.encode(texts), strict=True))
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -195,7 +194,7 @@ def declared_pad_id(tokenizer_json: str) -> int | None:
 
 
 def _load_folder(folder: Path) -> str:
-    """Load tokenizer.json or vocab.txt; as in transformers, the pad token of tokenizer_config.json overrides theirs."""
+    """Load tokenizer.json or vocab.txt. As in transformers, tokenizer_config.json may override the pad token."""
     config, file = folder / TOKENIZER_CONFIG, folder / TOKENIZER
     file = file if file.is_file() else folder / VOCABULARY
     if not file.is_file():

@@ -36,7 +36,7 @@ def in_arrow(path):
     [(7, 16, [7] * 8 + [4] + [7] * 5 + [5]), (7, 2, [30, 30, 20, 20]), (60, 16, [60, 40]), (200, 16, [100])],
 )
 def test_large_file_is_split_into_row_ranges(tmp_path, monkeypatch, source_in, rows_per_chunk, most_parts, sizes):
-    monkeypatch.setattr(columnar, "MAX_RANGES_PER_GROUP", most_parts)
+    monkeypatch.setattr(columnar, "MAX_CHUNKS_PER_ROW_GROUP", most_parts)
     source = source_in(tmp_path)
     chunks = list(source.scan(rows_per_chunk, ()))
     assert [chunk.num_rows for chunk in chunks] == sizes

@@ -35,8 +35,8 @@ class Lines(JsonlSource):
         pass
 
 
-def scan(place, name, rows, stops=()):
-    return Lines(place, name, {}).scan(rows, stops)
+def scan(place, name, rows, previous_chunk_ends=()):
+    return Lines(place, name, {}).scan(rows, previous_chunk_ends)
 
 
 def lines_of(place, name, chunks):
@@ -75,9 +75,9 @@ def test_appended_file_keeps_its_chunks(tmp_path):
 
 def test_continued_last_line_changes_its_chunk(tmp_path):
     place, name = write(tmp_path, b"{}\n{}")
-    stops = {chunk.stop for chunk in scan(place, name, 10)}
+    previous_chunk_ends = {chunk.stop for chunk in scan(place, name, 10)}
     write(tmp_path, b"{}\n{} \n{}\n")
-    assert [chunk.num_rows for chunk in scan(place, name, 10, stops)] == [3]
+    assert [chunk.num_rows for chunk in scan(place, name, 10, previous_chunk_ends)] == [3]
 
 
 def test_source_changed_while_reading_is_detected(tmp_path):

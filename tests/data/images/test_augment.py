@@ -11,10 +11,10 @@ from torchvision.transforms import RandomResizedCrop
 
 from mmray.config import Augment, Inputs
 from mmray.data.images.transform import (
-    CROP,
-    FLIP,
-    JITTER,
-    JITTER_ORDER,
+    CROP_SLICE,
+    FLIP_INDEX,
+    JITTER_ORDER_SLICE,
+    JITTER_SLICE,
     NUM_UNIFORMS,
     random_crop_box,
     resize_to_square,
@@ -37,9 +37,10 @@ def photo(width=40, height=30):
 def drawn(**places):
     """Draws of 0.5, which have no effect, except at these indices."""
     numbers = np.full(NUM_UNIFORMS, 0.5)
-    numbers[JITTER_ORDER] = [0.1, 0.2, 0.3, 0.4]
+    numbers[JITTER_ORDER_SLICE] = [0.1, 0.2, 0.3, 0.4]
     for place, value in places.items():
-        numbers[{"flip": FLIP, "factors": JITTER, "turns": JITTER_ORDER, "crop": CROP}[place]] = value
+        places = {"flip": FLIP_INDEX, "factors": JITTER_SLICE, "turns": JITTER_ORDER_SLICE, "crop": CROP_SLICE}
+        numbers[places[place]] = value
     return numbers
 
 
@@ -63,7 +64,7 @@ def test_uniform_is_flat_and_depends_only_on_its_arguments():
 def test_random_crop_is_inside_the_image_and_within_limits(width, height, key, low):
     augment = Augment(crop_scale=(low, 1.0))
     numbers = hash_uniform(0, np.zeros(1, np.int64), np.array([key]), NUM_UNIFORMS)[0]
-    box = random_crop_box((width, height), augment, numbers[CROP])
+    box = random_crop_box((width, height), augment, numbers[CROP_SLICE])
     left, top, right, bottom = box
     assert all(isinstance(edge, int) for edge in box)
     assert 0 <= left < right <= width and 0 <= top < bottom <= height
@@ -81,7 +82,8 @@ def test_random_crop_equals_torchvision():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.Tensor, "uniform_", lambda self, low, high: self.fill_(5.0))
             top, left, h, w = RandomResizedCrop.get_params(image, [1.0, 1.0], [0.75, 4 / 3])
-        assert random_crop_box(size, Augment(crop_scale=(0.5, 0.9)), never[CROP]) == (left, top, left + w, top + h)
+        box = random_crop_box(size, Augment(crop_scale=(0.5, 0.9)), never[CROP_SLICE])
+        assert box == (left, top, left + w, top + h)
     places = {
         random_crop_box((12, 10), Augment(crop_scale=(0.5, 0.5)), np.tile([0, 0.5, across, 0.999], 10))
         for across in (0.0, 0.5, 0.999)
@@ -127,12 +129,12 @@ def test_augmentation_depends_on_epoch_and_not_on_position(tmp_path):
     off = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, Augment())
     plan = SamplePlan(num_rows=6, global_rows=3, world=1, micro=3, seed=1, steps=8)
     positions = np.arange(12)
-    block = varied.block(plan, positions)
+    block = varied.read_block(plan, positions)
     by_key = [
         {int(k): p for k, p in zip(block["key"][e], block["image"][e], strict=True)}
         for e in (slice(0, 6), slice(6, 12))
     ]
     assert all((by_key[0][key] != by_key[1][key]).any() for key in by_key[0])
-    alone = varied.block(plan, positions[4:5])
+    alone = varied.read_block(plan, positions[4:5])
     assert np.array_equal(alone["image"][0], block["image"][4])
-    assert np.array_equal(off.block(plan, positions)["image"], plain.block(plan, positions)["image"])
+    assert np.array_equal(off.read_block(plan, positions)["image"], plain.read_block(plan, positions)["image"])

@@ -96,8 +96,8 @@ def test_batches_carry_boxes_with_a_mask(tmp_path, augment):
     tokenizer = train_tokenizer(CAPTIONS, 60)
     plan = SamplePlan(6, 4, 1, 2, seed=0, steps=2, shuffle=False)
     positions = np.concatenate([plan.positions(step, 0) for step in range(2)])
-    plain = RowReader(prepared, inputs(max_boxes=0), tokenizer, 10**6, augment).block(plan, positions)
-    block = RowReader(prepared, inputs(), tokenizer, 10**6, augment).block(plan, positions)
+    plain = RowReader(prepared, inputs(max_boxes=0), tokenizer, 10**6, augment).read_block(plan, positions)
+    block = RowReader(prepared, inputs(), tokenizer, 10**6, augment).read_block(plan, positions)
     assert block["num_boxes"].tolist() == [0, 1, 2, 0, 1, 2, 0, 0]  # the last two positions are padding
     assert not {"boxes", "box_labels", "num_boxes"} & set(plain)
     assert all(np.array_equal(block[name], plain[name]) for name in plain)

@@ -85,7 +85,7 @@ def test_probe_also_runs_the_augmentation(tmp_path, monkeypatch, augment):
     inputs = Inputs(image_side=8, max_tokens=12)
     reader = RowReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6, augment)
     reader.crash_probe = CrashProbe()
-    block = reader.block(SamplePlan(2, 2, 1, 2, seed=0, steps=1), np.arange(2))
+    block = reader.read_block(SamplePlan(2, 2, 1, 2, seed=0, steps=1), np.arange(2))
     reader.crash_probe.close()
     assert block["valid"].tolist() == [augment is None] * 2
     assert reader.crash_probe.num_crashes == (0 if augment is None else 2)

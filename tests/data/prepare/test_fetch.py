@@ -94,9 +94,9 @@ def test_invalid_host_names_are_refused(name):
         ("https://c.d:8443/x", ""),
         ("http://a.b/x", "only https"), ("https://me:pass@a.b/x", "login"), ("https://a.b@evil.org/x", "login"),
         ("https://a.b\\@evil.org/x", "login"), ("https://127.0.0.1/x", "numeric"), ("https://[::1]/x", "numeric"),
-        ("https://2130706433/", "numeric"), ("https://0x7f000001/", "numeric"), ("https:///x", "numeric"),
+        ("https://2130706433/", "numeric"), ("https://0x7f000001/", "numeric"), ("https:///x", "no valid host"),
         ("https://a.b:8443/x", "--allow-urls a.b:8443"), ("https://c.d/x", "--allow-urls c.d"),
-        ("https://a.b./x", "numeric"), ("https://evil.org/https://a.b/", "prepare.allow_urls"),
+        ("https://a.b./x", "no valid host"), ("https://evil.org/https://a.b/", "prepare.allow_urls"),
         ("https://a.b.evil.org/", "--allow-urls a.b.evil.org"), ("https://a.b\tx/", "numeric"),
         ("ftp://a.b/", "only https"), ("//a.b/", "only https"),
     ],
@@ -141,6 +141,7 @@ def test_redirects_stay_on_allowed_hosts(server, fetching):
             kind, detail = fault(fetcher, to(address))
             assert (kind, message in detail, "hush" in detail) == ("read redirect", True, False), detail
         fault(fetcher, server.address("to?at=https://allowed.test/%FF"))[1].encode()  # a lone surrogate can be printed
+        assert fault(fetcher, f"https://127.0.0.1:{server.port}/4")[0] == "read url"
         assert not any(path.startswith("/4") for path in server.requests)
         assert fault(fetcher, to(to(to(to(to(to("/5")))))))[1].endswith("more than 5 redirects")
 

@@ -27,7 +27,7 @@ from mmray.data.prepare.pack import pack_chunk
 from mmray.data.prepare.pipeline import ensure_prepared, prepare
 from mmray.data.prepare.tasks import MAX_ATTEMPTS
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.errors import DataError, MmrayError, ResourceError, UsageError
+from mmray.errors import DataError, MmrayError, ResourceError, TrainingError, UsageError
 
 LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=4, vocab_size=100)
 
@@ -315,6 +315,13 @@ def test_concurrent_prepare_is_refused(tmp_path, in_process, monkeypatch, run):
 
     monkeypatch.setattr(prepare_module, "pack_chunks", meanwhile)
     assert run().num_rows == 8
+
+
+def test_prepare_writes_no_manifest_after_another_took_over(tmp_path, in_process, run):
+    make_source(tmp_path / "raw", 8)
+    with pytest.raises(TrainingError, match="taken over"):
+        run(progress=lambda _: (tmp_path / "out" / "lease" / "2").touch())
+    assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_tokenizer_is_trained_on_training_captions_if_there_are_any(tmp_path, in_process, run):

@@ -31,7 +31,7 @@ def blocks_of(source, tmp_path, **settings):
         prepared(source, tmp_path / out, duplicates="keep", **how)
         reader = reader_of(tmp_path / out)
         num_rows = reader.prepared.num_rows
-        blocks.append(reader.block(SamplePlan(num_rows, 4, 1, 4, seed=3, steps=9), np.arange(2 * num_rows)))
+        blocks.append(reader.read_block(SamplePlan(num_rows, 4, 1, 4, seed=3, steps=9), np.arange(2 * num_rows)))
     return blocks
 
 
@@ -59,7 +59,7 @@ def test_changed_or_missing_referenced_image_invalidates_only_its_row(tmp_path):
     prepared(source, tmp_path / "out", index_only=True)
     (tmp_path / "raw" / "2.png").write_bytes(colour_image(200))
     (tmp_path / "raw" / "4.png").unlink()
-    assert reader_of(tmp_path / "out").block(PLAN, np.arange(COUNT))["valid"].tolist() == [
+    assert reader_of(tmp_path / "out").read_block(PLAN, np.arange(COUNT))["valid"].tolist() == [
         n not in (2, 4) for n in range(COUNT)
     ]
 
@@ -79,7 +79,7 @@ def test_disk_error_fails_the_stream_and_is_retried_by_prepare(tmp_path, monkeyp
     reader = reader_of(tmp_path / "out")
     monkeypatch.setattr(Storage, "read", stale)
     with pytest.raises(OSError, match="Stale"):
-        reader.block(PLAN, np.arange(COUNT))
+        reader.read_block(PLAN, np.arange(COUNT))
 
 
 def test_rows_with_inline_images_cannot_be_index_only(tmp_path):

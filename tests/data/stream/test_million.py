@@ -44,7 +44,7 @@ def test_million_rows_are_opened_and_read_within_bounds(tmp_path):
     reader = RowReader(PreparedSet.open(str(tmp_path)), inputs, tokenizer, 10**6)
     plan = SamplePlan(ROWS, 256, 2, 128, seed=0, steps=40_000)
     positions = plan.positions(plan.steps - 1, 1)
-    block = reader.block(plan, positions)
+    block = reader.read_block(plan, positions)
     took_s, held_mib = time.perf_counter() - start_s, (psutil.Process().memory_info().rss - before) / 2**20
     assert took_s < 3 and held_mib < 64 and len(pickle.dumps(reader)) < 500_000
     rows = plan.rows_at(positions)

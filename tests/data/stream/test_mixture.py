@@ -41,7 +41,7 @@ def test_sets_of_the_same_name_get_distinct_names(tmp_path):
 def test_blocks_hold_rows_in_order_and_repeats_get_other_captions(both):
     reader = RowReader(both, Inputs(image_side=8, fit="squash", max_tokens=12), train_tokenizer(CAPTIONS, 60), 10**6)
     plan = SamplePlan(17, 4, 1, 4, seed=0, steps=50, components=both.components)
-    block = reader.block(plan, np.arange(17 * 8))
+    block = reader.read_block(plan, np.arange(17 * 8))
     names = [f"one/row-{number}" for number in range(7)] + [f"other/row-{number}" for number in range(4)]
     assert block["valid"].all()
     assert block["key"].tolist() == [hash_key(names[number]) for number in plan.rows_at(np.arange(17 * 8))]

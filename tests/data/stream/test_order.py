@@ -80,7 +80,7 @@ def test_order_equals_the_recorded_one():
         == "1d62c0f1717a6839"
     )
     p = SamplePlan(123, 8, 1, 4, 5, 100, components=(MixtureComponent(90, 120), MixtureComponent(7, 3)))
-    both = b"".join(column.tobytes() for column in p.rows_and_passes_at(np.arange(1230)))
+    both = b"".join(column.tobytes() for column in p.rows_and_times_seen_at(np.arange(1230)))
     assert sha256(both).hexdigest()[:16] == "acd5ea266ce82c52"
 
 
@@ -90,7 +90,7 @@ def test_rank_rows_and_accumulation():
     assert p.positions(0, 2).tolist() == [6, 7, PADDING]
     with pytest.raises(ValueError, match="no step of 8 rows starts at row 3"):
         p.step_at(3)
-    assert [column.tolist() for column in p.rows_and_passes_at(np.array([PADDING]))] == [[PADDING], [0]]
+    assert [column.tolist() for column in p.rows_and_times_seen_at(np.array([PADDING]))] == [[PADDING], [0]]
 
 
 @settings(max_examples=100, deadline=None)
@@ -98,8 +98,8 @@ def test_rank_rows_and_accumulation():
 def test_mixture_takes_exact_shares_and_each_row_and_pass_once(components, shuffle_block, window, epochs, shuffle):
     p = mixture(components, shuffle_block, window, shuffle=shuffle)
     positions = np.arange(epochs * p.num_rows)
-    rows, passes = p.rows_and_passes_at(positions)
-    assert len(set(zip(rows.tolist(), passes.tolist(), strict=True))) == len(positions)
+    rows, times_seen = p.rows_and_times_seen_at(positions)
+    assert len(set(zip(rows.tolist(), times_seen.tolist(), strict=True))) == len(positions)
     counts = np.bincount(rows, minlength=sum(part.num_rows for part in components))
     for part, here in zip(
         components, np.split(counts, np.cumsum([part.num_rows for part in components])[:-1]), strict=True

@@ -125,7 +125,7 @@ def test_blocks_of_all_ranks_have_equal_size_and_cover_the_steps_in_order(global
 
 def test_block_holds_pixels_tokens_and_padding(reader):
     plan = SamplePlan(117, 5, 2, 3, seed=0, steps=4, shuffle=False)
-    block = reader.block(plan, plan.positions(0, 1))
+    block = reader.read_block(plan, plan.positions(0, 1))
     assert block["pos"].tolist() == [3, 4, PADDING]
     assert block["valid"].tolist() == [True, True, False]
     assert block["key"].tolist() == [hash_key("row-3"), hash_key("row-4"), 0]
@@ -144,7 +144,7 @@ def test_data_worker_does_not_import_pydantic(tmp_path):
 import pickle, sys
 from mmray.data.stream.order import SamplePlan
 plan = SamplePlan(1, 1, 1, 1, seed=0, steps=1)
-block = pickle.load(sys.stdin.buffer).block(plan, plan.positions(0, 0))
+block = pickle.load(sys.stdin.buffer).read_block(plan, plan.positions(0, 0))
 print(block["image"].shape, block["valid"], [name for name in {heavy} if name in sys.modules])
 """
     run = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(reader), capture_output=True, check=True)
@@ -159,7 +159,7 @@ def test_unreadable_row_and_damaged_record_invalidate_only_themselves(tmp_path):
     data = bytearray(shard.read_bytes())
     data[data.index(prepared.read(np.array([11]))[0].image) + 40] ^= 1
     shard.write_bytes(data)
-    block = reader.block(SamplePlan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
+    block = reader.read_block(SamplePlan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
     assert np.flatnonzero(~block["valid"]).tolist() == [2, 11] and block["pos"].tolist() == list(range(40))
     record, reason = reader.explain_bad_row(2)
     assert record.key == "row-2" and "format" in reason
@@ -169,6 +169,6 @@ def test_unreadable_row_and_damaged_record_invalidate_only_themselves(tmp_path):
 def test_caption_choice_differs_by_epoch_and_is_reproducible(tmp_path):
     reader = RowReader(make_set(tmp_path, [row(0, texts=CAPTIONS)]), INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     plan = SamplePlan(1, 1, 1, 1, seed=0, steps=40)
-    lengths = reader.block(plan, np.arange(40))["num_tokens"]
+    lengths = reader.read_block(plan, np.arange(40))["num_tokens"]
     assert len(set(lengths.tolist())) == 3
-    assert np.array_equal(lengths[7:9], reader.block(plan, np.arange(7, 9))["num_tokens"])
+    assert np.array_equal(lengths[7:9], reader.read_block(plan, np.arange(7, 9))["num_tokens"])

@@ -44,7 +44,7 @@ def tokens(ids: np.ndarray) -> list[str]:
 def test_stream_and_evaluation_prepend_the_language_token(tmp_path: Path) -> None:
     prepared = make_set(tmp_path, [row(n, texts=["a red one"], language=said) for n, said in enumerate(SAID)])
     assert prepared.languages == {"de", "pt-BR", "xx"}
-    block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).block(
+    block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).read_block(
         SamplePlan(5, 5, 1, 5, 0, 1, shuffle=False), np.arange(5)
     )
     (batch,) = EvalBatches(EvalDataset(prepared, INPUTS, TOKENIZER, Evaluate(batch=8)))
@@ -59,7 +59,7 @@ def test_stream_and_evaluation_prepend_the_language_token(tmp_path: Path) -> Non
 def test_caption_text_cannot_be_a_language_token() -> None:
     encoder = build_encoder(TOKENIZER, INPUTS)
     assert encoder.languages == ("de", "pt-BR")
-    (words,) = encoder.captions_of(row(0, texts=["a [d[pt-BR]e] red [de] one"], language="pt-BR"))
+    (words,) = encoder.text_choices(row(0, texts=["a [d[pt-BR]e] red [de] one"], language="pt-BR"))
     assert words == "[pt-BR]a  red  one"
     long = encoder.format_caption("a " * 40, "de")
     assert tokens(encoder.encode([long])[0][0]) == ["[CLS]", "[de]", *["a"] * 9, "[SEP]"]
@@ -90,7 +90,7 @@ def test_invalid_languages_are_refused() -> None:
 
 def test_exported_model_encodes_language_as_in_training(tmp_path: Path) -> None:
     prepared = make_set(tmp_path / "set", [row(0, texts=["a red one"], language="de")])
-    block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).block(
+    block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).read_block(
         SamplePlan(1, 1, 1, 1, 0, 1, shuffle=False), np.arange(1)
     )
     vocab_size = build_encoder(TOKENIZER, INPUTS).vocab_size
