@@ -17,18 +17,20 @@ from mmray.storage.storage import Storage
 CAPTIONS = ["a", "a red one", "a much longer caption of a row"]
 
 
+def encode(image, kind="PNG", **options):
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
 def png(grey, side=16):
-    file = io.BytesIO()
-    Image.new("RGB", (side, side), (grey % 256,) * 3).save(file, "PNG")
-    return file.getvalue()
+    return encode(Image.new("RGB", (side, side), (grey % 256,) * 3))
 
 
 def noisy(number):
     """A PNG of random noise."""
-    file = io.BytesIO()
     pixels = np.random.default_rng(number).integers(0, 256, (20, 24, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
+    return encode(Image.fromarray(pixels))
 
 
 def row(number, data=None, texts=None, language=None):

@@ -40,14 +40,7 @@ PARENTS = {
 UNLIMITED = {"cgroup/cpu.max": "max 100000", "cgroup/memory.max": "max", "cgroup/memory.current": 9 * GIB}
 
 
-@pytest.mark.parametrize(
-    ("files", "cores", "gib"),
-    [
-        (UNLIMITED, 64, 240),
-        (CONTAINER, 4, 12),
-        (PARENTS, 8, 30),
-    ],
-)
+@pytest.mark.parametrize(("files", "cores", "gib"), [(UNLIMITED, 64, 240), (CONTAINER, 4, 12), (PARENTS, 8, 30)])
 def test_cgroup_limits_are_reported(host, files, cores, gib):
     for file, content in files.items():
         host(file, f"{content}\n")

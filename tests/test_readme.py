@@ -19,8 +19,6 @@ from tests.train import runs
 README = (ROOT / "README.md").read_text()
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
 EXAMPLE = next(code for language, code in FENCES if language == "python" and "nn.Module" in code)
-
-
 COMMAND = re.compile(r"\b(?:mmray |jobs/)train(?:\.py)? ?([^&\n]*)")
 
 

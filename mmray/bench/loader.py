@@ -120,8 +120,7 @@ def _build_arms(
         """Run one window of the stream as training workers receive it."""
         stream = StreamDataConfig(ResumePoint(window_plan, 0), reader, actors, block_mb)
         shards = zip(consumers, stream.configure({"train": None}, plan.world), strict=True)
-        tasks = [actor.stream.remote(each["train"], window_plan) for actor, each in shards]
-        return list(ray.get(tasks))
+        return list(ray.get([actor.stream.remote(each["train"], window_plan) for actor, each in shards]))
 
     textbook = TextbookDataset(files, tokenizer, SIDE)
     tuned = TunedDataset(sets["prepared"], tokenizer, SIDE, inputs.max_tokens)

@@ -86,8 +86,7 @@ def _measure_row(
         batch=config.batch.replace(global_=shape.global_rows, micro=shape.micro, accumulation=None),
     )
     row: dict[str, Any] = {"workers": config.cluster.max_workers, **dict.fromkeys(MEASURED_FIELDS), "error": None}
-    reasons = unsupported_reasons(config)
-    if reasons:
+    if reasons := unsupported_reasons(config):
         return row | {"error": "; ".join(reasons)}
     try:
         return row | spawn_workers(partial(_measure_rank, steps=steps), config, device_type)

@@ -174,9 +174,7 @@ def _check_ray(address: str | None) -> Iterator[Finding]:
 def check_nodes(alive: list[dict[str, Any]], free: dict[str, float]) -> Finding:
     """Report the resources of the cluster; warn if training workers leave no CPU for data."""
     cpus, gpus = (sum(node["Resources"].get(name, 0) for node in alive) for name in ("CPU", "GPU"))
-    observed = (
-        f"{len(alive)} node{'s' * (len(alive) > 1)}; free resources: {free.get('CPU', 0):g} of {cpus:g} CPU, "
-        f"{free.get('GPU', 0):g} of {gpus:g} GPU"
-    )
+    resources = f"{free.get('CPU', 0):g} of {cpus:g} CPU, {free.get('GPU', 0):g} of {gpus:g} GPU"
+    observed = f"{len(alive)} node{'s' * (len(alive) > 1)}; free resources: {resources}"
     fix = "data needs CPUs in addition to one per training worker: add CPU nodes"
     return _warn_if(0 < gpus >= cpus, "cluster", observed, fix)

@@ -54,10 +54,7 @@ def quarantine_bad_rows(
 
 
 def _check_labels(block: Block, config: Config) -> None:
-    """Raise DataError for a label without a class in the model, or a box label without a name.
-
-    On a GPU such a label would fail a device-side assert.
-    """
+    """Raise DataError for a label without a class or a name, because it would fail a device-side assert on a GPU."""
     classes, names = getattr(config.model, "classes", 0), getattr(config.model, "region_labels", ())
     for label in np.unique(block["label"]).tolist() if classes else ():
         if label != NO_LABEL and not 0 <= label < classes:
@@ -66,8 +63,7 @@ def _check_labels(block: Block, config: Config) -> None:
                 f"a row of {config.data.train} has label {label}, but model.classes is {classes}, so labels are 0 to "
                 f"{classes - 1}: {fix}"
             )
-    labels = np.unique(block["box_labels"]).tolist() if names and "box_labels" in block else []
-    for label in labels:
+    for label in np.unique(block["box_labels"]).tolist() if names and "box_labels" in block else ():
         if label != NO_LABEL and not (0 <= label < len(names) and names[label]):
             raise DataError(
                 f"a box of {config.data.train} has label {label}, which has no name in model.region_labels: list one "

@@ -194,10 +194,7 @@ def _largest_micro_that_fits(
 
 
 def _host_limit(group: Group, bytes_of_one_row: int) -> int:
-    """Rows that fit in a host's free memory; no limit on a GPU, where an allocation fails in time.
-
-    On a CPU the kernel kills the process instead.
-    """
+    """Rows that fit in the host's free memory, beyond which the kernel kills the process; no limit on a GPU."""
     if group.device.type == "cuda":
         return 2**31
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world))

@@ -37,8 +37,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
                 f"{', '.join(linear[:3]) or 'none'}"
             )
         layers += matching
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers)
-    inject_adapter_in_model(config, model)
+    inject_adapter_in_model(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers), model)
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:

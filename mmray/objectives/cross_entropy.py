@@ -34,8 +34,7 @@ class CrossEntropy:
         counted = targets != IGNORE_INDEX
         logits = at_least_float32(outputs[self.logits])
         logits = torch.where(counted[..., None], logits, 0)  # keeps a NaN of padding out of the gradient
-        flat = logits.flatten(0, -2), targets.flatten()
-        loss = F.cross_entropy(*flat, ignore_index=IGNORE_INDEX, reduction="sum")
+        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
         correct = (counted & (logits.argmax(dim=-1) == targets)).sum()
         return loss, counted.sum(), {self.accuracy: correct.to(loss.dtype)}
 

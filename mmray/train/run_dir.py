@@ -32,7 +32,6 @@ RESUMABLE_CHANGES = (
     *("recipe", "cluster", "run", "prepare", "evaluate"),
     *(f"{section}.{name}" for section, names in _RESUMABLE.items() for name in names.split()),
 )
-# Written before config.yaml.
 FILES_BEFORE_CONFIG = (lease.FOLDER, "checkpoints", "tokenizer.json", "data.json", "environment.json")
 MAX_LISTED_CHANGES = 3
 PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")

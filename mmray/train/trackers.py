@@ -61,11 +61,8 @@ class TrackingReporter:
     """Passes progress to another reporter and metrics to the run's trackers, which finish at the end of the block."""
 
     def __init__(self, config: Config, folder: AnyPath, reporter: ProgressReporter) -> None:
-        run_info = {
-            "name": folder.name,
-            "folder": str(folder),
-            "config": redact(config.model_dump(mode="json", by_alias=True)),
-        }
+        settings = redact(config.model_dump(mode="json", by_alias=True))
+        run_info = {"name": folder.name, "folder": str(folder), "config": settings}
         self.reporter, self.threads = reporter, [TrackerThread(name, folder, run_info) for name in config.run.trackers]
         self.log, self.status, self.prepare_progress = reporter.log, reporter.status, reporter.prepare_progress
         self.run_status = "failed"  # until the driver sets how the run ended

@@ -117,11 +117,10 @@ def test_table_and_json_of_fixed_windows(tmp_path, monkeypatch):
 @pytest.mark.cluster
 def test_bench_loader_end_to_end(local_ray, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(loader, "GLOBAL_ROWS", 16)
-    monkeypatch.setattr(loader, "SIDE", 96)
-    monkeypatch.setattr(loader, "MIN_STEPS", WARMUP_ARRIVALS + 4)
+    sizes = {"GLOBAL_ROWS": 16, "SIDE": 96, "PREPARED_SIDE": 48, "MIN_STEPS": WARMUP_ARRIVALS + 4}
+    for name, size in sizes.items():
+        monkeypatch.setattr(loader, name, size)
     notes = []
-    monkeypatch.setattr(loader, "PREPARED_SIDE", 48)
     result = bench_loader(notes.append, images=20, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.25)
     arms = {each["arm"]: each for each in result["rows"]}
     assert list(arms) == list(RATES) and list(result["ratios"]) == list(RATIOS)

@@ -27,13 +27,10 @@ def test_rows_are_measured_and_failures_have_a_reason(monkeypatch):
     notes = []
     result = bench_strategies(config, steps=2, only=("branches fp32", "refused"), notify=notes.append)
     base, branches, no = result["rows"]
-    assert [line.partition(":")[0] for line in notes] == [
-        "1 of 3, ddp fp32",
-        "2 of 3, branches fp32",
-        "3 of 3, refused",
-    ]
+    names = [BASELINE, "branches fp32", "refused"]
+    assert [line.partition(":")[0] for line in notes] == [f"{n} of 3, {name}" for n, name in enumerate(names, 1)]
     assert notes[2].endswith("failed") and all(line.endswith(" samples/s") for line in notes[:2])
-    assert [row["strategy"] for row in result["rows"]] == [BASELINE, "branches fp32", "refused"]
+    assert [row["strategy"] for row in result["rows"]] == names
     assert result["batch"] == "micro 3 x accumulation 2 x workers 2 = 12 rows per step"
     assert base["loss_vs_ddp"] == 0
     assert branches["loss"] == pytest.approx(base["loss"], rel=1e-4)

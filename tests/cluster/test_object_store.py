@@ -32,13 +32,8 @@ def calm(local_ray, data, tmp_path_factory):
 
 def copied(run, folder):
     """Copy the parts of a run that tests compare to a disk."""
-    checkpoint = f"checkpoints/step-{STEPS}"
-    for name in (
-        "metrics.jsonl",
-        f"{checkpoint}/shard-1-of-1.safetensors",
-        f"{checkpoint}/state.json",
-        f"{checkpoint}/SHA256SUMS",
-    ):
+    files = ("shard-1-of-1.safetensors", "state.json", "SHA256SUMS")
+    for name in ("metrics.jsonl", *(f"checkpoints/step-{STEPS}/{file}" for file in files)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         to_path(f"{run}/{name}").download(folder / name)
     return folder

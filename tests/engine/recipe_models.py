@@ -32,10 +32,7 @@ MODELS: dict[str, tuple[config.Model, str]] = {
         config.Fusion(inputs=INPUTS, **TOWERS, cross=config.CrossAttention(**SHAPE), embed_dim=8, classes=3),
         "contrastive + 0.5 * matching + classification",
     ),
-    "generative": (
-        config.Generative(inputs=CHAT, image=IMAGE, text=config.Decoder(**SHAPE)),
-        "language_modelling",
-    ),
+    "generative": (config.Generative(inputs=CHAT, image=IMAGE, text=config.Decoder(**SHAPE)), "language_modelling"),
 }
 
 

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mmray.config import Inputs
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.evaluate.batches import EvalBatches, EvalDataset
 from tests.data.images.crashing_images import deadly, decoder_dies
 from tests.made import CAPTIONS, make_set, png, row
 
-INPUTS = SimpleNamespace(
-    image_side=8, fit="squash", interpolation="bilinear", max_tokens=16, max_boxes=0, language_token=""
-)
+INPUTS = Inputs(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmray.config import Inputs
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import DataError
@@ -27,9 +29,7 @@ from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row
 
 SETTINGS = SimpleNamespace(batch=4, limit=None, classes=(), prompts=("{}",), language=None)
-INPUTS = SimpleNamespace(
-    image_side=8, fit="squash", interpolation="bilinear", max_tokens=16, max_boxes=0, language_token=""
-)
+INPUTS = Inputs(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16)
 NUM_ROWS = 23
 
 
@@ -81,21 +81,17 @@ class Rank:
 
 
 def on_ranks(world: int, work: Any) -> list[Any]:
-    """Results of `work(group)` on each of `world` ranks; a raised error is the result of its rank."""
-    rows, results, barrier = [None] * world, [None] * world, threading.Barrier(world, timeout=30)
+    """Results of `work(group)` on each of `world` ranks; a DataError is the result of its rank."""
+    rows, barrier = [None] * world, threading.Barrier(world, timeout=30)
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         try:
-            results[rank] = work(Rank(rank, world, rows, barrier))
+            return work(Rank(rank, world, rows, barrier))
         except DataError as error:
-            results[rank] = error  # type: ignore[call-overload]
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(run, range(world)))
 
 
 @pytest.fixture(scope="module")
@@ -278,9 +274,8 @@ def test_region_head_is_scored(world: int, tmp_path: Path) -> None:
         labels = [-1 if not each and number % 4 == 0 else 1 for each in range(number % 3)]
         rows.append(replace(row(number), boxes=boxes, box_labels=labels))
     prepared = make_set(tmp_path / "set", rows)
-    inputs = SimpleNamespace(**vars(INPUTS) | {"max_boxes": 2})
     labelled = [(each, label) for made in rows for each, label in enumerate(made.box_labels) if label >= 0]
-    for metrics in score(prepared, Naming, world, inputs=inputs):
+    for metrics in score(prepared, Naming, world, inputs=INPUTS.replace(max_boxes=2)):
         assert metrics["regions/boxes"] == len(labelled) == 7
         assert metrics["regions/top_1"] == sum(each == 0 for each, _ in labelled) / len(labelled)
         assert "regions/top_5" not in metrics  # two label names
@@ -300,10 +295,7 @@ def test_topk_of_a_case_computed_by_hand() -> None:
     # Correct; a tie (wrong); a NaN in another class (wrong); no label; label out of range; a NaN in its own class.
     assert (right, rows) == (1, 4)
     assert in_five == 3
-    assert topk_accuracy(topk_hits(scores, label), "zero_shot", 3) == {
-        "zero_shot/top_1": 0.25,
-        "zero_shot/rows": 4.0,
-    }
+    assert topk_accuracy(topk_hits(scores, label), "zero_shot", 3) == {"zero_shot/top_1": 0.25, "zero_shot/rows": 4.0}
 
 
 def test_top_5_equals_naive_search() -> None:
@@ -313,9 +305,6 @@ def test_top_5_equals_naive_search() -> None:
     naive = [label[row] in scores[row].argsort(descending=True)[:5] for row in range(50)]
     assert found["c/top_5"] == pytest.approx(sum(naive) / 50)
     assert found["c/top_1"] == pytest.approx((scores.argmax(1) == label).double().mean().item())
-
-
-WAYS = ("image_to_text", "text_to_image")
 
 
 def shown_of(prepared: PreparedSet, world: int = 1) -> tuple[list[Any], dict[str, float]]:
@@ -338,15 +327,14 @@ def test_examples_do_not_depend_on_ranks_or_chunk(prepared: PreparedSet, monkeyp
 def test_examples_agree_with_the_recall_and_with_the_set(prepared: PreparedSet) -> None:
     (examples,), metrics = shown_of(prepared)
     assert examples["rows"] == metrics["rows"]
-    for way in WAYS:
+    for way in ("image_to_text", "text_to_image"):
         hits = [item for item in examples[way] if item["rank"] == 1]
         assert len(hits) <= NUM_SHOWN and 0 < len(examples[way]) - len(hits) <= NUM_SHOWN
         for item in examples[way]:
             row = prepared.read(np.array([item["row"]]))[0]
             assert item["key"] == row.key and item["caption"] in row.texts
-            assert [answer["score"] for answer in item["answers"]] == sorted(
-                (answer["score"] for answer in item["answers"]), reverse=True
-            )
+            scores = [answer["score"] for answer in item["answers"]]
+            assert scores == sorted(scores, reverse=True)
             marked = [rank for rank, answer in enumerate(item["answers"], 1) if answer["correct"]]
             assert (marked[:1] == [item["rank"]]) if item["rank"] <= 5 else not marked
             for answer in item["answers"]:

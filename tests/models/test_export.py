@@ -21,17 +21,15 @@ import mmray
 from mmray.config import ImageTower, Inputs, Model, TextTower, TwoTower
 from mmray.data.images.decode import decode
 from mmray.data.images.transform import resize_to_square
-from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
+from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.export import export as export_module
 from mmray.models.export.export import export
-from mmray.storage import storage
+from tests.made import encode
+from tests.models.test_clip import TEXTS, TOKENIZER, VOCAB
 
 Exported = tuple[nn.Module, TwoTower, Path]
-TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]
-TOKENIZER = train_tokenizer(TEXTS, 80)
-VOCAB = TextEncoder(TOKENIZER, 8).vocab_size
 
 
 def spec_of(fit: str = "crop") -> TwoTower:
@@ -59,12 +57,6 @@ def photo(mode: str = "RGB") -> Image.Image:
     return Image.fromarray(noise, "RGBA").convert(mode)
 
 
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 def save(model: nn.Module, spec: Model, out: Path | str) -> Any:
     return export(model, spec.model_dump(mode="json"), TOKENIZER, out)
 
@@ -89,7 +81,7 @@ def test_loaded_model_embeds_as_trained(tmp_path: Path, fit: str) -> None:
     spec = spec_of(fit)
     model = trained(spec)
     loaded = mmray.load(save(model, spec, tmp_path / "model"))
-    data = [encoded(photo(), "JPEG"), encoded(photo("RGBA"), "PNG"), encoded(photo("L"), "WEBP")]
+    data = [encode(photo(), "JPEG"), encode(photo("RGBA"), "PNG"), encode(photo("L"), "WEBP")]
     (tmp_path / "file.jpg").write_bytes(data[0])
     image, embedded = direct_images(model, spec, data), loaded.embed_images([tmp_path / "file.jpg", *data[1:]], batch=2)
     torch.testing.assert_close(embedded, image, rtol=0, atol=1e-6)
@@ -106,9 +98,9 @@ def test_loaded_model_embeds_as_trained(tmp_path: Path, fit: str) -> None:
 def test_pil_image_embeds_like_its_file(exported: Exported) -> None:
     loaded, orientation = mmray.load(exported[2]), Image.Exif()
     orientation[0x0112] = 6
-    upright, rotated = encoded(photo(), "JPEG"), encoded(photo(), "JPEG", exif=orientation)
+    upright, rotated = encode(photo(), "JPEG"), encode(photo(), "JPEG", exif=orientation)
     assert not torch.allclose(loaded.embed_images([rotated]), loaded.embed_images([upright]), atol=1e-3)
-    pairs: list[Any] = [(photo(mode), encoded(photo(mode), "PNG")) for mode in ("RGBA", "L", "P", "1")]
+    pairs: list[Any] = [(photo(mode), encode(photo(mode), "PNG")) for mode in ("RGBA", "L", "P", "1")]
     for image, file in [*pairs, (Image.open(io.BytesIO(rotated)), rotated)]:
         assert torch.equal(loaded.embed_images([image]), loaded.embed_images([file]))
 
@@ -157,7 +149,7 @@ def test_transformers_reads_tokenizer_and_preprocessing(tmp_path: Path, fit: str
 
 
 def test_invalid_input_is_named(exported: Exported, tmp_path: Path) -> None:
-    loaded, good = mmray.load(exported[2]), encoded(photo(), "PNG")
+    loaded, good = mmray.load(exported[2]), encode(photo(), "PNG")
     with pytest.raises(DataError, match="image 1: truncated"):
         loaded.embed_images([good, good[:100]], batch=1)
     with pytest.raises(DataError, match=r"image 0 \(.*missing\.png\)"):
@@ -199,14 +191,13 @@ def test_interrupted_export_keeps_the_earlier_one(tmp_path: Path, monkeypatch: p
         save(model, spec, out)
 
 
-def test_export_to_object_store_loads_again(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
+def test_export_to_object_store_loads_again(s3: Any) -> None:
     spec, address = spec_of(), f"{s3.address}/model"
     model = trained(spec)
     out = save(model, spec, address)
     assert str(out) == address and not Path("s3:").exists()
     assert f'mmray.load("{out.name}")' in (out / "README.md").read_text()
-    loaded, data = mmray.load(address), [encoded(photo(), "PNG")]
+    loaded, data = mmray.load(address), [encode(photo(), "PNG")]
     torch.testing.assert_close(loaded.embed_images(data), direct_images(model, spec, data), rtol=0, atol=1e-6)
 
     (out / "processor_config.json").write_text("{}")  # files of a generative model

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mmray
 from mmray import objectives
 from mmray.config import CrossAttention, Fusion, ImageTower, Inputs, Objective, TextTower
-from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
+from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine import optimizer
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
@@ -24,11 +24,9 @@ from mmray.models.export.export import export
 from mmray.models.fusion import SAMPLES_PER_SIDE, LabelTexts, region_features
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import toy
+from tests.models.test_clip import TEXTS, TOKENIZER, VOCAB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]
-TOKENIZER = train_tokenizer(TEXTS, 80)
-VOCAB = TextEncoder(TOKENIZER, 8).vocab_size
 ENCODER = TextEncoder(TOKENIZER, 8)
 INPUTS = Inputs(image_side=32, max_tokens=8)
 BOXED = INPUTS.model_copy(update={"max_boxes": 3})

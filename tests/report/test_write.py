@@ -51,13 +51,8 @@ def test_finished_run_has_all_sections_in_one_small_file(tmp_path):
 @pytest.mark.parametrize("has_recall", [True, False])
 def test_every_score_of_the_newest_evaluation_is_shown(tmp_path, has_recall):
     """Generative models have no recall."""
-    metrics = {
-        "evaluate/perplexity": 4.5,
-        "evaluate/token_accuracy": 0.5,
-        "evaluate/cider": 0.125,
-        "evaluate/zero_shot/top_1": 0.375,
-    }
-    metrics |= {"evaluate/regions/boxes": 1234.0} | (scores(0.5) if has_recall else {})
+    own = {"perplexity": 4.5, "token_accuracy": 0.5, "cider": 0.125, "zero_shot/top_1": 0.375, "regions/boxes": 1234.0}
+    metrics = {f"evaluate/{name}": value for name, value in own.items()} | (scores(0.5) if has_recall else {})
     page = page_of(make_run(tmp_path / "run", [line(1, **metrics), line(2)]))
     section = re.search(r'<section id="held-out">.*?</section>', page, re.DOTALL)[0]
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", section))

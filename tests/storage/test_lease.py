@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,11 @@ def hold_elsewhere(run: Path, fencing_token: int = 1) -> Path:
 
 def test_fences_only_grow_and_second_holder_is_refused(tmp_path):
     for fencing_token in (1, 2, 3):
-        held = short(tmp_path)
-        assert held.acquire() == fencing_token
-        check_fencing_token(tmp_path, fencing_token)
-        with pytest.raises(UsageError, match=rf"process {os.getpid()} on .*--run\.name"):
-            short(tmp_path).acquire()
-        held.release()
+        with short(tmp_path) as held:
+            assert held.fencing_token == fencing_token
+            check_fencing_token(tmp_path, fencing_token)
+            with pytest.raises(UsageError, match=rf"process {os.getpid()} on .*--run\.name"):
+                short(tmp_path).acquire()
     assert [file.name for file in (tmp_path / "lease").iterdir()] == ["3"]
 
 
@@ -58,12 +58,11 @@ def test_live_holder_on_another_machine_is_named_and_kept(tmp_path, monkeypatch)
 def test_stale_lease_is_taken_over_and_old_holder_stops(tmp_path):
     hold_elsewhere(tmp_path, fencing_token=4)
     check_fencing_token(tmp_path, 4)
-    held = short(tmp_path)
-    assert held.acquire() == 5
-    check_fencing_token(tmp_path, 5)
-    with pytest.raises(TrainingError, match="taken over"):
-        check_fencing_token(tmp_path, 4)
-    held.release()
+    with short(tmp_path) as held:
+        assert held.fencing_token == 5
+        check_fencing_token(tmp_path, 5)
+        with pytest.raises(TrainingError, match="taken over"):
+            check_fencing_token(tmp_path, 4)
     with pytest.raises(TrainingError, match="taken over"):
         check_fencing_token(tmp_path, 4)
 
@@ -85,44 +84,38 @@ def test_advance_fences_off_earlier_attempts_and_heartbeat_continues(tmp_path, m
     held.release()
 
 
-def _hold(run: str, ready: multiprocessing.synchronize.Event, fencing_tokens: multiprocessing.Queue[int]):
+def _hold(run: str, fencing_tokens: multiprocessing.Queue[int]):
     fencing_tokens.put(Lease(Path(run)).acquire())
-    ready.set()
     time.sleep(60)
 
 
 def test_killed_local_holder_is_replaced_at_once(tmp_path):
     spawn = multiprocessing.get_context("spawn")
-    ready, fencing_tokens = spawn.Event(), spawn.Queue()
-    process = spawn.Process(target=_hold, args=(str(tmp_path), ready, fencing_tokens))
+    fencing_tokens = spawn.Queue()
+    process = spawn.Process(target=_hold, args=(str(tmp_path), fencing_tokens))
     process.start()
-    assert ready.wait(60)
-    assert fencing_tokens.get(timeout=10) == 1
+    assert fencing_tokens.get(timeout=60) == 1
     with pytest.raises(UsageError, match=f"process {process.pid} "):
         Lease(tmp_path).acquire()
     process.kill()
     process.join()
     started_s = time.monotonic()
-    second = Lease(tmp_path)  # with default timeouts
-    assert second.acquire() == 2
-    assert time.monotonic() - started_s < 2
-    second.release()
+    with Lease(tmp_path) as second:  # with default timeouts
+        assert second.fencing_token == 2 and time.monotonic() - started_s < 2
 
 
 def test_reused_pid_is_not_the_holder(tmp_path):
-    file = hold_elsewhere(tmp_path)
-    file.write_text(json.dumps(ELSEWHERE | {"machine": lease._machine_id(), "pid": os.getpid()}))
-    held = short(tmp_path)
-    assert held.acquire() == 2
-    held.release()
+    owner = ELSEWHERE | {"machine": lease._machine_id(), "pid": os.getpid()}
+    hold_elsewhere(tmp_path).write_text(json.dumps(owner))
+    with short(tmp_path) as held:
+        assert held.fencing_token == 2
 
 
 def test_holder_that_releases_while_another_waits_is_replaced(tmp_path):
     file = hold_elsewhere(tmp_path)
     threading.Timer(BEAT_S, write_atomic, (file, json.dumps({"released": True}))).start()
-    held = short(tmp_path)
-    assert held.acquire() == 2
-    held.release()
+    with short(tmp_path) as held:
+        assert held.fencing_token == 2
 
 
 def test_lost_lease_stops_heartbeat_and_release_keeps_new_holder(tmp_path):
@@ -185,7 +178,7 @@ def test_late_heartbeat_of_a_replaced_holder_on_a_store_is_harmless(s3):
     silent = Lease(run)
     assert silent._claim(4)
     claim = run / "lease" / f"4{silent._suffix}"
-    claim.write_text(json.dumps({"host": "node-7", "pid": 1, "machine": "another", "process": "1"}))
+    claim.write_text(json.dumps(ELSEWHERE))
     held = Lease(run, heartbeat_s=0.5, stale_after_s=0.5)
     assert held.acquire() == 5
     with pytest.raises(FileNotFoundError):
@@ -200,16 +193,12 @@ def test_late_heartbeat_of_a_replaced_holder_on_a_store_is_harmless(s3):
 def test_at_most_one_contender_on_a_store_gets_a_number(s3):
     claims = [Lease(to_path(s3.address)) for _ in range(4)]
     for fencing_token in (1, 2, 3):
-        start, won = threading.Barrier(4), []
+        start = threading.Barrier(4)
 
-        def contend(own, fencing_token=fencing_token, start=start, won=won):
+        def contend(own, fencing_token=fencing_token, start=start):
             start.wait(10)
-            won.append(own._claim(fencing_token))
+            return own._claim(fencing_token)
 
-        threads = [threading.Thread(target=contend, args=(own,)) for own in claims]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sum(won) <= 1 and len(won) == 4
+        with ThreadPoolExecutor(4) as pool:
+            assert sum(pool.map(contend, claims)) <= 1
     assert claims[0]._claim(4) and not claims[1]._claim(4)

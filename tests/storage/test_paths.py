@@ -20,11 +20,6 @@ from mmray.storage.paths import (
 from mmray.storage.storage import Storage
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
-
-
 def test_remote_path_has_the_interface_of_path(s3):
     folder = to_path(s3.address)
     assert isinstance(folder, RemotePath) and not folder.exists()
@@ -107,6 +102,7 @@ def test_transient_errors_are_retried(s3):
 
 
 def test_permanent_errors_are_not_retried(monkeypatch):
+    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
     calls = []
 
     def refuse(error):

@@ -95,10 +95,8 @@ def marks(folder):
 
 def expected_marks(steps, rows=50, global_rows=16, names=None, **plan):
     """The rows of each step according to the order, computed without the stream."""
-    plan, names = (
-        SamplePlan(rows, global_rows, 1, global_rows, 0, steps, **plan),
-        names or [f"row-{n}" for n in range(rows)],
-    )
+    plan = SamplePlan(rows, global_rows, 1, global_rows, 0, steps, **plan)
+    names = names or [f"row-{number}" for number in range(rows)]
     for step in range(steps):
         positions = plan.positions(step, 0)
         keys = [hash_key(names[number]) for number in plan.rows_at(positions[positions != PADDING])]

@@ -60,10 +60,7 @@ class SourceRow:
 
 
 def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()) -> SourceRow:
-    """Parse a row from named values. Raises BadRow.
-
-    `location` is the key of a row without one. Image URLs must be on one of `hosts`.
-    """
+    """Parse a row, with `location` as key if it has none; image URLs must be on one of `hosts`. Raises BadRow."""
     values = {name: value for name, value in values.items() if value is not None}
     key = values.get("id", values.get("key", location))
     if isinstance(key, bool) or not isinstance(key, (str, int)):

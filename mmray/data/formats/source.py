@@ -112,11 +112,8 @@ def read_head(storage: Storage, name: str, size: int = 64) -> bytes:
 
 
 def list_files(storage: Storage, name: str, suffix: str) -> list[str]:
-    """Return the file `name`, or without a name the sorted files of the folder with this suffix, ignoring case.
-
-    Raises DataError for a name that is not UTF-8, because pyarrow cannot open it.
-    """
+    """Return `name`, or without one the sorted files with this suffix, ignoring case. Raises DataError."""
     names = [name] if name else [file for file in storage.list_files() if file.lower().endswith(suffix)]
-    if invalid := [each for each in names if not is_valid_name(each)]:
+    if invalid := [each for each in names if not is_valid_name(each)]:  # pyarrow cannot open them
         raise DataError(f"{storage.address}: the name {invalid[0]!r} is not plain UTF-8: rename the file")
     return names

@@ -64,10 +64,7 @@ class JsonlSource(Source):
     title = "JSON lines"
 
     def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
-        """Yield a chunk for each `rows_per_chunk` records.
-
-        A chunk also ends at one of `previous_chunk_ends` if a record does, so a file that grew keeps its chunks.
-        """
+        """Yield chunks of `rows_per_chunk` records, or up to a previous end: a file that grew keeps its chunks."""
         self.check()
         index = start = records = rows = 0
         first_line = 1

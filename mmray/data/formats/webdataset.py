@@ -50,16 +50,12 @@ class WebDatasetSource(Source):
             yield SourceChunk(index, name, 0, size, 1, None, file_signature(self.storage, name))
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        members = _iter_members(self.storage, chunk.file)
-        for number, (stem, sample) in enumerate(_group_samples(members), 1):
+        for number, (stem, sample) in enumerate(_group_samples(_iter_members(self.storage, chunk.file)), 1):
             yield number, f"{chunk.file}/{stem}", sample
         check_unchanged(self.storage, chunk)
 
     def parse(self, record: Sample) -> dict[str, Any]:
-        """Return the columns from txt, cls and json of a sample, and its images. Raises BadRow.
-
-        The txt has precedence over the json, and --columns over both.
-        """
+        """Return a sample's columns and images; its txt overrides its json, and --columns both. Raises BadRow."""
         members: dict[str, TarMember] = {}
         for kind, member in record.items():
             if isinstance(member, BadRow):
@@ -131,10 +127,7 @@ def _read_member(file: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> Ta
 
 
 def _group_samples(tar_members: Iterator[tuple[str, TarMember | BadRow]]) -> Iterator[tuple[str, Sample]]:
-    """Group consecutive members with the same base name.
-
-    A repeated member starts a new sample, so no data is lost silently: one of both is rejected for its duplicate id.
-    """
+    """Group consecutive members by base name; a repeat starts a new sample, so one is rejected for a duplicate id."""
     current, members = None, {}
     for name, member in tar_members:
         folder, _, base = name.removeprefix("./").rpartition("/")

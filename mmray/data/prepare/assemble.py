@@ -33,10 +33,7 @@ SAME_KEY, SAME_CONTENT, SAME_TEXT = 1, 2, 3
 
 
 def iter_chunk_records(out: Storage, chunks: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number of its first row, record) of finished chunks, read ahead in threads.
-
-    Raises DataError if one no longer exists.
-    """
+    """Yield (first row number, record) of finished chunks, read ahead in threads. Raises DataError if one is gone."""
     start = 0
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
         for first in range(0, len(chunks), 2 * MAX_PARALLEL):
@@ -228,17 +225,13 @@ def check_bad_rows(
         keep = ", keep duplicates with --duplicates keep" if {"duplicate", "duplicate-text"} & reasons.keys() else ""
         accept = f"accept them with --max-bad-fraction {-(-1000 * bad // total) / 1000:g}"
         advice = f"Correct them{keep}, or {accept}. Then rerun the same command to resume."
-    examples = result.examples
-    raise DataError(
-        "\n".join(
-            [
-                f"{source}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %), {limit}",
-                *(f"  {count:,} {reason}, for example {examples[reason]}" for reason, count in reasons.most_common(5)),
-                f"All of them are in {quarantine}.",
-                advice,
-            ]
-        )
-    )
+    lines = [
+        f"{source}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %), {limit}",
+        *(f"  {count:,} {reason}, for example {result.examples[reason]}" for reason, count in reasons.most_common(5)),
+        f"All of them are in {quarantine}.",
+        advice,
+    ]
+    raise DataError("\n".join(lines))
 
 
 def write_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> bool:

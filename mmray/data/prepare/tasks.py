@@ -35,11 +35,7 @@ T = TypeVar("T")
 
 
 def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]:
-    """Yield the results of `work(item)` in order of completion.
-
-    Raises an MmrayError of `work` unchanged, MmrayError for any other exception of it, and ResourceError if workers
-    keep dying.
-    """
+    """Yield results of `work(item)` as they complete. Raises MmrayError if one fails, ResourceError if workers die."""
     if not items:
         return
     rows = [{"item": orjson.dumps(item).decode()} for item in items]

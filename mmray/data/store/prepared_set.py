@@ -76,10 +76,7 @@ class Row:
 
     @property
     def checksum_ok(self) -> bool:
-        """Whether the image is bit-identical to the validated one; always true for an unvalidated reference.
-
-        Decoding is no substitute, because a damaged JPEG often decodes.
-        """
+        """Whether the image is the validated one (a damaged JPEG often decodes); true for an unvalidated reference."""
         return (not self.sha256 and self.ref is not None) or self.sha256 == hashlib.sha256(self.image).hexdigest()
 
 
@@ -209,10 +206,7 @@ class PreparedSet:
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
-        """Open a full set or one split; a set without splits returns all rows for any split.
-
-        `path` is a folder or a URI. Raises DataError if it has no complete set or no such split.
-        """
+        """Open the set in a folder or at a URI, or a split of it: all rows if it has no splits. Raises DataError."""
         storage = Storage(str(path))
         manifest = read_manifest(storage)
         if manifest is None:

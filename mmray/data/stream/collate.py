@@ -17,10 +17,7 @@ IGNORE_INDEX = -100  # label of tokens without loss, as in transformers
 def iter_micro_batches(
     blocks: Iterable[NumpyBatch], plan: SamplePlan, group_by_length: bool = False
 ) -> Iterator[list[Batch]]:
-    """Yield the micro-batches of each step, in order, from the blocks of one rank.
-
-    `group_by_length` groups captions of similar length, longest first; the rows of the step do not change.
-    """
+    """Yield a rank's micro-batches of each step; `group_by_length` sorts the rows of a step, longest caption first."""
     for rows in _iter_step_rows(blocks, plan.rank_rows):
         if group_by_length and plan.accumulation > 1:  # the order within one micro-batch has no effect
             order = np.argsort(-rows["num_tokens"], kind="stable")

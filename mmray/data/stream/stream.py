@@ -35,8 +35,7 @@ def block_shape(plan: SamplePlan, row_bytes: int, block_mb: float) -> tuple[int,
     if fitting_rows >= plan.rank_rows:
         return max(1, min(fitting_rows // plan.rank_rows, plan.steps)), 1
     min_blocks = -(-plan.rank_rows // fitting_rows)
-    counts = range(min_blocks, 4 * min_blocks)
-    return 1, next((count for count in counts if plan.rank_rows % count == 0), 1)
+    return 1, next((count for count in range(min_blocks, 4 * min_blocks) if plan.rank_rows % count == 0), 1)
 
 
 def block_ids_dataset(count: int) -> ray.data.Dataset:
@@ -74,8 +73,7 @@ class StreamDataConfig(ray.train.DataConfig):
         max_mb = store_mb / (2 * world_size)  # two blocks per rank fit without spilling
         shape = block_shape(self.resume_point.plan, row_bytes, min(self.block_mb, max_mb))
         block_plan = BlockPlan(self.resume_point.plan, self.resume_point.step, *shape)
-        splits = self.dataset(block_plan).streaming_split(world_size, equal=True)
-        return [{name: split} for split in splits]
+        return [{name: split} for split in self.dataset(block_plan).streaming_split(world_size, equal=True)]
 
     def dataset(self, block_plan: BlockPlan) -> ray.data.Dataset:
         """Return the dataset of decoded blocks, in order, from actors of one CPU each."""

@@ -88,8 +88,7 @@ class TextEncoder:
         if language is not None and language not in self._language_tokens:
             known = ", ".join(self.languages) or "none: it was trained without model.inputs.language_token"
             raise UsageError(f"the model has no token for language {language!r}; it knows {known}")
-        token = self._language_tokens.get(language or "", "")
-        return token + remove_tokens(text, self._language_tokens.values())
+        return self._language_tokens.get(language or "", "") + remove_tokens(text, self._language_tokens.values())
 
     def encode_batch(self, texts: list[str]) -> dict[str, np.ndarray]:
         """Return the columns input_ids int32 [N, T] and num_tokens int32 [N] of a batch."""
@@ -215,10 +214,7 @@ def _load_folder(folder: Path) -> str:
 
 
 def _load_file(path: Path, lowercase: bool | None) -> str:
-    """Load a tokenizer.json, or build BERT's tokenizer from a vocabulary with one token a line.
-
-    lowercase None: a vocabulary without capital letters is treated as lower-cased.
-    """
+    """Load a tokenizer.json or a BERT vocabulary, one token a line; lowercase None: if it has no capital letters."""
     try:
         text = path.read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):

@@ -91,10 +91,7 @@ def best_score(folder: AnyPath, metric: str) -> dict[str, Any] | None:
 
 
 def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
-    """Delete all but the newest `keep` complete checkpoints and the best by `metric`.
-
-    Incomplete ones are deleted too. Raises TrainingError if the storage refuses.
-    """
+    """Delete all checkpoints but the newest `keep` complete ones and the best by `metric`. Raises TrainingError."""
     protected = set(_steps(folder, complete=True)[-keep:])
     if metric is not None and (top := best(folder, metric)) is not None:
         protected.add(top)
@@ -124,10 +121,7 @@ def _steps(folder: AnyPath, complete: bool = False) -> list[AnyPath]:
 
 
 def verify(path: AnyPath) -> str | None:
-    """Return the fault of a checkpoint, None if every byte is as written.
-
-    Raises StorageError if the storage cannot be read: the checkpoint may be intact.
-    """
+    """Return the fault of a checkpoint, None if intact. Raises StorageError if the storage cannot be read."""
     try:
         if not (path / SUMS).exists():
             return f"it is incomplete (no {SUMS})"

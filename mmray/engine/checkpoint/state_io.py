@@ -143,8 +143,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: State) -> None:
     """Load what `optimizer_state` returned. Raises as `load_state_dict` does."""
     index_of = {name: index for index, name in enumerate(_trainable_names(module, optimizer))}
-    current = optimizer.state_dict()["param_groups"]
-    pairs = zip(state["param_groups"], current, strict=True)
+    pairs = zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
     groups = [saved | {"params": group["params"]} for saved, group in pairs]
     by_index = {index_of[name]: values for name, values in state["state"].items()}
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})

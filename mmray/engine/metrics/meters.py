@@ -63,15 +63,12 @@ class Meter:
         return metrics | machine_load(device) | {"memory/peak_gib": self.rates.timers.peak_gib()}
 
 
-# Prefixes of per-rank metrics whose maximum over ranks is reported; the mean of all others.
+# Per-rank metrics with these prefixes are reported as maxima, others as means; each rank has the run's throughput.
 MAXIMA = ("time/step_p95_s", "time/first_step_s", "memory/", "host/memory_gib", "gpu/memory_gib")
 
 
 def reduce_over_ranks(group: Group, sums: list[Tensor], local: Metrics) -> tuple[list[float], Metrics]:
-    """Sums over ranks, and the reduced per-rank metrics, in one collective.
-
-    Each rank already reports the throughput of the run, so the mean is correct.
-    """
+    """Sums over ranks, and the reduced per-rank metrics, in one collective."""
     figures = torch.tensor([float(value) for value in local.values()], dtype=torch.float64, device=group.device)
     packed = torch.cat([*(value.to(figures).reshape(1) for value in sums), figures])
     all_ranks = group.to_host(group.all_gather(packed[None]))

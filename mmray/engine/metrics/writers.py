@@ -163,10 +163,9 @@ class LogUploader:
             self._check()
             for file in sorted(path for path in self.local_folder.rglob("*") if path.is_file()):
                 state = (file.stat().st_size, file.stat().st_mtime_ns)
-                if self._uploaded.get(file) == state:
-                    continue
-                (self._folder / file.relative_to(self.local_folder).as_posix()).upload(file)
-                self._uploaded[file] = state
+                if self._uploaded.get(file) != state:
+                    (self._folder / file.relative_to(self.local_folder).as_posix()).upload(file)
+                    self._uploaded[file] = state
 
     def close(self) -> None:
         """Upload the rest and delete the local files, unless the upload fails."""
@@ -197,10 +196,7 @@ class LogUploader:
 
 @contextmanager
 def profiled(steps: int, file: Path | None, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each step; profile `steps` steps into `file`, if both are given.
-
-    The file is a Chrome trace, which ui.perfetto.dev opens.
-    """
+    """Yield a function to call after each step; profile `steps` steps into a Chrome trace `file`, if both are given."""
     if steps == 0 or file is None:
         yield lambda: None
         return

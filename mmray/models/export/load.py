@@ -37,10 +37,7 @@ ImageInput = Image.Image | bytes | str | Path
 
 
 def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
-    """Load an exported model: an Embedder, or a Generator for generative models.
-
-    folder: a path or an address (s3://...). Raises UsageError if it contains no exported model.
-    """
+    """Load the exported model at a path or address: an Embedder, or a Generator if generative. Raises UsageError."""
     path = to_path(folder)
     try:
         config = json.loads((path / CONFIG).read_text())
@@ -165,10 +162,7 @@ class Generator:
     def answer(
         self, images: Sequence[ImageInput], question: str | Sequence[str] | None = None, max_new_tokens: int = 64
     ) -> list[str]:
-        """Answer a question about each image (PIL image, encoded bytes, or path). Raises DataError.
-
-        question: one for all, or one per image; default is the caption question of training.
-        """
+        """Answer one question for all images, one for each, or (None) that of training. Raises DataError."""
         question = self.inputs.chat.question if question is None else question
         questions = [question] * len(images) if isinstance(question, str) else question
         if len(questions) != len(images):
@@ -190,17 +184,13 @@ def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) ->
 def _decode_image(index: int, image: ImageInput) -> np.ndarray:
     """Upright RGB uint8 [H, W, 3], decoded as in training. Raises DataError with `index`."""
     try:
-        return _to_rgb(image)
+        if isinstance(image, Image.Image):
+            upright, file = ImageOps.exif_transpose(image), io.BytesIO()
+            if upright.mode not in _PNG_MODES:
+                upright = upright.convert("RGBA" if upright.has_transparency_data else "RGB")
+            upright.save(file, "PNG", compress_level=0)  # lossless; `decode` handles transparency and 16-bit images
+            image = file.getvalue()
+        return decode(image if isinstance(image, bytes) else Path(image).read_bytes(), MAX_PIXELS)
     except (OSError, ValueError) as error:
         name = f" ({image})" if isinstance(image, str | Path) else ""
         raise DataError(f"image {index}{name}: {error}") from error
-
-
-def _to_rgb(image: ImageInput) -> np.ndarray:
-    if isinstance(image, Image.Image):
-        upright, file = ImageOps.exif_transpose(image), io.BytesIO()
-        if upright.mode not in _PNG_MODES:
-            upright = upright.convert("RGBA" if upright.has_transparency_data else "RGB")
-        upright.save(file, "PNG", compress_level=0)  # lossless; `decode` handles transparency and 16-bit images
-        image = file.getvalue()
-    return decode(image if isinstance(image, bytes) else Path(image).read_bytes(), MAX_PIXELS)

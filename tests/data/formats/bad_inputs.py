@@ -12,15 +12,11 @@ import zlib
 
 from PIL import Image
 
+from tests.made import encode
+
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 KEPT = "kept"
 TOO_LARGE = ("decode too-large", "refused before it is decoded")
-
-
-def encode(image, kind="PNG", **options):
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
 
 
 def encoded(kind="PNG", mode="RGB", size=(9, 6), colour=None, **options):

@@ -209,19 +209,13 @@ def test_csv_drops_its_header_only_once(tmp_path):
     assert [row.source for row in rows] == ["a.csv:6"] and faults == {"a.csv:7": "missing-image"}
 
 
-def append_tar(source):
-    with tarfile.open(source / "00002.tar", "w") as tar:
-        add(tar, "new.png", colour_image(99))
-        add(tar, "new.txt", b"new")
-
-
 def test_only_an_appended_tar_is_packed(tmp_path, in_process):
     source = tars(tmp_path / "raw")
     prepared(source, tmp_path / "out")
     in_process.clear()
-    append_tar(source)
+    tar_of(source / "00002.tar", "new")
     manifest, rows, _ = prepared(source, tmp_path / "out")
-    assert (manifest.num_rows, len(in_process), rows[-1].texts) == (COUNT + 1, 1, ["new"])
+    assert (manifest.num_rows, len(in_process), rows[-1].key) == (COUNT + 1, 1, "00002.tar/new")
 
 
 def test_columns_can_be_renamed(tmp_path):

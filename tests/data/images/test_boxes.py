@@ -1,7 +1,5 @@
 """Boxes follow their pixels through squash, crop, pad, random crop and flip, and into padded batches."""
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,7 @@ from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import PADDING, SamplePlan, hash_uniform
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
-from tests.made import CAPTIONS, make_set, row
+from tests.made import CAPTIONS, encode, make_set, row
 
 SIDE = 64
 
@@ -82,9 +80,7 @@ def test_largest_boxes_are_kept_in_order():
 
 
 def boxed(number, count):
-    file = io.BytesIO()
-    Image.new("RGB", (40, 20), (number, number, number)).save(file, "PNG")
-    made = row(number, file.getvalue())
+    made = row(number, encode(Image.new("RGB", (40, 20), (number, number, number))))
     made.boxes = [[0.5, 0.1 * each, 0.9, 0.1 * each + 0.1] for each in range(count)] or None
     made.box_labels = list(range(count)) or None
     return made

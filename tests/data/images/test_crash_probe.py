@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,9 +26,9 @@ from tests.made import CAPTIONS, make_set, png, row
 _pack_task, _hash_task = prepare_module._pack_task, contamination._hash_task
 
 
-def pack_task(item, job):
-    """The prepare task on a worker with the crashing decoder."""
-    with decoder_dies():
+def pack_task(decoder, item, job):
+    """The prepare task on a worker with another decoder."""
+    with decoder():
         return _pack_task(item, job)
 
 
@@ -112,18 +113,12 @@ def test_out_of_memory_image_is_not_reported_corrupt(monkeypatch):
     assert crash_probe.num_crashes == 0
 
 
-def pack_task_without_memory(item, job):
-    """The prepare task on a worker that runs out of memory for some images."""
-    with decoder_finds_no_memory():
-        return _pack_task(item, job)
-
-
 @pytest.mark.cluster
 def test_rows_of_oom_task_are_retried_one_by_one_and_kept(tmp_path, monkeypatch, local_ray):
     source = make_source(tmp_path / "raw", 12, ())
     with (tmp_path / "raw" / "5.png").open("ab") as file:
         file.write(NEED)
-    monkeypatch.setattr(prepare_module, "_pack_task", pack_task_without_memory)
+    monkeypatch.setattr(prepare_module, "_pack_task", partial(pack_task, decoder_finds_no_memory))
     manifest = prepare(str(source), str(tmp_path / "out"), Prepare(rows_per_shard=4, vocab_size=60))
     assert (manifest.num_rows, manifest.reasons) == (12, {})
 
@@ -134,7 +129,7 @@ def test_prepare_quarantines_crashing_image_and_packs_the_rest(tmp_path, monkeyp
     bad = (5, 6, 13)  # two in one task, and one that is the first of its task
     source, out = make_source(tmp_path / "raw", 32, bad), str(tmp_path / "out")
     settings = Prepare(max_bad_fraction=0.5, rows_per_shard=4, vocab_size=100, image_side=image_side)
-    monkeypatch.setattr(prepare_module, "_pack_task", pack_task)
+    monkeypatch.setattr(prepare_module, "_pack_task", partial(pack_task, decoder_dies))
     manifest = prepare(str(source), out, settings)
     assert (manifest.num_rows, manifest.reasons) == (29, {"decoder-crash": 3})
     faults = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]

@@ -14,7 +14,8 @@ from PIL import Image, ImageOps
 from mmray.data.images import decode as decode_module
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode, header_size, verify_image
 from mmray.data.images.transform import reencode, resize_to_square
-from tests.data.formats.bad_inputs import animated, encode, raw_png
+from tests.data.formats.bad_inputs import animated, raw_png
+from tests.made import encode
 
 
 def with_pillow(data, max_pixels=MAX_PIXELS):

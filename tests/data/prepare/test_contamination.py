@@ -12,17 +12,12 @@ from mmray.config import Prepare
 from mmray.data.prepare import contamination
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.assemble import NO_ROW
-from mmray.data.prepare.contamination import (
-    IMAGE_HASH_DTYPE,
-    MAX_COLOR_DISTANCE,
-    nearest,
-    perceptual_hash,
-)
+from mmray.data.prepare.contamination import IMAGE_HASH_DTYPE, MAX_COLOR_DISTANCE, nearest, perceptual_hash
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
-from tests.data.formats.bad_inputs import encode
 from tests.data.prepare.test_pipeline import quarantine, run_here
+from tests.made import encode
 
 LAX = Prepare(max_bad_fraction=0.0, rows_per_shard=4, vocab_size=100, phash_distance=20)
 

@@ -13,9 +13,8 @@ from mmray.config import Prepare
 from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.formats.source import SourceItem
 from mmray.data.prepare import fetch as fetch_module
-from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.fetch import HOST_CONNECTIONS, Fetcher
-from mmray.data.prepare.pack import PREFETCH_ROWS, pack_chunk, prefetch_rows
+from mmray.data.prepare.pack import PREFETCH_ROWS, prefetch_rows
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
@@ -222,20 +221,13 @@ def test_downloads_overlap_and_rows_keep_their_order(server, fetching):
     assert most <= PREFETCH_ROWS + 1
 
 
-def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch):
-    port, messages, packed = server.port, [], []
+def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch, in_process):
+    port, messages = server.port, []
     urls = [server.address(f"{n}?sig=hush") for n in (20, 21, 22)]
     urls += [server.address("404?sig=hush"), server.address("23?sig=hush", "other.test")]
     urls += [server.address("busy/3/5?hush"), f"https://allowed.test:{port}/to?at=https://other.test/a?hush"]
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps({"url": url, "caption": "x"}) + "\n" for url in urls))
-
-    def run(job, chunks):
-        for chunk in chunks:
-            packed.append(chunk.index)
-            yield pack_chunk(job, chunk)
-
-    monkeypatch.setattr(prepare_module, "pack_chunks", run)
     monkeypatch.setattr(fetch_module, "Fetcher", fetching)
     settings = Prepare(
         max_bad_fraction=1.0, rows_per_shard=64, vocab_size=0, columns=("image=url", "text=caption"),
@@ -258,9 +250,9 @@ def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch):
         assert not file.is_file() or b"hush" not in file.read_bytes(), file
 
     manifest = prepare(str(source), str(out), settings)  # the refused requests are retried
-    assert (manifest.num_rows, packed) == (4, [0, 0])
+    assert (manifest.num_rows, in_process) == (4, [0, 0])
     prepare(str(source), str(out), settings)
-    assert packed == [0, 0], "what is fetched stays"
+    assert in_process == [0, 0], "what is fetched stays"
     with pytest.raises(DataError, match=r"7 path, .* \(--allow-urls names the hosts"):
         prepare(str(source), str(out), settings.model_copy(update={"allow_urls": ()}))
-    assert len(packed) == 3, "other hosts: packed again"
+    assert len(in_process) == 3, "other hosts: packed again"

@@ -3,7 +3,6 @@
 Most tests pack in this process, without Ray; the last ones run the Ray Data job.
 """
 
-import io
 import json
 import os
 import signal
@@ -28,6 +27,7 @@ from mmray.data.prepare.pipeline import ensure_prepared, prepare
 from mmray.data.prepare.tasks import MAX_ATTEMPTS
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, MmrayError, ResourceError, TrainingError, UsageError
+from tests.made import encode
 
 LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=4, vocab_size=100)
 
@@ -48,9 +48,7 @@ def run(tmp_path):
 
 
 def colour_image(number, kind="PNG", size=(12, 8)):
-    out = io.BytesIO()
-    Image.new("RGB", size, (number % 256, number // 256, 77)).save(out, kind)
-    return out.getvalue()
+    return encode(Image.new("RGB", size, (number % 256, number // 256, 77)), kind)
 
 
 def make_source(folder, count, start=0, **columns):

@@ -21,8 +21,6 @@ from mmray.data.text.tokenizer import train_tokenizer
 from tests.made import CAPTIONS, make_set, png, row
 
 INPUTS = Inputs(image_side=8, fit="squash", max_tokens=12)
-
-
 TINY = png(7, side=1)
 
 

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from mmray.data.formats.rows import BadRow
-from mmray.data.text.tokenizer import (
-    TextEncoder,
-    clean_caption,
-    declared_pad_id,
-    load_tokenizer,
-    train_tokenizer,
-)
+from mmray.data.text.tokenizer import TextEncoder, clean_caption, declared_pad_id, load_tokenizer, train_tokenizer
 from mmray.errors import UsageError
 
 CAPTIONS = [f"A {size} {colour} {shape}, déjà vu" for size in ("big", "small") for colour in ("red", "blue", "green")

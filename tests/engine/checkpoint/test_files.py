@@ -166,7 +166,6 @@ def test_best_is_lowest_for_losses_and_ranks(
 
 @pytest.fixture
 def store(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
     monkeypatch.setattr(storage, "ATTEMPTS", 1)
     return s3
 

@@ -43,7 +43,6 @@ def local(tmp_path):
 
 @pytest.fixture
 def stored(s3, monkeypatch):
-    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
     monkeypatch.setattr(storage, "ATTEMPTS", 1)
     yield (checkpoints := Checkpoints(to_path(s3.address) / "run"))
     checkpoints.lease.release()

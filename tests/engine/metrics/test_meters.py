@@ -6,6 +6,7 @@ import math
 import mmap
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -123,11 +124,10 @@ def test_mfu_is_achieved_over_peak_flops_of_a_device(monkeypatch, precision, pea
     assert (metrics["memory/peak_gib"], metrics["gpu/busy_percent"]) == (5.0, 73.0)
 
 
-def unavailable(_):
-    raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
-
-
-@pytest.mark.parametrize(("utilization", "busy"), [(lambda _: 73, 73.0), (unavailable, math.nan)])
+@pytest.mark.parametrize(
+    ("utilization", "busy"),
+    [(lambda _: 73, 73.0), (Mock(side_effect=ModuleNotFoundError("nvidia-ml-py is not installed")), math.nan)],
+)
 def test_gpu_metrics_are_those_of_nvml_and_nan_without_it(monkeypatch, utilization, busy):
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5 * 2**30, 8 * 2**30))

@@ -13,7 +13,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mmray.engine.metrics import writers
 from mmray.engine.metrics.writers import LogUploader, MetricsLog, profiled
 from mmray.errors import TrainingError
-from mmray.storage import storage
 from mmray.storage.lease import Lease, check_fencing_token
 from mmray.storage.paths import to_path
 
@@ -137,9 +136,8 @@ def test_profile_of_requested_steps_is_written(tmp_path):
 
 
 @pytest.fixture
-def run(s3, monkeypatch):
+def run(s3):
     """The folder of a run on an object store."""
-    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
     return to_path(s3.address) / "run"
 
 
