@@ -1,4 +1,4 @@
-"""Benchmark the machine of the job's driver.
+"""Benchmark the node on which the job's driver runs, by default the head.
 
     ray job submit --working-dir . -- python jobs/bench.py step resnet50-bert --json /shared/step.json
 

@@ -1,4 +1,4 @@
-"""Evaluate a run's newest checkpoint on held-out rows, on workers like those of its training.
+"""Evaluate a run's newest checkpoint on held-out rows, with as many workers as in training, on the same device type.
 
     ray job submit --working-dir . -- python jobs/evaluate.py /shared/runs/resnet50-bert --data /shared/prepared/test
 

@@ -2,7 +2,7 @@
 
     ray job submit --working-dir . -- python jobs/export.py /shared/runs/resnet50-bert /shared/exported/resnet50-bert
 
-The export runs on the head node only.
+The export runs in the job's driver, by default on the head node; it uses no workers.
 """
 
 import sys

@@ -1,4 +1,4 @@
-r"""Search batch shapes or other settings; the best trial becomes a recipe for jobs/train.py.
+r"""Search batch shapes or other settings; writes best.yaml, a recipe for jobs/train.py.
 
     ray job submit --working-dir . -- python jobs/tune.py resnet50-bert --data.train /shared/prepared/my \
       --run.storage /shared/runs --space batch.micro=16,32,64 --space batch.accumulation=1,2
