@@ -86,7 +86,9 @@ class HangDetector:
             if self._last.get(record.rank, (-1, 0.0))[0] != record.progress:
                 self._last[record.rank] = (record.progress, now_s)
             idle_s.append(now_s - self._last[record.rank][1])
-            started = record.step > self.first_step and not record.waits_for_data
+            # A silent process (SIGSTOP) may have sent its last heartbeat while it waited for data.
+            waits_for_data = record.waits_for_data and record.age_s <= SILENT_S
+            started = record.step > self.first_step and not waits_for_data
             limit_s = self.limit_s if started else max(self.limit_s, self.start_limit_s)
             if idle_s[-1] > limit_s:
                 stalled.append(record)

@@ -27,7 +27,7 @@ def start(recipe):
 
 def wait_for_step(process, run, step, timeout_s=60.0):
     file, end_s = run / "metrics.jsonl", time.monotonic() + timeout_s
-    while not file.exists() or f'"step": {step},' not in file.read_text():
+    while not file.exists() or f'"step":{step},' not in file.read_text():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end_s, f"step {step} never came"
         time.sleep(0.1)

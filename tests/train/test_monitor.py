@@ -39,6 +39,7 @@ WAITS_FOR_DATA = replace(beat(0), waits_for_data=True)  # data nodes may be pree
         (3, [beat(0, waits=True), beat(1)], (0, 9, 11), r"rank 1 \(process 101, node node1\) is at"),  # others wait
         (0, [WAITS_FOR_DATA, beat(1, waits=True)], (0, 20, 59, 61), "rank 0 .* waits for data"),
         (7, [beat(0)], (0, 50, 61), "rank 0"),  # before the first step
+        (3, [replace(WAITS_FOR_DATA, age_s=30)], (0, 9, 11), "rank 0 .* has not responded"),  # stopped while it waited
     ],
 )
 def test_rank_without_progress_for_the_limit_is_named(first_step, beats, times_s, message):

@@ -90,7 +90,7 @@ def test_same_command_runs_the_remaining_trials(stopped, finished):
     assert code == 0
     assert "4 with 64 samples each, 1 already measured, 2 infeasible" in text
     assert "t002       batch.micro=4 train.callbacks" in text and "t001       batch.micro" not in text
-    before, after = stopped[0].rows[0], rows_of(folder)
+    before, after = stopped[0][2][0], rows_of(folder)
     assert after["t001"] == before  # measured once
     statuses = [after[name]["status"] for name in sorted(after)]
     assert statuses == ["finished", "out_of_memory", "infeasible", "infeasible"]
