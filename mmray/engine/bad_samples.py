@@ -36,7 +36,7 @@ def quarantine_bad_rows(
     for block in blocks:
         _check_labels(block, config)
         positions = block["pos"][~block["valid"] & (block["pos"] >= 0)]
-        for row in plan.rows_at(positions).tolist():
+        for row in plan.row_ids_at(positions).tolist():
             num_bad = count(row)
             if num_bad == 0:
                 continue

@@ -20,7 +20,7 @@ from torch import Tensor
 from mmray.data.images import boxes
 from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import MAX_PIXELS, BadImage
-from mmray.data.store.manifest import BATCH_ROWS
+from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, hash_key, read_each
 from mmray.data.stream.collate import box_columns, lm_columns, token_columns
 from mmray.data.stream.reader import NO_LABEL, Block, RowReader
@@ -105,7 +105,8 @@ class EvalBatches:
             ahead: Iterator[list[EvalRow | Exception]] = iter(())
             for part, after in zip([rows[:0], *parts], [*parts, rows[:0]], strict=True):
                 current = ahead
-                ahead = pool.map(self._read, [after[at : at + BATCH_ROWS] for at in range(0, len(after), BATCH_ROWS)])
+                starts = range(0, len(after), RECORD_BATCH_ROWS)
+                ahead = pool.map(self._read, [after[at : at + RECORD_BATCH_ROWS] for at in starts])
                 readable: list[tuple[int, EvalRow]] = []
                 for row, record in zip(part.tolist(), chain.from_iterable(current), strict=True):
                     if not isinstance(record, Exception):

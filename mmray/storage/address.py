@@ -1,4 +1,4 @@
-"""Checks of addresses: credentials, redaction for logs, and which URLs may be fetched."""
+"""Checks of addresses (paths or URIs of storages) for credentials, and which URLs of images may be fetched."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def is_url(name: str) -> bool:
     return name[:8].lower().startswith(("https://", "http://"))
 
 
-def redact_url(address: str) -> str:
-    """Return an address without login, query and fragment, for logs (a signed URL is a secret)."""
-    redacted = re.split(r"[?#]", re.sub(r"//[^/]*@", "//", address), maxsplit=1)[0][:200]
+def redact_url(url: str) -> str:
+    """Return a URL without login, query and fragment, for logs (a signed URL is a secret)."""
+    redacted = re.split(r"[?#]", re.sub(r"//[^/]*@", "//", url), maxsplit=1)[0][:200]
     return redacted.encode(errors="backslashreplace").decode()  # a redirect may be invalid UTF-8
 
 
@@ -44,9 +44,9 @@ def parse_host(name: str) -> str:
     return match[1] if port == _HTTPS_PORT else f"{match[1]}:{port}"
 
 
-def rejection_reason(address: str, hosts: Collection[str]) -> str:
+def rejection_reason(url: str, hosts: Collection[str]) -> str:
     """Return why a URL must not be fetched and which setting would allow it; empty if it may be fetched."""
-    scheme, _, rest = address.partition("://")
+    scheme, _, rest = url.partition("://")
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     if scheme.lower() != "https":
         return "only https is fetched"
@@ -59,10 +59,10 @@ def rejection_reason(address: str, hosts: Collection[str]) -> str:
     return "" if host in hosts else f"its host is not allowed; prepare.allow_urls (--allow-urls {host}) would allow it"
 
 
-def is_public_ip(address: str) -> bool:
+def is_public_ip(text: str) -> bool:
     """Return whether an IP address, or the IPv4 address embedded in it, is on the public internet."""
     try:
-        ip = ip_address(address)
+        ip = ip_address(text)
     except ValueError:
         return False
     if isinstance(ip, IPv6Address):

@@ -81,8 +81,8 @@ class Lease:
         self._thread.start()
         return self.fencing_token
 
-    def advance(self) -> int:
-        """Fence off workers of an earlier attempt. Raises TrainingError if the lease is lost, StorageError."""
+    def claim_next_token(self) -> int:
+        """Claim the next token, so that earlier workers cannot write. Raises TrainingError if lost, StorageError."""
         before = self.fencing_token
         try:
             while not self._claim(before + 1):
@@ -160,7 +160,7 @@ class Lease:
             try:
                 self._beat(fencing_token)
             except FileNotFoundError:
-                if fencing_token == self.fencing_token:  # not replaced by advance()
+                if fencing_token == self.fencing_token:  # not replaced by `claim_next_token`
                     return  # lost: `check` reports it
             except OSError:
                 continue
@@ -181,8 +181,8 @@ def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
     newest = max(fencing_tokens, default=0)
     if newest > fencing_token or fencing_token not in fencing_tokens:
         raise TrainingError(
-            f"{directory} was taken over by another process or a later attempt (lease {newest}, this one had "
-            f"{fencing_token}). This process stops writing; nothing is lost. Give each run and prepare its own folder."
+            f"{directory} was taken over by another process or a later attempt (fencing token {newest}, this "
+            f"process has {fencing_token}). It stops writing; nothing is lost. Give each run and set its own folder."
         )
 
 

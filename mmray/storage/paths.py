@@ -213,30 +213,31 @@ def move_tree(path: AnyPath, target: AnyPath) -> None:
 
 
 def append_line(path: AnyPath, line: bytes) -> None:
-    """Append a line to a file with several writers; on an object store as a separate part until `merge_parts`."""
+    """Append a line to a file with several writers; on an object store as an object until they are merged."""
     if isinstance(path, RemotePath):
-        (_parts(path) / f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}").write_bytes(line + b"\n")
+        (_line_folder(path) / f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}").write_bytes(line + b"\n")
     else:
         with path.open("ab") as file:
             file.write(line + b"\n")
 
 
-def merge_parts(path: AnyPath) -> None:
-    """Merge the parts that `append_line` wrote on an object store; call it from one process only."""
-    if not isinstance(path, RemotePath) or not _parts(path).is_dir():
+def merge_appended_lines(path: AnyPath) -> None:
+    """Merge the objects that `append_line` wrote on a store into the file; call it from one process only."""
+    if not isinstance(path, RemotePath) or not _line_folder(path).is_dir():
         return
     before = path.read_bytes() if path.exists() else b""
-    path.write_bytes(before + b"".join(part.read_bytes() for part in _parts(path).iterdir()))
-    remove_tree(_parts(path))
+    lines, known = [each.read_bytes() for each in _line_folder(path).iterdir()], set(before.splitlines(keepends=True))
+    path.write_bytes(before + b"".join(line for line in lines if line not in known))  # known: from a failed deletion
+    remove_tree(_line_folder(path))
 
 
-def _parts(path: RemotePath) -> RemotePath:
+def _line_folder(path: RemotePath) -> RemotePath:
     return path.with_name(f"{path.name}.parts")
 
 
 @contextmanager
 def temp_dir() -> Iterator[Path]:
-    """Yield a local folder that is deleted after the block, or a day later if this process is killed."""
+    """Yield a local folder that is deleted after the block, or by a call a day after this process was killed."""
     with tempfile.TemporaryDirectory(prefix=TEMP_DIR_PREFIX) as name:
         for old in Path(name).parent.glob(f"{TEMP_DIR_PREFIX}*"):
             with suppress(OSError):  # just deleted, or owned by another user

@@ -31,7 +31,7 @@ PERMANENT_ERRORS = (  # S3 errors that a retry does not fix
 MAX_GAP_BYTES = 1 << 20  # about as much as a store sends during the latency of one request
 MAX_REQUEST_BYTES = 16 << 20
 MAX_PARALLEL = 8
-MAX_OPEN = 4096  # uses no file descriptors, but opening costs a request
+MAX_OPEN_OBJECTS = 4096  # of a RangeReader; uses no file descriptors, but opening costs a request
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Storage:
 
     @contextmanager
     def open_output(self, name: str) -> Iterator[pa.NativeFile]:
-        """Open a file for writing; it appears if the block succeeds; an error deletes an existing object of a store."""
+        """Open a file for writing; it appears if the block succeeds. On a store, an error also deletes the old one."""
         system, target = self.filesystem[0], self.fs_path(name)
         if isinstance(system, fs.LocalFileSystem):
             temporary = f"{target}.{uuid.uuid4().hex[:8]}{TEMP_SUFFIX}"
@@ -216,7 +216,7 @@ class ByteRange(NamedTuple):
 
     start: int
     stop: int
-    spans: list[int]
+    span_indices: list[int]
 
 
 def coalesce_ranges(spans: Sequence[tuple[int, int]]) -> list[ByteRange]:
@@ -226,7 +226,7 @@ def coalesce_ranges(spans: Sequence[tuple[int, int]]) -> list[ByteRange]:
         start, stop = spans[index]
         last = ranges[-1] if ranges else None
         if last and start - last.stop <= MAX_GAP_BYTES and max(stop, last.stop) - last.start <= MAX_REQUEST_BYTES:
-            ranges[-1] = ByteRange(last.start, max(stop, last.stop), [*last.spans, index])
+            ranges[-1] = ByteRange(last.start, max(stop, last.stop), [*last.span_indices, index])
         else:
             ranges.append(ByteRange(start, stop, [index]))
     return ranges
@@ -236,7 +236,7 @@ class RangeReader:
     """Reads ranges of files of a storage and keeps the last MAX_OPEN open; thread-safe, cheap to pickle."""
 
     def __init__(self, storage: Storage) -> None:
-        self._storage, self._open = storage, lru_cache(MAX_OPEN)(storage.open)
+        self._storage, self._open = storage, lru_cache(MAX_OPEN_OBJECTS)(storage.open)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RangeReader, (self._storage,)

@@ -14,7 +14,7 @@ from mmray.data.store.prepared_set import PreparedMixture
 from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
-from mmray.storage.paths import AnyPath, merge_parts
+from mmray.storage.paths import AnyPath, merge_appended_lines
 from mmray.train import run_dir, trackers
 from mmray.train.monitor import ProgressReporter
 from mmray.train.resolve import ResolvedRun, resolve_run
@@ -86,7 +86,7 @@ def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: ProgressRepor
     """Merge the quarantine file and write the report, unless another process owns the run now."""
     try:
         lease.check()
-        merge_parts(run.path / QUARANTINE)
+        merge_appended_lines(run.path / QUARANTINE)
     except TrainingError:
         return
     except OSError as error:

@@ -42,7 +42,7 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
         ensure_prepared,
         cache=config.data.cache,
         settings=config.prepare,
-        notify=reporter.log,
+        log=reporter.log,
         progress=reporter.prepare_progress,
     )
     mixture = [(str(prepare_source(source)), weight) for source, weight in parse_mixture(config.data.train)]

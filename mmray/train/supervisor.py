@@ -21,7 +21,7 @@ from mmray.engine.checkpoint import files
 from mmray.errors import MmrayError, ResourceError, StorageError, TrainingError, UsageError
 from mmray.evaluate.build import best_metric
 from mmray.storage.lease import Lease
-from mmray.storage.paths import AnyPath, merge_parts
+from mmray.storage.paths import AnyPath, merge_appended_lines
 from mmray.train.coordinator import start_coordinator
 from mmray.train.monitor import WASTED_STEPS, AttemptMonitor, ProgressReporter, RunProgress
 from mmray.train.recovery import Failure, Restart, classify_failure, count_failures, decide_recovery
@@ -114,9 +114,9 @@ class Supervisor:
         while True:
             try:
                 if self.attempts > 1:
-                    self.lease.advance()
+                    self.lease.claim_next_token()
                 checkpoint = files.latest_valid(self.run.checkpoints, partial(self.reporter.log, label="checkpoint"))
-                merge_parts(self.run.path / QUARANTINE)
+                merge_appended_lines(self.run.path / QUARANTINE)
                 return checkpoint, load_bad_rows(self.run.path)
             except (StorageError, OSError) as error:
                 pause_s = next(pauses_s, None)

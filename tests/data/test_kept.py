@@ -1,4 +1,4 @@
-"""Decoded images kept by a data worker: each image of a small set is decoded once, with the same blocks."""
+"""Decoded images kept by a decode actor: each image of a small set is decoded once, with the same blocks."""
 
 from __future__ import annotations
 

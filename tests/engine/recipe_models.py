@@ -92,5 +92,5 @@ def llava_blocks(plan: SamplePlan, rank: int) -> Iterator[dict[str, np.ndarray]]
     for step in range(plan.steps):
         positions = plan.positions(step, rank)
         real = positions >= 0
-        block = {name: column[np.where(real, plan.rows_at(positions), 0)] for name, column in columns.items()}
+        block = {name: column[np.where(real, plan.row_ids_at(positions), 0)] for name, column in columns.items()}
         yield block | {"valid": real, "pos": positions}

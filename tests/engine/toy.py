@@ -441,6 +441,6 @@ def steps_of(plan: SamplePlan, rank: int, first: int = 0) -> Iterator[list[dict[
     for step in range(first, plan.steps):
         positions = plan.positions(step, rank)
         real = torch.from_numpy(positions >= 0)
-        indices = torch.from_numpy(np.where(positions >= 0, plan.rows_at(positions), 0))
+        indices = torch.from_numpy(np.where(positions >= 0, plan.row_ids_at(positions), 0))
         batch = {name: tensor[indices] for name, tensor in columns.items()}
         yield cut(batch | {"valid": real, "pos": torch.from_numpy(positions)}, plan.micro)

@@ -69,7 +69,7 @@ def test_stale_lease_is_taken_over_and_old_holder_stops(tmp_path):
 
 def test_advance_fences_off_earlier_attempts_and_heartbeat_continues(tmp_path, monkeypatch):
     held = short(tmp_path)
-    assert (held.acquire(), held.advance(), held.advance(), held.fencing_token) == (1, 2, 3, 3)
+    assert (held.acquire(), held.claim_next_token(), held.claim_next_token(), held.fencing_token) == (1, 2, 3, 3)
     check_fencing_token(tmp_path, 3)
     for earlier in (1, 2):
         with pytest.raises(TrainingError, match="a later attempt"):
@@ -79,8 +79,8 @@ def test_advance_fences_off_earlier_attempts_and_heartbeat_continues(tmp_path, m
     with pytest.raises(UsageError):
         short(tmp_path).acquire()
     hold_elsewhere(tmp_path, fencing_token=4)
-    with pytest.raises(TrainingError, match=r"lease 4, this one had 3"):
-        held.advance()
+    with pytest.raises(TrainingError, match=r"token 4, this process has 3"):
+        held.claim_next_token()
     held.release()
 
 
@@ -165,7 +165,7 @@ def test_lease_on_a_store_has_one_holder_until_release(s3, monkeypatch):
         Lease(run).acquire()
     first.release()
     second = Lease(run)
-    assert (second.acquire(), second.advance()) == (2, 3)
+    assert (second.acquire(), second.claim_next_token()) == (2, 3)
     for earlier in (1, 2):
         with pytest.raises(TrainingError, match="taken over"):
             check_fencing_token(run, earlier)

@@ -9,7 +9,7 @@ from mmray.storage.paths import (
     RemotePath,
     append_line,
     local_copy,
-    merge_parts,
+    merge_appended_lines,
     move_tree,
     open_for_upload,
     remove_tree,
@@ -71,12 +71,11 @@ def test_file_operations_are_the_same_on_disk_and_store(kind, s3, tmp_path):
     assert not (folder / "step-1").exists()
     write_atomic(folder / "result.json", "é")
     assert (folder / "result.json").read_text() == "é"
-    for line in (b"one", b"two"):
-        append_line(folder / "quarantine.jsonl", line)
-        merge_parts(folder / "quarantine.jsonl")
-    append_line(folder / "quarantine.jsonl", b"three")
-    append_line(folder / "quarantine.jsonl", b"four")
-    merge_parts(folder / "quarantine.jsonl")
+    left = [b"two"] if kind == "store" else []  # by a merge that was killed before it deleted the separate objects
+    for lines in ([b"one"], [b"two"], [*left, b"three", b"four"]):
+        for line in lines:
+            append_line(folder / "quarantine.jsonl", line)
+        merge_appended_lines(folder / "quarantine.jsonl")
     assert (folder / "quarantine.jsonl").read_bytes() == b"one\ntwo\nthree\nfour\n"
     remove_tree(folder / "step-1.damaged")
     remove_tree(folder / "never-there")

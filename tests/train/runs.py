@@ -99,7 +99,7 @@ def expected_marks(steps, rows=50, global_rows=16, names=None, **plan):
     names = names or [f"row-{number}" for number in range(rows)]
     for step in range(steps):
         positions = plan.positions(step, 0)
-        keys = [hash_key(names[number]) for number in plan.rows_at(positions[positions != PADDING])]
+        keys = [hash_key(names[number]) for number in plan.row_ids_at(positions[positions != PADDING])]
         yield step + 1, plan.rows_start(step), rows_sha(torch.tensor(np.array(keys, np.int64)))
 
 

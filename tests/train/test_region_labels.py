@@ -52,7 +52,7 @@ def test_missing_or_contradicting_labels_are_errors(tmp_path: Path) -> None:
 def test_box_label_without_name_ends_the_run(labels: list[int], bad: int | None, tmp_path: Path) -> None:
     block = {"label": np.array([-1]), "box_labels": np.array([labels]), "valid": np.array([True]), "pos": np.array([0])}
     config = SimpleNamespace(model=SimpleNamespace(region_labels=("", "cat")), data=SimpleNamespace(train="made"))
-    plan = SimpleNamespace(rows_at=lambda positions: positions)
+    plan = SimpleNamespace(row_ids_at=lambda positions: positions)
     passing = quarantine_bad_rows([block], config, tmp_path, None, plan, lambda _: 0)  # type: ignore[arg-type]
     if bad is None:
         assert list(passing) == [block]

@@ -21,7 +21,7 @@ def test_data_limit_is_rows_per_epoch(tmp_path):
     assert (whole.steps, first.steps) == (8, 4)
     plan = resume_point(first, None, 2).plan
     for epoch in range(2):
-        assert sorted(plan.rows_at(np.arange(20) + 20 * epoch)) == list(range(20))
+        assert sorted(plan.row_ids_at(np.arange(20) + 20 * epoch)) == list(range(20))
 
 
 def test_language_tokens_are_those_of_the_sets(tmp_path):

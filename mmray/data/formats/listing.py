@@ -13,19 +13,18 @@ from typing import Any
 
 import orjson
 
-from mmray.data.formats.rows import BadRow, is_safe_path, is_valid_name
+from mmray.data.formats.rows import HELD_OUT_SPLITS, BadRow, is_safe_path, is_valid_name
 from mmray.data.formats.source import IMAGE_SUFFIXES, Source, SourceChunk
 from mmray.data.formats.text_lines import BOM, JsonlSource
-from mmray.data.images.read import os_error_as_bad_row, read_file
+from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
 from mmray.errors import DataError
 
 LISTING = "listing.jsonl"
-SPLITS = ("train", "test", "val", "valid", "validation", "dev")
 Rows = Iterator[dict[str, Any]]
 
 
 class ListingSource(Source):
-    """Rows that `list_rows` produces; subclasses name a layout."""
+    """Base of the sources whose rows are listed; each subclass implements `list_rows` for one layout."""
 
     def list_rows(self) -> Rows:
         """Yield the rows of the source, as values with their location `origin`. Raises DataError."""
@@ -48,7 +47,7 @@ class ListingSource(Source):
 
     def parse(self, record: dict[str, Any]) -> dict[str, Any]:
         """Add the non-blank lines of the caption file, if there is one. Raises BadRow."""
-        name = record.pop("text_file", None)
+        name, *_ = record.pop("text_file", [None])
         if name is None:
             return record
         if not is_valid_name(name):
@@ -73,7 +72,7 @@ class ClassFolders(ListingSource):
     def list_rows(self) -> Rows:
         names = [name for name in self.storage.list_files() if is_image(name)]
         paths = [PurePosixPath(name).parts for name in names]
-        has_splits = bool(paths) and all(len(path) > 2 and path[0] in SPLITS for path in paths)
+        has_splits = bool(paths) and all(len(path) > 2 and path[0] in ("train", *HELD_OUT_SPLITS) for path in paths)
         folders = [path[int(has_splits) : -1] for path in paths]  # the first is the class
         labels = {name: label for label, name in enumerate(sorted({folder[0] for folder in folders if folder}))}
         captions = {name: name.replace("_", " ") for name in labels}
@@ -101,7 +100,8 @@ class ImageTextPairs(ListingSource):
             elif name.lower().endswith(".txt"):
                 texts[stem] = name
         for stem in sorted(images.keys() | texts.keys()):
-            row = {"text_file": texts[stem]} if stem in texts else {}
+            # With size and modification time, so that an edited text changes the signature of its chunk.
+            row = {"text_file": stat_signature(self.storage, texts[stem])} if stem in texts else {}
             for name in images.get(stem, []):
                 yield {"origin": name, "id": name, "image": name} | row
             if stem not in images:
@@ -132,11 +132,11 @@ class CocoSource(ListingSource):
                 files = {image["id"]: str(image["file_name"]) for image in document["images"]}
                 categories |= {str(item["id"]): str(item["name"]) for item in document.get("categories", [])}
                 for annotation in document["annotations"]:
-                    number = annotation["image_id"]
+                    image_id = annotation["image_id"]
                     if "caption" in annotation:
-                        captions[number].append(annotation["caption"])
+                        captions[image_id].append(annotation["caption"])
                     if "bbox" in annotation:  # a missing category is an error of this row
-                        boxes[number].append((annotation["bbox"], annotation.get("category_id")))
+                        boxes[image_id].append((annotation["bbox"], annotation.get("category_id")))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"{path} is not COCO's JSON ({error}): it needs `images` with `id` and `file_name`, and "
@@ -145,17 +145,17 @@ class CocoSource(ListingSource):
             shared = images.keys() & files.keys()
             if images and not any(PurePosixPath(files[n]).name == PurePosixPath(images[n][1]).name for n in shared):
                 raise DataError(f"{self.storage.address}: {names[0]} and {name} have no image in common")
-            for number, file in files.items():
-                images.setdefault(number, (name, file))
+            for image_id, file in files.items():
+                images.setdefault(image_id, (name, file))
         self.box_names = categories
         folder = self._images_folder(names[0], [file for _, file in images.values()][:16])
-        for number, (name, file) in images.items():
-            row = {"origin": f"{name}:image {number}", "id": number, "image": f"{folder}{file}"}
-            labels = [label for _, label in boxes[number]]
+        for image_id, (name, file) in images.items():
+            row = {"origin": f"{name}:image {image_id}", "id": image_id, "image": f"{folder}{file}"}
+            labels = [label for _, label in boxes[image_id]]
             if labels:
-                row |= {"boxes": [box for box, _ in boxes[number]], "box_labels": labels}
-            if number in captions:
-                row["texts"] = captions[number]
+                row |= {"boxes": [box for box, _ in boxes[image_id]], "box_labels": labels}
+            if image_id in captions:
+                row["texts"] = captions[image_id]
             elif category_names := [categories[str(label)] for label in labels if str(label) in categories]:
                 row["texts"] = [self.caption_template.replace("{}", ", ".join(dict.fromkeys(category_names)))]
             yield row

@@ -13,6 +13,7 @@ COLUMNS = (
     "id", "key", "image_path", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels",
     "messages",
 )  # fmt: skip
+HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # not trained on
 MAX_MESSAGE_BYTES = 64 * 1024  # of one message; captions have the same limit
 _ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 _IMAGE = "<image>"  # common image placeholder in datasets; the chat settings of the model define the actual position

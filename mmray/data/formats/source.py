@@ -31,8 +31,8 @@ class SourceChunk:
     signature: str  # digest of its bytes (text), or of name, size and time of the file
 
 
-class SourceItem(NamedTuple):
-    """A row of the source: `line` orders it in its chunk, `location` is for messages (`file:line`)."""
+class RawRow(NamedTuple):
+    """A parsed row before validation: `line` orders it in its chunk, `location` is for messages (`file:line`)."""
 
     line: int
     location: str
@@ -73,7 +73,7 @@ class Source:
         """Return the values of a record by the source's column names. Raises BadRow."""
         raise NotImplementedError
 
-    def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
+    def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
         """Yield the rows of a chunk. Raises DataError if the chunk differs from the scanned one."""
         for line, location, record in self.records(chunk):
             values: dict[str, Any] | BadRow
@@ -81,7 +81,7 @@ class Source:
                 values = record if isinstance(record, BadRow) else rename_columns(self.parse(record), self.columns)
             except BadRow as bad:
                 values = bad
-            yield SourceItem(line, location, values)
+            yield RawRow(line, location, values)
 
 
 def changed_error(file: str) -> DataError:

@@ -70,7 +70,7 @@ class JsonlSource(Source):
         first_line = 1
         with self.storage.open(self.name) as file:
             lines = LineReader(file)
-            for record in self.split(lines):
+            for record in self.iter_records(lines):
                 records, rows = records + 1, rows + bool(record)
                 if records == rows_per_chunk or lines.offset in previous_chunk_ends:
                     yield SourceChunk(index, self.name, start, lines.offset, first_line, rows, lines.digest.hexdigest())
@@ -83,7 +83,7 @@ class JsonlSource(Source):
         line = chunk.first_line
         with self.storage.open(self.name) as file:
             lines = LineReader(file, chunk.start, chunk.stop)
-            for record in self.split(lines):
+            for record in self.iter_records(lines):
                 if record:
                     yield line, f"{self.name}:{line}", record
                 line = chunk.first_line + lines.num_lines
@@ -99,7 +99,7 @@ class JsonlSource(Source):
             if head.removeprefix(BOM).lstrip().startswith(mark):
                 raise DataError(f"{path} {advice}")
 
-    def split(self, lines: LineReader) -> Iterator[Any]:
+    def iter_records(self, lines: LineReader) -> Iterator[Any]:
         """Yield the records of lines; a blank record is empty."""
         return (line if line.strip() else b"" for line in lines)
 
@@ -117,7 +117,7 @@ class CsvSource(JsonlSource):
         if not self._header[0]:
             raise DataError(f"{self.storage.address}/{self.name} has no line of column names")
 
-    def split(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
+    def iter_records(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
         """Yield the fields of each record, each UTF-8 byte as one character; the header is empty."""
         return ([] if lines.offset <= self._header[1] else record for record in self._read_fields(lines))
 

@@ -1,8 +1,8 @@
 """WebDataset tars: files with the same base name form one row. A tar is read in a single pass and never extracted.
 
-The base name ends at the first dot and the rest is the kind: `a.jpg` is the image of `a`, `a.mask.png` is not. A tar is
-one chunk, so one task reads it sequentially; img2dataset splits its output in the same way. Special files, paths that
-leave the folder and truncated members are reported with the member name.
+The base name ends at the first dot, the rest is the extension: `a.jpg` is the image of `a`, `a.mask.png` is not. A
+tar is one chunk, so one task reads it sequentially; img2dataset splits its output in the same way. Special files, paths
+that leave the folder and truncated members are reported with the member name.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mmray.data.images.read import MAX_IMAGE_BYTES
 from mmray.errors import DataError
 from mmray.storage.storage import Storage
 
-TarMember = ImageRef  # with its bytes
-Sample = dict[str, TarMember | BadRow]  # by kind; a bad member rejects its sample
+TarMember = ImageRef  # with `data`; for members of all extensions
+Sample = dict[str, TarMember | BadRow]  # by extension; a bad member rejects its sample
 _TEXT_COLUMNS = ("text", "texts", "caption")
 _OTHER_COLUMNS = ("label", "split", "language", "boxes", "box_labels", "messages")
 _BUFFER_BYTES = 4 * 1024 * 1024
@@ -57,10 +57,10 @@ class WebDatasetSource(Source):
     def parse(self, record: Sample) -> dict[str, Any]:
         """Return a sample's columns and images; its txt overrides its json, and --columns both. Raises BadRow."""
         members: dict[str, TarMember] = {}
-        for kind, member in record.items():
+        for extension, member in record.items():
             if isinstance(member, BadRow):
                 raise member
-            members[kind] = member
+            members[extension] = member
         values: dict[str, Any] = {}
         if "json" in members:
             mapped = {theirs for ours, theirs in self.columns.items() if ours not in ("image", "images")}
@@ -77,19 +77,19 @@ class WebDatasetSource(Source):
             values["label"] = _decode_text("cls", members["cls"])
             with suppress(ValueError):  # parse_row rejects a text
                 values["label"] = int(values["label"])
-        if images := [members[kind] for kind in members if f".{kind}" in IMAGE_SUFFIXES]:
+        if images := [members[extension] for extension in members if f".{extension}" in IMAGE_SUFFIXES]:
             values["images"] = images
-        elif others := [kind for kind in members if kind.endswith(IMAGE_SUFFIXES)]:
+        elif others := [extension for extension in members if extension.endswith(IMAGE_SUFFIXES)]:
             detail = f"it has {', '.join(others)[:200]}; its image is the member named up to the first dot, as KEY.jpg"
             raise BadRow("columns", "no-image", detail)
         return values
 
 
-def _decode_text(kind: str, member: TarMember) -> str:
+def _decode_text(extension: str, member: TarMember) -> str:
     try:
         return (member.data or b"").decode()
     except UnicodeDecodeError as error:
-        raise BadRow("parse", "encoding", f"the {kind} is not UTF-8 at byte {error.start}") from None
+        raise BadRow("parse", "encoding", f"the {extension} is not UTF-8 at byte {error.start}") from None
 
 
 def _iter_members(storage: Storage, name: str) -> Iterator[tuple[str, TarMember | BadRow]]:
@@ -108,7 +108,7 @@ def _iter_members(storage: Storage, name: str) -> Iterator[tuple[str, TarMember 
             file.seek(end)
             is_complete = file.read(_BLOCK) == bytes(_BLOCK)
             if not is_complete or any(piece.strip(b"\0") for piece in iter(partial(file.read, _BUFFER_BYTES), b"")):
-                raise tarfile.TarError(f"byte {end}, or followed by another tar")
+                raise tarfile.TarError(f"no end mark at byte {end}, or another tar follows")
         except (tarfile.TarError, EOFError) as error:
             yield "", BadRow("read", "truncated", f"the tar is truncated or damaged after {last}: {error}")
 
@@ -131,11 +131,11 @@ def _group_samples(tar_members: Iterator[tuple[str, TarMember | BadRow]]) -> Ite
     current, members = None, {}
     for name, member in tar_members:
         folder, _, base = name.removeprefix("./").rpartition("/")
-        first, _, kind = base.partition(".")
-        stem, kind = f"{folder}/{first}".lstrip("/"), kind.lower()
-        if current is not None and (stem != current or kind in members):
+        first, _, extension = base.partition(".")
+        stem, extension = f"{folder}/{first}".lstrip("/"), extension.lower()
+        if current is not None and (stem != current or extension in members):
             yield current, members
             members = {}
-        current, members[kind] = stem, member
+        current, members[extension] = stem, member
     if current is not None:
         yield current, members

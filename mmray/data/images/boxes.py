@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmray.data.images.transform import CROP_SLICE, FLIP_INDEX, Rect, crop_box, letterbox_rect, random_crop_box
+from mmray.data.images.transform import CROP_SLICE, FLIP_INDEX, Rect, crop_box, letterbox_xywh, random_crop_box
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
@@ -61,7 +61,7 @@ def to_model_coords(
     if augment is not None and augment.has_random_crop and uniforms is not None:
         crop: Rect = random_crop_box(size, augment, uniforms[CROP_SLICE])
     elif inputs.fit == "pad":  # the square is larger than the image
-        x, y, w, h = letterbox_rect(width, height, inputs.image_side)
+        x, y, w, h = letterbox_xywh(width, height, inputs.image_side)
         scale_x, scale_y = width / w, height / h
         crop = (-x * scale_x, -y * scale_y, (inputs.image_side - x) * scale_x, (inputs.image_side - y) * scale_y)
     else:

@@ -1,7 +1,8 @@
 """Test-decode images in a child process, so that a native decoder crash kills only the child and names the image.
 
 The child runs all native code of a reader: decoding and the resize of the model's transform. It costs a copy of the
-bytes, so it is used only after a worker died, and for held-out images that no prepare has decoded.
+bytes, so it is used only after a worker died or ran out of memory, for thumbnails, to explain a bad row, and for
+held-out images that `mmray prepare` has not decoded.
 """
 
 from __future__ import annotations
@@ -10,17 +11,12 @@ import pickle
 import subprocess
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, BinaryIO
+from typing import Any, BinaryIO
 
 import orjson
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
 from mmray.data.images.transform import resize_to_square, thumbnail, transform
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from mmray.config import Augment, Inputs
 
 COMMAND = (sys.executable, "-m", "mmray.data.images.crash_probe")
 CRASH = "decoder-crash"  # reason of an image that killed its decoder
@@ -33,14 +29,12 @@ class CrashProbe:
         self.num_crashes = 0
         self._child: subprocess.Popen[bytes] | None = None
 
-    def probe(
-        self, data: bytes, max_pixels: int, spec: tuple[Inputs, Augment | None, np.ndarray | None] | None = None
-    ) -> tuple[int, int]:
-        """Return (width, height) of an image that decodes completely and survives `transform` with `spec`.
+    def probe(self, data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None = None) -> tuple[int, int]:
+        """Return (width, height) of an image that decodes completely and survives `transform(rgb, *transform_args)`.
 
         Raises BadImage, with reason `decoder-crash` if the image kills the child.
         """
-        args = b"" if spec is None else pickle.dumps(spec)
+        args = b"" if transform_args is None else pickle.dumps(transform_args)
         child = self._child = self._child or subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         line = b""
         assert child.stdin is not None
@@ -77,8 +71,8 @@ class CrashProbe:
 def serve(source: BinaryIO, out: BinaryIO) -> None:
     """Main loop of the child: reads a line of lengths and the bytes of an image, writes a line of JSON, until EOF."""
     while head := source.readline():
-        num_args, length, max_pixels = map(int, head.split())
-        args, data = source.read(num_args), source.read(length)
+        args_bytes, data_bytes, max_pixels = map(int, head.split())
+        args, data = source.read(args_bytes), source.read(data_bytes)
         reply: dict[str, int | str]
         try:
             rgb = decode(data, max_pixels)

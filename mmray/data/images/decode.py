@@ -97,7 +97,7 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
             _check_png_chunks(data)  # reports the damaged chunk, if there is one
         if decoder == "WEBP" and 8 + int.from_bytes(data[4:8], "little") > len(data):
             raise BadImage("truncated", f"the WebP header announces more than its {len(data)} bytes") from None
-        detail = "" if isinstance(error, Image.UnidentifiedImageError) else f": {error}"  # its text is an address
+        detail = "" if isinstance(error, Image.UnidentifiedImageError) else f": {error}"  # its text is a repr
         raise BadImage("corrupt", f"the {decoder} header cannot be read{detail}") from None
     if image.width * image.height > max_pixels:
         raise BadImage("too-large", f"{image.width} x {image.height} is over {max_pixels} pixels")
@@ -108,7 +108,7 @@ def _decode_with_pillow(image: ImageFile.ImageFile, data: bytes, max_pixels: int
     if image.format == "PNG":
         _check_png_chunks(data)
         transparent, raw_mode = image.info.get("transparency"), image.tile[0][3] if image.tile else ""
-        # The file stores it at its own bit depth; Pillow compares it unscaled (of 16 bits the low byte).
+        # It has the bit depth of the file; Pillow compares 8-bit pixels with it unscaled (of 16 bits the low byte).
         if transparent is not None and raw_mode == "RGB;16B":
             image.info["transparency"] = tuple(value >> 8 for value in transparent)
         elif transparent is not None and raw_mode in _GREY_SCALE:

@@ -31,14 +31,14 @@ def read_image(storage: Storage, image: ImageRef) -> bytes:
         return bytes(file.read(image.length))
 
 
-def read_images(storage: Storage, images: Sequence[ImageRef], files: RangeReader | None = None) -> list[bytes]:
+def read_images(storage: Storage, images: Sequence[ImageRef], reader: RangeReader | None = None) -> list[bytes]:
     """Return the encoded bytes of several images, in order. Raises BadRow or OSError.
 
-    On an object store, neighbouring byte ranges share a request. `files`: open files, because opening costs a request.
+    On an object store, neighbouring byte ranges share a request. `reader` keeps files open, which saves requests.
     """
     if storage.local_path is not None:
         return [read_image(storage, image) for image in images]
-    out, files = [b""] * len(images), files or RangeReader(storage)
+    out, reader = [b""] * len(images), reader or RangeReader(storage)
     full_files = [number for number, image in enumerate(images) if image.length is None]
     numbers_of: dict[str, list[int]] = {}
     for number, image in enumerate(images):
@@ -54,10 +54,10 @@ def read_images(storage: Storage, images: Sequence[ImageRef], files: RangeReader
 
     def read_range(job: tuple[str, ByteRange, list[tuple[int, int]], list[int]]) -> None:
         file, read, spans, numbers = job
-        data = files.read(file, read.start, read.stop)
-        for span in read.spans:
-            start, stop = spans[span]
-            out[numbers[span]] = data[start - read.start : stop - read.start]
+        data = reader.read(file, read.start, read.stop)
+        for index in read.span_indices:
+            start, stop = spans[index]
+            out[numbers[index]] = data[start - read.start : stop - read.start]
 
     parallel_map(read_full, full_files)
     parallel_map(read_range, reads)
@@ -88,8 +88,8 @@ def os_error_as_bad_row(name: str) -> Iterator[None]:
         raise BadRow("read", "unreadable", f"{name}: {error}") from None
 
 
-def image_signature(storage: Storage, name: str) -> tuple[str, int | None, int | None]:
-    """Return (name, size, mtime) to detect a changed image; None if it is missing or on an object store."""
+def stat_signature(storage: Storage, name: str) -> tuple[str, int | None, int | None]:
+    """Return (name, size, mtime) to detect a changed file; size and mtime are None if unknown."""
     with suppress(OSError):
         if storage.local_path is not None:
             info = os.stat(f"{storage.local_path}/{name}")  # noqa: PTH116 - called for each image of the set

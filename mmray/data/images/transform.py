@@ -69,7 +69,7 @@ def resize_to_square(rgb: np.ndarray, side: int, fit: Fit, interpolation: Interp
     """Resize uint8 [H, W, 3] to contiguous uint8 [3, side, side]; see `Inputs.fit`."""
     height, width = rgb.shape[:2]
     if fit == "pad":
-        left, top, w, h = letterbox_rect(width, height, side)
+        left, top, w, h = letterbox_xywh(width, height, side)
         square = np.full((side, side, 3), WHITE, np.uint8)
         square[top : top + h, left : left + w] = resize(rgb, (w, h), interpolation, (0, 0, width, height))
     else:
@@ -137,7 +137,7 @@ def resize_with_pillow(rgb: np.ndarray, size: tuple[int, int], interpolation: In
     return np.asarray(narrow.resize(size, kind, box=(0, top, size[0], bottom)))
 
 
-def letterbox_rect(width: int, height: int, side: int) -> tuple[int, int, int, int]:
+def letterbox_xywh(width: int, height: int, side: int) -> tuple[int, int, int, int]:
     """Return (left, top, width, height) of a full image on a square of `side` pixels."""
     scale = side / max(width, height)
     w, h = max(1, round(width * scale)), max(1, round(height * scale))

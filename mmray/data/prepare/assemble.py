@@ -18,6 +18,7 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
+from mmray.data.formats.rows import HELD_OUT_SPLITS
 from mmray.data.prepare.pack import read_chunk_record, record_path
 from mmray.data.store.manifest import QUARANTINE, TOKENIZER, Shard
 from mmray.data.store.prepared_set import SCHEMA
@@ -26,7 +27,6 @@ from mmray.errors import DataError
 from mmray.storage.storage import MAX_PARALLEL, Storage
 
 NO_ROW = -1
-HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # held-out splits, which are not trained on
 OVERLAP = "overlap"  # the reason of rows that --drop-overlap quarantines; they do not count as bad
 REASONS = ("", "duplicate-key", "duplicate", "duplicate-text")
 SAME_KEY, SAME_CONTENT, SAME_TEXT = 1, 2, 3
@@ -152,8 +152,8 @@ class PrepareResult:
     languages: Counter[str] = field(default_factory=Counter)
 
 
-def write_quarantine(out: Storage, chunks: Sequence[int], dedup: DedupResult) -> PrepareResult:
-    """Write key, source (`file:line`), stage, reason and detail of bad rows, in source order, to quarantine.jsonl."""
+def quarantine_rows(out: Storage, chunks: Sequence[int], dedup: DedupResult) -> PrepareResult:
+    """Write bad and dropped rows to quarantine.jsonl, in source order; return the shards without the dropped rows."""
     result, dropped = PrepareResult(), dedup.dropped
     wanted = set(dedup.duplicate_of[dedup.duplicate_of != NO_ROW].tolist())
     originals: dict[int, tuple[str, str | None]] = {}  # key and split
@@ -229,7 +229,7 @@ def check_bad_rows(
         f"{source}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %), {limit}",
         *(f"  {count:,} {reason}, for example {result.examples[reason]}" for reason, count in reasons.most_common(5)),
         f"All of them are in {quarantine}.",
-        advice,
+        f"{advice} In `mmray train`, these flags start with --prepare, as in --prepare.columns.",
     ]
     raise DataError("\n".join(lines))
 

@@ -21,10 +21,10 @@ import numpy as np
 import orjson
 from PIL import Image
 
-from mmray.data.formats.rows import BadRow
+from mmray.data.formats.rows import HELD_OUT_SPLITS, BadRow
 from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import BadImage, decode
-from mmray.data.prepare.assemble import HELD_OUT_SPLITS, NO_ROW, DedupResult, first_occurrence, iter_chunk_records
+from mmray.data.prepare.assemble import NO_ROW, DedupResult, first_occurrence, iter_chunk_records
 from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
 from mmray.data.store.manifest import Manifest, Shard
 from mmray.data.store.prepared_set import PreparedSet, read_each
@@ -166,15 +166,15 @@ def find_contaminated_rows(
 
 
 def _matches(queries: np.ndarray, references: np.ndarray, phash_distance: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the matching reference of each query, or NO_ROW, and the number of differing bits."""
-    index, bits = np.full(len(queries), NO_ROW, np.int64), np.full(len(queries), EXACT, np.int64)
+    """Return the matching reference of each query, or NO_ROW, and the Hamming distance (EXACT: same bytes)."""
+    index, distances = np.full(len(queries), NO_ROW, np.int64), np.full(len(queries), EXACT, np.int64)
     first = first_occurrence(np.concatenate([references["sha256"], queries["sha256"]]))[len(references) :]
     # A hash of zeros means that the image could not be read.
     exact = (first != NO_ROW) & (first < len(references)) & queries["sha256"].any(axis=1)
     index[exact] = first[exact]
     if phash_distance >= 0:
-        index[~exact], bits[~exact] = nearest(queries[~exact], references, phash_distance)
-    return index, bits
+        index[~exact], distances[~exact] = nearest(queries[~exact], references, phash_distance)
+    return index, distances
 
 
 def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
@@ -204,7 +204,7 @@ def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
 
 
 def nearest(queries: np.ndarray, references: np.ndarray, max_distance: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the nearest reference of each query: (index int64 [N], differing bits int64 [N]); NO_ROW without a match.
+    """Return the nearest reference of each query: (index, Hamming distance), int64 [N]; both NO_ROW without a match.
 
     Arguments are IMAGE_HASH_DTYPE records. A match differs in at most `max_distance` of 256 bits, and in colour by at
     most MAX_COLOR_DISTANCE; ties go to the first. The search is exact: with max_distance + 1 bands, any two such hashes
@@ -220,10 +220,10 @@ def nearest(queries: np.ndarray, references: np.ndarray, max_distance: int) -> t
     for query_band, reference_band in zip(query_bands, reference_bands, strict=True):
         for query, candidate in _candidate_pairs(query_band, reference_band):
             left, right = queries[query_rows[query]], references[reference_rows[candidate]]
-            num_bits = np.bitwise_count(left["phash"] ^ right["phash"]).sum(axis=1).astype(np.int64)
+            distance = np.bitwise_count(left["phash"] ^ right["phash"]).sum(axis=1).astype(np.int64)
             colors = np.abs(left["colors"].astype(np.int16) - right["colors"]).mean(axis=1)
-            near = (num_bits <= max_distance) & (colors <= MAX_COLOR_DISTANCE)
-            np.minimum.at(best, query[near], num_bits[near] << _ROW_BITS | reference_rows[candidate[near]])
+            near = (distance <= max_distance) & (colors <= MAX_COLOR_DISTANCE)
+            np.minimum.at(best, query[near], distance[near] << _ROW_BITS | reference_rows[candidate[near]])
     match = best[group]
     rows, match = np.flatnonzero(queries["has_phash"])[match != _NO_MATCH], match[match != _NO_MATCH]
     index[rows], distances[rows] = match & ((1 << _ROW_BITS) - 1), match >> _ROW_BITS
@@ -321,13 +321,13 @@ def _hash_shards(
 def _hash_task(item: dict[str, Any]) -> Result:
     """Ray task: write the image hashes of a shard. An unreadable row matches nothing."""
     shard, out = Shard.from_json(item["shard"]), Storage(item["out"])
-    rows, name = _undeduplicated_set(item["set"], item["image_folder"], [shard]), f"{item['set']}/{shard.file}"
+    prepared, name = _undeduplicated_set(item["set"], item["image_folder"], [shard]), f"{item['set']}/{shard.file}"
 
     def hash_rows(crash_probe: CrashProbe | None) -> None:
         hashes = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE)
         for start in range(0, shard.num_rows, READ_BATCH_ROWS):
             numbers = np.arange(start, min(start + READ_BATCH_ROWS, shard.num_rows))
-            for entry, row in zip(hashes[start:], read_each(rows, numbers, (BadRow,)), strict=False):
+            for entry, row in zip(hashes[start:], read_each(prepared, numbers, (BadRow,)), strict=False):
                 if isinstance(row, Exception):
                     continue
                 entry["sha256"] = np.frombuffer(hashlib.sha256(row.image).digest()[:16], "<u8")

@@ -22,12 +22,12 @@ import pyarrow as pa
 
 from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.rows import BadRow, SourceRow, parse_row
-from mmray.data.formats.source import Source, SourceChunk, SourceItem
+from mmray.data.formats.source import RawRow, Source, SourceChunk
 from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import BadImage, decode, header_size, verify_image
-from mmray.data.images.read import image_signature, os_error_as_bad_row, read_image
+from mmray.data.images.read import os_error_as_bad_row, read_image, stat_signature
 from mmray.data.images.transform import reencode
-from mmray.data.store.manifest import BATCH_ROWS, CHUNK_RECORDS, SHARDS, Shard
+from mmray.data.store.manifest import CHUNK_RECORDS, RECORD_BATCH_ROWS, SHARDS, Shard
 from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, Row
 from mmray.data.text.tokenizer import clean_caption
 from mmray.storage.storage import Storage
@@ -59,7 +59,7 @@ class ShardWriter:
         self._num_rows += 1
         values = [getattr(row, name) for name in _DIGEST_COLUMNS] + ([row.messages] if row.messages else [])
         self._digest.update(orjson.dumps(values))
-        if len(self._batch) == BATCH_ROWS:
+        if len(self._batch) == RECORD_BATCH_ROWS:
             self.flush()
 
     def flush(self) -> None:
@@ -117,15 +117,15 @@ def pack_chunk(job: PrepareJob, chunk: SourceChunk, crash_probe: CrashProbe | No
     """
     out = Storage(job.out)
     record = read_chunk_record(out, record_path(chunk.index))
-    if record is None or not is_current(record, job, chunk):  # otherwise a task whose worker died has packed it
+    if record is None or not is_current(record, job, chunk):  # otherwise an earlier attempt has packed it
         packer, fetch, hosts = _ChunkPacker(job, chunk, crash_probe), None, job.settings.allow_urls
-        with ExitStack() as files:
+        with ExitStack() as exit_stack:
             if hosts and not job.settings.index_only:
                 from mmray.data.prepare.fetch import Fetcher  # only tasks with URLs need an HTTP client
 
-                fetch = files.enter_context(Fetcher(hosts)).fetch
+                fetch = exit_stack.enter_context(Fetcher(hosts)).fetch
             for item, row in prefetch_rows(job.open().read(chunk), hosts, fetch):
-                packer.pack(item, row, files)
+                packer.pack(item, row, exit_stack)
         record = packer.record()  # after the shard files are closed
         out.write(record_path(chunk.index), orjson.dumps(record))
     num_bad = len(record["bad_rows"])
@@ -133,10 +133,10 @@ def pack_chunk(job: PrepareJob, chunk: SourceChunk, crash_probe: CrashProbe | No
 
 
 def prefetch_rows(
-    items: Iterable[SourceItem], hosts: tuple[str, ...], fetch: Callable[[str], Future[bytes]] | None
-) -> Iterator[tuple[SourceItem, SourceRow | BadRow]]:
+    items: Iterable[RawRow], hosts: tuple[str, ...], fetch: Callable[[str], Future[bytes]] | None
+) -> Iterator[tuple[RawRow, SourceRow | BadRow]]:
     """Yield each item, in order, with its row or error; `fetch` requests images by URL up to PREFETCH_ROWS ahead."""
-    pending: deque[tuple[SourceItem, SourceRow | BadRow, Future[bytes] | None]] = deque()
+    pending: deque[tuple[RawRow, SourceRow | BadRow, Future[bytes] | None]] = deque()
     for item in chain(items, [None]):
         if item is not None:
             row: SourceRow | BadRow
@@ -175,7 +175,7 @@ def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> b
         # The cause may be temporary (a network file system).
         and not any(row["reason"] == "unreadable" or row["stage"] in retried_stages for row in bad_rows)
         and all(out.size(shard["file"]) == shard["num_bytes"] for shard in record["shards"])
-        and all(tuple(file) == image_signature(source, file[0]) for file in record["files"])
+        and all(tuple(file) == stat_signature(source, file[0]) for file in record["files"])
     )
 
 
@@ -188,10 +188,10 @@ class _ChunkPacker:
         self.writers: dict[str | None, ShardWriter] = {}
         self.rows: list[tuple[Any, ...]] = []  # RECORD_COLUMNS
         self.bad_rows: list[dict[str, Any]] = []
-        self.files: list[tuple[str, int | None, int | None]] = []
+        self.image_signatures: list[tuple[str, int | None, int | None]] = []
         self.file_suffix = uuid.uuid4().hex[:8]  # never overwrite a file that an earlier manifest names
 
-    def pack(self, item: SourceItem, parsed: SourceRow | BadRow, files: ExitStack) -> None:
+    def pack(self, item: RawRow, parsed: SourceRow | BadRow, exit_stack: ExitStack) -> None:
         location, key = _to_utf8(item.location), _to_utf8(parsed.key or item.location)
         try:
             if isinstance(parsed, BadRow):
@@ -203,7 +203,7 @@ class _ChunkPacker:
             return
         if row.split not in self.writers:
             name = f"{SHARDS}/{self.chunk.index:05d}-{row.split or 'rows'}-{self.file_suffix}.arrow"
-            self.writers[row.split] = files.enter_context(open_shard(self.out, name, row.split))
+            self.writers[row.split] = exit_stack.enter_context(open_shard(self.out, name, row.split))
         self.writers[row.split].append(row)
         captions = [*row.texts, *(row.messages or [])]
         text_digest, row_digest = (_sha256(orjson.dumps(each))[:32] for each in (captions, [image_digest, *captions]))
@@ -217,7 +217,7 @@ class _ChunkPacker:
             "shards": [asdict(writer.entry()) for writer in self.writers.values()],
             "rows": {name: [row[index] for row in self.rows] for index, name in enumerate(RECORD_COLUMNS)},
             "bad_rows": self.bad_rows,
-            "files": self.files,
+            "files": self.image_signatures,
         }
 
     def _build_row(self, parsed: SourceRow, location: str) -> tuple[Row, str]:
@@ -232,7 +232,7 @@ class _ChunkPacker:
             what = "a URL" if image.url else "inside the row"
             raise BadRow("read", "no-reference", f"the image is {what}: prepare without --index-only")
         if image.data is None:
-            self.files.append(image_signature(self.source, str(image.file)))
+            self.image_signatures.append(stat_signature(self.source, str(image.file)))
         ref = {"file": image.file, "offset": image.offset, "length": image.length} if settings.index_only else None
         if settings.index_only and settings.check == "none":
             stored, size, sha256, image_digest = b"", (0, 0), "", _sha256(orjson.dumps(ref))

@@ -40,12 +40,13 @@ from mmray.storage.storage import TEMP_SUFFIX, Storage
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
+_TOKENIZER_SETTINGS = ("vocab_size", "columns", "caption", "holdout", "duplicates", "drop_overlap")
 _UNSAFE_CHARS = re.compile(r"[^\w.-]+")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a prepare."""
+    """Progress of `prepare`."""
 
     stage: str  # scan, pack, deduplicate, hash or tokenize
     done_rows: int
@@ -54,10 +55,10 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
-Notify = Callable[[str, str], None]  # message, heading
+Log = Callable[[str, str], None]  # message, heading
 
 
-def ensure_prepared(source: str, cache: str, settings: Prepare, notify: Notify, progress: OnProgress) -> AnyPath:
+def ensure_prepared(source: str, cache: str, settings: Prepare, log: Log, progress: OnProgress) -> AnyPath:
     """Return the folder of the prepared set `source`; a raw source is prepared first. Ray must be initialized.
 
     A raw source is prepared into CACHE/NAME-HASH. The hash covers its address and all settings except
@@ -79,9 +80,9 @@ def ensure_prepared(source: str, cache: str, settings: Prepare, notify: Notify, 
     hashed = f"{path}\n{settings.model_dump_json(exclude={'max_bad_fraction'})}"
     name = f"{_UNSAFE_CHARS.sub('_', path.stem)}-{hashlib.sha256(hashed.encode()).hexdigest()[:8]}"
     out = to_path(cache) / name
-    manifest = prepare(str(path), str(out), settings, progress, notify)
+    manifest = prepare(str(path), str(out), settings, progress, log)
     quarantined = f"{manifest.num_quarantined:,} quarantined ({QUARANTINE} has the reasons)"
-    notify(f"{out}: {manifest.num_rows:,} rows of {path.name}, {quarantined}", "prepared")
+    log(f"{out}: {manifest.num_rows:,} rows of {path.name}, {quarantined}", "prepared")
     return out
 
 
@@ -90,7 +91,7 @@ def prepare(
     out: str,
     settings: Prepare,
     progress: OnProgress | None = None,
-    notify: Notify | None = None,
+    log: Log | None = None,
     retry: bool = False,
 ) -> Manifest:
     """Validate, clean and pack the image-text rows of `source` into the folder `out`. Ray must be initialised.
@@ -112,12 +113,12 @@ def prepare(
         raise UsageError(f"cannot write to {folder.address} ({error}): choose another folder") from None
     with lease.Lease(to_path(folder.address), activity="being prepared", advice="choose another folder") as held:
         try:
-            return _prepare(job, held, progress or (lambda _: None), notify or (lambda _, __: None))
+            return _prepare(job, held, progress or (lambda _: None), log or (lambda _, __: None))
         except OSError as error:
             raise ResourceError(f"prepare failed: {error}. {RESUME_HINT}") from error
 
 
-def _prepare(job: PrepareJob, held: lease.Lease, progress: OnProgress, notify: Notify) -> Manifest:
+def _prepare(job: PrepareJob, held: lease.Lease, progress: OnProgress, log: Log) -> Manifest:
     out, settings, source_path = Storage(job.out), job.settings, f"{job.source.address}/{job.source.name}".rstrip("/")
     _remove_files(out, lambda name: name.endswith((TEMP_SUFFIX, ATTEMPT_SUFFIX)), ("", SHARDS, CHUNK_RECORDS))
     before = read_manifest(out)
@@ -126,9 +127,9 @@ def _prepare(job: PrepareJob, held: lease.Lease, progress: OnProgress, notify: N
     is_counted = all(chunk.num_rows is not None for chunk in chunks)
     total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None  # None: only known after reading
     size = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
-    notify(f"{source_path}: {size} of {source.title}", "source")
+    log(f"{source_path}: {size} of {source.title}", "source")
     if settings.allow_urls:
-        notify(f"images by URL, only from {', '.join(settings.allow_urls)}", "download")
+        log(f"images by URL, only from {', '.join(settings.allow_urls)}", "download")
     if before is not None:
         previous_identity = _source_identity(job, chunks[: before.source["num_chunks"]])
         if not previous_identity.items() <= before.source.items():  # not that source with rows appended
@@ -148,13 +149,14 @@ def _prepare(job: PrepareJob, held: lease.Lease, progress: OnProgress, notify: N
             out, done, folder, dedup, settings, lambda rows, all_rows: progress(Progress("hash", rows, all_rows))
         )
         dedup = replace(dedup, contaminated=contaminated) if settings.drop_overlap else dedup
-    result = assemble.write_quarantine(out, done, dedup)
+    result = assemble.quarantine_rows(out, done, dedup)
     num_rows, num_bad = sum(shard.num_kept for shard in result.shards), result.reasons.total()
     assemble.check_bad_rows(source_path, out, num_rows + num_bad, total, result, settings.max_bad_fraction)
     progress(Progress("tokenize", num_rows + num_bad, total, num_bad))
-    # A set that grew keeps its tokenizer, because models were trained with it.
-    has_tokenizer = bool(before and before.tokenizer and before.settings["vocab_size"] == settings.vocab_size)
-    has_tokenizer = has_tokenizer or assemble.write_tokenizer(out, result.shards, settings.vocab_size)
+    # A set that only grew keeps its tokenizer, because models were trained with it.
+    values, old = settings.model_dump(mode="json"), before.settings if before and before.tokenizer else {}
+    same_captions = all(old.get(name) == values[name] for name in _TOKENIZER_SETTINGS)
+    has_tokenizer = same_captions or assemble.write_tokenizer(out, result.shards, settings.vocab_size)
     shards = [shard for shard in result.shards if shard.num_kept]
     if any(shard.split for shard in shards):  # rows without a split are training rows if others have one
         shards = [replace(shard, split=shard.split or "train") for shard in shards]
@@ -171,7 +173,7 @@ def _prepare(job: PrepareJob, held: lease.Lease, progress: OnProgress, notify: N
         fingerprint=fingerprint(shards),
         tokenizer=TOKENIZER if has_tokenizer else None,
         source=_source_identity(job, chunks) | spec,
-        settings=settings.model_dump(mode="json"),
+        settings=values,
         shards=tuple(shards),
         num_same_text=dedup.num_same_text,
         leakage=leakage,

@@ -77,7 +77,7 @@ def run_with_crash_limit(work: Callable[[CrashProbe | None], T], out: Storage, n
         out.delete(name)
         raise ResourceError(
             f"a prepare worker died {attempts} times at {item_name}. Images were decoded in a child process, so the "
-            f"node probably ran out of memory: lower --rows-per-shard. {RESUME_HINT}"
+            f"node probably ran out of memory: lower prepare.rows_per_shard, or split large tars. {RESUME_HINT}"
         )
     out.write(name, str(attempts + 1).encode())
     with closing(CrashProbe()) as crash_probe:  # its child process starts with the first image

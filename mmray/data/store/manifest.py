@@ -20,7 +20,7 @@ TOKENIZER = "tokenizer.json"
 QUARANTINE = "quarantine.jsonl"
 SHARDS, CHUNK_RECORDS = "shards", "parts"  # folders
 SCHEMA_VERSION = 3
-BATCH_ROWS = 8  # rows of a record batch: few enough to read one random row, enough to keep the index of a shard short
+RECORD_BATCH_ROWS = 8  # few enough to read one random row, enough to keep the index of a shard short
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Shard:
         return cls(**values | {"dropped": tuple(values["dropped"])})
 
     @property
-    def offsets(self) -> list[int]:
-        """Byte offsets of the record batches; record batch b is bytes offsets[b]..offsets[b + 1]."""
+    def batch_offsets(self) -> list[int]:
+        """`batches` as numbers; record batch b is bytes batch_offsets[b]..batch_offsets[b + 1]."""
         return [int(offset) for offset in self.batches.split()]
 
 
@@ -58,9 +58,9 @@ class Manifest:
     num_quarantined: int
     reasons: dict[str, int]  # rows by quarantine reason
     splits: dict[str, int]  # rows by split; empty if rows have no splits
-    fingerprint: str  # equal for the same rows in the same order
+    fingerprint: str  # equal for the same rows in the same shards
     tokenizer: str | None  # file name
-    source: dict[str, Any]
+    source: dict[str, Any]  # name, num_chunks, sha256, format, folder, file; index-only: also address, the folder
     settings: dict[str, Any]
     shards: tuple[Shard, ...] = field(repr=False)
     schema_version: int = SCHEMA_VERSION

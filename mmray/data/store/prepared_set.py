@@ -23,9 +23,9 @@ from mmray.data.formats.rows import ImageRef, is_safe_path
 from mmray.data.images.read import read_images
 from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import (
-    BATCH_ROWS,
     CHUNK_RECORDS,
     MANIFEST,
+    RECORD_BATCH_ROWS,
     TOKENIZER,
     Manifest,
     Shard,
@@ -81,11 +81,11 @@ class Row:
 
 
 def hash_key(key: str) -> int:
-    """Return the batch column `key` of a row key: a signed 64-bit hash, the same in every process."""
+    """Return the column `key` of a training batch: a signed 64-bit hash of a row key, the same in every process."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-class BatchRequest(NamedTuple):
+class ReadRequest(NamedTuple):
     """Rows of one record batch: their indices in the result, and their numbers in the batch."""
 
     shard: Shard
@@ -95,7 +95,7 @@ class BatchRequest(NamedTuple):
     rows_in_batch: np.ndarray
 
 
-Consumer = Callable[[BatchRequest, pa.RecordBatch], None]
+Consumer = Callable[[ReadRequest, pa.RecordBatch], None]
 
 
 class ShardReader:
@@ -113,7 +113,7 @@ class ShardReader:
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardReader, (self._storage, self._cache)
 
-    def for_each_batch(self, requests: Sequence[BatchRequest], consume: Consumer, refresh: bool = False) -> None:
+    def for_each_record_batch(self, requests: Sequence[ReadRequest], consume: Consumer, refresh: bool = False) -> None:
         """Call `consume` with each request and its record batch; on a store from several threads.
 
         `refresh` replaces the entries of the cache. Raises OSError, or ValueError with the file name if a shard is
@@ -128,21 +128,21 @@ class ShardReader:
             random.shuffle(fetches)
         parallel_map(lambda fetch: self._fetch(*fetch, consume, refresh), fetches)
 
-    def _plan(self, requests: Sequence[BatchRequest]) -> Iterator[tuple[int, int, list[BatchRequest]]]:
+    def _plan(self, requests: Sequence[ReadRequest]) -> Iterator[tuple[int, int, list[ReadRequest]]]:
         """Yield byte range and requests of each fetch; a fetch is of one shard."""
-        groups: dict[tuple[Any, ...], list[BatchRequest]] = {}
+        groups: dict[tuple[Any, ...], list[ReadRequest]] = {}
         for request in requests:
             groups.setdefault((request.shard.file, request.block), []).append(request)
         for (_, block), group in groups.items():
-            offsets = group[0].shard.offsets
+            offsets = group[0].shard.batch_offsets
             if block is not None:
                 yield offsets[block[0]], offsets[block[1] + 1], group
                 continue
             for start, stop, indices in coalesce_ranges([(offsets[r.batch], offsets[r.batch + 1]) for r in group]):
                 yield start, stop, [group[index] for index in indices]
 
-    def _fetch(self, start: int, stop: int, requests: list[BatchRequest], consume: Consumer, refresh: bool) -> None:
-        shard, offsets = requests[0].shard, requests[0].shard.offsets
+    def _fetch(self, start: int, stop: int, requests: list[ReadRequest], consume: Consumer, refresh: bool) -> None:
+        shard, offsets = requests[0].shard, requests[0].shard.batch_offsets
         fetch = partial(self._ranges.read, shard.file, start, stop)
         if self._cache is None:
             data = pa.py_buffer(fetch())
@@ -196,13 +196,13 @@ class PreparedSet:
         manifest: Manifest,
         split: str | None = None,
         cache: ShardCache | None = None,
-        shuffle_block: int = BATCH_ROWS,
+        shuffle_block: int = RECORD_BATCH_ROWS,
     ) -> None:
         self.storage, self.manifest, self.split = storage, manifest, split
         self._shards = [shard for shard in manifest.shards if split is None or shard.split == split]
         self._starts = np.concatenate([[0], np.cumsum([shard.num_kept for shard in self._shards])]).astype(np.int64)
         self._shard_reader = ShardReader(storage, cache)
-        self._shuffle_block = shuffle_block if cache is not None and storage.local_path is None else 0
+        self._cached_block_rows = 0 if cache is None or storage.local_path is not None else shuffle_block
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
@@ -288,7 +288,7 @@ class PreparedSet:
         rows = np.asarray(rows, np.int64)
         out: list[Any] = [None] * len(rows)
 
-        def fill(request: BatchRequest, record_batch: pa.RecordBatch) -> None:
+        def fill(request: ReadRequest, record_batch: pa.RecordBatch) -> None:
             columns = record_batch if column is None else record_batch.select([column])
             try:
                 values = columns.take(pa.array(request.rows_in_batch)).to_pylist()
@@ -299,17 +299,17 @@ class PreparedSet:
 
         requests = list(self._requests(rows))
         try:
-            self._shard_reader.for_each_batch(requests, fill)
-            is_intact = not self._shuffle_block or column is not None or all(row.checksum_ok for row in out)
+            self._shard_reader.for_each_record_batch(requests, fill)
+            is_intact = not self._cached_block_rows or column is not None or all(row.checksum_ok for row in out)
         except ValueError:
-            if not self._shuffle_block:
+            if not self._cached_block_rows:
                 raise
             is_intact = False
         if not is_intact:  # damaged in the cache or in the store; the caller gets the bytes of the store
-            self._shard_reader.for_each_batch(requests, fill, refresh=True)
+            self._shard_reader.for_each_record_batch(requests, fill, refresh=True)
         return out
 
-    def _requests(self, rows: np.ndarray) -> Iterator[BatchRequest]:
+    def _requests(self, rows: np.ndarray) -> Iterator[ReadRequest]:
         """Group rows by their record batch."""
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
             raise IndexError(f"rows {rows.min()}..{rows.max()} of a set of {self.num_rows}")
@@ -317,18 +317,18 @@ class PreparedSet:
         for shard in np.unique(shards).tolist():
             indices = np.flatnonzero(shards == shard)
             file_rows = self._file_rows(shard, rows[indices] - self._starts[shard])
-            batches = file_rows // BATCH_ROWS
+            batches = file_rows // RECORD_BATCH_ROWS
             for batch in np.unique(batches).tolist():
                 in_batch = batches == batch
-                block = self._block_of(shard, int(rows[indices[in_batch]].min())) if self._shuffle_block else None
-                rows_in_batch = file_rows[in_batch] % BATCH_ROWS
-                yield BatchRequest(self._shards[shard], batch, block, indices[in_batch], rows_in_batch)
+                block = self._block_of(shard, int(rows[indices[in_batch]].min())) if self._cached_block_rows else None
+                rows_in_batch = file_rows[in_batch] % RECORD_BATCH_ROWS
+                yield ReadRequest(self._shards[shard], batch, block, indices[in_batch], rows_in_batch)
 
     def _block_of(self, shard: int, row: int) -> tuple[int, int]:
         """Return the first and last record batch of this shard that have rows of the row's shuffle block."""
-        start = row // self._shuffle_block * self._shuffle_block - self._starts[shard]
-        bounds = np.array([start, start + self._shuffle_block - 1]).clip(0, self._shards[shard].num_kept - 1)
-        first, last = (self._file_rows(shard, bounds) // BATCH_ROWS).tolist()
+        start = row // self._cached_block_rows * self._cached_block_rows - self._starts[shard]
+        bounds = np.array([start, start + self._cached_block_rows - 1]).clip(0, self._shards[shard].num_kept - 1)
+        first, last = (self._file_rows(shard, bounds) // RECORD_BATCH_ROWS).tolist()
         return first, last
 
     def _file_rows(self, shard: int, rows: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The Ray Data actor that reads and decodes. It does not import ray.train, because imports delay each data worker."""
+"""The Ray Data actor that reads and decodes. It does not import ray.train, because imports delay each actor."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from mmray.data.stream.reader import Block, RowReader
 
 PROBED_BLOCKS = 8
 WORKER_DIED_MESSAGE = (
-    "a data worker on {node} died and was restarted; its block is read again. If no image is named as the cause, the "
+    "a decode actor on {node} died and was restarted; its block is read again. If no image is named as the cause, the "
     "node may have run out of memory: lower --data.workers or --data.block-mb"
 )
 
 
 class DecodeActor:
-    """Reads and decodes blocks. After a restart it reports to `coordinator` and decodes in a child process first.
+    """Reads and decodes blocks. After a restart it decodes in a child process first.
 
     Ray gives the same block to a restarted actor again, forever, so the image that crashed it must be identified here.
+    A restart pushes a note for the driver's log, headed `label`, to the actor `coordinator` (train/coordinator.py).
     """
 
     def __init__(self, reader: RowReader, block_plan: BlockPlan, coordinator: Any = None):

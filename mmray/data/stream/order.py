@@ -27,7 +27,7 @@ def splitmix64(value: np.ndarray) -> np.ndarray:
 
 def permute(index: np.ndarray, size: int, shuffle_key: np.ndarray) -> np.ndarray:
     """Keyed bijection of 0..size-1 (uint64, one shape): a Feistel network over Z_a x Z_b with a*b >= size."""
-    return _cycle_walk(lambda larger, keys: _feistel(larger, size, keys), index, size, shuffle_key)
+    return _cycle_walk(lambda index, keys: _feistel(index, size, keys), index, size, shuffle_key)
 
 
 def block_shuffle(index: np.ndarray, size: int, shuffle_key: np.ndarray, shuffle_block: int, window: int) -> np.ndarray:
@@ -40,8 +40,8 @@ def block_shuffle(index: np.ndarray, size: int, shuffle_key: np.ndarray, shuffle
     shuffle_block = min(shuffle_block, size)  # otherwise most of the cycle walk would be outside
     num_blocks = -(-size // shuffle_block)
 
-    def shuffle_both(larger: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        in_windows = windowed_permutation(larger, num_blocks, keys, window, shuffle_block)
+    def shuffle_both(index: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        in_windows = windowed_permutation(index, num_blocks, keys, window, shuffle_block)
         block, row = np.divmod(in_windows, np.uint64(shuffle_block))
         return permute(block, num_blocks, keys) * np.uint64(shuffle_block) + row
 
@@ -49,12 +49,12 @@ def block_shuffle(index: np.ndarray, size: int, shuffle_key: np.ndarray, shuffle
 
 
 def windowed_permutation(
-    index: np.ndarray, num_units: int, shuffle_key: np.ndarray, window_units: int, rows_per_unit: int = 1
+    index: np.ndarray, num_blocks: int, shuffle_key: np.ndarray, window: int, rows_per_block: int = 1
 ) -> np.ndarray:
-    """Keyed bijection that shuffles rows within consecutive windows of at least `window_units` units (or all)."""
-    num_windows = max(1, num_units // window_units)
-    units_per_window, num_longer_windows = divmod(num_units, num_windows)  # the longer ones have one more unit
-    longer, shorter = (units_per_window + 1) * rows_per_unit, units_per_window * rows_per_unit
+    """Keyed bijection that shuffles rows within consecutive windows of at least `window` blocks (or all)."""
+    num_windows = max(1, num_blocks // window)
+    blocks_per_window, num_longer_windows = divmod(num_blocks, num_windows)  # the longer ones have one more block
+    longer, shorter = (blocks_per_window + 1) * rows_per_block, blocks_per_window * rows_per_block
     edge = num_longer_windows * longer
     out = np.empty_like(index)
     for first, size, selected in ((0, longer, index < edge), (edge, shorter, index >= edge)):
@@ -89,9 +89,9 @@ def _feistel(index: np.ndarray, size: int, shuffle_key: np.ndarray) -> np.ndarra
     return left * b + right
 
 
-def hash_choice(seed: int, times_seen: np.ndarray, row_hash: np.ndarray, choices: np.ndarray) -> np.ndarray:
-    """Return a choice 0..choices-1 for each row (all int64, one shape), determined by the first three arguments."""
-    return (_sample_hash(seed, times_seen, row_hash) % choices.astype(np.uint64)).astype(np.int64)
+def hash_choice(seed: int, times_seen: np.ndarray, row_hash: np.ndarray, num_choices: np.ndarray) -> np.ndarray:
+    """Return a choice 0..num_choices-1 for each row (all int64, one shape), determined by the first three arguments."""
+    return (_sample_hash(seed, times_seen, row_hash) % num_choices.astype(np.uint64)).astype(np.int64)
 
 
 def hash_uniform(seed: int, times_seen: np.ndarray, row_hash: np.ndarray, count: int) -> np.ndarray:
@@ -114,18 +114,16 @@ class MixtureComponent(NamedTuple):
 
 
 def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) -> np.ndarray:
-    """Return the quota index int64 of each position: it numbers the `per_epoch` rows of all sets, set by set."""
-    quota_index, rest = np.empty(positions.size, np.int64), np.arange(positions.size)
-    offset, left, first = positions.ravel(), sum(component.per_epoch for component in components), 0
-    for (
-        component
-    ) in components:  # evenly spread: every (left / per_epoch)th of the remaining positions belongs to this set
-        before = offset * component.per_epoch // left
-        selected = (offset + 1) * component.per_epoch // left > before
-        quota_index[rest[selected]] = first + before[selected]
-        rest, offset = rest[~selected], (offset - before)[~selected]
-        left, first = left - component.per_epoch, first + component.per_epoch
-    return quota_index.reshape(positions.shape)
+    """Return int64 indices of positions in an epoch sorted by set: the first `per_epoch` are of the first set."""
+    epoch_index, remaining = np.empty(positions.size, np.int64), np.arange(positions.size)
+    offset, num_left, first = positions.ravel(), sum(component.per_epoch for component in components), 0
+    for component in components:  # evenly spread: every (num_left / per_epoch)th of the remaining positions is its
+        before = offset * component.per_epoch // num_left
+        selected = (offset + 1) * component.per_epoch // num_left > before
+        epoch_index[remaining[selected]] = first + before[selected]
+        remaining, offset = remaining[~selected], (offset - before)[~selected]
+        num_left, first = num_left - component.per_epoch, first + component.per_epoch
+    return epoch_index.reshape(positions.shape)
 
 
 @dataclass(frozen=True)
@@ -185,17 +183,17 @@ class SamplePlan:
         out[: max(0, last - first)] = np.arange(first, max(first, last))
         return out
 
-    def rows_at(self, positions: np.ndarray) -> np.ndarray:
+    def row_ids_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the row ids of positions; PADDING is unchanged."""
-        return self.rows_and_times_seen_at(positions)[0]
+        return self.row_ids_and_times_seen_at(positions)[0]
 
-    def rows_and_times_seen_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return `rows_at`, and how often each row was seen before its position, which seeds augmentation."""
+    def row_ids_and_times_seen_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return `row_ids_at`, and how often each row was seen before its position, which seeds augmentation."""
         epoch, offset = np.divmod(np.maximum(positions, 0), self.num_rows)
         if self.shuffle:
             shuffle_key = splitmix64(splitmix64(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
             index = offset.astype(np.uint64)
-            if self.components and self.shuffle_block > 1:  # quota indices of a mixture
+            if self.components and self.shuffle_block > 1:  # indices of a mixture's epoch sorted by set
                 shuffled = windowed_permutation(index, self.num_rows, shuffle_key, self.shuffle_block * self.window)
                 offset = interleave(self.components, shuffled.astype(np.int64))
             else:
@@ -204,17 +202,17 @@ class SamplePlan:
         rows, times_seen = self._mixture_rows(offset, epoch) if self.components else (offset, epoch)
         return np.where(positions >= 0, rows, PADDING), np.where(positions >= 0, times_seen, 0)
 
-    def _mixture_rows(self, quota_index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (row, times seen) int64 of quota indices of an epoch; rows are numbered set by set.
+    def _mixture_rows(self, epoch_index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (row, times seen) int64 of indices from `interleave`; rows are numbered set by set.
 
         The order of a set continues from epoch to epoch and takes each row once in each pass. So row counts of a set
         never differ by more than one, and e epochs of weight w take each row e x w times if that is an integer.
         """
-        rows, times_seen = np.zeros(quota_index.shape, np.int64), np.zeros(quota_index.shape, np.int64)
+        rows, times_seen = np.zeros(epoch_index.shape, np.int64), np.zeros(epoch_index.shape, np.int64)
         first_index = first_row = 0
         for number, (num_rows, per_epoch) in enumerate(self.components):
-            selected = (quota_index >= first_index) & (quota_index < first_index + per_epoch)
-            seen, row = np.divmod(epoch[selected] * per_epoch + quota_index[selected] - first_index, num_rows)
+            selected = (epoch_index >= first_index) & (epoch_index < first_index + per_epoch)
+            seen, row = np.divmod(epoch[selected] * per_epoch + epoch_index[selected] - first_index, num_rows)
             if self.shuffle:
                 seeded = splitmix64(splitmix64(seen.astype(np.uint64)) ^ np.uint64(self.seed))
                 shuffle_key = splitmix64(seeded ^ np.uint64(number + 1))

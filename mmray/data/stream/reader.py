@@ -59,7 +59,7 @@ class RowReader:
         loss_mask but has valid=False, key 0, num_tokens 1, zero pixels and no boxes. Padding and unreadable rows also
         have label -1 and an empty text.
         """
-        row_ids, times_seen = plan.rows_and_times_seen_at(positions)
+        row_ids, times_seen = plan.row_ids_and_times_seen_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
         rows: list[Row | None] = [None] * len(row_ids)
         for index, stored_row in zip(stored.tolist(), read_each(self.prepared, row_ids[stored]), strict=True):
@@ -89,10 +89,10 @@ class RowReader:
             "pos": positions,
         } | box_columns
 
-    def explain_bad_row(self, row: int) -> tuple[Row | None, str]:
-        """Return the row, if its record is readable, and the reason why it cannot be used (for the quarantine)."""
+    def explain_bad_row(self, row_id: int) -> tuple[Row | None, str]:
+        """Return the row, if it can be read, and the reason why it cannot be used (for the quarantine)."""
         try:
-            stored = self.prepared.read(np.array([row]))[0]
+            stored = self.prepared.read(np.array([row_id]))[0]
         except (OSError, ValueError) as error:
             return None, f"store: {error}"
         try:
@@ -121,7 +121,7 @@ class RowReader:
 
 
 def _to_namespace(settings: T) -> T:
-    """Copy settings to a plain object: their types would make each data worker import pydantic and tyro (0.3 s)."""
+    """Copy settings to a plain object: their types would make each decode actor import pydantic and tyro (0.3 s)."""
     computed = (name for name, value in vars(type(settings)).items() if isinstance(value, property))
     values = {name: getattr(settings, name) for name in (*vars(settings), *computed)}
     values |= {name: _to_namespace(value) for name, value in values.items() if hasattr(value, "model_fields_set")}

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmray.data.store.cache import ShardCache
-from mmray.data.store.manifest import BATCH_ROWS
+from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
     from mmray.config import Data
 
-# Without a cache: small blocks, 16 of them mixed, so that no fetched byte is dropped. With a cache, a block is read
-# once for its full window, so a window may be as large as the cache allows.
+# Without a cache: small blocks, 16 of them mixed, so that a stream block has all rows of a request. With a cache, a
+# block is read once for its full window, so a window may be as large as the cache allows.
 REQUEST_BYTES, MAX_ROWS, WINDOW = 512 << 10, 32, 16
 CACHED_BYTES, MAX_CACHED_ROWS, MIN_CACHED_WINDOW = 4 << 20, 64, 256
 SAMPLE_ROWS = 8  # rows of an index-only set that are read to estimate the image size; one request each
@@ -26,13 +26,13 @@ CACHE_FRACTION = 1 / 4  # of the cache for one window; two are in use at a time,
 
 def shuffle_block_and_window(data: Data, sets: Sequence[PreparedSet], global_rows: int) -> tuple[int, int]:
     """Return rows of a shuffle block and blocks of a window for these sets; (1, 1) for a full shuffle."""
-    row_bytes = [size for each in sets if (size := _contiguous_row_bytes(each))]
+    row_bytes = [size for each in sets if (size := _average_row_bytes(each))]
     is_cached = data.local_cache is not None and bool(row_bytes)
     shuffle_block, window = data.shuffle_shape
     if shuffle_block is None:  # the rows of one request, in whole record batches
         request_bytes, max_rows = (CACHED_BYTES, MAX_CACHED_ROWS) if is_cached else (REQUEST_BYTES, MAX_ROWS)
-        batches = (min(round(request_bytes / size / BATCH_ROWS), max_rows // BATCH_ROWS) for size in row_bytes)
-        shuffle_block = max((BATCH_ROWS * max(1, count) for count in batches), default=1)
+        batches = (round(min(request_bytes / size, max_rows) / RECORD_BATCH_ROWS) for size in row_bytes)
+        shuffle_block = max((RECORD_BATCH_ROWS * max(1, count) for count in batches), default=1)
     if shuffle_block == 1 or not data.shuffle:
         return 1, 1
     if window is not None:
@@ -43,8 +43,8 @@ def shuffle_block_and_window(data: Data, sets: Sequence[PreparedSet], global_row
     return shuffle_block, max(1, min(max(MIN_CACHED_WINDOW, global_rows), fitting))
 
 
-def _contiguous_row_bytes(prepared: PreparedSet) -> float:
-    """Return the bytes of a row that are stored next to those of the next row; 0 if blocks save no requests."""
+def _average_row_bytes(prepared: PreparedSet) -> float:
+    """Return the average bytes per row of a read of adjacent rows; 0 if shuffle blocks save no requests."""
     in_set = max(1.0, prepared.num_bytes / max(1, prepared.num_rows)) if prepared.storage.local_path is None else 0.0
     if not is_index_only(prepared) or prepared.image_storage.local_path is not None:
         return in_set
@@ -73,4 +73,5 @@ def with_local_cache(data: Data, prepared: PreparedSet, shuffle_block: int) -> P
             f"data.local_cache cannot cache {prepared.storage.address}, which only refers to its images: prepare it "
             "without --index-only, or leave data.local_cache out."
         )
-    return prepared.cached(ShardCache(data.local_cache, int(data.local_cache_gb * 1e9)), max(shuffle_block, BATCH_ROWS))
+    cache = ShardCache(data.local_cache, int(data.local_cache_gb * 1e9))
+    return prepared.cached(cache, max(shuffle_block, RECORD_BATCH_ROWS))

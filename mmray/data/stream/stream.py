@@ -1,6 +1,6 @@
 """The Ray Data stream: a prepared set as blocks of model inputs, in sample order, split between the training workers.
 
-Data actors on CPU nodes read and decode (reader.py) the rows that order.py selects.
+Decode actors on CPU nodes read and decode (reader.py) the rows that order.py selects.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def block_ids_dataset(count: int) -> ray.data.Dataset:
 
 
 class StreamDataConfig(ray.train.DataConfig):
-    """Builds the stream of one worker group; data actors import only what it pickles, which excludes torch."""
+    """Builds the stream of one worker group; the reader is pickled to the decode actors, which need no torch."""
 
     def __init__(
         self,
         resume_point: ResumePoint,
         reader: RowReader,
-        workers: int,
+        num_actors: int,
         block_mb: float,
         node_labels: dict[str, str] | None = None,
         coordinator: Any = None,
     ):
         super().__init__()
-        self.resume_point, self.reader, self.workers, self.block_mb = resume_point, reader, workers, block_mb
+        self.resume_point, self.reader, self.num_actors, self.block_mb = resume_point, reader, num_actors, block_mb
         self.node_labels, self.coordinator = node_labels, coordinator
 
     def configure(self, datasets: dict[str, Any], world_size: int, *_: Any, **__: Any) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ class StreamDataConfig(ray.train.DataConfig):
             fn_constructor_args=(self.reader, block_plan, self.coordinator),
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(
-                size=min(self.workers, block_plan.count), max_tasks_in_flight_per_actor=MAX_TASKS_IN_FLIGHT
+                size=min(self.num_actors, block_plan.count), max_tasks_in_flight_per_actor=MAX_TASKS_IN_FLIGHT
             ),
             num_cpus=1,
         )
@@ -97,6 +97,6 @@ class StreamDataConfig(ray.train.DataConfig):
 
 
 def iter_blocks(split: Any) -> Iterable[Block]:
-    """Yield the blocks of one rank in order; a thread of Ray fetches the next one."""
-    # Only one: Ray would not return the first block before all prefetched ones are ready.
+    """Yield the blocks of one rank in order; a thread of Ray fetches the next one even with prefetch_batches=0."""
+    # With more, Ray would not return the first block before all prefetched ones are ready.
     return split.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0)

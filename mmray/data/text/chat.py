@@ -100,7 +100,7 @@ class ChatEncoder:
 
 
 def build_encoder(tokenizer_json: str, inputs: Inputs) -> Any:
-    """Return a ChatEncoder if the inputs have chat settings, else a TextEncoder; both have the same interface."""
+    """Return a ChatEncoder if the inputs have chat settings, else a TextEncoder, which also has `languages`."""
     if (chat := getattr(inputs, "chat", None)) is not None:
         return ChatEncoder(tokenizer_json, chat, inputs.max_tokens)
     return TextEncoder(tokenizer_json, inputs.max_tokens, inputs.language_token)

@@ -1,6 +1,6 @@
 """Caption cleaning and tokenization. Tokenizers are passed between processes as the text of their tokenizer.json.
 
-Only `tokenizers` is imported, because transformers would slow down the start of data workers several times.
+Only `tokenizers` is imported, because transformers would slow down the start of decode actors several times.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def clean_caption(text: str) -> str:
         raise BadRow("text", "encoding", f"character {error.start} is a lone surrogate") from None
     if num_bytes > MAX_CAPTION_BYTES:
         raise BadRow("text", "too-long", f"{num_bytes} bytes are over {MAX_CAPTION_BYTES}")
-    words = " ".join(text.split())  # before control characters are removed, because tab and newline are both
+    words = " ".join(text.split())  # first, because tab and newline are also control characters
     kept = " ".join(_CONTROLS.sub("", words).split())
     if all(unicodedata.category(character) in ("Cf", "Zs") for character in kept):  # invisible characters
         raise BadRow("text", "blank", f"nothing to read in {text[:40]!r}")

@@ -137,7 +137,7 @@ SOURCES = {
 @pytest.mark.parametrize("title", SOURCES)
 def test_every_format_is_detected_and_gives_the_same_rows(tmp_path, title, in_process):
     source, said = SOURCES[title](tmp_path / "raw"), []
-    manifest = prepare(str(source), str(tmp_path / "out"), LAX, notify=lambda line, label: said.append(line))
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX, log=lambda line, label: said.append(line))
     amount = "2 files" if title == "WebDataset" else "7 rows"
     assert f": {amount} of {title.removesuffix(' of bytes')}" in said[0] and str(tmp_path) in said[0]
     assert len(in_process) > 1
@@ -168,12 +168,10 @@ def test_class_folders_give_labels(tmp_path):
 
 
 def test_split_folders_may_contain_class_folders(tmp_path):
-    for split, number in (("train", 0), ("val", 1)):
-        folder = tmp_path / "raw" / split / "cat"
-        folder.mkdir(parents=True)
-        (folder / f"{number}.png").write_bytes(colour_image(number))
-    manifest, rows, _ = prepared(tmp_path / "raw", tmp_path / "out")
-    assert manifest.splits == {"train": 1, "val": 1}
+    for split in ("train", "eval"):
+        images(tmp_path / "raw" / split / "cat", 1)
+    manifest, rows, _ = prepared(tmp_path / "raw", tmp_path / "out", duplicates="keep")
+    assert manifest.splits == {"train": 1, "eval": 1}
     assert [row.label for row in rows] == [0, 0] and manifest.class_names == ("cat",)
 
 
@@ -181,14 +179,15 @@ def test_incomplete_pairs_and_non_utf8_captions_are_quarantined(tmp_path):
     source = pairs(tmp_path / "raw")
     (source / "some" / "1.txt").unlink()
     (source / "some" / "2.png").unlink()
-    (source / "some" / "3.txt").write_bytes(b"caf\xe9")
-    (source / "some" / "4.txt").write_text(" \n")
-    (source / "some" / "5.txt").write_text("one\n\ntwo\n")
+    for name, data in (("3.txt", b"caf\xe9"), ("4.txt", b" \n"), ("5.txt", b"one\n\ntwo\n")):
+        (source / "some" / name).write_bytes(data)
     _, rows, faults = prepared(source, tmp_path / "out")
     assert faults == {
         "some/1.png": "no-text", "some/2.txt": "no-image", "some/3.png": "encoding", "some/4.png": "blank"
     }  # fmt: skip
     assert [row.texts for row in rows] == [[text(0)], ["one", "two"], [text(6)]]
+    (source / "some" / "6.txt").write_text("edited")
+    assert prepared(source, tmp_path / "out")[1][-1].texts == ["edited"]
 
 
 def test_csv_keeps_quoted_fields_and_reports_bad_lines(tmp_path):

@@ -175,10 +175,10 @@ def test_index_only_stream_skips_crashing_row(tmp_path, monkeypatch, local_ray):
     reader = RowReader(PreparedSet.open(out), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
     plan = SamplePlan(40, 4, 1, 4, seed=0, steps=20)  # two epochs
     monkeypatch.setattr(stream_module, "DecodeActor", DecodeActor)
-    made = stream_module.StreamDataConfig(ResumePoint(plan, 0), reader, workers=1, block_mb=0.01)
+    made = stream_module.StreamDataConfig(ResumePoint(plan, 0), reader, num_actors=1, block_mb=0.01)
     blocks = ray.get(consume.remote(made.configure({"train": None}, 1)[0]["train"]))
     column = {name: np.concatenate([block[name] for block in blocks]) for name in ("pos", "key", "valid")}
-    rows = plan.rows_at(np.arange(80))
+    rows = plan.row_ids_at(np.arange(80))
     assert column["pos"].tolist() == list(range(80))
     assert column["valid"].tolist() == (rows != 17).tolist()
     assert column["key"].tolist() == [0 if row == 17 else hash_key(f"k{row}") for row in rows]

@@ -64,7 +64,7 @@ def test_exif_orientation_is_applied(kind, orientation):
 
 
 def test_pillow_warnings_are_not_logged():
-    """Damaged EXIF, in a process set up like a data worker."""
+    """Damaged EXIF, in a process set up like a decode actor."""
     exif = b"Exif\0\0MM\0*" + struct.pack(">LHHHLL", 8, 1, 0x010F, 2, 10**6, 26) + bytes(4)
     code = "import sys; from mmray.data.images.decode import verify_image; verify_image(sys.stdin.buffer.read())"
     data = encode(photo(), "JPEG", exif=exif)

@@ -11,7 +11,7 @@ import pytest
 
 from mmray.config import Prepare
 from mmray.data.formats.rows import BadRow, parse_row
-from mmray.data.formats.source import SourceItem
+from mmray.data.formats.source import RawRow
 from mmray.data.prepare import fetch as fetch_module
 from mmray.data.prepare.fetch import HOST_CONNECTIONS, Fetcher
 from mmray.data.prepare.pack import PREFETCH_ROWS, prefetch_rows
@@ -198,9 +198,9 @@ def test_untrusted_certificate_is_refused(server, fetching):
 def test_downloads_overlap_and_rows_keep_their_order(server, fetching):
     server.max_active, start_s = 0, time.monotonic()
     rows = [{"id": n, "image": server.address(f"slow/{n}"), "text": "x"} for n in range(40)]
-    items = [SourceItem(n, f"made:{n}", row) for n, row in enumerate(rows)]
-    items[5], items[7] = SourceItem(5, "made:5", {"text": "x"}), SourceItem(7, "made:7", BadRow("parse", "json", "x"))
-    items[9] = SourceItem(9, "made:9", {"image": "a.png", "text": "x"})
+    items = [RawRow(n, f"made:{n}", row) for n, row in enumerate(rows)]
+    items[5], items[7] = RawRow(5, "made:5", {"text": "x"}), RawRow(7, "made:7", BadRow("parse", "json", "x"))
+    items[9] = RawRow(9, "made:9", {"image": "a.png", "text": "x"})
     seen, most = [], 0
 
     def fetch(address):
@@ -234,7 +234,7 @@ def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch, in_process):
         allow_urls=(f"ALLOWED.test:{port}",),
     )  # fmt: skip
     out = tmp_path / "out"
-    manifest = prepare(str(source), str(out), settings, notify=lambda text, label: messages.append((label, text)))
+    manifest = prepare(str(source), str(out), settings, log=lambda text, label: messages.append((label, text)))
     assert (manifest.num_rows, manifest.num_read) == (3, len(urls))
     rows = PreparedSet.open(str(out)).read(np.arange(3))
     assert [row.image for row in rows] == [colour_image(n) for n in (20, 21, 22)]

@@ -203,8 +203,7 @@ def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
     assert prepared.num_rows == 11 and prepared.read(np.array([5]))[0].image == colour_image(505)
     in_process.clear()
     (source.parent / "9.png").write_bytes(colour_image(9))
-    assert run().num_rows == 12
-    assert run(image_side=4).fingerprint != first.fingerprint
+    assert run().num_rows == 12 and run(image_side=4).fingerprint != first.fingerprint
     assert in_process == [2, 0, 1, 2] and len(list((out / "shards").iterdir())) == 3
 
 
@@ -249,7 +248,7 @@ def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypa
     whole = run("whole")
     add(source, {"image": "0.png", "text": " "})
     for module in ("images.read", "prepare.pack"):  # a file system without modification times, like an object store
-        monkeypatch.setattr(f"mmray.data.{module}.image_signature", lambda storage, name: (name, None, None))
+        monkeypatch.setattr(f"mmray.data.{module}.stat_signature", lambda storage, name: (name, None, None))
     for number in (5, 9, 10):
         (source.parent / f"{number}.png").unlink()
     assert run().reasons == {"missing-image": 3, "blank": 1}
@@ -326,10 +325,13 @@ def test_tokenizer_is_trained_on_training_captions_if_there_are_any(tmp_path, in
     make_source(tmp_path / "raw", 4, split="test", text="qqqq")
     assert run("a").tokenizer is None
     make_source(tmp_path / "raw", 4, start=4, split="train", text="seen words")
-    assert run("b", vocab_size=0).tokenizer is None
-    assert run("c").tokenizer == "tokenizer.json"
-    vocabulary = json.loads((tmp_path / "c" / "tokenizer.json").read_text())["model"]["vocab"]
+    assert run("b", vocab_size=0).tokenizer is None and run("c").tokenizer == "tokenizer.json"
+    tokenizer = tmp_path / "c" / "tokenizer.json"
+    vocabulary = json.loads(tokenizer.read_text())["model"]["vocab"]
     assert "words" in vocabulary and not any("q" in piece for piece in vocabulary)
+    tokenizer.write_text("old")
+    assert run("c").tokenizer and tokenizer.read_text() == "old"
+    assert run("c", duplicates="keep").tokenizer and tokenizer.read_text() != "old"  # may select other captions
 
 
 def test_cache_name_ignores_the_error_budget(tmp_path, monkeypatch):

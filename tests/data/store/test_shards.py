@@ -66,9 +66,9 @@ def test_coalesced_ranges_cover_each_span_once_within_the_gap(spans, gap, most):
         patch.setattr(storage, "MAX_GAP_BYTES", gap)
         patch.setattr(storage, "MAX_REQUEST_BYTES", most)
         reads = coalesce_ranges(spans)
-    assert sorted(number for read in reads for number in read.spans) == list(range(len(spans)))
+    assert sorted(number for read in reads for number in read.span_indices) == list(range(len(spans)))
     for read in reads:
-        inside = sorted(spans[number] for number in read.spans)
+        inside = sorted(spans[number] for number in read.span_indices)
         assert read.start == inside[0][0] and read.stop == max(stop for _, stop in inside)
         assert read.stop - read.start <= max(most, *(stop - start for start, stop in inside))
         reach = inside[0][1]
@@ -105,7 +105,7 @@ def cost_of(s3, prepared, chunk, window, blocks=2):
     plan = SamplePlan(prepared.num_rows, 2 * BLOCK_ROWS, 2, BLOCK_ROWS, 0, 100, shuffle_block=chunk, window=window)
     with s3.requests() as made:
         for block in range(blocks):
-            rows = prepared.read(plan.rows_at(plan.positions(*divmod(block, 2))))
+            rows = prepared.read(plan.row_ids_at(plan.positions(*divmod(block, 2))))
             assert all(row.checksum_ok for row in rows) and len(rows) == BLOCK_ROWS
     reads = [asked for method, _, asked in made if method == "GET"]
     row_bytes = prepared.num_bytes / prepared.num_rows

@@ -47,7 +47,7 @@ def test_million_rows_are_opened_and_read_within_bounds(tmp_path):
     block = reader.read_block(plan, positions)
     took_s, held_mib = time.perf_counter() - start_s, (psutil.Process().memory_info().rss - before) / 2**20
     assert took_s < 3 and held_mib < 64 and len(pickle.dumps(reader)) < 500_000
-    rows = plan.rows_at(positions)
+    rows = plan.row_ids_at(positions)
     assert len(set((rows // IN_SHARD).tolist())) > 100  # rows from the entire set
     assert block["key"].tolist() == [hash_key(f"row-{number % IN_SHARD}") for number in rows] and block["valid"].all()
-    assert np.array_equal(np.sort(plan.rows_at(np.arange(ROWS))), np.arange(ROWS))
+    assert np.array_equal(np.sort(plan.row_ids_at(np.arange(ROWS))), np.arange(ROWS))

@@ -44,7 +44,7 @@ def test_blocks_hold_rows_in_order_and_repeats_get_other_captions(both):
     block = reader.read_block(plan, np.arange(17 * 8))
     names = [f"one/row-{number}" for number in range(7)] + [f"other/row-{number}" for number in range(4)]
     assert block["valid"].all()
-    assert block["key"].tolist() == [hash_key(names[number]) for number in plan.rows_at(np.arange(17 * 8))]
+    assert block["key"].tolist() == [hash_key(names[number]) for number in plan.row_ids_at(np.arange(17 * 8))]
     in_one_epoch = block["num_tokens"][:17][block["key"][:17] == hash_key("other/row-0")]
     lengths = block["num_tokens"][block["key"] == hash_key("other/row-0")]
     assert len(in_one_epoch) >= 2 and len(lengths) == 20 and len(set(lengths.tolist())) == 3

@@ -27,11 +27,11 @@ def mixture(components, *shape, **options):
 
 def rows_of_step(p, step):
     positions = np.concatenate([p.positions(step, rank) for rank in range(p.world)])
-    return p.rows_at(positions[positions != PADDING])
+    return p.row_ids_at(positions[positions != PADDING])
 
 
 def epoch_of(p, number):
-    return p.rows_at(np.arange(number * p.num_rows, (number + 1) * p.num_rows))
+    return p.row_ids_at(np.arange(number * p.num_rows, (number + 1) * p.num_rows))
 
 
 @settings(max_examples=120, deadline=None)
@@ -48,7 +48,7 @@ def test_step_takes_same_rows_at_any_world_size(components, num_rows, shuffle_bl
     make = partial(mixture, components) if components else partial(plan, num_rows)
     one, many = (make(shuffle_block, window, size, global_rows) for size in (1, world))
     assert np.array_equal(rows_of_step(one, step), rows_of_step(many, step))
-    whole = one.rows_at(np.arange(one.rows_stop(step)))
+    whole = one.row_ids_at(np.arange(one.rows_stop(step)))
     assert np.array_equal(whole[one.rows_start(step) :], rows_of_step(one, step))
     assert one.step_at(one.rows_start(step)) == step
 
@@ -74,10 +74,10 @@ def test_epochs_and_seeds_differ_and_chunk_and_window_change_the_order():
 
 def test_order_equals_the_recorded_one():
     """Golden digests: the order must never change."""
-    rows = SamplePlan(1003, 8, 1, 4, 5, 100).rows_at(np.arange(3009))
+    rows = SamplePlan(1003, 8, 1, 4, 5, 100).row_ids_at(np.arange(3009))
     assert sha256(rows.tobytes()).hexdigest()[:16] == "1d62c0f1717a6839"
     p = SamplePlan(123, 8, 1, 4, 5, 100, components=(MixtureComponent(90, 120), MixtureComponent(7, 3)))
-    both = b"".join(column.tobytes() for column in p.rows_and_times_seen_at(np.arange(1230)))
+    both = b"".join(column.tobytes() for column in p.row_ids_and_times_seen_at(np.arange(1230)))
     assert sha256(both).hexdigest()[:16] == "acd5ea266ce82c52"
 
 
@@ -87,7 +87,7 @@ def test_rank_rows_and_accumulation():
     assert p.positions(0, 2).tolist() == [6, 7, PADDING]
     with pytest.raises(ValueError, match="no step of 8 rows starts at row 3"):
         p.step_at(3)
-    assert [column.tolist() for column in p.rows_and_times_seen_at(np.array([PADDING]))] == [[PADDING], [0]]
+    assert [column.tolist() for column in p.row_ids_and_times_seen_at(np.array([PADDING]))] == [[PADDING], [0]]
 
 
 @settings(max_examples=100, deadline=None)
@@ -95,7 +95,7 @@ def test_rank_rows_and_accumulation():
 def test_mixture_takes_exact_shares_and_each_row_and_pass_once(components, shuffle_block, window, epochs, shuffle):
     p = mixture(components, shuffle_block, window, shuffle=shuffle)
     positions = np.arange(epochs * p.num_rows)
-    rows, times_seen = p.rows_and_times_seen_at(positions)
+    rows, times_seen = p.row_ids_and_times_seen_at(positions)
     assert len(set(zip(rows.tolist(), times_seen.tolist(), strict=True))) == len(positions)
     counts = np.bincount(rows, minlength=sum(part.num_rows for part in components))
     counts_by_part = np.split(counts, np.cumsum([part.num_rows for part in components])[:-1])
@@ -107,9 +107,9 @@ def test_mixture_is_spread_over_the_epoch_and_differs_by_seed_and_epoch():
     components = (MixtureComponent(9000, 9000), MixtureComponent(500, 1000))
     full, near = mixture(components, global_rows=256), mixture(components, 16, 8, global_rows=256)
     for p, size, most in ((full, 1000, 0.04), (near, 250, 0.08)):
-        fraction = (p.rows_at(np.arange(30_000)) >= 9000).reshape(-1, size).mean(axis=1)
+        fraction = (p.row_ids_at(np.arange(30_000)) >= 9000).reshape(-1, size).mean(axis=1)
         assert abs(fraction - 0.1).max() < most
         assert not np.array_equal(epoch_of(p, 0), epoch_of(p, 1))
     assert not np.array_equal(epoch_of(full, 0), epoch_of(mixture(components, seed=4), 0))
-    blocks = [len(set((p.rows_at(np.arange(256)) // 16).tolist())) for p in (near, full)]
+    blocks = [len(set((p.row_ids_at(np.arange(256)) // 16).tolist())) for p in (near, full)]
     assert blocks[0] < 40 and blocks[1] > 180

@@ -73,7 +73,7 @@ def expected(plan):
     for step in range(plan.steps):
         positions = np.concatenate([plan.positions(step, rank) for rank in range(plan.world)])
         positions = positions[positions != PADDING]
-        out.append([(hash_key(f"row-{r}"), int(p)) for r, p in zip(plan.rows_at(positions), positions, strict=True)])
+        out.append([(hash_key(f"row-{r}"), int(p)) for r, p in zip(plan.row_ids_at(positions), positions, strict=True)])
     return out
 
 

@@ -141,7 +141,7 @@ def test_waiting_for_a_save_counts_as_progress_for_a_limited_time(local, gate, t
 
 
 def test_lost_lease_ends_training_at_the_next_poll(local):
-    local.lease.advance()
+    local.lease.claim_next_token()
     local.save(3)
     wait_done(local.manager)
     with pytest.raises(TrainingError, match="taken over"):

@@ -164,7 +164,7 @@ def test_growing_files_do_not_overwrite_those_of_another_training(run):
     files = LogUploader(run, print, partial(check_fencing_token, run, lease.acquire()))
     (files.local_folder / "metrics.jsonl").write_text("one\n")
     files.upload_changed()
-    lease.advance()
+    lease.claim_next_token()
     (files.local_folder / "metrics.jsonl").write_text("one\nof the orphan\n")
     for late in (files.upload_changed, files.close):
         with pytest.raises(TrainingError, match="taken over"):
