@@ -17,7 +17,7 @@ import ray
 import torch
 
 from mmray.bench import synthetic_images
-from mmray.bench.loader_arms import WARMUP_ARRIVALS, Arrival, LoaderWorker, TextbookDataset, TunedDataset, rows_per_s
+from mmray.bench.baselines import WARMUP_ARRIVALS, Arrival, LoaderWorker, TextbookDataset, TunedDataset, rows_per_s
 from mmray.bench.spawn import describe_machine
 from mmray.cluster.connect import ray_session
 from mmray.config import Cluster, Inputs, Prepare
@@ -35,8 +35,8 @@ PREPARED_SIDE = 256  # shorter side of the re-encoded set
 MIN_STEPS = 12  # minimum of a stream window; its first blocks do not count
 ENDLESS = 10**6  # steps of a plan that no window finishes
 EXPECTED_RATE = 600  # images/s per actor, to choose the length of a stream window
-# The first blocks of a stream arrive while other actors are starting.
-STREAM_WINDOWS, STREAM_SKIP = 2, 6
+# The first blocks of a stream arrive while other actors start: they do not count, and its windows last longer.
+STREAM_WINDOW_FACTOR, STREAM_WARMUP_ARRIVALS = 2, 6
 MIN_STREAM_SHARE = 0.75  # below this share of the slowest stage, the stream itself is the bottleneck
 RATIOS = {
     "stream_original_vs_textbook": ("stream original", "textbook original"),
@@ -45,7 +45,7 @@ RATIOS = {
     "stream_vs_reader": ("stream prepared", "reader prepared"),
 }
 Notify = Callable[[str], None]
-Arm = Callable[[], list[list[Arrival]]]  # runs a window; returns the arrivals of each consumer
+RunWindow = Callable[[], list[list[Arrival]]]  # of one loader; returns the arrivals of each consumer
 
 
 def bench_loader(
@@ -58,25 +58,25 @@ def bench_loader(
     block_mb: float = 24.0,
     gpu_rate: float | None = None,
 ) -> dict[str, Any]:
-    """Return {machine, ratios, spread, rows, notes}, one row per arm (median window). Raises UsageError."""
+    """Return {machine, ratios, spread, rows, notes}, one row per loader (median window). Raises UsageError."""
     actors = workers or cores()
-    rates: list[dict[str, float]] = []  # images/s of each arm, by round
+    rates: list[dict[str, float]] = []  # images/s of each loader, by round
     first_s: dict[str, list[float]] = defaultdict(list)
     with ray_session(Cluster(workers=max(actors, CONSUMERS))):
-        arms = _build_arms(data, images, window_s, actors, block_mb, notify)
+        loaders = _build_loaders(data, images, window_s, actors, block_mb, notify)
         for number in range(rounds):
             rates.append({})
-            for name in arms if number % 2 == 0 else reversed(arms):
+            for name in loaders if number % 2 == 0 else reversed(loaders):
                 start_s = time.time()
-                arrivals = arms[name]()
-                rate = rows_per_s(arrivals, STREAM_SKIP if name.startswith("stream") else WARMUP_ARRIVALS)
+                arrivals = loaders[name]()
+                rate = rows_per_s(arrivals, STREAM_WARMUP_ARRIVALS if name.startswith("stream") else WARMUP_ARRIVALS)
                 rates[-1][name] = rate
                 first_s[name].append(max(each[0].at_s for each in arrivals) - start_s)
                 notify(f"round {number + 1} of {rounds}: {name} {rate:,.0f} images/s")
-    spread = arm_ratios(rates, RATIOS)
-    medians = {name: statistics.median(each[name] for each in rates) for name in arms}
+    spread = loader_ratios(rates, RATIOS)
+    medians = {name: statistics.median(each[name] for each in rates) for name in loaders}
     rows = []
-    for name in arms:
+    for name in loaders:
         first_batch_s = None if name.startswith("reader") else round(statistics.median(first_s[name]), 3)
         rows.append({"arm": name, "images_per_s": round(medians[name], 1), "first_batch_s": first_batch_s})
     machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"data_workers": actors}
@@ -89,10 +89,10 @@ def bench_loader(
     }
 
 
-def _build_arms(
+def _build_loaders(
     data: str | None, images: int, window_s: float, actors: int, block_mb: float, notify: Notify
-) -> dict[str, Arm]:
-    """Prepare the images and start the processes; return the arms by name."""
+) -> dict[str, RunWindow]:
+    """Prepare the images and start the processes; return the loaders by name."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmray" / "bench"
     notify("preparing the images: original bytes and re-encoded")
     folder, sets = write_images(data, images, cache), {}
@@ -102,18 +102,18 @@ def _build_arms(
         sets[name] = _prepare(str(folder / synthetic_images.CAPTIONS), cache / folder.name, prepare)
     if len(files) < GLOBAL_ROWS:
         raise UsageError(f"bench loader needs {GLOBAL_ROWS} images (a global batch), got {len(files)}: raise --images")
-    tokenizer = load_tokenizer("trained", sets["original"].tokenizer_json)
+    tokenizer_json = load_tokenizer("trained", sets["original"].tokenizer_json)
     workers = [LoaderWorker.remote(rank) for rank in range(max(actors, CONSUMERS))]  # type: ignore[attr-defined]
     consumers, readers = workers[:CONSUMERS], workers[:actors]
     ray.get([actor.__ray_ready__.remote() for actor in workers])
     inputs = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear")
-    row_readers = {name: RowReader(each, inputs, tokenizer, Prepare().max_pixels) for name, each in sets.items()}
+    row_readers = {name: RowReader(each, inputs, tokenizer_json, Prepare().max_pixels) for name, each in sets.items()}
     share = GLOBAL_ROWS // CONSUMERS
     plan = SamplePlan(num_rows=len(files), global_rows=GLOBAL_ROWS, world=CONSUMERS, micro=share, seed=0, steps=ENDLESS)
-    steps = max(MIN_STEPS, round(STREAM_WINDOWS * window_s * EXPECTED_RATE * actors / plan.global_rows))
+    steps = max(MIN_STEPS, round(STREAM_WINDOW_FACTOR * window_s * EXPECTED_RATE * actors / plan.global_rows))
     window_plan = replace(plan, steps=steps)  # the stream ends with the window
 
-    def run(workers: list[Any], method: str, *arguments: Any) -> Arm:
+    def run(workers: list[Any], method: str, *arguments: Any) -> RunWindow:
         return lambda: ray.get([getattr(actor, method).remote(*arguments, window_s) for actor in workers])
 
     def run_stream(reader: RowReader) -> list[list[Arrival]]:
@@ -122,8 +122,8 @@ def _build_arms(
         shards = zip(consumers, stream.configure({"train": None}, plan.world), strict=True)
         return list(ray.get([actor.stream.remote(each["train"], window_plan) for actor, each in shards]))
 
-    textbook = TextbookDataset(files, tokenizer, SIDE)
-    tuned = TunedDataset(sets["prepared"], tokenizer, SIDE, inputs.max_tokens)
+    textbook = TextbookDataset(files, tokenizer_json, SIDE)
+    tuned = TunedDataset(sets["prepared"], tokenizer_json, SIDE, inputs.max_tokens)
     num_workers = max(1, actors // CONSUMERS)
     return {
         "reader original": run(readers, "reader", actors, row_readers["original"], plan),
@@ -167,13 +167,13 @@ def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int)
     return lines
 
 
-def arm_ratios(
-    rounds: Sequence[Mapping[str, float]], arms: Mapping[str, tuple[str, str]]
+def loader_ratios(
+    rounds: Sequence[Mapping[str, float]], loaders: Mapping[str, tuple[str, str]]
 ) -> dict[str, dict[str, float]]:
-    """Return {name: {median, min, max, pairs}} of the ratio of two arms, paired by round."""
+    """Return {name: {median, min, max, pairs}} of the ratio of two loaders, paired by round."""
     out = {}
-    for name, (arm, base) in arms.items():
-        pairs = [each[arm] / each[base] for each in rounds if each.get(arm) and each.get(base)]
+    for name, (loader, base) in loaders.items():
+        pairs = [each[loader] / each[base] for each in rounds if each.get(loader) and each.get(base)]
         if pairs:
             spread = {"median": statistics.median(pairs), "min": min(pairs), "max": max(pairs)}
             out[name] = {key: round(value, 4) for key, value in spread.items()} | {"pairs": len(pairs)}

@@ -122,12 +122,12 @@ class StepTimer:
     """Callback: seconds of each step after the warm-up, or of all of them together, synchronized with the devices."""
 
     devices: tuple[torch.device, ...]
-    last_step: int = 0  # measure only once, at this step; 0: measure each step
+    total_until: int | None = None  # measure the total until this step; None: measure each step
     times_s: list[float] = field(default_factory=list)
     _last_s: float = 0.0
 
     def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
-        if self.last_step and step not in (WARMUP_STEPS, self.last_step):
+        if self.total_until is not None and step not in (WARMUP_STEPS, self.total_until):
             return
         for device in self.devices:
             if device.type == "cuda":
@@ -145,7 +145,7 @@ class Bench:
     config: Config
     group: Group
     model: nn.Module
-    batches: list[Batch]  # of one micro-batch, or of all rows of this rank in a step
+    batches: list[Batch]  # each is one micro-batch (bench step) or all rows of this rank in a step (bench strategies)
     log: MetricsLog | None = None
 
     def train(self, model: nn.Module, shape: BatchShape, steps: int, callback: Callback, **options: Any) -> LoopResult:
@@ -173,14 +173,14 @@ class Bench:
     def loop_window(self, steps: int) -> tuple[float, float]:
         """Return (seconds, last loss) of a window of mmray's loop on a copy of the model."""
         micro, world = len(self.batches[0]["valid"]), self.group.world
-        timer = StepTimer((self.group.device,), last_step=steps)
+        timer = StepTimer((self.group.device,), total_until=steps)
         result = self.train(self._copy(), BatchShape(micro * world, micro, 1, world), steps, timer, log=self.log)
         return sum(timer.times_s), result.metrics["train/loss"]
 
     def bare_window(self, steps: int) -> tuple[float, float]:
         """Return (seconds, last loss) of a window of the bare loop on a copy of the model."""
         device = self.group.device
-        timer = StepTimer((device,), last_step=steps)
+        timer = StepTimer((device,), total_until=steps)
         loss = train_baseline(self._copy().to(device), self.batches, self.config, device, steps, timer.on_step)
         return sum(timer.times_s), loss
 
@@ -227,10 +227,10 @@ def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, floa
     rows = []
     for pair in range(pairs):
         results: dict[str, tuple[float, float]] = {}
-        for arm in ("loop", "bare") if pair % 2 == 0 else ("bare", "loop"):
+        for name in ("loop", "bare") if pair % 2 == 0 else ("bare", "loop"):
             gc.collect()  # the previous window's DDP is a reference cycle
-            results[arm] = bench.loop_window(steps) if arm == "loop" else bench.bare_window(steps)
-        row = {f"{arm}_samples_per_s": round(timed_rows / took_s, 2) for arm, (took_s, _) in results.items()}
-        row |= {f"{arm}_loss": round(loss, 6) for arm, (_, loss) in results.items()}
+            results[name] = bench.loop_window(steps) if name == "loop" else bench.bare_window(steps)
+        row = {f"{name}_samples_per_s": round(timed_rows / took_s, 2) for name, (took_s, _) in results.items()}
+        row |= {f"{name}_loss": round(loss, 6) for name, (_, loss) in results.items()}
         rows.append({"pair": pair, "loop_vs_bare": round(results["bare"][0] / results["loop"][0], 4)} | row)
     return rows

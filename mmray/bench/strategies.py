@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 BASELINE = "ddp fp32"
 PROFILED_STEPS = 2
-MEASURED_FIELDS = (
-    *("samples_per_s", "step_p50_s", "step_p95_s", "communication_share"),
-    *("peak_gib", "loss", "loss_vs_ddp"),
-)
+MEASUREMENTS = ("samples_per_s", "step_p50_s", "step_p95_s", "communication_share", "peak_gib", "loss", "loss_vs_ddp")
 # Name: settings of `train`. The kinds in ONE_WORKER run with one worker.
 STRATEGIES: dict[str, dict[str, Any]] = {
     BASELINE: {"parallel": "ddp", "precision": "fp32"},
@@ -61,7 +58,7 @@ def bench_strategies(
     chosen = {name: train for name, train in STRATEGIES.items() if not only or name in (BASELINE, *only)}
     rows: list[dict[str, Any]] = []
     for number, (name, train) in enumerate(chosen.items(), 1):
-        row = {"strategy": name} | _measure_row(config, train, shape, device_type, steps)
+        row = {"strategy": name} | _time_row(config, train, shape, device_type, steps)
         result = "failed" if row["error"] else f"{row['samples_per_s']:,.0f} samples/s"
         notify(f"{number} of {len(chosen)}, {name}: {result}")
         rows.append(row)
@@ -75,9 +72,7 @@ def bench_strategies(
     return {"machine": machine, "batch": str(shape), "ratios": ratios, "rows": rows}
 
 
-def _measure_row(
-    config: Config, train: dict[str, Any], shape: BatchShape, device_type: str, steps: int
-) -> dict[str, Any]:
+def _time_row(config: Config, train: dict[str, Any], shape: BatchShape, device_type: str, steps: int) -> dict[str, Any]:
     """Measure one strategy in new processes, with the same rows per step; on failure `error` is the reason."""
     if train["parallel"] in ONE_WORKER:
         config = config.with_cluster(workers=1)
@@ -85,7 +80,7 @@ def _measure_row(
         train=config.train.replace(**{"grad_compression": "none", "profile": 0, **train}),
         batch=config.batch.replace(global_=shape.global_rows, micro=shape.micro, accumulation=None),
     )
-    row: dict[str, Any] = {"workers": config.cluster.max_workers, **dict.fromkeys(MEASURED_FIELDS), "error": None}
+    row: dict[str, Any] = {"workers": config.cluster.max_workers, **dict.fromkeys(MEASUREMENTS), "error": None}
     if reasons := unsupported_reasons(config):
         return row | {"error": "; ".join(reasons)}
     try:
@@ -96,9 +91,9 @@ def _measure_row(
 
 @dataclass
 class ProfiledTimer(StepTimer):
-    """Callback: step times until step `timed`, its metrics and peak memory, and a profile of the steps after it."""
+    """Callback: step times until `last_timed_step`, its metrics and peak memory, and a profile after it."""
 
-    timed: int = 0
+    last_timed_step: int = 0
     metrics: Metrics = field(default_factory=dict)
     peak_gib: float | None = None
     communication_share: float = 0.0
@@ -107,7 +102,7 @@ class ProfiledTimer(StepTimer):
 
     def on_step(self, step: int, metrics: Metrics | None = None) -> None:
         super().on_step(step)
-        if step == self.timed:
+        if step == self.last_timed_step:
             self.metrics = metrics or {}
             others = [device for device in self.devices[1:] if device.type == "cuda"]  # the metric is of the first
             bytes_of_others = sum(torch.cuda.max_memory_allocated(device) for device in others)
@@ -116,7 +111,7 @@ class ProfiledTimer(StepTimer):
             self._profile = profile(activities=kinds)
             self._profile.start()
             self._profile_start_s = time.perf_counter()
-        if step == self.timed + PROFILED_STEPS:
+        if step == self.last_timed_step + PROFILED_STEPS:
             took_s = time.perf_counter() - self._profile_start_s
             self._profile.stop()
             self.communication_share = communication_us(self._profile.events()) / 1e6 / took_s
@@ -133,14 +128,14 @@ def communication_us(events: Any) -> float:
 
 
 def _measure_rank(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, Any]:
-    shape, timed = resolve_batch_shape(config.batch, group.world), WARMUP_STEPS + steps
+    shape, last_timed_step = resolve_batch_shape(config.batch, group.world), WARMUP_STEPS + steps
     devices = two_devices(group.device) if config.train.parallel == "branches" else (group.device,)
-    config = config.replace(train=config.train.replace(log_every=timed))
+    config = config.replace(train=config.train.replace(log_every=last_timed_step))
     # Every rank generates the same global batches, as rank 0 of 1, and takes its share of the rows.
     bench = build_bench(config, Group(device=group.device), shape.global_rows)
     batches = [rank_share(batch, group.rank, group.world) for batch in bench.batches]
-    timer = ProfiledTimer(devices, timed=timed)
-    replace(bench, group=group, batches=batches).train(bench.model, shape, timed + PROFILED_STEPS, timer)
+    timer = ProfiledTimer(devices, last_timed_step=last_timed_step)
+    replace(bench, group=group, batches=batches).train(bench.model, shape, last_timed_step + PROFILED_STEPS, timer)
     times_s = timer.times_s[:steps]
     p50_s, p95_s = np.percentile(times_s, (50, 95)).tolist()
     return {

@@ -38,7 +38,7 @@ class LoaderCommand:
     images: int = 512
     """Number of images."""
     rounds: int = 2
-    """Windows per arm, in ABBA order."""
+    """Windows per loader, in ABBA order."""
     window_s: float = 3.0
     """Seconds per window."""
     workers: int = 0
@@ -60,7 +60,7 @@ class StrategiesCommand:
     steps: int = 10
     """Timed steps, after 3 warm-up steps."""
     only: tuple[str, ...] = ()
-    """Run only these strategies, by their names in the table."""
+    """Run only these strategies, by their names in the table, and `ddp fp32` for comparison."""
     json: str | None = None
     """Write machine, ratios and rows to this file as JSON."""
 
@@ -116,13 +116,13 @@ def _loader(command: LoaderCommand, terminal: Terminal) -> tuple[dict[str, Any],
 
 
 def _strategies(command: StrategiesCommand, terminal: Terminal) -> tuple[dict[str, Any], Table]:
-    """compare DDP, FSDP, two-device branches and precisions"""
+    """compare DDP, FSDP, one tower per device and precisions"""
     from mmray.bench.strategies import bench_strategies
 
     result = bench_strategies(recipes.load(command.recipe), command.steps, command.only, terminal.status)
     columns = {"strategy": ("strategy", ""), "samples_per_s": ("samples/s", ",.0f")}
     columns |= {"step_p50_s": ("p50 s", ".3f"), "step_p95_s": ("p95 s", ".3f"), "communication_share": ("comm", ".0%")}
-    columns |= {"peak_gib": ("GiB", ".2f"), "loss": ("loss", ".4f"), "loss_vs_ddp": ("vs ddp", "+.3%")}
+    columns |= {"peak_gib": ("GiB", ".2f"), "loss": ("loss", ".4f"), "loss_vs_ddp": ("loss vs ddp", "+.3%")}
     notes = ["comm: share of the time in collectives; loss after the last step"]
     notes += [f"{row['strategy']}: {row['error']}" for row in result["rows"] if row["error"]]
     return result | {"notes": notes}, rows_table(result["rows"], columns)

@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 from mmray.cli.args import parse_args, require_positive, write_json
 from mmray.cli.console import Reporter, Terminal, scores_tables
-from mmray.config import Scoring
+from mmray.config import EvalSettings
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class EvaluateCommand:
     """Number of workers; None: as many as in training."""
     accelerator: Literal["auto", "gpu", "cpu"] | None = None
     """Device of the workers; None: as in training; auto: GPUs if the cluster has any."""
-    evaluate: Scoring = field(default_factory=Scoring)
+    evaluate: EvalSettings = field(default_factory=EvalSettings)
     """Metrics to compute; the default of each setting is the run's value."""
 
 
@@ -43,7 +43,7 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
     from mmray.storage.paths import to_path
     from mmray.train.evaluate_export import load_run_config
 
-    own = load_run_config(to_path(run)).evaluate.scoring
+    own = load_run_config(to_path(run)).evaluate.without_interval
     command = parse_args(EvaluateCommand, argv, "mmray evaluate", EvaluateCommand(run, evaluate=own))
     require_positive(command, "workers")
     return command

@@ -37,17 +37,16 @@ class PrepareCommand:
 
 
 def _findings(manifest: Manifest, out: str) -> Iterator[tuple[str, str]]:
-    """Yield (label, line) for repeated captions and overlap with other sets."""
+    """Yield (label, line) for repeated captions and contamination."""
     if manifest.num_same_text:
         yield "captions", f"{manifest.num_same_text:,} rows repeat the captions of an earlier row; they are kept"
     if leakage := manifest.leakage:
         total = leakage["exact"] + leakage["near"]
-        where = ", ".join(
-            f"{rows:,} in {'another split' if name == 'splits' else name}" for name, rows in leakage["found_in"].items()
-        )
+        found_in = leakage["found_in"].items()
+        where = ", ".join(f"{rows:,} in {'another split' if name == 'splits' else name}" for name, rows in found_in)
         kept = "quarantined" if leakage["dropped"] else "kept; --drop-overlap quarantines them"
         kinds = f"{leakage['exact']:,} exact, {leakage['near']:,} near-duplicates"
-        yield "overlap", f"{total:,} rows ({kinds}): {where}; {kept}"
+        yield "contamination", f"{total:,} rows ({kinds}): {where}; {kept}"
         if total:
             yield "", f"listed in {out}/leaks.jsonl"
 

@@ -29,13 +29,12 @@ def train(argv: Sequence[str], terminal: Terminal) -> int:
 def _print_outcome(outcome: Any, terminal: Terminal) -> int:
     result = outcome.result
     if outcome.already_done:
-        steps = f"{result['steps']:,} steps"
-        terminal.note(f"{outcome.path} has already finished its {steps}; to continue, raise --train.steps", "done")
+        terminal.note(
+            f"{outcome.path} has finished its {result['steps']:,} steps; raise --train.steps to continue", "done"
+        )
         return 0
     took = f"{result['steps']:,} steps in {result['elapsed_s']:.0f} s"
-    restarts = (
-        f", restarted {result['restarts']} x, {result['wasted_steps']} steps repeated" if result["restarts"] else ""
-    )
+    restarts = f", restarted {result['restarts']} x, {result['wasted_steps']} steps repeated" * bool(result["restarts"])
     if result["status"] == "stopped":
         terminal.note(f"{took}; run the same command to resume from step {result['steps']:,}", "stopped")
         _print_best(outcome, terminal)

@@ -17,21 +17,22 @@ from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED, TrainingError
 
-SHAPE_KEYS = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")  # in the columns of the batch
 Row = dict[str, Any]
 
 
-class SweepReporter(Reporter):
-    """Prints one line per ended trial; implements SweepListener."""
+class ConsoleSweepReporter(Reporter):
+    """Prints one line per ended trial; implements mmray.tune.sweep.SweepReporter."""
 
     def ended(self, row: Row) -> None:
         self.log(trial_line(row), row["trial"])
 
 
-def trials_table(rows: list[Row], goal: str, ranking: Row | None) -> Table:
+def trials_table(rows: list[Row], goal: str, recommendation: Row | None) -> Table:
     """Return the table of trials; a star marks the best of each global batch."""
-    winners = set(ranking["per_global"].values()) if ranking else set()
-    searched = {key: (key.rpartition(".")[2], "") for key in rows[0]["settings"] if key not in SHAPE_KEYS}
+    from mmray.report.sweep import BATCH_SETTINGS  # they are in the columns `batch` and `global`
+
+    winners = set(recommendation["per_global"].values()) if recommendation else set()
+    searched = {key: (key.rpartition(".")[2], "") for key in rows[0]["settings"] if key not in BATCH_SETTINGS}
     columns = {"trial": ("trial", ""), **searched, "batch": ("batch", ""), "global": ("global", "d")}
     columns |= {"samples_per_s": ("samples/s", ",.0f"), "step_p50_s": ("p50 s", ".3f"), "step_p95_s": ("p95 s", ".3f")}
     columns |= {"peak_gib": ("GiB", ".2f"), "loss": ("loss", ".3f")}
@@ -65,14 +66,14 @@ Train short runs of the recipe `{name}` over a grid of settings and write the be
     mmray tune {name} --space batch.micro=8,16,32 --space batch.accumulation=1,2
 
 All trials train the same number of samples: --train.samples N, or --train.steps N of the largest global batch
-(default 40). If accumulation is searched, the global batch is micro x accumulation x workers; with
---batch.global, accumulation follows from it. --print-config prints the base settings of the trials and exits.
+(default 40). If accumulation is searched, the global batch is micro x accumulation x workers;
+otherwise accumulation follows from --batch.global. --print-config prints the base settings of the trials and exits.
 """
 
 
 @dataclass(frozen=True)
 class TuneCommand:
-    """Search batch shapes or other settings; the best trial is saved as a recipe."""
+    """Search batch shapes (micro x accumulation x workers) or other settings; the best trial is saved as a recipe."""
 
     settings: Annotated[Config, tyro.conf.arg(name="")]
     space: UseAppendAction[tuple[str, ...]] = ()
@@ -107,7 +108,7 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     terminal.note(f"mmray {version('mmray')}, sweep of recipe {base.recipe}")
     with terminal.progress("starting Ray"):
         sweep = Sweep(base, command.settings, space, command.goal, command.concurrency)
-        path, summary, rows = search(sweep, SweepReporter(terminal))
+        path, summary, rows = search(sweep, ConsoleSweepReporter(terminal))
     return _print_outcome(path, summary, rows, terminal)
 
 

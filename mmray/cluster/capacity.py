@@ -77,7 +77,7 @@ def missing_capacity(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool
     names = {"CPU", "GPU", *demand.per_worker}
     totals = {name: sum(node.resources.get(name, 0) for node in largest) for name in names}
     total = f"the cluster {'can grow to' if pools else 'has'} {format_resources(totals)} on {len(largest)} nodes"
-    grow_fix = "raise max_workers of a pool in cluster.yaml" if pools else "add nodes, or join a larger cluster"
+    grow_fix = "raise the maximum of a pool of the autoscaler" if pools else "add nodes, or join a larger cluster"
     cause, fix = _cause_and_fix(demand, largest)
     on_cpus = "; or train on CPUs (--cluster.accelerator cpu)" if demand.per_worker.get("GPU") else ""
     return f"{demand}: {cause}; {total}. {fix or grow_fix}{on_cpus}"
@@ -91,7 +91,7 @@ def _cause_and_fix(demand: Demand, nodes: Sequence[Node]) -> tuple[str, str]:
         return f"no node has any {' or '.join(missing)}", f"the nodes have {', '.join(known)}"
     for purpose, selector in (("training", demand.worker_label_selector), ("data", demand.data_label_selector)):
         if not any(node.matches_labels(selector) for node in nodes):
-            fix = f"--cluster.{purpose.removesuffix('ing')}-label none allows any node"
+            fix = f"Label a node, or in a run allow any (--cluster.{purpose.removesuffix('ing')}-label none)"
             return f"no node for {purpose} is{format_label_selector(selector)}", fix
     if not any(node.fits(demand.per_worker) and node.matches_labels(demand.worker_label_selector) for node in nodes):
         return "no single node can hold one worker", ""
@@ -117,18 +117,18 @@ def max_concurrent(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
 
 def num_workers_that_fit(demand: Demand, nodes: Sequence[Node]) -> int:
     """Return how many workers of the demand fit together with its data CPUs."""
-    counts = range(1, demand.workers + 1)
+    counts = range(1, demand.workers + 1)  # if more fit, fewer fit: bisect for the first count that does not fit
     return bisect_left(counts, True, key=lambda count: not fits(replace(demand, workers=count), nodes))
 
 
 def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
-    """Return the existing nodes and those that autoscaling can add for this demand."""
+    """Return the largest cluster for this demand: the nodes outside pools, and each pool at its maximum."""
     needed = demand.workers + demand.data_cpus  # each node hosts at least one worker or data CPU
-    known = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}
+    labels = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}  # by pool
     names = {pool.name for pool in pools}
     fixed = (node for node in nodes if (node.labels or {}).get(NODE_GROUP) not in names)
-    added = ([Node(pool.resources, known.get(pool.name, pool.labels))] * min(pool.max_nodes, needed) for pool in pools)
-    return [*fixed, *chain.from_iterable(added)]
+    full = ([Node(pool.resources, labels.get(pool.name, pool.labels))] * min(pool.max_nodes, needed) for pool in pools)
+    return [*fixed, *chain.from_iterable(full)]
 
 
 def exclude_nodes(node_ids: Iterable[str], selector: LabelSelector | None = None) -> LabelSelector:

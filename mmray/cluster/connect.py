@@ -78,7 +78,7 @@ def _start(address: str | None, cluster_config: Cluster, decode_actors: int) -> 
             os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
             ray.init(address=address, runtime_env={"env_vars": env_vars}, **log_options)
         else:
-            # For the worker processes that Ray starts ahead, which have no runtime environment.
+            # For Ray's prestarted workers, which have no runtime environment.
             paths = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
             os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
             os.environ.setdefault(PRELOAD_VARIABLE, _PRELOADED_MODULES)

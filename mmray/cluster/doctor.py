@@ -21,7 +21,7 @@ import psutil
 from mmray.cluster.connect import ray_session
 from mmray.cluster.shared_storage import check_shared
 from mmray.config import Cluster
-from mmray.errors import ResourceError
+from mmray.errors import ResourceError, UsageError
 from mmray.machine import cores, free_memory
 
 GIB = 2**30
@@ -166,8 +166,8 @@ def _check_ray(address: str | None) -> Iterator[Finding]:
                 return
             observed = f"ran with {size >> 20} MB from the object store in {time.monotonic() - start_s:.2f} s"
             yield Finding("ok", "test task", observed)
-    except ResourceError as error:
-        fix = "check that RAY_AUTH_MODE is the same here and on the head, and run `ray status` on the head"
+    except (ResourceError, UsageError) as error:
+        fix = "check the address, that RAY_AUTH_MODE is the same here and on the head, and run `ray status` on the head"
         yield Finding("error", "Ray", str(error).splitlines()[0], fix)
 
 

@@ -133,7 +133,7 @@ class AutoscalerRequest:
         try:
             request_nodes(self.name, [dict(per_worker)] * count, selector, EXPIRES_S, REQUEST_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError):
-            self._sent_s = float("-inf")  # resend at the next call
+            self._sent_s = float("-inf")  # resend at the next call (a cancel is not: the request expires)
 
     def cancel(self) -> None:
         self.request({}, {}, 0)

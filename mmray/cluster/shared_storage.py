@@ -37,7 +37,7 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
     folder = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         root = Storage(storage)
-        _write(root, f"{folder}/driver", folder)
+        _write(root, f"{folder}/driver", "written")
     except OSError as error:
         hint = CREDENTIALS if "://" in storage else "Make it writable, or choose another --run.storage."
         raise ResourceError(f"run.storage {storage} is not writable: {error}. {hint}") from error

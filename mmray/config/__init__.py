@@ -35,7 +35,7 @@ from mmray.config.model import (
     TwoTower,
     model_section,
 )
-from mmray.config.training import Batch, Evaluate, Optimizer, Scoring, Train
+from mmray.config.training import Batch, EvalSettings, Evaluate, Optimizer, Train
 from mmray.errors import UsageError
 
 LENGTHS = ("train.steps", "train.samples", "train.epochs")  # mutually exclusive

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mmray.errors import UsageError, suggest
 
-UNION_TAG = re.compile(r"int|float|str|constrained-int|literal\[.*")  # in pydantic's `loc`, in addition to settings
+UNION_TAG = re.compile(r"int|float|str|constrained-int|literal\[.*")  # a union's member in `loc`, not a setting
 
 
 class Section(BaseModel):

@@ -29,7 +29,9 @@ class Cluster(Section, settings_prefix="cluster"):
     )
     wait_for_nodes: bool = Field(False, description="Skip the capacity check and wait for nodes to be added.")
     max_failures: int = Field(3, ge=0, description="Maximum number of consecutive failures without a new checkpoint.")
-    start_timeout_s: float = Field(600.0, gt=0, description="How long to wait for nodes to start.")
+    start_timeout_s: float = Field(
+        600.0, gt=0, description="Limit for nodes to start, for the first step, and for a wait for data."
+    )
     hang_timeout_s: float = Field(180.0, gt=0, description="Restart the workers after this long without progress.")
 
     @field_validator("workers")
@@ -72,7 +74,9 @@ class Run(Section, settings_prefix="run"):
         None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run's folder; None: the recipe's name."
     )
     storage: str = Field("runs", description="Parent folder, visible to all nodes, or s3://bucket/prefix.")
-    resume: Literal["auto", "never", "must"] = Field("auto", description="Resume from the newest checkpoint, if any.")
+    resume: Literal["auto", "never", "must"] = Field(
+        "auto", description="auto: resume the run if it exists; never: start a new one; must: fail if there is none."
+    )
     trackers: tuple[str, ...] = Field((), description="Trackers: `mlflow`, `wandb`, your own `package.module:Class`.")
 
     @field_validator("storage")

@@ -77,7 +77,9 @@ class Prepare(Section, settings_prefix="prepare"):
     drop_overlap: bool = Field(
         False, description="Quarantine rows found by `check_contamination`, and training rows also in another split."
     )
-    rows_per_shard: int = Field(512, ge=1, le=65536, description="Rows per task and shard; 8192 for 100 million rows.")
+    rows_per_shard: int = Field(
+        512, ge=1, le=65536, description="Rows per shard, and per task except for tars; 8192 for 100 million rows."
+    )
 
     @field_validator("columns")
     @classmethod
@@ -113,7 +115,7 @@ class Data(Section, settings_prefix="data"):
         description="A prepared set, a raw source (prepared on first use), `sample`, or a mixture in which a weight "
         "is how many times the set is repeated per epoch: `prepared/a + 2 * prepared/b`.",
     )
-    eval: str | None = Field(None, description="Set to evaluate on; None: `eval_split` of the training set, if any.")
+    eval: str | None = Field(None, description="Set to evaluate on; None: `eval_split` of the (first) training set.")
     eval_split: str = Field("test", description="Split to evaluate on, if the set has splits.")
     cache: str = Field("prepared", description="Folder for sets that a run prepares.")
     workers: int | Literal["auto"] = Field("auto", description="Decode actors; auto: by CPU cores and memory.")
@@ -156,7 +158,7 @@ class Data(Section, settings_prefix="data"):
 
 
 class Augment(Section, settings_prefix="augment"):
-    """Random augmentation of training images, seeded by (seed, epoch, key); held-out images are not augmented."""
+    """Random augmentation of training images, seeded by (seed, pass over the set, key); not of held-out ones."""
 
     crop_scale: tuple[float, float] = Field((1.0, 1.0), description="Area of a random crop, lowest and highest share.")
     flip: Share = Field(0.0, description="Probability of a horizontal flip; wrong if captions mention left and right.")

@@ -111,7 +111,7 @@ class Model(Section, settings_prefix="model"):
     vocab_size: int = Field(0, ge=0, description="Rows of the token embedding; 0: the tokenizer's vocabulary size.")
     lora: Lora = Lora()
 
-    def with_tokens(self, vocab_size: int, pad_id: int | None) -> Self:
+    def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
         """Return the model with vocabulary size and padding token of its tokenizer, unless they are set."""
         return self.replace(vocab_size=self.vocab_size or vocab_size)
 
@@ -124,7 +124,7 @@ class EmbeddingModel(Model):
 
 
 class ImageTower(Section, settings_prefix="model.image"):
-    """Image branch."""
+    """Image tower."""
 
     name: Literal["convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101", "transformers"] = Field(
         "resnet50",
@@ -140,11 +140,9 @@ class ImageTower(Section, settings_prefix="model.image"):
 
 
 class TextTower(Section, settings_prefix="model.text"):
-    """BERT text branch; pretrained weights define its shape."""
+    """BERT text tower; pretrained weights define its shape."""
 
-    weights: Weights = Field(
-        "none", description="`none`, a folder saved by transformers, or a hub name (BERT and similar)."
-    )
+    weights: Weights = Field("none", description="`none`, a folder saved by transformers, or a hub name (BERT etc.).")
     width: Width = 128
     depth: Depth = 2
     heads: Heads = 4
@@ -237,8 +235,8 @@ class Siglip(ClipFamily):
     logit_bias: LogitBias = -10.0
     pad_id: int | None = Field(None, ge=0, description="Padding token id; None: that of tokenizer or weights.")
 
-    def with_tokens(self, vocab_size: int, pad_id: int | None) -> Self:
-        return super().with_tokens(vocab_size, pad_id).replace(pad_id=pad_id if self.pad_id is None else self.pad_id)
+    def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
+        return super().with_vocab(vocab_size, pad_id).replace(pad_id=pad_id if self.pad_id is None else self.pad_id)
 
 
 class Decoder(ClipText):

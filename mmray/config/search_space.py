@@ -39,7 +39,7 @@ class Space:
     """Searched settings in the order given: {`section.field`: listed values or a range}."""
 
     axes: dict[str, tuple[Any, ...] | Range]
-    samples: int = 1  # samples of the ranges
+    num_draws: int = 1  # from the ranges
     seed: int = 0
 
     def combinations(self) -> list[dict[str, Any]]:
@@ -47,12 +47,12 @@ class Space:
         rng = random.Random(self.seed)
         ranges = {key: axis for key, axis in self.axes.items() if isinstance(axis, Range)}
         listed = {key: axis for key, axis in self.axes.items() if not isinstance(axis, Range)}
-        draws = [{key: axis.draw(rng) for key, axis in ranges.items()} for _ in range(self.samples)]
+        draws = [{key: axis.draw(rng) for key, axis in ranges.items()} for _ in range(self.num_draws)]
         grid = [dict(zip(listed, values, strict=True)) for values in itertools.product(*listed.values())]
         return [{key: (draw | lists)[key] for key in self.axes} for draw in draws for lists in grid]
 
 
-def parse_space(given: Sequence[str], samples: int | None = None, seed: int = 0) -> Space:
+def parse_space(given: Sequence[str], num_draws: int | None = None, seed: int = 0) -> Space:
     """Parse `key=v1,v2` and `key=loguniform(low,high)`. Raises UsageError."""
     axes: dict[str, tuple[Any, ...] | Range] = {}
     for text in given:
@@ -70,9 +70,9 @@ def parse_space(given: Sequence[str], samples: int | None = None, seed: int = 0)
     if not axes:
         raise UsageError("nothing to search: give at least one --space, as in --space batch.micro=8,16,32")
     has_ranges = any(isinstance(axis, Range) for axis in axes.values())
-    if has_ranges != (samples is not None):
+    if has_ranges != (num_draws is not None):
         raise UsageError("--samples N is the number of draws from a range: give both, or neither")
-    return Space(axes, samples or 1, seed)
+    return Space(axes, num_draws or 1, seed)
 
 
 def override_settings(base: Config, settings: dict[str, Any]) -> Config:

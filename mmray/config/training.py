@@ -59,7 +59,8 @@ class Train(Section, settings_prefix="train"):
     log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
     checkpoint_every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
-        description="Steps between checkpoints; 0: only at the end; auto: after evaluations, at most 2% of the time.",
+        description="Steps between checkpoints; 0: only at the end; auto: after each evaluation, and in between as "
+        "often as costs at most 2% of the time.",
     )
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints to keep, in addition to the best.")
     ema: Fraction = Field(
@@ -70,7 +71,7 @@ class Train(Section, settings_prefix="train"):
     channels_last: bool = Field(False, description="Channels-last memory format (faster convolutions).")
     deterministic: bool = Field(False, description="Use torch's deterministic algorithms (slower on a GPU).")
     parallel: Literal["ddp", "fsdp", "branches", "single"] = Field(
-        "ddp", description="DDP, FSDP2, one branch per device on a two-GPU worker, or a single process."
+        "ddp", description="DDP, FSDP2, one worker with a GPU per branch (image tower, text tower), or one process."
     )
     grad_compression: Literal["none", "bf16", "fp16"] = Field("none", description="Dtype of DDP's gradient all-reduce.")
     profile: int = Field(0, ge=0, description="Steps to record with torch.profiler into the run's folder.")
@@ -84,7 +85,7 @@ class Train(Section, settings_prefix="train"):
         return self
 
 
-class Scoring(Section, settings_prefix="evaluate"):
+class EvalSettings(Section, settings_prefix="evaluate"):
     """Metrics on held-out rows: retrieval, and classification if there are class names or a classification head."""
 
     batch: int = Field(128, ge=1, description="Rows per forward pass and worker.")
@@ -99,12 +100,11 @@ class Scoring(Section, settings_prefix="evaluate"):
     language: str | None = Field(None, description="Language of `classes` and `prompts`, for language tokens.")
 
 
-class Evaluate(Scoring):
+class Evaluate(EvalSettings):
     """Metrics on held-out rows and their interval."""
 
     every: int = Field(0, ge=0, description="Steps between evaluations; 0: only at the end.")
 
     @property
-    def scoring(self) -> Scoring:
-        """The settings without the interval."""
-        return Scoring(**{name: getattr(self, name) for name in Scoring.model_fields})
+    def without_interval(self) -> EvalSettings:
+        return EvalSettings(**{name: getattr(self, name) for name in EvalSettings.model_fields})

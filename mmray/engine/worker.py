@@ -113,7 +113,7 @@ def _train(
         evaluate_every=config.evaluate.every,
         log=log,
         callbacks=tuple(callbacks),
-        stop=driver.stop,
+        stop=driver.stop_requested,
         group_by_length=config.batch.group_by_length,
         profile_path=profile_path,
         micro=micro,
@@ -123,7 +123,7 @@ def _train(
     if config.batch.micro == "auto":
         driver.notify("memory", f"micro-batches of {micro} rows fit")
     with _closing(log, checkpoints):
-        rows = quarantine_bad_rows(blocks, config, context.folder, context.reader, plan, driver.bad_row)
+        rows = quarantine_bad_rows(blocks, config, context.folder, context.reader, plan, driver.count_bad_row)
         # Split here, so that group_by_length and the trimming of captions see the final micro-batches.
         steps = iter_micro_batches(rows, replace(plan, micro=micro), config.batch.group_by_length)
         outcome = loop.run(spec, steps, None if checkpoint is None else partial(state_io.load, checkpoint))

@@ -41,8 +41,8 @@ class DriverHandle:
     """A worker's connection to the driver; `report` is a no-op except on rank 0."""
 
     report: Report
-    stop: Callable[[], bool]  # True ends the run after the next step with a checkpoint
-    bad_row: Callable[[int], int]  # counts an unreadable row; returns the number so far, 0 if counted before
+    stop_requested: Callable[[], bool]  # True ends the attempt after the next step with a checkpoint
+    count_bad_row: Callable[[int], int]  # counts an unreadable row; returns the number so far, 0 if counted before
     beat: Callable[[dict[str, Any]], bool]  # sends a heartbeat; returns True if this rank's stacks are requested
     process_info: dict[str, Any]  # rank, node and process, for the heartbeat
 

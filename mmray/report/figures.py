@@ -107,7 +107,7 @@ def sweep_figures(sweep: SweepRecord) -> dict[str, list[Figure]]:
     shown = list(sweep.heat_maps().items())[:MAX_HEAT_MAPS]
     heat_maps = [_heat_map(f"grid-{number}", *each, sweep) for number, each in enumerate(shown, 1)]
     bars = [
-        _bars(sweep, "throughput", "samples_per_s", "Samples per second, with the spread of its windows", ",.0f"),
+        _bars(sweep, "throughput", "samples_per_s", "Samples per second, and range over logged intervals", ",.0f"),
         _bars(sweep, "memory", "peak_gib", "Peak memory of a worker, GiB", ".2f"),
     ]
     return {"grids": heat_maps, "bars": [each for each in bars if each is not None]}
@@ -136,11 +136,9 @@ def _heat_map(name: str, title: str, trials: dict[tuple[int, int], TrialRecord],
         textfont={"size": 12},
     )
     summary = f"{goal.title} by micro-batch and accumulation; the table of trials has the values"
-    xaxis, yaxis = (
-        {"type": "category", "title": {"text": text, "standoff": 6}} for text in ("micro-batch", "accumulation")
-    )
+    x, y = ({"type": "category", "title": {"text": text, "standoff": 6}} for text in ("micro-batch", "accumulation"))
     height, wide = 110 + 62 * len(rows), len(columns) > 6
-    return make_figure(name, title, summary, [heat_map], height, wide, hovermode="closest", xaxis=xaxis, yaxis=yaxis)
+    return make_figure(name, title, summary, [heat_map], height, wide, hovermode="closest", xaxis=x, yaxis=y)
 
 
 def _bars(sweep: SweepRecord, name: str, metric: str, title: str, digits: str) -> Figure | None:

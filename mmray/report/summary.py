@@ -122,13 +122,13 @@ def _text(value: Any) -> str:
 MAX_LEAK_LINES = 100_000  # lines of leaks.jsonl
 
 
-def quarantine_summary(run: AnyPath, prepared: str | None) -> dict[str, Any]:
-    """Return the rows quarantined in training and by prepare, with examples, and the contamination check."""
-    folder = to_path(parse_mixture(prepared)[0][0]) if prepared else None
-    manifest = read_json(folder / MANIFEST) if folder else {}
+def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
+    """Return the rows quarantined in training and by prepare of `data`, a mixture, and each set's contamination."""
+    folders = [to_path(address) for address, _ in parse_mixture(data)] if data else []
+    manifests = [read_json(folder / MANIFEST) for folder in folders]
     reasons: Counter[str] = Counter()
     examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for entry in chain(read_lines(run / QUARANTINE), read_lines(folder / QUARANTINE) if folder else ()):
+    for entry in chain.from_iterable(read_lines(folder / QUARANTINE) for folder in (run_folder, *folders)):
         in_training = entry.get("stage") == "train"
         reason = "in training" if in_training else str(entry.get("reason") or "")
         reasons[reason] += 1
@@ -138,9 +138,12 @@ def quarantine_summary(run: AnyPath, prepared: str | None) -> dict[str, Any]:
             examples[reason].append(row | {"reason": reason, "detail": detail})
     interleaved = zip_longest(*examples.values())  # one row of each reason in turn
     shown = [row for row in chain.from_iterable(interleaved) if row is not None][:MAX_EXAMPLES]
-    leakage, leaks = manifest.get("leakage") or {}, []
-    if leakage and folder:
-        lines = islice(read_lines(folder / LEAKS), MAX_LEAK_LINES)
-        leaks = list(islice((line for line in lines if line.get("thumbnails")), MAX_EXAMPLES))
-    counts = {"num_rows": reasons.total(), "num_read": manifest.get("num_read") or 0, "reasons": reasons.most_common()}
-    return counts | {"shown": shown, "leakage": leakage, "leaks": leaks}
+    checks = []
+    for folder, manifest in zip(folders, manifests, strict=True):
+        if summary := manifest.get("leakage"):
+            lines = islice(read_lines(folder / LEAKS), MAX_LEAK_LINES)
+            pairs = islice((line for line in lines if line.get("thumbnails")), MAX_EXAMPLES)
+            checks.append({"set": folder.name, **summary, "pairs": list(pairs)})
+    num_read, num_in_training = sum(each.get("num_read") or 0 for each in manifests), reasons.get("in training", 0)
+    counts = {"num_read": num_read, "num_in_training": num_in_training, "num_rows": reasons.total() - num_in_training}
+    return counts | {"reasons": reasons.most_common(), "shown": shown, "contamination": checks}

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from mmray.report.run import read_json, read_lines
 
 SWEEP, TRIALS = "sweep.json", "trials.jsonl"
-AXES = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")
-STATUS_LABELS = {"out_of_memory": "out of<br>memory", "infeasible": "infeasible", "finished": "not<br>measured"}
+BATCH_SETTINGS = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")
+STATUS_LABELS = {"out_of_memory": "out of<br>memory", "finished": "not<br>measured"}  # of others: the status
 
 
 class Goal(NamedTuple):
@@ -58,9 +58,9 @@ class TrialRecord:
 
     @property
     def others(self) -> str:
-        """The searched settings that are not a heat map axis."""
+        """The searched settings that are not of the batch."""
         settings = (self.values.get("settings") or {}).items()
-        return ", ".join(f"{name} {value}" for name, value in settings if name not in AXES)
+        return ", ".join(f"{name} {value}" for name, value in settings if name not in BATCH_SETTINGS)
 
     @property
     def details(self) -> str:
@@ -71,7 +71,7 @@ class TrialRecord:
         """Return the text of a heat map cell: the value, or why there is none."""
         value = self.measured(name)
         if value is None:
-            return STATUS_LABELS.get(self.status, "failed")
+            return STATUS_LABELS.get(self.status, self.status)
         text = f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
         return f"<b>★ {text}</b>" if best is not None and self.name == best.name else text
 

@@ -67,15 +67,11 @@ def _render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {
-        "duration": summary.format_duration,
-        "number": format_number,
-        "set_names": summary.dataset_names,
-    }
+    filters = {"duration": summary.format_duration, "number": format_number, "set_names": summary.dataset_names}
+    environment.filters |= filters
     values["now"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    values["css"], values["js"] = (
-        Markup((TEMPLATES / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js")
-    )
+    for kind in ("css", "js"):
+        values[kind] = Markup((TEMPLATES / f"page.{kind}").read_text(encoding="utf-8"))
     return environment.get_template(template).render(**values, plotly=_compressed_plotly())
 
 

@@ -10,22 +10,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 class Coordinator:
-    """Keeps new metrics, the last heartbeat of each rank, the bad rows, and the driver's requests."""
+    """Keeps new messages (metrics, console lines, durations), each rank's last heartbeat, bad rows and requests."""
 
     def __init__(self, bad_rows: set[int]) -> None:
-        self._metrics: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         self._heartbeats: dict[int, tuple[dict[str, Any], float]] = {}
         self._bad_rows = bad_rows
         self._stop_requested = self._stacks_requested = False
 
-    def push(self, metrics: dict[str, Any]) -> None:
-        self._metrics.append(metrics)
+    def push(self, message: dict[str, Any]) -> None:
+        self._messages.append(message)
 
     def drain(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return and clear the new metrics; return the last heartbeat of each rank with its age."""
-        metrics, self._metrics = self._metrics, []
+        """Return and clear the new messages; return the last heartbeat of each rank with its age."""
+        messages, self._messages = self._messages, []
         now_s = time.monotonic()
-        return metrics, [{**record, "age_s": now_s - received_s} for record, received_s in self._heartbeats.values()]
+        return messages, [{**record, "age_s": now_s - received_s} for record, received_s in self._heartbeats.values()]
 
     def heartbeat(self, record: dict[str, Any]) -> tuple[bool, bool]:
         """Store a rank's heartbeat, or remove a rank that ended; return whether a stop and stacks are requested."""

@@ -16,7 +16,7 @@ from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines
 from mmray.train import run_dir, trackers
-from mmray.train.monitor import ProgressReporter
+from mmray.train.monitor import RunReporter
 from mmray.train.resolve import ResolvedRun, resolve_run
 from mmray.train.resources import check_capacity, check_storage, resource_demand
 from mmray.train.supervisor import Supervisor
@@ -31,7 +31,7 @@ class RunOutcome:
     already_done: bool = False
 
 
-def train(config: Config, reporter: ProgressReporter) -> RunOutcome:
+def train(config: Config, reporter: RunReporter) -> RunOutcome:
     """Train `config`, or resume its run. Raises MmrayError with its exit code."""
     actors = 1 if config.data.workers == "auto" else config.data.workers
     # torch takes seconds to import: it is imported while Ray starts.
@@ -52,7 +52,7 @@ def validate_settings(config: Config) -> None:
     objectives.build(config.objective)
 
 
-def _train(config: Config, reporter: ProgressReporter) -> RunOutcome:
+def _train(config: Config, reporter: RunReporter) -> RunOutcome:
     if warning := version_warning():
         reporter.log(warning, "warning")
     check_capacity(config)
@@ -67,7 +67,7 @@ def _train(config: Config, reporter: ProgressReporter) -> RunOutcome:
         result = run_dir.RunDir(selection.path).read_json("result.json") or {}
         return RunOutcome(selection.path, result, already_done=True)
     with Lease(selection.path) as lease:
-        run = run_dir.create_run_dir(selection.path, resolved.config, resolved.data_identity, resolved.tokenizer_json)
+        run = run_dir.write_run_files(selection.path, resolved.config, resolved.data_identity, resolved.tokenizer_json)
         _log_summary(resolved, run, reporter)
         try:
             with trackers.TrackingReporter(resolved.config, run.path, reporter) as tracking:
@@ -82,7 +82,7 @@ def _train(config: Config, reporter: ProgressReporter) -> RunOutcome:
         return RunOutcome(run.path, result)
 
 
-def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: ProgressReporter) -> None:
+def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: RunReporter) -> None:
     """Merge the quarantine file and write the report, unless another process owns the run now."""
     try:
         lease.check()
@@ -94,7 +94,7 @@ def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: ProgressRepor
     write_report_safely(run.path, reporter.log)
 
 
-def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: ProgressReporter) -> None:
+def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReporter) -> None:
     num_rows, eval_set = resolved.data_identity["num_rows"], resolved.eval_set
     held_out = f"{eval_set.num_rows:,} held out" if eval_set else "none held out, so no evaluation"
     reporter.log(str(run.path), "run")
@@ -102,9 +102,9 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: ProgressR
     if isinstance(resolved.train_set, PreparedMixture):
         for name, part in zip(resolved.train_set.names, resolved.train_set.components, strict=True):
             reporter.log(f"{part.per_epoch:,} rows of {name} per epoch (it has {part.num_rows:,})", "mixture")
-    block_rows, window_blocks = resolved.config.data.shuffle_shape
-    if block_rows != 1:
-        reporter.log(f"blocks of {block_rows:,} adjacent rows, {window_blocks:,} blocks mixed", "shuffle")
+    rows_per_block, blocks_per_window = resolved.config.data.shuffle_shape
+    if rows_per_block != 1:
+        reporter.log(f"{rows_per_block:,} adjacent rows per block, {blocks_per_window:,} blocks per window", "shuffle")
     epochs = resolved.steps * resolved.shape.global_rows / num_rows
     gpus, workers = resource_demand(resolved.config).per_worker.get("GPU", 0), resolved.config.cluster.workers
     devices = f"with {gpus:g} GPU{'s' * (gpus > 1)} each" if gpus else "on CPUs"

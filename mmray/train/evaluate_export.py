@@ -12,7 +12,7 @@ from torch import nn
 from mmray import objectives
 from mmray.cluster.connect import ray_session
 from mmray.cluster.placement import check_data_capacity
-from mmray.config import Config, Lora, Scoring, from_yaml
+from mmray.config import Config, EvalSettings, Lora, from_yaml
 from mmray.config.data import parse_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.manifest import MANIFEST
@@ -28,7 +28,7 @@ from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.storage.paths import AnyPath, to_path
 from mmray.train import validate
-from mmray.train.monitor import ProgressReporter
+from mmray.train.monitor import RunReporter
 from mmray.train.recovery import start_timeout_error
 from mmray.train.resources import check_capacity, num_free_workers, torch_trainer
 from mmray.train.run_dir import RunDir
@@ -50,7 +50,7 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
     run, config = RunDir(folder.expanduser().resolve()), load_run_config(folder)
     metric, faults = best_metric(config), list[str]()
     if step is None:
-        checkpoint = files.latest_valid(run.checkpoints, faults.append, quarantine=False)
+        checkpoint = files.latest_valid(run.checkpoints, faults.append, rename=False)
     else:
         checkpoint = files.best(run.checkpoints, metric) if step == "best" else run.checkpoints / f"step-{step}"
         if checkpoint is None:
@@ -77,14 +77,14 @@ def evaluate_run(
     split: str | None,
     step: Step,
     address: str | None,
-    reporter: ProgressReporter,
-    scoring: Scoring | None = None,
+    reporter: RunReporter,
+    settings: EvalSettings | None = None,
     **cluster: Any,
 ) -> dict[str, float]:
-    """Return the metrics of a checkpoint; None is the run's own value, or its held-out rows for `data`."""
+    """Return the metrics of a checkpoint. Arguments that are None take the run's value; `data`: its held-out rows."""
     config, tokenizer_json, checkpoint = open_run(folder, step)
-    if scoring is not None:
-        config = config.replace(evaluate=config.evaluate.replace(**dict(scoring)))
+    if settings is not None:
+        config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
     if reasons := validate.evaluation_reasons(config):
         raise UsageError("\n".join(reasons))
     changes = {name: value for name, value in cluster.items() if value is not None}
@@ -116,7 +116,7 @@ def load_model(config: Config, checkpoint: AnyPath) -> nn.Module:
 
 
 def _open_held_out(
-    config: Config, folder: AnyPath, data: str | None, split: str | None, reporter: ProgressReporter
+    config: Config, folder: AnyPath, data: str | None, split: str | None, reporter: RunReporter
 ) -> PreparedSet:
     """The set to evaluate on: `data`, or the run's evaluation set or split. A raw source is prepared first."""
     split = split or (config.data.eval_split if data is None else "test")
@@ -134,7 +134,7 @@ def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet,
     model = load_model(config, checkpoint)
     check_evaluable(config, model)
     evaluator = build_evaluator(config, held_out, tokenizer_json)
-    rows = config.batch.global_  # as in training, because the loss depends on the batch it is computed over
-    assert rows is not None, "resolved when the run started"
+    loss_batch_size = config.batch.global_  # as in training, because the loss depends on it
+    assert loss_batch_size is not None, "resolved when the run started"
     with precision.select_precision(config.train.precision, group.device).autocast():
-        return dict(evaluator.score(model.to(group.device), group, objectives.build(config.objective), rows))
+        return dict(evaluator.score(model.to(group.device), group, objectives.build(config.objective), loss_batch_size))

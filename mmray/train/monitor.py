@@ -37,7 +37,7 @@ SILENT_S = 5.0  # a process that is stopped, or holds its interpreter, sends no 
 StopReason = Literal["user", "resize", "preempted"]
 
 
-class ProgressReporter(Protocol):
+class RunReporter(Protocol):
     """Receives the progress of a run (the console); called on the driver's main thread."""
 
     def log(self, text: str, label: str = "") -> None: ...
@@ -55,7 +55,7 @@ class HeartbeatRecord:
     pid: int
     started_s: float  # start time of the process, seconds since the epoch
     step: int
-    progress: int  # grows with each step, and while starting, evaluating or saving advances
+    progress: int  # grows with each step, and while starting, evaluating or saving advances (see README.md)
     where: str  # file:line in function, the innermost of mmray or user code
     in_collective: bool  # or in a backward with collectives: it waits for the other ranks
     waits_for_data: bool = False
@@ -76,25 +76,25 @@ class HangDetector:
 
     limit_s: float
     start_limit_s: float  # until the first step, and while a rank waits for data: nodes may have to start
-    first_step: int = 0
+    start_step: int = 0  # completed when the attempt started
     _last: dict[int, tuple[int, float]] = field(default_factory=dict)  # rank: progress, and since when
 
     def check(self, records: Sequence[HeartbeatRecord], now_s: float) -> str | None:
         """Return a message that names the ranks the others wait for; None without a hang."""
-        stalled, idle_s, others_run = [], [], False
+        stalled, idle_s, some_within_limit = [], [], False
         for record in records:
             if self._last.get(record.rank, (-1, 0.0))[0] != record.progress:
                 self._last[record.rank] = (record.progress, now_s)
             idle_s.append(now_s - self._last[record.rank][1])
             # A silent process (SIGSTOP) may have sent its last heartbeat while it waited for data.
             waits_for_data = record.waits_for_data and record.age_s <= SILENT_S
-            started = record.step > self.first_step and not waits_for_data
+            started = record.step > self.start_step and not waits_for_data
             limit_s = self.limit_s if started else max(self.limit_s, self.start_limit_s)
             if idle_s[-1] > limit_s:
                 stalled.append(record)
-            others_run |= idle_s[-1] < limit_s
+            some_within_limit |= idle_s[-1] < limit_s
         all_wait = all(record.in_collective and record.age_s <= SILENT_S for record in stalled)
-        if not stalled or (all_wait and others_run):  # they wait for a rank that writes, evaluates or waits for data
+        if not stalled or (all_wait and some_within_limit):  # they wait for the rank that is within its limit
             return None
         return f"no step for {max(idle_s):.0f} s: {'; '.join(str(record) for record in stuck_ranks(records))}"
 
@@ -106,9 +106,9 @@ def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
     return silent or outside or list(records)
 
 
-def checkpoint_deadline_s(preempted_at_s: float, checkpoint_duration_s: float, step_duration_s: float) -> float:
-    """Return when to request the last checkpoint before a preemption; 0 (at once) if a time is unknown."""
-    if not preempted_at_s or not checkpoint_duration_s:
+def latest_request_at_s(preempted_at_s: float, checkpoint_duration_s: float, step_duration_s: float) -> float:
+    """Return the epoch time at which to request the last checkpoint before a preemption; 0: at once."""
+    if not preempted_at_s or not checkpoint_duration_s:  # unknown
         return 0.0
     # Two steps: the current one, and the one that carries the request.
     return preempted_at_s - 2 * checkpoint_duration_s - 2 * step_duration_s - REQUEST_DELAY_S
@@ -116,7 +116,7 @@ def checkpoint_deadline_s(preempted_at_s: float, checkpoint_duration_s: float, s
 
 @dataclass
 class RunProgress:
-    """State of a run, from its logged metrics; kept over attempts."""
+    """State of a run, from the messages of its workers; kept over attempts."""
 
     last_step: int = 0  # last logged step, else the step the attempt resumed from
     logged: bool = False  # some attempt logged a step
@@ -125,13 +125,13 @@ class RunProgress:
     checkpoint_s: float = 0.0
     micro: int = 0
 
-    def update(self, metrics: dict[str, Any]) -> None:
-        self.wasted_steps += metrics.get(WASTED_STEPS, 0)
-        self.step_s = metrics.get("time/step_s", self.step_s)
-        self.checkpoint_s = metrics.get(CHECKPOINT_S, self.checkpoint_s)
-        self.micro = metrics.get("batch/micro", self.micro)
-        if "step" in metrics:
-            self.last_step, self.logged = metrics["step"], True
+    def update(self, message: dict[str, Any]) -> None:
+        self.wasted_steps += message.get(WASTED_STEPS, 0)
+        self.step_s = message.get("time/step_s", self.step_s)
+        self.checkpoint_s = message.get(CHECKPOINT_S, self.checkpoint_s)
+        self.micro = message.get("batch/micro", self.micro)
+        if "step" in message:
+            self.last_step, self.logged = message["step"], True
 
 
 @dataclass
@@ -139,11 +139,11 @@ class AttemptMonitor:
     """The driver's part in one running attempt of `world` workers."""
 
     config: Config  # with the range of workers that the user set
-    world: int
+    world: int  # number of workers, torch's world size
     coordinator: Any
-    reporter: ProgressReporter
+    reporter: RunReporter
     total_steps: int
-    first_step: int
+    start_step: int
     progress: RunProgress
     autoscaler: AutoscalerRequest
     failed_resizes: int = 0  # resizes from this number of workers after which no larger group started
@@ -159,11 +159,11 @@ class AttemptMonitor:
 
     def __post_init__(self) -> None:
         cluster = self.config.cluster
-        self.progress.last_step = self.first_step
-        self._detector = HangDetector(cluster.hang_timeout_s, cluster.start_timeout_s, self.first_step)
+        self.progress.last_step = self.start_step
+        self._detector = HangDetector(cluster.hang_timeout_s, cluster.start_timeout_s, self.start_step)
 
     def poll(self) -> None:
-        """Read metrics and heartbeats from the coordinator, and run the checks that are due."""
+        """Read messages and heartbeats from the coordinator, and run the checks that are due."""
         self.read_updates()
         now_s = time.monotonic()
         if now_s < self._next_check_s:
@@ -179,7 +179,7 @@ class AttemptMonitor:
             self.reporter.log(f"no response from Ray, retrying: {error}", "cluster")
 
     def request_stop(self, reason: StopReason, message: str) -> None:
-        """Request a checkpoint and the end of the run after the next step; the first reason is kept."""
+        """Request a checkpoint and the end of the attempt after the next step; the first reason is kept."""
         if self.stop_reason is None:
             self.stop_reason = reason
             self.reporter.log(message, "stop")
@@ -194,17 +194,17 @@ class AttemptMonitor:
 
     def read_updates(self) -> None:
         try:
-            new_metrics, records = ray.get(self.coordinator.drain.remote(), timeout=10)
+            messages, records = ray.get(self.coordinator.drain.remote(), timeout=10)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return  # Ray is shutting down: the attempt itself raises
         self.heartbeats = [HeartbeatRecord(**record) for record in records]
-        self.started = self.started or bool(new_metrics or records)
-        for metrics in new_metrics:
-            self.progress.update(metrics)
-            if "note" in metrics:
-                self.reporter.log(metrics["note"], metrics["label"])
-            if "step" in metrics:
-                self.reporter.step(metrics, self.total_steps)
+        self.started = self.started or bool(messages or records)
+        for message in messages:
+            self.progress.update(message)
+            if "note" in message:  # a console line, of DriverHandle.notify
+                self.reporter.log(message["note"], message["label"])
+            if "step" in message:  # a logged line of metrics
+                self.reporter.step(message, self.total_steps)
 
     def _check_hang(self, now_s: float) -> None:
         """Kill the processes of a hung group, after all that can have written their stacks."""
@@ -223,7 +223,7 @@ class AttemptMonitor:
         if not deadlines:
             return
         self.preempted, first_s = True, min(deadlines)
-        if time.time() >= checkpoint_deadline_s(first_s, self.progress.checkpoint_s, self.progress.step_s):
+        if time.time() >= latest_request_at_s(first_s, self.progress.checkpoint_s, self.progress.step_s):
             when = f"in {first_s - time.time():.0f} s" if first_s else "soon"
             self.request_stop("preempted", f"node will be preempted {when}; checkpointing and moving to another node")
 

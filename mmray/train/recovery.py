@@ -51,7 +51,7 @@ def count_failures(failures: int, kind: str, progressed: bool) -> int:
 
 
 def decide_recovery(failure: Failure, before: Failure | None, failures: int, max_failures: int) -> Restart | MmrayError:
-    """Return a restart, or the error that ends the run; `before` is the failure of the previous attempt."""
+    """Return a restart, or the error that ends the run; `before` is the latest failure of earlier attempts."""
     error = failure.error
     if isinstance(error, OutOfMemoryError) and error.micro:
         return Restart(str(error), error.micro)
@@ -92,7 +92,7 @@ def _find_cause(error: BaseException, monitor: AttemptMonitor, resolved: Resolve
         return "hung", TrainingError(monitor.hang)
     if isinstance(error, MmrayError):
         return "raised", error
-    if is_train_error(error, "PreemptionError"):  # of Ray's watcher, which only the user can enable
+    if is_train_error(error, "PreemptionError"):  # if RAY_TRAIN_ENABLE_PREEMPTION_WATCHER is set
         return "preempted", TrainingError("a node was preempted")
     if (timeout_error := start_timeout_error(error)) is not None:
         # An elastic run retries with fewer workers: resources were taken, or a node was lost.
@@ -109,7 +109,7 @@ def _find_cause(error: BaseException, monitor: AttemptMonitor, resolved: Resolve
     mmray_errors.sort(key=lambda each: not isinstance(each, OutOfMemoryError))
     cause = next(iter([*mmray_errors, *raised, *failures]), error)
     if isinstance(cause, StorageError) and monitor.stop_reason in ("resize", "preempted"):
-        return "lost", cause  # only the checkpoint before the resize failed: restart from the previous one
+        return "lost", cause  # only the checkpoint before the stop failed; this kind is restarted
     if raised:
         return "raised", cause
     return "preempted" if monitor.preempted else "lost", cause

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -17,9 +16,9 @@ from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import declared_pad_id, load_tokenizer
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import UsageError
-from mmray.train.monitor import ProgressReporter
+from mmray.train.monitor import RunReporter
 
-MAX_LABELS = 20_000  # of boxes; the text branch embeds each label in every micro-batch
+MAX_LABELS = 20_000  # of boxes; the text tower embeds each label in every micro-batch
 
 
 @dataclass(frozen=True)
@@ -30,32 +29,29 @@ class ResolvedRun:
     train_set: PreparedSet | PreparedMixture
     eval_set: PreparedSet | None
     tokenizer_json: str
-    shape: BatchShape
+    shape: BatchShape  # the rows of a step and how they are split: micro-batch, accumulation, workers
     steps: int
     data_identity: dict[str, Any]  # content of data.json; equal in all attempts and when the run is resumed
     micro: int = 0  # micro-batch size after an out-of-memory error; 0: as `shape` has it
 
 
-def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
+def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     """Resolve the config of a run, preparing its data first if needed. Raises MmrayError for mistakes of the user."""
-    prepare_source = partial(
-        ensure_prepared,
-        cache=config.data.cache,
-        settings=config.prepare,
-        log=reporter.log,
-        progress=reporter.prepare_progress,
-    )
-    mixture = [(str(prepare_source(source)), weight) for source, weight in parse_mixture(config.data.train)]
+
+    def prepare(source: str) -> str:
+        return str(ensure_prepared(source, config.data.cache, config.prepare, reporter.log, reporter.prepare_progress))
+
+    mixture = [(prepare(source), weight) for source, weight in parse_mixture(config.data.train)]
     train_sets = [PreparedSet.open(folder, "train") for folder, _ in mixture]
     eval_set, split = None, config.data.eval_split
     if config.data.eval is not None:
-        eval_set = PreparedSet.open(str(prepare_source(config.data.eval)), split)
+        eval_set = PreparedSet.open(prepare(config.data.eval), split)
     elif split in train_sets[0].manifest.splits:
         eval_set = PreparedSet.open(mixture[0][0], split)
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
-    shuffle_block, window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
-    train_sets = [with_local_cache(config.data, each, shuffle_block) for each in train_sets]
-    eval_set = eval_set and with_local_cache(config.data, eval_set, shuffle_block)
+    rows_per_block, blocks_per_window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
+    train_sets = [with_local_cache(config.data, each, rows_per_block) for each in train_sets]
+    eval_set = eval_set and with_local_cache(config.data, eval_set, rows_per_block)
     if config.data.local_cache and all(each.storage.local_path for each in [*train_sets, eval_set] if each):
         reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
     train_set: PreparedSet | PreparedMixture = train_sets[0]
@@ -73,8 +69,8 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     steps = total_steps(config.train, num_rows, shape.global_rows)
     model = with_region_labels(config.model, train_sets, eval_set)
     resolved_config = config.replace(
-        model=model.with_tokens(encoder.vocab_size, declared_pad_id(tokenizer_json)),
-        data=config.data.replace(shuffle_blocks=f"{shuffle_block}x{window}"),
+        model=model.with_vocab(encoder.vocab_size, declared_pad_id(tokenizer_json)),
+        data=config.data.replace(shuffle_blocks=f"{rows_per_block}x{blocks_per_window}"),
         batch=config.batch.replace(global_=shape.global_rows, micro="auto" if shape.auto else shape.micro),
     )
     data_identity = {
@@ -105,7 +101,7 @@ def with_region_labels(model: Any, train_sets: Sequence[PreparedSet], eval_set: 
             )
         names = tuple(labels.get(label, "") for label in range(last + 1))
         if eval_set is not None:
-            _merge_label_names([*train_sets, eval_set])
+            _merge_label_names([*train_sets, eval_set])  # raises if the evaluation set names a label differently
     return model.replace(region_labels=names)
 
 

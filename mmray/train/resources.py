@@ -30,7 +30,7 @@ def resource_demand(config: Config, with_data: bool = True) -> Demand:
     pools = [Node(pool.resources) for pool in placement.autoscaling_pools()]
     has_gpus = any(node.resources.get("GPU") for node in [*nodes, *pools])
     if cluster.accelerator == "gpu" or (cluster.accelerator == "auto" and has_gpus):
-        per_worker["GPU"] = 2.0 if config.train.parallel == "branches" else 1.0
+        per_worker["GPU"] = 2.0 if config.train.parallel == "branches" else 1.0  # branches: one GPU per tower
     actors = config.data.workers if isinstance(config.data.workers, int) else 1
     return Demand(
         cluster.max_workers,
@@ -128,7 +128,7 @@ def num_decode_actors(config: Config) -> int:
     node_resources = data_nodes or pool_nodes  # one node of each pool while no data node has started
     cpus = sum(resources["CPU"] for resources in node_resources) - INPUT_TASK_CPUS
     memory_gib = sum(resources.get("memory", math.inf) for resources in node_resources) / 2**30
-    if is_single_node(config):  # a local cluster has more logical CPUs than cores
+    if is_single_node(config):  # Ray may count more CPUs than cores (connect.num_local_cpus): use at most the cores
         cpus, memory_gib = min(cpus + INPUT_TASK_CPUS, cores()), free_memory() / 2**30
     separate_nodes = selector and (demand.worker_label_selector or "GPU" in demand.per_worker)
     worker_cpus = 0 if separate_nodes else demand.workers * demand.per_worker.get("CPU", 0)

@@ -21,7 +21,7 @@ from mmray.machine import cores
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, to_path, write_atomic
 
-# Settings that may change when a run is resumed: they alter neither its rows nor the arithmetic of a step.
+# Settings that may change on resume: they keep the order of rows, and the steps but for what README.md lists.
 _RESUMABLE = {
     "batch": "micro accumulation",
     "data": "workers block_mb cache local_cache local_cache_gb max_bad_rows eval eval_split",
@@ -96,9 +96,7 @@ def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection
         run, before = RunDir(path), yaml.safe_load((path / "config.yaml").read_text())
         changes = forbidden_changes(before, config.model_dump(mode="json", by_alias=True))
         old, result = run.read_json("data.json") or {}, run.read_json("result.json") or {}
-        changes += [
-            f"data {key}: {old.get(key)!r} -> {new!r}" for key, new in sorted(data.items()) if old.get(key) != new
-        ]
+        changes += [f"data {key}: {old.get(key)!r} -> {new!r}" for key, new in data.items() if old.get(key) != new]
         return changes, result.get("status") == "finished" and result["steps"] >= steps
 
     return select_folder(config.run, config.recipe, inspect)
@@ -137,8 +135,8 @@ def select_folder(
     raise AssertionError("unreachable")
 
 
-def create_run_dir(path: AnyPath, config: Config, data: dict[str, Any], tokenizer_json: str) -> RunDir:
-    """Create the run's folder. config.yaml is written last, so an incomplete folder is not a run."""
+def write_run_files(path: AnyPath, config: Config, data: dict[str, Any], tokenizer_json: str) -> RunDir:
+    """Create the run's folder, or update it on resume. config.yaml is last: an incomplete folder is not a run."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         run = RunDir(path)
@@ -146,9 +144,11 @@ def create_run_dir(path: AnyPath, config: Config, data: dict[str, Any], tokenize
         run.write("tokenizer.json", tokenizer_json)
         run.write_json("data.json", data)
         run.write_json("environment.json", collect_environment())
+        if (earlier := run.read_json("result.json")) is not None:  # the supervisor adds to its counts
+            run.write_json("result.json", earlier | {"status": "unfinished"})
         run.write("config.yaml", to_yaml(config))
     except OSError as error:
-        raise UsageError(f"cannot create the run's folder {path}: {error}. Choose another --run.storage") from error
+        raise UsageError(f"cannot write the run's folder {path}: {error}. Choose another --run.storage") from error
     return run
 
 

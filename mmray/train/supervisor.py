@@ -23,7 +23,7 @@ from mmray.evaluate.build import best_metric
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines
 from mmray.train.coordinator import start_coordinator
-from mmray.train.monitor import WASTED_STEPS, AttemptMonitor, ProgressReporter, RunProgress
+from mmray.train.monitor import WASTED_STEPS, AttemptMonitor, RunProgress, RunReporter
 from mmray.train.recovery import Failure, Restart, classify_failure, count_failures, decide_recovery
 from mmray.train.resolve import ResolvedRun
 from mmray.train.resources import request_nodes, resource_demand
@@ -40,15 +40,15 @@ STORAGE_RETRIES_S = (1.0, 5.0, 30.0)  # pauses while the storage fails between t
 class Supervisor:
     """Runs the attempts of one run; writes result.json. `config` has the range of workers that the user set."""
 
-    def __init__(self, resolved: ResolvedRun, run: RunDir, lease: Lease, reporter: ProgressReporter) -> None:
+    def __init__(self, resolved: ResolvedRun, run: RunDir, lease: Lease, reporter: RunReporter) -> None:
         self.resolved, self.run, self.lease, self.reporter = resolved, run, lease, reporter
         self.config = resolved.config
         self.autoscaler = AutoscalerRequest(f"mmray-{run.path.name}-{lease.fencing_token}")
-        self.start_s = time.monotonic()
+        self.start_s, self.earlier = time.monotonic(), run.read_json("result.json") or {}  # of earlier commands
         self.attempts = self.failures = self.preemptions = self.resizes = 0
         self.last_failure: Failure | None = None
         self.restart: Restart | None = None  # the decision after the last attempt, if it failed
-        self.failed_resizes: list[int] = []  # sizes of groups stopped for a larger one that has not started yet
+        self.failed_resizes: list[int] = []  # one per resize: the workers of the group that stopped for a larger one
         self.progress = RunProgress()
 
     def train(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Supervisor:
                 )
             nodes, world = self._choose_nodes()
             self.reporter.status(f"starting {world} workers")
-            first_step = files.step_of(checkpoint) if checkpoint is not None else 0
+            start_step = files.step_of(checkpoint) if checkpoint is not None else 0
             coordinator = start_coordinator(bad_rows)
             monitor = AttemptMonitor(
                 config=self.config,
@@ -75,7 +75,7 @@ class Supervisor:
                 coordinator=coordinator,
                 reporter=self.reporter,
                 total_steps=self.resolved.steps,
-                first_step=first_step,
+                start_step=start_step,
                 progress=self.progress,
                 autoscaler=self.autoscaler,
                 failed_resizes=self.failed_resizes.count(world),
@@ -89,7 +89,7 @@ class Supervisor:
                 if outcome["status"] == "finished" or monitor.stop_reason == "user":
                     break
                 self.restart = None
-                if self._latest_step() > first_step:
+                if self._latest_step() > start_step:
                     self.failures = 0
                 self.preemptions += monitor.stop_reason == "preempted"
                 if monitor.stop_reason == "resize":
@@ -98,11 +98,12 @@ class Supervisor:
             except ATTEMPT_ERRORS as error:
                 self._handle_failure(error, monitor)
             except Exception as error:
-                self._write_failed(error)
+                self._write_ended("failed", error)
                 raise
             finally:
                 if monitor.started:
-                    self.failed_resizes = [size for size in self.failed_resizes if size >= world]
+                    # A group of `world` workers started, so resizes from fewer succeeded.
+                    self.failed_resizes = [workers for workers in self.failed_resizes if workers >= world]
                 self.autoscaler.cancel()
                 ray.kill(coordinator)
         return self._write_result(outcome)
@@ -123,7 +124,7 @@ class Supervisor:
                 message = f"cannot access the storage of {self.run.path}: {error}"
                 if pause_s is None:
                     failed = StorageError(f"{message}. Fix it and rerun the same command to resume")
-                    self._write_failed(failed)
+                    self._write_ended("failed", failed)
                     raise failed from error
             self.reporter.log(f"{message}; retrying in {pause_s:g} s", "storage")
             time.sleep(pause_s)
@@ -131,14 +132,14 @@ class Supervisor:
     def _handle_failure(self, error: Exception, monitor: AttemptMonitor) -> None:
         """Decide what follows a failure: set `restart`, or write result.json and raise."""
         failure, latest_step = classify_failure(error, monitor, self.resolved), self._latest_step()
-        self.failures = count_failures(self.failures, failure.kind, latest_step > monitor.first_step)
+        self.failures = count_failures(self.failures, failure.kind, latest_step > monitor.start_step)
         self.preemptions += failure.kind == "preempted"
         decision = decide_recovery(failure, self.last_failure, self.failures, self.config.cluster.max_failures)
         if isinstance(decision, MmrayError):
-            self._write_failed(decision)
+            self._write_ended("failed", decision)
             raise decision from error
         if monitor.stop_reason == "user":  # the group failed before it could stop
-            self._write_failed(None, status="stopped", steps=latest_step)
+            self._write_ended("stopped", steps=latest_step)
             raise KeyboardInterrupt from error
         self.last_failure, self.restart = failure, decision
         if decision.micro:
@@ -154,7 +155,7 @@ class Supervisor:
             before = f"{self.restart.reason}; then " if self.restart is not None else ""
             message = f"{before}Ray did not respond: {error}. Rerun the same command to resume {self.run.path}"
             failed = TrainingError(message)
-            self._write_failed(failed)
+            self._write_ended("failed", failed)
             raise failed from error
 
     def _write_result(self, outcome: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +172,7 @@ class Supervisor:
                 "and rerun the same command; completed steps are not repeated"
             ) from error
 
-    def _write_failed(self, error: Exception | None, status: str = "failed", **fields: Any) -> None:
+    def _write_ended(self, status: str, error: Exception | None = None, **fields: Any) -> None:
         """Write result.json unless another process owns the run; a failing storage is logged, not raised."""
         if error is not None:
             fields["error"] = redact_text(str(error))
@@ -182,14 +183,15 @@ class Supervisor:
 
     def _write_json(self, outcome: dict[str, Any]) -> dict[str, Any]:
         self.lease.check()
-        result = outcome | {
+        totals = {
             "restarts": self.attempts - 1,
             "resizes": self.resizes,
             "preemptions": self.preemptions,
             WASTED_STEPS: self.progress.wasted_steps,
             "elapsed_s": time.monotonic() - self.start_s,
-            "batch": str(self.resolved.shape),
         }
+        totals = {name: value + self.earlier.get(name, 0) for name, value in totals.items()}
+        result = outcome | totals | {"batch": str(self.resolved.shape)}
         self.run.write_json("result.json", result)
         return result
 
@@ -202,7 +204,7 @@ class Supervisor:
 
 
 def choose_world_size(config: Config, autoscaler: AutoscalerRequest) -> tuple[SchedulableNodes, int]:
-    """The nodes and the number of workers of the next attempt: for a range, as many as fit, else the minimum."""
+    """The nodes and the number of workers of the next attempt: of a range, as many as fit and at least the minimum."""
     nodes = schedulable_nodes()
     if not config.cluster.elastic:
         return nodes, config.cluster.max_workers  # if they do not fit, Ray waits and an autoscaler adds nodes

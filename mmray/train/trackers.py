@@ -28,7 +28,7 @@ from mmray.train.run_dir import redact, redact_text
 
 if TYPE_CHECKING:
     from mmray.config import Config
-    from mmray.train.monitor import ProgressReporter
+    from mmray.train.monitor import RunReporter
 
 BUILT_IN = {"mlflow": "mmray.train.trackers:MlflowTracker", "wandb": "mmray.train.trackers:WandbTracker"}
 MAX_QUEUED = 2000  # lines of metrics waiting for a tracker
@@ -55,12 +55,17 @@ def check_trackers(config: Config) -> None:
             plugins.load_class(name, "run.trackers", tuple(BUILT_IN))
         elif importlib.util.find_spec(name) is None:
             raise UsageError(f'run.trackers: {name} is not installed on this machine: `pip install "mmray[{name}]"`')
+        elif name == "mlflow" and "://" in config.run.storage and not os.environ.get("MLFLOW_TRACKING_URI"):
+            raise UsageError("run.trackers: mlflow cannot write to an object store; set MLFLOW_TRACKING_URI")
+    files = {name.rpartition(":")[2].removesuffix("Tracker").lower() for name in config.run.trackers}
+    if len(files) < len(config.run.trackers):
+        raise UsageError("run.trackers: two trackers have the same class name, and so the same file; rename one")
 
 
 class TrackingReporter:
     """Passes progress to another reporter and metrics to the run's trackers, which finish at the end of the block."""
 
-    def __init__(self, config: Config, folder: AnyPath, reporter: ProgressReporter) -> None:
+    def __init__(self, config: Config, folder: AnyPath, reporter: RunReporter) -> None:
         settings = redact(config.model_dump(mode="json", by_alias=True))
         run_info = {"name": folder.name, "folder": str(folder), "config": settings}
         self.reporter, self.threads = reporter, [TrackerThread(name, folder, run_info) for name in config.run.trackers]
@@ -83,7 +88,7 @@ class TrackingReporter:
         wait_s = 0.0 if kind is ForceExit else MAX_WAIT_S
         deadline_s = time.monotonic() + wait_s
         for thread in self.threads:
-            thread.end(success=self.run_status in ("finished", "stopped"))
+            thread.end(success=self.run_status in ("finished", "stopped") or kind is KeyboardInterrupt)
         for thread in self.threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
@@ -107,7 +112,7 @@ class TrackerThread(threading.Thread):
         self.warnings: deque[str] = deque(maxlen=20)
         self.num_put = self.num_done = 0  # lines of metrics; done: accepted, or by an earlier attempt
         self._spec = BUILT_IN.get(tracker, tracker)
-        self._file = folder / f"tracker-{self._spec.rpartition(':')[2].removesuffix('Tracker').lower()}.json"
+        self._file = folder / f"tracker-{tracker.rpartition(':')[2].removesuffix('Tracker').lower()}.json"
         self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()  # None: the end
         self._success = False
         self.start()

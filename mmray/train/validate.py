@@ -9,7 +9,7 @@ from mmray.objectives.build import parse_terms
 if TYPE_CHECKING:
     from mmray.config import Config
 
-TWO_BRANCHES = ("two_tower", "clip", "siglip")  # model kinds whose branches share only the loss
+TWO_TOWER_KINDS = ("two_tower", "clip", "siglip")  # model kinds of an image and a text branch that share only the loss
 
 
 def unsupported_reasons(config: Config) -> list[str]:
@@ -20,7 +20,7 @@ def unsupported_reasons(config: Config) -> list[str]:
     region, head = "region_text" in parse_terms(config.objective.kind), bool(getattr(model, "regions", False))
     if train.grad_compression != "none" and train.parallel != "ddp":
         reasons.append(
-            f"train.grad_compression {train.grad_compression} needs `ddp` (got --train.parallel {train.parallel})"
+            f"train.grad_compression {train.grad_compression} needs `ddp`, not --train.parallel {train.parallel}"
         )
     if train.parallel in ("single", "branches") and workers != 1:
         reasons.append(f"train.parallel {train.parallel} uses one worker; set --cluster.workers 1 (got {workers})")
@@ -36,10 +36,11 @@ def unsupported_reasons(config: Config) -> list[str]:
         if config.evaluate.num_generations:
             reasons.append("evaluate.num_generations needs whole weights, which fsdp shards; set it to 0")
     if train.parallel == "branches":
-        if kind not in TWO_BRANCHES:
-            reasons.append(f"model.kind `{kind}` has not two branches; set --train.parallel ddp")
+        if kind not in TWO_TOWER_KINDS:
+            reasons.append(f"train.parallel branches needs an image and a text tower, not `{kind}`; use `ddp`")
         if getattr(getattr(model, "text", None), "dropout", 0) or getattr(model, "patch_dropout", 0):
-            reasons.append("branches cannot repeat dropout masks; set model.text.dropout and model.patch_dropout to 0")
+            problem = "train.parallel branches cannot repeat dropout masks"
+            reasons.append(f"{problem}; set model.text.dropout and model.patch_dropout to 0")
     if config.batch.micro == "auto" and batch_norm == "synced":
         reasons.append("batch.micro auto does not support model.batch_norm synced; set --batch.micro")
     if region and kind != "fusion" and ":" not in kind:
@@ -57,9 +58,7 @@ def evaluation_reasons(config: Config) -> list[str]:
     """Reasons why the model cannot be evaluated as configured."""
     generative = hasattr(config.model.inputs, "chat")
     if config.evaluate.language is not None and not config.model.inputs.language_token:
-        return [
-            "evaluate.language: the model has no language tokens; set --model.inputs.language-token, for example '[{}]'"
-        ]
+        return ["evaluate.language: the model has no language tokens; set --model.inputs.language-token, e.g. '[{}]'"]
     if generative and config.evaluate.classes:
         return ["evaluate.classes: a generative model has no embeddings for classification; leave it empty"]
     if not generative and config.evaluate.num_generations:

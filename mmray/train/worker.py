@@ -38,8 +38,8 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
 
     driver = DriverHandle(
         report=coordinator.push.remote if rank == 0 else (lambda _: None),
-        stop=stop.is_set,  # the ranks agree on it in the next step
-        bad_row=lambda row: ray.get(coordinator.record_bad_row.remote(row)),
+        stop_requested=stop.is_set,  # the ranks agree on it in the next step
+        count_bad_row=lambda row: ray.get(coordinator.record_bad_row.remote(row)),
         beat=beat,
         process_info={
             "rank": rank,

@@ -59,12 +59,12 @@ def build_trainer(
     resolved: ResolvedRun,
     run: RunDir,
     fencing_token: int,
-    attempt_config: Config,
+    attempt_config: Config,  # with the workers and device of the attempt, for Ray; the workers get the run's config
     nodes: SchedulableNodes,
     checkpoint: AnyPath | None,
     coordinator: Any,
 ) -> TorchTrainer:
-    """Return the trainer of an attempt: `attempt_config` has its number of workers; all ranks load `checkpoint`."""
+    """Return the trainer of an attempt; all ranks load `checkpoint`."""
     config, demand = resolved.config, resource_demand(attempt_config)
     reader = RowReader(
         resolved.train_set,
@@ -74,7 +74,7 @@ def build_trainer(
         config.augment,
         IMAGE_CACHE_MB,
     )
-    # Counted for the largest group, so that CPUs of workers that join later stay free.
+    # Counted for the largest group, so that CPUs for the workers of a later, larger group stay free.
     actors = num_decode_actors(config.with_cluster(accelerator=attempt_config.cluster.accelerator))
     start = resume_point(resolved, checkpoint, attempt_config.cluster.max_workers)
     data_label_selector = nodes.excluding_unavailable(demand.data_label_selector)
@@ -104,8 +104,8 @@ def build_trainer(
 def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) -> ResumePoint:
     """Return the resume point of a group of `world` workers, the same for every rank."""
     shape, config = resolved.shape, resolved.config
-    shuffle_block, window = config.data.shuffle_shape
-    assert shuffle_block and window, "resolve_run leaves no `auto`"
+    rows_per_block, blocks_per_window = config.data.shuffle_shape
+    assert rows_per_block and blocks_per_window, "resolve_run leaves no `auto`"
     plan = SamplePlan(
         num_rows=resolved.data_identity["num_rows"],
         global_rows=shape.global_rows,
@@ -115,8 +115,8 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) 
         steps=resolved.steps,
         shuffle=config.data.shuffle,
         components=resolved.train_set.components if isinstance(resolved.train_set, PreparedMixture) else (),
-        shuffle_block=shuffle_block,
-        window=window,
+        shuffle_block=rows_per_block,
+        window=blocks_per_window,
     )
     if checkpoint is None:
         return ResumePoint(plan, 0)

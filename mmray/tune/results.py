@@ -56,8 +56,8 @@ def build_row(trial: Trial, outcome: TrialOutcome, lines: list[Row] | None = Non
         elif actual_micro < shape.micro and outcome.status == "finished":
             advice = f"the run continued with {actual_micro}: search {actual_micro} or use `auto`"
             row |= {"status": "out_of_memory", "error": f"out of memory at micro-batch {shape.micro}; {advice}"}
-    metrics = (result or {}).get("metrics", {})
-    recalls = [metrics.get(f"recall_at_1/{way}") for way in DIRECTIONS]
+    scores = (result or {}).get("scores", {})
+    recalls = [scores.get(f"recall_at_1/{direction}") for direction in DIRECTIONS]
     if None not in recalls:
         row["recall_at_1"] = sum(recalls) / 2
     return row

@@ -26,9 +26,9 @@ from mmray.train.resolve import resolve_run
 from mmray.train.resources import check_capacity, is_single_node, num_decode_actors, resource_demand
 from mmray.train.run_dir import collect_environment
 from mmray.train.worker_group import run_in_thread
-from mmray.tune import trials as planning
+from mmray.tune import trials as trial_plans
 from mmray.tune.results import Row, TrialOutcome, build_row, classify_error, select_best
-from mmray.tune.sweep import SweepDir, SweepListener, SweepState, resolve_sweep_dir
+from mmray.tune.sweep import SweepDir, SweepReporter, SweepState, resolve_sweep_dir
 from mmray.tune.trials import Trial
 
 FREE_WAIT_S = 10.0  # decode actors release their CPUs with a delay
@@ -42,35 +42,35 @@ _DRIVER_RESOURCES = {HEAD_RESOURCE: 0.001}
 class Sweep:
     """A search request."""
 
-    base: Config  # with the length of the recipe, for best.yaml
-    trial_settings: Config  # with the length of a trial, if the user gave one
+    base: Config  # with the length of the recipe (steps, samples or epochs), for best.yaml
+    trial_settings: Config  # equal, but with the length of a trial if the user gave one
     space: Space
     goal: str = "throughput"
     concurrency: int | None = None  # None: 1 on a single machine, as many as fit on a cluster
 
 
-def search(sweep: Sweep, listener: SweepListener) -> tuple[Path, dict[str, Any], list[Row]]:
+def search(sweep: Sweep, reporter: SweepReporter) -> tuple[Path, dict[str, Any], list[Row]]:
     """Run all trials, of which some may fail, and recommend the best measured one. Raises MmrayError.
 
     Returns the folder, the content of sweep.json, and the rows of the trials.
     """
-    trials = planning.build_trials(sweep.base, sweep.space)
+    trials = trial_plans.build_trials(sweep.base, sweep.space)
     os.environ.update(_ENVIRONMENT)
-    with ray_session(planning.largest_cluster(trials)):
+    with ray_session(trial_plans.largest_cluster(trials)):
         trials = mark_infeasible(trials)
-        feasible_trials, num_rows = _resolve_trials(trials, sweep, listener)
-        samples = planning.samples_per_trial(sweep.trial_settings, trials, num_rows)
-        identity = {"space": planning.searched_values(trials), "samples_per_trial": samples}
+        feasible_trials, num_rows = _resolve_trials(trials, sweep, reporter)
+        samples = trial_plans.samples_per_trial(sweep.trial_settings, trials, num_rows)
+        identity = {"space": trial_plans.searched_values(trials), "samples_per_trial": samples}
         folder = resolve_sweep_dir(sweep.base, identity)
-        with Lease(folder.path):
+        with Lease(folder.path, activity="in use for a sweep"):
             folder.write("recipe.yaml", to_yaml(sweep.base))
             trial_configs = {
-                name: planning.trial_config(trial, samples, num_rows, folder.path, sweep.goal)
+                name: trial_plans.trial_config(trial, samples, num_rows, folder.path, sweep.goal)
                 for name, trial in feasible_trials.items()
             }
-            if warning := planning.warmup_warning(list(trial_configs.values()), num_rows, sweep.goal):
-                listener.log(warning, "warm-up")
-            return _search(sweep, trials, trial_configs, identity, folder, listener)
+            if warning := trial_plans.warmup_warning(list(trial_configs.values()), num_rows, sweep.goal):
+                reporter.log(warning, "warm-up")
+            return _search(sweep, trials, trial_configs, identity, folder, reporter)
 
 
 def mark_infeasible(trials: list[Trial]) -> list[Trial]:
@@ -88,7 +88,7 @@ def mark_infeasible(trials: list[Trial]) -> list[Trial]:
     return checked
 
 
-def _resolve_trials(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tuple[dict[str, Trial], int]:
+def _resolve_trials(trials: list[Trial], sweep: Sweep, reporter: SweepReporter) -> tuple[dict[str, Trial], int]:
     """Prepare each distinct data set once; return the feasible trials with prepared data, and the number of rows."""
     feasible_trials: dict[str, Trial] = {}
     sets: dict[str, dict[str, str | None]] = {}
@@ -99,7 +99,7 @@ def _resolve_trials(trials: list[Trial], sweep: Sweep, listener: SweepListener) 
         data = trial.config.data
         key = f"{data.train} {data.eval} {trial.config.prepare.model_dump_json()}"
         config = trial.config.replace(data=data.replace(**sets.get(key, {})))
-        resolved_run = resolve_run(config, listener)
+        resolved_run = resolve_run(config, reporter)
         if sweep.goal == "recall" and resolved_run.eval_set is None:
             raise UsageError("--goal recall: the set holds no rows out; prepare it with --holdout, or give --data.eval")
         held_out = resolved_run.eval_set.storage.address if resolved_run.eval_set and data.eval else None
@@ -115,13 +115,13 @@ def _search(
     trial_configs: dict[str, Config],
     identity: dict[str, Any],
     folder: SweepDir,
-    listener: SweepListener,
+    reporter: SweepReporter,
 ) -> tuple[Path, dict[str, Any], list[Row]]:
     """Run the remaining trials and rank all; update sweep.json and trials.jsonl after each trial."""
     start_s, earlier_s = time.monotonic(), (folder.read_json("sweep.json") or {}).get("elapsed_s", 0.0)
     infeasible = {t.name: build_row(t, TrialOutcome("infeasible", t.infeasible)) for t in trials if t.infeasible}
     measured = folder.reusable_rows(trials)
-    state = SweepState(folder, {trial.name: trial for trial in trials}, infeasible | measured, listener)
+    state = SweepState(folder, {trial.name: trial for trial in trials}, infeasible | measured, reporter)
     pending = {name: config for name, config in trial_configs.items() if name not in measured}
     num_concurrent, remaining = plan_concurrency(pending, sweep.concurrency)
     summary = {
@@ -137,13 +137,13 @@ def _search(
     }
     folder.write_json("sweep.json", summary)
     folder.write_rows(list(state.rows.values()))
-    listener.log(str(folder.path), "sweep")
+    reporter.log(str(folder.path), "sweep")
     samples, skipped = identity["samples_per_trial"], f"{len(measured)} already measured, {len(infeasible)} infeasible"
-    listener.log(f"{len(trials)} with {samples:,} samples each, {skipped}", "trials")
-    listener.log(f"{sweep.goal}; {num_concurrent} at a time", "goal")
+    reporter.log(f"{len(trials)} with {samples:,} samples each, {num_concurrent} at a time, {skipped}", "trials")
+    reporter.log(sweep.goal, "goal")
     failure: TrainingError | None = None
     if remaining:
-        listener.status(f"running {len(remaining)} trials")
+        reporter.status(f"running {len(remaining)} trials")
         try:
             run_trials(state, remaining, num_concurrent)
         except TrainingError as error:  # raised after the results so far are written
@@ -154,9 +154,9 @@ def _search(
     status = "failed" if failure else next((each for each in ("stopped", "finished") if each in statuses), "failed")
     summary |= {"status": status, "elapsed_s": elapsed_s, "recommendation": best}
     if best is not None:
-        folder.write("best.yaml", to_yaml(planning.to_recipe(state.trials[best["best"]])))
+        folder.write("best.yaml", to_yaml(trial_plans.to_recipe(state.trials[best["best"]])))
     folder.write_json("sweep.json", summary)
-    write_report_safely(folder.path, listener.log)
+    write_report_safely(folder.path, reporter.log)
     if failure is not None:
         raise failure
     return folder.path, summary, rows
@@ -172,7 +172,7 @@ def plan_concurrency(trial_configs: dict[str, Config], limit: int | None) -> tup
     wanted = min(limit or (1 if single_node else len(trial_configs)), len(trial_configs))
     total, pools = placement.alive_nodes(), placement.autoscaling_pools()
     free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if fits(demand, total) else 0.0)
-    num_concurrent, actors = planning.trial_concurrency(free, total, demand, wanted, pools)
+    num_concurrent, actors = trial_plans.trial_concurrency(free, total, demand, wanted, pools)
     return num_concurrent, {
         name: config  # concurrent trials share the cluster, so each gets a fixed number of decode actors
         if isinstance(config.data.workers, int)
@@ -223,7 +223,7 @@ def _run_trial(params: dict[str, Any], configs: dict[str, Config]) -> None:
 
 
 class _TrialReporter:
-    """ProgressReporter of a trial: lets Ray Tune stop it at each step; its metrics are read from its folder."""
+    """RunReporter of a trial: lets Ray Tune stop it at each step; its metrics are read from its folder."""
 
     def log(self, *_: Any) -> None: ...
     def status(self, *_: Any) -> None: ...

@@ -19,16 +19,14 @@ from mmray.report.run import read_lines
 from mmray.report.sweep import TRIALS
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
-from mmray.train.monitor import ProgressReporter
+from mmray.train.monitor import RunReporter
 from mmray.train.run_dir import RunDir, forbidden_changes, has_other_files, select_folder
 from mmray.tune.results import REUSABLE, Row, TrialOutcome, build_row
 from mmray.tune.trials import Trial
 
 # Settings of the recipe that a resumed sweep may change.
-RESUMABLE_CHANGES = (
-    *("run", "cluster.address", "cluster.start_timeout_s"),
-    *("data.cache", "data.local_cache", "data.local_cache_gb"),
-)
+_RESUMABLE_DATA = ("data.cache", "data.local_cache", "data.local_cache_gb")
+RESUMABLE_CHANGES = ("run", "cluster.address", "cluster.start_timeout_s", *_RESUMABLE_DATA)
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
     return SweepDir(Path(str(select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep").path)))
 
 
-class SweepListener(ProgressReporter, Protocol):
+class SweepReporter(RunReporter, Protocol):
     """Receives the progress of data preparation, then of the trials."""
 
     def ended(self, row: Row) -> None:
@@ -84,7 +82,7 @@ class SweepState:
     folder: SweepDir
     trials: dict[str, Trial]
     rows: dict[str, Row]
-    listener: SweepListener
+    reporter: SweepReporter
     stop: threading.Event = field(default_factory=threading.Event)
 
     def end(self, name: str, outcome: TrialOutcome) -> None:
@@ -96,11 +94,11 @@ class SweepState:
         self.rows[name] = build_row(self.trials[name], outcome, lines, run.read_json("result.json"))
         self.folder.write_rows(list(self.rows.values()))
         if outcome.status != "stopped":
-            self.listener.ended(self.rows[name])
+            self.reporter.ended(self.rows[name])
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
         """End the running trials on the first Ctrl-C or SIGTERM, and keep the results; exit on the second."""
         if self.stop.is_set():
             raise ForceExit
         self.stop.set()
-        self.listener.log("stopping the running trials; press Ctrl-C again to exit at once", "stop")
+        self.reporter.log("stopping the running trials; press Ctrl-C again to exit at once", "stop")

@@ -26,7 +26,7 @@ class Trial:
     name: str
     settings: dict[str, Any]
     config: Config
-    shape: BatchShape | None = None
+    shape: BatchShape | None = None  # rows per step, micro-batch, accumulation and workers; None: infeasible
     infeasible: str | None = None
 
 
@@ -128,7 +128,7 @@ def to_recipe(trial: Trial) -> Config:
 def trial_concurrency(
     free: Sequence[Node], total: Sequence[Node], demand: Demand, wanted: int, pools: Sequence[Pool] = ()
 ) -> tuple[int, int]:
-    """Return (concurrent trials, data CPUs per trial): a trial without a CPU for its data would wait forever."""
+    """Return (concurrent trials, decode actors per trial): a trial without a CPU for its data would wait forever."""
     combined = replace(demand, workers=demand.workers * wanted, data_cpus=demand.data_cpus * wanted)
     nodes = max_cluster(combined, free, pools)
     num_concurrent = max_concurrent(demand, nodes, wanted)

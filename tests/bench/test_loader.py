@@ -13,8 +13,8 @@ from PIL import Image
 from rich.console import Console
 
 from mmray.bench import loader, synthetic_images
-from mmray.bench.loader import RATIOS, arm_ratios, bench_loader, bottlenecks
-from mmray.bench.loader_arms import WARMUP_ARRIVALS, Arrival, TextbookDataset, TunedDataset, rows_per_s
+from mmray.bench.baselines import WARMUP_ARRIVALS, Arrival, TextbookDataset, TunedDataset, rows_per_s
+from mmray.bench.loader import RATIOS, bench_loader, bottlenecks, loader_ratios
 from mmray.cli.bench import bench
 from mmray.cli.console import Terminal
 from mmray.config import Inputs
@@ -25,7 +25,7 @@ from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from tests.made import make_set, row
 
-RATES = {  # images/s of each arm
+RATES = {  # images/s of each loader
     "reader original": 400.0,
     "reader prepared": 1500.0,
     "textbook original": 190.0,
@@ -73,9 +73,9 @@ def test_rate_excludes_warmup_arrivals():
     assert rows_per_s([arrivals(0.5, count=1)], WARMUP_ARRIVALS) == 0
 
 
-def test_ratios_pair_arms_within_a_round():
+def test_ratios_pair_loaders_within_a_round():
     rounds = [{"a": 10.0, "b": 5.0}, {"a": 30.0, "b": 10.0}, {"a": 4.0, "b": 4.0}, {"a": 7.0, "b": 0.0}]
-    measured = arm_ratios(rounds, {"a_vs_b": ("a", "b"), "a_vs_c": ("a", "c")})
+    measured = loader_ratios(rounds, {"a_vs_b": ("a", "b"), "a_vs_c": ("a", "c")})
     assert measured == {"a_vs_b": {"median": 2.0, "min": 1.0, "max": 3.0, "pairs": 3}}
 
 
@@ -90,14 +90,14 @@ def test_notes_name_the_bottleneck_and_the_cpu_workers_a_device_needs():
 
 
 def test_table_and_json_of_fixed_windows(tmp_path, monkeypatch):
-    """Two consumers of 32 rows per arrival; arms run in ABBA order."""
+    """Two consumers of 32 rows per arrival; loaders run in ABBA order."""
     order = []
 
     def window(name):
         order.append(name)
         return [arrivals(2 * 32 / RATES[name], 32, 20, first_s=1.5)] * 2
 
-    monkeypatch.setattr(loader, "_build_arms", lambda *_: {name: partial(window, name) for name in RATES})
+    monkeypatch.setattr(loader, "_build_loaders", lambda *_: {name: partial(window, name) for name in RATES})
     monkeypatch.setattr(loader, "ray_session", lambda _: nullcontext())
     monkeypatch.setattr(loader, "time", SimpleNamespace(time=lambda: 0.0))
     out, file = io.StringIO(), tmp_path / "loader.json"
@@ -122,12 +122,12 @@ def test_bench_loader_end_to_end(local_ray, tmp_path, monkeypatch):
         monkeypatch.setattr(loader, name, size)
     notes = []
     result = bench_loader(notes.append, images=20, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.25)
-    arms = {each["arm"]: each for each in result["rows"]}
-    assert list(arms) == list(RATES) and list(result["ratios"]) == list(RATIOS)
+    by_loader = {each["arm"]: each for each in result["rows"]}
+    assert list(by_loader) == list(RATES) and list(result["ratios"]) == list(RATIOS)
     assert result["ratios"]["stream_vs_tuned"] == pytest.approx(
-        arms["stream prepared"]["images_per_s"] / arms["tuned prepared"]["images_per_s"], rel=0.01
+        by_loader["stream prepared"]["images_per_s"] / by_loader["tuned prepared"]["images_per_s"], rel=0.01
     )
-    assert any("the bottleneck is" in note for note in result["notes"]) and len(notes) == 1 + len(arms)
-    assert all(arms[f"stream {name}"]["first_batch_s"] > 0 for name in ("original", "prepared"))
+    assert any("the bottleneck is" in note for note in result["notes"]) and len(notes) == 1 + len(by_loader)
+    assert all(by_loader[f"stream {name}"]["first_batch_s"] > 0 for name in ("original", "prepared"))
     with pytest.raises(UsageError, match="got 4: raise --images"):
         bench_loader(notes.append, images=4, rounds=1)

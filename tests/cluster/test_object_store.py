@@ -55,7 +55,7 @@ def test_run_on_object_store_resumes_after_kill_and_stop(calm, data, s3, tmp_pat
     assert [text for label, text in reporter.notes if label == "resume"] == [
         f"from {s3.address}/remote/checkpoints/step-{stopped.result['steps']}"
     ]
-    assert ("shuffle", "blocks of 8 adjacent rows, 2 blocks mixed") in reporter.notes
+    assert ("shuffle", "8 adjacent rows per block, 2 blocks per window") in reporter.notes
     assert len([file for file in Path(cache).iterdir() if file.is_file()]) >= 50 // 8 + 20 // 8
     copy = copied(outcome.path, tmp_path / "copy")
     assert marks(copy) == marks(calm.path) and same_weights(weights(copy), weights(calm.path))

@@ -31,12 +31,12 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
     """Run one worker of a config, from the start or from a checkpoint; return its result and its messages."""
     group, messages = group or Group(), []
     tokenizer = extend_tokenizer(train_set.tokenizer_json, config.model.inputs)
-    config = config.model_copy(update={"model": config.model.with_tokens(TextEncoder(tokenizer, 8).vocab_size, None)})
+    config = config.model_copy(update={"model": config.model.with_vocab(TextEncoder(tokenizer, 8).vocab_size, None)})
     shape, steps = resolve_batch_shape(config.batch, group.world), config.train.steps
     plan = SamplePlan(train_set.num_rows, shape.global_rows, group.world, shape.micro, seed=0, steps=steps)
     first = 0 if checkpoint is None else files.step_of(checkpoint)
     if group.rank == 0:
-        run_dir.create_run_dir(folder, config, {"train": "made"}, tokenizer)
+        run_dir.write_run_files(folder, config, {"train": "made"}, tokenizer)
     group.barrier()
     lease = Lease(folder) if group.rank == 0 else None
     reader = RowReader(train_set, config.model.inputs, tokenizer, 10**6)

@@ -161,7 +161,7 @@ def test_siglip_pads_with_the_tokenizers_pad_id(tmp_path: Path) -> None:
 
     tokenizer = load_tokenizer(str(tmp_path / "saved"), None)
     unset = SPECS["siglip"].model_copy(update={"weights": str(tmp_path / "saved")})
-    spec = unset.with_tokens(VOCAB, declared_pad_id(tokenizer))
+    spec = unset.with_vocab(VOCAB, declared_pad_id(tokenizer))
     model = build(spec, VOCAB).eval()
     ids, num_tokens = TextEncoder(tokenizer, 10).encode(TEXTS)
     ids[np.arange(ids.shape[1]) >= num_tokens[:, None]] = 7  # padding ids have no effect

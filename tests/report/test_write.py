@@ -128,7 +128,7 @@ def quarantined(tmp_path):
     ]
     write_lines(prepared / "leaks.jsonl", leaks)
     folder = make_run(tmp_path / "run", [line(1)])
-    (folder / "data.json").write_text(json.dumps({"train": str(prepared), "num_rows": 440}))
+    (folder / "data.json").write_text(json.dumps({"train": f"{tmp_path / 'plain'} + 2 * {prepared}", "num_rows": 440}))
     late = {"key": "k1", "source": "rows.jsonl:1", "row": 7, "stage": "train", "reason": "its images changed"}
     write_lines(folder / "quarantine.jsonl", [late])
     return folder
@@ -136,7 +136,7 @@ def quarantined(tmp_path):
 
 def test_quarantined_rows_are_shown(quarantined):
     page = page_of(quarantined)
-    assert "61 rows of 500 read" in page
+    assert "60 rows of 500 read by prepare" in page and "; 1 in training" in page
     assert page.index("in training</span>") < page.index("duplicate</span><p>")  # one of each reason in turn
     assert "its images changed" in page and "about truncated" in page
 
@@ -167,7 +167,7 @@ def test_sweep_page_has_all_sections(tmp_path):
 def test_sweep_without_measured_trial_has_a_page(tmp_path, status):
     nothing = trial("t001", 8, 1, None, status=status, peak_gib=None, step_p50_s=None)
     page = page_of(make_sweep(tmp_path / "sweep", [nothing], recommendation=None, status="failed"))
-    assert "no trial finished" in page and plots(page) == []
+    assert "no trial has measured" in page and plots(page) == []
     assert "No trial has finished yet" in page_of(make_sweep(tmp_path / "empty", [], recommendation=None))
 
 

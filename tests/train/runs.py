@@ -23,7 +23,7 @@ TEXT = TextTower(width=16, depth=1, heads=2, dropout=0.1)
 
 
 class Silent:
-    """A ProgressReporter that keeps its calls."""
+    """A RunReporter that keeps its calls."""
 
     def __init__(self):
         self.notes, self.steps = [], []

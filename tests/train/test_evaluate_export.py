@@ -75,8 +75,8 @@ def made_run(folder: AnyPath, tmp_path: Path, **recalls: float | None) -> AnyPat
     config = runs.config("none", tmp_path, "one")
     tokenizer = train_tokenizer(CAPTIONS, 60)
     size = TextEncoder(tokenizer, 8).vocab_size
-    config = config.model_copy(update={"model": config.model.with_tokens(size, None)})
-    run_dir.create_run_dir(folder, config, {}, tokenizer)
+    config = config.model_copy(update={"model": config.model.with_vocab(size, None)})
+    run_dir.write_run_files(folder, config, {}, tokenizer)
     for name, recall in recalls.items():
         step = int(name.removeprefix("step_"))
         torch.manual_seed(step)

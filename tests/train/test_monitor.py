@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mmray.train.coordinator import Coordinator
-from mmray.train.monitor import HangDetector, HeartbeatRecord, checkpoint_deadline_s, stuck_ranks
+from mmray.train.monitor import HangDetector, HeartbeatRecord, latest_request_at_s, stuck_ranks
 from mmray.train.worker_group import run_in_thread
 
 
@@ -34,7 +34,7 @@ WAITS_FOR_DATA = replace(beat(0), waits_for_data=True)  # data nodes may be pree
 
 
 @pytest.mark.parametrize(
-    ("first_step", "beats", "times_s", "message"),
+    ("start_step", "beats", "times_s", "message"),
     [
         (3, [beat(0, waits=True), beat(1)], (0, 9, 11), r"rank 1 \(process 101, node node1\) is at"),  # others wait
         (0, [WAITS_FOR_DATA, beat(1, waits=True)], (0, 20, 59, 61), "rank 0 .* waits for data"),
@@ -42,15 +42,15 @@ WAITS_FOR_DATA = replace(beat(0), waits_for_data=True)  # data nodes may be pree
         (3, [replace(WAITS_FOR_DATA, age_s=30)], (0, 9, 11), "rank 0 .* has not responded"),  # stopped while it waited
     ],
 )
-def test_rank_without_progress_for_the_limit_is_named(first_step, beats, times_s, message):
-    detector = HangDetector(**START, first_step=first_step)
+def test_rank_without_progress_for_the_limit_is_named(start_step, beats, times_s, message):
+    detector = HangDetector(**START, start_step=start_step)
     *before, hang = [detector.check(beats, float(now_s)) for now_s in times_s]
     assert before == [None] * len(before)
     assert re.search(message, hang) and hang.count("rank ") == 1
 
 
 def test_progress_resets_the_limit():
-    detector = HangDetector(limit_s=10, start_limit_s=60, first_step=3)
+    detector = HangDetector(limit_s=10, start_limit_s=60, start_step=3)
     assert detector.check([beat(0), beat(1)], 0.0) is None
     assert detector.check([beat(0, progress=8), beat(1, progress=8)], 11.0) is None
     assert detector.check([beat(0, progress=8), beat(1, progress=8)], 22.0) is not None
@@ -72,9 +72,9 @@ def test_stuck_rank_is_named_while_others_progress():
 
 
 def test_checkpoint_deadline_allows_twice_its_time():
-    assert checkpoint_deadline_s(1000.0, checkpoint_duration_s=10.0, step_duration_s=1.0) == 1000 - 20 - 2 - 3
-    assert checkpoint_deadline_s(1000.0, checkpoint_duration_s=0.0, step_duration_s=1.0) == 0
-    assert checkpoint_deadline_s(0.0, checkpoint_duration_s=10.0, step_duration_s=1.0) == 0
+    assert latest_request_at_s(1000.0, checkpoint_duration_s=10.0, step_duration_s=1.0) == 1000 - 20 - 2 - 3
+    assert latest_request_at_s(1000.0, checkpoint_duration_s=0.0, step_duration_s=1.0) == 0
+    assert latest_request_at_s(0.0, checkpoint_duration_s=10.0, step_duration_s=1.0) == 0
 
 
 def test_bad_row_counts_once_over_ranks_and_attempts():

@@ -108,9 +108,7 @@ class TwoWorkers(SimpleNamespace):
 
 @pytest.mark.parametrize(("accelerator", "backend"), [("gpu", "nccl"), ("auto", "nccl"), ("cpu", "gloo")])
 @pytest.mark.parametrize(("settings", "seconds"), [({}, 300), ({"hang_timeout_s": 400.3}, 601)])
-def test_process_group_uses_nccl_or_gloo_with_timeout(
-    cluster, tmp_path, monkeypatch, accelerator, backend, settings, seconds
-):
+def test_process_group_has_backend_and_timeout(cluster, tmp_path, monkeypatch, accelerator, backend, settings, seconds):
     """Arguments that reach init_process_group from our TorchConfig through Ray."""
     config = Config(cluster=Cluster(workers=2, accelerator=accelerator, **settings))
     monkeypatch.setenv(ray_internals.START_TIMEOUT_VARIABLE, "")  # restored after the test

@@ -5,7 +5,7 @@ import yaml
 
 from mmray.config import Batch, Config, Run
 from mmray.errors import UsageError
-from mmray.train.run_dir import create_run_dir, select_run
+from mmray.train.run_dir import select_run, write_run_files
 
 DATA = {"train": "set", "fingerprint": "ab", "num_rows": 100}
 
@@ -56,12 +56,12 @@ def test_new_name_starts_and_same_command_resumes(tmp_path):
     (tmp_path / "sample" / ".tokenizer.json.7").touch()  # of a command that was interrupted
     first = select_run(wanted, DATA, steps=10)
     assert (first.action, first.path) == ("start", tmp_path / "sample")
-    create_run_dir(first.path, wanted, DATA, "{}")
+    write_run_files(first.path, wanted, DATA, "{}")
     assert select_run(wanted, DATA, steps=10).action == "resume"
 
 
 def test_unnamed_run_takes_next_name_if_done_or_different(tmp_path):
-    create_run_dir(tmp_path / "sample", config(tmp_path), DATA, "{}")
+    write_run_files(tmp_path / "sample", config(tmp_path), DATA, "{}")
     assert select_run(config(tmp_path, global_rows=32), DATA, 10).path == tmp_path / "sample-2"
     finish(tmp_path / "sample", 10)
     assert select_run(config(tmp_path), DATA, 10).path == tmp_path / "sample-2"
@@ -69,7 +69,7 @@ def test_unnamed_run_takes_next_name_if_done_or_different(tmp_path):
 
 
 def test_named_run_is_resumed_refused_or_done(tmp_path):
-    create_run_dir(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
+    write_run_files(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
     with pytest.raises(UsageError, match=r"batch.global: 16 -> 32"):
         select_run(config(tmp_path, global_rows=32, name="mine"), DATA, 10)
     with pytest.raises(UsageError, match="data fingerprint: 'ab' -> 'cd'"):
@@ -77,12 +77,14 @@ def test_named_run_is_resumed_refused_or_done(tmp_path):
     finish(tmp_path / "mine", 10)
     assert select_run(config(tmp_path, name="mine"), DATA, 10).action == "done"
     assert select_run(config(tmp_path, name="mine"), DATA, 11).action == "resume"
+    run = write_run_files(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
+    assert run.read_json("result.json") == {"status": "unfinished", "steps": 10}  # until it ends again
 
 
 @pytest.mark.parametrize("setting", ALLOWED)
 def test_run_resumes_with_changed_setting(tmp_path, setting):
     before = config(tmp_path, name="mine")
-    create_run_dir(tmp_path / "mine", before, DATA, "{}")
+    write_run_files(tmp_path / "mine", before, DATA, "{}")
     decision = select_run(changed(before, setting, ALLOWED[setting]), DATA, 10)
     assert (decision.action, decision.skipped) == ("resume", ())
 
@@ -90,7 +92,7 @@ def test_run_resumes_with_changed_setting(tmp_path, setting):
 @pytest.mark.parametrize("setting", FORBIDDEN)
 def test_run_refuses_changed_setting(tmp_path, setting):
     before = config(tmp_path, name="mine")
-    create_run_dir(tmp_path / "mine", before, DATA, "{}")
+    write_run_files(tmp_path / "mine", before, DATA, "{}")
     with pytest.raises(UsageError) as refused:
         select_run(changed(before, setting, FORBIDDEN[setting]), DATA, 10)
     lines = str(refused.value).splitlines()
@@ -101,10 +103,10 @@ def test_run_refuses_changed_setting(tmp_path, setting):
 def test_resume_modes(tmp_path):
     with pytest.raises(UsageError, match="no run at"):
         select_run(config(tmp_path, resume="must"), DATA, 10)
-    create_run_dir(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
+    write_run_files(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
     with pytest.raises(UsageError, match="exists; choose another"):
         select_run(config(tmp_path, name="mine", resume="never"), DATA, 10)
-    create_run_dir(tmp_path / "sample", config(tmp_path), DATA, "{}")
+    write_run_files(tmp_path / "sample", config(tmp_path), DATA, "{}")
     assert select_run(config(tmp_path, resume="never"), DATA, 10).path == tmp_path / "sample-2"
 
 

@@ -34,7 +34,7 @@ def fails(supervised, monkeypatch):
 
     def after(error, kind="lost", stop_reason=None):
         monkeypatch.setattr(supervisor, "classify_failure", lambda *_: Failure(kind, error, 7))
-        supervised._handle_failure(error, SimpleNamespace(stop_reason=stop_reason, world=2, first_step=0))
+        supervised._handle_failure(error, SimpleNamespace(stop_reason=stop_reason, world=2, start_step=0))
 
     return after
 
@@ -90,12 +90,13 @@ def test_lost_lease_leaves_result_and_report_of_new_owner(supervised, fails, tmp
 
 
 def test_full_disk_at_the_end_reports_how_to_resume(supervised, monkeypatch):
-    outcome = {"status": "finished", "steps": 12}
+    outcome, supervised.earlier = {"status": "finished", "steps": 12}, {"restarts": 2, "elapsed_s": 1000.0}
     with monkeypatch.context() as full:
         full.setattr(RunDir, "write_json", full_disk)
         with pytest.raises(ResourceError, match=r"step 12 are in .*checkpoints.*No space left.*rerun the same command"):
             supervised._write_result(outcome)
-    assert supervised._write_result(outcome)["batch"] == "16 rows per step"
+    result = supervised._write_result(outcome)
+    assert result["batch"] == "16 rows per step" and result["restarts"] == 2 and result["elapsed_s"] > 1000
 
 
 def test_result_names_best_checkpoint(supervised, tmp_path):
@@ -107,11 +108,9 @@ def test_result_names_best_checkpoint(supervised, tmp_path):
     assert result_of(tmp_path)["best"] == {"step": 3, "metric": "recall_at_1/mean", "score": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(files, "latest_valid"), (Lease, "advance"), (supervisor, "load_bad_rows")]
-)
-def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monkeypatch, owner, name):
-    sound, left = getattr(owner, name), [2]
+@pytest.mark.parametrize(("unit", "name"), [(files, "latest_valid"), (Lease, "advance"), (supervisor, "load_bad_rows")])
+def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monkeypatch, unit, name):
+    sound, left = getattr(unit, name), [2]
 
     def flaky(*args, **kwargs):
         left[0] -= 1
@@ -119,7 +118,7 @@ def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monke
             raise StorageError("no answer") if name != "load_bad_rows" else OSError(5, "Input/output error")
         return sound(*args, **kwargs)
 
-    monkeypatch.setattr(owner, name, flaky)
+    monkeypatch.setattr(unit, name, flaky)
     monkeypatch.setattr(supervisor, "STORAGE_RETRIES_S", (0.0, 0.0))
     assert supervised._prepare_attempt() == (None, set())
     assert [label for label, _ in supervised.reporter.notes] == ["storage", "storage"]

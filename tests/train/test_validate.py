@@ -29,7 +29,7 @@ LLAVA = {"recipe": "llava", "workers": 2}
         (fsdp(precision="fp16"), "set --train.precision bf16"),
         (fsdp(channels_last=True), "set --train.channels_last False"),
         (fsdp(grad_compression="bf16"), "train.grad_compression bf16 needs `ddp`"),
-        ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "has not two branches"),
+        ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "an image and a text tower"),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "set --batch.micro"),
         (LLAVA | {"evaluate": {"classes": ("cat", "dog")}}, "evaluate.classes: a generative model"),
         (LLAVA | {"evaluate": {"num_generations": 5}}, "which fsdp shards; set it to 0"),

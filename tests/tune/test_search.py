@@ -109,7 +109,7 @@ def test_row_holds_metrics_of_its_run(finished):
     assert 0 < measured["step_p50_s"] <= measured["step_p95_s"] == logged[-1]["time/step_p95_s"]
     result = json.loads((folder / "trials" / "t001" / "result.json").read_text())
     assert result["status"] == "finished"
-    both = [result["metrics"][f"recall_at_1/{way}"] for way in ("image_to_text", "text_to_image")]
+    both = [result["scores"][f"recall_at_1/{way}"] for way in ("image_to_text", "text_to_image")]
     assert measured["recall_at_1"] == sum(both) / 2
     assert json.loads((folder / "trials" / "t002" / "result.json").read_text())["status"] == "failed"
 

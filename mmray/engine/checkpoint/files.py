@@ -29,17 +29,17 @@ STATE, META, SUMS = "state.json", "meta.json", "SHA256SUMS"
 LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that should fall
 
 
-def latest_valid(folder: AnyPath, log: Callable[[str], None] | None = None, quarantine: bool = True) -> AnyPath | None:
+def latest_valid(folder: AnyPath, log: Callable[[str], None] | None = None, rename: bool = True) -> AnyPath | None:
     """Return the newest checkpoint whose checksums match; None without one.
 
-    Each newer one is passed to `log` with its fault; a damaged one is renamed to step-N.damaged unless `quarantine` is
-    off, as for a reader next to a running training. Raises StorageError if the storage cannot be read.
+    Each newer one is passed to `log` with its fault; a damaged one is renamed to step-N.damaged if `rename`,
+    which a reader next to a running training turns off. Raises StorageError if the storage cannot be read.
     """
     for path in reversed(_steps(folder)):
         fault = verify(path)
         if fault is None:
             return path
-        if quarantine and (path / SUMS).exists():
+        if rename and (path / SUMS).exists():
             target = path.with_name(f"{path.name}.damaged")  # an older damaged one of the same step is replaced
             try:
                 move_tree(path, target)

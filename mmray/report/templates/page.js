@@ -25,7 +25,7 @@
     }
   };
   draw();
-  // Of its place, not of the window: a scroll bar that comes with the charts narrows the one and not the other.
+  // Observe each chart's element, not the window: a scroll bar that appears with the charts narrows only the element.
   const fitted = new ResizeObserver((changed) => changed.forEach(({ target }) => Plotly.Plots.resize(target)));
   document.querySelectorAll(".plot").forEach((place) => fitted.observe(place));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

@@ -66,7 +66,7 @@ def test_damaged_checkpoint_is_quarantined_and_the_one_before_used(tmp_path: Pat
     damage(save(tmp_path, 20) / name)
     logged: list[str] = []
     # A reader next to a training renames nothing.
-    assert files.latest_valid(tmp_path, quarantine=False) == tmp_path / "step-10" and (tmp_path / "step-20").exists()
+    assert files.latest_valid(tmp_path, rename=False) == tmp_path / "step-10" and (tmp_path / "step-20").exists()
     assert files.latest_valid(tmp_path, logged.append) == tmp_path / "step-10"
     assert len(logged) == 1 and "step-20" in logged[0]
     assert name in logged[0] or name == "SHA256SUMS"  # a wrong checksum is reported like a damaged file

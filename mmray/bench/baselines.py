@@ -1,4 +1,4 @@
-"""Arms of `bench loader`: two PyTorch baseline datasets, and the actor that runs every arm."""
+"""What `bench loader` compares: two PyTorch baseline datasets, and the actor that runs every loader."""
 
 from __future__ import annotations
 
