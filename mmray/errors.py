@@ -1,7 +1,7 @@
 """Errors reported to users, each with an exit code.
 
-Exit codes: 0 success, 2 usage, 3 training failed, 4 resources not available, 5 data missing, unusable or over the
-bad-row limit, 130 interrupted. A message has the problem, the value, its location, and what to do next.
+Exit codes: 0 success, 1 other, 2 usage, 3 training failed, 4 resources not available, 5 data missing, unusable or over
+the bad-row limit, 130 interrupted. A message has the problem, the value, its location, and what to do next.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class StorageError(TrainingError):
 
 
 class OutOfMemoryError(TrainingError):
-    """A worker ran out of memory. `micro`: a micro-batch size that may fit; 0: none."""
+    """A worker ran out of memory. `retry_micro`: a micro-batch size that may fit; 0: none."""
 
-    def __init__(self, message: str, micro: int = 0):
-        super().__init__(message, micro)
-        self.micro = micro
+    def __init__(self, message: str, retry_micro: int = 0):
+        super().__init__(message, retry_micro)
+        self.retry_micro = retry_micro
 
     def __str__(self) -> str:
         return str(self.args[0])

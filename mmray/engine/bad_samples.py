@@ -1,4 +1,4 @@
-"""Rows that cannot be read during training: written to the run's quarantine.jsonl and counted against a budget.
+"""Rows that cannot be read during training: written to the run's quarantine.jsonl and counted up to a limit.
 
 worker.py passes the stream's blocks through here. A bad row keeps its position in the step but does not count.
 """
@@ -27,7 +27,7 @@ def quarantine_bad_rows(
     folder: AnyPath,
     reader: RowReader,
     plan: SamplePlan,
-    count: Callable[[int], int],
+    count_bad_row: Callable[[int], int],
 ) -> Iterator[Block]:
     """Yield the blocks; write rows that could not be read to quarantine.jsonl, up to `data.max_bad_rows`.
 
@@ -37,7 +37,7 @@ def quarantine_bad_rows(
         _check_labels(block, config)
         positions = block["pos"][~block["valid"] & (block["pos"] >= 0)]
         for row in plan.row_ids_at(positions).tolist():
-            num_bad = count(row)
+            num_bad = count_bad_row(row)
             if num_bad == 0:
                 continue
             record, reason = reader.explain_bad_row(row)

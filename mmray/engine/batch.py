@@ -45,16 +45,16 @@ def resolve_batch_shape(batch: Batch, workers: int) -> BatchShape:
         return BatchShape(micro * accumulation * workers, micro, accumulation, workers)
     if total < workers:
         raise UsageError(f"batch.global: {total} rows are fewer than {workers} workers; set at least {workers}")
-    rows_per_worker = ceil(total / workers)
-    micro = micro or ceil(rows_per_worker / (accumulation or 1))
-    derived = ceil(rows_per_worker / micro)
+    rows_per_rank = ceil(total / workers)
+    micro = micro or ceil(rows_per_rank / (accumulation or 1))
+    derived = ceil(rows_per_rank / micro)
     if accumulation is not None and accumulation != derived:
         advice = "omit one of the three" if batch.micro else f"set --batch.accumulation {derived}, or omit it"
         raise UsageError(
             f"batch: global {total} over {workers} workers in micro-batches of {micro} needs accumulation {derived}, "
             f"not {accumulation}; {advice}"
         )
-    return BatchShape(total, min(micro, rows_per_worker), derived, workers, auto)
+    return BatchShape(total, min(micro, rows_per_rank), derived, workers, auto)
 
 
 def total_steps(train: Train, num_rows: int, global_rows: int) -> int:

@@ -1,4 +1,4 @@
-"""The process group of a run: every collective is one of these methods, except those of DDP, FSDP and DCP.
+"""The process group of a run; only DDP, FSDP, DCP and SyncBatchNorm have collectives other than these methods.
 
 Without torch.distributed it is a group of one, and each method is the identity. So the same code runs in a notebook,
 under torchrun and under Ray Train.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ class GradCache:
     """Inputs of the second pass of a step; with a purely local loss nothing is cached and there is no first pass."""
 
     loss_counts: Tensor  # float64 [K], sums over ranks of the objective's counts, at least 1
-    stop_votes: Tensor  # float64 [1], how many ranks request a stop
+    num_stop_requests: Tensor  # float64 [1], how many ranks request a stop
     micro_batches: list[Batch]  # with the columns of their hard negatives
     loss_weights: tuple[Tensor, Tensor]  # of the global loss and of the local one
     gradients: list[Outputs] = field(default_factory=list)  # of each micro-batch: at its outputs, weighted
@@ -65,8 +65,8 @@ def build_grad_cache(
     """Gather the outputs, sample hard negatives, and compute the gradient of the global loss at each output.
 
     detached: outputs of the first pass; empty for a purely local loss, of which only the counts are reduced. counts:
-    this rank's, float64 [K + 1], the objective's and 1 for a stop request. After an OOM there are no gradients, but
-    this rank still takes part in the collectives, because others wait in them.
+    this rank's, float64 [K + 1], the objective's K counts, then 1 if this rank requests a stop, otherwise 0. After an
+    OOM there are no gradients, but this rank still takes part in the collectives, because others wait in them.
     """
     group, objective, mining, ring = state.group, parts.global_loss, parts.mining_loss, parts.ring_loss
     with state.timers("sync"):
@@ -74,11 +74,11 @@ def build_grad_cache(
             gathered = gather_outputs(group, detached, batch, counts, parts.gathered_names)
         else:
             gathered = GatheredOutputs(group.all_reduce_sum(counts))
-    # They turn loss sums of a rank into its part of the mean over all ranks; times the world size, as DDP averages.
-    loss_counts, stop_votes = gathered.counts[:-1].clamp(min=1), gathered.counts[-1:]
+    loss_counts, num_stop_requests = gathered.counts[:-1].clamp(min=1), gathered.counts[-1:]
+    # A loss sum x its weight is this rank's part of the mean over all ranks, times the world size, as DDP averages.
     weights = state.scaler.scale(group.world / loss_counts)
     num_global = 0 if objective is None else objective.count(batch.micro_batches[0]).numel()
-    cache = GradCache(loss_counts, stop_votes, batch.micro_batches, (weights[:num_global], weights[num_global:]))
+    cache = GradCache(loss_counts, num_stop_requests, batch.micro_batches, (weights[:num_global], weights[num_global:]))
     if mining is not None:
         with state.timers("sync"):
             inputs = gather_negative_inputs(group, mining, batch)
@@ -88,22 +88,27 @@ def build_grad_cache(
     remote_gradients: Outputs = {}
     if ring is not None:
         valid = torch.cat([micro_batch["valid"] for micro_batch in batch.micro_batches])
-        loss = ring_loss(ring, _leaves(objective, detached), valid, batch.rows, cache.loss_weights[0], guard)
+        loss = compute_ring_loss(ring, _leaves(objective, detached), valid, batch.rows, cache.loss_weights[0], guard)
     else:
         loss = guard.run(lambda: _global_loss(state, objective, batch, detached, gathered, cache.loss_weights[0]))
         if gathered.packed is not None:
             with state.timers("sync"):
                 # Zeros after an OOM: other ranks wait for the reduce-scatter.
-                packed = torch.zeros_like(gathered.packed) if loss is None else loss[2][PACKED]
+                packed = torch.zeros_like(gathered.packed) if loss is None else loss.gradients[PACKED]
                 received = group.reduce_scatter(packed)[1:, 1:]
             remote_gradients = _split_columns(received, gathered.shapes)
-    cache.gradients = guard.run(lambda: _split_gradients(batch, objective, loss[2], remote_gradients))
+    cache.gradients = guard.run(lambda: _split_gradients(batch, objective, loss.gradients, remote_gradients))
     if cache.gradients:
-        cache.add({"loss": loss[0], **loss[1]}, local_loss=False)
+        cache.add({"loss": loss.loss_sum, **loss.metric_sums}, local_loss=False)
     return cache
 
 
-GlobalLoss = tuple[Tensor, dict[str, Tensor], Outputs]  # loss sum of this rank's rows, further sums, gradients
+class GlobalLossResult(NamedTuple):
+    loss_sum: Tensor  # of this rank's rows
+    metric_sums: dict[str, Tensor]
+    gradients: Outputs
+
+
 PACKED = "packed"  # key of the gradient at GatheredOutputs.packed
 
 
@@ -121,7 +126,7 @@ def _global_loss(
     detached: list[Outputs],
     gathered: GatheredOutputs,
     loss_weight: Tensor,
-) -> GlobalLoss:
+) -> GlobalLossResult:
     """The loss of this rank's rows against the rows of all ranks, and its gradients at both."""
     leaves = _leaves(objective, detached)
     names = [name for name, tensor in batch.micro_batches[0].items() if tensor.ndim == 1]  # one value a row
@@ -132,7 +137,7 @@ def _global_loss(
     inputs = leaves if gathered.packed is None else {**leaves, PACKED: gathered.packed}
     with state.timers("backward"):
         gradients = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
-    return loss_sum.detach(), metrics, dict(zip(inputs, gradients, strict=True))
+    return GlobalLossResult(loss_sum.detach(), metrics, dict(zip(inputs, gradients, strict=True)))
 
 
 def _split_gradients(
@@ -202,14 +207,14 @@ def _split_columns(columns: Tensor, shapes: dict[str, torch.Size]) -> Outputs:
 # --- ring loss: outputs rotate from rank to rank, with their gradients (Zhai et al. 2023, SigLIP, section 3.3)
 
 
-def ring_loss(
+def compute_ring_loss(
     objective: PairwiseLoss, leaves: Outputs, valid: Tensor, rows: int, loss_weight: Tensor, guard: OomGuard
-) -> GlobalLoss:
-    """This rank's loss sum, further sums, and the gradient of (all ranks' losses x loss_weight) at its own outputs.
+) -> GlobalLossResult:
+    """This rank's loss sum, metric sums, and the gradient of (all ranks' losses x loss_weight) at its own outputs.
 
     leaves: outputs of this rank's rows that require gradients. rows: equal on every rank, at least this rank's number.
     Memory: this rank's rows, those of one other rank, and `chunk_rows` columns of scores, for any number of ranks.
-    After an OOM this rank forwards the rotating rows unchanged until all ranks vote; its results are then unusable.
+    After an OOM this rank forwards the rotating rows unchanged until the ranks agree; its results are then unusable.
     """
     local = {name: leaf for name, leaf in leaves.items() if name not in objective.rotating_outputs}
     gradients = {name: torch.zeros_like(leaf) for name, leaf in local.items()}
@@ -242,7 +247,7 @@ def ring_loss(
         guard.run(partial(accumulate, rotating, is_first_hop=hop == 0))
         rotating = guard.group.ring_shift(rotating)
     own_gradients = _split_columns(rotating[: len(valid)].split(column_widths, dim=1)[1], shapes)
-    return sums.pop("loss"), sums, gradients | own_gradients
+    return GlobalLossResult(sums.pop("loss"), sums, gradients | own_gradients)
 
 
 # --- hard negatives: token ids and positions of all ranks, never pixels

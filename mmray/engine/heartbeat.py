@@ -25,12 +25,12 @@ ENGINE = Path(__file__).parent
 PACKAGE = str(ENGINE.parent)
 LOOP_FILE = str(ENGINE / "loop.py")
 LOOP_FUNCTION = "run"  # of loop.py
-FUNCTIONS_WITHOUT_STEPS = {"_evaluate", "_save", "_load"}  # of loop.py; they may take long
-CHECKPOINT_WAIT = str(ENGINE / "checkpoint" / "manager.py")
-DATA_WAIT = str(ENGINE / "prefetch.py")
+FUNCTIONS_WITHOUT_STEPS = {"_evaluate", "_save", "_load"}  # of loop.py; in them a changed stack counts as progress
+CHECKPOINT_WAIT_FILE = str(ENGINE / "checkpoint" / "manager.py")
+DATA_WAIT_FILE = str(ENGINE / "prefetch.py")
 COLLECTIVES_FILE = str(ENGINE / "collectives.py")  # reads results that other ranks contribute to
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-COLLECTIVES = ("torch/distributed/", "torch/autograd/")  # DDP's collectives are inside the backward
+COLLECTIVE_PATHS = ("torch/distributed/", "torch/autograd/")  # DDP's collectives are inside the backward
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) ", re.MULTILINE)
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
@@ -38,13 +38,13 @@ _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 class Heartbeat:
     """Callback of the loop and sender of heartbeats; `send` returns whether stacks are requested, to the file `stacks`.
 
-    Waiting for a checkpoint counts as progress for `write_limit_s`: a network mount that died never answers.
+    Waiting for a checkpoint counts as progress for `wait_limit_s`: a network mount that died never answers.
     """
 
     def __init__(
-        self, send: Callable[[dict[str, Any]], bool], about: dict[str, Any], stacks: AnyPath, write_limit_s: float
+        self, send: Callable[[dict[str, Any]], bool], process_info: dict[str, Any], stacks: AnyPath, wait_limit_s: float
     ):
-        self._send, self._about, self._stacks, self._write_limit_s = send, about, stacks, write_limit_s
+        self._send, self._process_info, self._stacks, self._wait_limit_s = send, process_info, stacks, wait_limit_s
         self._waiting_since_s: float | None = None
         self._thread_id = threading.get_ident()
         self._step = self._progress = 0
@@ -67,15 +67,15 @@ class Heartbeat:
         finally:
             self._ended.set()
             thread.join(2 * INTERVAL_S)
-            self._send({**self._about, "ended": True})
+            self._send({**self._process_info, "ended": True})
 
     def _run(self) -> None:
         dumped = False
         while not self._ended.is_set():
-            if self._send({**self._about, **self._observe()}) and not dumped:
+            if self._send({**self._process_info, **self._observe()}) and not dumped:
                 dumped = True
                 with open_for_upload(self._stacks) as path, path.open("w") as file:
-                    print(self._about, file=file, flush=True)
+                    print(self._process_info, file=file, flush=True)
                     faulthandler.dump_traceback(file, all_threads=True)
             self._ended.wait(INTERVAL_S)
 
@@ -84,10 +84,10 @@ class Heartbeat:
         package_frames = [frame for frame in frames if frame.filename.startswith(PACKAGE)]
         innermost = package_frames[0].filename if package_frames else ""
         now_s, functions = time.monotonic(), {frame.name for frame in package_frames if frame.filename == LOOP_FILE}
-        self._waiting_since_s = (self._waiting_since_s or now_s) if innermost == CHECKPOINT_WAIT else None
-        writing = self._waiting_since_s is not None and now_s - self._waiting_since_s < self._write_limit_s
+        self._waiting_since_s = (self._waiting_since_s or now_s) if innermost == CHECKPOINT_WAIT_FILE else None
+        waiting = self._waiting_since_s is not None and now_s - self._waiting_since_s < self._wait_limit_s
         outside_steps = bool(functions & FUNCTIONS_WITHOUT_STEPS) or LOOP_FUNCTION not in functions
-        if writing or (outside_steps and frames != self._frames):
+        if waiting or (outside_steps and frames != self._frames):
             self._progress += 1
         self._frames = frames
         files = [frame.filename.replace(os.sep, "/") for frame in frames]
@@ -96,9 +96,9 @@ class Heartbeat:
             "progress": self._progress,
             "where": _location(frames),
             # In a collective, in a backward, or reading a result that the device reduces.
-            "in_collective": any(part in file for file in files for part in COLLECTIVES)
+            "in_collective": any(part in file for file in files for part in COLLECTIVE_PATHS)
             or (bool(frames) and frames[0].filename == COLLECTIVES_FILE),
-            "waits_for_data": any(frame.filename == DATA_WAIT for frame in package_frames),
+            "waits_for_data": any(frame.filename == DATA_WAIT_FILE for frame in package_frames),
         }
 
 

@@ -133,11 +133,11 @@ def _next_batch(run: _Run, batches: Iterator[LocalBatch]) -> LocalBatch:
         if not is_out_of_memory(error):
             raise
         text = oom.format_oom(f"after step {step}", micro, {run.spec.group.rank: first_line(error)}, "restarting")
-        raise OutOfMemoryError(text, micro // 2) from error
+        raise OutOfMemoryError(text, retry_micro=micro // 2) from error
     if batch is None:
         raise TrainingError(
-            f"the data stream ended after step {step} of {run.spec.plan.steps}. The prepared set may have changed: run "
-            "`mmray prepare` to check it"
+            f"the data stream ended after step {step} of {run.spec.plan.steps}. The prepared set may have changed: "
+            "rerun its `mmray prepare` command, or compare its fingerprint with the run's data.json"
         )
     return batch
 
@@ -145,7 +145,7 @@ def _next_batch(run: _Run, batches: Iterator[LocalBatch]) -> LocalBatch:
 def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
     """Take one optimizer step; after an OOM, retry it on all ranks with smaller micro-batches.
 
-    Raises OutOfMemoryError if there are no smaller ones, or if the ranks are no longer in step and must restart.
+    Raises OutOfMemoryError if there are no smaller ones, or if a rank left a collective that the others wait in.
     """
     spec, progress = run.spec, run.progress
     step, group = progress.step, spec.group
@@ -164,7 +164,7 @@ def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
                 raise
             errors = {group.rank: first_line(error)}
             text = oom.format_oom(f"at step {step + 1}", progress.micro, errors, "restarting")
-            raise OutOfMemoryError(text, progress.micro // 2) from error
+            raise OutOfMemoryError(text, retry_micro=progress.micro // 2) from error
         # Outside `except`: the traceback would keep the step's tensors alive.
         del micro_batches
         errors = dict(enumerate(group.all_gather_objects(local_error)))
@@ -220,7 +220,7 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
-    """Metrics of the step just taken. Takes two small collectives, so only for steps that are logged."""
+    """Metrics of the step just taken. Takes three small collectives, so only for steps that are logged."""
     spec, state, step = run.spec, run.state, run.progress.step - 1
     means = [(value / result.counts).sum() for value in result.sums.values()]
     sums, reduced = reduce_over_ranks(spec.group, [*means, *run.meter.token_counts], run.meter.compute(state))
@@ -254,8 +254,7 @@ def _evaluate(run: _Run) -> Metrics:
                 raise
             raise OutOfMemoryError(
                 f"out of memory in the evaluation after step {step} ({first_line(error)}): lower "
-                "--evaluate.batch and rerun the same command to resume",
-                0,
+                "--evaluate.batch and rerun the same command to resume"
             ) from error
     model.train()
     metrics = {f"evaluate/{name}": score for name, score in scores.items()}

@@ -1,4 +1,4 @@
-"""Memory probe and dry run: one synthetic step before the first, for shape errors, memory use and rows that fit."""
+"""The dry run, one synthetic step for shape errors and memory use, and its memory probe, a search of rows that fit."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ def probe_memory(
     ddp_buckets = group.world > 1 and not strategy.is_sharded(state.model)  # allocated before the forward
     try_rows = partial(_try_step, fake_state, make_batch, rows_per_rank, ddp_buckets)
     largest = _largest_micro_that_fits(group, try_rows, rows_per_rank, micro, not fake_state.can_recover_oom)
+    # Without DDP's buckets: weights that get no gradient keep None, which `check` looks for.
     saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, False, largest, largest, check)
     if saved_bytes is None:
         raise _oom_error(group, largest, largest // 2)
@@ -148,17 +149,17 @@ def _allocate_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def _oom_error(group: Group, size: int, fallback_size: int) -> OutOfMemoryError:
     cause = f"out of memory in the dry run with micro-batches of {size} rows (rank {group.rank})"
     retry = f"restarting with {fallback_size} rows" if fallback_size else OOM_ADVICE
-    return OutOfMemoryError(f"{cause}; {retry}", fallback_size)
+    return OutOfMemoryError(f"{cause}; {retry}", retry_micro=fallback_size)
 
 
 def _largest_micro_that_fits(
     group: Group, try_rows: Callable[[int, int], int | None], rows_per_rank: int, micro: int | None, together: bool
 ) -> int:
-    """Rows of a micro-batch that fit on every rank: `micro`, or `rows_per_rank`, half of it, and so on.
+    """Rows of a micro-batch that fit on every rank: `micro`, or the largest of 1, ..., 1/4, 1/2 and all of a rank's.
 
     try_rows: `_try_step` for (rows, rows of a micro-batch). Each rank probes on its own, then all take the minimum. If
-    a forward has collectives, they probe `together`, because the unsharded model need not fit on one device. Then a
-    rank that runs out of memory leaves the others in a collective, and no vote can recover them: its error has the
+    a forward has collectives, they probe together, because the unsharded model need not fit on one device. Then a
+    rank that runs out of memory leaves the others in a collective, and they cannot agree to retry: its error has the
     previous size, with which the group restarts. Sizes ascend, so it restarts only once.
     """
 
@@ -182,15 +183,17 @@ def _largest_micro_that_fits(
         tried = 2 * largest if largest > 1 else 1
         while largest and tried < rows_per_rank and bytes_if_fits(rows_per_rank, largest, largest // 2) is None:
             largest //= 2
-    common = group.all_reduce_min(0 if saved is None else largest)
-    if common:
+    fits = 0 if saved is None else largest
+    if common := group.all_reduce_min(fits):
         return common
-    if saved is not None:
-        message = f"one row fits, but not the outputs of the {rows_per_rank} rows of a worker's share"
-        raise OutOfMemoryError(f"{message}: lower --batch.global or use more workers")
-    if micro is None or micro == 1:
-        raise OutOfMemoryError(f"a single row does not fit in the memory of a worker's device: {OOM_ADVICE}")
-    raise OutOfMemoryError(f"a micro-batch of {micro} rows does not fit: lower --batch.micro, or set it to auto")
+    cause = f"a micro-batch of {micro} rows does not fit: lower --batch.micro, or set it to auto"
+    if fits:
+        cause = ""
+    elif saved is not None:
+        cause = f"one row fits, but not the outputs of {rows_per_rank} rows: lower --batch.global or use more workers"
+    elif micro in (None, 1):
+        cause = f"a single row does not fit in the memory of a worker's device: {OOM_ADVICE}"
+    raise OutOfMemoryError(next(filter(None, group.all_gather_objects(cause))))  # another rank's, if this one fits
 
 
 def _host_limit(group: Group, bytes_of_one_row: int) -> int:

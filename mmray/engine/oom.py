@@ -1,6 +1,6 @@
-"""OOM recovery: work that may run out of memory, the ranks' vote on it, and its messages.
+"""OOM recovery: work that may run out of memory, the agreement of the ranks on it, and its messages.
 
-README.md, section "OOM recovery", describes the protocol. The vote is a CPU collective: it does not wait for the GPU.
+README.md, section "OOM recovery", describes the protocol. The agreement, a CPU collective, does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OomGuard:
         self._error: str | None = None
 
     def disable(self) -> None:
-        """Let the errors of further work propagate, without votes."""
+        """Let the errors of further work propagate, without an agreement."""
         self.can_recover_oom = False
 
     def run(self, work: Callable[[], T]) -> T:
@@ -47,7 +47,7 @@ class OomGuard:
         return cast("Any", None)
 
     def run_and_sync(self, work: Callable[[], T]) -> T:
-        """Return the result of `work` after a vote; raise RecoverableOom on all ranks if any ran out of memory."""
+        """Return the result of `work` if it fitted on all ranks; otherwise raise RecoverableOom on all of them."""
         result = self.run(work)
         if self.can_recover_oom:
             with self.timers("sync"):

@@ -43,7 +43,7 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> AdamW:
         scales |= dict.fromkeys(_matching(module, pattern, "optimizer.lr_multipliers"), float(factor))
     by_scale_and_ndim: dict[tuple[float, int], list[nn.Parameter]] = defaultdict(list)
     for name, weight in module.named_parameters():
-        if weight.requires_grad:  # by factor, and matrix, vector or scalar, because a scalar is never sharded
+        if weight.requires_grad:  # scalars in their own group: FSDP does not shard them, fused AdamW takes one kind
             by_scale_and_ndim[scales.get(name, 1.0), min(weight.ndim, 2)].append(weight)
     groups = [
         {"params": weights, "weight_decay": config.weight_decay if ndim == 2 else 0.0, LR_SCALE: scale}
@@ -62,9 +62,7 @@ def _matching(module: nn.Module, pattern: str, setting: str) -> list[str]:
     names = [name for name, _ in module.named_parameters()]
     matching = [name for name in names if fnmatchcase(name, pattern)]
     if not matching:
-        raise UsageError(
-            f"{setting}: `{pattern}` matches no parameter of the model; names are like {names[0]} and {names[-1]}"
-        )
+        raise UsageError(f"{setting}: `{pattern}` matches no parameter; names are like {names[0]} and {names[-1]}")
     return matching
 
 

@@ -1,6 +1,6 @@
-"""From the stream's micro-batches to a batch on the device, verified, without padding rows; on a GPU one step ahead.
+"""From the stream's micro-batches to a batch on the device, verified, without invalid rows; on a GPU one step ahead.
 
-Padding rows would change BatchNorm's statistics and cost time in every encoder.
+Invalid rows would change BatchNorm's statistics and cost time in every encoder.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mmray.objectives.protocol import Batch
 
 
 class TokenCounts(NamedTuple):
-    real: int  # of captions
-    padded: int
-    padded_ungrouped: int  # as if rows were not grouped by length
+    real: int  # tokens of the captions
+    padded: int  # with padding
+    padded_unbucketed: int  # with padding, if rows were not bucketed by length
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class LocalBatch:
     micro_batches: list[Batch]
     is_filler: tuple[bool, ...]  # for each micro-batch: has only a filler row
     keys: Tensor  # int64 [valid rows], on the CPU
-    sizes: tuple[int, ...]  # rows of each micro-batch with padding: the same on every rank
+    sizes: tuple[int, ...]  # rows of each micro-batch with invalid rows: the same on every rank
     token_counts: TokenCounts
     wait_s: float = 0.0
 
     @property
     def rows(self) -> int:
-        """Rows with padding: equal on every rank, as the all-gather needs."""
+        """Rows with invalid ones: equal on every rank, as the all-gather needs."""
         return sum(self.sizes)
 
 
@@ -64,12 +64,12 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
     real = [micro_batch for micro_batch, empty in zip(micro_batches, is_filler, strict=True) if not empty]
     masks = [micro_batch["attention_mask"] for micro_batch in real if "attention_mask" in micro_batch]
     tokens, padded = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
-    ungrouped = padded
+    unbucketed = padded
     if group_by_length and masks:
         order = torch.cat([micro_batch["pos"] for micro_batch in real]).argsort()
         lengths = torch.cat([mask.sum(dim=1) for mask in masks])[order]
-        ungrouped = sum(int(part.max()) * len(part) for part in lengths.split(max(sizes)))
-    return LocalBatch(micro_batches, is_filler, keys, sizes, TokenCounts(tokens, padded, ungrouped))
+        unbucketed = sum(int(part.max()) * len(part) for part in lengths.split(max(sizes)))
+    return LocalBatch(micro_batches, is_filler, keys, sizes, TokenCounts(tokens, padded, unbucketed))
 
 
 def split_micro_batches(batch: LocalBatch, micro: int) -> LocalBatch:

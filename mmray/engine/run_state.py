@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from mmray.config import Train
     from mmray.data.stream.order import SamplePlan
 
-State = dict[str, Any]  # of a checkpoint: nested dicts of tensors and JSON values
-# Loads a checkpoint into the tensors of a `DestinationFn` (checkpoint/state_io.py).
-LoadCheckpointFn = Callable[[Callable[[str, Tensor], Tensor]], State]
+CheckpointState = dict[str, Any]  # of a checkpoint: nested dicts of tensors and JSON values
+# Key and meta tensor of a saved tensor -> the tensor to read it into: full, or this rank's shard.
+DestinationFn = Callable[[str, Tensor], Tensor]
+LoadCheckpointFn = Callable[[DestinationFn], CheckpointState]
 SeedFn = Callable[[int], int]  # index of a micro-batch -> seed of its forward
 EMA_KEY = "average"  # in a state: the EMA of the weights, under `module.` and the model's names
 
 
 class Callback(Protocol):
-    """User code, called on every rank after each step."""
+    """User code, constructed without arguments on every rank; `on_step` is called after each step."""
 
     def on_step(self, step: int, metrics: Metrics | None) -> None:
         """`step` counts from 1; `metrics` is the logged line, None if the step was not logged."""
@@ -50,7 +51,7 @@ class TrainSpec:
     train: Train
     optimizer: OptimizerConfig
     # (step, state, metrics, is this the last one) -> seconds that the previous checkpoint cost
-    save: Callable[[int, State, Metrics, bool], float | None] | None = None
+    save: Callable[[int, CheckpointState, Metrics, bool], float | None] | None = None
     evaluate: Callable[[int, nn.Module], dict[str, float]] | None = None  # with the EMA model if there is one
     evaluate_every: int = 0  # steps; 0: only after the last
     log: MetricsLog | None = None
@@ -60,7 +61,7 @@ class TrainSpec:
     notify: Callable[[str, str], None] = lambda label, text: None  # a console line, from rank 0
     profile_path: Path | None = None  # output of `train.profile`, on ranks that write one
     static_metrics: Metrics = field(default_factory=dict)  # constant over the run, such as the memory table
-    recover_cpu_oom: bool = False  # the kernel usually kills the process instead; each vote costs 4 % of a small step
+    recover_cpu_oom: bool = False  # the kernel usually kills the process; agreeing on an OOM costs 4 % of a small step
     stop: Callable[[], bool] = lambda: False  # True on any rank ends the run after this step
 
 
@@ -80,7 +81,7 @@ class Progress:
     """Counters that the loop changes after each step; saved in the checkpoint."""
 
     step: int = 0  # steps taken
-    skipped: int = 0  # steps of these that were not applied, because the gradient was not finite
+    skipped: int = 0  # how many of them skipped the update, because the gradient was not finite
     skipped_in_a_row: int = 0
     planned_micro: int = 0  # at the start of the run
     micro: int = 0  # now, after reductions for OOM

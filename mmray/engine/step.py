@@ -47,8 +47,8 @@ def optimizer_step(state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: 
     """Forward, backward and update on all ranks together; `stop` is this rank's request to end the run afterwards.
 
     Raises RecoverableOom on all ranks together if the step can be retried with smaller micro-batches. Nothing has
-    changed then except running statistics of a `local` BatchNorm, which have seen some rows twice. If the ranks are no
-    longer in step, the rank that ran out of memory raises the original error.
+    changed then except running statistics of a `local` BatchNorm, which have seen some rows twice. If a rank that runs
+    out of memory leaves a collective that others wait in, it raises the original error.
     """
     error = ""
     try:
@@ -60,7 +60,7 @@ def optimizer_step(state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: 
     if error:
         raise RecoverableOom(error)  # outside `except`: the traceback would keep the step's tensors alive
     with state.timers("optimizer"):
-        grad_norm, stop_requested = apply_update(state, cache.stop_votes)
+        grad_norm, stop_requested = apply_update(state, cache.num_stop_requests)
     return StepResult(cache.sums, cache.loss_counts, scalars, grad_norm, stop_requested)
 
 
@@ -69,7 +69,7 @@ def accumulate_gradients(
 ) -> tuple[GradCache, Outputs]:
     """Add the gradient of the global batch to the weights, scaled by the scaler. Raises as `optimizer_step` does.
 
-    Return the sums and counts of the loss, and the scalar outputs.
+    Return the GradCache, which has the sums and counts of the loss, and the scalar outputs.
     """
     parts = split_objective(state.objective)
     guard = OomGuard(state.group, state.can_recover_oom, state.timers)
@@ -84,7 +84,7 @@ def accumulate_gradients(
     if parts.global_loss is not None or parts.mining_loss is not None:
         first_outputs, detached = guard.run_and_sync(lambda: first_pass(state, parts, batch, seed_of))
         if len(batch.micro_batches) == 1 and first_outputs is not None and parts.ring_loss is None:
-            guard.disable()  # one vote a step is enough: only the loss precedes the next collective
+            guard.disable()  # the loss is all that is left before the backward, not worth another agreement
     cache = build_grad_cache(state, parts, batch, detached, local_counts, guard)
     scalars: Outputs = {}
 
@@ -151,17 +151,17 @@ def first_pass(
     return first, detached
 
 
-def apply_update(state: TrainState, stop_votes: Tensor) -> tuple[float, bool]:
+def apply_update(state: TrainState, num_stop_requests: Tensor) -> tuple[float, bool]:
     """Unscale, clip, step if the gradient is finite, and zero it. Return the norm before clipping, and the stop.
 
-    stop_votes: [1], how many ranks request a stop. It is read here because this is the only place in a step where the
-    host waits for the device. All ranks decide alike: after the synchronising backward their gradients are equal, and a
-    NaN or infinity of one rank is in all of them.
+    num_stop_requests: [1], read here because this is the only place in a step where the host waits for the device. All
+    ranks decide alike: after the synchronising backward their gradients are equal, and a NaN or infinity of one rank is
+    in all of them.
     """
     state.scaler.unscale_(state.optimizer)
     weights = list(state.model.parameters())
     device_norm = grad_norm(weights)
-    norm, votes = state.group.to_host(torch.cat([device_norm[None], stop_votes.to(device_norm)])).tolist()
+    norm, requests = state.group.to_host(torch.cat([device_norm[None], num_stop_requests.to(device_norm)])).tolist()
     if math.isfinite(norm):
         if 0 < state.clip_norm < norm:
             clip_gradients(weights, device_norm, state.clip_norm)
@@ -172,4 +172,4 @@ def apply_update(state: TrainState, stop_votes: Tensor) -> tuple[float, bool]:
     state.scaler.update()
     # Not None under DDP, where gradients are views of the buckets and every trainable weight gets one in each step.
     state.optimizer.zero_grad(set_to_none=not isinstance(state.model, DistributedDataParallel))
-    return norm, votes > 0
+    return norm, requests > 0

@@ -31,7 +31,7 @@ from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.precision import seed_everything
-from mmray.engine.run_state import State, TrainSpec
+from mmray.engine.run_state import CheckpointState, TrainSpec
 from mmray.engine.worker_context import DriverHandle, InputBoundHint, ProgressReporter, WorkerContext
 from mmray.errors import MmrayError
 from mmray.evaluate.build import build_evaluator, check_evaluable
@@ -40,7 +40,7 @@ from mmray.models.fusion import LabelTexts
 from mmray.report.run import EXAMPLES
 from mmray.storage.paths import to_path, write_atomic
 
-CHECKPOINT_WAIT_HANG_TIMEOUTS = 10  # longest wait for a checkpoint, in multiples of hang_timeout_s
+CHECKPOINT_WAIT_FACTOR = 10  # longest wait for a checkpoint, in multiples of cluster.hang_timeout_s
 
 
 def train_worker(
@@ -52,8 +52,8 @@ def train_worker(
 ) -> dict[str, Any]:
     """Train from `resume_point` to the end of its plan; return the fields of result.json."""
     stacks = context.folder / "stacks" / f"step-{resume_point.step}-rank-{driver.process_info['rank']}.txt"
-    limit_s = CHECKPOINT_WAIT_HANG_TIMEOUTS * context.config.cluster.hang_timeout_s
-    heartbeat = Heartbeat(driver.beat, driver.process_info, stacks, limit_s)
+    wait_limit_s = CHECKPOINT_WAIT_FACTOR * context.config.cluster.hang_timeout_s
+    heartbeat = Heartbeat(driver.beat, driver.process_info, stacks, wait_limit_s)
     with heartbeat.running(resume_point.step):
         return _train(context, resume_point, blocks, device, driver, heartbeat)
 
@@ -77,9 +77,9 @@ def _train(
     checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
     architecture = None if checkpoint is None else files.load_meta(checkpoint)["architecture"]
     model = build(config.model, config.model.vocab_size, architecture)
-    labels = getattr(model, "labels", None)
-    if isinstance(labels, LabelTexts) and labels.token_ids is None:  # otherwise they come from a checkpoint
-        labels.tokenize(build_encoder(context.tokenizer_json, config.model.inputs))
+    label_texts = getattr(model, "label_texts", None)
+    if isinstance(label_texts, LabelTexts) and label_texts.token_ids is None:  # otherwise they come from a checkpoint
+        label_texts.tokenize(build_encoder(context.tokenizer_json, config.model.inputs))
     model = apply_transforms(model, config.train, config.optimizer, device)
     if context.eval_set is not None:
         check_evaluable(config, model)
@@ -98,7 +98,7 @@ def _train(
         hint = InputBoundHint(context, driver.notify, "GPU" if device.type == "cuda" else "CPU")
         callbacks += [ProgressReporter(driver.report, rank0_checkpoints), hint]
 
-    def save(step: int, state: State, metrics: dict[str, Any], last: bool) -> float | None:
+    def save(step: int, state: CheckpointState, metrics: dict[str, Any], last: bool) -> float | None:
         return None if checkpoints is None else checkpoints.save(step, plan.rows_start(step), state, metrics, last)
 
     spec = TrainSpec(
@@ -137,7 +137,7 @@ def _train(
 def _closing(log: MetricsLog | None, manager: CheckpointManager | None) -> Iterator[None]:
     """Close both at the end of the block, so the last checkpoint is complete, or its error raised, when a rank returns.
 
-    An error of the block takes precedence over errors of closing, because the supervisor decides by it.
+    An error of the block takes precedence over errors of closing: the driver restarts or fails depending on its type.
     """
     with ExitStack() as both:
         if manager is not None:
@@ -157,15 +157,15 @@ def _checkpoint_manager(
 ) -> CheckpointManager | None:
     """Return the checkpoint manager: on rank 0, and under FSDP on every rank, because each writes its shard."""
     sharded = context.config.train.parallel == "fsdp" and group.world > 1
-    limit_s = CHECKPOINT_WAIT_HANG_TIMEOUTS * context.config.cluster.hang_timeout_s
-    cpu_group = group.new_cpu_group(limit_s) if group.world > 1 else None
+    wait_limit_s = CHECKPOINT_WAIT_FACTOR * context.config.cluster.hang_timeout_s
+    cpu_group = group.new_cpu_group(wait_limit_s) if group.world > 1 else None
     if group.rank != 0 and not sharded:
         return None
-    # The architecture replaces the pretrained files on resume; a custom model may have none.
+    # A resumed run builds the model from it, without the pretrained files; a user's model need not have the method.
     architecture = model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
-    about = {"world": group.world, "architecture": architecture}
+    extra = {"world": group.world, "architecture": architecture}
     fencing_token = context.fencing_token if group.rank == 0 else None
-    return CheckpointManager(context.folder, fencing_token, context.config, about, driver.notify, cpu_group, sharded)
+    return CheckpointManager(context.folder, fencing_token, context.config, extra, driver.notify, cpu_group, sharded)
 
 
 def _evaluate_fn(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 Report = Callable[[dict[str, Any]], Any]
-INPUT_BOUND_FRACTION = 0.15  # of the time; below it, more data workers hardly help
+INPUT_BOUND_FRACTION = 0.15  # of the time; below it, more decode actors hardly help
 HINT_EVERY_STEPS = 100  # steps between two hints
 
 
@@ -28,11 +28,11 @@ class WorkerContext:
 
     config: Config
     folder: AnyPath
-    fencing_token: int
+    fencing_token: int  # number of this run's lease on its folder; a higher one: another process has taken over the run
     reader: RowReader
     eval_set: PreparedSet | None
     tokenizer_json: str
-    data_workers: int = 1
+    decode_actors: int = 1
     micro: int = 0  # reduced after an OOM of an earlier attempt; 0: as configured
 
 
@@ -53,7 +53,7 @@ class DriverHandle:
 
 @dataclass
 class InputBoundHint:
-    """Callback that suggests every HINT_EVERY_STEPS steps how many more CPU workers would end an input-bound run."""
+    """Callback that suggests every HINT_EVERY_STEPS steps how many decode actors an input-bound run needs."""
 
     context: WorkerContext
     notify: Callable[[str, str], None]
@@ -72,12 +72,15 @@ class InputBoundHint:
 
     def format_hint(self, wait_fraction: float) -> str:
         """With w workers, rows arrive at (1 - wait) of the rate that training could use: w / (1 - wait) suffice."""
-        more = max(1, ceil(self.context.data_workers * wait_fraction / max(0.01, 1 - wait_fraction)))
-        workers = "CPU worker" if more == 1 else "CPU workers"
-        prepared_side = self.context.config.prepare.image_side  # 0: not re-encoded
+        actors, prepared = self.context.decode_actors, self.context.reader.prepared
+        sets: Any = getattr(prepared, "sets", (prepared,))
+        more = max(1, ceil(actors * wait_fraction / max(0.01, 1 - wait_fraction)))
         smaller = ceil(round(self.context.config.model.inputs.image_side * 1.14) / 32) * 32  # margin for a crop
-        shrink = f" or --prepare.image-side {smaller}" if prepared_side == 0 or prepared_side > smaller else ""
-        return f"input-bound {wait_fraction:.0%}: {more} more {workers}{shrink} would feed this {self.device}"
+        sides = [each.manifest.settings.get("image_side", 0) for each in sets]
+        large = any(side == 0 or side > smaller for side in sides)  # 0: not re-encoded
+        shrink = f" or a set prepared with image side {smaller}" if large else ""
+        advice = f"{more} more decode actors (--data.workers {actors + more}){shrink}"
+        return f"input-bound {wait_fraction:.0%}: {advice} would feed this {self.device}"
 
 
 @dataclass

@@ -15,26 +15,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mmray.data.images import boxes
 from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, hash_key, read_each
-from mmray.data.stream.collate import box_columns, lm_columns, token_columns
-from mmray.data.stream.reader import NO_LABEL, Block, RowReader
+from mmray.data.stream.collate import Batch, box_columns, lm_columns, token_columns
+from mmray.data.stream.reader import NO_LABEL, RowReader
 from mmray.machine import cores
 
 if TYPE_CHECKING:
     from mmray.config import Evaluate, Inputs
 
-Batch = dict[str, Tensor]
-
 
 class EvalRow(NamedTuple):
     pixels: np.ndarray
-    boxes: Block
+    boxes: dict[str, np.ndarray]  # box columns [1, N, ...]
     texts: list[Any]
     label: int  # -1: none
 
@@ -74,7 +71,7 @@ class EvalBatches:
     """Batches of one rank's part of the first `limit` rows; can be iterated repeatedly.
 
     A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids, attention_mask int64 [C, T], all
-    captions of these rows; caption_row int64 [C], the row of each caption; text_id int64 [C], equal for equal captions;
+    captions of these rows; caption_row int64 [C], the row of each; text_hash int64 [C], equal for equal captions;
     labels and image_pos for generative models, boxes with `inputs.max_boxes` (data/stream/collate.py). Unreadable rows
     are listed in `skipped`; a failing object store raises OSError.
     """
@@ -129,14 +126,14 @@ class EvalBatches:
             if not record.checksum_ok:
                 raise ValueError(f"{record.key} ({record.source}): image digest does not match the prepared set")
             data.check_decodable(record)
-            pixels, values = data.reader.decode_row(0, record, None)
+            pixels, values = data.reader.decode_row(0, record, None)  # no cache, no augmentation
         except ROW_ERRORS as error:
             return error
         columns = boxes.empty_box_columns(1, data.inputs.max_boxes)
         for name, value in values.items():
             columns[name][0] = value
         label = NO_LABEL if record.label is None else record.label
-        return EvalRow(pixels, columns, data.encoder.text_choices(record), label)
+        return EvalRow(pixels, columns, data.encoder.format_texts(record), label)
 
     def _collate(self, readable: list[tuple[int, EvalRow]]) -> Batch:
         rows = [row for _, row in readable]
@@ -151,6 +148,6 @@ class EvalBatches:
                 "row": torch.tensor([number for number, _ in readable]),
                 "label": torch.tensor([row.label for row in rows]),
                 "caption_row": torch.tensor([number for number, row in readable for _ in row.texts]),
-                "text_id": torch.tensor([hash_key(str(text)) for text in texts]),
+                "text_hash": torch.tensor([hash_key(str(text)) for text in texts]),
             }
         )

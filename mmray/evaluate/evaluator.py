@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.data.stream.collate import token_columns
+from mmray.data.stream.collate import Batch, token_columns
 from mmray.data.stream.reader import NO_LABEL
 from mmray.errors import DataError
 from mmray.evaluate import retrieval
-from mmray.evaluate.batches import Batch, EvalBatches, EvalDataset
+from mmray.evaluate.batches import EvalBatches, EvalDataset
 from mmray.evaluate.retrieval import EmbeddingSet, first_index
 from mmray.models.fusion import LabelTexts
 from mmray.models.synthetic import synthetic_batch
@@ -58,8 +58,8 @@ class Evaluator(EvalDataset):
             metrics |= self._zero_shot(model, embedded, group, classes)
         if (head := getattr(model, "class_head", None)) is not None:
             metrics |= topk_accuracy(embedded.class_hits, "classification", head.out_features)
-        if isinstance(labels := getattr(model, "labels", None), LabelTexts):
-            metrics |= topk_accuracy(embedded.region_hits, "regions", int(labels.named.sum()), "boxes")
+        if isinstance(label_texts := getattr(model, "label_texts", None), LabelTexts):
+            metrics |= topk_accuracy(embedded.region_hits, "regions", int(label_texts.named.sum()), "boxes")
         return metrics | {"bad_rows": float(bad_rows)}
 
     @torch.no_grad()
@@ -75,8 +75,9 @@ class Evaluator(EvalDataset):
         weights = F.normalize(text.unflatten(0, (len(classes), len(prompts))).mean(dim=1), dim=1)
         hits, local = torch.zeros(len(TOP_K) + 1, dtype=torch.int64), slice(group.rank, None, group.world)
         columns = (column[local].split(retrieval.CHUNK) for column in (embedded.image, embedded.label))
-        for image, label in zip(*columns, strict=True):
-            hits += topk_hits(image @ weights.T, label, retrieval.TIE)
+        with retrieval.full_precision("cpu"):
+            for image, label in zip(*columns, strict=True):
+                hits += topk_hits(image @ weights.T, label, retrieval.TIE)
         hits = group.all_gather_variable(hits[None]).sum(0).cpu()
         return topk_accuracy(hits, "zero_shot", len(classes))
 
@@ -137,20 +138,20 @@ def retrieval_scores(
 
 
 @torch.no_grad()
-def embed_dataset(model: nn.Module, batches: EvalBatches, group: Group, objective: Objective) -> EmbeddingSet:
+def embed_dataset(model: Any, batches: EvalBatches, group: Group, objective: Objective) -> EmbeddingSet:
     """Embed the rows of all ranks; every rank gets all embeddings."""
     with eval_mode(model):
         # A synthetic row: a rank without rows needs the width and the scalar outputs too.
-        outputs = model(synthetic_batch(batches.data.inputs, 1, 1, group.device))
+        synthetic = synthetic_batch(batches.data.inputs, 1, 1, group.device)
+        outputs, no_rows = model(synthetic), model.embed_image(synthetic["image"])[:0].float().cpu()
         none, no_hits = torch.zeros(0, dtype=torch.int64), torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64)
-        width = outputs["image_embed"][:0].float().cpu()
-        empty = {"row": none, "image": width, "caption_row": none, "text_id": none, "text": width, "label": none}
+        empty = {"row": none, "image": no_rows, "caption_row": none, "text_hash": none, "text": no_rows, "label": none}
         parts = [empty | {"class_hits": no_hits, "region_hits": no_hits}]
         parts += [_embed_batch(model, batch, batches.data.settings.batch, group.device) for batch in batches]
     local = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     gathered = {name: _gather(local[name], group) for name in local}
     by_row, by_caption = gathered["row"].argsort(), gathered["caption_row"].argsort(stable=True)
-    _, text_id = gathered["text_id"][by_caption].unique(return_inverse=True)
+    _, text_id = gathered["text_hash"][by_caption].unique(return_inverse=True)
     return EmbeddingSet(
         **{name: gathered[name][by_row] for name in ("row", "image", "label")},
         **{name: gathered[name].sum(dim=0) for name in ("class_hits", "region_hits")},
@@ -170,12 +171,12 @@ def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device)
         first = torch.searchsorted(batch["caption_row"], batch["row"])
         tokens = (batch[name][first].to(device) for name in ("input_ids", "attention_mask"))
         classes = topk_hits(model.class_head(model.embed_pair(pixels, *tokens)).float().cpu(), batch["label"])
-    if isinstance(getattr(model, "labels", None), LabelTexts) and "boxes" in batch:
+    if isinstance(getattr(model, "label_texts", None), LabelTexts) and "boxes" in batch:
         logits = model.classify_regions(pixels, batch["boxes"].to(device)).float().cpu()
         label = torch.where(batch["box_mask"], batch["box_labels"], NO_LABEL)
         regions = topk_hits(logits.flatten(0, 1), label.flatten())
     image = model.embed_image(pixels).float().cpu()
-    same = {name: batch[name] for name in ("row", "caption_row", "text_id", "label")}
+    same = {name: batch[name] for name in ("row", "caption_row", "text_hash", "label")}
     return same | {"image": image, "text": text, "class_hits": classes[None], "region_hits": regions[None]}
 
 
@@ -205,16 +206,16 @@ def _gather(rows: Tensor, group: Group) -> Tensor:
 
 @torch.no_grad()
 def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_rows: int) -> float:
-    """Mean loss over consecutive groups of `global_rows` rows with their first captions; the last may be smaller."""
+    """Mean loss over consecutive batches of `global_rows` rows with their first captions; the last may be smaller."""
     texts = embedded.text[torch.searchsorted(embedded.caption_row, embedded.row)]
     columns = (column.split(global_rows) for column in (embedded.image, texts, embedded.label))
-    groups = list(zip(*columns, strict=True))
+    global_batches = list(zip(*columns, strict=True))
     num_losses = objective.count({"valid": torch.ones(1, dtype=torch.bool), "label": embedded.label[:1]}).numel()
-    sums = torch.zeros(len(groups), 2, num_losses, dtype=torch.float64)  # loss sums and counts
-    for index in range(group.rank, len(groups), group.world):
-        image, text, label = (column.to(group.device) for column in groups[index])
+    sums = torch.zeros(len(global_batches), 2, num_losses, dtype=torch.float64)  # loss sums and counts
+    for index in range(group.rank, len(global_batches), group.world):
+        image, text, label = (column.to(group.device) for column in global_batches[index])
         valid = torch.ones(len(image), dtype=torch.bool, device=group.device)
-        with torch.autocast(group.device.type, enabled=False):  # as in training, the loss is computed in float32
+        with retrieval.full_precision(group.device):  # as in training, the loss is computed in float32
             for start in range(0, len(image), retrieval.CHUNK):
                 rows = slice(start, start + retrieval.CHUNK)
                 gathered = {"image_embed": image, "text_embed": text, "valid": valid, "offset": start}

@@ -118,8 +118,8 @@ class GenerationEvaluator(EvalDataset):
                     local = {name: batch[name][part].to(group.device) for name in ("input_ids", "labels", "image_pos")}
                     local["image"] = batch["image"][image_index[part]].to(group.device)
                     local["valid"] = torch.ones(len(part), dtype=torch.bool, device=group.device)
-                    loss, count, more = LanguageModelling().compute_loss(model(local), local)
-                    sums[:3] += torch.stack([loss.double(), count.double(), more["token_accuracy"].double()]).cpu()
+                    loss, count, metrics = LanguageModelling().compute_loss(model(local), local)
+                    sums[:3] += torch.stack([loss.double(), count.double(), metrics["token_accuracy"].double()]).cpu()
         sums[4] = len(batches.skipped)
         loss, tokens, correct, rows, bad_rows = group.all_gather_variable(sums[None]).sum(0).tolist()
         if not rows:

@@ -1,7 +1,7 @@
-"""Recall@k, median rank and examples: exact ranks and top answers from chunked matrix products.
+"""Recall@k, median rank and examples: exact ranks and top gallery rows from chunked matrix products.
 
-Scores are float32 dot products. A wrong answer within TIE of the correct one ranks before it, as does a NaN, so equal
-embeddings always count against the model and ranks do not depend on the chunk size, the device or the number of ranks.
+Scores are float32 dot products. A negative within TIE of the positive ranks before it, as does a NaN, so equal
+embeddings always count against the model and ranks do not depend on the chunk size, device or number of processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIE = 1e-6  # ten times the rounding error of a float32 dot product of unit vect
 RECALL_AT = (1, 5, 10)
 CHUNK = 4096  # queries and gallery rows scored at once; memory is CHUNK x CHUNK
 NUM_SHOWN = 6  # hits, and misses, per direction
-NUM_ANSWERS = 5
+NUM_RETRIEVED = 5
 
 
 @dataclass(frozen=True)
@@ -71,20 +71,20 @@ def compute_ranks(
     device: torch.device | str = "cpu",
     gallery_counts: Tensor | None = None,
 ) -> Tensor:
-    """Rank of the best correct answer of each query, int64 [Q], 1 = top; other correct answers are not counted.
+    """Rank of the best positive of each query, int64 [Q], 1 = top; its other positives are not counted.
 
     queries [Q, D] and gallery [G, D] are L2-normalised; positives int64 [2, P]: query and gallery row of each correct
-    answer, at least one per query; multiplicity int64 [G]: how often each gallery row counts.
+    pair, at least one per query; gallery_counts int64 [G]: how often each gallery row counts (None: once).
     """
     positives = positives[:, positives[0].argsort(stable=True)]
     counts = torch.ones(len(gallery), dtype=torch.int32) if gallery_counts is None else gallery_counts.to(torch.int32)
     out = torch.ones(len(queries), dtype=torch.int64)
-    with _full_precision():
+    with full_precision(device):
         for first in range(0, len(queries), CHUNK):
             query = queries[first : first + CHUNK].to(device, torch.float32)
             low, high = torch.searchsorted(positives[0], torch.tensor([first, first + len(query)])).tolist()
             pairs = torch.stack([positives[0, low:high] - first, positives[1, low:high]])
-            best = query.new_full((len(query),), -torch.inf)  # score of the best correct answer; NaN if one is NaN
+            best = query.new_full((len(query),), -torch.inf)  # score of the best positive; NaN if one is NaN
             for row, column in zip(*(side.split(CHUNK) for side in pairs), strict=True):
                 scores = (query[row.to(device)] * gallery[column].to(device, torch.float32)).sum(dim=1)
                 best.scatter_reduce_(0, row.to(device), scores, "amax")
@@ -92,10 +92,10 @@ def compute_ranks(
             before = torch.zeros(len(query), dtype=torch.int64, device=device)
             for start in range(0, len(gallery), CHUNK):
                 columns = slice(start, start + CHUNK)
-                wrong_before = ~(query @ gallery[columns].to(device, torch.float32).T < threshold)
+                negative_before = ~(query @ gallery[columns].to(device, torch.float32).T < threshold)
                 row, column = pairs[:, (pairs[1] >= start) & (pairs[1] < start + CHUNK)].to(device)
-                wrong_before[row, column - start] = False
-                before += torch.where(wrong_before, counts[columns].to(device), 0).sum(dim=1)
+                negative_before[row, column - start] = False
+                before += torch.where(negative_before, counts[columns].to(device), 0).sum(dim=1)
             out[first : first + CHUNK] += before.cpu()
     return out
 
@@ -103,12 +103,12 @@ def compute_ranks(
 def top_k(
     queries: Tensor, gallery: Tensor, is_correct: Tensor, k: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """The `k` best gallery rows of each query and their scores, int64 and float32 [Q, min(k, G)], as `compute_ranks`.
+    """The `k` best gallery rows of each query and their scores, int64 and float32 [Q, min(k, G)].
 
-    is_correct: bool [Q, G].
+    is_correct: bool [Q, G]. The order is that of `compute_ranks`: ties and NaN precede the correct ones.
     """
     query = queries.to(device, torch.float32)
-    with _full_precision():
+    with full_precision(device):
         parts = [(query @ rows.to(device, torch.float32).T).cpu() for rows in gallery.split(CHUNK)]
     scores = torch.cat(parts, dim=1)
     scores = torch.where(scores.isnan(), torch.where(is_correct, -torch.inf, torch.inf), scores)
@@ -150,7 +150,7 @@ def retrieval_examples(
         matching = embedded.matching_captions if way == "image_to_text" else embedded.matching_images
         chosen = select_queries(ranks[way])
         is_correct = torch.stack([matching(query) for query in chosen.tolist()])
-        best, scores = top_k(queries[0][chosen], gallery[0], is_correct, NUM_ANSWERS, device)
+        best, scores = top_k(queries[0][chosen], gallery[0], is_correct, NUM_RETRIEVED, device)
         columns = (chosen, ranks[way][chosen], best, scores, is_correct.gather(1, best))
         for query, rank, *answers in zip(*(column.tolist() for column in columns), strict=True):
             item = describe(queries, query)
@@ -179,11 +179,12 @@ def select_queries(ranks: Tensor) -> Tensor:
 
 
 @contextmanager
-def _full_precision() -> Iterator[None]:
-    """Disable TF32: its error of 1e-3 would change ranks."""
+def full_precision(device: torch.device | str) -> Iterator[None]:
+    """Disable TF32, whose error of 1e-3 would change ranks, and autocast, in which an evaluation runs."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with torch.autocast(torch.device(device).type, enabled=False):
+            yield
     finally:
         torch.set_float32_matmul_precision(before)

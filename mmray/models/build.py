@@ -12,6 +12,7 @@ from mmray.models import lora
 from mmray.models.clip import Clip, Siglip
 from mmray.models.fusion import Fusion
 from mmray.models.generative import Generative
+from mmray.models.protocol import Architecture
 from mmray.models.two_tower import TwoTower
 
 if TYPE_CHECKING:
@@ -26,11 +27,11 @@ BUILT_IN: dict[str, Any] = {
 }
 
 
-def build(spec: ModelConfig, vocab_size: int, architecture: dict[str, Any] | None = None) -> nn.Module:
+def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None) -> nn.Module:
     """Build the model that `spec.kind` names, with random or pretrained weights, and LoRA adapters.
 
-    vocab_size: tokens of the tokenizer; a larger `model.vocab_size` sets the embedding rows. architecture: see HfModel
-    (weights.py). A user's class is called with (spec, vocab_size). Raises UsageError.
+    vocab_size: tokens of the tokenizer; a larger `model.vocab_size` sets the embedding rows. architecture: see
+    `Architecture`. A user's class is called with (spec, vocab_size). Raises UsageError.
     """
     if 0 < spec.vocab_size < vocab_size:
         raise UsageError(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
+from mmray.models.protocol import Architecture
 from mmray.models.weights import HfModel, patch_config, transformer_config
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ class DualEncoder(nn.Module):
         return self.text(input_ids, attention_mask)
 
     def branches(self) -> dict[str, nn.Module]:
-        """The parts by name: units of FSDP, compile and activation checkpointing."""
         return {"image": self.image, "text": self.text}
 
     @torch.no_grad()
@@ -100,7 +100,7 @@ class Clip(HfModel, DualEncoder):
         ("log_scale", "logit_scale"),
     )
 
-    def __init__(self, spec: ClipModelConfig, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+    def __init__(self, spec: ClipModelConfig, vocab_size: int, architecture: Architecture = None) -> None:
         net = self.build_hf(spec, vocab_size, architecture)
         image = VisionBranch(net.vision_model, net.visual_projection, spec.inputs, spec.patch_dropout)
         super().__init__(image, ClipText(net.text_model, net.text_projection), spec)
@@ -133,7 +133,7 @@ class Siglip(HfModel, DualEncoder):
     hf_class = "SiglipModel"
     hf_names = (("image.tower.", "vision_model."), ("text.tower.", "text_model."), ("log_scale", "logit_scale"))
 
-    def __init__(self, spec: SiglipModelConfig, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+    def __init__(self, spec: SiglipModelConfig, vocab_size: int, architecture: Architecture = None) -> None:
         net = self.build_hf(spec, vocab_size, architecture)
         text = net.config.text_config
         if spec.pad_id is not None:  # configs can be wrong: SigLIP 2's has a default that its tokenizer does not use

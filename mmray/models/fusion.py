@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mmray.errors import UsageError
 from mmray.models.clip import l2_normalize
 from mmray.models.encoders.text import mask_with_first, masked_mean
+from mmray.models.protocol import Architecture
 from mmray.models.two_tower import TwoTower
 from mmray.models.weights import transformer_config
 
@@ -41,12 +42,12 @@ class RegionHead(nn.Module):
         self.project = nn.Linear(width, embed_dim, bias=False)
 
     def forward(self, grid: Tensor, boxes: Tensor) -> Tensor:
-        """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the square -> L2-normalised [B, N, D]."""
+        """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the input image -> L2-normalised [B, N, D]."""
         return l2_normalize(self.project(region_features(grid, boxes))).unflatten(0, boxes.shape[:2])
 
 
 def region_features(grid: Tensor, boxes: Tensor) -> Tensor:
-    """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the square -> mean inside each box [B x N, W]."""
+    """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the input image -> mean of each box [B x N, W]."""
     from torchvision.ops import roi_align
 
     precise = grid.to(torch.promote_types(grid.dtype, torch.float32))  # half precision cannot represent large indices
@@ -82,7 +83,7 @@ class LabelTexts(nn.Module):
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Ids and mask [C, T]. Raises UsageError before `tokenize`."""
         if self.token_ids is None:
-            raise UsageError("model.region_labels: the names are not tokenized; call `model.labels.tokenize(encoder)`")
+            raise UsageError("model.region_labels: names are not tokenized; call `model.label_texts.tokenize(encoder)`")
         return self.ids, self.mask
 
     def _set(self, token_ids: list[list[int]] | None) -> None:
@@ -124,7 +125,7 @@ class Fusion(TwoTower):
 
     with_features = True
 
-    def __init__(self, spec: FusionConfig, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+    def __init__(self, spec: FusionConfig, vocab_size: int, architecture: Architecture = None) -> None:
         super().__init__(spec, vocab_size, architecture)
         image, side = self.image.tower, spec.inputs.image_side
         with torch.no_grad():
@@ -134,9 +135,9 @@ class Fusion(TwoTower):
         self.match_head = nn.Linear(spec.cross.width, 1) if spec.matching else None
         self.class_head = nn.Linear(spec.cross.width, spec.classes) if spec.classes else None
         self.region_head = RegionHead(image.width, spec.embed_dim) if spec.regions else None
-        random_ids = [[number % vocab_size] for number in range(len(spec.region_labels))]
-        token_ids = None if architecture is None else architecture.get("labels", random_ids)
-        self.labels = LabelTexts(spec.region_labels, token_ids) if spec.regions else None
+        placeholder_ids = [[n % vocab_size] for n in range(len(spec.region_labels))]  # `{}`: without a tokenizer
+        token_ids = None if architecture is None else architecture.get("labels", placeholder_ids)
+        self.label_texts = LabelTexts(spec.region_labels, token_ids) if spec.regions else None
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return `image_embed`, `text_embed` [B, D], `logit_scale`, and the outputs of the heads.
@@ -158,7 +159,7 @@ class Fusion(TwoTower):
             negative = self.cross(image_features, other, batch["negative_mask"])
             outputs["match"] = self.match_head(pair).squeeze(1)
             outputs["match_negative"] = self.match_head(negative).squeeze(1)
-        if self.labels is not None and "boxes" in batch:
+        if self.label_texts is not None and "boxes" in batch:
             outputs["region_logits"] = self._region_logits(self._region_embeds(image_features, batch["boxes"]))
         return outputs
 
@@ -174,11 +175,11 @@ class Fusion(TwoTower):
         return self.cross(self.image(image)[0], text_features, attention_mask)
 
     def embed_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
-        """Pixels and boxes [B, N, 4] in fractions of the square -> L2-normalised embeddings [B, N, D]."""
+        """Pixels and boxes [B, N, 4] in fractions of the input image -> L2-normalised embeddings [B, N, D]."""
         return self._region_embeds(self.image(image)[0], boxes)
 
     def classify_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
-        """Pixels and boxes [B, N, 4] in fractions of the square -> logits [B, N, C] of the labels."""
+        """Pixels and boxes [B, N, 4] in fractions of the input image -> logits [B, N, C] of the labels."""
         return self._region_logits(self.embed_regions(image, boxes))
 
     def _region_embeds(self, image_features: Tensor, boxes: Tensor) -> Tensor:
@@ -186,12 +187,12 @@ class Fusion(TwoTower):
         return self.region_head(self.image.tower.grid(image_features), boxes)
 
     def _region_logits(self, regions: Tensor) -> Tensor:
-        assert self.labels is not None
-        texts = self.text(*self.labels.tokens())[1]
-        return region_logits(regions, texts, self.log_scale.exp(), self.labels.named)
+        assert self.label_texts is not None
+        texts = self.text(*self.label_texts.tokens())[1]
+        return region_logits(regions, texts, self.log_scale.exp(), self.label_texts.named)
 
     def branches(self) -> dict[str, nn.Module]:
         return super().branches() | {"cross": self.cross}
 
     def architecture(self) -> dict[str, Any]:
-        return super().architecture() | ({} if self.labels is None else {"labels": self.labels.token_ids})
+        return super().architecture() | ({} if self.label_texts is None else {"labels": self.label_texts.token_ids})

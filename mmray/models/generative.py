@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from mmray.errors import UsageError
 from mmray.models.clip import NormalizePixels
+from mmray.models.protocol import Architecture
 from mmray.models.weights import WEIGHTS_SETTING, HfModel, patch_config, transformer_config
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Generative(HfModel, nn.Module):
         ("text.head.", "lm_head."),
     )
 
-    def __init__(self, spec: GenerativeConfig, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+    def __init__(self, spec: GenerativeConfig, vocab_size: int, architecture: Architecture = None) -> None:
         super().__init__()
         net = self.build_hf(spec, vocab_size, architecture)
         self.image = VisionTokens(net.model.vision_tower, net.model.multi_modal_projector, spec.inputs, net.config)

@@ -6,7 +6,7 @@ are in its `settings`) and the vocabulary size of the tokenizer. Only `forward` 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -27,16 +27,19 @@ class Model(Protocol):
         """
 
     def embed_image(self, image: Tensor) -> Tensor:
-        """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]; for retrieval evaluation and `mmray.load`."""
+        """Optional; for evaluation and `mmray.load`. Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask int64 [B, T] (1 is a token) -> L2-normalised embeddings [B, D]; as `embed_image`."""
+        """Optional, as `embed_image`. Ids and mask int64 [B, T] (1 is a token) -> L2-normalised embeddings [B, D]."""
 
     def branches(self) -> dict[str, nn.Module]:
-        """Optional. Parts by name: the units of activation checkpointing, FSDP and `branches`."""
+        """Optional. Parts by name: the units of activation checkpointing, compile, FSDP, `train.parallel branches`."""
 
     def constrain(self) -> None:
         """Optional. Clamp weights after each optimizer step; decorate it with torch.no_grad."""
 
 
+# Argument of the builders. None: read pretrained weights, if the settings name any; `architecture()` of the same model:
+# its shape with random weights, because the caller loads them; {}: random weights in the shape of the settings.
+Architecture = dict[str, Any] | None
 EMBEDDING_METHODS = ("embed_image", "embed_text")

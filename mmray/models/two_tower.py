@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from mmray.models.clip import DualEncoder, NormalizePixels, l2_normalize
 from mmray.models.encoders.image import ImageEncoder, build_image_tower
 from mmray.models.encoders.text import HfTextTower, build_text_tower, masked_mean
+from mmray.models.protocol import Architecture
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
@@ -52,7 +53,7 @@ class TwoTower(DualEncoder):
     text: TextBranch
     with_features = False  # of the branches
 
-    def __init__(self, spec: TowerModel, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+    def __init__(self, spec: TowerModel, vocab_size: int, architecture: Architecture = None) -> None:
         inputs = spec.inputs
         image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
         text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, architecture, inputs.language_token)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mmray.data.text.tokenizer import MAX_LANGUAGES
 from mmray.errors import UsageError, first_line
+from mmray.models.protocol import Architecture
 
 WEIGHTS_SETTING = "model.weights"
 HAVE_POOLER_OPTION = ("vit", "bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert")
@@ -134,12 +135,7 @@ def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> 
 
 
 class HfModel:
-    """A model of one class of transformers; `architecture()` is the config of this class.
-
-    The argument `architecture` of all builders: None: read pretrained weights, if the settings name any; the value of
-    `architecture()` of the same model: its shape with random weights, because the caller loads them; {}: random weights
-    in the shape of the settings.
-    """
+    """A model of one class of transformers; `architecture()` is the config of this class."""
 
     hf_class: ClassVar[str]
     hf_names: ClassVar[tuple[tuple[str, str], ...]]  # prefixes of weights here and in transformers
@@ -162,7 +158,7 @@ class HfModel:
         return 0
 
     @classmethod
-    def build_hf(cls, spec: Any, vocab_size: int, architecture: dict[str, Any] | None) -> Any:
+    def build_hf(cls, spec: Any, vocab_size: int, architecture: Architecture) -> Any:
         """Build the transformers model. Raises UsageError, also if it does not suit the images, ids or positions."""
         import transformers
 

@@ -103,15 +103,15 @@ class WeightedSum:
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
         """Weighted loss sums [K], counts [K], and each term's own sums at its index of a vector [K]."""
-        losses, parts = [], {}
+        losses, metric_sums = [], {}
         for index, term in enumerate(self._terms):
             loss, _, sums = term.objective.compute_loss(outputs, batch, gathered)
             losses.append(term.weight * loss)
             for name, value in {f"loss_{term.name}": loss.detach(), **sums}.items():
-                key = f"{name}_{term.name}" if name in parts else name  # an earlier term has a metric of this name
-                parts[key] = torch.zeros(len(self._terms), dtype=value.dtype, device=value.device)
-                parts[key][index] = value
-        return torch.stack(losses), self.count(batch), parts
+                key = f"{name}_{term.name}" if name in metric_sums else name  # an earlier term has this metric too
+                metric_sums[key] = torch.zeros(len(self._terms), dtype=value.dtype, device=value.device)
+                metric_sums[key][index] = value
+        return torch.stack(losses), self.count(batch), metric_sums
 
     def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:
         columns: Batch = {}

@@ -38,8 +38,8 @@ class Contrastive(RowLoss):
         targets = torch.arange(offset, offset + len(valid), device=valid.device)
         image_to_text = _cross_entropy_sum(to_text, targets, valid, columns)
         text_to_image = _cross_entropy_sum(to_image, targets, valid, columns)
-        parts = {"loss_image_to_text": image_to_text.detach(), "loss_text_to_image": text_to_image.detach()}
-        return (image_to_text + text_to_image) / 2, self.count(batch), parts
+        metric_sums = {"loss_image_to_text": image_to_text.detach(), "loss_text_to_image": text_to_image.detach()}
+        return (image_to_text + text_to_image) / 2, self.count(batch), metric_sums
 
 
 class Sigmoid(RowLoss):
@@ -60,18 +60,19 @@ class Sigmoid(RowLoss):
         if gathered is None:
             gathered = {"text_embed": outputs["text_embed"], "valid": batch["valid"], "offset": 0}
         texts = {"text_embed": gathered["text_embed"]}
-        loss, parts = self.pairwise_loss(outputs, batch["valid"], texts, gathered["valid"], -gathered["offset"])
-        return loss, self.count(batch), parts
+        loss, metric_sums = self.pairwise_loss(outputs, batch["valid"], texts, gathered["valid"], -gathered["offset"])
+        return loss, self.count(batch), metric_sums
 
     def pairwise_loss(
-        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, offset: int | None
+        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, positive_offset: int | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss summed over local images [B] and remote texts [V]; text i belongs to image i + offset."""
+        """Loss summed over local images [B] and remote texts [V]; text i belongs to image i + positive_offset."""
         image, text = mask_invalid(outputs["image_embed"], valid), mask_invalid(remote["text_embed"], remote_valid)
         logits = outputs["logit_scale"].to(image.dtype) * image @ text.T + outputs["logit_bias"].to(image.dtype)
         rows = torch.arange(len(image), device=image.device)[:, None]
         columns = torch.arange(len(text), device=image.device)[None]
-        positive = rows == columns + offset if offset is not None else torch.zeros_like(logits, dtype=torch.bool)
+        none = torch.zeros_like(logits, dtype=torch.bool)
+        positive = none if positive_offset is None else rows == columns + positive_offset
         counted = valid[:, None] & remote_valid[None]
         losses = torch.where(counted, -F.logsigmoid(torch.where(positive, logits, -logits)), 0)
         positive_sum, total = torch.where(positive, losses, 0).sum(), losses.sum()

@@ -32,7 +32,7 @@ class Matching(RowLoss):
     gathered_inputs: tuple[str, ...] = ("input_ids", "attention_mask", "pos")
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
-        """Loss sum over the valid rows, their count, and half the number of correctly classified pairs (2 per row)."""
+        """Loss sum over the valid rows, their count, and `match_accuracy`: correct pairs / 2 (caption and negative)."""
         valid = batch["valid"]
         has_negative = valid & batch["has_negative"]
         match, negative = at_least_float32(outputs["match"]), at_least_float32(outputs["match_negative"])

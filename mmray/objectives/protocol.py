@@ -16,7 +16,7 @@ from torch import Tensor
 from mmray.data.stream.collate import Batch
 
 Outputs = dict[str, Tensor]
-LossSums = tuple[Tensor, Tensor, dict[str, Tensor]]  # loss sum, count, further sums to log
+LossSums = tuple[Tensor, Tensor, dict[str, Tensor]]  # loss sum, count, sums of further metrics
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Objective(Protocol):
         """
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
-        """Loss summed over the valid rows of `batch`, its count, and further sums to log.
+        """Loss summed over the valid rows of `batch`, its count, and the sums of further metrics.
 
         gathered (global losses only): each gathered output of all ranks [G, ...], `valid` bool [G], and `offset`, the
         row of `gathered` where this rank's rows start. None: the batch is the whole global batch.
@@ -80,11 +80,11 @@ class PairwiseLoss(Protocol):
     chunk_rows: int  # remote rows at a time
 
     def pairwise_loss(
-        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, offset: int | None
+        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, positive_offset: int | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss summed over the pairs of local and remote rows, and further sums.
+        """Loss summed over the pairs of local and remote rows, and the sums of further metrics.
 
-        offset: remote row i belongs to local row i + offset; None: the remote rows are another rank's.
+        positive_offset: remote row i belongs to local row i + positive_offset; None: of another rank.
         """
 
 

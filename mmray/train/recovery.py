@@ -53,8 +53,8 @@ def count_failures(failures: int, kind: str, progressed: bool) -> int:
 def decide_recovery(failure: Failure, before: Failure | None, failures: int, max_failures: int) -> Restart | MmrayError:
     """Return a restart, or the error that ends the run; `before` is the latest failure of earlier attempts."""
     error = failure.error
-    if isinstance(error, OutOfMemoryError) and error.micro:
-        return Restart(str(error), error.micro)
+    if isinstance(error, OutOfMemoryError) and error.retry_micro:
+        return Restart(str(error), error.retry_micro)
     if isinstance(error, MmrayError) and failure.kind == "raised":
         return error
     message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
@@ -130,7 +130,7 @@ def _host_oom_error(error: BaseException, monitor: AttemptMonitor, resolved: Res
     smaller = micro // 2
     what = f"a node ran out of memory with micro-batches of {micro} rows ({str(error).splitlines()[0]})"
     fix = f"Retrying with micro-batches of {smaller}" if smaller else "Check what else uses memory on that node"
-    return OutOfMemoryError(f"{what}. {fix}", smaller)
+    return OutOfMemoryError(f"{what}. {fix}", retry_micro=smaller)
 
 
 def start_timeout_error(error: BaseException) -> ResourceError | None:

@@ -86,7 +86,7 @@ def build_trainer(
         reader=reader,
         eval_set=resolved.eval_set,
         tokenizer_json=resolved.tokenizer_json,
-        data_workers=actors,
+        decode_actors=actors,
         micro=resolved.micro,
     )
     return torch_trainer(

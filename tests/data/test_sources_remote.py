@@ -35,7 +35,7 @@ def read(address, out):
     source = open_source(detect_source(address), Storage(out), {}, "a {}")
     chunks = list(source.scan(3, ()))
     items = [item for chunk in chunks for item in source.read(chunk)]
-    return [(one.file, one.start, one.stop, one.first_line, one.num_rows) for one in chunks], [
+    return [(one.file, one.first_line, one.num_rows) for one in chunks], [
         (item.line, item.location, told(source.storage, item)) for item in items
     ]
 

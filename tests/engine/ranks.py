@@ -156,9 +156,7 @@ FOUR_RANKS: dict[str, tuple[Train, Train]] = {
     "accumulated": variant(train_toy, micro=4),
     "row-wise": variant(partial(train_toy, **ROW_WISE), micro=4),
     **{kind: variant(train_objective(kind), micro=4) for kind in ("sigmoid", "language_modelling", KINDS[-2])},
-    **{
-        f"{kind}, sharded": variant(partial(train_objective(kind), steps=4), micro=4, parallel="fsdp") for kind in KINDS
-    },
+    **{f"{key}, sharded": variant(partial(train_objective(key), steps=4), micro=4, parallel="fsdp") for key in KINDS},
 }
 
 
@@ -239,7 +237,7 @@ def oom_error(group: Group, point: str, **options: Any) -> dict[str, Any]:
     try:
         run_with_oom(group, point, **options)
     except OutOfMemoryError as error:
-        return {"error": str(error), "micro": error.micro}
+        return {"error": str(error), "micro": error.retry_micro}
     except RuntimeError as error:
         return {"error": f"a broken collective: {error}", "micro": -1}
     return {"error": "no error", "micro": -1}

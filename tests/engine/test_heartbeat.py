@@ -16,7 +16,7 @@ from tests.engine import toy
 def test_names_of_loop_functions_match():
     """The heartbeat recognises phases of the loop by these names."""
     assert all(hasattr(loop, name) for name in {heartbeat.LOOP_FUNCTION, *heartbeat.FUNCTIONS_WITHOUT_STEPS})
-    files = (heartbeat.CHECKPOINT_WAIT, heartbeat.DATA_WAIT, heartbeat.COLLECTIVES_FILE)
+    files = (heartbeat.CHECKPOINT_WAIT_FILE, heartbeat.DATA_WAIT_FILE, heartbeat.COLLECTIVES_FILE)
     assert all(Path(file).is_file() for file in files)
 
 

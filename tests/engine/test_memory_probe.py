@@ -107,4 +107,4 @@ def test_oom_in_evaluation_does_not_halve_the_micro_batch(error):
     message = r"after step 2 \((allocation failed in evaluation|MemoryError)\): .* --evaluate\.batch"
     with pytest.raises(OutOfMemoryError, match=message) as raised:
         train(toy.Toy(), plan_of(4, micro=5), evaluate=evaluate, evaluate_every=2)
-    assert raised.value.micro == 0
+    assert raised.value.retry_micro == 0

@@ -38,7 +38,7 @@ def test_last_matching_pattern_sets_the_learning_rate_also_after_resume():
     assert rates["image.layers.2.weight"] == rates["image.layers.3.weight"] == 0.05
     assert rates["image.layers.2.bias"] == rates["text.blocks.1.bias"] == 1.0
     assert (rates["text.words.weight"], rates["log_scale"]) == (0.5, 0.005)
-    with pytest.raises(UsageError, match=r"optimizer\.lr_multipliers: `vision\.\*` matches no parameter .* log_scale"):
+    with pytest.raises(UsageError, match=r"optimizer\.lr_multipliers: `vision\.\*` matches no parameter; .* log_scale"):
         optimizer.build_optimizer(model, toy.optimizer_settings(lr_multipliers=("vision.*=0.1",)))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmray import objectives
-from mmray.data.stream.collate import IGNORE_INDEX
+from mmray.data.stream.collate import IGNORE_INDEX, Batch
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop, optimizer
 from mmray.engine.collectives import Group
@@ -209,7 +209,7 @@ def rows(num: int, step: int, invalid: tuple[int, ...] = ()) -> dict[str, Tensor
     }
 
 
-def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
+def cut(batch: dict[str, Tensor], micro: int) -> list[Batch]:
     """Micro-batches of `micro` rows, the last possibly smaller; captions and boxes trimmed to the longest of each."""
     micro_batches = []
     for first in range(0, len(batch["valid"]), micro):
@@ -221,9 +221,7 @@ def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
     return micro_batches
 
 
-def train_state(
-    model: nn.Module, group: Group | None = None, objective=None, scaler=None, parallel="ddp"
-) -> TrainState:
+def train_state(model, group: Group | None = None, objective=None, scaler=None, parallel="ddp") -> TrainState:
     """A TrainState as loop.py creates it."""
     group = group or Group()
     return TrainState(
@@ -270,9 +268,7 @@ def naive_nll(logits: list[Tensor], labels: list[Tensor]) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def naive_negatives(
-    outputs: list[dict[str, Tensor]], micro_batches: list[dict[str, Tensor]]
-) -> list[dict[str, Tensor]]:
+def naive_negatives(outputs: list[Batch], micro_batches: list[Batch]) -> list[Batch]:
     """The micro-batches with a hard negative for each row, selected row by row in Python."""
     captions = [
         tuple(ids[mask.bool()].tolist())
@@ -298,10 +294,10 @@ def naive_negatives(
     return [micro | dict(zip(names, part, strict=True)) for micro, part in zip(micro_batches, parts, strict=True)]
 
 
-def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micro_batches: list[dict[str, Tensor]]) -> Tensor:
+def naive_loss(kind: str, outputs: list[Batch], micro_batches: list[Batch]) -> Tensor:
     """The plain formulas of objective `kind`, each term the mean over its own count."""
 
-    def column(name: str, parts: list[dict[str, Tensor]] = outputs) -> Tensor:
+    def column(name: str, parts: list[Batch] = outputs) -> Tensor:
         """A column of all valid rows, or a scalar."""
         if parts[0][name].ndim == 0:
             return parts[0][name]
@@ -333,12 +329,10 @@ def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micro_batches: list[
     return sum(weight * formulas[name]() for name, weight in parse_terms(kind).items())
 
 
-def reference_gradients(
-    model: nn.Module, micro_batches: list[dict[str, Tensor]], step: int, kind: str = "contrastive"
-) -> Tensor:
+def reference_gradients(model: nn.Module, micro_batches: list[Batch], step: int, kind: str = "contrastive") -> Tensor:
     """Forward micro-batches one by one with the same RNG, keep all graphs, one loss, one backward; return the loss."""
 
-    def forward(micro_batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def forward(micro_batches: list[Batch]) -> list[Batch]:
         outputs = []
         for index, micro in enumerate(micro_batches):
             with seeded(micro_seed(SEED, step, 0, index), torch.device("cpu")):
@@ -435,7 +429,7 @@ def run(model: nn.Module, plan: SamplePlan, group: Group | None = None, load=Non
     return loop.run(train_spec(model, plan, group, **options), steps_of(plan, group.rank, first), load)
 
 
-def steps_of(plan: SamplePlan, rank: int, first: int = 0) -> Iterator[list[dict[str, Tensor]]]:
+def steps_of(plan: SamplePlan, rank: int, first: int = 0) -> Iterator[list[Batch]]:
     """The micro-batches of each step that the stream yields to a rank."""
     columns = rows(plan.num_rows, 0)
     for step in range(first, plan.steps):

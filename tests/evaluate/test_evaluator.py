@@ -169,6 +169,9 @@ class KnowsClasses(Toy):
         super().__init__()
         self.known = known
 
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"logit_scale": torch.ones(())}
+
     def embed_image(self, image: Tensor) -> Tensor:
         return F.one_hot((image[:, 0, 0, 0] % 3).long(), 3).float()
 
@@ -259,7 +262,7 @@ class Naming(Toy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.labels = LabelTexts(("", "a", "red"), [[1], [2], [3]])
+        self.label_texts = LabelTexts(("", "a", "red"), [[1], [2], [3]])
 
     def classify_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
         return F.one_hot((boxes[..., 0] * 10).round().long() + 1, 3).float()

@@ -43,7 +43,7 @@ def test_perplexity_covers_every_target_token(prepared: PreparedSet) -> None:
         if number == 5:
             continue
         pixels = torch.full((1, 3, 32, 32), number, dtype=torch.uint8)  # an image of one grey level
-        for conversation in ENCODER.text_choices(record):
+        for conversation in ENCODER.format_texts(record):
             columns = ENCODER.encode_batch([conversation])
             ids = torch.from_numpy(columns["input_ids"].astype(np.int64))
             at = torch.from_numpy(columns["image_pos"].astype(np.int64))

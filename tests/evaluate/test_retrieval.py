@@ -105,9 +105,11 @@ def test_chunked_equals_naive_on_unit_vectors(dim: int) -> None:
     for queries, gallery, is_right in ((image, text, right), (text, image, right.T)):
         expected = naive_ranks(queries, gallery, is_right.tolist())
         assert len(set(expected)) > 3
+        scores = top_k(queries, gallery, is_right, 3)[1]
         for chunk in (1, 7, 32, 40, 1000):
-            with patch.object(retrieval, "CHUNK", chunk):
+            with patch.object(retrieval, "CHUNK", chunk), torch.autocast("cpu", torch.bfloat16):
                 assert compute_ranks(queries, gallery, pairs(is_right)).tolist() == expected
+                torch.testing.assert_close(top_k(queries, gallery, is_right, 3)[1], scores)
 
 
 def test_equal_rows_tie() -> None:

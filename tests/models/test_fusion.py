@@ -48,7 +48,7 @@ def region_model(**changes: object) -> nn.Module:
     torch.manual_seed(0)
     spec = spec_of(**{"inputs": BOXED, "regions": True, "region_labels": LABELS, "classes": 0} | changes)
     model = build(spec, VOCAB)
-    model.labels.tokenize(ENCODER)
+    model.label_texts.tokenize(ENCODER)
     return model.eval()
 
 
@@ -135,9 +135,9 @@ def test_micro_batch_without_boxes_trains_and_label_ids_are_saved() -> None:
     sum(value.sum() for value in outputs.values()).backward()
     assert not model.region_head.project.weight.grad.any()
     again = LabelTexts(LABELS, model.architecture()["labels"])
-    torch.testing.assert_close(again.tokens(), model.labels.tokens())
+    torch.testing.assert_close(again.tokens(), model.label_texts.tokens())
     spec = spec_of(inputs=BOXED, regions=True, region_labels=LABELS)
-    with pytest.raises(UsageError, match="the names are not tokenized"):
+    with pytest.raises(UsageError, match="names are not tokenized"):
         build(spec, VOCAB)(batch)
     assert build(spec, VOCAB, {})(batch)["region_logits"].shape == (2, 3, 4)
 
@@ -146,7 +146,7 @@ def test_exported_region_head_equals_trained(tmp_path: Path) -> None:
     spec = spec_of(inputs=BOXED.model_copy(update={"fit": "squash"}), regions=True, region_labels=LABELS)
     torch.manual_seed(1)
     model = build(spec.model_copy(update={"vocab_size": VOCAB}), VOCAB).eval()
-    model.labels.tokenize(ENCODER)
+    model.label_texts.tokenize(ENCODER)
     values = spec.model_copy(update={"vocab_size": VOCAB}).model_dump(mode="json")
     loaded = mmray.load(export(model, values, TOKENIZER, tmp_path / "model"))
     noise = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

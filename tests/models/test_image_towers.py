@@ -23,6 +23,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PIXELS = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 CONVNET = ImageTower(name="convnet", width=16, depth=2)
 SIDE = 32
+SWIN = {"embed_dim": 16, "depths": (1, 1, 1), "num_heads": (1, 1, 1), "window_size": 2}
+TIMM: list[tuple[str, dict[str, Any], Any]] = [  # and how features are pooled
+    ("test_vit", {}, lambda hidden: hidden[:, 0]),
+    ("test_vit", {"class_token": False, "reg_tokens": 4, "global_pool": "avg"}, lambda hidden: hidden[:, 4:].mean(1)),
+    ("swin_tiny_patch4_window7_224", SWIN, lambda hidden: hidden.mean((1, 2))),
+]
 SMALL: dict[str, dict[str, Any]] = {
     "vit": {"image_size": SIDE, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
     "dinov2": {"image_size": 48, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -155,15 +161,13 @@ def test_frozen_batch_norm_of_a_saved_encoder_and_unsupported_type(tmp_path: Pat
         build_image_tower(spec_of(tmp_path), SIDE, "local")
 
 
+@pytest.mark.parametrize(("name", "args", "pooled"), TIMM)
 @torch.no_grad()
-def test_timm_features_are_those_of_the_wrapped_model(tmp_path: Path) -> None:
+def test_timm_features_are_those_of_the_wrapped_model(name: str, args: Any, pooled: Any, tmp_path: Path) -> None:
     pytest.importorskip("timm")
-    config = AutoConfig.for_model("timm_wrapper", architecture="test_vit", model_args={"img_size": SIDE})
-    net = AutoModel.from_config(config).eval()
+    config = AutoConfig.for_model("timm_wrapper", architecture=name, model_args={"img_size": SIDE, **args})
+    net, pixels = AutoModel.from_config(config).eval(), torch.randn(2, 3, SIDE, SIDE)
     net.save_pretrained(tmp_path)
     tower: Any = build_image_tower(spec_of(tmp_path), SIDE, "local").eval()
-    pixels = torch.randn(2, 3, SIDE, SIDE)
-    hidden = net(pixel_values=pixels).last_hidden_state
-    torch.testing.assert_close(tower.features(pixels), hidden)
-    torch.testing.assert_close(tower(pixels), hidden[:, 0])
-    assert tower.grid(hidden).shape == (2, tower.width, 2, 2)
+    torch.testing.assert_close(tower(pixels), pooled(net(pixel_values=pixels).last_hidden_state))
+    assert tower.grid(tower.features(pixels)).shape == (2, tower.width, 2, 2)

@@ -68,9 +68,8 @@ def test_only_adapters_train_and_they_merge(kind: str) -> None:
         torch.testing.assert_close(adapted.eval()(batch)[output], before, rtol=0, atol=0)
     assert all(("lora_" in name) == weight.requires_grad for name, weight in adapted.named_parameters())
     trained(kind, adapted)
-    base = {
-        name.replace(".base_layer", ""): value for name, value in adapted.state_dict().items() if "lora_" not in name
-    }
+    state = adapted.state_dict().items()
+    base = {name.replace(".base_layer", ""): value for name, value in state if "lora_" not in name}
     torch.testing.assert_close(base, dict(plain.state_dict()), rtol=0, atol=0)
     with torch.no_grad():
         after = adapted(batch)[output]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.engine.collectives import Group
-from mmray.engine.grad_cache import ring_loss
+from mmray.engine.grad_cache import compute_ring_loss
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.oom import OomGuard
 from mmray.objectives.contrastive import Contrastive, Sigmoid
@@ -105,7 +105,7 @@ def test_ring_of_one_equals_any_chunk(chunk: int) -> None:
     loss, _, parts = Sigmoid().compute_loss(outputs, batch)
     expected = torch.autograd.grad(loss * 3, list(outputs.values()))
     factor = torch.tensor([3.0], dtype=torch.float64)
-    total, further, gradients = ring_loss(Sigmoid(chunk), random_outputs(), batch["valid"], B, factor, ALONE)
+    total, further, gradients = compute_ring_loss(Sigmoid(chunk), random_outputs(), batch["valid"], B, factor, ALONE)
     torch.testing.assert_close(total, loss.detach())
     torch.testing.assert_close(further["loss_negative"], parts["loss_negative"])
     for name, value in zip(outputs, expected, strict=True):
@@ -119,5 +119,5 @@ def test_memory_of_the_ring_is_bounded_by_the_chunk() -> None:
     leaves = random_outputs() | {name: torch.randn(rows, D, dtype=torch.float64).requires_grad_() for name in EMBEDS}
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.numel()) or tensor, lambda t: t):
         valid, factor = torch.ones(rows, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
-        ring_loss(Sigmoid(chunk), leaves, valid, rows, factor, ALONE)
+        compute_ring_loss(Sigmoid(chunk), leaves, valid, rows, factor, ALONE)
     assert max(sizes) == rows * chunk

@@ -34,7 +34,7 @@ def _once(name, at, act):
 
 
 def _out_of_memory():
-    raise OutOfMemoryError("out of memory in the optimizer at step 6", micro=2)
+    raise OutOfMemoryError("out of memory in the optimizer at step 6", retry_micro=2)
 
 
 KillRankOneOnce = _once("killed", 5, lambda: os.kill(os.getpid(), signal.SIGKILL))

@@ -65,7 +65,7 @@ def test_oom_restarts_with_smaller_micro_batches():
     assert decide_recovery(raised(error, step=0), None, 9, 0) == Restart("out of memory", 8)
     assert decide_recovery(raised(OutOfMemoryError("a single row is too many")), None, 1, 3).exit_code == 3
     again = pickle.loads(pickle.dumps(error))  # as it comes from a worker
-    assert (str(again), again.micro) == ("out of memory", 8)
+    assert (str(again), again.retry_micro) == ("out of memory", 8)
 
 
 def test_failures_are_counted_since_last_checkpoint():

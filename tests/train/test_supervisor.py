@@ -108,7 +108,9 @@ def test_result_names_best_checkpoint(supervised, tmp_path):
     assert result_of(tmp_path)["best"] == {"step": 3, "metric": "recall_at_1/mean", "score": 0.5}
 
 
-@pytest.mark.parametrize(("unit", "name"), [(files, "latest_valid"), (Lease, "advance"), (supervisor, "load_bad_rows")])
+@pytest.mark.parametrize(
+    ("unit", "name"), [(files, "latest_valid"), (Lease, "claim_next_token"), (supervisor, "load_bad_rows")]
+)
 def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monkeypatch, unit, name):
     sound, left = getattr(unit, name), [2]
 

@@ -76,7 +76,7 @@ class RowReader:
                     valid[index] = True
                     for name, value in values.items():
                         box_columns[name][index] = value
-        texts = [self.encoder.text_choices(row) if row else [self.encoder.EMPTY_TEXT] for row in rows]
+        texts = [self.encoder.format_texts(row) if row else [self.encoder.EMPTY_TEXT] for row in rows]
         chosen = hash_choice(plan.seed, times_seen, row_hash, np.array([len(choices) for choices in texts], np.int64))
         tokens = self.encoder.encode_batch([choices[n] for choices, n in zip(texts, chosen.tolist(), strict=True)])
         return {

@@ -35,7 +35,7 @@ class ChatEncoder:
         self.image_id, self.eos_id = (NO_TOKEN if index is None else index for index in ids)
         self._special_tokens = sorted(encoder.special_tokens, key=len, reverse=True)
 
-    def text_choices(self, row: Row) -> list[list[Message]]:
+    def format_texts(self, row: Row) -> list[list[Message]]:
         """Return the conversation of a row, or for each caption one with it as the answer to `chat.question`."""
         return [row.messages] if row.messages else [self.as_conversation(text) for text in row.texts]
 

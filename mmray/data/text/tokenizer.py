@@ -78,7 +78,7 @@ class TextEncoder:
         self._language_tokens = {match[1]: match[0] for match in matches if match}
         self.languages = tuple(sorted(self._language_tokens))  # those with a token
 
-    def text_choices(self, row: Row) -> list[str]:
+    def format_texts(self, row: Row) -> list[str]:
         """Return the captions of a row, with the token of the row's language if it is known."""
         language = row.language if row.language in self._language_tokens else None
         return [self.format_caption(text, language) for text in row.texts]

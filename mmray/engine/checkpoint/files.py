@@ -32,10 +32,10 @@ LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that 
 def latest_valid(folder: AnyPath, log: Callable[[str], None] | None = None, rename: bool = True) -> AnyPath | None:
     """Return the newest checkpoint whose checksums match; None without one.
 
-    Each newer one is passed to `log` with its fault; a damaged one is renamed to step-N.damaged if `rename`,
-    which a reader next to a running training turns off. Raises StorageError if the storage cannot be read.
+    Each newer one is passed to `log` with its fault; a damaged one is renamed to step-N.damaged unless `rename` is
+    off, as for a reader next to a running training. Raises StorageError if the storage cannot be read.
     """
-    for path in reversed(_steps(folder)):
+    for path in reversed(_step_folders(folder)):
         fault = verify(path)
         if fault is None:
             return path
@@ -53,7 +53,7 @@ def latest_valid(folder: AnyPath, log: Callable[[str], None] | None = None, rena
 
 def latest_complete(folder: AnyPath) -> AnyPath | None:
     """Return the newest complete checkpoint, unverified; None without one."""
-    return next(reversed(_steps(folder, complete=True)), None)
+    return next(reversed(_step_folders(folder, complete=True)), None)
 
 
 def list_names(folder: AnyPath) -> list[str]:
@@ -73,7 +73,7 @@ def best(folder: AnyPath, metric: str) -> AnyPath | None:
     """Return the complete checkpoint with the best recorded `metric`, the newest of equals; None if none has it."""
     sign = -1 if any(part in metric.split("/") for part in LOWER_IS_BETTER) else 1
     scored: list[tuple[float, int, AnyPath]] = []
-    for path in _steps(folder, complete=True):
+    for path in _step_folders(folder, complete=True):
         with suppress(TrainingError):  # a damaged record is never the best
             value = load_meta(path).get("metrics", {}).get(metric)
             if isinstance(value, int | float):
@@ -92,10 +92,10 @@ def best_score(folder: AnyPath, metric: str) -> dict[str, Any] | None:
 
 def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
     """Delete all checkpoints but the newest `keep` complete ones and the best by `metric`. Raises TrainingError."""
-    protected = set(_steps(folder, complete=True)[-keep:])
+    protected = set(_step_folders(folder, complete=True)[-keep:])
     if metric is not None and (top := best(folder, metric)) is not None:
         protected.add(top)
-    old = [path for path in _steps(folder) if path not in protected]
+    old = [path for path in _step_folders(folder) if path not in protected]
     try:
         for path in old:
             discard(path)
@@ -109,7 +109,7 @@ def discard(path: AnyPath) -> None:
     remove_tree(path)
 
 
-def _steps(folder: AnyPath, complete: bool = False) -> list[AnyPath]:
+def _step_folders(folder: AnyPath, complete: bool = False) -> list[AnyPath]:
     """All step-N folders, or only complete ones, oldest first."""
     try:
         paths = [path for path in folder.iterdir() if path.name.startswith("step-") and path.name[5:].isdecimal()]

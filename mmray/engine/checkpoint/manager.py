@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from mmray.engine.checkpoint import files, state_io
-from mmray.engine.metrics.writers import LogUploader, MetricsLog
-from mmray.engine.run_state import State
+from mmray.engine.metrics.writers import LogUploader, Metrics, MetricsLog
+from mmray.engine.run_state import CheckpointState
 from mmray.errors import StorageError, TrainingError
 from mmray.evaluate.build import best_metric
 from mmray.storage import lease
@@ -32,8 +32,8 @@ class CheckpointManager:
     """Saves the checkpoints of a run; at most one save is in progress.
 
     Under DDP only rank 0 has a manager; under FSDP (`sharded`) every rank has one and writes its own shard.
-    `fencing_token` is that of rank 0's lease, None on other ranks. `about` is added to each meta.json, with the number
-    of ranks (`world`) in it. `notify` takes a label and a message. `cpu_group` is a gloo group used for nothing else.
+    `fencing_token` is that of rank 0's lease, None on other ranks. `extra` is added to each meta.json and must have
+    `world`, the number of ranks. `notify` takes a label and a message. `cpu_group` is a gloo group used by no other.
 
     A storage error is logged, and training continues with the previous checkpoint; only the last save has to succeed.
     Any other error, such as a lost lease, is raised by the next call.
@@ -44,14 +44,14 @@ class CheckpointManager:
         folder: AnyPath,
         fencing_token: int | None,
         config: Config,
-        about: dict[str, Any],
+        extra: dict[str, Any],
         notify: Callable[[str, str], None],
         cpu_group: Any = None,
         sharded: bool = False,
     ):
-        self._folder, self._fencing_token, self._config, self._about = folder, fencing_token, config, about
+        self._folder, self._fencing_token, self._config, self._extra = folder, fencing_token, config, extra
         self._cpu_group, self._sharded = cpu_group, sharded
-        self._save_wait_limit_s = None if sharded or about["world"] == 1 else config.cluster.collective_timeout_s / 2
+        self._save_wait_limit_s = None if sharded or extra["world"] == 1 else config.cluster.collective_timeout_s / 2
         self._notify = notify
         if fencing_token is not None:
             self.uploader = LogUploader(folder, notify, self._check_lease)
@@ -68,7 +68,7 @@ class CheckpointManager:
         """The log of the steps after `step`."""
         return MetricsLog(self.uploader.local_folder, step, self._notify, self._check_lease)
 
-    def save(self, step: int, rows_consumed: int, state: State, metrics: dict[str, Any], last: bool) -> float | None:
+    def save(self, step: int, rows_consumed: int, state: CheckpointState, metrics: Metrics, last: bool) -> float | None:
         """Copy the state to the host and write it in the background; return the seconds that the previous save took.
 
         If that one is still in progress after a while, as on a stalled storage, this save is skipped unless it is the
@@ -86,13 +86,13 @@ class CheckpointManager:
         meta = {
             "step": step,
             "rows_consumed": rows_consumed,
-            **self._about,
+            **self._extra,
             "config": self._config.model_dump(mode="json", by_alias=True),
             "metrics": metrics,
         }
-        path, check_ownership = self._folder / "checkpoints" / f"step-{step}", partial(self._check_ownership, step)
+        path, before_write = self._folder / "checkpoints" / f"step-{step}", partial(self._before_write, step)
         io = (self._cpu_group, self._sharded, self._stager)
-        saved = state_io.save_async(path, state, meta, *io, check_ownership, on_complete=self._prune)
+        saved = state_io.save_async(path, state, meta, *io, before_write, on_complete=self._prune)
 
         def measure(saved: Future[Any]) -> None:
             if saved.exception() is None:
@@ -140,7 +140,7 @@ class CheckpointManager:
         assert self._fencing_token is not None
         lease.check_fencing_token(self._folder, self._fencing_token)
 
-    def _check_ownership(self, step: int) -> None:
+    def _before_write(self, step: int) -> None:
         """Check that this run still has the folder, and upload what was logged up to this step."""
         try:
             self._check_lease()

@@ -41,47 +41,33 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 from torch.optim import Optimizer
 
-from mmray.engine.checkpoint.files import (
-    META,
-    STATE,
-    SUMS,
-    as_user_error,
-    discard,
-    fsync,
-    read_json,
-    sha256,
-    shard_names,
-    shards_of,
-    write_checksums,
-)
-from mmray.engine.run_state import State
+from mmray.engine.checkpoint import files
+from mmray.engine.checkpoint.files import META, STATE, SUMS, as_user_error, discard, fsync, read_json, sha256
+from mmray.engine.run_state import CheckpointState, DestinationFn
 from mmray.errors import MmrayError, StorageError
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, open_for_upload, staged_upload, temp_dir
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP without a group is intended here
 
-# Key and meta tensor of a saved tensor -> the tensor to read it into: full, or this rank's shard.
-DestinationFn = Callable[[str, Tensor], Tensor]
-
 
 def save_async(
     path: AnyPath,
-    state: State,
+    state: CheckpointState,
     meta: dict[str, Any],
     cpu_group: Any = None,
     sharded: bool = False,
     stager: AsyncStager | None = None,
-    check_ownership: Callable[[], None] = lambda: None,
+    before_write: Callable[[], None] = lambda: None,
     on_complete: Callable[[], None] = lambda: None,
 ) -> Future[Any]:
     """Copy the state to the host and write it in a background thread; under FSDP all ranks call it together.
 
-    Rank 0 calls `check_ownership` in that thread before any rank writes and again before the checksums, and
+    Rank 0 calls `before_write` in that thread before any rank writes and again before the checksums, and
     `on_complete` at the end; what it raises, every rank raises. Await the result inside `as_storage_error`.
     """
     values, tensors = split(state)
-    writer = ShardWriter(path, values, meta, cpu_group if sharded else None, check_ownership, on_complete)
+    writer = ShardWriter(path, values, meta, cpu_group if sharded else None, before_write, on_complete)
     if writer.rank != 0:
         tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
     saved = dcp.async_save(
@@ -96,13 +82,13 @@ def save_async(
     return saved
 
 
-def load(path: AnyPath, destination: DestinationFn | None = None, only: str = "") -> State:
+def load(path: AnyPath, destination: DestinationFn | None = None, only: str = "") -> CheckpointState:
     """Return the saved state, or its part `only`, with tensors as `destination` returns them (default: full, on CPU).
 
     Needs no process group. Raises TrainingError if a file cannot be read.
     """
     destination = destination or (lambda _, saved: torch.empty_like(saved, device="cpu"))
-    state: State = read_json(path / STATE)
+    state: CheckpointState = read_json(path / STATE)
     with as_user_error(path), _local_shards(path) as local:
         reader = HuggingFaceStorageReader(str(local))
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -112,7 +98,7 @@ def load(path: AnyPath, destination: DestinationFn | None = None, only: str = ""
                 for key, saved in reader.read_metadata().state_dict_metadata.items()
                 if isinstance(saved, TensorStorageMetadata) and key.startswith(f"{only}/" if only else "")
             }
-            with _cause():
+            with _raise_first_cause():
                 dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
         except (AssertionError, KeyError) as error:  # DCP's errors for a damaged file
             raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -127,7 +113,7 @@ def load_weights(path: AnyPath, key: str = "model") -> dict[str, Tensor]:
     return load(path, only=key)[key]
 
 
-def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
+def optimizer_state(module: nn.Module, optimizer: Optimizer) -> CheckpointState:
     """Return `optimizer.state_dict()` by the model's parameter names, for every strategy.
 
     Not DCP's `get_optimizer_state_dict`: it takes a step of an optimizer that has no state yet, and loads nothing into
@@ -140,7 +126,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
     }
 
 
-def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: State) -> None:
+def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: CheckpointState) -> None:
     """Load what `optimizer_state` returned. Raises as `load_state_dict` does."""
     index_of = {name: index for index, name in enumerate(_trainable_names(module, optimizer))}
     pairs = zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
@@ -167,9 +153,9 @@ def load_destinations(module: nn.Module) -> DestinationFn:
     return destination
 
 
-def split(state: State, *parents: str) -> tuple[State, dict[str, Tensor]]:
+def split(state: CheckpointState, *parents: str) -> tuple[CheckpointState, dict[str, Tensor]]:
     """Return the state without its tensors, and the tensors by key (`model/NAME`)."""
-    values: State = {}
+    values: CheckpointState = {}
     tensors: dict[str, Tensor] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -188,24 +174,24 @@ class ShardWriter(HuggingFaceStorageWriter):
     def __init__(
         self,
         path: AnyPath,
-        values: State,
+        values: CheckpointState,
         meta: dict[str, Any],
         cpu_group: Any,
-        check_ownership: Callable[[], None],
+        before_write: Callable[[], None],
         on_complete: Callable[[], None],
     ):
         super().__init__(str(path), save_distributed=True)
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         self._folder, self._values, self._meta = path, values, meta | {"versions": versions}
-        self._check_ownership, self._on_complete = check_ownership, on_complete
+        self._before_write, self._on_complete = before_write, on_complete
         self.rank, num_shards = (dist.get_rank(cpu_group), dist.get_world_size(cpu_group)) if cpu_group else (0, 1)
-        self._name = shard_names(num_shards)[self.rank]
+        self._name = files.shard_names(num_shards)[self.rank]
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # the base class creates the folder, which rank 0 must clear first
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._check_ownership()
+        self._before_write()
         discard(self._folder)
         self._folder.mkdir(parents=True)
         return plans
@@ -235,12 +221,12 @@ class ShardWriter(HuggingFaceStorageWriter):
                     f"{file} has {size:,} bytes, but its rank wrote {shard.size_in_bytes:,}: "
                     "is this folder shared by all nodes?"
                 )
-        self._check_ownership()
+        self._before_write()
         with staged_upload(self._folder, (STATE, META, SUMS)) as local:
             (local / STATE).write_text(json.dumps(self._values))
             options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY  # NaN becomes null
             (local / META).write_bytes(orjson.dumps(self._meta, option=options))
-            write_checksums(local, (STATE, META), {shard.index.fqn: shard.storage_data for shard in shards})
+            files.write_checksums(local, (STATE, META), {shard.index.fqn: shard.storage_data for shard in shards})
         self._on_complete()
 
 
@@ -248,7 +234,7 @@ class ShardWriter(HuggingFaceStorageWriter):
 def as_storage_error(path: AnyPath, discards: bool = True) -> Iterator[None]:
     """Turn an error of the storage, on any rank, into StorageError; delete what was written of the checkpoint."""
     try:
-        with _cause():
+        with _raise_first_cause():
             yield
     except (OSError, SafetensorError) as error:
         if discards:
@@ -264,7 +250,7 @@ def as_storage_error(path: AnyPath, discards: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def _cause() -> Iterator[None]:
+def _raise_first_cause() -> Iterator[None]:
     """Raise the error of the failed rank instead of DCP's list of tracebacks."""
     try:
         yield
@@ -281,7 +267,7 @@ def _cause() -> Iterator[None]:
 def _local_shards(path: AnyPath) -> Iterator[Path]:
     """A local folder with the shards of a checkpoint and no other file. Raises OSError."""
     with temp_dir() as local:
-        for name in shard_names(shards_of(path)):
+        for name in files.shard_names(files.shards_of(path)):
             if isinstance(path, RemotePath):
                 (path / name).download(local / name)
             else:

@@ -79,10 +79,10 @@ def reduce_over_ranks(group: Group, sums: list[Tensor], local: Metrics) -> tuple
 
 def padding_fractions(token_counts: list[float], group_by_length: bool) -> Metrics:
     """Fraction of caption tokens that are padding; with length bucketing also the fraction without it."""
-    tokens, padded, ungrouped = token_counts
+    tokens, padded, unbucketed = token_counts
     if not padded:
         return {}
-    without = {"batch/padding_unbucketed": 1 - tokens / ungrouped} if group_by_length else {}
+    without = {"batch/padding_unbucketed": 1 - tokens / unbucketed} if group_by_length else {}
     return {"batch/padding": 1 - tokens / padded} | without
 
 
@@ -107,7 +107,7 @@ def machine_load(device: torch.device) -> dict[str, float]:
 
 
 # Dense tensor-core peaks of the data sheets, in TFLOP/s: (bf16 and fp16, fp32 without TF32).
-# Keys are words of the device name, longer ones first.
+# Keys are words of the device name; a more specific key precedes its prefix.
 PEAK_TFLOPS = {
     "H200": (989, 67),
     "H100 PCIe": (756, 51),
@@ -177,9 +177,7 @@ class _FlopCounter(TorchDispatchMode):
                 first = 1 if packet in WITH_BIAS else 0
                 backward = sum(self._needs_gradient(tensor) for tensor in args[first : first + 2])
             self.total += flop_registry[packet](*args, **kwargs, out_val=out) * (1 + backward)
-        if packet is not torch.ops.aten.detach and any(
-            self._needs_gradient(value) for value in tree_leaves((args, kwargs))
-        ):
+        if packet is not torch.ops.aten.detach and any(map(self._needs_gradient, tree_leaves((args, kwargs)))):
             for tensor in tree_leaves(out):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     self._requires_grad[tensor] = True

@@ -31,7 +31,7 @@ class Throughput:
     _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
     def add(self, step_s: float, wait_s: float, rows: int, tokens: int) -> None:
-        """Add a step: its time, its wait for rows, rows of the global batch, tokens of this rank."""
+        """Add a step: its time with the wait for rows, this wait, rows of the global batch, tokens of this rank."""
         if self.first_step_s == 0:
             self.first_step_s = step_s
             self.timers.pop_s()
@@ -43,25 +43,25 @@ class Throughput:
         """Means since the last call, percentiles of the last 500 steps; empty if there was only the first step."""
         if not self._steps:
             return {}
-        steps, (busy_s, wait_s, rows, tokens) = len(self._steps), np.sum(self._steps, axis=0).tolist()
+        steps, (total_s, wait_s, rows, tokens) = len(self._steps), np.sum(self._steps, axis=0).tolist()
         self._steps.clear()
         p50_s, p95_s = np.quantile(self._recent_s, (0.5, 0.95)).tolist()
         return {
-            "time/step_s": busy_s / steps,
+            "time/step_s": total_s / steps,
             "time/step_p50_s": p50_s,
             "time/step_p95_s": p95_s,
             "time/first_step_s": self.first_step_s,
             "time/data_wait_s": wait_s / steps,
-            "time/data_wait_share": wait_s / busy_s,
-            "throughput/samples_per_s": rows / busy_s,
-            "throughput/tokens_per_s": world_size * tokens / busy_s,
+            "time/data_wait_share": wait_s / total_s,
+            "throughput/samples_per_s": rows / total_s,
+            "throughput/tokens_per_s": world_size * tokens / total_s,
         } | {f"time/{name}_s": phase_s / steps for name, phase_s in self.timers.pop_s().items()}
 
 
 class PhaseTimers:
     """Device time of a step by phase: `with timers("forward"): ...`.
 
-    `sync` is the collectives and votes of the step; DDP's communication is part of the last backward.
+    `sync` is the step's own collectives; DDP's communication is part of the last backward.
     """
 
     def __init__(self, device: torch.device):

@@ -33,7 +33,7 @@ class MetricsLog:
 
     Lines of later steps, from a failed attempt, are dropped, because those steps are taken again; `wasted_steps` is
     their number. Lines that cannot be written are kept and written later; `notify` (label, text) gets one warning.
-    `check` raises if another process owns the run; it is called at most every ten seconds, and at the end. Raises
+    `check_lease` raises if another process owns the run; it is called at most every ten seconds, and at the end. Raises
     StorageError if the log cannot be opened.
     """
 
@@ -42,10 +42,10 @@ class MetricsLog:
         folder: Path,
         start_step: int = 0,
         notify: Callable[[str, str], None] = lambda label, text: None,
-        check: Callable[[], None] = lambda: None,
+        check_lease: Callable[[], None] = lambda: None,
     ):
         self._folder, self._purge_step = folder, start_step + 1
-        self._warn, self._check = partial(notify, "storage"), check
+        self._warn, self._check_lease = partial(notify, "storage"), check_lease
         self._path = folder / METRICS
         self._pending = b""  # lines not written yet
         self._write_failed = False
@@ -63,7 +63,7 @@ class MetricsLog:
     def write(self, metrics: Metrics) -> None:
         """Write one line immediately; NaN and infinity become null."""
         line = orjson.dumps(metrics, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
-        self._check_ownership(CHECK_EVERY_S)
+        self._check_lease_every(CHECK_EVERY_S)
         self._pending += line
         try:
             self._write_out()
@@ -77,7 +77,7 @@ class MetricsLog:
     def close(self) -> None:
         """Write pending lines; a log that is not closed loses at most TensorBoard's last two minutes."""
         try:
-            self._check_ownership(0.0)
+            self._check_lease_every(0.0)
             self._write_out()
             if self._events is not None:
                 self._events.close()
@@ -87,11 +87,11 @@ class MetricsLog:
         finally:
             self._file.close()
 
-    def _check_ownership(self, every_s: float) -> None:
+    def _check_lease_every(self, every_s: float) -> None:
         """Raise TrainingError if another process owns the run; on a storage error the write will fail instead."""
         if abs(time.time() - self._checked_s) >= every_s:
             with suppress(OSError):
-                self._check()
+                self._check_lease()
                 self._checked_s = time.time()
 
     def _write_out(self) -> None:
@@ -137,11 +137,11 @@ class LogUploader:
     """Uploads growing files from `local_folder` to the run's folder; `notify` gets warnings.
 
     An object store cannot append to objects, so files grow locally and are uploaded every 10 s, before each checkpoint
-    and at the end. `check` raises TrainingError if another process owns the run: nothing is uploaded then.
+    and at the end. `check_lease` raises TrainingError if another process owns the run: nothing is uploaded then.
     """
 
-    def __init__(self, folder: AnyPath, notify: Callable[[str, str], None], check: Callable[[], None] = lambda: None):
-        self._folder, self._notify, self._check = folder, notify, check
+    def __init__(self, folder: AnyPath, notify: Callable[[str, str], None], check_lease: Callable[[], None]):
+        self._folder, self._notify, self._check_lease = folder, notify, check_lease
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -156,11 +156,11 @@ class LogUploader:
         self._thread.start()
 
     def upload_changed(self) -> None:
-        """Upload changed files. Raises OSError from the store, and what `check` raises."""
+        """Upload changed files. Raises OSError from the store, and what `check_lease` raises."""
         if not isinstance(self._folder, RemotePath):
             return
         with self._lock:
-            self._check()
+            self._check_lease()
             for file in sorted(path for path in self.local_folder.rglob("*") if path.is_file()):
                 state = (file.stat().st_size, file.stat().st_mtime_ns)
                 if self._uploaded.get(file) != state:

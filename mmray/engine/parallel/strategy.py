@@ -36,7 +36,7 @@ def wrap_model(
     """
     if parallel == "fsdp" and group.world > 1:
         if shard_dtype == torch.float16:
-            raise UsageError("train.parallel fsdp takes fp32 or bf16, and this device's best is fp16; set one of them")
+            raise UsageError("train.precision is fp16, which fsdp does not support: set --train.precision bf16 or fp32")
         return module if is_sharded(module) else shard(module, group, shard_dtype)
     if parallel == "branches":
         return module  # apply_transforms moved its branches to their devices

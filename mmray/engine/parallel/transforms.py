@@ -48,7 +48,7 @@ def _branches(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compile_branches(model: nn.Module, train: Train) -> nn.Module:
-    """Compile the branches if `train.compile` is set; a copy of a compiled model must be compiled again."""
+    """Compile the branches if `train.compile` is set; bench/step.py repeats it on a copy, which is not compiled."""
     if train.compile != "none":
         for branch in _branches(model).values():
             branch.compile(backend=train.compile)
@@ -59,15 +59,15 @@ def checkpoint_activations(branch: nn.Module) -> None:
     """Save only the inputs of a branch's blocks and recompute them in backward (Chen et al. 2016).
 
     Blocks are the members of its outermost lists; without lists, the branch itself. The recomputation draws the same
-    dropout masks and does not update running statistics. torch.compile requires equal forwards, so blocks with running
-    statistics are excluded from its graphs.
+    dropout masks and does not update running statistics. torch.compile requires that it equals the forward, so blocks
+    with running statistics are excluded from its graphs.
     """
     for block in list(_blocks(branch)) or [branch]:
         if next(block.buffers(), None) is None:
             block.forward = partial(_recomputed, block.forward, {})
         else:
-            settings = {"context_fn": partial(_contexts, block)}
-            block.forward = partial(torch.compiler.disable(_recomputed), block.forward, settings)  # deepcopy copies it
+            settings = {"context_fn": partial(_contexts, block)}  # partials: deepcopy (EMA) binds them to the copy
+            block.forward = partial(torch.compiler.disable(_recomputed), block.forward, settings)
 
 
 def _recomputed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

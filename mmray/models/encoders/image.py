@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
+from mmray.models.protocol import Architecture
 from mmray.models.weights import (
     build_hf_encoder,
     load_config,
@@ -28,11 +29,11 @@ HF_TYPES = ("vit", "dinov2", "resnet", "timm_wrapper")  # supported model_type v
 
 
 def build_image_tower(
-    spec: ImageTower, image_side: int, batch_norm: str, architecture: dict[str, Any] | None = None
+    spec: ImageTower, image_side: int, batch_norm: str, architecture: Architecture = None
 ) -> ImageEncoder:
     """Build the image tower that `spec` names, with its weights. Raises UsageError.
 
-    batch_norm: `local`, `frozen` or `synced` (model.batch_norm), for ResNets. architecture: as for `build`.
+    batch_norm: `local`, `frozen` or `synced` (model.batch_norm), for ResNets. architecture: see `Architecture`.
     """
     tower: ImageEncoder
     load_into: nn.Module
@@ -60,6 +61,7 @@ class ImageEncoder(nn.Module):
 
     width: int
     prefix_tokens = 0  # leading positions that are not patches (class token, registers)
+    has_class_token = False  # at the first position
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Normalised pixels [B, 3, S, S] -> features [B, width]."""
@@ -70,8 +72,8 @@ class ImageEncoder(nn.Module):
         raise NotImplementedError
 
     def pool(self, features: Tensor) -> Tensor:
-        """[B, N, width] -> [B, width]: the class token, or the mean if there is none."""
-        return features[:, 0] if self.prefix_tokens else features.mean(dim=1)
+        """[B, N, width] -> [B, width]: the class token, or the mean of the patches if there is none."""
+        return features[:, 0] if self.has_class_token else features[:, self.prefix_tokens :].mean(dim=1)
 
     def grid(self, features: Tensor) -> Tensor:
         """[B, N, width] -> feature map [B, width, H, H] without prefix tokens."""
@@ -88,10 +90,14 @@ class Backbone(ImageEncoder):
     def __init__(self, net: Any, width: int, prefix_tokens: int, frozen: bool) -> None:
         super().__init__()
         self.net, self.width, self.prefix_tokens, self.frozen = net, width, prefix_tokens, frozen
+        timm_model = getattr(net, "timm_model", None)  # may have only registers
+        self.has_class_token = prefix_tokens > 0 and getattr(timm_model, "cls_token", 0) is not None
 
     def features(self, pixels: Tensor) -> Tensor:
         out = self.net(pixels)
         hidden: Tensor = out if isinstance(out, Tensor) else out.last_hidden_state
+        if hidden.ndim == 4 and hidden.shape[1] != self.width:  # [B, H, H, width]: timm's Swin
+            return hidden.flatten(1, 2)
         return hidden if hidden.ndim == 3 else hidden.reshape(len(hidden), self.width, -1).transpose(1, 2)
 
     def train(self, mode: bool = True) -> Self:
@@ -103,7 +109,7 @@ class Backbone(ImageEncoder):
         return self
 
 
-def _hf_network(spec: ImageTower, image_side: int, architecture: dict[str, Any] | None) -> tuple[Any, int, int]:
+def _hf_network(spec: ImageTower, image_side: int, architecture: Architecture) -> tuple[Any, int, int]:
     """Network, width and prefix tokens: from `spec.weights`, or untrained from a config or the settings (`vit`)."""
     from transformers import AutoConfig, ViTConfig
 

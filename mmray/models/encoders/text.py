@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
+from mmray.models.protocol import Architecture
 from mmray.models.weights import add_language_rows, build_hf_encoder, check_vocab_size, load_config, transformer_config
 
 if TYPE_CHECKING:
@@ -20,15 +21,11 @@ POSITIONS_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")  # position ids st
 
 
 def build_text_tower(
-    spec: TextTower,
-    vocab_size: int,
-    max_tokens: int,
-    architecture: dict[str, Any] | None = None,
-    language_token: str = "",
+    spec: TextTower, vocab_size: int, max_tokens: int, architecture: Architecture = None, language_token: str = ""
 ) -> HfTextTower:
     """Build the text tower that `spec` names, with its weights.
 
-    vocab_size: tokens of the tokenizer. architecture: as for `build`. language_token: model.inputs.language_token;
+    vocab_size: tokens of the tokenizer. architecture: see `Architecture`. language_token: model.inputs.language_token;
     pretrained weights get embedding rows for such tokens. Raises UsageError.
     """
     from transformers import AutoConfig, BertConfig

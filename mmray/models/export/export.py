@@ -41,7 +41,7 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
     out = to_path(out)
     staging = out if isinstance(out, RemotePath) else out.with_name(f".{out.name}.exporting")
     architecture = model.architecture() if hasattr(model, "architecture") else None
-    hf = export_hf_config(model, tokenizer_json)
+    hf = transformers_config(model, tokenizer_json)
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
     files: dict[str, Any] = {
         CARD: model_card(out.name, spec, sum(p.numel() for p in model.parameters())),
@@ -85,7 +85,7 @@ def _is_export_or_empty(folder: AnyPath) -> bool:
         return False
 
 
-def export_hf_config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
+def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
     """config.json for transformers; None if it has no class that computes the same."""
     if hasattr(model, "chat"):
         chat = ChatEncoder(tokenizer_json, model.chat, 8)

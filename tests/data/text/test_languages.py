@@ -54,7 +54,7 @@ def test_stream_and_evaluation_prepend_the_language_token(tmp_path: Path) -> Non
 def test_caption_text_cannot_be_a_language_token() -> None:
     encoder = build_encoder(TOKENIZER, INPUTS)
     assert encoder.languages == ("de", "pt-BR")
-    (words,) = encoder.text_choices(row(0, texts=["a [d[pt-BR]e] red [de] one"], language="pt-BR"))
+    (words,) = encoder.format_texts(row(0, texts=["a [d[pt-BR]e] red [de] one"], language="pt-BR"))
     assert words == "[pt-BR]a  red  one"
     long = encoder.format_caption("a " * 40, "de")
     assert tokens(encoder.encode([long])[0][0]) == ["[CLS]", "[de]", *["a"] * 9, "[SEP]"]

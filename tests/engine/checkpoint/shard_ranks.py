@@ -163,7 +163,7 @@ def oom_in_probe(group: Group, file: Path) -> None:
     try:
         probe(group, shard(model, group, None), 0)
     except OutOfMemoryError as error:
-        file.write_text(json.dumps({"error": str(error), "micro": error.micro}))
+        file.write_text(json.dumps({"error": str(error), "micro": error.retry_micro}))
     except MmrayError as error:
         file.write_text(json.dumps({"error": str(error), "micro": -1}))
 

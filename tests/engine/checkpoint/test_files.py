@@ -156,9 +156,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         (METRIC, (1.0, 1.0), 2),  # the newest of equals
     ],
 )
-def test_best_is_lowest_for_losses_and_ranks(
-    tmp_path: Path, metric: str, values: tuple[float, float], expected: int
-) -> None:
+def test_best_is_lowest_loss_or_rank(tmp_path: Path, metric: str, values: tuple[float, float], expected: int) -> None:
     for step, value in zip((1, 2), values, strict=True):
         save(tmp_path, step, **{metric: value})
     assert files.best(tmp_path, metric) == tmp_path / f"step-{expected}"

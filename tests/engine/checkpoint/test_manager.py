@@ -129,7 +129,7 @@ def test_waiting_for_a_save_counts_as_progress_for_a_limited_time(local, gate, t
     """A dead network mount never answers, so hang detection must apply."""
     monkeypatch.setattr("mmray.engine.heartbeat.INTERVAL_S", 0.02)
     sent = []
-    heartbeat = Heartbeat(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path / "rank-0.txt", write_limit_s=0.3)
+    heartbeat = Heartbeat(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path / "rank-0.txt", wait_limit_s=0.3)
     local.save(3)
     threading.Timer(0.9, gate.set).start()
     with heartbeat.running(4):

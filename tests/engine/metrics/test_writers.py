@@ -111,7 +111,7 @@ def test_log_taken_over_by_another_training_gets_no_further_lines(tmp_path, monk
         if not owned[0]:
             raise TrainingError("taken over")
 
-    log = MetricsLog(tmp_path, check=check)
+    log = MetricsLog(tmp_path, check_lease=check)
     log.write({"step": 1})
     owned[0] = False
     log.write({"step": 2})  # the lease file is not read in each step
@@ -145,7 +145,7 @@ def test_growing_files_are_uploaded_fully_and_continued(run, monkeypatch):
     monkeypatch.setattr(writers, "UPLOAD_EVERY_S", 0.2)
     messages = []
     for text in ("one\n", "two\n"):
-        files = LogUploader(run, lambda *message: messages.append(message))
+        files = LogUploader(run, lambda *message: messages.append(message), lambda: None)
         with (files.local_folder / "metrics.jsonl").open("a") as file:
             file.write(text)
         (files.local_folder / "profile").mkdir()
