@@ -58,7 +58,7 @@ def search(sweep: Sweep, reporter: SweepReporter) -> tuple[Path, dict[str, Any],
     os.environ.update(_ENVIRONMENT)
     with ray_session(trial_plans.largest_cluster(trials)):
         trials = mark_infeasible(trials)
-        feasible_trials, num_rows = _resolve_trials(trials, sweep, reporter)
+        trials, feasible_trials, num_rows = resolve_trials(trials, sweep, reporter)
         samples = trial_plans.samples_per_trial(sweep.trial_settings, trials, num_rows)
         identity = {"space": trial_plans.searched_values(trials), "samples_per_trial": samples}
         folder = resolve_sweep_dir(sweep.base, identity)
@@ -88,25 +88,39 @@ def mark_infeasible(trials: list[Trial]) -> list[Trial]:
     return checked
 
 
-def _resolve_trials(trials: list[Trial], sweep: Sweep, reporter: SweepReporter) -> tuple[dict[str, Trial], int]:
-    """Prepare each distinct data set once; return the feasible trials with prepared data, and the number of rows."""
+def resolve_trials(
+    trials: list[Trial], sweep: Sweep, reporter: SweepReporter
+) -> tuple[list[Trial], dict[str, Trial], int]:
+    """Prepare each distinct data set once. Raises UsageError if no trial is feasible with its data.
+
+    Returns all trials with the infeasible ones marked, the feasible ones with prepared data, and the number of rows.
+    """
+    checked: list[Trial] = []
+    error: UsageError | None = None
     feasible_trials: dict[str, Trial] = {}
     sets: dict[str, dict[str, str | None]] = {}
     num_rows = 0
     for trial in trials:
+        checked.append(trial)
         if trial.infeasible:
             continue
         data = trial.config.data
         key = f"{data.train} {data.eval} {trial.config.prepare.model_dump_json()}"
         config = trial.config.replace(data=data.replace(**sets.get(key, {})))
-        resolved_run = resolve_run(config, reporter)
+        try:
+            resolved_run = resolve_run(config, reporter)
+        except UsageError as caught:
+            checked[-1], error = replace(trial, infeasible=str(caught)), caught
+            continue
         if sweep.goal == "recall" and resolved_run.eval_set is None:
             raise UsageError("--goal recall: the set holds no rows out; prepare it with --holdout, or give --data.eval")
         held_out = resolved_run.eval_set.storage.address if resolved_run.eval_set and data.eval else None
         sets[key] = {"train": resolved_run.data_identity["train"], "eval": held_out}
         feasible_trials[trial.name] = replace(trial, config=config.replace(data=config.data.replace(**sets[key])))
         num_rows = max(num_rows, resolved_run.data_identity["num_rows"])
-    return feasible_trials, num_rows
+    if error is not None and not feasible_trials:
+        raise error
+    return checked, feasible_trials, num_rows
 
 
 def _search(

@@ -10,9 +10,9 @@ from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool
 from mmray.cluster.placement import ROLE_LABEL, parse_launcher_config
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Cluster, Config, recipes
-from mmray.config.search_space import parse_space
+from mmray.config.search_space import Space, parse_space
 from mmray.errors import ResourceError, UsageError
-from mmray.tune.search import mark_infeasible, plan_concurrency
+from mmray.tune.search import Sweep, mark_infeasible, plan_concurrency, resolve_trials
 from mmray.tune.trials import (
     DEFAULT_STEPS,
     Trial,
@@ -24,6 +24,7 @@ from mmray.tune.trials import (
     trial_concurrency,
     trial_config,
 )
+from tests.train import runs
 
 SAMPLE = recipes.load("sample")  # micro 64, global 128, 2 workers, 500 steps
 FOLDER = Path("/sweeps/one")
@@ -73,6 +74,16 @@ def test_impossible_batch_arithmetic_makes_only_its_trial_infeasible():
 def test_value_invalid_in_all_trials_is_a_usage_error(given, message):
     with pytest.raises(UsageError, match=message):
         trials(given, "optimizer.lr=1e-4,3e-4")
+
+
+def test_global_batch_above_the_rows_of_the_set_makes_only_its_trial_infeasible(tmp_path):
+    base = runs.config(runs.make_data(tmp_path / "set"), tmp_path, "sweep")  # 50 rows
+    sweep, both = Sweep(base, base, Space({})), trials("batch.global=32,64", base=base)
+    checked, feasible, num_rows = resolve_trials(both, sweep, runs.Silent())
+    assert (list(feasible), num_rows, checked[0]) == (["t001"], 50, both[0])
+    assert "64 rows per step are more than the 50 rows" in checked[1].infeasible
+    with pytest.raises(UsageError, match="64 rows per step are more than the 50 rows"):
+        resolve_trials(both[1:], sweep, runs.Silent())
 
 
 def test_all_trials_train_on_the_same_number_of_samples():
