@@ -51,7 +51,7 @@ class Train(Section, settings_prefix="train"):
 
     steps: int | None = Field(None, ge=1, description="Total optimizer steps.")
     samples: int | None = Field(None, ge=1, description="Total rows, rounded up to whole steps.")
-    epochs: float | None = Field(None, gt=0, description="Total passes over the training set.")
+    epochs: float | None = Field(None, gt=0, description="Passes over the training set, rounded up to whole steps.")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="auto: bf16 if the device supports it, fp16 on older GPUs, fp32 on a CPU."
     )

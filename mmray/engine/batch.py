@@ -58,11 +58,8 @@ def resolve_batch_shape(batch: Batch, workers: int) -> BatchShape:
 
 
 def total_steps(train: Train, num_rows: int, global_rows: int) -> int:
-    """Optimizer steps of the run; one epoch by default."""
+    """Optimizer steps of the run: the fewest that cover its samples or epochs; one epoch by default."""
     if train.steps is not None:
         return train.steps
-    steps_per_epoch = ceil(num_rows / global_rows)
-    if train.samples is not None:
-        epochs, rest = divmod(train.samples, num_rows)
-        return epochs * steps_per_epoch + ceil(rest / global_rows)
-    return max(1, round((train.epochs or 1.0) * steps_per_epoch))
+    samples = train.samples or round((train.epochs or 1.0) * num_rows)
+    return max(1, ceil(samples / global_rows))

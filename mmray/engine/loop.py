@@ -67,8 +67,7 @@ def run(spec: TrainSpec, steps: Iterable[list[Batch]], load_checkpoint: LoadChec
             if run.ema is not None and result.finite:
                 run.ema.update_parameters(spec.model)
             _check_finite(run, result)
-            num_rows = plan.rows_stop(progress.step - 1) - plan.rows_start(progress.step - 1)
-            run.meter.rates.add(time.perf_counter() - start_s, batch.wait_s, num_rows, batch.token_counts.real)
+            run.meter.rates.add(time.perf_counter() - start_s, batch.wait_s, plan.global_rows, batch.token_counts.real)
             run.meter.token_counts += torch.tensor(batch.token_counts)
             keys = batch.keys
             del batch  # a GPU holds two batches: this one and the next
@@ -185,7 +184,7 @@ def _check_finite(run: _Run, result: StepResult) -> None:
     progress.skipped += not result.finite
     progress.skipped_in_a_row = 0 if result.finite else progress.skipped_in_a_row + 1
     if progress.skipped_in_a_row >= MAX_NONFINITE_STEPS:
-        rows = f"{plan.rows_start(progress.step - 1):,} to {plan.rows_stop(progress.step - 1) - 1:,}"
+        rows = f"{plan.rows_start(progress.step - 1):,} to {plan.rows_start(progress.step) - 1:,}"
         raise TrainingError(
             f"the gradient was not finite in {progress.skipped_in_a_row} steps in a row, up to step {progress.step} "
             f"(rows {rows} of the sample order). Lower --optimizer.lr, or try "
@@ -228,9 +227,9 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
     return (
         {
             "step": step + 1,
-            "epoch": spec.plan.epoch(step),
+            "epoch": spec.plan.rows_start(step) // spec.plan.num_rows,
             "rows_start": spec.plan.rows_start(step),
-            "rows_stop": spec.plan.rows_stop(step),
+            "rows_stop": spec.plan.rows_start(step + 1),
             "rows_sha": rows_sha(spec.group.all_gather_variable(keys)),
         }
         | {f"train/{name}": mean for name, mean in zip(result.sums, sums[: len(means)], strict=True)}

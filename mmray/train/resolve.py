@@ -66,6 +66,11 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     if isinstance(train_set, PreparedMixture):
         num_rows = sum(part.per_epoch for part in train_set.components)
+    if shape.global_rows > num_rows:  # rows would be negatives of themselves
+        raise UsageError(
+            f"batch.global: {shape.global_rows:,} rows per step are more than the {num_rows:,} rows of an epoch of "
+            f"{config.data.train}, so rows would repeat within each step; set --batch.global to at most {num_rows}"
+        )
     steps = total_steps(config.train, num_rows, shape.global_rows)
     model = with_region_labels(config.model, train_sets, eval_set)
     resolved_config = config.replace(

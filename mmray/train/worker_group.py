@@ -17,6 +17,7 @@ from mmray.data.stream.reader import IMAGE_CACHE_MB, RowReader
 from mmray.data.stream.stream import StreamDataConfig
 from mmray.engine.checkpoint import files
 from mmray.engine.worker_context import WorkerContext
+from mmray.errors import UsageError
 from mmray.storage.paths import AnyPath
 from mmray.train.monitor import AttemptMonitor, signal_handlers
 from mmray.train.resolve import ResolvedRun
@@ -102,7 +103,7 @@ def build_trainer(
 
 
 def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) -> ResumePoint:
-    """Return the resume point of a group of `world` workers, the same for every rank."""
+    """Return the resume point of a group of `world` workers, the same for every rank. Raises UsageError."""
     shape, config = resolved.shape, resolved.config
     rows_per_block, blocks_per_window = config.data.shuffle_shape
     assert rows_per_block and blocks_per_window, "resolve_run leaves no `auto`"
@@ -120,4 +121,12 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) 
     )
     if checkpoint is None:
         return ResumePoint(plan, 0)
-    return ResumePoint(plan, plan.step_at(files.load_meta(checkpoint)["rows_consumed"]), str(checkpoint))
+    meta = files.load_meta(checkpoint)
+    step, rows_consumed = meta["step"], meta["rows_consumed"]
+    if rows_consumed != plan.rows_start(step):
+        raise UsageError(
+            f"cannot resume from {checkpoint}: its {step:,} steps took {rows_consumed:,} rows, but {step:,} steps of "
+            f"{plan.global_rows:,} rows take {plan.rows_start(step):,}. An older mmray wrote it, whose last step of an "
+            "epoch was smaller: start a new run with another --run.name, or without a name and --run.resume never"
+        )
+    return ResumePoint(plan, step, str(checkpoint))

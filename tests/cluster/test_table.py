@@ -64,11 +64,12 @@ def test_full_disk_skips_a_checkpoint_and_second_process_is_refused(local_ray, d
     assert "is being trained by process" in reporter.refusal and "--run.name" in reporter.refusal
 
 
-def test_fewer_rows_than_ranks_are_exact_epochs(local_ray, tmp_path):
-    """One row on two ranks: one rank has only padding, and each step is an epoch of that row."""
-    make_set(tmp_path / "set", [row(0)])
-    outcome = train(config(tmp_path / "set", tmp_path, "one", steps=3, checkpoint_every=0), Silent())
-    assert marks(outcome.path) == list(expected_marks(3, rows=1)) and outcome.result["rows_consumed"] == 3
+def test_rank_without_rows_takes_the_steps_of_the_others(local_ray, tmp_path):
+    """Four rows on three ranks: the last has only padding. Steps run through the ends of epochs of five rows."""
+    make_set(tmp_path / "set", [row(number) for number in range(5)])
+    wanted = config(tmp_path / "set", tmp_path, "one", steps=3, checkpoint_every=0).with_cluster(workers=3)
+    outcome = train(wanted.replace(batch=wanted.batch.replace(global_=4)), Silent())
+    assert marks(outcome.path) == list(expected_marks(3, 5, 4)) and outcome.result["rows_consumed"] == 12
 
 
 @pytest.mark.slow

@@ -87,10 +87,11 @@ def llava_blocks(plan: SamplePlan, rank: int) -> Iterator[dict[str, np.ndarray]]
         "image_pos": np.zeros(rows, np.int32),
         "key": np.arange(rows),
         "label": np.full(rows, -1),
+        "valid": np.arange(rows) % 7 > 0,
     }
     columns["loss_mask"] &= np.arange(CHAT.max_tokens) < columns["num_tokens"][:, None]
     for step in range(plan.steps):
         positions = plan.positions(step, rank)
         real = positions >= 0
         block = {name: column[np.where(real, plan.row_ids_at(positions), 0)] for name, column in columns.items()}
-        yield block | {"valid": real, "pos": positions}
+        yield block | {"valid": block["valid"] & real, "pos": positions}

@@ -43,10 +43,11 @@ def test_contradicting_sizes_are_refused(settings, workers, message):
     ("length", "steps"),
     [
         ({"steps": 7}, 7),
-        ({"samples": 30}, 4),  # an epoch of 10 + 10 + 5, then 5 of the next
-        ({"samples": 25}, 3),
-        ({"samples": 26}, 4),
-        ({"epochs": 2}, 6),
+        ({"samples": 30}, 3),  # the third step has 5 rows of the second epoch
+        ({"samples": 31}, 4),
+        ({"epochs": 2}, 5),
+        ({"epochs": 2.1}, 6),
+        ({"epochs": 0.01}, 1),
         ({}, 3),
     ],
 )

@@ -24,16 +24,17 @@ from tests.engine.fake_cuda import CPU, DEVICES, DeviceTensor, fake_gpus, gpus, 
 from tests.engine.single_worker import make_prepared, run_worker
 
 GPU = DEVICES[0]
-PLAN = SamplePlan(num_rows=20, global_rows=8, world=1, micro=3, seed=1, steps=3)  # the last of 4 rows and padding
+PLAN = SamplePlan(num_rows=20, global_rows=8, world=1, micro=3, seed=1, steps=3)
 LONG_PLAN = replace(PLAN, steps=6)
 QUIET = {"log_every": 0, "checkpoint_every": 0}
 
 
 def steps_of(spec, first=0):
+    """The last step has invalid rows, and a micro-batch of only these."""
     for step in range(first, PLAN.steps):
         positions = torch.from_numpy(PLAN.positions(step, 0))
         batch = synthetic_batch(spec.inputs, recipe_models.VOCAB, len(positions), CPU, seed=step)
-        yield toy.cut(batch | {"valid": positions >= 0, "pos": positions}, PLAN.micro)
+        yield toy.cut(batch | {"valid": positions < PLAN.num_rows, "pos": positions}, PLAN.micro)
 
 
 class SyncsPerStep:

@@ -8,6 +8,7 @@ from mmray.data.text.chat import build_encoder
 from mmray.errors import UsageError
 from mmray.train.resolve import resolve_run
 from mmray.train.worker_group import resume_point
+from tests.checkpoints import save_checkpoint
 from tests.made import make_set, row
 from tests.train.runs import Silent, config
 
@@ -18,15 +19,34 @@ def test_data_limit_is_rows_per_epoch(tmp_path):
     limited = wanted.replace(data=wanted.data.replace(limit=20))
     whole, first = resolve_run(wanted, Silent()), resolve_run(limited, Silent())
     assert (whole.data_identity["num_rows"], first.data_identity["num_rows"]) == (50, 20)
-    assert (whole.steps, first.steps) == (8, 4)
+    assert (whole.steps, first.steps) == (7, 3)
     plan = resume_point(first, None, 2).plan
     for epoch in range(2):
         assert sorted(plan.row_ids_at(np.arange(20) + 20 * epoch)) == list(range(20))
 
 
+def test_global_batch_above_the_rows_of_an_epoch_is_refused(tmp_path):
+    make_set(tmp_path / "set", [row(number) for number in range(15)])
+    small = config(tmp_path / "set", tmp_path, "small")
+    with pytest.raises(
+        UsageError, match=r"16 rows per step are more than the 15 rows .* --batch.global to at most 15$"
+    ):
+        resolve_run(small, Silent())
+    assert resolve_run(small.replace(batch=small.batch.replace(global_=15)), Silent()).shape.global_rows == 15
+
+
+def test_checkpoint_with_other_rows_than_its_steps_is_refused(tmp_path):
+    make_set(tmp_path / "set", [row(number) for number in range(50)])
+    resolved = resolve_run(config(tmp_path / "set", tmp_path, "run"), Silent())
+    assert resume_point(resolved, save_checkpoint(tmp_path, 4, {}, {"rows_consumed": 64}), 2).step == 4
+    older = save_checkpoint(tmp_path, 4, {}, {"rows_consumed": 50})  # 16, 16, 16 and the last 2 of the epoch
+    with pytest.raises(UsageError, match=r"step-4: its 4 steps took 50 rows, but 4 steps of 16 rows take 64"):
+        resume_point(resolved, older, 2)
+
+
 def test_language_tokens_are_those_of_the_sets(tmp_path):
-    make_set(tmp_path / "a", [row(number, language="de") for number in range(4)])
-    make_set(tmp_path / "b", [row(number, language=["fr", None][number % 2]) for number in range(4)])
+    make_set(tmp_path / "a", [row(number, language="de") for number in range(8)])
+    make_set(tmp_path / "b", [row(number, language=["fr", None][number % 2]) for number in range(8)])
     wanted = config(f"{tmp_path}/a + {tmp_path}/b", tmp_path, "mixed")
     inputs = wanted.model.inputs.replace(language_token="[{}]")
     speaking = wanted.replace(model=wanted.model.replace(inputs=inputs))

@@ -1,7 +1,7 @@
 """Sample order as a pure function: the rows of each optimizer step, for any step, seed and number of workers.
 
-An epoch is `num_rows` positions; a step takes the next `global_rows` positions of its epoch. Nothing is stored, so a
-resumed or resized run takes the same rows. The shuffle is a keyed bijection.
+An epoch is `num_rows` positions; a step takes the next `global_rows` positions, also across the end of an epoch.
+Nothing is stored, so a resumed or resized run takes the same rows. The shuffle is a keyed bijection.
 """
 
 from __future__ import annotations
@@ -151,37 +151,14 @@ class SamplePlan:
         """Number of micro-batches of one rank in a step; the last may be smaller."""
         return -(-self.rank_rows // self.micro)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.num_rows // self.global_rows)
-
-    def epoch(self, step: int) -> int:
-        return step // self.steps_per_epoch
-
     def rows_start(self, step: int) -> int:
         """Return the position of the first row of a step: rows consumed by all steps before it."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        return epoch * self.num_rows + index * self.global_rows
-
-    def rows_stop(self, step: int) -> int:
-        """Return the rows consumed after this step."""
-        return min(self.rows_start(step) + self.global_rows, (self.epoch(step) + 1) * self.num_rows)
-
-    def step_at(self, rows_consumed: int) -> int:
-        """Return the step that starts after this many consumed rows (inverse of `rows_start`)."""
-        epoch, offset = divmod(rows_consumed, self.num_rows)
-        step = epoch * self.steps_per_epoch + offset // self.global_rows
-        if self.rows_start(step) != rows_consumed:
-            raise ValueError(f"no step of {self.global_rows} rows starts at row {rows_consumed}")
-        return step
+        return step * self.global_rows
 
     def positions(self, step: int, rank: int) -> np.ndarray:
         """Return the positions [rank_rows] int64 of a rank's rows in a step, followed by PADDING."""
-        first = self.rows_start(step) + rank * self.rank_rows
-        last = min(self.rows_start(step) + (rank + 1) * self.rank_rows, self.rows_stop(step))
-        out = np.full(self.rank_rows, PADDING, np.int64)
-        out[: max(0, last - first)] = np.arange(first, max(first, last))
-        return out
+        index = np.arange(rank * self.rank_rows, (rank + 1) * self.rank_rows)
+        return np.where(index < self.global_rows, self.rows_start(step) + index, PADDING)
 
     def row_ids_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the row ids of positions; PADDING is unchanged."""

@@ -88,25 +88,25 @@ def expected(plan):
 def test_changing_worker_groups_take_same_rows(
     local_ray, readers, monkeypatch, num_rows, global_rows, stops, pause_s, block_mb
 ):
-    """Groups of one, three and two workers stop in mid-epoch; the next starts where the counted rows end.
+    """Groups of one, three and two workers stop in mid-epoch; the next starts at the step where it stopped.
 
     One rank of each group is slow. The last group runs to the end of the run, which is not the end of an epoch.
     """
     # Two streams of 5,000 rows have more blocks, as long runs do.
     monkeypatch.setattr("mmray.data.stream.stream.MAX_INLINE_BLOCKS", 40)
-    rows_consumed, found, plans = 0, [], []
+    first_step, found, plans = 0, [], []
     for world, stop in zip((1, 3, 2), stops, strict=True):
         plan = SamplePlan(num_rows, global_rows, world, micro=1 if global_rows < 16 else 32, seed=3, steps=stops[-1])
-        first_step = plan.step_at(rows_consumed)
         steps = stop - first_step if stop < plan.steps else None
         found += stream(readers[num_rows], plan, first_step, pause_s, steps, block_mb)
-        rows_consumed = plan.rows_start(stop)
+        first_step = stop
         plans.append(plan)
     assert [expected(plan) == found for plan in plans] == [True] * 3
     everyone = sorted(hash_key(f"row-{number}") for number in range(num_rows))
-    for epoch in range(plan.epoch(plan.steps)):
-        steps_of_it = found[epoch * plan.steps_per_epoch : (epoch + 1) * plan.steps_per_epoch]
-        assert sorted(key for step in steps_of_it for key, _ in step) == everyone
+    assert {len(step) for step in found} == {global_rows}
+    keys = [key for step in found for key, _ in step]
+    for epoch in range(len(keys) // num_rows):
+        assert sorted(keys[epoch * num_rows : (epoch + 1) * num_rows]) == everyone
     assert not ray.data.DataContext.get_current().execution_options.preserve_order  # of these streams only
 
 
