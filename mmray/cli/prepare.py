@@ -57,7 +57,10 @@ def prepare(argv: Sequence[str], terminal: Terminal) -> int:
     from mmray.cluster.connect import ray_session
     from mmray.cluster.placement import check_data_capacity
     from mmray.data.prepare.pipeline import prepare as prepare_rows
+    from mmray.storage.storage import Storage
 
+    for address in (command.source, command.out):
+        Storage(address)  # raises UsageError for an invalid one before Ray starts
     start_s = time.monotonic()
     cluster_config = Cluster(address=command.address, wait_for_nodes=command.wait_for_nodes)
     with ray_session(cluster_config), terminal.progress("starting Ray"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import time
 from collections.abc import Iterable
@@ -198,8 +196,9 @@ def kill_processes(processes: Iterable[tuple[str, int, float]], timeout_s: float
 
 def kill_process(pid: int, started_s: float) -> bool:
     """Send SIGKILL if the start time matches, because the PID may have been reused."""
-    with suppress(psutil.NoSuchProcess, ProcessLookupError):
-        if abs(psutil.Process(pid).create_time() - started_s) <= START_TOLERANCE_S:
-            os.kill(pid, signal.SIGKILL)
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if abs(process.create_time() - started_s) <= START_TOLERANCE_S:
+            process.kill()  # raises NoSuchProcess if the PID was reused in between
             return True
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -238,9 +239,21 @@ def _line_folder(path: RemotePath) -> RemotePath:
 @contextmanager
 def temp_dir() -> Iterator[Path]:
     """Yield a local folder that is deleted after the block, or by a call a day after this process was killed."""
-    with tempfile.TemporaryDirectory(prefix=TEMP_DIR_PREFIX) as name:
+    with tempfile.TemporaryDirectory(prefix=TEMP_DIR_PREFIX) as name, _locked(Path(name)):
         for old in Path(name).parent.glob(f"{TEMP_DIR_PREFIX}*"):
-            with suppress(OSError):  # just deleted, or owned by another user
+            with suppress(OSError):  # in use, just deleted, or owned by another user
                 if time.time() - old.stat().st_mtime > STALE_AFTER_S:
-                    shutil.rmtree(old)
+                    with _locked(old):
+                        shutil.rmtree(old)
         yield Path(name)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder, until the end of the block or of this process. Raises OSError if it is locked, or a link."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)

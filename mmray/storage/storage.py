@@ -18,7 +18,7 @@ from pyarrow import fs
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from mmray.errors import UsageError
-from mmray.storage.address import CREDENTIALS_REFUSED, has_credentials
+from mmray.storage.address import CREDENTIALS_REFUSED, has_credentials, redact_url
 
 T = TypeVar("T")
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs")
@@ -36,15 +36,20 @@ MAX_OPEN_OBJECTS = 4096  # of a RangeReader; uses no file descriptors, but openi
 
 @dataclass(frozen=True)
 class Storage:
-    """A folder: a local path, or a URI whose scheme is in SCHEMES."""
+    """A folder: a local path, or a URI whose scheme is in SCHEMES. Raises UsageError for another address."""
 
     address: str
 
     def __post_init__(self) -> None:
         if has_credentials(self.address):
             raise UsageError(f"{self.address.partition('?')[0].rpartition('@')[2]}: {CREDENTIALS_REFUSED}")
-        if "://" not in self.address:  # absolute, because another process may have another working directory
+        scheme, separator, _ = self.address.partition("://")
+        if not separator:  # absolute, because another process may have another working directory
             object.__setattr__(self, "address", str(Path(self.address).expanduser().absolute()))
+        elif scheme not in SCHEMES:  # the address may come from the manifest of somebody else's set
+            raise UsageError(
+                f"{redact_url(self.address)} cannot be opened: use a local path or an address with {', '.join(SCHEMES)}"
+            )
 
     @classmethod
     def split(cls, address: str) -> tuple[Storage, str]:
@@ -163,12 +168,10 @@ class Storage:
 
 
 def open_filesystem(address: str) -> tuple[fs.FileSystem, str]:
-    """Return file system and path of a local path or URI. Raises UsageError for a scheme that is not in SCHEMES."""
+    """Return file system and path of the address of a Storage. Raises UsageError if it cannot be opened."""
     scheme, separator, rest = address.partition("://")
     if not separator:
         return fs.LocalFileSystem(), address
-    if scheme not in SCHEMES:
-        raise UsageError(f"{address} cannot be opened: use a local path or an address with {', '.join(SCHEMES)}.")
     path, separator, options = rest.partition("?")
     authority, slash, path = path.partition("/")
     uri = f"{scheme}://{authority}{slash}{quote(path, safe='/%')}{separator}{options}"  # user input may contain spaces

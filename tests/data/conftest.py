@@ -28,6 +28,7 @@ def memory_store(monkeypatch):
 
     monkeypatch.setattr(MemoryFileSystem, "_open", open_separately)
     monkeypatch.setattr(storage, "open_filesystem", open_filesystem)
+    monkeypatch.setattr(storage, "SCHEMES", (*storage.SCHEMES, "memory"))
 
 
 @pytest.fixture

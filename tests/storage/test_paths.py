@@ -1,10 +1,17 @@
 """Remote paths and file operations on an object store: pathlib interface, whole objects, retries."""
 
+import os
+import socket
+import tempfile
+
 import pytest
 
+from mmray import cli
+from mmray.cli.console import Terminal
+from mmray.cluster import connect
 from mmray.config import Run
 from mmray.errors import UsageError
-from mmray.storage import storage
+from mmray.storage import paths, storage
 from mmray.storage.paths import (
     RemotePath,
     append_line,
@@ -132,4 +139,30 @@ def test_credentials_are_refused_without_repeating_them(address):
 )
 def test_only_storage_schemes_are_opened(address):
     with pytest.raises(UsageError, match=r"cannot be opened: use a local path or an address with file, s3, gs"):
-        Storage(address).listdir()
+        Storage(address)
+
+
+def test_prepare_of_an_unknown_scheme_connects_to_nothing(capfd, monkeypatch):
+    monkeypatch.setattr(connect, "ray_session", lambda *_: pytest.fail("Ray was started"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/rows.jsonl"
+        for arguments in ([address, "out"], ["rows.jsonl", address]):
+            assert cli.run(["prepare", *arguments], Terminal()) == 2
+            assert f"{address} cannot be opened: use a local path" in " ".join(capfd.readouterr().err.split())
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_temp_dir_in_use_is_kept_and_that_of_a_dead_process_deleted(tmp_path, monkeypatch):
+    """A run on an object store keeps its log in one for days."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    old = tmp_path / f"{paths.TEMP_DIR_PREFIX}dead"
+    old.mkdir()
+    (tmp_path / f"{paths.TEMP_DIR_PREFIX}link").symlink_to(tmp_path, target_is_directory=True)
+    with paths.temp_dir() as used:
+        for folder in (old, used, tmp_path):
+            os.utime(folder, (0, 0))
+        with paths.temp_dir():
+            assert used.exists() and not old.exists() and tmp_path.exists()
+    assert not used.exists()

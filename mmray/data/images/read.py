@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from mmray.data.formats.rows import BadRow, ImageRef
+from mmray.data.formats.rows import BadRow, ImageRef, is_safe_path
 from mmray.storage.storage import ByteRange, RangeReader, Storage, coalesce_ranges, parallel_map, with_retries
 
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
@@ -22,10 +22,11 @@ def read_image(storage: Storage, image: ImageRef) -> bytes:
     """Return the encoded bytes of an image. Raises BadRow (stage `read`) or OSError."""
     if image.data is not None:
         return image.data
+    _check_reference(image)
     if image.length is None:
         return read_file(storage, str(image.file))
     if storage.local_path is not None:
-        _checked_size(storage, str(image.file))  # rejects links that leave the folder, and pipes
+        _checked_size(storage, str(image.file))
     with storage.open(str(image.file)) as file:
         file.seek(image.offset)
         return bytes(file.read(image.length))
@@ -43,6 +44,7 @@ def read_images(storage: Storage, images: Sequence[ImageRef], reader: RangeReade
     numbers_of: dict[str, list[int]] = {}
     for number, image in enumerate(images):
         if image.length is not None:
+            _check_reference(image)
             numbers_of.setdefault(str(image.file), []).append(number)
     reads = []
     for file, numbers in numbers_of.items():
@@ -77,6 +79,15 @@ def read_file(storage: Storage, name: str) -> bytes:
         if error.errno not in _BAD_NAME_ERRNOS:
             raise
         raise BadRow("read", "unreadable", f"{name}: {error}") from None
+
+
+def _check_reference(image: ImageRef) -> None:
+    """Raise BadRow if the reference is not to bytes of a file inside the folder: a set may be somebody else's."""
+    if not is_safe_path(str(image.file)):
+        raise BadRow("read", "path", f"{str(image.file)[:200]!r} is not a path inside the folder of the source")
+    if image.offset < 0 or not 0 <= (image.length or 0) <= MAX_IMAGE_BYTES:
+        what = f"{image.length} bytes from byte {image.offset}"
+        raise BadRow("read", "path", f"{image.file}: {what} is not a byte range of at most {MAX_IMAGE_BYTES} bytes")
 
 
 @contextmanager

@@ -98,8 +98,7 @@ def _run_item(batch: dict[str, np.ndarray], work: Work) -> dict[str, np.ndarray]
     except MmrayError as error:
         result = {"error": type(error).__name__, "message": str(error)}
     except Exception as error:  # noqa: BLE001 - the driver raises it
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        location = f"{frame.filename}:{frame.lineno} in {frame.name}"
-        message = f"prepare failed: {''.join(traceback.format_exception_only(error)).strip()} ({location})"
-        result = {"error": "MmrayError", "message": f"{message}. {RESUME_HINT}"}
+        cause = traceback.format_exception_only(error)[-1].strip()
+        message = f"prepare failed: {cause}. {RESUME_HINT}\n{traceback.format_exc().rstrip()}"
+        result = {"error": "MmrayError", "message": message}
     return {"result": np.array([orjson.dumps(result).decode()])}

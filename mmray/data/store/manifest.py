@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from mmray.data.formats.rows import is_safe_path
 from mmray.errors import DataError
 from mmray.storage.storage import Storage
 
@@ -101,6 +102,8 @@ def read_manifest(storage: Storage) -> Manifest | None:
             )
         values = {name: value for name, value in values.items() if name in Manifest.__dataclass_fields__}
         values["shards"] = tuple(Shard.from_json(item) for item in values["shards"])
+        if outside := [shard.file for shard in values["shards"] if not is_safe_path(shard.file)]:
+            raise ValueError(f"the shard {outside[0]!r} is outside the folder of the set")
         return Manifest(**values | {"class_names": tuple(values["class_names"])})
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from mmray.data.formats.rows import ImageRef, is_safe_path
+from mmray.data.formats.rows import ImageRef
 from mmray.data.images.read import read_images
 from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import (
@@ -213,6 +213,8 @@ class PreparedSet:
             if storage.listdir(CHUNK_RECORDS):
                 raise DataError(f"{path} is not complete: rerun the same `mmray prepare` command to finish it")
             raise DataError(f"{path} is not a prepared set (no {MANIFEST}): run `mmray prepare SOURCE {path}`")
+        if "address" in manifest.source:
+            Storage(manifest.source["address"])  # raises UsageError for an invalid one
         if storage.local_path is not None:  # only range reads need the offsets, and they are most of a pickled manifest
             manifest = replace(manifest, shards=tuple(replace(shard, batches="") for shard in manifest.shards))
         split = split if manifest.splits else None
@@ -256,9 +258,6 @@ class PreparedSet:
         """
         out: list[Row] = self._read_batches(rows)
         with_refs = [(row, row.ref) for row in out if row.ref]
-        for _, ref in with_refs:
-            if not is_safe_path(ref["file"]):  # an untrusted set must not refer to files outside its source
-                raise ValueError(f"{self.storage.address} refers to {ref['file']!r} outside its source folder")
         if with_refs:
             image_refs = [ImageRef(ref["file"], **ref) for _, ref in with_refs]
             images = read_images(self.image_storage, image_refs, self._image_reader)

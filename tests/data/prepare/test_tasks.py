@@ -1,11 +1,13 @@
-"""Number of concurrent tasks on a machine for which Ray counts more CPUs than it has cores."""
+"""Number of concurrent tasks where Ray counts more CPUs than there are cores; errors of a task."""
 
 import time
 
 import pytest
+import ray
 
 from mmray.cluster import placement
 from mmray.data.prepare.tasks import map_tasks
+from mmray.errors import MmrayError
 
 
 def task(item):
@@ -21,3 +23,25 @@ def test_at_most_one_more_worker_than_cores(local_ray, monkeypatch, cores, count
     assert sorted(answer["item"] for answer in answers) == list(range(count))
     at_once = [sum(a["began"] <= other["began"] < a["ended"] for a in answers) for other in answers]
     assert max(at_once) == most
+
+
+def faulty(item):
+    return {"item": item["missing"]}
+
+
+def test_exception_of_our_code_is_raised_with_its_traceback(local_ray):
+    line = faulty.__code__.co_firstlineno + 1
+    with pytest.raises(MmrayError, match=r"prepare failed: KeyError: 'missing'\.") as error:
+        list(map_tasks(faulty, [{}]))
+    assert error.type is MmrayError and f'{__file__}", line {line}, in faulty' in str(error.value)
+
+
+def test_task_that_cannot_start_is_not_a_dead_worker(local_ray, monkeypatch):
+    """RayTaskError is a RayError."""
+
+    def rows(_):
+        raise ray.exceptions.RayTaskError("task", "traceback", ImportError("no module"))
+
+    monkeypatch.setattr(ray.data.Dataset, "iter_rows", rows)
+    with pytest.raises(ray.exceptions.RayTaskError):
+        list(map_tasks(faulty, [{}]))

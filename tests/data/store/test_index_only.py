@@ -12,7 +12,7 @@ from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
-from mmray.errors import DataError
+from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Storage
 from tests.data.formats import test_formats as formats
 from tests.data.formats.test_formats import COUNT, colour_image, prepared, text
@@ -97,17 +97,47 @@ def test_check_full_finds_more_than_header_and_none(tmp_path):
     }  # fmt: skip
 
 
+def foreign_set(folder, source, **ref):
+    """An index-only set that somebody else wrote: one row, which refers to a file of `source`."""
+    storage = Storage(str(folder))
+    storage.mkdir()
+    stored = Row("row", b"", ["text"], ref={"file": "a.png", "offset": 0, "length": None} | ref)
+    shard = write_shard([stored], storage, "0.arrow", None)
+    settings, origin = {"index_only": True}, {"address": str(source)}
+    storage.write(MANIFEST, Manifest(1, 1, 0, {}, {}, "", None, origin, settings, (shard,)).to_json())
+    return storage.address
+
+
 @pytest.mark.parametrize("file", ["../../secret", "/etc/hostname", "http://host/x", "link"])
 @pytest.mark.parametrize("length", [None, 5])
 def test_references_outside_the_source_folder_are_refused(tmp_path, file, length):
     (tmp_path / "secret").write_bytes(b"secret")
-    storage, source = Storage(str(tmp_path / "set" / "index")), tmp_path / "set" / "source"
-    storage.mkdir()
-    source.mkdir()
+    source = tmp_path / "set" / "source"
+    source.mkdir(parents=True)
     (source / "link").symlink_to(tmp_path / "secret")
-    stored = Row("row", b"", ["text"], ref={"file": file, "offset": 0, "length": length})
-    shard = write_shard([stored], storage, "0.arrow", None)
-    settings, origin = {"index_only": True}, {"address": str(source)}
-    storage.write(MANIFEST, Manifest(1, 1, 0, {}, {}, "", None, origin, settings, (shard,)).to_json())
-    with pytest.raises((BadRow, ValueError), match=r"outside its source folder|leaves the folder|out of the folder"):
-        PreparedSet.open(storage.address).read(np.array([0]))
+    address = foreign_set(tmp_path / "set" / "index", source, file=file, length=length)
+    with pytest.raises(BadRow, match=r"read path: .*(not a path inside|symbolic link out of) the folder of the source"):
+        PreparedSet.open(address).read(np.array([0]))
+
+
+@pytest.mark.parametrize("span", [(0, 5), (-1, 5), (0, -1), (0, 2**40)])
+def test_invalid_byte_ranges_are_refused_on_disk_and_store(tmp_path, memory, span):
+    """On a store as on a disk; (0, 5) is a range of a file outside the folder."""
+    file, (offset, length) = "../secret" if span == (0, 5) else "a.png", span
+    (tmp_path / "raw").mkdir()
+    for source in (tmp_path / "raw", f"{memory}/raw"):
+        for name in ("a.png", "../secret"):
+            Storage(str(source)).write(name, b"0123456789")
+        address = foreign_set(tmp_path / "index", source, file=file, offset=offset, length=length)
+        with pytest.raises(BadRow, match=r"read path: .*(not a path inside the folder|not a byte range of at most)"):
+            PreparedSet.open(address).read(np.array([0]))
+
+
+def test_foreign_set_opens_no_connection_and_no_shard_outside(tmp_path):
+    address = foreign_set(tmp_path / "a", "http://127.0.0.1:9/raw")
+    with pytest.raises(UsageError, match=r"http://127.0.0.1:9/raw cannot be opened: use a local path"):
+        PreparedSet.open(address)
+    storage = Storage(foreign_set(tmp_path / "b", tmp_path))
+    storage.write(MANIFEST, storage.read(MANIFEST).replace(b'"0.arrow"', b'"../a/0.arrow"'))
+    with pytest.raises(DataError, match=r"the shard '\.\./a/0\.arrow' is outside the folder of the set"):
+        PreparedSet.open(storage.address)
