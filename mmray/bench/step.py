@@ -34,6 +34,7 @@ from mmray.engine.run_state import Callback, LoopResult, TrainSpec
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
+from mmray.train.validate import unsupported_reasons
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -95,6 +96,8 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     """Measure both loops in `pairs` pairs of windows with one micro-batch per step. Raises UsageError."""
     if config.objective.kind != "contrastive":
         raise UsageError(f"bench step supports objective.kind `contrastive` only, got `{config.objective.kind}`")
+    if reasons := unsupported_reasons(config):
+        raise UsageError("\n".join(reasons))
     micro, workers = resolve_batch_shape(config.batch, config.cluster.max_workers).micro, config.cluster.max_workers
     rows = spawn_workers(partial(_measure_pairs, micro=micro, pairs=pairs, window_s=window_s), config)
     ratios = [row["loop_vs_bare"] for row in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -23,6 +24,11 @@ Temperature = Annotated[float, Field(gt=0.001, le=1, description="Initial temper
 LogitBias = Annotated[float | None, Field(description="Initial bias of the scores (objective `sigmoid`); None: none.")]
 RGB = tuple[float, float, float]
 MaxTokens = Annotated[int, Field(ge=4, le=8192, description="Maximum number of tokens of a text; longer ones are cut.")]
+
+
+CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
+GROUP_CHANNELS = 8  # as in models/encoders/image.py
+_TERM = re.compile(r"(?:(\d+(?:\.\d*)?(?:e-?\d+)?|\.\d+)\s*\*)?\s*([A-Za-z_][\w.:]*)$")
 
 
 def _absolute(weights: str) -> str:
@@ -112,8 +118,35 @@ class Model(Section, settings_prefix="model"):
     lora: Lora = Lora()
 
     def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
-        """Return the model with vocabulary size and padding token of its tokenizer, unless they are set."""
+        """Return the model with vocabulary size and padding token of its tokenizer, unless set. Raises UsageError."""
+        if 0 < self.vocab_size < vocab_size:
+            raise UsageError(
+                f"model.vocab_size: {self.vocab_size} embedding rows are too few for a tokenizer of {vocab_size} "
+                "tokens; set 0 or a larger number"
+            )
         return self.replace(vocab_size=self.vocab_size or vocab_size)
+
+    def unsupported_reasons(self) -> list[str]:
+        """Reasons why no such model can be built, each with a fix; empty if the settings are supported."""
+        return []
+
+
+def _head_reasons(*parts: Any) -> list[str]:
+    return [
+        f"{part.settings_prefix}.heads: {part.heads} heads do not divide the width of {part.width}; change one of them"
+        for part in parts
+        if part.width % part.heads
+    ]
+
+
+def _patch_reasons(side: int, patch: int) -> list[str]:
+    problem = f"patches of {patch} pixels do not tile an image of {side} pixels (model.inputs.image_side)"
+    return [f"model.image.patch: {problem}; change one of them"] if side % patch else []
+
+
+def _pretrained_reasons(setting: str, weights: str) -> list[str]:
+    problem = "only the ResNets of model.image.name have a default; set `none`, a hub name or a local path"
+    return [f"{setting}: `pretrained` names no weights, {problem}"] if weights == "pretrained" else []
 
 
 class EmbeddingModel(Model):
@@ -159,6 +192,39 @@ class TowerModel(EmbeddingModel):
         "local", description="Batch-norm statistics: per worker, frozen at those of the weights, or synced (GPU only)."
     )
 
+    def unsupported_reasons(self) -> list[str]:
+        text = _pretrained_reasons("model.text.weights", self.text.weights)
+        return self._image_reasons() + text + (_head_reasons(self.text) if self.text.weights == "none" else [])
+
+    def _image_reasons(self) -> list[str]:
+        image, side = self.image, self.inputs.image_side
+        if image.name.startswith("resnet"):
+            if self.batch_norm == "frozen" and image.weights == "none":
+                return [
+                    "model.batch_norm: `frozen` needs the running statistics of trained weights, but "
+                    "model.image.weights is `none`. Set model.batch_norm to `local`, or model.image.weights to "
+                    "`pretrained` or a file"
+                ]
+            return []
+        if image.name == "transformers":
+            if image.weights in ("none", "pretrained"):
+                return [
+                    "model.image.weights: model.image.name `transformers` takes its shape from the weights; set a "
+                    f"directory saved by transformers, or a hub name (got `{image.weights}`)"
+                ]
+            return []
+        reasons = _pretrained_reasons("model.image.weights", image.weights)
+        if image.name == "vit":
+            return reasons + _head_reasons(image) + _patch_reasons(side, image.patch)
+        if image.width % GROUP_CHANNELS:
+            reasons.append(f"model.image.width: the convnet needs a multiple of {GROUP_CHANNELS} (got {image.width})")
+        if side < (least := 2 ** (image.depth + 1)):
+            reasons.append(
+                f"model.image.depth: {image.depth} stages need images of at least {least} pixels, not {side}. Reduce "
+                "the depth or increase model.inputs.image_side"
+            )
+        return reasons
+
 
 class TwoTower(TowerModel):
     """Dual encoder: image and text towers with one embedding space and a contrastive loss."""
@@ -185,6 +251,9 @@ class Fusion(TowerModel):
     regions: bool = Field(False, description="Region head that scores boxes against label texts (`region_text`).")
     region_labels: tuple[str, ...] = Field((), description="Names of the box labels 0, 1, ...; empty: the set's.")
 
+    def unsupported_reasons(self) -> list[str]:
+        return super().unsupported_reasons() + _head_reasons(self.cross)
+
 
 class ClipImage(Section, settings_prefix="model.image"):
     """Image encoder of CLIP or SigLIP; pretrained weights define its shape."""
@@ -203,12 +272,32 @@ class ClipText(Section, settings_prefix="model.text"):
     heads: Heads = 8
 
 
-class ClipFamily(EmbeddingModel):
-    """Base of transformers' CLIP and SigLIP."""
+class HfModel(Model):
+    """Base of models that are one class of transformers."""
 
     weights: Weights = Field(
         "none", description="`none`, a folder saved by transformers, a hub name, or an open_clip checkpoint (clip)."
     )
+
+    @property
+    def is_checkpoint_file(self) -> bool:
+        """Whether `weights` is a file, not a folder or a name."""
+        file = Path(self.weights).expanduser()
+        return file.suffix in CHECKPOINT_SUFFIXES and not file.is_dir()
+
+    def unsupported_reasons(self) -> list[str]:
+        model: Any = self
+        if self.is_checkpoint_file and self.kind != "clip":
+            problem = "is a checkpoint file, which only model.kind `clip` loads; set a folder or a hub name"
+            return [f"model.weights: {self.weights} {problem}"]
+        if self.weights != "none" and not self.is_checkpoint_file:  # the weights define the shape
+            return _pretrained_reasons("model.weights", self.weights)
+        return _head_reasons(model.image, model.text) + _patch_reasons(self.inputs.image_side, model.image.patch)
+
+
+class ClipFamily(HfModel, EmbeddingModel):
+    """Base of transformers' CLIP and SigLIP."""
+
     image: ClipImage = ClipImage()
     text: ClipText = ClipText()
     patch_dropout: float = Field(0.0, ge=0, lt=1, description="Share of image patches dropped in training.")
@@ -245,12 +334,11 @@ class Decoder(ClipText):
     depth: Depth = 8
 
 
-class Generative(Model):
+class Generative(HfModel):
     """transformers' LLaVA: image features in Llama's token sequence; the loss covers the assistant's messages."""
 
     kind: Annotated[Literal["generative"], _KIND] = "generative"
     inputs: ChatInputs = ChatInputs()
-    weights: Weights = Field("none", description="`none`, a folder saved by transformers, or a hub name.")
     image: ClipImage = ClipImage(patch=16)
     text: Decoder = Decoder()
 
@@ -293,6 +381,9 @@ AnyModel = Annotated[
 ]
 
 
+OBJECTIVES = ("contrastive", "sigmoid", "matching", "classification", "region_text", "language_modelling")
+
+
 class Objective(Section, settings_prefix="objective"):
     """Training objective."""
 
@@ -301,3 +392,32 @@ class Objective(Section, settings_prefix="objective"):
         description="`contrastive`, `sigmoid`, `matching`, `classification`, `region_text`, `language_modelling`, your "
         "own `package.module:Class`, or a sum such as `contrastive + 0.5 * matching`.",
     )
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Weight of each objective: {contrastive: 1, matching: 0.5} of `contrastive + 0.5 * matching`."""
+        return parse_terms(self.kind)
+
+    @field_validator("kind")
+    @classmethod
+    def _check_terms(cls, kind: str) -> str:
+        for name in parse_terms(kind):
+            if name not in OBJECTIVES and ":" not in name:
+                known = ", ".join(OBJECTIVES)
+                raise ValueError(f"no `{name}`; use one of {known}, or name your own class as package.module:Class")
+        return kind
+
+
+def parse_terms(kind: str) -> dict[str, float]:
+    """Parse `contrastive + 0.5 * matching` into names and weights. Raises ValueError."""
+    terms: dict[str, float] = {}
+    for text in kind.split("+"):
+        match = _TERM.match(text.strip())
+        weight = float(match[1] or 1) if match else 0.0
+        if match is None or weight == 0 or match[2] in terms:
+            raise ValueError(
+                f"cannot parse `{text.strip()}` in `{kind}`. Write an objective or a sum of different ones, for "
+                "example `contrastive` or `contrastive + 0.5 * matching`."
+            )
+        terms[match[2]] = weight
+    return terms

@@ -33,13 +33,10 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
     vocab_size: tokens of the tokenizer; a larger `model.vocab_size` sets the embedding rows. architecture: see
     `Architecture`. A user's class is called with (spec, vocab_size). Raises UsageError.
     """
-    if 0 < spec.vocab_size < vocab_size:
-        raise UsageError(
-            f"model.vocab_size: {spec.vocab_size} embedding rows are too few for a tokenizer of {vocab_size} tokens; "
-            "set 0 or a larger number"
-        )
     rows = spec.vocab_size or vocab_size
     if spec.kind in BUILT_IN:
+        if architecture is None and (reasons := spec.unsupported_reasons()):  # train/validate.py checks this earlier
+            raise UsageError("\n".join(reasons))
         model: nn.Module = BUILT_IN[spec.kind](spec, rows, architecture)
     else:
         model = plugins.load_class(spec.kind, "model.kind", tuple(BUILT_IN))(spec, rows)

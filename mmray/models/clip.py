@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmray.errors import UsageError
 from mmray.models.protocol import Architecture
-from mmray.models.weights import HfModel, patch_config, transformer_config
+from mmray.models.weights import HfModel, transformer_config, vision_config
 
 if TYPE_CHECKING:
     from mmray.config import Clip as ClipModelConfig
@@ -172,7 +172,7 @@ def _hf_configs(spec: Any, vocab_size: int) -> tuple[dict[str, Any], dict[str, A
     """transformers' config values of the text and the vision model; the ids of special tokens are set at export."""
     sizes = {"max_position_embeddings": spec.inputs.max_tokens, "vocab_size": vocab_size}
     text = transformer_config(spec.text) | sizes | {"bos_token_id": None, "eos_token_id": None}
-    return text, transformer_config(spec.image) | patch_config(spec.inputs.image_side, spec.image.patch)
+    return text, vision_config(spec)
 
 
 class VisionBranch(nn.Module):

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from mmray.errors import UsageError
 from mmray.models.clip import NormalizePixels
 from mmray.models.protocol import Architecture
-from mmray.models.weights import WEIGHTS_SETTING, HfModel, patch_config, transformer_config
+from mmray.models.weights import WEIGHTS_SETTING, HfModel, transformer_config, vision_config
 
 if TYPE_CHECKING:
     from mmray.config import Generative as GenerativeConfig
@@ -85,13 +85,14 @@ class Generative(HfModel, nn.Module):
     def default_hf_config(spec: GenerativeConfig, vocab_size: int) -> Any:
         from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
-        patches = patch_config(spec.inputs.image_side, spec.image.patch)
-        text = transformer_config(spec.text)
+        text, num_patches = transformer_config(spec.text), (spec.inputs.image_side // spec.image.patch) ** 2
+        # Llama has no weights for positions; 2048 is the default of transformers.
+        text["max_position_embeddings"] = max(2048, spec.inputs.max_tokens + num_patches)
         ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # set at export
         return LlavaConfig(
-            vision_config=CLIPVisionConfig(**transformer_config(spec.image), **patches),
+            vision_config=CLIPVisionConfig(**vision_config(spec)),
             text_config=LlamaConfig(vocab_size=vocab_size, **text, **ends),
-            image_seq_length=(patches["image_size"] // patches["patch_size"]) ** 2,
+            image_seq_length=num_patches,
             image_token_index=0,
             vision_feature_layer=-1,
         )

@@ -20,7 +20,6 @@ from mmray.models.protocol import Architecture
 
 WEIGHTS_SETTING = "model.weights"
 HAVE_POOLER_OPTION = ("vit", "bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert")
-CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
 READ_ERRORS = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError)
 
 
@@ -168,14 +167,10 @@ class HfModel:
             net = model_class(model_class.config_class.from_dict(architecture["config"]))
         elif spec.weights == "none" or architecture is not None:
             net = model_class(cls.default_hf_config(spec, vocab_size))
-        elif Path(spec.weights).suffix not in CHECKPOINT_SUFFIXES or Path(spec.weights).expanduser().is_dir():
+        elif not spec.is_checkpoint_file:
             config = load_config(WEIGHTS_SETTING, spec.weights, (model_class.config_class.model_type,))
             net = load_model(WEIGHTS_SETTING, spec.weights, model_class, config)
             add_language_rows(net, vocab_size, token)
-        elif spec.kind != "clip":
-            raise UsageError(
-                f"{WEIGHTS_SETTING}: {spec.weights} is a checkpoint file, which only model.kind `clip` loads"
-            )
         else:
             state = open_clip_to_hf(read_state_dict(WEIGHTS_SETTING, spec.weights))
             embedding = state.get(OPEN_CLIP_NAMES["token_embedding.weight"])
@@ -242,9 +237,7 @@ def open_clip_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def transformer_config(part: Any) -> dict[str, Any]:
-    """transformers' config values for the width, depth and heads of an encoder section. Raises UsageError."""
-    if part.width % part.heads:
-        raise UsageError(f"{part.settings_prefix}.heads: {part.heads} heads do not divide the width of {part.width}")
+    """transformers' config values for the width, depth and heads of an encoder section."""
     return {
         "hidden_size": part.width,
         "num_hidden_layers": part.depth,
@@ -253,8 +246,6 @@ def transformer_config(part: Any) -> dict[str, Any]:
     }
 
 
-def patch_config(side: int, patch: int) -> dict[str, Any]:
-    """transformers' config values for image and patch side in pixels. Raises UsageError."""
-    if side % patch:
-        raise UsageError(f"model.image.patch: patches of {patch} pixels do not tile an image of {side} pixels")
-    return {"image_size": side, "patch_size": patch}
+def vision_config(spec: Any) -> dict[str, Any]:
+    """transformers' config values for the image encoder of a model section."""
+    return transformer_config(spec.image) | {"image_size": spec.inputs.image_side, "patch_size": spec.image.patch}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,39 +26,23 @@ BUILT_IN: dict[str, Callable[[ObjectiveConfig], Any]] = {
     "region_text": lambda _: RegionText(),
     "language_modelling": lambda _: LanguageModelling(),
 }
-_TERM = re.compile(r"(?:(\d+(?:\.\d*)?(?:e-?\d+)?|\.\d+)\s*\*)?\s*([A-Za-z_][\w.:]*)$")
 REQUIRED = ("gathered_outputs", "scalar_output_names", "count", "compute_loss")
 
 
 def build(config: ObjectiveConfig) -> Any:
     """Build the objective named by `config.kind`. Raises UsageError."""
     terms = []
-    for name, weight in parse_terms(config.kind).items():
+    for name, weight in config.terms.items():
         if name in BUILT_IN:
             objective = BUILT_IN[name](config)
         else:
-            objective = plugins.load_class(name, "objective.kind", tuple(BUILT_IN))(config)
+            objective = plugins.load_class(name, "objective.kind")(config)
             if missing := [part for part in REQUIRED if not hasattr(objective, part)]:
                 raise UsageError(
                     f"objective.kind: `{name}` lacks {', '.join(missing)}; see mmray/objectives/protocol.py"
                 )
         terms.append(Term(name, weight, objective))
     return terms[0].objective if len(terms) == 1 and terms[0].weight == 1 else WeightedSum(terms)
-
-
-def parse_terms(kind: str) -> dict[str, float]:
-    """Parse `contrastive + 0.5 * matching` into names and weights. Raises UsageError."""
-    terms: dict[str, float] = {}
-    for text in kind.split("+"):
-        match = _TERM.match(text.strip())
-        weight = float(match[1] or 1) if match else 0.0
-        if match is None or weight == 0 or match[2] in terms:
-            raise UsageError(
-                f"objective.kind: cannot parse `{text.strip()}` in `{kind}`. Write an objective or a sum of different "
-                "ones, for example `contrastive` or `contrastive + 0.5 * matching`."
-            )
-        terms[match[2]] = weight
-    return terms
 
 
 class Term(NamedTuple):

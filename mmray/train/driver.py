@@ -6,16 +6,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from mmray import plugins
 from mmray.cluster.connect import ray_session
 from mmray.cluster.ray_internals import version_warning
 from mmray.config import Config
+from mmray.config.data import parse_mixture
 from mmray.data.store.manifest import QUARANTINE
 from mmray.data.store.prepared_set import PreparedMixture
+from mmray.engine.batch import resolve_batch_shape
 from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
-from mmray.storage.paths import AnyPath, merge_appended_lines
-from mmray.train import run_dir, trackers
+from mmray.storage.paths import AnyPath, merge_appended_lines, to_path
+from mmray.train import run_dir, trackers, validate
 from mmray.train.monitor import RunReporter
 from mmray.train.resolve import ResolvedRun, resolve_run
 from mmray.train.resources import check_capacity, check_storage, resource_demand
@@ -33,23 +36,33 @@ class RunOutcome:
 
 def train(config: Config, reporter: RunReporter) -> RunOutcome:
     """Train `config`, or resume its run. Raises MmrayError with its exit code."""
+    validate_settings(config)
     actors = 1 if config.data.workers == "auto" else config.data.workers
-    # torch takes seconds to import: it is imported while Ray starts.
-    with ray_session(config.cluster, actors, while_starting=partial(validate_settings, config)):
+    # Classes may import torch, which takes seconds: they are loaded while Ray starts.
+    with ray_session(config.cluster, actors, while_starting=partial(check_classes, config)):
         return _train(config, reporter)
 
 
 def validate_settings(config: Config) -> None:
-    """Raise UsageError for settings that contradict each other, before any data is read."""
-    from mmray import objectives
-    from mmray.engine.batch import resolve_batch_shape
-    from mmray.train import validate
-
+    """Raise UsageError for settings that contradict each other; uses neither Ray nor data nor weights."""
     resolve_batch_shape(config.batch, config.cluster.max_workers)
     if reasons := validate.unsupported_reasons(config):
         raise UsageError("\n".join(reasons))
+    sources = [config.data.eval, *(source for source, _ in parse_mixture(config.data.train))]
+    for address in filter(None, [*sources, config.data.cache, config.run.storage]):
+        to_path(address)  # raises UsageError for an address that cannot be opened
+
+
+def check_classes(config: Config) -> None:
+    """Raise UsageError for classes named in settings that cannot be loaded."""
+    from mmray import objectives
+
     trackers.check_trackers(config)
     objectives.build(config.objective)
+    for name in config.train.callbacks:
+        plugins.load_class(name, "train.callbacks")
+    if ":" in config.model.kind:
+        plugins.load_class(config.model.kind, "model.kind")
 
 
 def _train(config: Config, reporter: RunReporter) -> RunOutcome:

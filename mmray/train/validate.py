@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmray.objectives.build import parse_terms
-
 if TYPE_CHECKING:
     from mmray.config import Config
 
 TWO_TOWER_KINDS = ("two_tower", "clip", "siglip")  # model kinds of an image and a text branch that share only the loss
+HEADS = {  # objective: setting of `fusion`, with its value if it has such a head, and if not
+    "matching": ("matching", "True", "False"),
+    "classification": ("classes", "N", "0"),
+    "region_text": ("regions", "True", "False"),
+}
 
 
 def unsupported_reasons(config: Config) -> list[str]:
-    """Reasons, each with a fix; empty if the settings are supported."""
+    """Reasons, each with a fix; empty if the settings are supported. Imports no torch, so it can run before Ray."""
     train, kind, workers = config.train, config.model.kind, config.cluster.max_workers
     model: Any = config.model
-    reasons, batch_norm = evaluation_reasons(config), getattr(model, "batch_norm", "frozen")
-    region, head = "region_text" in parse_terms(config.objective.kind), bool(getattr(model, "regions", False))
+    reasons, batch_norm = config.model.unsupported_reasons(), getattr(model, "batch_norm", "frozen")
+    reasons += evaluation_reasons(config) + objective_reasons(config)
     if train.grad_compression != "none" and train.parallel != "ddp":
         reasons.append(
             f"train.grad_compression {train.grad_compression} needs `ddp`, not --train.parallel {train.parallel}"
@@ -43,14 +46,50 @@ def unsupported_reasons(config: Config) -> list[str]:
             reasons.append(f"{problem}; set model.text.dropout and model.patch_dropout to 0")
     if config.batch.micro == "auto" and batch_norm == "synced":
         reasons.append("batch.micro auto does not support model.batch_norm synced; set --batch.micro")
-    if region and kind != "fusion" and ":" not in kind:
-        reasons.append(f"objective region_text is for model.kind `fusion`, not `{kind}`; set --model.kind fusion")
-    if region and kind == "fusion" and not head:
-        reasons.append("objective region_text needs a head; set --model.regions True")
-    if head and not region:
-        reasons.append("model.regions: no objective trains it; add `+ region_text` to --objective.kind")
-    if (region or head) and not model.inputs.max_boxes:
+    if batch_norm == "synced" and config.cluster.accelerator == "cpu" and model.image.name.startswith("resnet"):
+        reasons.append("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` with --cluster.accelerator cpu")
+    branches = ("image", "text", "cross") if kind == "fusion" else ("image", "text")
+    if ":" not in kind and (unknown := [name for name in train.activation_checkpointing if name not in branches]):
+        problem = f"the model has no branch `{unknown[0]}`; it has {', '.join(branches)}"
+        reasons.append(f"train.activation_checkpointing: {problem}")
+    return reasons
+
+
+def objective_reasons(config: Config) -> list[str]:
+    """Reasons why the objective cannot train the model; the dry run (engine/memory_probe.py) checks user classes."""
+    model: Any = config.model
+    kind, terms, reasons = model.kind, config.objective.terms, list[str]()
+    if ("region_text" in terms or getattr(model, "regions", False)) and not model.inputs.max_boxes:
         reasons.append("objective region_text needs boxes in the batches; set --model.inputs.max-boxes, for example 32")
+    if ":" in kind:
+        return reasons
+    generative = kind == "generative"
+    for term in terms:
+        head, value, _ = HEADS.get(term, ("", "", ""))
+        if ":" not in term and generative != (term == "language_modelling"):
+            right = "language_modelling" if generative else "contrastive"
+            reasons.append(f"objective {term} is not for model.kind `{kind}`; set --objective.kind, such as {right}")
+        elif head and kind != "fusion":
+            reasons.append(f"objective {term} is for model.kind `fusion`, not `{kind}`; set --model.kind fusion")
+        elif head and not getattr(model, head):
+            reasons.append(f"objective {term} needs a head; set --model.{head} {value}")
+        elif term == "sigmoid" and model.logit_bias is None:
+            reasons.append("objective sigmoid needs a bias of the scores; set --model.logit-bias, for example -10")
+    if generative or config.optimizer.freeze or model.lora.rank or any(":" in term for term in terms):
+        return reasons  # weights without gradient may be frozen, or trained by the user's objective
+    for term, (head, _, off) in HEADS.items():
+        if getattr(model, head, False) and term not in terms:
+            advice = f"add `+ {term}` to --objective.kind, or set --model.{head} {off}"
+            reasons.append(f"model.{head}: no objective trains it; {advice}")
+    if model.logit_bias is not None and "sigmoid" not in terms:
+        reasons.append("model.logit_bias: only objective sigmoid trains it; set --model.logit-bias None")
+    if kind == "fusion" and not {"matching", "classification"} & terms.keys():
+        reasons.append("model.kind `fusion`: no objective trains its cross-attention; add `+ matching`")
+    if not {"contrastive", "sigmoid"} & terms.keys():
+        reasons.append(
+            f"objective.kind: `{config.objective.kind}` does not train the embeddings of images and texts; add "
+            "`+ contrastive`"
+        )
     return reasons
 
 

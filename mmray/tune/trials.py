@@ -13,6 +13,7 @@ from mmray.config import LENGTHS, Cluster, Config
 from mmray.config.search_space import Space, override_settings, setting_value
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import UsageError
+from mmray.train.validate import unsupported_reasons
 
 DEFAULT_STEPS = 40  # default length, in steps of the largest global batch
 LOG_LINES = 10  # metrics lines per trial; the first is warm-up, the others give the spread
@@ -50,6 +51,8 @@ def build_trials(base: Config, space: Space) -> list[Trial]:
         micro, workers = config.batch.micro, config.cluster.max_workers
         try:
             shape = resolve_batch_shape(config.batch, workers)
+            if conflicts := unsupported_reasons(config.with_cluster(workers=workers)):  # as in the trial
+                raise UsageError("; ".join(conflicts))
             if isinstance(micro, int) and shape.micro < micro:
                 limit = f"{shape.micro} rows per worker (batch.global {shape.global_rows} on {workers} workers)"
                 raise UsageError(f"batch.micro {micro} is more than {limit}")

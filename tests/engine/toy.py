@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmray import objectives
+from mmray.config.model import Objective, parse_terms
 from mmray.data.stream.collate import IGNORE_INDEX, Batch
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop, optimizer
@@ -22,7 +23,6 @@ from mmray.engine.parallel import strategy
 from mmray.engine.precision import Precision, micro_seed, seeded
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import LoopResult, TrainSpec, TrainState
-from mmray.objectives.build import parse_terms
 from mmray.objectives.contrastive import Contrastive, Sigmoid
 from mmray.objectives.matching import gumbel_noise
 
@@ -350,7 +350,7 @@ def reference_gradients(model: nn.Module, micro_batches: list[Batch], step: int,
 
 def objective(kind: str, chunk: int = 4):
     """An objective from objectives/build.py; `chunk` is small, so that sigmoid uses several chunks."""
-    built = objectives.build(SimpleNamespace(kind=kind))
+    built = objectives.build(Objective(kind=kind))
     if hasattr(built, "chunk_rows"):
         built.chunk_rows = chunk
     return built

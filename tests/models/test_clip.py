@@ -271,7 +271,6 @@ def test_open_clip_checkpoint_loads_with_equal_outputs(wrapped: bool, tmp_path: 
     [
         (spec_with("clip", image=ClipImage(width=30, heads=4)), r"model\.image\.heads: 4 heads do not divide"),
         (spec_with("clip", image=ClipImage(patch=12)), r"model\.image\.patch: patches of 12 pixels .* 32"),
-        (spec_with("clip", vocab_size=20), r"model\.vocab_size: 20 embedding rows are too few"),
         (spec_with("clip", weights="/no/such/place"), r"model\.weights: cannot load `/no/such/place`"),
         (spec_with("siglip", pad_id=999), r"model\.pad_id: 999 is not a token of a model with"),
         (spec_with("siglip", weights="/no/such/file.pt"), r"model\.weights: .*only model.kind `clip`"),
@@ -280,6 +279,11 @@ def test_open_clip_checkpoint_loads_with_equal_outputs(wrapped: bool, tmp_path: 
 def test_invalid_setting_is_named(spec: Model, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build(spec, VOCAB)
+
+
+def test_vocabulary_smaller_than_that_of_the_tokenizer_is_refused() -> None:
+    with pytest.raises(UsageError, match=rf"model\.vocab_size: 20 embedding rows are too few for a .* {VOCAB} tokens"):
+        spec_with("clip", vocab_size=20).with_vocab(VOCAB, None)
 
 
 def test_incompatible_weights_raise(tmp_path: Path) -> None:

@@ -59,21 +59,6 @@ def test_convnet_features_depend_on_position() -> None:
     assert torch.equal(tower.train()(here), tower.eval()(here))
 
 
-@pytest.mark.parametrize(
-    ("spec", "batch_norm", "message"),
-    [
-        (ImageTower(name="convnet", width=16, depth=6), "local", r"depth: 6 stages need images of at least 128 pixels"),
-        (ImageTower(name="vit", width=30, heads=4), "local", r"heads: 4 heads do not divide the width of 30"),
-        (ImageTower(name="vit", weights="pretrained"), "local", r"model\.image\.weights: no file pretrained"),
-        (ImageTower(name="transformers"), "local", r"takes its shape from the weights; .* \(got `none`\)"),
-        (ImageTower(name="resnet18"), "frozen", r"model\.batch_norm: `frozen`.*model\.image\.weights is `none`"),
-    ],
-)
-def test_invalid_setting_is_named(spec: ImageTower, batch_norm: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        build_image_tower(spec, 64, batch_norm)
-
-
 @pytest.mark.parametrize("name", ["net.safetensors", "net.pth"])
 def test_weights_load_from_a_file_without_the_classifier(tmp_path: Path, name: str) -> None:
     """Frozen BatchNorm keeps its statistics, so rows are independent."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 
 from mmray import objectives
+from mmray.config import Objective
 from mmray.errors import UsageError
 from mmray.objectives.contrastive import CHUNK, Contrastive
 from mmray.objectives.protocol import split_objective
 
 
-def kind(name: str) -> SimpleNamespace:
-    return SimpleNamespace(kind=name)
+def kind(name: str) -> Objective:
+    return Objective(kind=name)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from mmray.models.weights import (
     build_hf_encoder,
     load_config,
     load_state,
-    patch_config,
     read_state_dict,
     transformer_config,
 )
@@ -39,13 +38,13 @@ def build_image_tower(
     load_into: nn.Module
     read_weights = architecture is None and spec.weights != "none"
     if spec.name == "convnet":
-        tower = load_into = ConvNet(spec.width, spec.depth, image_side)
+        tower = load_into = ConvNet(spec.width, spec.depth)
     else:
         if spec.name in ("transformers", "vit"):
             net, width, prefix = _hf_network(spec, image_side, architecture)
             read_weights = read_weights and spec.name == "vit"
         else:
-            net, width, prefix = _resnet(spec, batch_norm, read_weights)
+            net, width, prefix = _resnet(spec, read_weights)
             read_weights = read_weights and spec.weights != "pretrained"
         load_into = net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if batch_norm == "synced" else net
         tower = Backbone(net, width, prefix, frozen=batch_norm == "frozen")
@@ -117,12 +116,8 @@ def _hf_network(spec: ImageTower, image_side: int, architecture: Architecture) -
     if architecture:
         config = AutoConfig.for_model(**architecture["image"])
     elif spec.name == "vit":
-        config = ViTConfig(**transformer_config(spec), **patch_config(image_side, spec.patch), layer_norm_eps=1e-6)
-    elif spec.weights in ("none", "pretrained"):
-        raise UsageError(
-            f"{WEIGHTS_SETTING}: model.image.name `transformers` takes its shape from the weights; set a directory "
-            f"saved by transformers, or a hub name (got `{spec.weights}`)"
-        )
+        sizes: Any = {"image_size": image_side, "patch_size": spec.patch}
+        config = ViTConfig(**transformer_config(spec), **sizes, layer_norm_eps=1e-6)
     else:
         config = load_config(WEIGHTS_SETTING, spec.weights, HF_TYPES)
         weights = spec.weights if architecture is None else None
@@ -144,13 +139,8 @@ def _hf_network(spec: ImageTower, image_side: int, architecture: Architecture) -
     return (net, config.hidden_sizes[-1], 0) if config.model_type == "resnet" else (net, config.hidden_size, 1)
 
 
-def _resnet(spec: ImageTower, batch_norm: str, read_weights: bool) -> tuple[Any, int, int]:
+def _resnet(spec: ImageTower, read_weights: bool) -> tuple[Any, int, int]:
     """A torchvision ResNet (He et al. 2016) that returns its flattened feature map; `pretrained` weights or none."""
-    if batch_norm == "frozen" and spec.weights == "none":
-        raise UsageError(
-            "model.batch_norm: `frozen` needs the running statistics of trained weights, but model.image.weights is "
-            "`none`. Set model.batch_norm to `local`, or model.image.weights to `pretrained` or a file"
-        )
     from torchvision.models import get_model, get_model_weights
 
     weights: Any = get_model_weights(spec.name).DEFAULT if read_weights and spec.weights == "pretrained" else None
@@ -174,15 +164,8 @@ class ConvNet(ImageEncoder):
     channels (CoordConv, Liu et al. 2018, arXiv:1807.03247), which keep positions through the maximum.
     """
 
-    def __init__(self, channels: int, depth: int, image_side: int) -> None:
+    def __init__(self, channels: int, depth: int) -> None:
         super().__init__()
-        if channels % GROUP_CHANNELS:
-            raise UsageError(f"model.image.width: the convnet needs a multiple of {GROUP_CHANNELS} (got {channels})")
-        if image_side < 2 ** (depth + 1):
-            raise UsageError(
-                f"model.image.depth: {depth} stages need images of at least {2 ** (depth + 1)} pixels, not "
-                f"{image_side}. Reduce the depth or increase model.inputs.image_side"
-            )
         self.width = channels * depth
         half = GROUP_CHANNELS * math.ceil(channels / 2 / GROUP_CHANNELS)
         sizes = [half, *(channels * stage for stage in range(1, depth + 1))]
