@@ -26,7 +26,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.stream.stream import StreamDataConfig
-from mmray.data.text.tokenizer import load_tokenizer
+from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 from mmray.machine import cores
 

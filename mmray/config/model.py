@@ -52,7 +52,8 @@ class Inputs(Section, settings_prefix="model.inputs"):
     )
     tokenizer: str = Field(
         "trained",
-        description="`trained` (by prepare), a folder with tokenizer.json, a WordPiece vocab.txt, a hub name.",
+        description="`trained` (by prepare), a folder or file (tokenizer.json, vocab.txt, vocab.json with merges.txt, "
+        "CLIP's bpe_simple_vocab_16e6.txt.gz, a SentencePiece .model), or a hub name.",
     )
     max_tokens: MaxTokens = 64
     language_token: str = Field(

@@ -13,7 +13,8 @@ from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
 from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
 from mmray.data.text.chat import build_encoder, extend_tokenizer
-from mmray.data.text.tokenizer import declared_pad_id, load_tokenizer
+from mmray.data.text.tokenizer import declared_pad_id
+from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import UsageError
 from mmray.train.monitor import RunReporter

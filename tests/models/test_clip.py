@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import mmray
 from mmray.config import Clip, ClipImage, ClipText, Inputs, Model, Siglip
 from mmray.data.images.transform import resize_to_square
-from mmray.data.text.tokenizer import TextEncoder, declared_pad_id, load_tokenizer, train_tokenizer
+from mmray.data.text.tokenizer import TextEncoder, declared_pad_id, train_tokenizer
+from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.export.export import export

@@ -6,26 +6,23 @@ Only `tokenizers` is imported, because transformers would slow down the start of
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import AddedToken, BertWordPieceTokenizer, Tokenizer
 
 from mmray.data.formats.rows import BadRow
-from mmray.errors import UsageError, first_line
+from mmray.errors import UsageError
 
 if TYPE_CHECKING:
     from mmray.data.store.prepared_set import Row
 
 MAX_CAPTION_BYTES = 64 * 1024
 MAX_TRAINING_TEXTS = 1_000_000  # more hardly change a vocabulary of some thousand tokens, and all are in memory
-TOKENIZER, VOCABULARY, TOKENIZER_CONFIG = "tokenizer.json", "vocab.txt", "tokenizer_config.json"
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode category Cc, which is stable
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
@@ -155,77 +152,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     return str(BertWordPieceTokenizer(tokenizer.get_vocab(), lowercase=True).to_str())
 
 
-def load_tokenizer(name: str, trained_tokenizer_json: str | None) -> str:
-    """Return the text of the tokenizer.json for the value `name` of `model.inputs.tokenizer`.
-
-    `trained_tokenizer_json` is that of the prepared set, if any. Other names are a directory, a tokenizer.json, a
-    WordPiece vocabulary, or a Hugging Face Hub name. Raises UsageError.
-    """
-    if name == "trained":
-        if trained_tokenizer_json is None:
-            raise UsageError(
-                "model.inputs.tokenizer is `trained`, but this prepared set holds no tokenizer: prepare it with "
-                "prepare.vocab_size above 0 (and captions outside the test split), or name another tokenizer"
-            )
-        return trained_tokenizer_json
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _load_folder(path)
-    if path.is_file():
-        return _load_folder(path.parent) if path.name == TOKENIZER else _load_file(path, None)
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = snapshot_download(name, allow_patterns=[TOKENIZER, VOCABULARY, TOKENIZER_CONFIG])
-    except Exception as error:  # noqa: BLE001 - of the hub, its cache, and the connection
-        raise UsageError(
-            f"model.inputs.tokenizer: {name!r} is not a local file or directory, and could not be downloaded from the "
-            f"Hugging Face Hub ({first_line(error)[:200]}): check the name, or, without a network, name a directory "
-            "with tokenizer.json, a vocab.txt, or `trained`"
-        ) from None
-    return _load_folder(Path(folder))
-
-
 def declared_pad_id(tokenizer_json: str) -> int | None:
     """Return the id of the pad token that the tokenizer declares, or None."""
     padding = Tokenizer.from_str(tokenizer_json).padding
     return int(padding["pad_id"]) if padding else None
-
-
-def _load_folder(folder: Path) -> str:
-    """Load tokenizer.json or vocab.txt. As in transformers, tokenizer_config.json may override the pad token."""
-    config, file = folder / TOKENIZER_CONFIG, folder / TOKENIZER
-    file = file if file.is_file() else folder / VOCABULARY
-    if not file.is_file():
-        raise UsageError(f"model.inputs.tokenizer: {folder} holds neither tokenizer.json nor vocab.txt")
-    try:
-        settings = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        pad = settings.get("pad_token")
-    except (ValueError, AttributeError) as error:
-        raise UsageError(f"model.inputs.tokenizer: {config} is not a JSON object: {error}") from None
-    tokenizer_json = _load_file(file, settings.get("do_lower_case"))
-    pad = pad.get("content") if isinstance(pad, dict) else pad  # a token is a string or a serialized AddedToken
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    pad_id = tokenizer.token_to_id(pad) if isinstance(pad, str) else None
-    if pad_id is None or pad_id == declared_pad_id(tokenizer_json):
-        return tokenizer_json
-    tokenizer.enable_padding(pad_id=pad_id, pad_token=pad)
-    return str(tokenizer.to_str())
-
-
-def _load_file(path: Path, lowercase: bool | None) -> str:
-    """Load a tokenizer.json or a BERT vocabulary, one token a line; lowercase None: if it has no capital letters."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        if text.lstrip().startswith("{"):
-            return str(Tokenizer.from_str(text).to_str())
-    except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a file it cannot parse
-        raise UsageError(f"model.inputs.tokenizer: {path} cannot be read as a tokenizer: {error}") from None
-    vocabulary = {token: index for index, token in enumerate(text.removesuffix("\n").split("\n"))}
-    if missing := [token for token in ("[UNK]", "[CLS]", "[SEP]", "[PAD]") if token not in vocabulary]:
-        raise UsageError(
-            f"model.inputs.tokenizer: the vocabulary has no {', '.join(missing)}: it is not a WordPiece vocabulary"
-        )
-    if lowercase is None:
-        lowercase = not any(token != token.lower() for token in vocabulary if not token.startswith("["))
-    return str(BertWordPieceTokenizer(vocabulary, lowercase=lowercase).to_str())

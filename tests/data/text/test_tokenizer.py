@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from mmray.data.formats.rows import BadRow
-from mmray.data.text.tokenizer import TextEncoder, clean_caption, declared_pad_id, load_tokenizer, train_tokenizer
+from mmray.data.text.tokenizer import TextEncoder, clean_caption, declared_pad_id, train_tokenizer
+from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 
 CAPTIONS = [f"A {size} {colour} {shape}, déjà vu" for size in ("big", "small") for colour in ("red", "blue", "green")
@@ -116,7 +117,7 @@ def test_invalid_tokenizers_are_refused(tmp_path, monkeypatch):
         load_tokenizer("trained", None)
     with pytest.raises(UsageError, match="not a local file or directory"):
         load_tokenizer(str(tmp_path / "nothing"), None)
-    with pytest.raises(UsageError, match=r"neither tokenizer\.json nor vocab\.txt"):
+    with pytest.raises(UsageError, match=r"holds no tokenizer \(tokenizer\.json, vocab\.txt, "):
         load_tokenizer(str(tmp_path), None)
     for name, content, message in (
         ("vocab.txt", b"a\nb\n", r"no \[UNK\]"), ("vocab.txt", b"\xff\xfe\x00", "cannot be read as a tokenizer"),
