@@ -1,4 +1,4 @@
-"""`mmray evaluate`: metrics of a run's checkpoint on held-out rows."""
+"""`mmray evaluate`: metrics of a run's checkpoint or of pretrained weights on held-out rows."""
 
 from __future__ import annotations
 
@@ -8,33 +8,55 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from mmray.cli.args import parse_args, require_positive, write_json
+from mmray.cli.args import flag_values, parse_args, require_positive, write_json
 from mmray.cli.console import Reporter, Terminal, scores_tables
 from mmray.config import EvalSettings
+from mmray.config.model import AnyModel, TwoTower
+from mmray.errors import UsageError
 
 
-@dataclass(frozen=True)
-class EvaluateCommand:
-    """Evaluate a run's newest checkpoint: recall@1/5/10 and median rank, or perplexity."""
-
-    run: Positional[str]
-    """Folder (or address, s3://...) of the run."""
-    data: str | None = None
-    """Prepared set or raw source; None: the run's held-out rows."""
+@dataclass(frozen=True, kw_only=True)
+class _Options:
     split: str | None = None
     """Split of the set, if it has splits; None: the run's data.eval_split, or `test` for another set."""
-    step: int | Literal["best"] | None = None
-    """Step of the checkpoint, or `best`; None: the newest valid one."""
     json: str | None = None
     """Write the metrics to this JSON file."""
     address: str | None = None
     """Ray address; None: RAY_ADDRESS if set, otherwise this machine."""
     workers: int | None = None
-    """Number of workers; None: as many as in training."""
+    """Number of workers; None: as many as in training, 1 for weights."""
     accelerator: Literal["auto", "gpu", "cpu"] | None = None
     """Device of the workers; None: as in training; auto: GPUs if the cluster has any."""
     evaluate: EvalSettings = field(default_factory=EvalSettings)
     """Metrics to compute; the default of each setting is the run's value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand(_Options):
+    """Evaluate a run's newest checkpoint: recall@1/5/10 and median rank, or perplexity.
+
+    `--weights FILE --data SET` instead of RUN evaluates pretrained weights.
+    """
+
+    run: Positional[str]
+    """Folder (or address, s3://...) of the run."""
+    data: str | None = None
+    """Prepared set or raw source; None: the run's held-out rows."""
+    step: int | Literal["best"] | None = None
+    """Step of the checkpoint, or `best`; None: the newest valid one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateWeightsCommand(_Options):
+    """Evaluate pretrained weights without training; the defaults of `--model` are those of the weights."""
+
+    weights: str
+    """Folder saved by transformers, a hub name, or an open_clip checkpoint."""
+    data: str
+    """Prepared set or raw source."""
+    storage: str = "runs"
+    """Folder for small files of Ray Train, shared by all nodes."""
+    model: AnyModel = field(default_factory=TwoTower)
 
 
 def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
@@ -44,13 +66,15 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
     from mmray.train.evaluate_export import load_run_config
 
     own = load_run_config(to_path(run)).evaluate.without_interval
-    command = parse_args(EvaluateCommand, argv, "mmray evaluate", EvaluateCommand(run, evaluate=own))
+    command = parse_args(EvaluateCommand, argv, "mmray evaluate", EvaluateCommand(run=run, evaluate=own))
     require_positive(command, "workers")
     return command
 
 
 def evaluate(argv: Sequence[str], terminal: Terminal) -> int:
-    """mmray evaluate RUN [--data SET] [--split NAME] [--evaluate.classes A B ...] [--json FILE]"""
+    """mmray evaluate RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...] [--json FILE]"""
+    if weights := flag_values("--weights", argv):
+        return _evaluate_weights(weights[-1], argv, terminal)
     command = parse_evaluate(argv)
     from mmray.storage.paths import to_path
     from mmray.train.evaluate_export import evaluate_run
@@ -67,6 +91,30 @@ def evaluate(argv: Sequence[str], terminal: Terminal) -> int:
             workers=command.workers,
             accelerator=command.accelerator,
         )
+    return _print_metrics(metrics, command, terminal)
+
+
+def _evaluate_weights(weights: str, argv: Sequence[str], terminal: Terminal) -> int:
+    from mmray.train.evaluate_export import evaluate_pretrained, pretrained_config
+
+    config = pretrained_config(weights)
+    own = EvaluateWeightsCommand(
+        weights=weights, data="", model=config.model, evaluate=config.evaluate.without_interval
+    )
+    command = parse_args(EvaluateWeightsCommand, argv, "mmray evaluate", own)
+    require_positive(command, "workers")
+    if not command.data:
+        raise UsageError("--weights needs --data: a prepared set or a raw source to evaluate on")
+    config = config.replace(model=command.model, run=config.run.replace(storage=command.storage))
+    options = {"workers": command.workers or 1, "accelerator": command.accelerator}
+    with terminal.progress("evaluating"):
+        metrics = evaluate_pretrained(
+            config, command.data, command.split, command.address, Reporter(terminal), command.evaluate, **options
+        )
+    return _print_metrics(metrics, command, terminal)
+
+
+def _print_metrics(metrics: dict[str, float], command: _Options, terminal: Terminal) -> int:
     terminal.console.print(*scores_tables(metrics))
     write_json(command.json, {"metrics": metrics})
     return 0

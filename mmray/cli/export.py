@@ -1,20 +1,28 @@
-"""`mmray export`: write a run's model to a folder for mmray.load or transformers."""
+"""`mmray export`: write the model of a run, or of pretrained weights, to a folder for mmray.load or transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import Positional
 
-from mmray.cli.args import parse_args
+from mmray.cli.args import flag_values, parse_args
 from mmray.cli.console import Terminal
+from mmray.config.model import AnyModel, TwoTower
+from mmray.errors import UsageError
+
+if TYPE_CHECKING:
+    from mmray.storage.paths import AnyPath
 
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Write a run's model to a folder for `mmray.load`: weights, config, tokenizer, preprocessing."""
+    """Write a run's model to a folder for `mmray.load`: weights, config, tokenizer, preprocessing.
+
+    `--weights FILE` instead of RUN exports pretrained weights.
+    """
 
     run: Positional[str]
     """Folder (or address, s3://...) of the run."""
@@ -24,15 +32,41 @@ class ExportCommand:
     """Step of the checkpoint, or `best`; None: the newest valid one."""
 
 
-def export(argv: Sequence[str], terminal: Terminal) -> int:
-    """mmray export RUN OUT [--step N|best]"""
-    command = parse_args(ExportCommand, argv, "mmray export")
-    from mmray.models.export.export import PROCESSOR
-    from mmray.storage.paths import to_path
-    from mmray.train.evaluate_export import export_run
+@dataclass(frozen=True, kw_only=True)
+class ExportWeightsCommand:
+    """Write pretrained weights to a folder for `mmray.load`; the defaults of `--model` are those of the weights."""
 
-    out = export_run(to_path(command.run), command.out, command.step)
+    out: Positional[str]
+    """Folder (or address, s3://...) to write."""
+    weights: str
+    """Folder saved by transformers, a hub name, or an open_clip checkpoint."""
+    model: AnyModel = field(default_factory=TwoTower)
+
+
+def export(argv: Sequence[str], terminal: Terminal) -> int:
+    """mmray export RUN OUT [--step N|best], or mmray export --weights FILE OUT [--model.SETTING VALUE ...]"""
+    if weights := flag_values("--weights", argv):
+        out = _export_weights(weights[-1], argv, terminal)
+    else:
+        command = parse_args(ExportCommand, argv, "mmray export")
+        from mmray.storage.paths import to_path
+        from mmray.train.evaluate_export import export_run
+
+        out = export_run(to_path(command.run), command.out, command.step)
+    from mmray.models.export.export import PROCESSOR
+
     terminal.note(str(out), "exported")
     call = 'model.answer(["photo.jpg"])' if (out / PROCESSOR).exists() else 'model.embed_texts(["a red circle"])'
     terminal.note(f'import mmray; model = mmray.load("{out}"); {call}', "next")
     return 0
+
+
+def _export_weights(weights: str, argv: Sequence[str], terminal: Terminal) -> AnyPath:
+    from mmray.train.evaluate_export import export_pretrained, pretrained_config
+
+    config = pretrained_config(weights)
+    own = ExportWeightsCommand(out="", weights=weights, model=config.model)
+    command = parse_args(ExportWeightsCommand, argv, "mmray export", own)
+    if not command.out:
+        raise UsageError("mmray export --weights FILE OUT: the folder OUT is missing")
+    return export_pretrained(config.replace(model=command.model), command.out, terminal.note)

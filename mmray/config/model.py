@@ -309,8 +309,8 @@ class Clip(ClipFamily):
 
     kind: Annotated[Literal["clip"], _KIND] = "clip"
     embed_dim: EmbedDim = 512
-    activation: Literal["quick_gelu", "gelu"] = Field(
-        "quick_gelu", description="quick_gelu for OpenAI's weights, gelu for most open_clip weights."
+    activation: Literal["quick_gelu", "gelu"] | None = Field(
+        None, description="Activation of the MLPs; None: that of the weights, quick_gelu without weights."
     )
 
 

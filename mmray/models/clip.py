@@ -112,7 +112,7 @@ class Clip(HfModel, DualEncoder):
     def default_hf_config(spec: ClipModelConfig, vocab_size: int) -> Any:
         from transformers import CLIPConfig
 
-        shared = {"projection_dim": spec.embed_dim, "hidden_act": spec.activation}
+        shared = {"projection_dim": spec.embed_dim, "hidden_act": spec.activation or "quick_gelu"}
         text, vision = (part | shared for part in _hf_configs(spec, vocab_size))
         return CLIPConfig(text_config=text, vision_config=vision, projection_dim=spec.embed_dim)
 

@@ -1,4 +1,4 @@
-"""Weights: safetensors files, pretrained models of transformers, and open_clip checkpoints."""
+"""Weights: safetensors files and pretrained models of transformers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mmray.data.text.tokenizer import MAX_LANGUAGES
 from mmray.errors import UsageError, first_line
+from mmray.models import open_clip
 from mmray.models.protocol import Architecture
 
 WEIGHTS_SETTING = "model.weights"
@@ -169,15 +170,15 @@ class HfModel:
             net = model_class(cls.default_hf_config(spec, vocab_size))
         elif not spec.is_checkpoint_file:
             config = load_config(WEIGHTS_SETTING, spec.weights, (model_class.config_class.model_type,))
+            open_clip.check_activation(spec, config.text_config.hidden_act)
             net = load_model(WEIGHTS_SETTING, spec.weights, model_class, config)
             add_language_rows(net, vocab_size, token)
         else:
-            state = open_clip_to_hf(read_state_dict(WEIGHTS_SETTING, spec.weights))
-            embedding = state.get(OPEN_CLIP_NAMES["token_embedding.weight"])
-            rows = vocab_size if not token or embedding is None else min(vocab_size, len(embedding))
-            net = model_class(cls.default_hf_config(spec, rows))
-            shape = "an open_clip ViT checkpoint in the shape of model.image and model.text"
-            load_state(net, state, f"{WEIGHTS_SETTING}: {spec.weights} is not {shape}")
+            state = read_state_dict(WEIGHTS_SETTING, spec.weights)
+            hf_state = open_clip.to_hf_state(state)
+            net = model_class(model_class.config_class.from_dict(open_clip.hf_config(state, hf_state, spec)))
+            problem = f"{WEIGHTS_SETTING}: {spec.weights} is not an open_clip ViT checkpoint"
+            load_state(net, hf_state, problem)
             add_language_rows(net, vocab_size, token)
         vision, text, inputs = net.config.vision_config, net.config.text_config, spec.inputs
         if vision.image_size != inputs.image_side:
@@ -192,48 +193,6 @@ class HfModel:
             )
         check_vocab_size(WEIGHTS_SETTING, spec.weights, text.vocab_size, vocab_size)
         return net
-
-
-# Names in checkpoints of open_clip and OpenAI -> transformers' CLIPModel, replaced in this order. Only ViT models with
-# CLIP's text transformer; projections are transposed and q, k and v are one tensor.
-OPEN_CLIP_NAMES = {
-    "visual.transformer.resblocks.": "vision_model.encoder.layers.",
-    "transformer.resblocks.": "text_model.encoder.layers.",
-    "visual.class_embedding": "vision_model.embeddings.class_embedding",
-    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
-    "visual.conv1.": "vision_model.embeddings.patch_embedding.",
-    "visual.ln_pre.": "vision_model.pre_layrnorm.",
-    "visual.ln_post.": "vision_model.post_layernorm.",
-    "visual.proj": "visual_projection.weight",
-    "positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
-    "ln_final.": "text_model.final_layer_norm.",
-    "text_projection": "text_projection.weight",
-    ".ln_1.": ".layer_norm1.",
-    ".ln_2.": ".layer_norm2.",
-    ".attn.": ".self_attn.",
-    ".mlp.c_fc.": ".mlp.fc1.",
-    ".mlp.c_proj.": ".mlp.fc2.",
-}
-_TRANSPOSED = ("visual_projection.weight", "text_projection.weight")  # x @ P, not P @ x
-_IGNORED = ("attn_mask", "input_resolution", "context_length", "vocab_size")  # further entries of OpenAI's files
-
-
-def open_clip_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename an open_clip state_dict for transformers; unknown names are kept."""
-    out: dict[str, Tensor] = {}
-    for given, tensor in state.items():
-        name = given.removeprefix("module.")  # of DDP
-        if name in _IGNORED:
-            continue
-        for theirs, ours in OPEN_CLIP_NAMES.items():
-            name = name.replace(theirs, ours)
-        prefix, packed, suffix = name.partition("in_proj_")
-        if packed:
-            out |= zip((f"{prefix}{part}_proj.{suffix}" for part in "qkv"), tensor.float().chunk(3), strict=True)
-        else:
-            out[name] = tensor.float().T.contiguous() if name in _TRANSPOSED else tensor.float()
-    return out
 
 
 def transformer_config(part: Any) -> dict[str, Any]:

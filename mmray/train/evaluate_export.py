@@ -1,7 +1,8 @@
-"""Evaluate or export a checkpoint of a run. The evaluation runs on workers, so the driver needs no GPU."""
+"""Evaluate or export a run's checkpoint or pretrained weights. Workers evaluate, so the driver needs no GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -12,11 +13,14 @@ from torch import nn
 from mmray import objectives
 from mmray.cluster.connect import ray_session
 from mmray.cluster.placement import check_data_capacity
-from mmray.config import Config, EvalSettings, Lora, from_yaml
+from mmray.config import Config, EvalSettings, Lora, from_yaml, recipes
 from mmray.config.data import parse_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.text.chat import build_encoder, extend_tokenizer
+from mmray.data.text.tokenizer import declared_pad_id
+from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.engine import precision
 from mmray.engine.checkpoint import files
 from mmray.engine.collectives import Group
@@ -26,6 +30,7 @@ from mmray.evaluate.build import best_metric, build_evaluator, check_evaluable
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export.export import export
+from mmray.models.pretrained import pretrained_settings
 from mmray.storage.paths import AnyPath, to_path
 from mmray.train import validate
 from mmray.train.monitor import RunReporter
@@ -34,6 +39,7 @@ from mmray.train.resources import check_capacity, num_free_workers, torch_traine
 from mmray.train.run_dir import RunDir
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
+RECIPES = {"clip": recipes.clip, "siglip": recipes.siglip, "generative": recipes.llava}  # of kinds with one checkpoint
 
 
 def load_run_config(folder: AnyPath) -> Config:
@@ -63,12 +69,26 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
     return config, (run.path / "tokenizer.json").read_text(), checkpoint
 
 
+def pretrained_config(weights: str) -> Config:
+    """The recipe for pretrained weights, with the settings that they define. Raises UsageError."""
+    settings = pretrained_settings(weights)
+    recipe = RECIPES[settings.pop("kind")]()
+    inputs = recipe.model.inputs.replace(**settings.pop("inputs"))
+    return recipe.replace(model=recipe.model.replace(**settings, inputs=inputs))
+
+
 def export_run(folder: AnyPath, out: str | AnyPath, step: Step) -> AnyPath:
     """Export the model of a run's checkpoint to `out`, for `mmray.load`."""
     config, tokenizer_json, checkpoint = open_run(folder, step)
     model = lora.merge_adapters(load_model(config, checkpoint))
     model_config = config.model.replace(lora=Lora())  # the adapters are merged into the weights
     return export(model, model_config.model_dump(mode="json"), tokenizer_json, out)
+
+
+def export_pretrained(config: Config, out: str | AnyPath, log: Callable[[str, str], None]) -> AnyPath:
+    """Export the model of `model.weights` to `out`, for `mmray.load`. Raises UsageError."""
+    config, tokenizer_json = _with_tokenizer(config, None, log)
+    return export(load_model(config, None), config.model.model_dump(mode="json"), tokenizer_json, out)
 
 
 def evaluate_run(
@@ -83,6 +103,35 @@ def evaluate_run(
 ) -> dict[str, float]:
     """Return the metrics of a checkpoint. Arguments that are None take the run's value; `data`: its held-out rows."""
     config, tokenizer_json, checkpoint = open_run(folder, step)
+    return _evaluate(config, settings, folder, checkpoint, tokenizer_json, data, split, address, reporter, cluster)
+
+
+def evaluate_pretrained(
+    config: Config,
+    data: str,
+    split: str | None,
+    address: str | None,
+    reporter: RunReporter,
+    settings: EvalSettings | None = None,
+    **cluster: Any,
+) -> dict[str, float]:
+    """Return the metrics of the model of `model.weights` on a set; Ray Train's small files are in run.storage/ray."""
+    folder = to_path(config.run.storage)
+    return _evaluate(config, settings, folder, None, None, data, split, address, reporter, cluster)
+
+
+def _evaluate(
+    config: Config,
+    settings: EvalSettings | None,
+    folder: AnyPath,
+    checkpoint: AnyPath | None,
+    tokenizer_json: str | None,
+    data: str | None,
+    split: str | None,
+    address: str | None,
+    reporter: RunReporter,
+    cluster: dict[str, Any],
+) -> dict[str, float]:
     if settings is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
     if reasons := validate.evaluation_reasons(config):
@@ -92,6 +141,8 @@ def evaluate_run(
     with ray_session(config.cluster):
         check_capacity(config, with_data=False)
         held_out = _open_held_out(config, folder, data, split, reporter)
+        if tokenizer_json is None:
+            config, tokenizer_json = _with_tokenizer(config, held_out.tokenizer_json, reporter.log)
         config = config.with_cluster(workers=num_free_workers(config))
         score = partial(_score_on_worker, config, tokenizer_json, held_out, checkpoint)
         trainer = torch_trainer(score, config, folder.resolve())
@@ -101,8 +152,22 @@ def evaluate_run(
             raise start_timeout_error(error) or TrainingError(f"the evaluation failed: {error}") from error
 
 
-def load_model(config: Config, checkpoint: AnyPath) -> nn.Module:
-    """The model of a checkpoint on the CPU, with the EMA weights if the run has them."""
+def _with_tokenizer(
+    config: Config, trained_tokenizer_json: str | None, log: Callable[[str, str], None]
+) -> tuple[Config, str]:
+    """Load the tokenizer of pretrained weights; return it and the config with its padding token. Raises UsageError."""
+    inputs = config.model.inputs
+    tokenizer_json = extend_tokenizer(load_tokenizer(inputs.tokenizer, trained_tokenizer_json), inputs)
+    num_tokens, rows = build_encoder(tokenizer_json, inputs).vocab_size, config.model.vocab_size
+    if num_tokens < rows:
+        log(f"{inputs.tokenizer} has {num_tokens:,} tokens, the weights {rows:,}: is it their tokenizer?", "warning")
+    return config.replace(model=config.model.with_vocab(num_tokens, declared_pad_id(tokenizer_json))), tokenizer_json
+
+
+def load_model(config: Config, checkpoint: AnyPath | None) -> nn.Module:
+    """The model of a checkpoint on the CPU, with the EMA weights if the run has them; None: of `model.weights`."""
+    if checkpoint is None:
+        return build(config.model, config.model.vocab_size)
     model = build(config.model, config.model.vocab_size, files.load_meta(checkpoint).get("architecture"))
     from mmray.engine.checkpoint import state_io  # late: DCP takes seconds to import
 
@@ -129,7 +194,9 @@ def _open_held_out(
     return PreparedSet.open(str(prepared), split)
 
 
-def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, checkpoint: AnyPath) -> dict[str, Any]:
+def _score_on_worker(
+    config: Config, tokenizer_json: str, held_out: PreparedSet, checkpoint: AnyPath | None
+) -> dict[str, Any]:
     group = Group.current(ray.train.torch.get_device())
     model = load_model(config, checkpoint)
     check_evaluable(config, model)

@@ -1,0 +1,60 @@
+"""Settings of the `model` section that pretrained weights define, to evaluate or export them without training."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mmray.data.text.tokenizer_files import tokenizer_file
+from mmray.errors import UsageError
+from mmray.models import open_clip
+from mmray.models.weights import load_config, read_state_dict
+
+SETTING = "--weights"
+KINDS = {"clip": "clip", "siglip": "siglip", "llava": "generative"}  # model_type of transformers -> model.kind
+IMAGE_ENCODERS = ("timm_wrapper", "vit", "dinov2", "resnet")
+RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+
+
+def pretrained_settings(weights: str) -> dict[str, Any]:
+    """Return `kind`, `weights`, `vocab_size` (embedding rows) and `inputs` for a folder, hub name or open_clip file.
+
+    Settings that the weights do not define are absent. Raises UsageError.
+    """
+    path = Path(weights).expanduser()
+    if path.is_file():
+        size = open_clip.sizes(weights, open_clip.to_hf_state(read_state_dict(SETTING, weights)))
+        inputs = {name: size[name] for name in ("image_side", "max_tokens")} | open_clip.preprocessing(path)
+        folder, kind, rows = path.parent, "clip", size["vocab_size"]
+    else:
+        config = load_config(SETTING, weights, (*KINDS, *IMAGE_ENCODERS))
+        if config.model_type in IMAGE_ENCODERS:
+            raise UsageError(
+                f"{SETTING}: {weights} is an image encoder ({config.model_type}) without a text encoder; train a model "
+                f"with it: --model.image.name transformers --model.image.weights {weights}"
+            )
+        folder, kind, rows = path, KINDS[config.model_type], config.text_config.vocab_size
+        inputs = {"image_side": config.vision_config.image_size} | _preprocessing(weights)
+        if kind != "generative":
+            inputs["max_tokens"] = config.text_config.max_position_embeddings
+    if not folder.is_dir():
+        inputs["tokenizer"] = weights  # a hub name
+    elif (file := tokenizer_file(folder)) is not None:
+        inputs["tokenizer"] = str(file.resolve())
+    return {"kind": kind, "weights": weights, "vocab_size": rows, "inputs": inputs}
+
+
+def _preprocessing(weights: str) -> dict[str, Any]:
+    """The settings of `model.inputs` that preprocessor_config.json defines."""
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    given: dict[str, Any] = {}
+    with suppress(OSError):  # without the file
+        given, _ = ImageProcessingMixin.get_image_processor_dict(weights)
+    inputs = {name: given[f"image_{name}"] for name in ("mean", "std") if f"image_{name}" in given}
+    if given.get("resample") in RESAMPLING:
+        inputs["interpolation"] = RESAMPLING[given["resample"]]
+    if given:
+        inputs["fit"] = given.get("fit") or ("crop" if given.get("do_center_crop") else "squash")
+    return inputs
