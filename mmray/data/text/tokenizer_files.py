@@ -27,8 +27,6 @@ SENTENCEPIECE = ".model"
 TOKENIZER_FILES = (TOKENIZER, VOCABULARY, BPE_VOCABULARY, BPE_MERGES, CLIP_BPE, f"*{SENTENCEPIECE}")
 _FORMATS = f"{TOKENIZER}, {VOCABULARY}, {BPE_VOCABULARY} with {BPE_MERGES}, {CLIP_BPE}, or one *{SENTENCEPIECE}"
 _SETTING = "model.inputs.tokenizer"
-# Converters of transformers for SentencePiece models, by `tokenizer_class` or `model_type` without "Tokenizer".
-_CONVERTERS = {"t5": "T5Converter", "siglip": "T5Converter", "xlmroberta": "XLMRobertaConverter"}
 
 
 def load_tokenizer(name: str, trained_tokenizer_json: str | None) -> str:
@@ -162,20 +160,21 @@ def _byte_level_bpe(vocabulary: dict[str, int], merges: list[str]) -> str:
 
 def _sentencepiece(path: Path, kind: str, lowercase: bool) -> str:
     """A SentencePiece unigram model as T5, SigLIP or XLM-RoBERTa reads it; `kind`: tokenizer_class or model_type."""
-    from transformers import convert_slow_tokenizer
+    from transformers.convert_slow_tokenizer import T5Converter, XLMRobertaConverter
 
+    converters: Any = {"t5": T5Converter, "siglip": T5Converter, "xlmroberta": XLMRobertaConverter}
     save_elsewhere = f"save it as {TOKENIZER} with transformers' AutoTokenizer and the package sentencepiece"
     name = re.sub("tokenizer|fast|-", "", kind.lower())
     if not name and path.name != "sentencepiece.bpe.model":  # of XLM-RoBERTa or CamemBERT, whose ids differ
         name = "t5"
-    if name not in _CONVERTERS:
+    if name not in converters:
         raise UsageError(
             f"{_SETTING}: {path} belongs to a tokenizer of type `{name or 'unknown'}`; supported are "
-            f"{', '.join(_CONVERTERS)} (tokenizer_class in {TOKENIZER_CONFIG}); {save_elsewhere}"
+            f"{', '.join(converters)} (tokenizer_class in {TOKENIZER_CONFIG}); {save_elsewhere}"
         )
     ids: dict[str, int] = {}  # filled before the converter's last part, the post-processor, reads it
     slow = SimpleNamespace(vocab_file=str(path), _extra_ids=0, convert_tokens_to_ids=ids.get)
-    converter = getattr(convert_slow_tokenizer, _CONVERTERS[name])(slow)
+    converter = converters[name](slow)
     trainer_spec = converter.proto.trainer_spec
     if trainer_spec.model_type != trainer_spec.UNIGRAM:
         raise UsageError(f"{_SETTING}: {path} is not a unigram model; {save_elsewhere}")
