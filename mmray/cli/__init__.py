@@ -20,11 +20,12 @@ from mmray.cli.evaluate import evaluate
 from mmray.cli.export import export
 from mmray.cli.prepare import prepare
 from mmray.cli.report import report
+from mmray.cli.runs import runs
 from mmray.cli.train import train
 from mmray.cli.tune import tune
 from mmray.errors import INTERRUPTED, ForceExit, MmrayError, UsageError, suggest
 
-_FUNCTIONS = (train, prepare, tune, evaluate, export, report, bench, doctor)
+_FUNCTIONS = (train, prepare, tune, evaluate, export, report, runs, bench, doctor)
 COMMANDS: dict[str, Callable[[Sequence[str], Terminal], int]] = {each.__name__: each for each in _FUNCTIONS}
 
 
@@ -51,11 +52,17 @@ def run(argv: list[str], terminal: Terminal) -> int:
         terminal.note("mmray trains image-text models on a Ray cluster. Each command has --help.\n")
         for command in COMMANDS.values():
             terminal.note(f"  {command.__doc__}")
+        terminal.note("  mmray --version\n  mmray --print-completion bash|zsh")
         return 0
     if argv[0] == "--version":
         terminal.note(f"mmray {version('mmray')}")
         return 0
     try:
+        if argv[0] == "--print-completion":
+            from mmray.cli.completion import completion_script
+
+            print(completion_script(argv[1] if argv[1:] else "", COMMANDS), end="")
+            return 0
         if argv[0] not in COMMANDS:
             raise UsageError(f"unknown command `{argv[0]}`; {suggest(argv[0], COMMANDS)}")
         return COMMANDS[argv[0]](argv[1:], terminal)

@@ -1,10 +1,11 @@
-"""Console output: labelled notes, tables, and progress as a live bar (terminal) or plain lines (log)."""
+"""Console output: labelled notes, tables, and progress as a live bar (terminal, notebook) or plain lines (log)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ class Terminal:
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False, soft_wrap=True)
+        notebook = self.console.is_jupyter  # rich needs ipywidgets to update a bar in Jupyter
+        self._is_live = find_spec("ipywidgets") is not None if notebook else self.console.is_terminal
+        if console is None and not (notebook or self.console.is_terminal):
+            self.console.width = LOG_WIDTH  # tables in a log cannot be resized later
         self._live: Progress | None = None
         self._task: Any = None
         self._printed_s = 0.0
@@ -32,16 +37,12 @@ class Terminal:
     def note(self, text: str, label: str = "") -> None:
         self.console.print(Text.assemble((f"{label:<10} ", "bold"), text) if label else Text(text))
 
-    def table(self, table: Table) -> None:
-        """Print a table; in a log at full width, because it cannot be resized later."""
-        self.console.print(table, width=None if self.console.is_terminal else LOG_WIDTH)
-
     def error(self, text: str) -> None:
         Console(stderr=True, highlight=False, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), text))
 
     @contextmanager
     def progress(self, title: str) -> Iterator[None]:
-        """Show a progress bar while the block runs, in a terminal."""
+        """Show a progress bar while the block runs, in a terminal or notebook."""
         columns = (
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
@@ -49,7 +50,7 @@ class Terminal:
             TextColumn("{task.fields[count]}"),
             TextColumn("{task.fields[details]}", style="cyan", table_column=Column()),  # wraps if it is narrow
         )
-        if not self.console.is_terminal:
+        if not self._is_live:
             yield
             return
         with Progress(*columns, console=self.console, transient=True) as live_display:
@@ -65,7 +66,7 @@ class Terminal:
         if self._live is not None:
             self._live.remove_task(self._task)  # rich cannot reset a known total
             self._add_task(title)
-        elif not self.console.is_terminal:
+        elif not self._is_live:
             self.note(title)
 
     def _add_task(self, title: str) -> None:
@@ -80,7 +81,7 @@ class Terminal:
             self._live.update(self._task, completed=done, total=total, count=count, details=details, description=label)
             return
         now = time.monotonic()
-        if not self.console.is_terminal and (now - self._printed_s >= LOG_INTERVAL_S or done >= total):
+        if not self._is_live and (now - self._printed_s >= LOG_INTERVAL_S or done >= total):
             self._printed_s = now
             self.console.print(f"{label} {done:,.0f}/{total:,.0f}  {details}")
 

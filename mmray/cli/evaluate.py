@@ -62,20 +62,34 @@ class EvaluateWeightsCommand(_Options):
 def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
     """Parse the command line, with the run's own settings as defaults. Raises UsageError."""
     run = parse_args(EvaluateCommand, argv, "mmray evaluate").run
-    from mmray.storage.paths import to_path
-    from mmray.train.evaluate_export import load_run_config
-
-    own = load_run_config(to_path(run)).evaluate.without_interval
-    command = parse_args(EvaluateCommand, argv, "mmray evaluate", EvaluateCommand(run=run, evaluate=own))
+    command = parse_args(EvaluateCommand, argv, "mmray evaluate", EvaluateCommand(run=run, evaluate=load_settings(run)))
     require_positive(command, "workers")
     return command
 
 
+def load_settings(run: str) -> EvalSettings:
+    """Return the evaluation settings of a run. Raises UsageError."""
+    from mmray.storage.paths import to_path
+    from mmray.train.evaluate_export import load_run_config
+
+    return load_run_config(to_path(run)).evaluate.without_interval
+
+
 def evaluate(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray evaluate RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...] [--json FILE]"""
+    command: EvaluateCommand | EvaluateWeightsCommand
     if weights := flag_values("--weights", argv):
-        return _evaluate_weights(weights[-1], argv, terminal)
-    command = parse_evaluate(argv)
+        command = parse_evaluate_weights(weights[-1], argv)
+        metrics = run_weights_evaluation(command, terminal)
+    else:
+        command = parse_evaluate(argv)
+        metrics = run_evaluation(command, terminal)
+    write_json(command.json, {"metrics": metrics})
+    return 0
+
+
+def run_evaluation(command: EvaluateCommand, terminal: Terminal) -> dict[str, float]:
+    """Evaluate a run; show and return the metrics. Raises MmrayError."""
     from mmray.storage.paths import to_path
     from mmray.train.evaluate_export import evaluate_run
 
@@ -91,11 +105,13 @@ def evaluate(argv: Sequence[str], terminal: Terminal) -> int:
             workers=command.workers,
             accelerator=command.accelerator,
         )
-    return _print_metrics(metrics, command, terminal)
+    terminal.console.print(*scores_tables(metrics))
+    return metrics
 
 
-def _evaluate_weights(weights: str, argv: Sequence[str], terminal: Terminal) -> int:
-    from mmray.train.evaluate_export import evaluate_pretrained, pretrained_config
+def parse_evaluate_weights(weights: str, argv: Sequence[str]) -> EvaluateWeightsCommand:
+    """Parse the command line, with the settings of the weights as defaults. Raises UsageError."""
+    from mmray.train.evaluate_export import pretrained_config
 
     config = pretrained_config(weights)
     own = EvaluateWeightsCommand(
@@ -105,16 +121,19 @@ def _evaluate_weights(weights: str, argv: Sequence[str], terminal: Terminal) -> 
     require_positive(command, "workers")
     if not command.data:
         raise UsageError("--weights needs --data: a prepared set or a raw source to evaluate on")
+    return command
+
+
+def run_weights_evaluation(command: EvaluateWeightsCommand, terminal: Terminal) -> dict[str, float]:
+    """Evaluate pretrained weights; show and return the metrics. Raises MmrayError."""
+    from mmray.train.evaluate_export import evaluate_pretrained, pretrained_config
+
+    config = pretrained_config(command.weights)
     config = config.replace(model=command.model, run=config.run.replace(storage=command.storage))
     options = {"workers": command.workers or 1, "accelerator": command.accelerator}
     with terminal.progress("evaluating"):
         metrics = evaluate_pretrained(
             config, command.data, command.split, command.address, Reporter(terminal), command.evaluate, **options
         )
-    return _print_metrics(metrics, command, terminal)
-
-
-def _print_metrics(metrics: dict[str, float], command: _Options, terminal: Terminal) -> int:
     terminal.console.print(*scores_tables(metrics))
-    write_json(command.json, {"metrics": metrics})
-    return 0
+    return metrics

@@ -46,19 +46,28 @@ class ExportWeightsCommand:
 def export(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray export RUN OUT [--step N|best], or mmray export --weights FILE OUT [--model.SETTING VALUE ...]"""
     if weights := flag_values("--weights", argv):
-        out = _export_weights(weights[-1], argv, terminal)
+        _print_exported(_export_weights(weights[-1], argv, terminal), terminal)
     else:
-        command = parse_args(ExportCommand, argv, "mmray export")
-        from mmray.storage.paths import to_path
-        from mmray.train.evaluate_export import export_run
+        run_export(parse_args(ExportCommand, argv, "mmray export"), terminal)
+    return 0
 
-        out = export_run(to_path(command.run), command.out, command.step)
+
+def run_export(command: ExportCommand, terminal: Terminal) -> AnyPath:
+    """Export a run's model and return the folder. Raises MmrayError."""
+    from mmray.storage.paths import to_path
+    from mmray.train.evaluate_export import export_run
+
+    out = export_run(to_path(command.run), command.out, command.step)
+    _print_exported(out, terminal)
+    return out
+
+
+def _print_exported(out: AnyPath, terminal: Terminal) -> None:
     from mmray.models.export.export import PROCESSOR
 
     terminal.note(str(out), "exported")
     call = 'model.answer(["photo.jpg"])' if (out / PROCESSOR).exists() else 'model.embed_texts(["a red circle"])'
     terminal.note(f'import mmray; model = mmray.load("{out}"); {call}', "next")
-    return 0
 
 
 def _export_weights(weights: str, argv: Sequence[str], terminal: Terminal) -> AnyPath:

@@ -53,7 +53,12 @@ def _findings(manifest: Manifest, out: str) -> Iterator[tuple[str, str]]:
 
 def prepare(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray prepare SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] [--check-contamination SET] ..."""
-    command = parse_args(PrepareCommand, argv, "mmray prepare")
+    run_prepare(parse_args(PrepareCommand, argv, "mmray prepare"), terminal)
+    return 0
+
+
+def run_prepare(command: PrepareCommand, terminal: Terminal) -> Manifest:
+    """Prepare a set; show its progress and its counts. Raises MmrayError."""
     from mmray.cluster.connect import ray_session
     from mmray.cluster.placement import check_data_capacity
     from mmray.data.prepare.pipeline import prepare as prepare_rows
@@ -75,4 +80,4 @@ def prepare(argv: Sequence[str], terminal: Terminal) -> int:
     for label, line in _findings(manifest, command.out):
         terminal.note(line, label)
     terminal.note(f"mmray train --data.train {command.out}", "next")
-    return 0
+    return manifest

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mmray.cli.args import parse_config
 from mmray.cli.console import Reporter, Terminal, relative_paths, scores_tables
-from mmray.config import to_yaml
+from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED
+
+if TYPE_CHECKING:
+    from mmray.train.driver import RunOutcome
 
 
 def train(argv: Sequence[str], terminal: Terminal) -> int:
@@ -18,37 +21,42 @@ def train(argv: Sequence[str], terminal: Terminal) -> int:
     if print_config:
         print(to_yaml(config), end="")
         return 0
+    return INTERRUPTED if run_training(config, terminal).result["status"] == "stopped" else 0
+
+
+def run_training(config: Config, terminal: Terminal) -> RunOutcome:
+    """Train a config; show its progress and its outcome. Raises MmrayError."""
     from mmray.train import driver  # `--help` and `--print-config` must not import Ray and torch
 
     terminal.note(f"mmray {version('mmray')}, recipe {config.recipe}")
     with terminal.progress("starting Ray"):
         outcome = driver.train(config, Reporter(terminal))
-    return _print_outcome(outcome, terminal)
+    _print_outcome(outcome, terminal)
+    return outcome
 
 
-def _print_outcome(outcome: Any, terminal: Terminal) -> int:
+def _print_outcome(outcome: RunOutcome, terminal: Terminal) -> None:
     result = outcome.result
     if outcome.already_done:
         terminal.note(
             f"{outcome.path} has finished its {result['steps']:,} steps; raise --train.steps to continue", "done"
         )
-        return 0
+        return
     took = f"{result['steps']:,} steps in {result['elapsed_s']:.0f} s"
     restarts = f", restarted {result['restarts']} x, {result['wasted_steps']} steps repeated" * bool(result["restarts"])
     if result["status"] == "stopped":
         terminal.note(f"{took}; run the same command to resume from step {result['steps']:,}", "stopped")
         _print_best(outcome, terminal)
-        return INTERRUPTED
+        return
     terminal.note(f"{took}{restarts}", "finished")
     if result["scores"]:
         terminal.console.print(*scores_tables(result["scores"]))
     _print_best(outcome, terminal)
     name = relative_paths(str(outcome.path))
     terminal.note(f"mmray evaluate {name}    mmray export {name} exported/{outcome.path.name}", "next")
-    return 0
 
 
-def _print_best(outcome: Any, terminal: Terminal) -> None:
+def _print_best(outcome: RunOutcome, terminal: Terminal) -> None:
     """Print the best checkpoint and how to export it, unless it is the last one."""
     best = outcome.result["best"]
     if best is None or best["step"] == outcome.result["steps"]:

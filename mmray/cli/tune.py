@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.table import Table
@@ -16,6 +16,9 @@ from mmray.cli.args import flag_values, load_recipe, parse_args, require_positiv
 from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED, TrainingError
+
+if TYPE_CHECKING:
+    from mmray.config.search_space import Space
 
 Row = dict[str, Any]
 
@@ -102,6 +105,13 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
         print(to_yaml(base), end="")
         return 0
     space = search_space.parse_space(command.space, command.samples, base.train.seed)
+    return run_sweep(command, base, space, terminal)[1]
+
+
+def run_sweep(command: TuneCommand, base: Config, space: Space, terminal: Terminal) -> tuple[Path, int]:
+    """Search the space; show progress and results, and return the sweep's folder and exit code. Raises MmrayError."""
+    from mmray.tune import trials
+
     trials.build_trials(base, space)  # report invalid values before Ray and torch are imported
     from mmray.tune.search import Sweep, search
 
@@ -109,14 +119,14 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     with terminal.progress("starting Ray"):
         sweep = Sweep(base, command.settings, space, command.goal, command.concurrency)
         path, summary, rows = search(sweep, ConsoleSweepReporter(terminal))
-    return _print_outcome(path, summary, rows, terminal)
+    return path, _print_outcome(path, summary, rows, terminal)
 
 
 def _print_outcome(path: Path, summary: Row, rows: list[Row], terminal: Terminal) -> int:
     recommendation, stopped = summary["recommendation"], summary["status"] == "stopped"
     measured = sum(row["status"] == "finished" for row in rows)
     errors = {row["trial"]: f"{row['status'].replace('_', ' ')}: {row['error']}" for row in rows if row["error"]}
-    terminal.table(trials_table(rows, summary["goal"], recommendation))
+    terminal.console.print(trials_table(rows, summary["goal"], recommendation))
     if recommendation is None and not stopped:
         reasons = [f"  {trial} {relative_paths(error)}" for trial, error in errors.items()]
         raise TrainingError(

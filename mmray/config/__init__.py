@@ -107,13 +107,13 @@ def from_yaml(text: str, where: str, recipes: Mapping[str, Callable[[], Config]]
         if recipes and recipe is None and name != "custom" and "model" not in values:
             known = ", ".join(recipes)
             raise UsageError(f"recipe: unknown recipe `{name}`; use one of {known}, or write a `model` section instead")
-        return Config.model_validate(values if recipe is None else _override(recipe(), values))
+        return Config.model_validate(values) if recipe is None else override(recipe(), values)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
 
 
-def _override(recipe: Config, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe's settings, overridden by the given ones."""
+def override(recipe: Config, values: dict[str, Any]) -> Config:
+    """Return the recipe with the given settings, {section: {field: value}}, changed. Raises UsageError."""
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
     given = [f"{name}.{key}" for name, fields in sections.items() for key in fields if fields[key] is not None]
     kind = str(sections.get("model", {}).get("kind", recipe.model.kind))
@@ -123,5 +123,4 @@ def _override(recipe: Config, values: dict[str, Any]) -> dict[str, Any]:
         nested = isinstance(old, dict) and isinstance(new, dict)
         return old | {name: merge(old.get(name), value) for name, value in new.items()} if nested else new
 
-    merged: dict[str, Any] = merge(base.model_dump(mode="json", by_alias=True), values)
-    return merged
+    return Config.model_validate(merge(base.model_dump(mode="json", by_alias=True), values))

@@ -291,7 +291,7 @@ class HfModel(Model):
         if self.is_checkpoint_file and self.kind != "clip":
             problem = "is a checkpoint file, which only model.kind `clip` loads; set a folder or a hub name"
             return [f"model.weights: {self.weights} {problem}"]
-        if self.weights != "none" and not self.is_checkpoint_file:  # the weights define the shape
+        if self.weights != "none":  # the weights define the shape
             return _pretrained_reasons("model.weights", self.weights)
         return _head_reasons(model.image, model.text) + _patch_reasons(self.inputs.image_side, model.image.patch)
 

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Space:
 
 def parse_space(given: Sequence[str], num_draws: int | None = None, seed: int = 0) -> Space:
     """Parse `key=v1,v2` and `key=loguniform(low,high)`. Raises UsageError."""
-    axes: dict[str, tuple[Any, ...] | Range] = {}
+    axes: dict[str, str] = {}
     for text in given:
         key, equals, values = text.partition("=")
         key = key.strip().removeprefix("--").replace("-", "_")
@@ -62,11 +62,19 @@ def parse_space(given: Sequence[str], num_draws: int | None = None, seed: int = 
             raise UsageError(f"--space {text}: write a setting and its values, as in --space batch.micro=8,16,32")
         if key in axes:
             raise UsageError(f"--space {key} is given twice; list its values after one `=`, with commas")
+        axes[key] = values.strip()
+    return build_space(axes, num_draws, seed)
+
+
+def build_space(given: Mapping[str, str | Sequence[Any]], num_draws: int | None = None, seed: int = 0) -> Space:
+    """Return the space of settings with their listed values, or text as after `=` in `--space`. Raises UsageError."""
+    axes: dict[str, tuple[Any, ...] | Range] = {}
+    for key, values in given.items():
         if key in LENGTHS:
             raise UsageError(f"--space {key}: every trial trains as many samples, so a sweep has one length: --{key} N")
         if key.startswith(("run.", "cluster.address")) or key == "recipe":
             raise UsageError(f"--space {key}: it belongs to the whole sweep; give it once, as --{key} VALUE")
-        axes[key] = _parse_axis(key, values.strip())
+        axes[key] = _parse_axis(key, values) if isinstance(values, str) else _checked_values(key, values)
     if not axes:
         raise UsageError("nothing to search: give at least one --space, as in --space batch.micro=8,16,32")
     has_ranges = any(isinstance(axis, Range) for axis in axes.values())
@@ -97,16 +105,20 @@ def setting_value(config: Config, key: str) -> Any:
     return value
 
 
+def _checked_values(key: str, given: Sequence[Any]) -> tuple[Any, ...]:
+    values = tuple(given)
+    if not values or "" in values or any(values.count(value) > 1 for value in values):
+        listed = ",".join(map(str, values))
+        raise UsageError(f"--space {key}={listed}: a value is empty, or listed twice")
+    return values
+
+
 def _parse_axis(key: str, text: str) -> tuple[Any, ...] | Range:
     match = _RANGE.fullmatch(text)
     if match is None:
         items = [item.strip() for item in _COMMA.split(text)]  # text, `None`, or a list in brackets
-        values = tuple(
-            yaml.safe_load(item) if item.startswith("[") else None if item == "None" else item for item in items
-        )
-        if "" in values or any(values.count(value) > 1 for value in values):
-            raise UsageError(f"--space {key}={text}: a value is empty, or listed twice")
-        return values
+        values = [yaml.safe_load(item) if item.startswith("[") else None if item == "None" else item for item in items]
+        return _checked_values(key, values)
     try:
         low, high, log = float(match[2]), float(match[3]), match[1] == "loguniform"
     except ValueError:

@@ -25,6 +25,7 @@ from mmray.storage.paths import AnyPath, RemotePath, write_atomic
 
 _log = logging.getLogger(__name__)
 FOLDER = "lease"
+STALE_AFTER_S = 60.0  # several heartbeats
 MAX_PAUSE_S = 1.0  # before a contender on an object store retries
 
 
@@ -35,7 +36,7 @@ class Lease:
         self,
         directory: AnyPath,
         heartbeat_s: float = 10.0,
-        stale_after_s: float = 60.0,
+        stale_after_s: float = STALE_AFTER_S,
         activity: str = "being trained",
         advice: str = "choose another --run.name or --run.storage",
     ):
@@ -58,7 +59,7 @@ class Lease:
         """Acquire the lease and return the fencing token. Raises UsageError if it is held or not writable."""
         try:
             while not self.fencing_token:
-                newest, file = max(_claims(self._folder), key=lambda claim: claim[0], default=(0, None))
+                newest, file = _newest_claim(self._folder)
                 if file is not None and self._is_held(file):
                     owner = _read_owner(file) or {}
                     who = f"process {owner['pid']} on {owner['host']}" if "pid" in owner else "another process"
@@ -184,6 +185,24 @@ def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
             f"{directory} was taken over by another process or a later attempt (fencing token {newest}, this "
             f"process has {fencing_token}). It stops writing; nothing is lost. Give each run and set its own folder."
         )
+
+
+def is_live(directory: AnyPath, stale_after_s: float = STALE_AFTER_S) -> bool:
+    """Return whether a process holds the lease, without waiting: on another machine, by the age of its heartbeat.
+
+    The age is by the clock of this machine, so use it for display only.
+    """
+    _, file = _newest_claim(directory / FOLDER)
+    owner = None if file is None else _read_owner(file)
+    if file is None or owner is None or owner.get("released"):
+        return False
+    alive = _is_alive_here(owner)
+    return time.time() - _modified_s(file) < stale_after_s if alive is None else alive
+
+
+def _newest_claim(folder: AnyPath) -> tuple[int, AnyPath | None]:
+    """Return the claim with the highest fencing token; (0, None) without claims."""
+    return max(_claims(folder), key=lambda claim: claim[0], default=(0, None))
 
 
 def _claims(folder: AnyPath) -> list[tuple[int, AnyPath]]:

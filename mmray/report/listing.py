@@ -1,0 +1,88 @@
+"""The runs and sweeps of a folder with their state, steps and scores, without importing Ray, torch or pydantic."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mmray.errors import UsageError
+from mmray.report.run import Line, read_json, read_lines
+from mmray.report.sweep import SWEEP, TRIALS, SweepRecord
+from mmray.storage import lease
+from mmray.storage.paths import AnyPath
+
+METRICS: dict[str, Callable[..., Line]] = {"recall_at_1/mean": max, "loss": min}  # the first measured one is used
+FILES = ("config.yaml", "metrics.jsonl", "result.json", SWEEP, TRIALS)  # the newest is the last activity
+MAX_PARALLEL = 16  # folders read at once: an object store needs about ten requests per run
+
+
+def list_runs(folder: AnyPath) -> list[dict[str, Any]]:
+    """Return a row per run and sweep directly in `folder`, the last active first. Raises UsageError."""
+    try:
+        children = list(folder.iterdir())
+    except OSError as error:
+        raise UsageError(f"cannot list {folder}: {error.strerror or error}; give a folder of runs") from None
+    with ThreadPoolExecutor(MAX_PARALLEL) as threads:
+        rows = [row for row in threads.map(_summarize, children) if row is not None]
+    return sorted(rows, key=lambda row: row["age_s"])
+
+
+def _summarize(folder: AnyPath) -> dict[str, Any] | None:
+    """Return the row of a run or sweep; None for other entries."""
+    changed_s = []
+    for name in FILES:
+        with suppress(OSError):
+            changed_s.append((folder / name).stat().st_mtime)
+    if isinstance(folder, Path) and (folder / SWEEP).is_file():
+        row = _sweep_row(SweepRecord.read(folder))
+    elif (folder / "config.yaml").is_file():
+        row = _run_row(folder)
+    else:
+        return None
+    if row["state"] == "running":  # as written by a sweep; it may have been killed
+        row["state"] = "unfinished"
+    if lease.is_live(folder):
+        row["state"] = "running"
+    return {"name": folder.name, **row, "age_s": max(0.0, time.time() - max(changed_s))}
+
+
+def _run_row(folder: AnyPath) -> dict[str, Any]:
+    """Return kind, state, steps, last loss, and the last and best score of a run."""
+    result = read_json(folder / "result.json")
+    state = str(result.get("status", "unfinished"))
+    if state in ("finished", "stopped"):  # metrics.jsonl, which may be large, is not needed
+        steps, last = result.get("steps"), result.get("metrics") or {}
+        scores, best = result.get("scores") or {}, result.get("best") or {}
+    else:
+        lines = [line for line in read_lines(folder / "metrics.jsonl") if isinstance(line.get("step"), int)]
+        evaluated = [{name.removeprefix("evaluate/"): value for name, value in line.items()} for line in lines]
+        evaluated = [line for line in evaluated if _metric(line)]
+        last, scores = (lines[-1] if lines else {}), (evaluated[-1] if evaluated else {})
+        steps, best = last.get("step"), _best(evaluated)
+    metric = _metric(scores) or best.get("metric")
+    row = {"kind": "run", "state": state, "steps": steps, "loss": last.get("train/loss"), "metric": metric}
+    return row | {"last": scores.get(metric or ""), "best": best.get("score"), "best_step": best.get("step")}
+
+
+def _metric(scores: Line) -> str | None:
+    """Return the metric that selects the best checkpoint, if it was measured."""
+    return next((name for name in METRICS if scores.get(name) is not None), None)
+
+
+def _best(evaluated: list[Line]) -> Line:
+    """Return {step, score} of the best evaluation; empty without one."""
+    if not evaluated or (metric := _metric(evaluated[-1])) is None:
+        return {}
+    best = METRICS[metric]([line for line in evaluated if line.get(metric) is not None], key=lambda line: line[metric])
+    return {"step": best["step"], "score": best[metric]}
+
+
+def _sweep_row(sweep: SweepRecord) -> dict[str, Any]:
+    """Return the fields of `_run_row` for a sweep: its ended trials, and the value of the best one."""
+    best, metric = sweep.best, sweep.goal.metric
+    row = {"kind": "sweep", "state": str(sweep.summary.get("status", "unfinished")), "trials": len(sweep.trials)}
+    return row | {"metric": metric, "best": best and best.measured(metric), "best_trial": best and best.name}

@@ -1,0 +1,263 @@
+"""mmray from Python: the same configs, commands and errors as on the command line."""
+
+import inspect
+import json
+import pickle
+import subprocess
+import sys
+from importlib.metadata import version
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from ray import cloudpickle
+
+import mmray
+from mmray import api, cli
+from mmray.cli.args import parse_config
+from mmray.cli.console import Terminal
+from mmray.cli.evaluate import EvaluateCommand
+from mmray.cli.export import ExportCommand
+from mmray.cli.prepare import PrepareCommand
+from mmray.config import Batch, Prepare, recipes, to_yaml
+from mmray.config.model import Clip
+from mmray.data.text.tokenizer import train_tokenizer
+from mmray.errors import UsageError
+from mmray.models.build import build
+from tests.checkpoints import save_checkpoint
+from tests.conftest import ROOT
+from tests.made import CAPTIONS, noisy
+from tests.report.factories import line, make_run, make_whole_run
+from tests.train import runs
+
+LAZY = """
+import sys
+import mmray
+heavy = {"torch", "torchvision", "ray", "transformers", "pydantic", "pyarrow", "numpy", "rich"} & set(sys.modules)
+assert not heavy, heavy
+assert callable(mmray.train) and mmray.prepare and mmray.Config and mmray.Run and mmray.MmrayError
+heavy = {"torch", "ray", "transformers", "plotly"} & set(sys.modules)
+assert not heavy, heavy
+import mmray.train.driver
+from mmray.tune import trials
+assert mmray.train.driver.train is not mmray.train and callable(mmray.train) and callable(mmray.tune)
+"""
+
+
+def test_import_is_lazy_and_packages_stay_callable():
+    subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, check=True)
+    assert all(callable(getattr(mmray, name)) for name in mmray.__all__)
+    assert inspect.signature(mmray.tune) == inspect.signature(api.tune)
+    assert cloudpickle.loads(cloudpickle.dumps(lambda: mmray.train))() is mmray.train
+    assert pickle.loads(pickle.dumps(mmray.evaluate)) is mmray.evaluate
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = mmray.trian
+
+
+@pytest.fixture
+def commands(monkeypatch, tmp_path):
+    """Arguments of each command that would run."""
+    called, trained = [], make_run(tmp_path / "trained")
+
+    def keep(name, result):
+        monkeypatch.setattr(api, name, lambda *given: called.append(given[:-1]) or result)
+
+    keep("run_training", SimpleNamespace(path=trained))
+    keep("run_sweep", (".", 0))
+    keep("run_prepare", None)
+    keep("run_evaluation", {})
+    keep("run_export", None)
+    return called
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sections", "words"),
+    [
+        ("clip", {"data": "prepared/my"}, ["--data.train", "prepared/my"]),
+        ("clip", {"data": ROOT / "my"}, ["--data.train", str(ROOT / "my")]),
+        ("sample", {"data": {"limit": 9, "eval": "b"}}, ["--data.limit", "9", "--data.eval", "b"]),
+        ("clip", {"train": {"steps": 10}}, ["--train.steps", "10"]),  # instead of the recipe's epochs
+        ("clip", {"batch": {"micro": 64, "global": 1024}}, ["--batch.micro", "64", "--batch.global", "1024"]),
+        ("clip", {"batch": {"micro": 64, "global_": 128}}, ["--batch.micro", "64", "--batch.global", "128"]),
+        ("clip", {"batch": {"micro": 8, "accumulation": 2}}, ["--batch.micro", "8", "--batch.accumulation", "2"]),
+        ("sample", {"model": {"inputs": {"max_tokens": 16}}}, ["--model.inputs.max-tokens", "16"]),
+        ("clip", {"model": {"kind": "siglip"}}, ["--model.kind", "siglip"]),
+        (
+            "sample",
+            {"cluster": {"workers": "1-4"}, "run": {"name": "x"}},
+            ["--cluster.workers", "1-4", "--run.name", "x"],
+        ),
+    ],
+)
+def test_sections_are_the_flags(commands, recipe, sections, words):
+    mmray.train(recipe, **sections)
+    assert commands == [(parse_config([recipe, *words], "train")[0],)]
+
+
+def test_config_objects_and_files_replace_recipe_names(commands, tmp_path):
+    config = recipes.load("clip").replace(batch=Batch(micro=3, global_=6))
+    (tmp_path / "mine.yaml").write_text(to_yaml(config))
+    mmray.train(config)
+    mmray.train(tmp_path / "mine.yaml")
+    mmray.train("clip", batch=Batch(micro=3, global_=6))
+    mmray.train("sample", model=Clip(vocab_size=7))
+    assert commands[:3] == [(config,)] * 3 and commands[3][0].model == Clip(vocab_size=7)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mmray.train("clpi"), "there is no recipe `clpi`; did you mean `clip`?"),
+        (lambda: mmray.train(batch={"micr": 3}), "batch.micr: unknown setting; did you mean `micro`?"),
+        (lambda: mmray.train(bacth={"micro": 3}), "bacth: unknown setting; did you mean `batch`?"),
+        (lambda: mmray.train(model={"inputs": {"image_sde": 3}}), "unknown setting; did you mean `image_side`?"),
+        (lambda: mmray.train(batch={"micro": 0}), "batch.micro: input should be greater than or equal to 1 (got 0)"),
+        (lambda: mmray.prepare("a", "b", holdut=0.1), "prepare.holdut: unknown setting; did you mean `holdout`?"),
+        (lambda: mmray.evaluate("nowhere"), "nowhere does not exist"),
+        (lambda: mmray.export(".", "out"), "is not a run: it has no config.yaml"),
+        (lambda: mmray.Run("nowhere"), "is not a run: it has no config.yaml"),
+        (lambda: mmray.tune(space={}), "nothing to search"),
+        (
+            lambda: mmray.tune(space={"batch.micro": [8, 8]}),
+            "--space batch.micro=8,8: a value is empty, or listed twice",
+        ),
+        (lambda: mmray.tune(space={"batch.micro": [8]}, goal="speed"), "unknown goal `speed`; known: throughput"),
+        (lambda: mmray.tune(space={"batch.micro": [8]}, concurrency=0), "--concurrency: must be at least 1 (got 0)"),
+        (lambda: mmray.tune(space={"batch.micro": [0]}), "batch.micro: input should be greater than or equal to 1"),
+    ],
+)
+def test_errors_are_those_of_the_command_line(call, message):
+    with pytest.raises(mmray.MmrayError) as raised:
+        call()
+    assert message in str(raised.value) and raised.type is UsageError
+
+
+def test_unknown_setting_reads_as_in_a_recipe_file(tmp_path, capfd):
+    (tmp_path / "mine.yaml").write_text("recipe: sample\nbatch: {micr: 3}\n")
+    assert cli.run(["train", str(tmp_path / "mine.yaml")], Terminal()) == 2
+    with pytest.raises(UsageError) as raised:
+        mmray.train(batch={"micr": 3})
+    assert str(raised.value) in " ".join(capfd.readouterr().err.split())
+
+
+def test_tune_has_base_trial_length_and_space_of_the_command(commands, monkeypatch):
+    monkeypatch.setattr(api.SweepRecord, "read", lambda folder: folder)
+    listed = {"batch.micro": [8, 16], "batch.accumulation": (1, 2), "optimizer.lr": "loguniform(1e-5,1e-3)"}
+    mmray.tune("clip", space=listed, samples=3, goal="loss", train={"steps": 5})
+    command, base, space = commands[0]
+    assert (command.goal, command.samples, command.settings.train.steps) == ("loss", 3, 5)
+    assert command.settings.batch.global_ is None and base.train == recipes.load("clip").train
+    assert space.axes["batch.micro"] == (8, 16) and len(space.combinations()) == 12
+
+
+def test_prepare_evaluate_and_export_pass_all_arguments(commands, tmp_path):
+    own = make_run(tmp_path / "run", evaluate={"limit": 7})
+    mmray.prepare(tmp_path / "a", "b", holdout=0.1, columns=["image=url"], retry_quarantined=True, address="auto")
+    mmray.evaluate(own, data=tmp_path, step="best", workers=2, accelerator="cpu", classes=["cat", "dog"])
+    mmray.export(str(own), tmp_path / "out", step=5)
+    settings = recipes.sample().evaluate.without_interval.replace(limit=7, classes=("cat", "dog"))
+    assert commands == [
+        (PrepareCommand(f"{tmp_path}/a", "b", Prepare(holdout=0.1, columns=("image=url",)), True, "auto"),),
+        (
+            EvaluateCommand(
+                run=str(own), data=str(tmp_path), step="best", workers=2, accelerator="cpu", evaluate=settings
+            ),
+        ),
+        (ExportCommand(str(own), str(tmp_path / "out"), 5),),
+    ]
+
+
+def test_run_reads_its_files(tmp_path):
+    run = mmray.Run(str(make_whole_run(tmp_path / "run")))
+    assert run.result["status"] == "finished" and repr(run) == f"Run('{tmp_path}/run')"
+    assert len(run.history) == 20 and run.metrics["recall_at_1/image_to_text"] == 1.0
+    assert run.metrics["train/loss"] == run.history[-1]["train/loss"] and run.metrics["step"] == 20
+    assert run.report() == tmp_path / "run" / "report.html" and run.report(tmp_path / "page.html").exists()
+    started = mmray.Run(make_run(tmp_path / "started", [line(3)]))
+    assert started.metrics == line(3) and started.result == {}
+    assert mmray.Run(make_run(tmp_path / "empty")).metrics == {}
+
+
+def test_exported_run_loads(tmp_path):
+    config = runs.config("none", tmp_path, "run")
+    tokenizer = train_tokenizer(CAPTIONS, 60)
+    vocab_size = len(json.loads(tokenizer)["model"]["vocab"])
+    config = config.replace(model=config.model.replace(vocab_size=vocab_size))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    (folder / "tokenizer.json").write_text(tokenizer)
+    save_checkpoint(folder / "checkpoints", 1, {"model": build(config.model, vocab_size).state_dict()}, {})
+    out = mmray.export(mmray.Run(folder), tmp_path / "out")
+    assert torch.isfinite(mmray.load(out).embed_images([noisy(1)])).all()
+
+
+@pytest.fixture
+def jupyter(monkeypatch):
+    """A Jupyter kernel with and without ipywidgets, of which rich uses `display` and `Output`; displayed texts."""
+    displayed = []
+
+    class Output:
+        def __init__(self):
+            self.closed = False
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def clear_output(self, wait):
+            pass
+
+        def close(self):
+            displayed.append("closed")
+
+    def show(what):
+        displayed.append("bar" if isinstance(what, Output) else what.text)
+
+    def start(widgets):
+        python = ModuleType("IPython")
+        python.display = ModuleType("IPython.display")
+        python.display.display = show
+        modules = {"IPython": python, "IPython.display": python.display}
+        if widgets:
+            module = ModuleType("ipywidgets")
+            module.Output, module.__spec__ = Output, object()
+            modules["ipywidgets"] = module
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+        return Terminal(), displayed
+
+    return start
+
+
+@pytest.mark.parametrize("widgets", [True, False])
+def test_notebook_shows_a_bar_with_ipywidgets_and_lines_without(jupyter, widgets):
+    terminal, displayed = jupyter(widgets)
+    with terminal.progress("starting Ray"):
+        terminal.update(3, 10, "loss 1.0", "step")
+        if terminal._live is not None:
+            terminal._live.refresh()
+    text = "\n".join(displayed)
+    assert ("bar" in displayed and "closed" in displayed) == widgets
+    assert ("step 3/10  loss 1.0" in text) == (not widgets) and "3/10" in text
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_prepare_train_and_evaluate_on_ray(tmp_path, capfd):
+    for number in range(40):
+        (tmp_path / f"{number}.png").write_bytes(noisy(number))
+    rows = [{"image": f"{number}.png", "text": f"caption {number}"} for number in range(40)]
+    (tmp_path / "my.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    manifest = mmray.prepare(tmp_path / "my.jsonl", tmp_path / "set", holdout=0.25, vocab_size=300)
+    assert manifest.num_rows == 40
+    config = runs.config(tmp_path / "set", tmp_path / "runs", "one").with_cluster(workers=1)
+    run = mmray.train(config, train={"steps": 4, "checkpoint_every": 0}, batch={"micro": 4, "global": 8})
+    assert run.path == tmp_path / "runs" / "one" and run.result["status"] == "finished"
+    assert run.metrics["step"] == len(run.history) == 4 and (run.path / "report.html").exists()
+    scores = mmray.evaluate(run, batch=5)
+    assert scores["recall_at_1/mean"] == pytest.approx(run.metrics["recall_at_1/mean"])
+    told = capfd.readouterr().out
+    assert f"mmray {version('mmray')}, recipe" in told and "finished   4 steps" in told
