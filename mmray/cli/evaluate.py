@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 from mmray.cli.args import flag_values, parse_args, require_positive, write_json
 from mmray.cli.console import Reporter, Terminal, scores_tables
-from mmray.config import EvalSettings
+from mmray.config import Config, EvalSettings
 from mmray.config.model import AnyModel, TwoTower
 from mmray.errors import UsageError
 
@@ -79,8 +79,8 @@ def evaluate(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray evaluate RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...] [--json FILE]"""
     command: EvaluateCommand | EvaluateWeightsCommand
     if weights := flag_values("--weights", argv):
-        command = parse_evaluate_weights(weights[-1], argv)
-        metrics = run_weights_evaluation(command, terminal)
+        command, config = parse_evaluate_weights(weights[-1], argv)
+        metrics = run_weights_evaluation(command, config, terminal)
     else:
         command = parse_evaluate(argv)
         metrics = run_evaluation(command, terminal)
@@ -109,8 +109,8 @@ def run_evaluation(command: EvaluateCommand, terminal: Terminal) -> dict[str, fl
     return metrics
 
 
-def parse_evaluate_weights(weights: str, argv: Sequence[str]) -> EvaluateWeightsCommand:
-    """Parse the command line, with the settings of the weights as defaults. Raises UsageError."""
+def parse_evaluate_weights(weights: str, argv: Sequence[str]) -> tuple[EvaluateWeightsCommand, Config]:
+    """Return the command line and its config, with the settings of the weights as defaults. Raises UsageError."""
     from mmray.train.evaluate_export import pretrained_config
 
     config = pretrained_config(weights)
@@ -121,19 +121,20 @@ def parse_evaluate_weights(weights: str, argv: Sequence[str]) -> EvaluateWeights
     require_positive(command, "workers")
     if not command.data:
         raise UsageError("--weights needs --data: a prepared set or a raw source to evaluate on")
-    return command
+    config = config.replace(
+        model=command.model,
+        evaluate=config.evaluate.replace(**dict(command.evaluate)),
+        run=config.run.replace(storage=command.storage),
+    )
+    accelerator = command.accelerator or config.cluster.accelerator
+    return command, config.with_cluster(address=command.address, workers=command.workers or 1, accelerator=accelerator)
 
 
-def run_weights_evaluation(command: EvaluateWeightsCommand, terminal: Terminal) -> dict[str, float]:
+def run_weights_evaluation(command: EvaluateWeightsCommand, config: Config, terminal: Terminal) -> dict[str, float]:
     """Evaluate pretrained weights; show and return the metrics. Raises MmrayError."""
-    from mmray.train.evaluate_export import evaluate_pretrained, pretrained_config
+    from mmray.train.evaluate_export import evaluate_pretrained
 
-    config = pretrained_config(command.weights)
-    config = config.replace(model=command.model, run=config.run.replace(storage=command.storage))
-    options = {"workers": command.workers or 1, "accelerator": command.accelerator}
     with terminal.progress("evaluating"):
-        metrics = evaluate_pretrained(
-            config, command.data, command.split, command.address, Reporter(terminal), command.evaluate, **options
-        )
+        metrics = evaluate_pretrained(config, command.data, command.split, Reporter(terminal))
     terminal.console.print(*scores_tables(metrics))
     return metrics

@@ -24,7 +24,8 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
     """
     path = Path(weights).expanduser()
     if path.is_file():
-        size = open_clip.sizes(weights, open_clip.to_hf_state(read_state_dict(SETTING, weights)))
+        shapes = {name: tensor.to("meta") for name, tensor in read_state_dict(SETTING, weights).items()}
+        size = open_clip.sizes(weights, open_clip.to_hf_state(shapes))
         inputs = {name: size[name] for name in ("image_side", "max_tokens")} | open_clip.preprocessing(path)
         folder, kind, rows = path.parent, "clip", size["vocab_size"]
     else:

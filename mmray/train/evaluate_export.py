@@ -103,41 +103,29 @@ def evaluate_run(
 ) -> dict[str, float]:
     """Return the metrics of a checkpoint. Arguments that are None take the run's value; `data`: its held-out rows."""
     config, tokenizer_json, checkpoint = open_run(folder, step)
-    return _evaluate(config, settings, folder, checkpoint, tokenizer_json, data, split, address, reporter, cluster)
+    if settings is not None:
+        config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
+    changes = {name: value for name, value in cluster.items() if value is not None}
+    config = config.with_cluster(address=address, **changes)
+    return _evaluate(config, folder, checkpoint, tokenizer_json, data, split, reporter)
 
 
-def evaluate_pretrained(
-    config: Config,
-    data: str,
-    split: str | None,
-    address: str | None,
-    reporter: RunReporter,
-    settings: EvalSettings | None = None,
-    **cluster: Any,
-) -> dict[str, float]:
+def evaluate_pretrained(config: Config, data: str, split: str | None, reporter: RunReporter) -> dict[str, float]:
     """Return the metrics of the model of `model.weights` on a set; Ray Train's small files are in run.storage/ray."""
-    folder = to_path(config.run.storage)
-    return _evaluate(config, settings, folder, None, None, data, split, address, reporter, cluster)
+    return _evaluate(config, to_path(config.run.storage), None, None, data, split, reporter)
 
 
 def _evaluate(
     config: Config,
-    settings: EvalSettings | None,
     folder: AnyPath,
     checkpoint: AnyPath | None,
     tokenizer_json: str | None,
     data: str | None,
     split: str | None,
-    address: str | None,
     reporter: RunReporter,
-    cluster: dict[str, Any],
 ) -> dict[str, float]:
-    if settings is not None:
-        config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
     if reasons := validate.evaluation_reasons(config):
         raise UsageError("\n".join(reasons))
-    changes = {name: value for name, value in cluster.items() if value is not None}
-    config = config.with_cluster(address=address, **changes)
     with ray_session(config.cluster):
         check_capacity(config, with_data=False)
         held_out = _open_held_out(config, folder, data, split, reporter)
