@@ -26,14 +26,16 @@ from mmray.config.model import KINDS
         (["bench", "st"], {"step", "strategies"}),
         (["prepare", "a", "b", "--max-b"], {"--max-bad-fraction"}),
         (["evaluate", ""], set()),  # bash completes files
+        (["evaluate", "--wei"], {"--weights"}),
+        (["export", "--wei"], {"--weights"}),
         (["--pr"], {"--print-completion"}),
     ],
 )
 def test_bash_completes_commands_recipes_and_flags(words, expected):
     call = f'{completion_script("bash", cli.COMMANDS)}\nCOMP_WORDS=(mmray "$@"); COMP_CWORD=$#; _mmray mmray\n'
     command = ["bash", "-c", call + 'printf "%s\\n" "${COMPREPLY[@]}"; complete -p mmray', "bash", *words]
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
-    *found, registered = told.stdout.split("\n")[:-1]
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    *found, registered = completed.stdout.split("\n")[:-1]
     assert set(filter(None, found)) == expected and registered == "complete -o default -F _mmray mmray"
 
 

@@ -10,8 +10,8 @@ from tyro.conf import Positional
 
 from mmray.cli.bench import BENCHES
 from mmray.cli.doctor import DoctorCommand
-from mmray.cli.evaluate import EvaluateCommand
-from mmray.cli.export import ExportCommand
+from mmray.cli.evaluate import EvaluateCommand, EvaluateWeightsCommand
+from mmray.cli.export import ExportCommand, ExportWeightsCommand
 from mmray.cli.prepare import PrepareCommand
 from mmray.cli.report import ReportCommand
 from mmray.cli.runs import RunsCommand
@@ -27,8 +27,8 @@ SETTINGS: dict[str, tuple[type[Any], ...]] = {
     "train": (Config,),
     "tune": (TuneCommand,),
     "prepare": (PrepareCommand,),
-    "evaluate": (EvaluateCommand,),
-    "export": (ExportCommand,),
+    "evaluate": (EvaluateCommand, EvaluateWeightsCommand),
+    "export": (ExportCommand, ExportWeightsCommand),
     "report": (ReportCommand,),
     "runs": (RunsCommand,),
     "bench": tuple(command for command, _ in BENCHES.values()),
