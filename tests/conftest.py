@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,9 +32,9 @@ os.environ |= {
 
 ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = str(ROOT)  # workers import modules of tests/
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # Ray keeps the address of the last started head in this folder
-    os.environ["RAY_TMPDIR"] = f"/tmp/ray-{os.getppid()}-{worker}"
-    Path(os.environ["RAY_TMPDIR"]).mkdir(exist_ok=True)
+if "PYTEST_XDIST_WORKER" in os.environ:  # Ray keeps the address of the last started head in this folder
+    # A short path, because that of a Unix socket has at most 107 bytes.
+    os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 SHARED = Path(os.environ.get("MMRAY_SHARED", ROOT.parent / "shared" / "data"))
 

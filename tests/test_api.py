@@ -259,5 +259,5 @@ def test_prepare_train_and_evaluate_on_ray(tmp_path, capfd):
     assert run.metrics["step"] == len(run.history) == 4 and (run.path / "report.html").exists()
     scores = mmray.evaluate(run, batch=5)
     assert scores["recall_at_1/mean"] == pytest.approx(run.metrics["recall_at_1/mean"])
-    told = capfd.readouterr().out
-    assert f"mmray {version('mmray')}, recipe" in told and "finished   4 steps" in told
+    output = capfd.readouterr().out
+    assert f"mmray {version('mmray')}, recipe" in output and "finished   4 steps" in output

@@ -73,8 +73,8 @@ def test_empty_pools_accept_feasible_and_refuse_infeasible_run(cluster):
     assert (train, data) == ({ROLE_LABEL: "train"}, {ROLE_LABEL: "data"})
     gpus = int(types["gpu"]["max_workers"] * types["gpu"]["resources"]["GPU"])
     assert missing_capacity(Demand(gpus, {"CPU": 1.0, "GPU": 1.0}, 2, train, data), [head], pools) is None
-    said = missing_capacity(Demand(99, {"CPU": 1.0, "GPU": 1.0}, 2, train, data), [head], pools)
-    assert said is not None and f"--cluster.workers {gpus} would fit" in said
+    message = missing_capacity(Demand(99, {"CPU": 1.0, "GPU": 1.0}, 2, train, data), [head], pools)
+    assert message is not None and f"--cluster.workers {gpus} would fit" in message
 
 
 def test_submit_lines_name_existing_jobs():

@@ -97,7 +97,7 @@ def probe_memory(
     ddp_buckets = group.world > 1 and not strategy.is_sharded(state.model)  # allocated before the forward
     try_rows = partial(_try_step, fake_state, make_batch, rows_per_rank, ddp_buckets)
     largest = _largest_micro_that_fits(group, try_rows, rows_per_rank, micro, not fake_state.can_recover_oom)
-    # Without DDP's buckets: weights that get no gradient keep None, which `check` looks for.
+    # Without DDP's buckets: weights that get no gradient keep None, which `check` reports.
     saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, False, largest, largest, check)
     if saved_bytes is None:
         raise _oom_error(group, largest, largest // 2)

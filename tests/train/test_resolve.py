@@ -50,10 +50,10 @@ def test_language_tokens_are_those_of_the_sets(tmp_path):
     wanted = config(f"{tmp_path}/a + {tmp_path}/b", tmp_path, "mixed")
     inputs = wanted.model.inputs.replace(language_token="[{}]")
     speaking = wanted.replace(model=wanted.model.replace(inputs=inputs))
-    plain, settled = resolve_run(wanted, Silent()), resolve_run(speaking, Silent())
-    assert build_encoder(settled.tokenizer_json, inputs).languages == ("de", "fr")
-    assert settled.config.model.vocab_size == plain.config.model.vocab_size + 2
-    assert settled.data_identity["tokenizer"] != plain.data_identity["tokenizer"]
+    plain, resolved = resolve_run(wanted, Silent()), resolve_run(speaking, Silent())
+    assert build_encoder(resolved.tokenizer_json, inputs).languages == ("de", "fr")
+    assert resolved.config.model.vocab_size == plain.config.model.vocab_size + 2
+    assert resolved.data_identity["tokenizer"] != plain.data_identity["tokenizer"]
     asked = speaking.model_copy(update={"evaluate": Evaluate(classes=("a", "b"), language="en")})
     with pytest.raises(UsageError, match="no token for language 'en'; it knows de, fr"):
         resolve_run(asked, Silent())

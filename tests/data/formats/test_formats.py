@@ -136,10 +136,10 @@ SOURCES = {
 
 @pytest.mark.parametrize("title", SOURCES)
 def test_every_format_is_detected_and_gives_the_same_rows(tmp_path, title, in_process):
-    source, said = SOURCES[title](tmp_path / "raw"), []
-    manifest = prepare(str(source), str(tmp_path / "out"), LAX, log=lambda line, label: said.append(line))
+    source, notes = SOURCES[title](tmp_path / "raw"), []
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX, log=lambda line, label: notes.append(line))
     amount = "2 files" if title == "WebDataset" else "7 rows"
-    assert f": {amount} of {title.removesuffix(' of bytes')}" in said[0] and str(tmp_path) in said[0]
+    assert f": {amount} of {title.removesuffix(' of bytes')}" in notes[0] and str(tmp_path) in notes[0]
     assert len(in_process) > 1
     rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(COUNT))
     assert (manifest.num_rows, manifest.num_read) == (COUNT, COUNT)
