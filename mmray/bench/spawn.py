@@ -95,7 +95,10 @@ def _run_worker(rank: int, measure: Measure, config: Config, device_type: str, f
         result = measure(config, group, folder)
     except BaseException as error:
         failure = {"reason": f"{type(error).__name__}: {error}", "out_of_memory": is_out_of_memory(error)}
-        (folder / f"fault-{rank}.json").write_text(json.dumps(failure))
+        unfinished = folder / f"{rank}.unfinished"
+        unfinished.write_text(json.dumps(failure))
+        # In one step, because the parent terminates this process as soon as another rank fails.
+        unfinished.rename(folder / f"fault-{rank}.json")
         raise
     if rank == 0:
         (folder / "answer.json").write_text(json.dumps(result))
