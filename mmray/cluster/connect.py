@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,14 @@ _PRELOADED_MODULES = "ray.data,mmray.data.stream.decode_actor"  # starts each de
 S3_ENV = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED")
 INPUT_TASK_CPUS = 1  # for tasks that feed the decode actors
 CONNECT_TIMEOUT_S = 5.0
+
+
+def needs_ray(cluster_config: Cluster) -> bool:
+    """Return False if one worker without settings of a cluster is asked for, which a process of this machine can be."""
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        return True
+    cluster_only = (cluster_config.address, os.environ.get("RAY_ADDRESS"), cluster_config.resources_per_worker)
+    return cluster_config.max_workers > 1 or cluster_config.wait_for_nodes or any(cluster_only)
 
 
 @contextmanager
@@ -113,5 +122,6 @@ def check_reachable(address: str) -> None:
 
 def num_local_cpus(cluster_config: Cluster, decode_actors: int, available_cores: int) -> int:
     """Return the logical CPUs of a local cluster: at least enough for the workers and their data, which share cores."""
-    needed = math.ceil(cluster_config.max_workers * cluster_config.cpus_per_worker) + decode_actors + INPUT_TASK_CPUS
-    return max(available_cores, needed)
+    workers = cluster_config.max_workers
+    cpus = cluster_config.num_cpus if cluster_config.cpus_per_worker != "auto" else available_cores // workers
+    return max(available_cores, math.ceil(workers * max(1, cpus)) + decode_actors + INPUT_TASK_CPUS)

@@ -19,7 +19,10 @@ class Cluster(Section, settings_prefix="cluster"):
     address: str | None = Field(None, description="Ray address; None: RAY_ADDRESS if set, otherwise this machine.")
     workers: int | str = Field(1, description="Training workers, one GPU each or CPUs only; 1-4: as many as fit.")
     accelerator: Literal["auto", "gpu", "cpu"] = Field("auto", description="auto: GPUs if the cluster has any.")
-    cpus_per_worker: float = Field(1.0, gt=0, description="CPUs per training worker.")
+    cpus_per_worker: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        "auto",
+        description="CPUs, and so threads, per training worker; auto: on CPUs of this machine its share, else 1.",
+    )
     resources_per_worker: dict[str, float] = Field({}, description="Custom Ray resources per training worker.")
     data_label: Label = Field(
         "auto", description="Label (key=value) of nodes for data; auto: mmray/role=data, or CPU-only nodes; none: any."
@@ -50,6 +53,11 @@ class Cluster(Section, settings_prefix="cluster"):
     def max_workers(self) -> int:
         """Number of workers for batch arithmetic and start-up checks."""
         return _range(self.workers)[1]
+
+    @property
+    def num_cpus(self) -> float:
+        """CPUs per worker; 1 for an `auto` that the driver did not resolve."""
+        return 1.0 if self.cpus_per_worker == "auto" else self.cpus_per_worker
 
     @property
     def collective_timeout_s(self) -> float:

@@ -49,7 +49,6 @@ def sample() -> Config:
         optimizer=Optimizer(lr=1e-3, warmup_steps=30, weight_decay=0.05),
         train=Train(steps=350, log_every=10, checkpoint_every=175),
         evaluate=Evaluate(every=175),
-        cluster=Cluster(workers="1-2"),  # one worker on a machine with one GPU
     )
 
 

@@ -67,7 +67,7 @@ def _train(
     heartbeat: Heartbeat,
 ) -> dict[str, Any]:
     config, plan = context.config, resume_point.plan
-    torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))  # fixed: the order of sums changes rounding
+    torch.set_num_threads(max(1, int(config.cluster.num_cpus)))  # fixed: the order of sums changes rounding
     if device.type == "cpu":
         keep_freed_memory()
     seed_everything(config.train.seed, config.train.deterministic)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.reader import RowReader
-from mmray.engine.metrics.writers import Metrics
 from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
     from mmray.config import Config
     from mmray.engine.checkpoint.manager import CheckpointManager
+    from mmray.engine.metrics.writers import Metrics
 
 
 Report = Callable[[dict[str, Any]], Any]

@@ -1,12 +1,9 @@
-"""Actor that relays metrics, heartbeats and stop requests; `ray.train.report` would be a barrier over all ranks."""
+"""Messages between driver and workers: an actor under Ray, where `ray.train.report` would be a barrier of all ranks."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
-
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 class Coordinator:
@@ -47,9 +44,3 @@ class Coordinator:
 
     def request_stacks(self) -> None:
         self._stacks_requested = True
-
-
-def start_coordinator(bad_rows: set[int]) -> Any:
-    """Start the actor on the driver's node, without a CPU; `bad_rows` are those of earlier attempts."""
-    driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=driver_node).remote(bad_rows)

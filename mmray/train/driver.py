@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from mmray import plugins
-from mmray.cluster.connect import ray_session
-from mmray.cluster.ray_internals import version_warning
+from mmray.cluster.connect import needs_ray, ray_session
 from mmray.config import Config
 from mmray.config.data import parse_mixture
 from mmray.data.store.manifest import QUARANTINE
@@ -19,9 +19,10 @@ from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines, to_path
 from mmray.train import run_dir, trackers, validate
+from mmray.train.backend import Backend
+from mmray.train.local import LocalBackend
 from mmray.train.monitor import RunReporter
 from mmray.train.resolve import ResolvedRun, resolve_run
-from mmray.train.resources import check_capacity, check_storage, resource_demand
 from mmray.train.supervisor import Supervisor
 
 
@@ -37,10 +38,16 @@ class RunOutcome:
 def train(config: Config, reporter: RunReporter) -> RunOutcome:
     """Train `config`, or resume its run. Raises MmrayError with its exit code."""
     validate_settings(config)
+    if not needs_ray(config.cluster):
+        with closing(LocalBackend()) as backend:
+            check_classes(config)
+            return _train(config, reporter, backend)
     actors = 1 if config.data.workers == "auto" else config.data.workers
     # Classes may import torch, which takes seconds: they are loaded while Ray starts.
     with ray_session(config.cluster, actors, while_starting=partial(check_classes, config)):
-        return _train(config, reporter)
+        from mmray.train.ray_backend import RayBackend  # late: it imports Ray Train
+
+        return _train(config, reporter, RayBackend())
 
 
 def validate_settings(config: Config) -> None:
@@ -65,11 +72,9 @@ def check_classes(config: Config) -> None:
         plugins.load_class(config.model.kind, "model.kind")
 
 
-def _train(config: Config, reporter: RunReporter) -> RunOutcome:
-    if warning := version_warning():
-        reporter.log(warning, "warning")
-    check_capacity(config)
-    check_storage(config)
+def _train(config: Config, reporter: RunReporter, backend: Backend) -> RunOutcome:
+    backend.check(config, reporter)
+    config = backend.resolve(config)
     resolved = resolve_run(config, reporter)
     selection = run_dir.select_run(resolved.config, resolved.data_identity, resolved.steps)
     if selection.skipped:
@@ -81,10 +86,10 @@ def _train(config: Config, reporter: RunReporter) -> RunOutcome:
         return RunOutcome(selection.path, result, already_done=True)
     with Lease(selection.path) as lease:
         run = run_dir.write_run_files(selection.path, resolved.config, resolved.data_identity, resolved.tokenizer_json)
-        _log_summary(resolved, run, reporter)
+        _log_summary(resolved, run, reporter, resolved.config.cluster.accelerator)
         try:
             with trackers.TrackingReporter(resolved.config, run.path, reporter) as tracking:
-                result = Supervisor(resolved, run, lease, tracking).train()
+                result = Supervisor(resolved, run, lease, tracking, backend).train()
                 tracking.run_status = result["status"]
         except ForceExit:
             raise
@@ -107,7 +112,7 @@ def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: RunReporter) 
     write_report_safely(run.path, reporter.log)
 
 
-def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReporter) -> None:
+def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReporter, device: str) -> None:
     num_rows, eval_set = resolved.data_identity["num_rows"], resolved.eval_set
     held_out = f"{eval_set.num_rows:,} held out" if eval_set else "none held out, so no evaluation"
     reporter.log(str(run.path), "run")
@@ -119,8 +124,8 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
     if rows_per_block != 1:
         reporter.log(f"{rows_per_block:,} adjacent rows per block, {blocks_per_window:,} blocks per window", "shuffle")
     epochs = resolved.steps * resolved.shape.global_rows / num_rows
-    gpus, workers = resource_demand(resolved.config).per_worker.get("GPU", 0), resolved.config.cluster.workers
-    devices = f"with {gpus:g} GPU{'s' * (gpus > 1)} each" if gpus else "on CPUs"
+    workers, two_gpus = resolved.config.cluster.workers, resolved.config.train.parallel == "branches"
+    devices = "on CPUs" if device == "cpu" else "with 2 GPUs each" if two_gpus else "with 1 GPU each"
     elastic = ", elastic" if resolved.config.cluster.elastic else ""
     reporter.log(f"{workers} {devices}{elastic}", "workers")
     reporter.log(str(resolved.shape), "batch")

@@ -34,7 +34,7 @@ from mmray.models.pretrained import pretrained_settings
 from mmray.storage.paths import AnyPath, to_path
 from mmray.train import validate
 from mmray.train.monitor import RunReporter
-from mmray.train.recovery import start_timeout_error
+from mmray.train.ray_backend import start_timeout_error
 from mmray.train.resources import check_capacity, num_free_workers, torch_trainer
 from mmray.train.run_dir import RunDir
 

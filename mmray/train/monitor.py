@@ -12,21 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import ray
-import ray.exceptions
-
-from mmray.cluster.capacity import num_workers_that_fit
-from mmray.cluster.placement import AutoscalerRequest, draining_nodes, kill_processes, schedulable_nodes
 from mmray.config import Config
 from mmray.errors import ForceExit
-from mmray.train.resources import request_nodes, resource_demand
 
 if TYPE_CHECKING:
     from mmray.data.prepare.pipeline import Progress
+    from mmray.train.backend import Workers
 
 WASTED_STEPS, CHECKPOINT_S = "wasted_steps", "checkpoint_s"
 CHECK_INTERVAL_S, CAPACITY_INTERVAL_S = 1.0, 5.0
@@ -140,12 +135,12 @@ class AttemptMonitor:
 
     config: Config  # with the range of workers that the user set
     world: int  # number of workers, torch's world size
-    coordinator: Any
+    workers: Workers
     reporter: RunReporter
     total_steps: int
     start_step: int
     progress: RunProgress
-    autoscaler: AutoscalerRequest
+    retried_errors: tuple[type[Exception], ...] = (OSError,)  # of checks of the cluster
     failed_resizes: int = 0  # resizes from this number of workers after which no larger group started
     hang: str | None = None  # names the ranks
     preempted: bool = False  # a node of the group is being preempted
@@ -163,7 +158,7 @@ class AttemptMonitor:
         self._detector = HangDetector(cluster.hang_timeout_s, cluster.start_timeout_s, self.start_step)
 
     def poll(self) -> None:
-        """Read messages and heartbeats from the coordinator, and run the checks that are due."""
+        """Read messages and heartbeats of the workers, and run the checks that are due."""
         self.read_updates()
         now_s = time.monotonic()
         if now_s < self._next_check_s:
@@ -175,7 +170,7 @@ class AttemptMonitor:
             if self.world < self.config.cluster.max_workers and now_s >= self._next_capacity_s:
                 self._next_capacity_s = now_s + CAPACITY_INTERVAL_S
                 self._check_capacity()
-        except (ray.exceptions.RayError, RuntimeError, OSError) as error:  # training continues meanwhile
+        except self.retried_errors as error:  # training continues meanwhile
             self.reporter.log(f"no response from Ray, retrying: {error}", "cluster")
 
     def request_stop(self, reason: StopReason, message: str) -> None:
@@ -183,7 +178,7 @@ class AttemptMonitor:
         if self.stop_reason is None:
             self.stop_reason = reason
             self.reporter.log(message, "stop")
-            self.coordinator.request_stop.remote()
+            self.workers.request_stop()
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
         """Stop at a checkpoint on the first Ctrl-C or SIGTERM; exit on the second, or if no worker has started."""
@@ -193,10 +188,7 @@ class AttemptMonitor:
         self.request_stop("user", "after this step, with a checkpoint; press Ctrl-C again to exit at once")
 
     def read_updates(self) -> None:
-        try:
-            messages, records = ray.get(self.coordinator.drain.remote(), timeout=10)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            return  # Ray is shutting down: the attempt itself raises
+        messages, records = self.workers.drain()
         self.heartbeats = [HeartbeatRecord(**record) for record in records]
         self.started = self.started or bool(messages or records)
         for message in messages:
@@ -212,13 +204,13 @@ class AttemptMonitor:
             return
         self.hang = hang
         self.reporter.log(f"{hang}; stacks are written to stacks/ in the run's folder", "hang")
-        self.coordinator.request_stacks.remote()
+        self.workers.request_stacks()
         time.sleep(STACKS_WAIT_S)
-        kill_processes((record.node, record.pid, record.started_s) for record in self.heartbeats)
+        self.workers.kill(self.heartbeats)
 
     def _check_preemption(self) -> None:
         """Request a checkpoint in time if a node of the group is being preempted."""
-        draining = draining_nodes()
+        draining = self.workers.draining_nodes()
         deadlines = [draining[record.node] for record in self.heartbeats if record.node in draining]
         if not deadlines:
             return
@@ -229,10 +221,8 @@ class AttemptMonitor:
 
     def _check_capacity(self) -> None:
         """Request a resize if more workers fit at several polls in a row."""
-        request_nodes(self.config, self.autoscaler, self.world)
-        demand = resource_demand(self.config, with_data=False)
-        remaining = replace(demand, workers=demand.workers - self.world)
-        extra = num_workers_that_fit(remaining, schedulable_nodes().nodes) if self.heartbeats else 0
+        extra = self.workers.num_more_workers()
+        extra = extra if self.heartbeats else 0
         self._capacity_polls = self._capacity_polls + 1 if extra else 0
         if self._capacity_polls >= CAPACITY_POLLS * 4**self.failed_resizes:
             self.request_stop("resize", f"{self.world + extra} workers fit now; checkpointing to restart with all")

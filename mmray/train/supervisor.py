@@ -8,13 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import ray
-import ray.exceptions
-import ray.train
-
-from mmray.cluster.capacity import num_workers_that_fit
-from mmray.cluster.placement import AutoscalerRequest, SchedulableNodes, schedulable_nodes
-from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
 from mmray.engine.bad_samples import load_bad_rows
 from mmray.engine.checkpoint import files
@@ -22,28 +15,23 @@ from mmray.errors import MmrayError, ResourceError, StorageError, TrainingError,
 from mmray.evaluate.build import best_metric
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines
-from mmray.train.coordinator import start_coordinator
-from mmray.train.monitor import WASTED_STEPS, AttemptMonitor, RunProgress, RunReporter
+from mmray.train.backend import Attempt, Backend
+from mmray.train.monitor import WASTED_STEPS, AttemptMonitor, RunProgress, RunReporter, signal_handlers
 from mmray.train.recovery import Failure, Restart, classify_failure, count_failures, decide_recovery
 from mmray.train.resolve import ResolvedRun
-from mmray.train.resources import request_nodes, resource_demand
 from mmray.train.run_dir import RunDir, redact_text
-from mmray.train.worker_group import build_trainer, run_attempt
 
-POLL_INTERVAL_S = 0.5  # of the free resources, while workers of the last attempt release theirs
-STABLE_POLLS, MAX_POLLS = 4, 20
-# Failures of Ray Train, mmray, the cluster or the storage. Others are bugs, which a retry would repeat.
-ATTEMPT_ERRORS = (ray.train.TrainingFailedError, MmrayError, ray.exceptions.RayError, RuntimeError, OSError)
 STORAGE_RETRIES_S = (1.0, 5.0, 30.0)  # pauses while the storage fails between two attempts
 
 
 class Supervisor:
     """Runs the attempts of one run; writes result.json. `config` has the range of workers that the user set."""
 
-    def __init__(self, resolved: ResolvedRun, run: RunDir, lease: Lease, reporter: RunReporter) -> None:
+    def __init__(
+        self, resolved: ResolvedRun, run: RunDir, lease: Lease, reporter: RunReporter, backend: Backend
+    ) -> None:
         self.resolved, self.run, self.lease, self.reporter = resolved, run, lease, reporter
-        self.config = resolved.config
-        self.autoscaler = AutoscalerRequest(f"mmray-{run.path.name}-{lease.fencing_token}")
+        self.config, self.backend = resolved.config, backend
         self.start_s, self.earlier = time.monotonic(), run.read_json("result.json") or {}  # of earlier commands
         self.attempts = self.failures = self.preemptions = self.resizes = 0
         self.last_failure: Failure | None = None
@@ -53,9 +41,6 @@ class Supervisor:
 
     def train(self) -> dict[str, Any]:
         """Run attempts until one finishes, recovery fails or the user stops it. Writes and returns result.json."""
-        # Fixed for all attempts: a lost node must not move the run from GPUs to CPUs.
-        device = "gpu" if "GPU" in resource_demand(self.config).per_worker else "cpu"
-        self.config = self.config.with_cluster(accelerator=device)
         while True:
             checkpoint, bad_rows = self._prepare_attempt()
             if checkpoint is not None:
@@ -65,27 +50,26 @@ class Supervisor:
                     f"--run.resume must: no valid checkpoint in {self.run.checkpoints}; "
                     "--run.resume auto starts from step 0"
                 )
-            nodes, world = self._choose_nodes()
-            self.reporter.status(f"starting {world} workers")
+            world = self._choose_world_size()
+            self.reporter.status(f"starting {world} worker{'s' * (world > 1)}")
             start_step = files.step_of(checkpoint) if checkpoint is not None else 0
-            coordinator = start_coordinator(bad_rows)
+            config = self.config.with_cluster(workers=world)
+            token = self.lease.fencing_token
+            workers = self.backend.start(Attempt(self.resolved, self.run.path, token, config, checkpoint, bad_rows))
             monitor = AttemptMonitor(
                 config=self.config,
                 world=world,
-                coordinator=coordinator,
+                workers=workers,
                 reporter=self.reporter,
                 total_steps=self.resolved.steps,
                 start_step=start_step,
                 progress=self.progress,
-                autoscaler=self.autoscaler,
+                retried_errors=self.backend.errors,
                 failed_resizes=self.failed_resizes.count(world),
             )
             try:
-                attempt_config = self.config.with_cluster(workers=world)
-                trainer = build_trainer(
-                    self.resolved, self.run, self.lease.fencing_token, attempt_config, nodes, checkpoint, coordinator
-                )
-                outcome = run_attempt(trainer, monitor)
+                with signal_handlers(monitor.on_signal):
+                    outcome = workers.wait(monitor.poll)
                 if outcome["status"] == "finished" or monitor.stop_reason == "user":
                     break
                 self.restart = None
@@ -95,7 +79,7 @@ class Supervisor:
                 if monitor.stop_reason == "resize":
                     self.resizes += 1
                     self.failed_resizes.append(world)
-            except ATTEMPT_ERRORS as error:
+            except self.backend.errors as error:
                 self._handle_failure(error, monitor)
             except Exception as error:
                 self._write_ended("failed", error)
@@ -104,8 +88,7 @@ class Supervisor:
                 if monitor.started:
                     # A group of `world` workers started, so resizes from fewer succeeded.
                     self.failed_resizes = [workers for workers in self.failed_resizes if workers >= world]
-                self.autoscaler.cancel()
-                ray.kill(coordinator)
+                workers.close()
         return self._write_result(outcome)
 
     def _prepare_attempt(self) -> tuple[AnyPath | None, set[int]]:
@@ -131,7 +114,7 @@ class Supervisor:
 
     def _handle_failure(self, error: Exception, monitor: AttemptMonitor) -> None:
         """Decide what follows a failure: set `restart`, or write result.json and raise."""
-        failure, latest_step = classify_failure(error, monitor, self.resolved), self._latest_step()
+        failure, latest_step = classify_failure(error, monitor, self.resolved, self.backend), self._latest_step()
         self.failures = count_failures(self.failures, failure.kind, latest_step > monitor.start_step)
         self.preemptions += failure.kind == "preempted"
         decision = decide_recovery(failure, self.last_failure, self.failures, self.config.cluster.max_failures)
@@ -147,11 +130,11 @@ class Supervisor:
         start = f"the checkpoint of step {latest_step:,}" if latest_step else "step 0, as there is no checkpoint yet"
         self.reporter.log(f"{decision.reason}; restarting from {start}", "failure")
 
-    def _choose_nodes(self) -> tuple[SchedulableNodes, int]:
-        """The nodes and the number of workers of the next attempt. Raises TrainingError if Ray ended."""
+    def _choose_world_size(self) -> int:
+        """The number of workers of the next attempt. Raises TrainingError if the cluster ended."""
         try:
-            return choose_world_size(self.config, self.autoscaler)
-        except (ray.exceptions.RayError, RuntimeError, OSError) as error:
+            return self.backend.choose_world_size(self.config)
+        except self.backend.errors as error:
             before = f"{self.restart.reason}; then " if self.restart is not None else ""
             message = f"{before}Ray did not respond: {error}. Rerun the same command to resume {self.run.path}"
             failed = TrainingError(message)
@@ -201,20 +184,3 @@ class Supervisor:
             if (path := files.latest_complete(self.run.checkpoints)) is not None:
                 return files.step_of(path)
         return 0
-
-
-def choose_world_size(config: Config, autoscaler: AutoscalerRequest) -> tuple[SchedulableNodes, int]:
-    """The nodes and the number of workers of the next attempt: of a range, as many as fit and at least the minimum."""
-    nodes = schedulable_nodes()
-    if not config.cluster.elastic:
-        return nodes, config.cluster.max_workers  # if they do not fit, Ray waits and an autoscaler adds nodes
-    request_nodes(config, autoscaler, running=0)
-    counts: list[int] = []
-    for _ in range(MAX_POLLS):
-        counts.append(num_workers_that_fit(resource_demand(config), nodes.nodes))
-        stable = len(counts) >= STABLE_POLLS and len(set(counts[-STABLE_POLLS:])) == 1
-        if counts[-1] == config.cluster.max_workers or (stable and counts[-1]):
-            break
-        time.sleep(POLL_INTERVAL_S)
-        nodes = schedulable_nodes()
-    return nodes, max(counts[-1], config.cluster.min_workers)

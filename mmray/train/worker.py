@@ -19,7 +19,7 @@ from mmray.errors import MmrayError
 
 
 def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train in the process group that Ray Train made. `arguments` come from worker_group.build_trainer."""
+    """Train in the process group that Ray Train made. `arguments` come from ray_backend.RayWorkers."""
     # Imported here: the driver imports this module without the engine, 2 s of CPU time.
     from mmray.engine.worker import train_worker
 

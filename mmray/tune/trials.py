@@ -77,7 +77,7 @@ def searched_values(trials: Sequence[Trial]) -> dict[str, list[Any]]:
 def largest_cluster(trials: Sequence[Trial]) -> Cluster:
     """Return the `cluster` settings that need most CPUs, for the size of a local Ray cluster."""
     configs = (trial.config.cluster for trial in trials if trial.shape is not None)
-    return max(configs, key=lambda config: config.max_workers * config.cpus_per_worker)
+    return max(configs, key=lambda config: config.max_workers * config.num_cpus)
 
 
 def samples_per_trial(trial_settings: Config, trials: Sequence[Trial], num_rows: int) -> int:

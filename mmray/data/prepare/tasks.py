@@ -1,23 +1,24 @@
-"""Ray Data jobs of many small tasks: pack a chunk, hash a shard. Items and results are sent as JSON."""
+"""Many small tasks of prepare, on Ray Data or in processes of this machine: pack a chunk, hash a shard."""
 
 from __future__ import annotations
 
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
 import orjson
-import ray.data
-import ray.exceptions
 
 from mmray import errors
-from mmray.cluster.placement import available_cores_if_local
 from mmray.data.images.crash_probe import CrashProbe
 from mmray.errors import MmrayError, ResourceError
+from mmray.machine import cores
+from mmray.processes import map_in_processes
 from mmray.storage.storage import Storage
 
 MAX_TASKS = 2000  # with more items, several share a task
@@ -35,19 +36,48 @@ T = TypeVar("T")
 
 
 def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]:
-    """Yield results of `work(item)` as they complete. Raises MmrayError if one fails, ResourceError if workers die."""
+    """Yield results of `work(item)` as they complete, on Ray if it is initialised, otherwise in child processes.
+
+    Raises MmrayError if one fails, ResourceError if workers die.
+    """
     if not items:
         return
+    run: Any = _map_on_ray if "ray" in sys.modules and sys.modules["ray"].is_initialized() else _map_in_processes
+    with closing(run(partial(_run_item, work), items)) as results:
+        for result in results:
+            if "error" in result:
+                raise getattr(errors, result["error"])(result["message"])
+            yield result
+
+
+def _map_in_processes(run_item: Callable[..., Result], items: Sequence[Any]) -> Generator[Result, None, None]:
+    crashes = count(1)
+
+    def on_crash() -> None:
+        if next(crashes) > MAX_RETRIES:
+            raise ResourceError(f"prepare processes died {MAX_RETRIES} times; check the memory. {RESUME_HINT}")
+
+    processes = min(len(items), cores())
+    yield from map_in_processes(run_item, items, processes, 2 * processes, on_crash)
+
+
+def _map_on_ray(run_item: Work, items: Sequence[Any]) -> Generator[Result, None, None]:
+    """Items and results are sent as JSON."""
+    import ray.data
+    import ray.exceptions
+
+    from mmray.cluster.placement import available_cores_if_local
+
     rows = [{"item": orjson.dumps(item).decode()} for item in items]
-    tasks, cores = min(len(rows), MAX_TASKS), available_cores_if_local()
+    tasks, local_cores = min(len(rows), MAX_TASKS), available_cores_if_local()
     # A worker process costs two core-seconds to start, so there are no more of them than cores. With many tasks there
     # is one more, because each worker waits 0.2 s for its next task. None: one for each CPU of the cluster.
-    concurrency = min(tasks, cores if tasks < TASKS_PER_CORE * cores else cores + 1) if cores else None
+    concurrency = min(tasks, local_cores + (tasks >= TASKS_PER_CORE * local_cores)) if local_cores else None
     dataset = ray.data.from_items(rows, override_num_blocks=tasks)
     with warnings.catch_warnings():  # map_batches deprecates max_retries but has no other way to set it
         warnings.simplefilter("ignore")
         results = dataset.map_batches(
-            partial(_run_item, work=work),
+            partial(_run_batch, run_item=run_item),
             batch_size=1,
             batch_format="numpy",
             max_retries=MAX_RETRIES,
@@ -55,10 +85,7 @@ def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]
         )
     try:
         for row in results.iter_rows():
-            result = orjson.loads(row["result"])
-            if "error" in result:
-                raise getattr(errors, result["error"])(result["message"])
-            yield result
+            yield orjson.loads(row["result"])
     except ray.exceptions.RayTaskError:  # also a RayError; the task could not be started
         raise
     except ray.exceptions.RayError as error:
@@ -91,14 +118,18 @@ def run_with_crash_limit(work: Callable[[CrashProbe | None], T], out: Storage, n
             out.delete(name)
 
 
-def _run_item(batch: dict[str, np.ndarray], work: Work) -> dict[str, np.ndarray]:
-    """Ray task. Errors are returned, because Ray would retry a task that raises."""
+def _run_batch(batch: dict[str, np.ndarray], run_item: Work) -> dict[str, np.ndarray]:
+    """Ray task."""
+    return {"result": np.array([orjson.dumps(run_item(orjson.loads(str(batch["item"][0])))).decode()])}
+
+
+def _run_item(work: Work, item: Any, *_: Any) -> Result:
+    """Return the result or the error of `work(item)`: Ray would retry a task that raises."""
     try:
-        result = work(orjson.loads(str(batch["item"][0])))
+        return work(item)
     except MmrayError as error:
-        result = {"error": type(error).__name__, "message": str(error)}
+        return {"error": type(error).__name__, "message": str(error)}
     except Exception as error:  # noqa: BLE001 - the driver raises it
         cause = traceback.format_exception_only(error)[-1].strip()
         message = f"prepare failed: {cause}. {RESUME_HINT}\n{traceback.format_exc().rstrip()}"
-        result = {"error": "MmrayError", "message": message}
-    return {"result": np.array([orjson.dumps(result).decode()])}
+        return {"error": "MmrayError", "message": message}

@@ -212,6 +212,19 @@ class BlockPlan:
     steps_per_block: int
     blocks_per_step: int = 1  # of one rank
 
+    @classmethod
+    def sized(cls, plan: SamplePlan, first_step: int, row_bytes: int, block_mb: float) -> BlockPlan:
+        """Return blocks of about `block_mb`, or down to a quarter of it if the rows of a step are not divisible.
+
+        They are larger if there is no divisor (a prime number of rows).
+        """
+        fitting_rows = max(1, int(block_mb * 1e6 / row_bytes))
+        if fitting_rows >= plan.rank_rows:
+            return cls(plan, first_step, max(1, min(fitting_rows // plan.rank_rows, plan.steps)))
+        min_blocks = -(-plan.rank_rows // fitting_rows)
+        counts = range(min_blocks, 4 * min_blocks)
+        return cls(plan, first_step, 1, next((count for count in counts if plan.rank_rows % count == 0), 1))
+
     @property
     def count(self) -> int:
         groups = -(-(self.plan.steps - self.first_step) // self.steps_per_block)

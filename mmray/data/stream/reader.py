@@ -49,6 +49,11 @@ class RowReader:
         # Decodes each image in a child process first; used in a process that was restarted after a crash.
         self.crash_probe: CrashProbe | None = None
 
+    @property
+    def row_bytes(self) -> int:
+        """Approximate bytes of a row in a block."""
+        return 3 * self.inputs.image_side**2 + 4 * self.inputs.max_tokens
+
     def read_block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
         """Return the arrays of the rows at `positions` [R] of the sample order.
 

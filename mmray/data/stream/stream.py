@@ -13,29 +13,15 @@ import ray.data
 import ray.train
 
 from mmray.data.stream.decode_actor import DecodeActor
-from mmray.data.stream.order import BlockPlan, ResumePoint, SamplePlan
+from mmray.data.stream.order import BlockPlan, ResumePoint
 from mmray.data.stream.reader import Block, RowReader
 
 BLOCK_IDS_PER_TASK = 1000
 MAX_INLINE_BLOCKS = 1000  # listing takes 0.5 s of the driver; a task needs a process that imports Ray Data
-TOKEN_BYTES = 4
 # Tasks queued at an actor. With Ray's default of two, actors were idle for 8 % of the time on busy cores. A queued task
 # is only a block number, so it needs no memory.
 MAX_TASKS_IN_FLIGHT = 4
 OBJECT_STORE_FRACTION = 0.3  # Ray Data fills half of an object store with blocks, and beyond 80 % Ray spills
-
-
-def block_shape(plan: SamplePlan, row_bytes: int, block_mb: float) -> tuple[int, int]:
-    """Return (steps per block, blocks per step of one rank); one of the two is 1.
-
-    A block has about `block_mb`, or down to a quarter of it if the rows of a step are not divisible. It is larger if
-    there is no divisor (a prime number of rows).
-    """
-    fitting_rows = max(1, int(block_mb * 1e6 / row_bytes))
-    if fitting_rows >= plan.rank_rows:
-        return max(1, min(fitting_rows // plan.rank_rows, plan.steps)), 1
-    min_blocks = -(-plan.rank_rows // fitting_rows)
-    return 1, next((count for count in range(min_blocks, 4 * min_blocks) if plan.rank_rows % count == 0), 1)
 
 
 def block_ids_dataset(count: int) -> ray.data.Dataset:
@@ -68,11 +54,10 @@ class StreamDataConfig(ray.train.DataConfig):
     def configure(self, datasets: dict[str, Any], world_size: int, *_: Any, **__: Any) -> list[dict[str, Any]]:
         (name,) = datasets
         assert world_size == self.resume_point.plan.world, "the worker group must have the size of its plan"
-        row_bytes = 3 * self.reader.inputs.image_side**2 + TOKEN_BYTES * self.reader.inputs.max_tokens
         store_mb = OBJECT_STORE_FRACTION * ray.cluster_resources()["object_store_memory"] / 1e6
         max_mb = store_mb / (2 * world_size)  # two blocks per rank fit without spilling
-        shape = block_shape(self.resume_point.plan, row_bytes, min(self.block_mb, max_mb))
-        block_plan = BlockPlan(self.resume_point.plan, self.resume_point.step, *shape)
+        start = self.resume_point
+        block_plan = BlockPlan.sized(start.plan, start.step, self.reader.row_bytes, min(self.block_mb, max_mb))
         return [{name: split} for split in self.dataset(block_plan).streaming_split(world_size, equal=True)]
 
     def dataset(self, block_plan: BlockPlan) -> ray.data.Dataset:

@@ -1,0 +1,48 @@
+"""The stream of one worker without Ray: child processes of this machine decode its blocks, in sample order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+from mmray.data.images.crash_probe import CrashProbe
+from mmray.data.stream.order import BlockPlan, ResumePoint
+from mmray.data.stream.reader import Block, RowReader
+from mmray.errors import ResourceError
+from mmray.processes import map_in_processes
+
+BLOCK_MB = 8.0  # at most: blocks are copied through a pipe, which a larger one would occupy for long
+MAX_CRASHES = 5
+CRASH_MESSAGE = (
+    "a data process died and was restarted; its blocks are read again. If no image is named as the cause, the machine "
+    "may have run out of memory: lower --data.workers or --data.block-mb"
+)
+
+
+class BlockReader:
+    """The work of a data process; after a crash it decodes in another child process first, which names the image."""
+
+    def __init__(self, reader: RowReader, blocks: BlockPlan) -> None:
+        self.reader, self.blocks = reader, blocks
+
+    def __call__(self, number: int, after_crash: bool) -> Block:
+        if after_crash and self.reader.crash_probe is None:
+            self.reader.crash_probe = CrashProbe()
+        return self.reader.read_block(self.blocks.plan, self.blocks.positions(number))
+
+
+def iter_local_blocks(
+    reader: RowReader, start: ResumePoint, block_mb: float, num_processes: int, warn: Callable[[str], None]
+) -> Generator[Block, None, None]:
+    """Yield the blocks of the only worker. Raises ResourceError if data processes keep dying."""
+    assert start.plan.world == 1, "the ranks of a group need Ray"
+    blocks, crashes = BlockPlan.sized(start.plan, start.step, reader.row_bytes, min(block_mb, BLOCK_MB)), 0
+
+    def on_crash() -> None:
+        nonlocal crashes
+        crashes += 1
+        if crashes > MAX_CRASHES:
+            raise ResourceError(f"data processes died {crashes} times; the machine has probably run out of memory")
+        warn(CRASH_MESSAGE)
+
+    work, in_flight = BlockReader(reader, blocks), 2 * num_processes + 1
+    return map_in_processes(work, range(blocks.count), min(num_processes, blocks.count), in_flight, on_crash)

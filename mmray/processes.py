@@ -1,0 +1,87 @@
+"""Child processes of this machine, for work that needs no Ray cluster: an ordered map that survives crashes.
+
+Children are spawned, not forked, because the parent has threads.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+SPAWN = multiprocessing.get_context("spawn")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+_work: Callable[..., Any]  # of this child process
+
+
+def map_in_processes(
+    work: Callable[[Item, bool], Result],
+    items: Iterable[Item],
+    num_processes: int,
+    max_in_flight: int,
+    on_crash: Callable[[], None],
+) -> Generator[Result, None, None]:
+    """Yield `work(item, after_crash)` of each item, in order; `work` is pickled once per process.
+
+    After a process died all are replaced, and items without a result are repeated with after_crash True. `on_crash` is
+    called before, and ends the repetition by raising. Raises what `work` raises.
+    """
+    unsent, pending, crashed = iter(items), deque[tuple[Item, Future[Result]]](), False
+    pool = ProcessPoolExecutor(num_processes, SPAWN, _init_map, (work,))
+
+    def submit(item: Item) -> tuple[Item, Future[Result]]:
+        try:
+            return item, pool.submit(_call, item, crashed)
+        except BrokenProcessPool as error:
+            failed: Future[Result] = Future()
+            failed.set_exception(error)
+            return item, failed
+
+    try:
+        while True:
+            while len(pending) < max_in_flight and (item := next(unsent, None)) is not None:
+                pending.append(submit(item))
+            if not pending:
+                return
+            try:
+                result = pending[0][1].result()
+            except BrokenProcessPool:
+                on_crash()
+                pool.shutdown()
+                pool, crashed = ProcessPoolExecutor(num_processes, SPAWN, _init_map, (work,)), True
+                pending = deque(submit(item) for item, _ in pending)
+                continue
+            pending.popleft()
+            yield result
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def init_child() -> None:
+    """Ignore Ctrl-C, which the parent handles, and exit with the parent, also if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a child process"
+    parent.join()
+    os._exit(1)
+
+
+def _init_map(work: Callable[..., Any]) -> None:
+    global _work
+    init_child()
+    _work = work
+
+
+def _call(item: Any, after_crash: bool) -> Any:
+    return _work(item, after_crash)

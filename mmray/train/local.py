@@ -1,0 +1,153 @@
+"""One worker in a child process of this machine, without Ray: it starts in seconds, and is replaced if it dies."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mmray.config import Config
+from mmray.errors import ResourceError
+from mmray.machine import cores
+from mmray.processes import SPAWN
+from mmray.train.backend import Attempt, Cause
+from mmray.train.coordinator import Coordinator
+from mmray.train.local_worker import run_worker
+from mmray.train.resolve import ResolvedRun
+
+if TYPE_CHECKING:
+    from mmray.train.monitor import AttemptMonitor, HeartbeatRecord, RunReporter
+
+POLL_INTERVAL_S = 0.1
+
+
+class WorkerDied(Exception):
+    """The worker process ended without a result."""
+
+
+class LocalBackend:
+    """Starts the worker of each attempt in a new process; the first imports torch while the driver prepares the run."""
+
+    errors: tuple[type[Exception], ...] = (Exception,)
+
+    def __init__(self) -> None:
+        self._next: _Process | None = _Process()
+
+    def check(self, config: Config, reporter: RunReporter) -> None:
+        import torch
+
+        if config.cluster.accelerator == "gpu" and not torch.cuda.is_available():
+            raise ResourceError("cluster.accelerator gpu: torch sees no GPU on this machine; set it to auto or cpu")
+
+    def resolve(self, config: Config) -> Config:
+        import torch
+
+        cluster = config.cluster
+        device = "gpu" if torch.cuda.is_available() and cluster.accelerator != "cpu" else "cpu"
+        cpus = float(cores()) if device == "cpu" else 1.0
+        cpus = cpus if cluster.cpus_per_worker == "auto" else cluster.cpus_per_worker
+        return config.with_cluster(accelerator=device, cpus_per_worker=cpus)
+
+    def choose_world_size(self, config: Config) -> int:
+        return 1
+
+    def start(self, attempt: Attempt) -> LocalWorkers:
+        process, self._next = self._next or _Process(), None
+        return LocalWorkers(process, attempt)
+
+    def find_cause(self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> Cause:
+        return ("lost" if isinstance(error, WorkerDied) else "raised"), error
+
+    def close(self) -> None:
+        """End the process that no attempt has used."""
+        if self._next is not None:
+            self._next.kill()
+
+
+class _Process:
+    """A worker process; it waits for its arguments after it has imported what it needs."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=run_worker, args=(theirs,), name="mmray-worker")
+        self.process.start()
+        theirs.close()  # so that the end of the process is read as EOF
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+class LocalWorkers:
+    """The worker process of an attempt, and the thread that receives its messages."""
+
+    def __init__(self, process: _Process, attempt: Attempt) -> None:
+        self._process, self._coordinator = process, Coordinator(attempt.bad_rows)
+        self._result: tuple[str, Any] | None = None
+        decoders = num_decode_processes(attempt.resolved.config, attempt.config.cluster.accelerator)
+        process.connection.send((attempt.worker_context(decoders), attempt.resume_point(), attempt.config))
+        self._receiver = threading.Thread(target=self._receive, name="mmray-receiver", daemon=True)
+        self._receiver.start()
+
+    def _receive(self) -> None:
+        """Serve the calls of the worker until it sends its result, or ends."""
+        connection = self._process.connection
+        try:
+            while self._result is None:
+                name, argument = connection.recv()
+                if name in ("returned", "raised"):
+                    self._result = name, argument
+                elif (reply := getattr(self._coordinator, name)(argument)) is not None:
+                    connection.send(reply)
+        except (EOFError, OSError):
+            return
+
+    def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
+        while self._receiver.is_alive():
+            self._receiver.join(POLL_INTERVAL_S)
+            poll()
+        self._process.process.join()
+        if self._result is None:
+            raise WorkerDied(describe_exit(self._process.process.exitcode or 0))
+        kind, value = self._result
+        if kind == "raised":
+            raise pickle.loads(value)
+        return dict(value)
+
+    def drain(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        return self._coordinator.drain()
+
+    def request_stop(self) -> None:
+        self._coordinator.request_stop()
+
+    def request_stacks(self) -> None:
+        self._coordinator.request_stacks()
+
+    def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
+        self._process.kill()
+
+    def draining_nodes(self) -> dict[str, float]:
+        return {}
+
+    def num_more_workers(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self._process.kill()
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process ended."""
+    if code >= 0:
+        return f"the worker process exited with code {code}"
+    memory = " (the kernel sends it when the machine is out of memory)" * (code == -signal.SIGKILL)
+    return f"the worker process was ended by {signal.Signals(-code).name}{memory}"
+
+
+def num_decode_processes(config: Config, device: str) -> int:
+    """Return the number of data processes: as configured; by default the cores that training leaves, at least one."""
+    if isinstance(config.data.workers, int):
+        return config.data.workers
+    return max(1, cores() - 1) if device == "gpu" else 1

@@ -1,0 +1,69 @@
+"""The worker process of train/local.py. It imports the engine before it waits for its arguments."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import traceback
+from contextlib import closing
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+from mmray.errors import MmrayError
+from mmray.processes import init_child
+
+
+def run_worker(connection: Connection) -> None:
+    """Receive the arguments of an attempt, train, and send the outcome; the driver serves all other messages."""
+    init_child()
+    import torch
+
+    from mmray.data.stream.local import iter_local_blocks
+    from mmray.engine.worker import train_worker
+    from mmray.engine.worker_context import DriverHandle
+
+    context, resume_point, config = connection.recv()
+    lock, stop = threading.Lock(), threading.Event()
+
+    def call(name: str, argument: Any) -> Any:
+        with lock:
+            connection.send((name, argument))
+            return connection.recv()
+
+    def report(message: dict[str, Any]) -> None:
+        with lock:
+            connection.send(("push", message))
+
+    def beat(record: dict[str, Any]) -> bool:
+        stop_requested, stacks_requested = call("heartbeat", record)
+        if stop_requested:
+            stop.set()
+        return bool(stacks_requested)
+
+    process = {"rank": 0, "node": "here", "pid": os.getpid(), "started_s": psutil.Process().create_time()}
+    driver = DriverHandle(report, stop.is_set, lambda row: int(call("record_bad_row", row)), beat, process)
+    device = torch.device("cuda", 0) if config.cluster.accelerator == "gpu" else torch.device("cpu")
+    try:
+        args = context.reader, resume_point, config.data.block_mb, context.decode_actors
+        with closing(iter_local_blocks(*args, warn=lambda text: driver.notify("data", text))) as blocks:
+            answer: tuple[str, Any] = "returned", train_worker(context, resume_point, blocks, device, driver)
+    except Exception as error:  # noqa: BLE001 - raised again in the driver
+        if not isinstance(error, MmrayError):
+            error.add_note(traceback.format_exc())
+        answer = "raised", _pickled(error)
+    with lock:
+        connection.send(answer)
+
+
+def _pickled(error: Exception) -> bytes:
+    try:
+        pickle.loads(data := pickle.dumps(error))
+        return data
+    except Exception:  # noqa: BLE001 - a user's class that cannot be pickled
+        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        for note in getattr(error, "__notes__", ()):
+            plain.add_note(note)
+        return pickle.dumps(plain)
