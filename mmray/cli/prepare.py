@@ -59,8 +59,7 @@ def prepare(argv: Sequence[str], terminal: Terminal) -> int:
 
 def run_prepare(command: PrepareCommand, terminal: Terminal) -> Manifest:
     """Prepare a set; show its progress and its counts. Raises MmrayError."""
-    from mmray.cluster.connect import ray_session
-    from mmray.cluster.placement import check_data_capacity
+    from mmray.cluster.connect import data_session
     from mmray.data.prepare.pipeline import prepare as prepare_rows
     from mmray.storage.storage import Storage
 
@@ -68,8 +67,7 @@ def run_prepare(command: PrepareCommand, terminal: Terminal) -> Manifest:
         Storage(address)  # raises UsageError for an invalid one before Ray starts
     start_s = time.monotonic()
     cluster_config = Cluster(address=command.address, wait_for_nodes=command.wait_for_nodes)
-    with ray_session(cluster_config), terminal.progress("starting Ray"):
-        check_data_capacity(cluster_config)
+    with terminal.progress("starting"), data_session(cluster_config):
         reporter = Reporter(terminal)
         report = (reporter.prepare_progress, reporter.log)
         manifest = prepare_rows(command.source, command.out, command.settings, *report, command.retry_quarantined)

@@ -37,6 +37,19 @@ def needs_ray(cluster_config: Cluster) -> bool:
 
 
 @contextmanager
+def data_session(cluster_config: Cluster) -> Iterator[None]:
+    """Connect to Ray for tasks of prepare, if it is asked for; otherwise they run in processes of this machine."""
+    if not needs_ray(cluster_config):
+        yield
+        return
+    with ray_session(cluster_config):
+        from mmray.cluster.placement import check_data_capacity
+
+        check_data_capacity(cluster_config)
+        yield
+
+
+@contextmanager
 def ray_session(
     cluster_config: Cluster, decode_actors: int = 1, while_starting: Callable[[], None] | None = None
 ) -> Iterator[None]:

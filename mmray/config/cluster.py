@@ -21,7 +21,7 @@ class Cluster(Section, settings_prefix="cluster"):
     accelerator: Literal["auto", "gpu", "cpu"] = Field("auto", description="auto: GPUs if the cluster has any.")
     cpus_per_worker: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",
-        description="CPUs, and so threads, per training worker; auto: on CPUs of this machine its share, else 1.",
+        description="CPUs (threads) per training worker; auto: its share of this machine's, 1 with a GPU.",
     )
     resources_per_worker: dict[str, float] = Field({}, description="Custom Ray resources per training worker.")
     data_label: Label = Field(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
-import ray.train
-import ray.train.torch
+import torch
 from torch import nn
 
 from mmray import objectives
-from mmray.cluster.connect import ray_session
-from mmray.cluster.placement import check_data_capacity
+from mmray.cluster.connect import needs_ray, ray_session
 from mmray.config import Config, EvalSettings, Lora, from_yaml, recipes
 from mmray.config.data import parse_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
@@ -33,9 +32,8 @@ from mmray.models.export.export import export
 from mmray.models.pretrained import pretrained_settings
 from mmray.storage.paths import AnyPath, to_path
 from mmray.train import validate
+from mmray.train.local import resolve_on_this_machine
 from mmray.train.monitor import RunReporter
-from mmray.train.ray_backend import start_timeout_error
-from mmray.train.resources import check_capacity, num_free_workers, torch_trainer
 from mmray.train.run_dir import RunDir
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
@@ -126,18 +124,36 @@ def _evaluate(
 ) -> dict[str, float]:
     if reasons := validate.evaluation_reasons(config):
         raise UsageError("\n".join(reasons))
-    with ray_session(config.cluster):
-        check_capacity(config, with_data=False)
+    with ray_session(config.cluster) if (on_ray := needs_ray(config.cluster)) else nullcontext():
+        if on_ray:
+            from mmray.train.resources import check_capacity
+
+            check_capacity(config, with_data=False)
         held_out = _open_held_out(config, folder, data, split, reporter)
         if tokenizer_json is None:
             config, tokenizer_json = _with_tokenizer(config, held_out.tokenizer_json, reporter.log)
-        config = config.with_cluster(workers=num_free_workers(config))
-        score = partial(_score_on_worker, config, tokenizer_json, held_out, checkpoint)
-        trainer = torch_trainer(score, config, folder.resolve())
-        try:
-            return dict(trainer.fit().return_value)  # type: ignore[attr-defined]
-        except ray.train.TrainingFailedError as error:
-            raise start_timeout_error(error) or TrainingError(f"the evaluation failed: {error}") from error
+        if on_ray:
+            return _score_on_ray(config, tokenizer_json, held_out, checkpoint, folder)
+        config = resolve_on_this_machine(config)
+        device = torch.device("cuda" if config.cluster.accelerator == "gpu" else "cpu")
+        return _score(config, tokenizer_json, held_out, checkpoint, device)
+
+
+def _score_on_ray(
+    config: Config, tokenizer_json: str, held_out: PreparedSet, checkpoint: AnyPath | None, folder: AnyPath
+) -> dict[str, float]:
+    import ray.train
+
+    from mmray.train.ray_backend import start_timeout_error
+    from mmray.train.resources import num_free_workers, torch_trainer
+
+    config = config.with_cluster(workers=num_free_workers(config))
+    score = partial(_score, config, tokenizer_json, held_out, checkpoint)
+    trainer = torch_trainer(score, config, folder.resolve())
+    try:
+        return dict(trainer.fit().return_value)  # type: ignore[attr-defined]
+    except ray.train.TrainingFailedError as error:
+        raise start_timeout_error(error) or TrainingError(f"the evaluation failed: {error}") from error
 
 
 def _with_tokenizer(
@@ -176,16 +192,27 @@ def _open_held_out(
     source = data or config.data.eval
     if source is None:
         return PreparedSet.open(parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0], split)
-    if not (to_path(source) / MANIFEST).exists():
+    if needs_ray(config.cluster) and not (to_path(source) / MANIFEST).exists():
+        from mmray.cluster.placement import check_data_capacity
+
         check_data_capacity(config.cluster)
     prepared = ensure_prepared(source, config.data.cache, config.prepare, reporter.log, reporter.prepare_progress)
     return PreparedSet.open(str(prepared), split)
 
 
-def _score_on_worker(
-    config: Config, tokenizer_json: str, held_out: PreparedSet, checkpoint: AnyPath | None
+def _score(
+    config: Config,
+    tokenizer_json: str,
+    held_out: PreparedSet,
+    checkpoint: AnyPath | None,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
-    group = Group.current(ray.train.torch.get_device())
+    """The metrics, on `device` or (None) in a worker of Ray Train."""
+    if device is None:
+        import ray.train.torch
+
+        device = ray.train.torch.get_device()
+    group = Group.current(device)
     model = load_model(config, checkpoint)
     check_evaluable(config, model)
     evaluator = build_evaluator(config, held_out, tokenizer_json)

@@ -42,13 +42,7 @@ class LocalBackend:
             raise ResourceError("cluster.accelerator gpu: torch sees no GPU on this machine; set it to auto or cpu")
 
     def resolve(self, config: Config) -> Config:
-        import torch
-
-        cluster = config.cluster
-        device = "gpu" if torch.cuda.is_available() and cluster.accelerator != "cpu" else "cpu"
-        cpus = float(cores()) if device == "cpu" else 1.0
-        cpus = cpus if cluster.cpus_per_worker == "auto" else cluster.cpus_per_worker
-        return config.with_cluster(accelerator=device, cpus_per_worker=cpus)
+        return resolve_on_this_machine(config)
 
     def choose_world_size(self, config: Config) -> int:
         return 1
@@ -78,6 +72,17 @@ class _Process:
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
+
+
+def resolve_on_this_machine(config: Config) -> Config:
+    """Return the config with the device of one worker on this machine and its CPUs."""
+    import torch
+
+    cluster = config.cluster
+    device = "gpu" if torch.cuda.is_available() and cluster.accelerator != "cpu" else "cpu"
+    cpus = float(cores()) if device == "cpu" else 1.0
+    cpus = cpus if cluster.cpus_per_worker == "auto" else cluster.cpus_per_worker
+    return config.with_cluster(accelerator=device, cpus_per_worker=cpus)
 
 
 class LocalWorkers:
