@@ -61,7 +61,7 @@ def map_in_processes(
             pending.popleft()
             yield result
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def init_child() -> None:

@@ -33,33 +33,7 @@ class Attempt:
 
     def resume_point(self) -> ResumePoint:
         """Return the resume point, the same for every rank. Raises UsageError."""
-        resolved, config = self.resolved, self.resolved.config
-        rows_per_block, blocks_per_window = config.data.shuffle_shape
-        assert rows_per_block and blocks_per_window, "resolve_run leaves no `auto`"
-        plan = SamplePlan(
-            num_rows=resolved.data_identity["num_rows"],
-            global_rows=resolved.shape.global_rows,
-            world=self.config.cluster.max_workers,
-            micro=resolved.shape.micro,
-            seed=config.train.seed,
-            steps=resolved.steps,
-            shuffle=config.data.shuffle,
-            components=resolved.train_set.components if isinstance(resolved.train_set, PreparedMixture) else (),
-            shuffle_block=rows_per_block,
-            window=blocks_per_window,
-        )
-        if self.checkpoint is None:
-            return ResumePoint(plan, 0)
-        meta = files.load_meta(self.checkpoint)
-        step, rows_consumed = meta["step"], meta["rows_consumed"]
-        if rows_consumed != plan.rows_start(step):
-            raise UsageError(
-                f"cannot resume from {self.checkpoint}: its {step:,} steps took {rows_consumed:,} rows, but {step:,} "
-                f"steps of {plan.global_rows:,} rows take {plan.rows_start(step):,}. An older mmray wrote it, whose "
-                "last step of an epoch was smaller: start a new run with another --run.name, or without a name and "
-                "--run.resume never"
-            )
-        return ResumePoint(plan, step, str(self.checkpoint))
+        return resume_point(self.resolved, self.checkpoint, self.config.cluster.max_workers)
 
     def worker_context(self, decoders: int) -> WorkerContext:
         """Return the context of each worker; `decoders` processes decode for all of them."""
@@ -82,6 +56,35 @@ class Attempt:
             decode_actors=decoders,
             micro=resolved.micro,
         )
+
+
+def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) -> ResumePoint:
+    """Return the resume point of `world` workers. Raises UsageError."""
+    config, (rows_per_block, blocks_per_window) = resolved.config, resolved.config.data.shuffle_shape
+    assert rows_per_block and blocks_per_window, "resolve_run leaves no `auto`"
+    plan = SamplePlan(
+        num_rows=resolved.data_identity["num_rows"],
+        global_rows=resolved.shape.global_rows,
+        world=world,
+        micro=resolved.shape.micro,
+        seed=config.train.seed,
+        steps=resolved.steps,
+        shuffle=config.data.shuffle,
+        components=resolved.train_set.components if isinstance(resolved.train_set, PreparedMixture) else (),
+        shuffle_block=rows_per_block,
+        window=blocks_per_window,
+    )
+    if checkpoint is None:
+        return ResumePoint(plan, 0)
+    meta = files.load_meta(checkpoint)
+    step, rows_consumed = meta["step"], meta["rows_consumed"]
+    if rows_consumed != plan.rows_start(step):
+        raise UsageError(
+            f"cannot resume from {checkpoint}: its {step:,} steps took {rows_consumed:,} rows, but {step:,} steps of "
+            f"{plan.global_rows:,} rows take {plan.rows_start(step):,}. An older mmray wrote it, whose last step of an "
+            "epoch was smaller: start a new run with another --run.name, or without a name and --run.resume never"
+        )
+    return ResumePoint(plan, step, str(checkpoint))
 
 
 class Workers(Protocol):

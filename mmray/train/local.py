@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmray.config import Config
-from mmray.errors import ResourceError
+from mmray.errors import MmrayError, ResourceError
 from mmray.machine import cores
 from mmray.processes import SPAWN
 from mmray.train.backend import Attempt, Cause
@@ -21,16 +21,21 @@ if TYPE_CHECKING:
     from mmray.train.monitor import AttemptMonitor, HeartbeatRecord, RunReporter
 
 POLL_INTERVAL_S = 0.1
+EXIT_TIMEOUT_S = 10.0  # after the result; then the process is killed
 
 
-class WorkerDied(Exception):
-    """The worker process ended without a result."""
+class WorkerFailed(Exception):
+    """The worker raised `cause`, or ended without a result (`kind` lost)."""
+
+    def __init__(self, kind: str, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.kind, self.cause = kind, cause
 
 
 class LocalBackend:
     """Starts the worker of each attempt in a new process; the first imports torch while the driver prepares the run."""
 
-    errors: tuple[type[Exception], ...] = (Exception,)
+    errors: tuple[type[Exception], ...] = (WorkerFailed, MmrayError, OSError)
 
     def __init__(self) -> None:
         self._next: _Process | None = _Process()
@@ -52,7 +57,7 @@ class LocalBackend:
         return LocalWorkers(process, attempt)
 
     def find_cause(self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> Cause:
-        return ("lost" if isinstance(error, WorkerDied) else "raised"), error
+        return (error.kind, error.cause) if isinstance(error, WorkerFailed) else ("raised", error)
 
     def close(self) -> None:
         """End the process that no attempt has used."""
@@ -113,12 +118,13 @@ class LocalWorkers:
         while self._receiver.is_alive():
             self._receiver.join(POLL_INTERVAL_S)
             poll()
-        self._process.process.join()
+        self._process.process.join(EXIT_TIMEOUT_S)
         if self._result is None:
-            raise WorkerDied(describe_exit(self._process.process.exitcode or 0))
+            raise WorkerFailed("lost", RuntimeError(describe_exit(self._process.process.exitcode or 0)))
         kind, value = self._result
         if kind == "raised":
-            raise pickle.loads(value)
+            error = pickle.loads(value)
+            raise error if isinstance(error, MmrayError) else WorkerFailed("raised", error)
         return dict(value)
 
     def drain(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -12,7 +12,7 @@ import torch
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import prefetch
 from mmray.engine.collectives import Group
-from mmray.train.recovery import COLLECTIVE_ERRORS
+from mmray.train.ray_backend import COLLECTIVE_ERRORS
 from tests.engine import ranks, toy
 
 

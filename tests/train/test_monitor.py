@@ -8,7 +8,7 @@ import pytest
 
 from mmray.train.coordinator import Coordinator
 from mmray.train.monitor import HangDetector, HeartbeatRecord, latest_request_at_s, stuck_ranks
-from mmray.train.worker_group import run_in_thread
+from mmray.train.ray_backend import run_in_thread
 
 
 def beat(rank, waits=False, age_s=0.5, step=7, progress=7):

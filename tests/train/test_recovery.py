@@ -14,6 +14,7 @@ from ray.train.v2._internal.exceptions import (
 
 from mmray.engine.batch import BatchShape
 from mmray.errors import DataError, OutOfMemoryError, ResourceError, TrainingError
+from mmray.train.ray_backend import RayBackend
 from mmray.train.recovery import EVENTS, Failure, Restart, classify_failure, count_failures, decide_recovery
 
 LOST = Failure("lost", RuntimeError("worker died"), step=7)
@@ -88,7 +89,8 @@ def failure_from(error, micro=0, logged=0, least=2):
         world=2,
         config=SimpleNamespace(cluster=SimpleNamespace(min_workers=least)),
     )
-    return classify_failure(error, monitor, SimpleNamespace(micro=micro, shape=BatchShape(16, 4, 2, 2)))
+    resolved = SimpleNamespace(micro=micro, shape=BatchShape(16, 4, 2, 2))
+    return classify_failure(error, monitor, resolved, RayBackend())
 
 
 def failure_of(*errors, **settings):

@@ -6,8 +6,8 @@ import pytest
 from mmray.config import Evaluate
 from mmray.data.text.chat import build_encoder
 from mmray.errors import UsageError
+from mmray.train.backend import resume_point
 from mmray.train.resolve import resolve_run
-from mmray.train.worker_group import resume_point
 from tests.checkpoints import save_checkpoint
 from tests.made import make_set, row
 from tests.train.runs import Silent, config

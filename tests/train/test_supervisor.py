@@ -23,7 +23,8 @@ def supervised(tmp_path):
     """The supervisor of a run that has started its first attempt."""
     resolved = SimpleNamespace(shape="16 rows per step", micro=0, steps=3, config=config("none", tmp_path, "one"))
     with Lease(tmp_path) as lease:
-        made = Supervisor(resolved, RunDir(tmp_path), lease, Silent())
+        backend = SimpleNamespace(errors=(RuntimeError, ray.exceptions.RayError), resolve=lambda config: config)
+        made = Supervisor(resolved, RunDir(tmp_path), lease, Silent(), backend)
         made.attempts = 1
         yield made
 
@@ -136,22 +137,21 @@ def test_only_failed_resizes_delay_the_next_one(supervised, monkeypatch):
 
     def monitor(failed_resizes, **_):
         counts.append(failed_resizes)
-        return SimpleNamespace(started=True, stop_reason=next(stop_reasons))
+        return SimpleNamespace(started=True, stop_reason=next(stop_reasons), poll=None, on_signal=print)
 
-    fakes = {"AttemptMonitor": monitor, "run_attempt": lambda *_: {"status": "stopped", "steps": 0}}
-    fakes |= {"choose_world_size": lambda *_: (None, next(worlds)), "ray": SimpleNamespace(kill=lambda _: None)}
-    fakes |= {"resource_demand": lambda _: SimpleNamespace(per_worker={})}
-    for name, fake in (fakes | dict.fromkeys(("start_coordinator", "build_trainer"), lambda *_: None)).items():
-        monkeypatch.setattr(supervisor, name, fake)
+    monkeypatch.setattr(supervisor, "AttemptMonitor", monitor)
+    workers = SimpleNamespace(wait=lambda _: {"status": "stopped", "steps": 0}, close=lambda: None)
+    supervised.backend.start = lambda _: workers
+    supervised.backend.choose_world_size = lambda _: next(worlds)
     assert supervised.train()["resizes"] == 2 and counts == [0, 0, 0, 1]
 
 
-def test_lost_cluster_error_includes_first_failure(supervised, fails, tmp_path, monkeypatch):
+def test_lost_cluster_error_includes_first_failure(supervised, fails, tmp_path):
     def gone(*_):
         raise ray.exceptions.RaySystemError("the head does not answer")
 
-    monkeypatch.setattr(supervisor, "choose_world_size", gone)
+    supervised.backend.choose_world_size = gone
     fails(RuntimeError("a worker died"))
     with pytest.raises(TrainingError, match=r"a worker died; then Ray did not respond: .*the head"):
-        supervised._choose_nodes()
+        supervised._choose_world_size()
     assert result_of(tmp_path)["status"] == "failed"

@@ -10,7 +10,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
 from mmray.errors import UsageError
 from mmray.storage.storage import Storage
-from mmray.train import worker_group
+from mmray.train.backend import resume_point
 from mmray.train.resolve import resolve_run
 from tests import made
 from tests.data.store.test_prepared_set import make_rows
@@ -108,6 +108,6 @@ def test_run_on_a_store_resolves_to_shuffle_blocks(memory, tmp_path):
     data = asked.data.model_copy(update={"local_cache": str(tmp_path / "cache")})
     run = resolve_run(asked.model_copy(update={"data": data}), Silent())
     assert run.config.data.shuffle_shape == (64, 256)
-    plan = worker_group.resume_point(run, None, 2).plan
+    plan = resume_point(run, None, 2).plan
     assert (plan.shuffle_block, plan.window, plan.num_rows) == (64, 256, 30)
     assert len(run.train_set.read(np.arange(30))) == 30 and (tmp_path / "cache").exists()

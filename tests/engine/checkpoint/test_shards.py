@@ -16,7 +16,7 @@ from mmray.engine.checkpoint import files, state_io
 from mmray.engine.collectives import Group
 from mmray.errors import TrainingError
 from mmray.storage.paths import to_path
-from mmray.train.recovery import COLLECTIVE_ERRORS
+from mmray.train.ray_backend import COLLECTIVE_ERRORS
 from tests.engine import toy
 from tests.engine.checkpoint import shard_ranks
 from tests.engine.conftest import spawn_ranks

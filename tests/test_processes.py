@@ -1,0 +1,38 @@
+"""The ordered map over child processes."""
+
+import os
+import signal
+
+import pytest
+
+from mmray.processes import map_in_processes
+
+
+def square(number, after_crash):
+    if number == 5 and not after_crash:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number**2, after_crash
+
+
+def fail(number, after_crash):
+    raise KeyError(number)
+
+
+def test_results_are_in_order_and_survive_a_killed_process():
+    crashes = []
+    results = list(map_in_processes(square, range(12), 2, 4, lambda: crashes.append(1)))
+    assert [value for value, _ in results] == [number**2 for number in range(12)]
+    assert crashes == [1] and results[5] == (25, True)
+
+
+def test_error_of_the_work_is_raised():
+    with pytest.raises(KeyError, match="0"):
+        list(map_in_processes(fail, range(3), 1, 2, lambda: None))
+
+
+def test_crash_handler_can_end_the_map():
+    def give_up():
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        list(map_in_processes(square, [5], 1, 1, give_up))

@@ -1,0 +1,118 @@
+"""A run of one worker without Ray: same rows and weights as ever, and what happens if its processes fail."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from mmray.errors import TrainingError
+from mmray.train import driver
+from tests.train.runs import STEPS, Silent, Stopping, config, expected_marks, make_data, marks, same_weights, weights
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data") / "set")
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch, tmp_path):
+    """Other tests of this process may have started Ray."""
+    monkeypatch.setattr(driver, "needs_ray", lambda _: False)
+    (tmp_path / "faults").mkdir()
+    monkeypatch.setenv("MMRAY_TEST_FAULTS", str(tmp_path / "faults"))
+
+
+def one_worker(data, folder, name, callbacks=(), **changes):
+    wanted = config(data, folder, name, [f"tests.train.faults:{each}" for each in callbacks], **changes)
+    return wanted.with_cluster(workers=1, cpus_per_worker=1)
+
+
+@pytest.fixture(scope="module")
+def calm(data, tmp_path_factory):
+    """A run that nothing disturbs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "needs_ray", lambda _: False)
+        return driver.train(one_worker(data, tmp_path_factory.mktemp("runs"), "calm"), Silent())
+
+
+def notes(reporter, label):
+    return [text for each, text in reporter.notes if each == label]
+
+
+def test_run_takes_the_rows_of_the_order(calm):
+    assert calm.result["status"] == "finished" and marks(calm.path) == list(expected_marks(STEPS))
+
+
+@pytest.mark.parametrize("fault", ["KillRankOneOnce", "HangOnce"])
+def test_killed_or_hung_worker_is_replaced_with_equal_weights(data, tmp_path, calm, fault):
+    reporter, wanted = Silent(), one_worker(data, tmp_path, "run", [fault])
+    outcome = driver.train(wanted.with_cluster(hang_timeout_s=4.0), reporter)
+    assert outcome.result["restarts"] == 1 and marks(outcome.path) == marks(calm.path)
+    assert same_weights(weights(outcome.path), weights(calm.path))
+    (failure,) = notes(reporter, "failure")
+    assert "SIGKILL" in failure if fault == "KillRankOneOnce" else "faults.py" in failure
+
+
+def test_stopped_run_resumes_with_equal_weights(data, tmp_path, calm):
+    stopped = driver.train(one_worker(data, tmp_path, "run", ["Slowly"]), Stopping(at=4))
+    assert stopped.result["status"] == "stopped" and 4 <= stopped.result["steps"] < STEPS
+    reporter = Silent()
+    done = driver.train(one_worker(data, tmp_path, "run"), reporter)
+    assert done.result["status"] == "finished" and notes(reporter, "resume")
+    assert same_weights(weights(done.path), weights(calm.path))
+
+
+def test_error_of_user_code_ends_the_run_with_its_traceback(data, tmp_path):
+    with pytest.raises(TrainingError, match=r"(?s)faults\.py.*KeyError: 'label'"):
+        driver.train(one_worker(data, tmp_path, "run", ["RaiseAtStepThree"], checkpoint_every=0), Silent())
+
+
+class KillingDataProcess(Silent):
+    """Sends SIGKILL to the data processes of the worker at step 3."""
+
+    def step(self, metrics, total_steps):
+        super().step(metrics, total_steps)
+        if metrics["step"] == 3:
+            (worker,) = [each for each in psutil.Process().children() if each.pid in WORKERS]
+            for process in worker.children():
+                os.kill(process.pid, signal.SIGKILL)
+
+
+WORKERS: set[int] = set()
+
+
+def test_killed_data_process_is_replaced(data, tmp_path, calm, monkeypatch):
+    from mmray.train import local
+
+    class Process(local._Process):
+        def __init__(self):
+            super().__init__()
+            WORKERS.add(self.process.pid)
+
+    monkeypatch.setattr(local, "_Process", Process)
+    reporter = KillingDataProcess()
+    outcome = driver.train(one_worker(data, tmp_path, "run", ["Slowly"]), reporter)
+    assert outcome.result["restarts"] == 0 and same_weights(weights(outcome.path), weights(calm.path))
+    assert any("data process died" in text for text in notes(reporter, "data"))
+
+
+def test_children_end_with_a_killed_driver(data, tmp_path):
+    import multiprocessing
+
+    wanted = one_worker(data, tmp_path, "run", ["Slowly"])
+    process = multiprocessing.get_context("spawn").Process(target=train_in_child, args=(wanted,))
+    process.start()
+    file, end_s = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
+    while not file.exists() or not file.read_text():
+        assert process.is_alive() and time.monotonic() < end_s
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    assert len(children) >= 2 and not psutil.wait_procs(children, timeout=10)[1]
+
+
+def train_in_child(wanted):
+    driver.train(wanted, Silent())
