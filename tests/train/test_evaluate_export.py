@@ -53,7 +53,7 @@ def test_ema_weights_are_used_if_present(tmp_path: Path, ema: float) -> None:
 
 def test_default_set_is_what_the_run_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "pack_chunks", run_here)
-    monkeypatch.setattr(evaluate_export, "check_data_capacity", lambda _: None)
+    monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: False)
     monkeypatch.chdir(tmp_path)
     trained_on = make_set(tmp_path / "set", [row(number) for number in range(6)], [row(number) for number in (7, 8)])
     (tmp_path / "data.json").write_text(json.dumps({"train": str(tmp_path / "set")}))
@@ -119,14 +119,13 @@ def test_export_of_best_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "none has evaluate/recall_at_1/mean: the run holds out no rows" in capfd.readouterr().err
 
 
-def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path) -> None:
     """Two workers took two micro-batches each of 16 rows; one worker that evaluates takes four."""
-    monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cpu"))
     held_out = make_set(tmp_path / "set", [row(number) for number in range(5)])
     config = runs.config(tmp_path / "set", tmp_path, "one")
     model = config.model.model_copy(update={"vocab_size": 60})
     config = config.model_copy(update={"model": model, "batch": Batch(micro=4, accumulation=2, global_=16)})
     built = build(config.model, 60)
     found = save_checkpoint(tmp_path, 3, {"model": built.state_dict()}, {"architecture": built.architecture()})
-    scores = evaluate_export._score_on_worker(config, held_out.tokenizer_json or "", held_out, found)
+    scores = evaluate_export._score(config, held_out.tokenizer_json or "", held_out, found, torch.device("cpu"))
     assert scores["rows"] == 5 and scores["loss"] > 0
