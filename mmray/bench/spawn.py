@@ -78,7 +78,8 @@ def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> An
 
 def _run_worker(rank: int, measure: Measure, config: Config, device_type: str, folder: Path) -> None:
     try:
-        torch.set_num_threads(max(1, int(config.cluster.num_cpus)))
+        cluster, share = config.cluster, cores() // config.cluster.max_workers
+        torch.set_num_threads(max(1, share if cluster.cpus_per_worker == "auto" else int(cluster.cpus_per_worker)))
         device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
         if device_type == "cuda":
             torch.cuda.set_device(device)

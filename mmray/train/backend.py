@@ -58,6 +58,11 @@ class Attempt:
         )
 
 
+def num_gpus(config: Config) -> int:
+    """Return the GPUs of a worker that trains on GPUs."""
+    return 2 if config.train.parallel == "branches" else 1  # branches: one GPU per tower
+
+
 def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) -> ResumePoint:
     """Return the resume point of `world` workers. Raises UsageError."""
     config, (rows_per_block, blocks_per_window) = resolved.config, resolved.config.data.shuffle_shape
@@ -125,6 +130,9 @@ class Backend(Protocol):
 
     def resolve(self, config: Config) -> Config:
         """Return the config with the device of the workers and their CPUs, fixed for all attempts."""
+
+    def num_local(self, device: str) -> int | None:
+        """Return the cores (device `cpu`) or GPUs of this machine if all workers run on it, otherwise None."""
 
     def choose_world_size(self, config: Config) -> int:
         """Return the number of workers of the next attempt: of a range, as many as fit and at least the minimum."""

@@ -19,7 +19,7 @@ from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines, to_path
 from mmray.train import run_dir, trackers, validate
-from mmray.train.backend import Backend
+from mmray.train.backend import Backend, num_gpus
 from mmray.train.local import LocalBackend
 from mmray.train.monitor import RunReporter
 from mmray.train.resolve import ResolvedRun, resolve_run
@@ -86,7 +86,9 @@ def _train(config: Config, reporter: RunReporter, backend: Backend) -> RunOutcom
         return RunOutcome(selection.path, result, already_done=True)
     with Lease(selection.path) as lease:
         run = run_dir.write_run_files(selection.path, resolved.config, resolved.data_identity, resolved.tokenizer_json)
-        _log_summary(resolved, run, reporter, resolved.config.cluster.accelerator)
+        _log_summary(resolved, run, reporter)
+        if idle := describe_idle(resolved.config, backend.num_local(resolved.config.cluster.accelerator)):
+            reporter.log(idle, "idle")
         try:
             with trackers.TrackingReporter(resolved.config, run.path, reporter) as tracking:
                 result = Supervisor(resolved, run, lease, tracking, backend).train()
@@ -112,7 +114,7 @@ def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: RunReporter) 
     write_report_safely(run.path, reporter.log)
 
 
-def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReporter, device: str) -> None:
+def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReporter) -> None:
     num_rows, eval_set = resolved.data_identity["num_rows"], resolved.eval_set
     held_out = f"{eval_set.num_rows:,} held out" if eval_set else "none held out, so no evaluation"
     reporter.log(str(run.path), "run")
@@ -124,9 +126,25 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
     if rows_per_block != 1:
         reporter.log(f"{rows_per_block:,} adjacent rows per block, {blocks_per_window:,} blocks per window", "shuffle")
     epochs = resolved.steps * resolved.shape.global_rows / num_rows
-    workers, two_gpus = resolved.config.cluster.workers, resolved.config.train.parallel == "branches"
-    devices = "on CPUs" if device == "cpu" else "with 2 GPUs each" if two_gpus else "with 1 GPU each"
-    elastic = ", elastic" if resolved.config.cluster.elastic else ""
-    reporter.log(f"{workers} {devices}{elastic}", "workers")
+    cluster, gpus = resolved.config.cluster, num_gpus(resolved.config)
+    count, device = (gpus, "GPU") if cluster.accelerator == "gpu" else (max(1, int(cluster.num_cpus)), "CPU thread")
+    devices = f"with {count} {device}{'s' * (count > 1)} each"
+    reporter.log(f"{cluster.workers} {devices}{', elastic' * cluster.elastic}", "workers")
     reporter.log(str(resolved.shape), "batch")
     reporter.log(f"{resolved.steps:,} steps, about {epochs:.1f} epochs", "schedule")
+
+
+def describe_idle(config: Config, num_local: int | None) -> str | None:
+    """Say which cores or GPUs of this machine train nothing, and the setting that uses them.
+
+    num_local: GPUs (cores for training on CPUs) of the machine; None: the workers run on a cluster.
+    """
+    cluster, on_gpus = config.cluster, config.cluster.accelerator == "gpu"
+    if num_local is None:
+        return None
+    unit = num_gpus(config) if on_gpus else cluster.max_workers
+    used = cluster.max_workers * (unit if on_gpus else max(1, int(cluster.num_cpus)))
+    if used >= num_local // unit * unit:  # the largest multiple that the machine has
+        return None
+    flag = f"--cluster.workers {num_local // unit}" if on_gpus else "--cluster.cpus-per-worker auto"
+    return f"{num_local - used} of {num_local} {'GPUs' if on_gpus else 'cores'}; {flag} uses them"

@@ -12,7 +12,7 @@ from mmray.config import Config
 from mmray.errors import MmrayError, ResourceError
 from mmray.machine import cores
 from mmray.processes import SPAWN
-from mmray.train.backend import Attempt, Cause
+from mmray.train.backend import Attempt, Cause, num_gpus
 from mmray.train.coordinator import Coordinator
 from mmray.train.local_worker import run_worker
 from mmray.train.resolve import ResolvedRun
@@ -43,11 +43,20 @@ class LocalBackend:
     def check(self, config: Config, reporter: RunReporter) -> None:
         import torch
 
-        if config.cluster.accelerator == "gpu" and not torch.cuda.is_available():
-            raise ResourceError("cluster.accelerator gpu: torch sees no GPU on this machine; set it to auto or cpu")
+        needed, found = num_gpus(config), torch.cuda.device_count()
+        if config.cluster.accelerator == "gpu" and found < needed:
+            raise ResourceError(
+                f"cluster.accelerator gpu: a worker needs {needed} GPU{'s' * (needed > 1)} and torch sees {found} on "
+                "this machine; set it to auto or cpu, or give --cluster.address"
+            )
 
     def resolve(self, config: Config) -> Config:
         return resolve_on_this_machine(config)
+
+    def num_local(self, device: str) -> int:
+        import torch
+
+        return torch.cuda.device_count() if device == "gpu" else cores()
 
     def choose_world_size(self, config: Config) -> int:
         return 1

@@ -78,6 +78,11 @@ class RayBackend:
         cpus = float(max(1, share)) if cluster.cpus_per_worker == "auto" else cluster.cpus_per_worker
         return config.with_cluster(accelerator=device, cpus_per_worker=cpus)
 
+    def num_local(self, device: str) -> int | None:
+        if (available := placement.available_cores_if_local()) is None:
+            return None
+        return int(placement.alive_nodes()[0].resources.get("GPU", 0)) if device == "gpu" else available
+
     def choose_world_size(self, config: Config) -> int:
         self._nodes = placement.schedulable_nodes()
         if not config.cluster.elastic:

@@ -19,6 +19,7 @@ from mmray.config import Config
 from mmray.errors import ResourceError
 from mmray.machine import cores, free_memory
 from mmray.storage.paths import AnyPath, RemotePath
+from mmray.train.backend import num_gpus
 
 FREE_WAIT_S = 4.0
 
@@ -30,7 +31,7 @@ def resource_demand(config: Config, with_data: bool = True) -> Demand:
     pools = [Node(pool.resources) for pool in placement.autoscaling_pools()]
     has_gpus = any(node.resources.get("GPU") for node in [*nodes, *pools])
     if cluster.accelerator == "gpu" or (cluster.accelerator == "auto" and has_gpus):
-        per_worker["GPU"] = 2.0 if config.train.parallel == "branches" else 1.0  # branches: one GPU per tower
+        per_worker["GPU"] = float(num_gpus(config))
     actors = config.data.workers if isinstance(config.data.workers, int) else 1
     return Demand(
         cluster.max_workers,

@@ -14,6 +14,7 @@ from mmray.config import Cluster, Config, Data, Train
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError
 from mmray.train import resources
+from mmray.train.driver import describe_idle
 from mmray.train.resources import check_capacity, num_decode_actors, num_free_workers, resource_demand, torch_trainer
 
 GIB = 2.0**30
@@ -128,3 +129,18 @@ def test_process_group_has_backend_and_timeout(cluster, tmp_path, monkeypatch, a
         call(**arguments)
     assert [each["rank"] for each in groups] == [0, 1]
     assert all(each["backend"] == backend and each["timeout"] == timedelta(seconds=seconds) for each in groups)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_local", "said"),
+    [
+        ({"accelerator": "cpu", "cpus_per_worker": 1.0}, 2, "1 of 2 cores; --cluster.cpus-per-worker auto uses them"),
+        ({"accelerator": "cpu", "cpus_per_worker": 2.0}, 2, None),
+        ({"accelerator": "cpu", "workers": 3, "cpus_per_worker": 2.0}, 8, None),  # 9 threads do not fit
+        ({"accelerator": "gpu", "workers": 2}, 8, "6 of 8 GPUs; --cluster.workers 8 uses them"),
+        ({"accelerator": "gpu", "workers": 8}, 8, None),
+        ({"accelerator": "cpu", "cpus_per_worker": 1.0}, None, None),
+    ],
+)
+def test_idle_cores_and_gpus_are_named_with_their_flag(settings, num_local, said):
+    assert describe_idle(Config(cluster=Cluster(**settings)), num_local) == said
