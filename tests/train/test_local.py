@@ -46,14 +46,13 @@ def test_run_takes_the_rows_of_the_order(calm):
     assert calm.result["status"] == "finished" and marks(calm.path) == list(expected_marks(STEPS))
 
 
-@pytest.mark.parametrize("fault", ["KillRankOneOnce", "HangOnce"])
-def test_killed_or_hung_worker_is_replaced_with_equal_weights(data, tmp_path, calm, fault):
-    reporter, wanted = Silent(), one_worker(data, tmp_path, "run", [fault])
+def test_killed_and_hung_workers_are_replaced_with_equal_weights(data, tmp_path, calm):
+    reporter, wanted = Silent(), one_worker(data, tmp_path, "run", ["KillRankOneOnce", "HangOnce"])
     outcome = driver.train(wanted.with_cluster(hang_timeout_s=4.0), reporter)
-    assert outcome.result["restarts"] == 1 and marks(outcome.path) == marks(calm.path)
+    assert outcome.result["restarts"] == 2 and marks(outcome.path) == marks(calm.path)
     assert same_weights(weights(outcome.path), weights(calm.path))
-    (failure,) = notes(reporter, "failure")
-    assert "SIGKILL" in failure if fault == "KillRankOneOnce" else "faults.py" in failure
+    killed, hung = notes(reporter, "failure")
+    assert "SIGKILL" in killed and "faults.py" in hung
 
 
 def test_stopped_run_resumes_with_equal_weights(data, tmp_path, calm):
@@ -105,13 +104,13 @@ def test_children_end_with_a_killed_driver(data, tmp_path):
     wanted = one_worker(data, tmp_path, "run", ["Slowly"])
     process = multiprocessing.get_context("spawn").Process(target=train_in_child, args=(wanted,))
     process.start()
-    file, end_s = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
+    file, end_s = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
     while not file.exists() or not file.read_text():
         assert process.is_alive() and time.monotonic() < end_s
         time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
-    assert len(children) >= 2 and not psutil.wait_procs(children, timeout=10)[1]
+    assert len(children) >= 2 and not psutil.wait_procs(children, timeout=30)[1]
 
 
 def train_in_child(wanted):
