@@ -1,10 +1,14 @@
-"""Entry point of `mmray` and `python -m mmray`; child processes import this module again, so it imports nothing."""
+"""Entry point of `mmray` and `python -m mmray`; child processes import this module again, so it imports little."""
+
+import sys
 
 
 def main() -> None:
     """Run the command line."""
-    from mmray.cli import main as run_command_line
-
+    try:
+        from mmray.cli import main as run_command_line
+    except KeyboardInterrupt:
+        sys.exit(130)  # as mmray.errors.INTERRUPTED
     run_command_line()
 
 

@@ -10,9 +10,10 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -38,7 +39,8 @@ def map_in_processes(
 
     def submit(item: Item) -> tuple[Item, Future[Result]]:
         try:
-            return item, pool.submit(_call, item, crashed)
+            with children_ignore_interrupts():
+                return item, pool.submit(_call, item, crashed)
         except BrokenProcessPool as error:
             failed: Future[Result] = Future()
             failed.set_exception(error)
@@ -64,8 +66,21 @@ def map_in_processes(
         pool.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def children_ignore_interrupts() -> Iterator[None]:
+    """Processes that start in the block ignore Ctrl-C, which the parent handles, from their first instruction."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def init_child() -> None:
-    """Ignore Ctrl-C, which the parent handles, and exit with the parent, also if it is killed."""
+    """Ignore Ctrl-C, and exit with the parent, also if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mmray.config import Config
 from mmray.errors import MmrayError, ResourceError
 from mmray.machine import cores
-from mmray.processes import SPAWN
+from mmray.processes import SPAWN, children_ignore_interrupts
 from mmray.train.backend import Attempt, Cause, num_gpus
 from mmray.train.coordinator import Coordinator
 from mmray.train.local_worker import run_worker
@@ -80,7 +80,8 @@ class _Process:
     def __init__(self) -> None:
         self.connection, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=run_worker, args=(theirs,), name="mmray-worker")
-        self.process.start()
+        with children_ignore_interrupts():
+            self.process.start()
         theirs.close()  # so that the end of the process is read as EOF
 
     def kill(self) -> None:
