@@ -174,7 +174,7 @@ class ImageTower(Section, settings_prefix="model.image"):
 
 
 class TextTower(Section, settings_prefix="model.text"):
-    """BERT text tower; pretrained weights define its shape."""
+    """Text tower: a transformer, or a pretrained one such as BERT, whose weights define its shape."""
 
     weights: Weights = Field("none", description="`none`, a folder saved by transformers, or a hub name (BERT etc.).")
     width: Width = 128

@@ -22,7 +22,7 @@ from mmray.data.stream.reader import Block
 from mmray.data.text.chat import build_encoder
 from mmray.engine import loop, precision
 from mmray.engine.bad_samples import quarantine_bad_rows
-from mmray.engine.checkpoint import files, state_io
+from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
 from mmray.engine.heartbeat import Heartbeat
@@ -31,14 +31,14 @@ from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.precision import seed_everything
-from mmray.engine.run_state import CheckpointState, TrainSpec
+from mmray.engine.run_state import CheckpointState, DestinationFn, TrainSpec
 from mmray.engine.worker_context import DriverHandle, InputBoundHint, ProgressReporter, WorkerContext
 from mmray.errors import MmrayError
 from mmray.evaluate.build import build_evaluator, check_evaluable
 from mmray.models.build import build
 from mmray.models.fusion import LabelTexts
 from mmray.report.run import EXAMPLES
-from mmray.storage.paths import to_path, write_atomic
+from mmray.storage.paths import AnyPath, to_path, write_atomic
 
 CHECKPOINT_WAIT_FACTOR = 10  # longest wait for a checkpoint, in multiples of cluster.hang_timeout_s
 
@@ -126,11 +126,17 @@ def _train(
         rows = quarantine_bad_rows(blocks, config, context.folder, context.reader, plan, driver.count_bad_row)
         # Split here, so that group_by_length and the trimming of captions see the final micro-batches.
         steps = iter_micro_batches(rows, replace(plan, micro=micro), config.batch.group_by_length)
-        outcome = loop.run(spec, steps, None if checkpoint is None else partial(state_io.load, checkpoint))
+        outcome = loop.run(spec, steps, None if checkpoint is None else partial(_load, checkpoint))
     prefix = "evaluate/"
     metrics = {name.removeprefix(prefix): value for name, value in outcome.metrics.items()}
     scores = {name.removeprefix(prefix): value for name, value in outcome.metrics.items() if name.startswith(prefix)}
     return vars(outcome) | {"metrics": metrics, "scores": scores}
+
+
+def _load(checkpoint: AnyPath, destination: DestinationFn) -> CheckpointState:
+    from mmray.engine.checkpoint import state_io
+
+    return state_io.load(checkpoint, destination)
 
 
 @contextmanager

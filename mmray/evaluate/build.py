@@ -1,29 +1,31 @@
-"""Choose the evaluator of a model: by embeddings, or by generated text."""
+"""Choose the evaluator of a model: by embeddings, or by generated text. The driver imports this without torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import UsageError
-from mmray.evaluate.evaluator import Evaluator
-from mmray.evaluate.generation import GenerationEvaluator
-from mmray.models.protocol import EMBEDDING_METHODS
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from mmray.config import Config
 
 
 def build_evaluator(config: Config, prepared: PreparedSet, tokenizer_json: str) -> Any:
     """Build the evaluator for this run's kind of model over a set of held-out rows."""
+    from mmray.evaluate.evaluator import Evaluator
+    from mmray.evaluate.generation import GenerationEvaluator
+
     evaluator_class = GenerationEvaluator if is_generative(config) else Evaluator
     return evaluator_class(prepared, config.model.inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
 
 
 def check_evaluable(config: Config, model: nn.Module) -> None:
     """Raise UsageError if the model lacks methods that its evaluator calls."""
+    from mmray.models.protocol import EMBEDDING_METHODS
+
     missing = [name for name in EMBEDDING_METHODS if not callable(getattr(model, name, None))]
     if missing and not is_generative(config):
         raise UsageError(

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from mmray import plugins
 from mmray.errors import UsageError
 from mmray.models import lora
-from mmray.models.clip import Clip, Siglip
-from mmray.models.fusion import Fusion
-from mmray.models.generative import Generative
 from mmray.models.protocol import Architecture
-from mmray.models.two_tower import TwoTower
 
 if TYPE_CHECKING:
     from mmray.config import Model as ModelConfig
 
-BUILT_IN: dict[str, Any] = {
-    "two_tower": TwoTower,
-    "clip": Clip,
-    "siglip": Siglip,
-    "fusion": Fusion,
-    "generative": Generative,
+BUILT_IN = {  # imported when used: importing transformers takes a second
+    "two_tower": "mmray.models.two_tower:TwoTower",
+    "clip": "mmray.models.clip:Clip",
+    "siglip": "mmray.models.clip:Siglip",
+    "fusion": "mmray.models.fusion:Fusion",
+    "generative": "mmray.models.generative:Generative",
 }
 
 
@@ -37,7 +33,7 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
     if spec.kind in BUILT_IN:
         if architecture is None and (reasons := spec.unsupported_reasons()):  # train/validate.py checks this earlier
             raise UsageError("\n".join(reasons))
-        model: nn.Module = BUILT_IN[spec.kind](spec, rows, architecture)
+        model: nn.Module = plugins.load_class(BUILT_IN[spec.kind], "model.kind")(spec, rows, architecture)
     else:
         model = plugins.load_class(spec.kind, "model.kind", tuple(BUILT_IN))(spec, rows)
         if not isinstance(model, nn.Module):

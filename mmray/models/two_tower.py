@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mmray.models.clip import DualEncoder, NormalizePixels, l2_normalize
 from mmray.models.encoders.image import ImageEncoder, build_image_tower
-from mmray.models.encoders.text import HfTextTower, build_text_tower, masked_mean
+from mmray.models.encoders.text import TextEncoder, build_text_tower, masked_mean
 from mmray.models.protocol import Architecture
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ImageBranch(nn.Module):
 class TextBranch(nn.Module):
     """Encode and project captions. with_features: return the features of each token too."""
 
-    def __init__(self, tower: HfTextTower, embed_dim: int, with_features: bool) -> None:
+    def __init__(self, tower: TextEncoder, embed_dim: int, with_features: bool) -> None:
         super().__init__()
         self.tower, self.with_features = tower, with_features
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
@@ -64,6 +64,7 @@ class TwoTower(DualEncoder):
         )
 
     def architecture(self) -> dict[str, Any]:
-        """The transformers configs of the towers, as JSON values."""
-        nets = {"text": self.text.tower.net, "image": getattr(self.image.tower, "net", None)}
-        return {name: net.config.to_dict() for name, net in nets.items() if hasattr(net, "config")}
+        """The transformers configs of the towers that have one, as JSON values."""
+        towers = {"text": self.text.tower, "image": self.image.tower}
+        configs = {name: getattr(getattr(tower, "net", None), "config", None) for name, tower in towers.items()}
+        return {name: config.to_dict() for name, config in configs.items() if config is not None}

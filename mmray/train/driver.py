@@ -43,7 +43,7 @@ def train(config: Config, reporter: RunReporter) -> RunOutcome:
             check_classes(config)
             return _train(config, reporter, backend)
     actors = 1 if config.data.workers == "auto" else config.data.workers
-    # Classes may import torch, which takes seconds: they are loaded while Ray starts.
+    # Classes of the user may import torch, which takes seconds: they are loaded while Ray starts.
     with ray_session(config.cluster, actors, while_starting=partial(check_classes, config)):
         from mmray.train.ray_backend import RayBackend  # late: it imports Ray Train
 
@@ -62,10 +62,11 @@ def validate_settings(config: Config) -> None:
 
 def check_classes(config: Config) -> None:
     """Raise UsageError for classes named in settings that cannot be loaded."""
-    from mmray import objectives
-
     trackers.check_trackers(config)
-    objectives.build(config.objective)
+    if ":" in config.objective.kind:
+        from mmray import objectives
+
+        objectives.build(config.objective)
     for name in config.train.callbacks:
         plugins.load_class(name, "train.callbacks")
     if ":" in config.model.kind:

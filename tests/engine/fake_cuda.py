@@ -311,7 +311,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SyncCounter]]:
         patch.setattr("torch.backends.cudnn.enabled", False)
         patch.setattr("torch.autograd.graph._engine_run_backward", backward)
         patch.setattr("torch.autograd._engine_run_backward", backward)
-        patch.setattr("mmray.engine.checkpoint.manager.DefaultStager", HostStager)
+        patch.setattr("mmray.engine.checkpoint.state_io.DefaultStager", HostStager)
         patch.setattr("mmray.engine.prefetch.ThreadPoolExecutor", InlineExecutor)
         SyncCounter.count = 0
         with FunctionMode(), DispatchMode():

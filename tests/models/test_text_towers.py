@@ -1,4 +1,4 @@
-"""Text towers: pooling, saved and missing weights, language tokens, and errors that name the setting."""
+"""Text towers: layers, pooling, saved and missing weights, language tokens, and errors that name the setting."""
 
 from __future__ import annotations
 
@@ -8,18 +8,48 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModel, BertConfig, BertModel
 
 from mmray.config import TextTower
 from mmray.errors import UsageError
-from mmray.models.encoders.text import FAMILIES, POSITIONS_AFTER_PAD, build_text_tower
+from mmray.models.encoders.text import FAMILIES, POSITIONS_AFTER_PAD, HfTextTower, build_text_tower
 
 IDS = torch.randint(0, 30, (3, 8), generator=torch.Generator().manual_seed(0))
 MASK = (torch.arange(8) < torch.tensor([[8], [5], [2]])).long()
+TORCH_NAMES = {  # of TransformerLayer -> of nn.TransformerEncoderLayer
+    "attention_norm.": "norm1.",
+    "mlp_norm.": "norm2.",
+    "qkv.": "self_attn.in_proj_",
+    "project.": "self_attn.out_proj.",
+    "mlp.0.": "linear1.",
+    "mlp.2.": "linear2.",
+}
 
 
 def mean_over_tokens(hidden: torch.Tensor) -> torch.Tensor:
     return torch.stack([row[: mask.sum()].mean(0) for row, mask in zip(hidden, MASK, strict=True)])
+
+
+def test_layers_without_weights_equal_those_of_torch() -> None:
+    tower: Any = build_text_tower(TextTower(width=24, depth=2, heads=3), 30, 12).double()
+    hidden = tower.norm(tower.tokens(IDS) + tower.positions(torch.arange(8)))
+    for layer in tower.layers:
+        theirs = nn.TransformerEncoderLayer(24, 3, 96, 0.0, "gelu", batch_first=True).double()
+        state = layer.state_dict()
+        for ours, name in TORCH_NAMES.items():
+            state = {key.replace(ours, name): value for key, value in state.items()}
+        theirs.load_state_dict(state)
+        hidden = theirs(hidden, src_key_padding_mask=~MASK.bool())
+    torch.testing.assert_close(tower(IDS, MASK), mean_over_tokens(hidden), rtol=0, atol=1e-9)
+    dropping = build_text_tower(TextTower(width=24, heads=3, dropout=0.5), 30, 12).train()
+    assert not torch.equal(dropping(IDS, MASK), dropping(IDS, MASK))
+
+
+def test_random_bert_of_an_earlier_version_is_rebuilt() -> None:
+    config = BertConfig(vocab_size=30, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, type_vocab_size=1)
+    tower = build_text_tower(TextTower(width=24, depth=1), 30, 12, {"text": json.loads(json.dumps(config.to_dict()))})
+    assert isinstance(tower, HfTextTower) and tower.width == 24
 
 
 @pytest.mark.parametrize("family", FAMILIES)

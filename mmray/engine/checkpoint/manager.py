@@ -11,9 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from mmray.engine.checkpoint import files, state_io
+from mmray.engine.checkpoint import files
 from mmray.engine.metrics.writers import LogUploader, Metrics, MetricsLog
 from mmray.engine.run_state import CheckpointState
 from mmray.errors import StorageError, TrainingError
@@ -22,6 +21,8 @@ from mmray.storage import lease
 from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import AsyncStager
+
     from mmray.config import Config
 
 MAX_WAIT_S = 10.0  # for the save in progress, while other ranks wait in a collective
@@ -55,11 +56,8 @@ class CheckpointManager:
         self._notify = notify
         if fencing_token is not None:
             self.uploader = LogUploader(folder, notify, self._check_lease)
-        pinned = StagingOptions(
-            use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
-        )
-        # Pinned host memory is kept from save to save; without a GPU each save makes a plain copy.
-        self._stager = DefaultStager(pinned) if torch.cuda.is_available() else None
+        # Keeps pinned host memory from save to save; without a GPU each save makes a plain copy.
+        self._stager: AsyncStager | None = None
         self._pending: tuple[AnyPath, Future[Any]] | None = None
         self._error: StorageError | None = None  # of the last save
         self.save_duration_s: float | None = None  # last save: wait for the previous one, copy to the host, write
@@ -74,6 +72,8 @@ class CheckpointManager:
         If that one is still in progress after a while, as on a stalled storage, this save is skipped unless it is the
         `last`: other ranks wait in their next collective. Ranks that write shards wait for each other anyway.
         """
+        from mmray.engine.checkpoint import state_io  # late: it imports DCP
+
         start_s = time.perf_counter()
         max_wait_s = self._save_wait_limit_s
         if max_wait_s is not None and not any(name.startswith("evaluate/") for name in metrics):
@@ -91,6 +91,8 @@ class CheckpointManager:
             "metrics": metrics,
         }
         path, before_write = self._folder / "checkpoints" / f"step-{step}", partial(self._before_write, step)
+        if self._stager is None and torch.cuda.is_available():
+            self._stager = state_io.pinned_stager()
         io = (self._cpu_group, self._sharded, self._stager)
         saved = state_io.save_async(path, state, meta, *io, before_write, on_complete=self._prune)
 
@@ -128,6 +130,8 @@ class CheckpointManager:
     def _wait_pending(self) -> None:
         if self._pending is None:
             return
+        from mmray.engine.checkpoint import state_io
+
         (path, saved), self._pending = self._pending, None
         try:
             with state_io.as_storage_error(path, discards=self._fencing_token is not None):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from contextlib import suppress
+import sys
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -138,7 +139,9 @@ def model_flops(model: nn.Module, batch: Batch, precision: Precision) -> float:
     weights, and of inputs that no trainable weight precedes, do not count.
     """
     counter = _FlopCounter()
-    with preserve_buffers(model), precision.autocast(), counter:
+    # Without torch._dynamo nothing is compiled, and importing it takes 1.1 s.
+    eager: Any = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with preserve_buffers(model), precision.autocast(), eager, counter:
         model(batch)
     return counter.total
 
@@ -164,6 +167,12 @@ class _FlopCounter(TorchDispatchMode):
         self.total = 0.0
         self.supports_higher_order_operators = True  # such as flex_attention
         self._requires_grad: WeakIdKeyDictionary = WeakIdKeyDictionary()  # computed from a trainable weight
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return (
+            False  # torch would import torch._dynamo to keep this mode from being compiled; `model_flops` runs eagerly
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,10 +1,15 @@
-"""Text encoders: token ids -> features of each token, or one vector per caption, through transformers' AutoModel."""
+"""Text encoders: token ids -> features of each token, or one vector per caption.
+
+Pretrained ones are built by transformers' AutoModel. One that is trained from random weights needs only torch, because
+importing transformers takes a second or more.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
@@ -18,27 +23,31 @@ WEIGHTS_SETTING = "model.text.weights"
 FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert", "electra", "distilbert")
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
 POSITIONS_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")  # position ids start at pad_token_id + 1
+INIT_STD = 0.02  # of BERT
 
 
 def build_text_tower(
     spec: TextTower, vocab_size: int, max_tokens: int, architecture: Architecture = None, language_token: str = ""
-) -> HfTextTower:
+) -> TextEncoder:
     """Build the text tower that `spec` names, with its weights.
 
     vocab_size: tokens of the tokenizer. architecture: see `Architecture`. language_token: model.inputs.language_token;
     pretrained weights get embedding rows for such tokens. Raises UsageError.
     """
+    saved = (architecture or {}).get("text")  # of pretrained weights; runs of mmray 0.1 have one of a random BERT too
+    if spec.weights == "none" and saved is None:
+        return TextTransformer(spec, vocab_size, max_tokens)
     from transformers import AutoConfig, BertConfig
 
     weights = None
-    if architecture:
-        config = AutoConfig.for_model(**architecture["text"])
-    elif spec.weights == "none" or architecture is not None:
-        values = transformer_config(spec) | {"vocab_size": vocab_size, "max_position_embeddings": max_tokens}
-        dropouts = {"hidden_dropout_prob": spec.dropout, "attention_probs_dropout_prob": spec.dropout}
-        config = BertConfig(**values | dropouts, type_vocab_size=1)
+    if saved is not None:
+        config = AutoConfig.for_model(**saved)
     else:
-        weights, config = spec.weights, load_config(WEIGHTS_SETTING, spec.weights, FAMILIES)
+        if architecture is None:
+            weights, config = spec.weights, load_config(WEIGHTS_SETTING, spec.weights, FAMILIES)
+        else:
+            values = transformer_config(spec) | {"vocab_size": vocab_size, "max_position_embeddings": max_tokens}
+            config = BertConfig(**values, type_vocab_size=1)
         for name in DROPOUTS:
             if hasattr(config, name):
                 setattr(config, name, spec.dropout)
@@ -55,13 +64,10 @@ def build_text_tower(
     return HfTextTower(net)
 
 
-class HfTextTower(nn.Module):
-    """An encoder of the BERT family (Devlin et al. 2019); a caption's features are the mean over its tokens."""
+class TextEncoder(nn.Module):
+    """Base of the towers; a caption's features are the mean over its tokens."""
 
-    def __init__(self, net: Any) -> None:
-        super().__init__()
-        self.net = net
-        self.width: int = net.config.hidden_size
+    width: int
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids and mask [B, T] (1 is a token, right-padded) -> features [B, width]; finite for a row without tokens."""
@@ -69,9 +75,66 @@ class HfTextTower(nn.Module):
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids and mask [B, T] -> features of each token [B, T, width]."""
+        raise NotImplementedError
+
+
+class HfTextTower(TextEncoder):
+    """An encoder of the BERT family (Devlin et al. 2019)."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+        self.width = net.config.hidden_size
+
+    def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         # transformers uses a 4-D mask as it is; it would inspect a 2-D one, which synchronises the GPU every step.
         mask = mask_with_first(attention_mask)[:, None, None, :]
         return self.net(input_ids=input_ids, attention_mask=mask).last_hidden_state
+
+
+class TextTransformer(TextEncoder):
+    """BERT's encoder in plain torch, with its initialisation, without token types."""
+
+    def __init__(self, spec: TextTower, vocab_size: int, max_tokens: int) -> None:
+        super().__init__()
+        self.width = spec.width
+        self.tokens, self.positions = nn.Embedding(vocab_size, spec.width), nn.Embedding(max_tokens, spec.width)
+        self.norm, self.dropout = nn.LayerNorm(spec.width), nn.Dropout(spec.dropout)
+        self.layers = nn.ModuleList(TransformerLayer(spec.width, spec.heads, spec.dropout) for _ in range(spec.depth))
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=INIT_STD)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.dropout(self.norm(self.tokens(input_ids) + self.positions.weight[: input_ids.shape[1]]))
+        mask = mask_with_first(attention_mask)[:, None, None, :]
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        return hidden
+
+
+class TransformerLayer(nn.Module):
+    """Self-attention and MLP, each followed by its norm (Vaswani et al. 2017, arXiv:1706.03762).
+
+    Not nn.TransformerEncoderLayer: its fast path rounds differently in evaluation, and ignores adapters.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, nn.Dropout(dropout)
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Hidden states [B, T, W] and mask of the keys, bool [B, 1, 1, T] -> [B, T, W]."""
+        query, key, value = self.qkv(hidden).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout.p if self.training else 0.0
+        attended = F.scaled_dot_product_attention(query, key, value, mask, dropout)
+        hidden = self.attention_norm(hidden + self.dropout(self.project(attended.transpose(1, 2).flatten(2))))
+        return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
 
 
 def masked_mean(features: Tensor, attention_mask: Tensor) -> Tensor:

@@ -1,0 +1,39 @@
+"""What a worker imports before its first step: the time of a start is mostly that of imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = "{'transformers', 'torchvision', 'torch._dynamo', 'torch.distributed.checkpoint', 'torch.distributed.tensor'}"
+STEP = f"""
+import sys, torch, mmray.engine.worker
+from mmray.config import recipes
+from mmray.engine.metrics.meters import model_flops
+from mmray.engine.optimizer import build_optimizer
+from mmray.engine.precision import select_precision
+from mmray.models.build import build
+from mmray.models.synthetic import synthetic_batch
+
+config = recipes.sample()
+model = build(config.model, 512)
+assert 'sympy' not in sys.modules  # torch's backward imports it
+optimizer = build_optimizer(model, config.optimizer)
+batch = synthetic_batch(config.model.inputs, 512, 2, "cpu")
+model_flops(model, batch, select_precision("fp32", torch.device("cpu")))
+outputs = model(batch)
+torch.autograd.backward([outputs["image_embed"]], [outputs["text_embed"].detach()])
+optimizer.step()
+optimizer.zero_grad()
+print(sorted({HEAVY} & sys.modules.keys()))
+"""
+
+
+def test_step_of_the_sample_imports_only_torch():
+    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_modules_that_the_driver_shares_with_workers_import_no_torch():
+    code = "import sys, mmray.evaluate.build, mmray.engine.checkpoint.files; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
