@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -25,6 +27,28 @@ def cores() -> int:
 def free_memory() -> int:
     """Return the free memory in bytes: the machine's, limited by cgroups."""
     return int(max(0, min([psutil.virtual_memory().available, *_free_bytes()])))
+
+
+def process_memory() -> dict[int, int] | None:
+    """Return the memory in bytes of this process and each of its descendants by PID; None if the system has no PSS.
+
+    PSS (proportional set size): each shared page is divided among the processes that map it, so the sum has it once.
+    """
+    sizes, own = {}, psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.Error, OSError):  # it has ended, or is another user's
+            if (size := getattr(process.memory_full_info(), "pss", None)) is None:
+                return None
+            sizes[process.pid] = size
+    return sizes
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process started."""
+    start_s = psutil.Process().create_time()
+    if hasattr(time, "CLOCK_BOOTTIME"):  # on Linux, psutil adds the time of the boot in whole seconds
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - (start_s - psutil.boot_time())
+    return time.time() - start_s
 
 
 def _cpu_quotas() -> Iterator[float]:

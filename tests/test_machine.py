@@ -1,5 +1,10 @@
 """Available cores and memory within the limits of a container, a pod or a batch job."""
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -50,3 +55,31 @@ def test_cgroup_limits_are_reported(host, files, cores, gib):
 def test_cpu_affinity_limits_cores(host, monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {3, 5, 7})
     assert machine.cores() == 3
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs the PSS of Linux")
+def test_process_memory_counts_shared_pages_once():
+    """A child of a child with 32 MiB, which a fork shares."""
+    fork = "import os, time; block = os.urandom(2**25); os.fork(); print(flush=True); time.sleep(60)"
+    command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {fork!r}])"
+    before = sum(machine.process_memory().values())
+    with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, process_group=0) as child:
+        try:
+            child.stdout.readline(), child.stdout.readline()
+            sizes = machine.process_memory()
+        finally:
+            os.killpg(child.pid, 9)
+    assert len(sizes) >= 4 and child.pid in sizes
+    assert 32 * 2**20 < sum(sizes.values()) - before < 62 * 2**20
+
+
+def test_process_memory_is_unknown_without_pss(monkeypatch):
+    monkeypatch.setattr(machine.psutil.Process, "memory_full_info", lambda self: SimpleNamespace(uss=1))
+    assert machine.process_memory() is None
+
+
+def test_process_age_includes_the_start_of_python():
+    code = "from mmray.machine import process_age_s; print(process_age_s())"
+    start_s = time.monotonic()
+    age_s = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert 0.01 < age_s < time.monotonic() - start_s + 0.02  # the kernel counts in 1/100 s

@@ -1,4 +1,4 @@
-"""Progress bar in a terminal, and the estimated end of a run."""
+"""Progress bar in a terminal, lines of a log, and the estimated end of a run."""
 
 import io
 from types import SimpleNamespace
@@ -7,12 +7,14 @@ import pytest
 from rich.console import Console
 
 from mmray.cli.console import Reporter, Terminal
+from mmray.data.prepare.pipeline import Progress
 
-FIGURES = ("loss 1.234", "2,560 samples/s", "data wait 3%", "peak 0.45 GiB")
+FIGURES = ("loss 1.234", "2,560 samples/s", "data wait 3%", "worker peak 0.45 GiB", "all processes 1.50 GiB")
 
 
 def line(step):
     measured = {"throughput/samples_per_s": 2560.4, "time/data_wait_share": 0.031, "memory/peak_gib": 0.45}
+    measured["memory/all_processes_peak_gib"] = 1.5
     return {"step": step, "train/loss": 1.2341} | measured
 
 
@@ -38,6 +40,74 @@ class FakeTerminal:
         self._file.truncate(self._file.seek(0))
         self.terminal._live.refresh()
         return " ".join(self._file.getvalue().split())
+
+
+def test_bar_shows_the_seconds_of_a_stage_and_stays_during_an_evaluation():
+    terminal = FakeTerminal()
+    with terminal.terminal.progress("importing"):
+        terminal.reporter.status("building the model")
+        terminal.terminal._live.tasks[0].start_time -= 75
+        assert "building the model" in (drawn := terminal.drawn()) and "0:01:15" in drawn
+        terminal.reporter.step(line(310), 1350)
+        terminal.reporter.phase("evaluating")
+        assert "evaluating" in (drawn := terminal.drawn()) and "310/1,350" in drawn
+
+
+class FakeLog:
+    """A log, and a run that reports to it."""
+
+    def __init__(self, start_s=0.0):
+        self._file = io.StringIO()
+        self.terminal = Terminal(Console(file=self._file, width=150), start_s)
+        self.reporter = Reporter(self.terminal)
+
+    @property
+    def lines(self):
+        return self._file.getvalue().splitlines()
+
+
+def test_log_has_a_line_per_stage_with_the_seconds_since_the_command(clock):
+    clock.s = 101.5
+    log = FakeLog(start_s=100.0)
+    with log.terminal.progress("importing"):
+        for clock.s, title in ((102.0, "starting 1 worker"), (109.25, "first step")):
+            log.reporter.status(title)
+        log.reporter.phase("evaluating")
+    assert [each.split() for each in log.lines] == [
+        ["1.5", "s", "importing"],
+        ["2.0", "s", "starting", "1", "worker"],
+        ["9.2", "s", "first", "step"],
+        ["9.2", "s", "evaluating"],
+    ]
+
+
+def test_last_evaluation_is_shown_once(clock):
+    """The table of the outcome has it."""
+    log, scores = FakeLog(), {f"evaluate/recall_at_1/{way}": 0.25 for way in ("image_to_text", "text_to_image")}
+    for step in (10, 20):
+        log.reporter.step(line(step) | scores, 20)
+    assert [each for each in log.lines if "recall" in each] == [
+        "evaluation step 10: recall@1 image to text 0.250, text to image 0.250"
+    ]
+
+
+def test_prepare_shows_a_growing_count_until_the_total_is_known(clock):
+    terminal, log = FakeTerminal(), FakeLog()
+    scan, pack = Progress("scan", 12_000, 0), Progress("pack", 300, 36_000, 2)
+    estimate = Progress("pack", 300, 35_000, is_estimate=True)
+    with terminal.terminal.progress("starting"):
+        for progress, shown in ((scan, "scan rows"), (estimate, "300/35,000 (total estimated)"), (pack, "300/36,000")):
+            terminal.reporter.prepare_progress(progress)
+            assert shown in terminal.drawn()
+            clock.s += 10.0
+            log.reporter.prepare_progress(progress)
+        terminal.reporter.prepare_progress(scan)  # of a second set
+        assert terminal.terminal._live.tasks[0].total is None
+    assert [each.rstrip() for each in log.lines] == [
+        "scan rows 12,000",
+        "pack rows 300/35,000   (total estimated)",
+        "pack rows 300/36,000  2 quarantined",
+    ]
 
 
 def test_bar_shows_metrics_and_time_left(clock):

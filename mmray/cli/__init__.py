@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +25,7 @@ from mmray.cli.runs import runs
 from mmray.cli.train import train
 from mmray.cli.tune import tune
 from mmray.errors import INTERRUPTED, ForceExit, MmrayError, UsageError, suggest
+from mmray.machine import process_age_s
 
 _FUNCTIONS = (train, prepare, tune, evaluate, export, report, runs, bench, doctor)
 COMMANDS: dict[str, Callable[[Sequence[str], Terminal], int]] = {each.__name__: each for each in _FUNCTIONS}
@@ -31,7 +33,7 @@ COMMANDS: dict[str, Callable[[Sequence[str], Terminal], int]] = {each.__name__: 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    terminal = Terminal()
+    terminal = Terminal(start_s=time.monotonic() - process_age_s())
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # same as Ctrl-C; `ray job stop` sends SIGTERM
     # User classes are imported from the working directory, as on the workers (cluster/connect.py). It is last in
     # sys.path so that files there do not shadow packages.

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -24,7 +24,8 @@ LOG_WIDTH = 200
 class Terminal:
     """Prints notes, tables and errors, and shows the progress of the current work."""
 
-    def __init__(self, console: Console | None = None):
+    def __init__(self, console: Console | None = None, start_s: float | None = None):
+        self.start_s = time.monotonic() if start_s is None else start_s  # of the command
         self.console = console or Console(highlight=False, soft_wrap=True)
         notebook = self.console.is_jupyter  # rich needs ipywidgets to update a bar in Jupyter
         self._is_live = find_spec("ipywidgets") is not None if notebook else self.console.is_terminal
@@ -42,15 +43,17 @@ class Terminal:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[None]:
-        """Show a progress bar while the block runs, in a terminal or notebook."""
+        """Show a progress bar with its seconds while the block runs, in a terminal or notebook."""
         columns = (
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[count]}"),
             TextColumn("{task.fields[details]}", style="cyan", table_column=Column()),  # wraps if it is narrow
+            TimeElapsedColumn(),
         )
         if not self._is_live:
+            self.status(title)
             yield
             return
         with Progress(*columns, console=self.console, transient=True) as live_display:
@@ -62,28 +65,37 @@ class Terminal:
                 self._live = None
 
     def status(self, title: str) -> None:
-        """Show the current activity in the bar of `progress`, or as a line of a log."""
+        """Show the current activity in the bar of `progress`, or as a line of a log with the command's seconds."""
         if self._live is not None:
             self._live.remove_task(self._task)  # rich cannot reset a known total
             self._add_task(title)
         elif not self._is_live:
-            self.note(title)
+            self.note(title, f"{time.monotonic() - self.start_s:.1f} s")
+
+    def phase(self, title: str) -> None:
+        """Show what interrupts the current work, such as an evaluation; its bar stays."""
+        if self._live is not None:
+            self._live.update(self._task, description=title)
+        else:
+            self.status(title)
 
     def _add_task(self, title: str) -> None:
         assert self._live is not None
-        self._task = self._live.add_task(title, total=None, count="", details="", start=False)
+        self._task = self._live.add_task(title, total=None, count="", details="")
 
     def update(self, done: float, total: float, details: str, label: str) -> None:
-        """Set the progress to done of total; in a log, print a line every few seconds and at the end."""
+        """Set the progress to done of total (0: unknown); in a log, print a line every few seconds and at the end."""
+        count = f"{done:,.0f}/{total:,.0f}" if total else f"{done:,.0f}"
         if self._live is not None:
-            self._live.start_task(self._task)
-            count = f"{done:,.0f}/{total:,.0f}"
-            self._live.update(self._task, completed=done, total=total, count=count, details=details, description=label)
+            if not total and self._live.tasks[0].total:  # of the data set before
+                self.status(label)
+            values: dict[str, Any] = {"count": count, "details": details, "description": label}
+            self._live.update(self._task, completed=done, total=total or None, **values)
             return
         now = time.monotonic()
-        if not self._is_live and (now - self._printed_s >= LOG_INTERVAL_S or done >= total):
+        if not self._is_live and (now - self._printed_s >= LOG_INTERVAL_S or done >= total > 0):
             self._printed_s = now
-            self.console.print(f"{label} {done:,.0f}/{total:,.0f}  {details}")
+            self.console.print(f"{label} {count}  {details}")
 
 
 def language_note(metrics: dict[str, Any]) -> str:
@@ -128,12 +140,30 @@ class Reporter:
         self._first = None  # restart the rate: the downtime of a restart does not count
         self.terminal.status(title)
 
+    def phase(self, title: str) -> None:
+        self.terminal.phase(title)
+
     def prepare_progress(self, progress: Any) -> None:
-        if progress.total_rows:  # unknown during the scan of the source
-            details = f"{progress.bad_rows:,} quarantined" if progress.bad_rows else ""
-            self.terminal.update(progress.done_rows, progress.total_rows, details, f"{progress.stage} rows")
+        details = f"{progress.bad_rows:,} quarantined" if progress.bad_rows else ""
+        details += " (total estimated)" if progress.is_estimate else ""
+        self.terminal.update(progress.done_rows, progress.total_rows, details, f"{progress.stage} rows")
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
+        if metrics["step"] < total_steps:  # the table of the outcome has the last evaluation
+            self._log_evaluation(metrics)
+        left_s = self._seconds_left(metrics["step"], total_steps)
+        formats = {
+            "train/loss": "loss {:.3f}",
+            "throughput/samples_per_s": "{:,.0f} samples/s",
+            "time/data_wait_share": "data wait {:.0%}",
+            "memory/peak_gib": "worker peak {:.2f} GiB",
+            "memory/all_processes_peak_gib": "all processes {:.2f} GiB",
+        }
+        parts = [pattern.format(metrics[name]) for name, pattern in formats.items() if metrics.get(name) is not None]
+        parts += [] if left_s is None else [f"{left_s:.0f} s left"]
+        self.terminal.update(metrics["step"], total_steps, "  ".join(parts), "step")
+
+    def _log_evaluation(self, metrics: dict[str, Any]) -> None:
         if "evaluate/recall_at_1/image_to_text" in metrics:
             recalls = ", ".join(
                 f"{each.replace('_', ' ')} {metrics[f'evaluate/recall_at_1/{each}']:.3f}" for each in DIRECTIONS
@@ -142,16 +172,6 @@ class Reporter:
         elif "evaluate/perplexity" in metrics:
             scores = {name.removeprefix("evaluate/"): value for name, value in metrics.items()}
             self.log(f"step {metrics['step']:,}: {language_note(scores)}", "evaluation")
-        left_s = self._seconds_left(metrics["step"], total_steps)
-        formats = {
-            "train/loss": "loss {:.3f}",
-            "throughput/samples_per_s": "{:,.0f} samples/s",
-            "time/data_wait_share": "data wait {:.0%}",
-            "memory/peak_gib": "peak {:.2f} GiB",
-        }
-        parts = [pattern.format(metrics[name]) for name, pattern in formats.items() if metrics.get(name) is not None]
-        parts += [] if left_s is None else [f"{left_s:.0f} s left"]
-        self.terminal.update(metrics["step"], total_steps, "  ".join(parts), "step")
 
     def _seconds_left(self, done: int, total: int) -> float | None:
         """Estimate the remaining time from the rate since the first logged line, which excludes warm-up."""

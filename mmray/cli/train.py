@@ -26,11 +26,11 @@ def train(argv: Sequence[str], terminal: Terminal) -> int:
 
 def run_training(config: Config, terminal: Terminal) -> RunOutcome:
     """Train a config; show its progress and its outcome. Raises MmrayError."""
-    from mmray.train import driver  # `--help` and `--print-config` must not import Ray and torch
-
     terminal.note(f"mmray {version('mmray')}, recipe {config.recipe}")
-    with terminal.progress("starting Ray"):
-        outcome = driver.train(config, Reporter(terminal))
+    with terminal.progress("importing"):
+        from mmray.train import driver  # `--help` and `--print-config` must not import Ray and torch
+
+        outcome = driver.train(config, Reporter(terminal), terminal.start_s)
     _print_outcome(outcome, terminal)
     return outcome
 
@@ -48,7 +48,9 @@ def _print_outcome(outcome: RunOutcome, terminal: Terminal) -> None:
         terminal.note(f"{took}; run the same command to resume from step {result['steps']:,}", "stopped")
         _print_best(outcome, terminal)
         return
-    terminal.note(f"{took}{restarts}", "finished")
+    peak_gib = result.get("all_processes_peak_gib")
+    memory = f", at most {peak_gib:.2f} GiB of memory in all processes" if peak_gib else ""
+    terminal.note(f"{took}{restarts}{memory}", "finished")
     if result["scores"]:
         terminal.console.print(*scores_tables(result["scores"]))
     _print_best(outcome, terminal)

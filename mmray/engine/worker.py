@@ -37,6 +37,7 @@ from mmray.errors import MmrayError
 from mmray.evaluate.build import build_evaluator, check_evaluable
 from mmray.models.build import build
 from mmray.models.fusion import LabelTexts
+from mmray.objectives.protocol import Batch
 from mmray.report.run import EXAMPLES
 from mmray.storage.paths import AnyPath, to_path, write_atomic
 
@@ -67,6 +68,7 @@ def _train(
     heartbeat: Heartbeat,
 ) -> dict[str, Any]:
     config, plan = context.config, resume_point.plan
+    driver.stage("building the model")
     torch.set_num_threads(max(1, int(config.cluster.num_cpus)))  # fixed: the order of sums changes rounding
     if device.type == "cpu":
         keep_freed_memory()
@@ -86,6 +88,7 @@ def _train(
     objective = objectives.build(config.objective)
     if config.train.parallel == "fsdp":
         model = strategy.wrap_model(model, group, "fsdp", shard_dtype=precision.DTYPES[precision_name])
+    driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
     micro, memory_table = dry_run(config, model, objective, group, plan, context.micro)
     checkpoints = _checkpoint_manager(context, group, model, driver)
     rank0_checkpoints = checkpoints if group.rank == 0 else None
@@ -99,6 +102,8 @@ def _train(
         callbacks += [ProgressReporter(driver.report, rank0_checkpoints), hint]
 
     def save(step: int, state: CheckpointState, metrics: dict[str, Any], last: bool) -> float | None:
+        if last:
+            driver.phase("saving the last checkpoint")
         return None if checkpoints is None else checkpoints.save(step, plan.rows_start(step), state, metrics, last)
 
     spec = TrainSpec(
@@ -126,7 +131,10 @@ def _train(
         rows = quarantine_bad_rows(blocks, config, context.folder, context.reader, plan, driver.count_bad_row)
         # Split here, so that group_by_length and the trimming of captions see the final micro-batches.
         steps = iter_micro_batches(rows, replace(plan, micro=micro), config.batch.group_by_length)
-        outcome = loop.run(spec, steps, None if checkpoint is None else partial(_load, checkpoint))
+        if checkpoint is not None:
+            driver.stage("loading the checkpoint")
+        load = None if checkpoint is None else partial(_load, checkpoint)
+        outcome = loop.run(spec, _report_first(steps, driver), load)
     prefix = "evaluate/"
     metrics = {name.removeprefix(prefix): value for name, value in outcome.metrics.items()}
     scores = {name.removeprefix(prefix): value for name, value in outcome.metrics.items() if name.startswith(prefix)}
@@ -137,6 +145,16 @@ def _load(checkpoint: AnyPath, destination: DestinationFn) -> CheckpointState:
     from mmray.engine.checkpoint import state_io
 
     return state_io.load(checkpoint, destination)
+
+
+def _report_first(steps: Iterable[list[Batch]], driver: DriverHandle) -> Iterator[list[Batch]]:
+    """Yield the steps, and report when the rows of the first are awaited and when they arrive."""
+    driver.stage("waiting for the first batch")
+    remaining = iter(steps)
+    for first in remaining:
+        driver.stage("first step")
+        yield first
+        yield from remaining
 
 
 @contextmanager
@@ -189,6 +207,7 @@ def _evaluate_fn(
             except OSError as error:
                 driver.notify("storage", f"cannot write the examples of step {step}: {error}")
 
+        driver.phase("evaluating")
         with mixed_precision.autocast():
             return evaluator.score(model, group, objective, global_rows, save_examples if group.rank == 0 else None)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Report = Callable[[dict[str, Any]], Any]
 INPUT_BOUND_FRACTION = 0.15  # of the time; below it, more decode actors hardly help
 HINT_EVERY_STEPS = 100  # steps between two hints
+TRAINING = "training"  # the stage that follows the first step
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,14 @@ class DriverHandle:
     def notify(self, label: str, text: str) -> None:
         """Report a console line."""
         self.report({"note": text, "label": label})
+
+    def stage(self, title: str) -> None:
+        """Report the next stage of the start, which ends with TRAINING."""
+        self.report({"stage": title})
+
+    def phase(self, title: str) -> None:
+        """Report what all ranks do between two steps, if it takes long."""
+        self.report({"phase": title})
 
 
 @dataclass
@@ -90,8 +99,12 @@ class ProgressReporter:
     report: Report
     checkpoints: CheckpointManager
     _reported_s: float | None = None
+    _is_training: bool = False
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
+        if not self._is_training:
+            self._is_training = True
+            self.report({"stage": TRAINING})
         self.checkpoints.poll()
         if self.checkpoints.save_duration_s != self._reported_s:
             self._reported_s = self.checkpoints.save_duration_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import Any
 
 import plotly.graph_objects as go
@@ -75,8 +75,40 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
             _chart(run, "step", "Where a step's time goes", step, rangemode="tozero", ticksuffix=" s"),
             _chart(run, "memory", "Peak memory of a worker", memory, rangemode="tozero", ticksuffix=" GiB"),
         ],
+        "start": [_start_timeline(run)],
     }
     return {part: [each for each in figures if each is not None] for part, figures in parts.items()}
+
+
+def _start_timeline(run: RunRecord) -> Figure | None:
+    """Return a bar per stage between the command and its first step; None if less than a stage was recorded."""
+    stages = next(iter(run.result.get("starts") or [[]]))
+    durations_s = [after["at_s"] - stage["at_s"] for stage, after in pairwise(stages)]
+    if not durations_s:
+        return None
+    names, end_s = [stage["stage"] for stage in stages[:-1]], stages[-1]["at_s"]
+    bars = go.Bar(
+        y=names,
+        x=durations_s,
+        base=[stage["at_s"] for stage in stages[:-1]],
+        orientation="h",
+        marker={"color": BLUE},
+        text=[f"{each:.1f} s" for each in durations_s],
+        textposition="outside",
+        cliponaxis=False,
+        hovertemplate="%{y}: %{text}<extra></extra>",
+    )
+    return make_figure(
+        "start",
+        "From the command to the first step",
+        f"{end_s:.1f} s; longest: {names[durations_s.index(max(durations_s))]}, {max(durations_s):.1f} s",
+        [bars],
+        height=90 + 24 * len(names),
+        wide=True,
+        hovermode="closest",
+        xaxis={"range": [0, 1.1 * end_s], "ticksuffix": " s", "nticks": MAX_TICKS},
+        yaxis={"autorange": "reversed", "nticks": len(names), "showgrid": False},
+    )
 
 
 def _line(name: str, colour: str, dash: str = "solid") -> dict[str, Any]:

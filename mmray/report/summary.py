@@ -55,7 +55,9 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     if waits := run.values("time/data_wait_share"):
         figures.append(("Data wait, median", f"{median(waits):.1%}", "of a step's time"))
     if peaks := run.values("memory/peak_gib"):
-        figures.append(("Peak memory", f"{max(peaks):.2f} GiB", "of a worker"))
+        total_gib = run.result.get("all_processes_peak_gib")
+        note = "of a worker" if total_gib is None else f"of a worker; all processes {total_gib:.2f} GiB"
+        figures.append(("Peak memory", f"{max(peaks):.2f} GiB", note))
     if "elapsed_s" in run.result:
         steps = f"{run.lines[-1]['step']:,} steps" if run.lines else ""
         figures.append(("Duration", format_duration(run.result["elapsed_s"]), steps))

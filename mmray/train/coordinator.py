@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+IMPORTING = "importing the engine"  # a worker's first stage
+
 
 class Coordinator:
-    """Keeps new messages (metrics, console lines, durations), each rank's last heartbeat, bad rows and requests."""
+    """Keeps new messages (metrics, stages, notes, durations), each rank's last heartbeat, bad rows and requests."""
 
     def __init__(self, bad_rows: set[int]) -> None:
         self._messages: list[dict[str, Any]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from mmray.storage.paths import AnyPath, merge_appended_lines, to_path
 from mmray.train import run_dir, trackers, validate
 from mmray.train.backend import Backend, num_gpus
 from mmray.train.local import LocalBackend
-from mmray.train.monitor import RunReporter
+from mmray.train.monitor import RunReporter, StartTimeline
 from mmray.train.resolve import ResolvedRun, resolve_run
 from mmray.train.supervisor import Supervisor
 
@@ -35,19 +36,27 @@ class RunOutcome:
     already_done: bool = False
 
 
-def train(config: Config, reporter: RunReporter) -> RunOutcome:
-    """Train `config`, or resume its run. Raises MmrayError with its exit code."""
+def train(config: Config, reporter: RunReporter, start_s: float | None = None) -> RunOutcome:
+    """Train `config`, or resume its run. Raises MmrayError with its exit code.
+
+    start_s: time.monotonic() at the command; None: now.
+    """
+    timeline = StartTimeline(reporter, time.monotonic() if start_s is None else start_s)
     validate_settings(config)
     if not needs_ray(config.cluster):
+        timeline.status("checking the settings")  # imports torch
         with closing(LocalBackend()) as backend:
             check_classes(config)
-            return _train(config, reporter, backend)
+            return _train(config, timeline, backend)
+    timeline.status("starting Ray")
     actors = 1 if config.data.workers == "auto" else config.data.workers
     # Classes of the user may import torch, which takes seconds: they are loaded while Ray starts.
     with ray_session(config.cluster, actors, while_starting=partial(check_classes, config)):
         from mmray.train.ray_backend import RayBackend  # late: it imports Ray Train
 
-        return _train(config, reporter, RayBackend())
+        outcome = _train(config, timeline, RayBackend())
+        timeline.phase("stopping Ray")
+        return outcome
 
 
 def validate_settings(config: Config) -> None:
@@ -73,7 +82,8 @@ def check_classes(config: Config) -> None:
         plugins.load_class(config.model.kind, "model.kind")
 
 
-def _train(config: Config, reporter: RunReporter, backend: Backend) -> RunOutcome:
+def _train(config: Config, reporter: StartTimeline, backend: Backend) -> RunOutcome:
+    reporter.status("checking the data")
     backend.check(config, reporter)
     config = backend.resolve(config)
     resolved = resolve_run(config, reporter)
@@ -92,7 +102,9 @@ def _train(config: Config, reporter: RunReporter, backend: Backend) -> RunOutcom
             reporter.log(idle, "idle")
         try:
             with trackers.TrackingReporter(resolved.config, run.path, reporter) as tracking:
-                result = Supervisor(resolved, run, lease, tracking, backend).train()
+                supervisor = Supervisor(resolved, run, lease, tracking, backend)
+                supervisor.starts = reporter.starts
+                result = supervisor.train()
                 tracking.run_status = result["status"]
         except ForceExit:
             raise
@@ -112,6 +124,7 @@ def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: RunReporter) 
         return
     except OSError as error:
         reporter.log(f"{QUARANTINE} could not be merged from its parts: {error}", "storage")
+    reporter.phase("writing the report")
     write_report_safely(run.path, reporter.log)
 
 

@@ -14,11 +14,13 @@ import psutil
 
 from mmray.errors import MmrayError
 from mmray.processes import init_child
+from mmray.train.coordinator import IMPORTING
 
 
 def run_worker(connection: Connection) -> None:
     """Receive the arguments of an attempt, train, and send the outcome; the driver serves all other messages."""
     init_child()
+    connection.send(("push", {"stage": IMPORTING}))
     import torch
 
     from mmray.data.stream.local import iter_local_blocks

@@ -17,7 +17,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mmray.config import Config
+from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit
+from mmray.machine import process_memory
+from mmray.train.coordinator import IMPORTING
 
 if TYPE_CHECKING:
     from mmray.data.prepare.pipeline import Progress
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 WASTED_STEPS, CHECKPOINT_S = "wasted_steps", "checkpoint_s"
 CHECK_INTERVAL_S, CAPACITY_INTERVAL_S = 1.0, 5.0
+MEMORY_INTERVAL_S, MEMORY_COST_FRACTION = 3.0, 0.01  # of samples, which take at most this share of the time
 CAPACITY_POLLS = 2  # in a row before a resize; four times as many after each failed resize
 STACKS_WAIT_S = 3.0  # until all ranks have written their stacks: a heartbeat comes each second
 REQUEST_DELAY_S = 3.0  # from the driver's request to the ranks' agreement, in addition to a step
@@ -36,9 +40,29 @@ class RunReporter(Protocol):
     """Receives the progress of a run (the console); called on the driver's main thread."""
 
     def log(self, text: str, label: str = "") -> None: ...
-    def status(self, title: str) -> None: ...
+    def status(self, title: str) -> None: ...  # a stage of a start, the last is TRAINING
+    def phase(self, title: str) -> None: ...  # what follows or interrupts the steps, such as an evaluation
     def prepare_progress(self, progress: Progress) -> None: ...
     def step(self, metrics: dict[str, Any], total_steps: int) -> None: ...
+
+
+class StartTimeline:
+    """Passes progress to another reporter; keeps the stages of each start, from the command or a restart to step 1.
+
+    start_s: time.monotonic() at the command.
+    """
+
+    def __init__(self, reporter: RunReporter, start_s: float) -> None:
+        self.log, self.phase, self.step = reporter.log, reporter.phase, reporter.step
+        self.prepare_progress = reporter.prepare_progress
+        self.starts: list[list[dict[str, Any]]] = [[{"stage": "importing", "at_s": 0.0}]]
+        self._reporter, self._start_s = reporter, start_s
+
+    def status(self, title: str) -> None:
+        if self.starts[-1][-1]["stage"] == TRAINING:
+            self.starts.append([])
+        self.starts[-1].append({"stage": title, "at_s": round(time.monotonic() - self._start_s, 2)})
+        self._reporter.status(title)
 
 
 @dataclass(frozen=True)
@@ -119,6 +143,7 @@ class RunProgress:
     step_s: float = 0.0  # newest measurement, like the next two; 0: unknown
     checkpoint_s: float = 0.0
     micro: int = 0
+    all_processes_peak_gib: float = 0.0  # largest sum over the processes of the run; 0: unknown
 
     def update(self, message: dict[str, Any]) -> None:
         self.wasted_steps += message.get(WASTED_STEPS, 0)
@@ -149,6 +174,7 @@ class AttemptMonitor:
     heartbeats: list[HeartbeatRecord] = field(default_factory=list)
     _next_check_s: float = 0.0
     _next_capacity_s: float = 0.0
+    _next_memory_s: float = 0.0
     _capacity_polls: int = 0
     _signalled: bool = False
 
@@ -164,6 +190,8 @@ class AttemptMonitor:
         if now_s < self._next_check_s:
             return
         self._next_check_s = now_s + CHECK_INTERVAL_S
+        if self.heartbeats and now_s >= self._next_memory_s:
+            self._sample_memory(now_s)
         try:
             self._check_hang(now_s)
             self._check_preemption()
@@ -190,13 +218,27 @@ class AttemptMonitor:
     def read_updates(self) -> None:
         messages, records = self.workers.drain()
         self.heartbeats = [HeartbeatRecord(**record) for record in records]
-        self.started = self.started or bool(messages or records)
+        self.started |= bool(records) or any(message.get("stage") != IMPORTING for message in messages)
         for message in messages:
             self.progress.update(message)
+            if "stage" in message:  # of DriverHandle.stage
+                self.reporter.status(message["stage"])
+            if "phase" in message:
+                self.reporter.phase(message["phase"])
             if "note" in message:  # a console line, of DriverHandle.notify
                 self.reporter.log(message["note"], message["label"])
             if "step" in message:  # a logged line of metrics
-                self.reporter.step(message, self.total_steps)
+                peak_gib = self.progress.all_processes_peak_gib
+                memory = {"memory/all_processes_peak_gib": peak_gib} if peak_gib else {}
+                self.reporter.step(message | memory, self.total_steps)
+
+    def _sample_memory(self, now_s: float) -> None:
+        """Measure the memory of all processes of the run, if the driver started them all."""
+        sizes = process_memory()
+        self._next_memory_s = now_s + max(MEMORY_INTERVAL_S, (time.monotonic() - now_s) / MEMORY_COST_FRACTION)
+        if sizes is not None and all(record.pid in sizes for record in self.heartbeats):
+            gib = sum(sizes.values()) / 2**30
+            self.progress.all_processes_peak_gib = max(self.progress.all_processes_peak_gib, gib)
 
     def _check_hang(self, now_s: float) -> None:
         """Kill the processes of a hung group, after all that can have written their stacks."""

@@ -38,6 +38,7 @@ class Supervisor:
         self.restart: Restart | None = None  # the decision after the last attempt, if it failed
         self.failed_resizes: list[int] = []  # one per resize: the workers of the group that stopped for a larger one
         self.progress = RunProgress()
+        self.starts: list[Any] = []  # of StartTimeline, for result.json
 
     def train(self) -> dict[str, Any]:
         """Run attempts until one finishes, recovery fails or the user stops it. Writes and returns result.json."""
@@ -99,6 +100,8 @@ class Supervisor:
             try:
                 if self.attempts > 1:
                     self.lease.claim_next_token()
+                if self._latest_step():
+                    self.reporter.status("verifying the checkpoint")
                 checkpoint = files.latest_valid(self.run.checkpoints, partial(self.reporter.log, label="checkpoint"))
                 merge_appended_lines(self.run.path / QUARANTINE)
                 return checkpoint, load_bad_rows(self.run.path)
@@ -132,6 +135,8 @@ class Supervisor:
 
     def _choose_world_size(self) -> int:
         """The number of workers of the next attempt. Raises TrainingError if the cluster ended."""
+        if self.config.cluster.elastic:
+            self.reporter.status("counting the workers that fit")
         try:
             return self.backend.choose_world_size(self.config)
         except self.backend.errors as error:
@@ -174,7 +179,9 @@ class Supervisor:
             "elapsed_s": time.monotonic() - self.start_s,
         }
         totals = {name: value + self.earlier.get(name, 0) for name, value in totals.items()}
-        result = outcome | totals | {"batch": str(self.resolved.shape)}
+        peak_gib = max(self.progress.all_processes_peak_gib, self.earlier.get("all_processes_peak_gib") or 0.0)
+        result = outcome | totals | {"batch": str(self.resolved.shape), "starts": self.starts}
+        result |= {"all_processes_peak_gib": peak_gib or None}
         self.run.write_json("result.json", result)
         return result
 

@@ -69,7 +69,8 @@ class TrackingReporter:
         settings = redact(config.model_dump(mode="json", by_alias=True))
         run_info = {"name": folder.name, "folder": str(folder), "config": settings}
         self.reporter, self.threads = reporter, [TrackerThread(name, folder, run_info) for name in config.run.trackers]
-        self.log, self.status, self.prepare_progress = reporter.log, reporter.status, reporter.prepare_progress
+        self.log, self.status, self.phase = reporter.log, reporter.status, reporter.phase
+        self.prepare_progress = reporter.prepare_progress
         self.run_status = "failed"  # until the driver sets how the run ended
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:

@@ -16,14 +16,17 @@ import ray.train.torch
 from mmray.data.stream.stream import iter_blocks
 from mmray.engine.worker_context import DriverHandle
 from mmray.errors import MmrayError
+from mmray.train.coordinator import IMPORTING
 
 
 def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train in the process group that Ray Train made. `arguments` come from ray_backend.RayWorkers."""
+    coordinator, rank = arguments["coordinator"], ray.train.get_context().get_world_rank()
+    if rank == 0:
+        coordinator.push.remote({"stage": IMPORTING})
     # Imported here: the driver imports this module without the engine, 2 s of CPU time.
     from mmray.engine.worker import train_worker
 
-    coordinator, rank = arguments["coordinator"], ray.train.get_context().get_world_rank()
     stop = threading.Event()
 
     def beat(record: dict[str, Any]) -> bool:

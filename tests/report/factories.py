@@ -63,6 +63,9 @@ def make_whole_run(folder):
     lines = [line(step, **(scores(step / 20) if step % 10 == 0 else {})) for step in range(1, 21)]
     result = {"status": "finished", "steps": 20, "elapsed_s": 61.0, "restarts": 3, "wasted_steps": 3}
     result["resizes"], result["batch"] = 2, "micro 64 x accumulation 1 x workers 2 = 128 rows per step"
+    stages = {"importing": 0.0, "starting 1 worker": 1.5, "first step": 4.0, "training": 9.0}
+    result["starts"] = [[{"stage": stage, "at_s": at_s} for stage, at_s in stages.items()]]
+    result["all_processes_peak_gib"] = 1.75
     return make_run(folder, lines, result, examples())
 
 

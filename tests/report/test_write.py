@@ -39,13 +39,14 @@ def test_finished_run_has_all_sections_in_one_small_file(tmp_path):
     page = page_of(make_whole_run(tmp_path / "calm"))
     file = tmp_path / "calm" / "report.html"
     assert file.stat().st_size < MAX_BYTES and not re.search(r'(src|href)="(?!data:|#)', file.read_text())
-    assert plots(page) == ["loss", "lr", "gradient", "recall", "throughput", "step", "memory"]
+    assert plots(page) == ["loss", "lr", "gradient", "recall", "throughput", "step", "memory", "start"]
     assert '<span class="pill finished">finished</span>' in page and "<title>calm · mmray</title>" in page
     assert "micro 64 x accumulation 1 x workers 2 = 128 rows per step" in page
     assert "100.0%" in page and "1,010" in page and "61 s" in page and "10.0%" in page
     assert "restarted 3 times (2 to add workers, 0 for node preemptions); 3 steps were repeated." in page
     assert page.count('class="right"') == 2 + 1  # a hit in each direction, and the correct image next to a miss
     assert "Same as the recipe." in page
+    assert "9.0 s; longest: first step, 5.0 s" in page and "of a worker; all processes 1.75 GiB" in page
 
 
 @pytest.mark.parametrize("has_recall", [True, False])

@@ -34,6 +34,9 @@ class Silent:
     def status(self, title):
         self.notes.append(("status", title))
 
+    def phase(self, title):
+        self.notes.append(("phase", title))
+
     def prepare_progress(self, progress):
         self.notes.append(("prepare", progress.stage))
 

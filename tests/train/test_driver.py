@@ -39,6 +39,10 @@ def test_run_writes_its_files_and_metrics(unkilled):
     assert (examples["step"], examples["rows"]) == (STEPS, 20) and examples["images"]
     assert ("report", str(outcome.path / "report.html")) in listener.notes and (outcome.path / "report.html").exists()
     assert listener.steps == list(range(1, STEPS + 1))
+    on_driver = ["importing", "starting Ray", "checking the data", "starting 2 workers"]
+    on_worker = ["importing the engine", "building the model", "dry run", "waiting for the first batch", "first step"]
+    assert [each["stage"] for each in result["starts"][0]] == [*on_driver, *on_worker, "training"]
+    assert result["all_processes_peak_gib"] > max(line["memory/peak_gib"] for line in lines(outcome.path))
     metrics = [json.loads(line) for line in (outcome.path / "kept.jsonl").read_text().splitlines()]  # of the tracker
     assert [each["step"] for each in metrics if "step" in each] == listener.steps and metrics[-1] == {"finish": True}
     assert any(label == "tracker" and "503 from https://***@" in text for label, text in listener.notes)

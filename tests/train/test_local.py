@@ -9,7 +9,18 @@ import pytest
 
 from mmray.errors import TrainingError
 from mmray.train import driver
-from tests.train.runs import STEPS, Silent, Stopping, config, expected_marks, make_data, marks, same_weights, weights
+from tests.train.runs import (
+    STEPS,
+    Silent,
+    Stopping,
+    config,
+    expected_marks,
+    lines,
+    make_data,
+    marks,
+    same_weights,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +42,17 @@ def one_worker(data, folder, name, callbacks=(), **changes):
 
 
 @pytest.fixture(scope="module")
-def calm(data, tmp_path_factory):
-    """A run that nothing disturbs."""
+def calm_run(data, tmp_path_factory):
+    """A run that nothing disturbs, and its reporter."""
+    reporter = Silent()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "needs_ray", lambda _: False)
-        return driver.train(one_worker(data, tmp_path_factory.mktemp("runs"), "calm"), Silent())
+        return driver.train(one_worker(data, tmp_path_factory.mktemp("runs"), "calm"), reporter), reporter
+
+
+@pytest.fixture(scope="module")
+def calm(calm_run):
+    return calm_run[0]
 
 
 def notes(reporter, label):
@@ -46,6 +63,26 @@ def test_run_takes_the_rows_of_the_order(calm):
     assert calm.result["status"] == "finished" and marks(calm.path) == list(expected_marks(STEPS))
 
 
+FOR_WORKER = ["starting 1 worker", "importing the engine", "building the model", "dry run"]
+FOR_STEP = ["waiting for the first batch", "first step", "training"]
+
+
+def test_stages_of_the_start_are_in_the_result(calm):
+    (start,) = calm.result["starts"]
+    on_driver = ["importing", "checking the settings", "checking the data"]
+    assert [each["stage"] for each in start] == [*on_driver, *FOR_WORKER, *FOR_STEP]
+    seconds = [each["at_s"] for each in start]
+    assert seconds[0] == 0.0 and seconds == sorted(seconds) and seconds[-1] > 0.1
+
+
+def test_each_evaluation_is_made_once(calm_run):
+    """After steps 6 and 12; the scores of the run are those of its last step."""
+    calm, reporter = calm_run
+    scores = {name: value for name, value in lines(calm.path)[-1].items() if name.startswith("evaluate/")}
+    assert {f"evaluate/{name}": value for name, value in calm.result["scores"].items()} == scores
+    assert notes(reporter, "phase") == ["evaluating", "evaluating", "saving the last checkpoint", "writing the report"]
+
+
 def test_killed_and_hung_workers_are_replaced_with_equal_weights(data, tmp_path, calm):
     reporter, wanted = Silent(), one_worker(data, tmp_path, "run", ["KillRankOneOnce", "HangOnce"])
     outcome = driver.train(wanted.with_cluster(hang_timeout_s=4.0), reporter)
@@ -53,6 +90,8 @@ def test_killed_and_hung_workers_are_replaced_with_equal_weights(data, tmp_path,
     assert same_weights(weights(outcome.path), weights(calm.path))
     killed, hung = notes(reporter, "failure")
     assert "SIGKILL" in killed and "faults.py" in hung
+    stages = ["verifying the checkpoint", *FOR_WORKER, "loading the checkpoint", *FOR_STEP]
+    assert [each["stage"] for each in outcome.result["starts"][1]] == stages
 
 
 def test_stopped_run_resumes_with_equal_weights(data, tmp_path, calm):
@@ -96,6 +135,8 @@ def test_killed_data_process_is_replaced(data, tmp_path, calm, monkeypatch):
     outcome = driver.train(one_worker(data, tmp_path, "run", ["Slowly"]), reporter)
     assert outcome.result["restarts"] == 0 and same_weights(weights(outcome.path), weights(calm.path))
     assert any("data process died" in text for text in notes(reporter, "data"))
+    worker_peak_gib = max(line["memory/peak_gib"] for line in lines(outcome.path))
+    assert outcome.result["all_processes_peak_gib"] > worker_peak_gib  # of the driver, the worker and its data process
 
 
 def test_children_end_with_a_killed_driver(data, tmp_path):

@@ -1,14 +1,25 @@
 """Supervision of an attempt: hung ranks, the coordinator, deadlines, and polling while Ray Train runs."""
 
+import os
 import re
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from mmray.train.coordinator import Coordinator
-from mmray.train.monitor import HangDetector, HeartbeatRecord, latest_request_at_s, stuck_ranks
+from mmray.train.coordinator import IMPORTING, Coordinator
+from mmray.train.monitor import (
+    AttemptMonitor,
+    HangDetector,
+    HeartbeatRecord,
+    RunProgress,
+    StartTimeline,
+    latest_request_at_s,
+    stuck_ranks,
+)
 from mmray.train.ray_backend import run_in_thread
+from tests.train.runs import Silent, config
 
 
 def beat(rank, waits=False, age_s=0.5, step=7, progress=7):
@@ -94,3 +105,84 @@ def test_error_of_thread_is_raised_after_a_last_poll():
         run_in_thread(call, lambda: seen.append(list(ended)))
     assert seen[-1] == ["ended"]
     assert run_in_thread(lambda: 7, lambda: None) == 7
+
+
+class FakeWorkers:
+    """Workers of any backend: the driver's part of the messages in `sent`."""
+
+    def __init__(self, pid, *sent):
+        self.coordinator, self.draining_nodes = Coordinator(set()), dict
+        for message in sent:
+            self.coordinator.push(message)
+        self.coordinator.heartbeat(vars(replace(beat(0), pid=pid)) | {"where": "loop.py:1 in run"})
+
+    def drain(self):
+        messages, records = self.coordinator.drain()
+        return messages, [{**record, "age_s": 0.0} for record in records]
+
+
+def monitored(workers, reporter):
+    settings = config("none", "none", "run")
+    return AttemptMonitor(settings, 2, workers, reporter, total_steps=3, start_step=0, progress=RunProgress())
+
+
+def test_stages_until_the_first_step_of_each_start_are_recorded(monkeypatch):
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr("mmray.train.monitor.time", SimpleNamespace(monotonic=lambda: now.s, time=lambda: now.s))
+    shown = Silent()
+    timeline = StartTimeline(shown, start_s=98.0)
+    timeline.status("checking the data")
+    for _ in range(2):  # a start and a restart
+        now.s += 10.0
+        timeline.status("starting 2 workers")
+        monitor = monitored(
+            FakeWorkers(1, {"stage": "dry run"}, {"stage": "training"}, {"phase": "evaluating"}), timeline
+        )
+        now.s += 0.5
+        monitor.read_updates()
+    assert timeline.starts == [
+        [
+            {"stage": "importing", "at_s": 0.0},
+            {"stage": "checking the data", "at_s": 2.0},
+            {"stage": "starting 2 workers", "at_s": 12.0},
+            {"stage": "dry run", "at_s": 12.5},
+            {"stage": "training", "at_s": 12.5},
+        ],
+        [
+            {"stage": "starting 2 workers", "at_s": 22.5},
+            {"stage": "dry run", "at_s": 23.0},
+            {"stage": "training", "at_s": 23.0},
+        ],
+    ]
+    stages = ["dry run", "training"]
+    assert [text for label, text in shown.notes if label == "status"][2:4] == stages and (
+        "phase",
+        "evaluating",
+    ) in shown.notes
+
+
+def test_attempt_that_only_imports_has_not_started():
+    """Ctrl-C then exits at once, as there is no step to wait for."""
+    workers = FakeWorkers(1, {"stage": IMPORTING})
+    workers.coordinator.heartbeat({"rank": 0, "ended": True})
+    monitor = monitored(workers, Silent())
+    monitor.read_updates()
+    assert not monitor.started
+    workers.coordinator.push({"stage": "building the model"})
+    monitor.read_updates()
+    assert monitor.started
+
+
+@pytest.mark.parametrize("is_child", [True, False])
+def test_memory_of_all_processes_is_measured_if_the_driver_started_them(monkeypatch, is_child):
+    monkeypatch.setattr("mmray.train.monitor.process_memory", lambda: {os.getpid(): 2**30, 4711: 2**29})
+    seen = []
+    reporter = Silent()
+    reporter.step = lambda metrics, total: seen.append(metrics)
+    workers = FakeWorkers(4711 if is_child else 9, {"step": 1, "memory/peak_gib": 0.25})
+    monitor = monitored(workers, reporter)
+    monitor.poll()
+    workers.coordinator.push({"step": 2, "memory/peak_gib": 0.25})
+    monitor.poll()
+    assert monitor.progress.all_processes_peak_gib == (1.5 if is_child else 0.0)
+    assert seen[1].get("memory/all_processes_peak_gib") == (1.5 if is_child else None)

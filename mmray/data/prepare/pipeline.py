@@ -50,8 +50,9 @@ class Progress:
 
     stage: str  # scan, pack, deduplicate, hash or tokenize
     done_rows: int
-    total_rows: int  # 0 during the scan
+    total_rows: int  # 0: unknown, as during the scan
     bad_rows: int = 0
+    is_estimate: bool = False  # of total_rows
 
 
 OnProgress = Callable[[Progress], None]
@@ -200,6 +201,7 @@ def _scan(job: PrepareJob, source: Source, progress: OnProgress) -> list[SourceC
         if record and record["job"] == digest:
             previous_chunk_ends.add(record["chunk"]["stop"])
     chunks, rows = [], 0
+    progress(Progress("scan", 0, 0))  # some formats list all files before the first chunk
     for chunk in source.scan(job.settings.rows_per_shard, previous_chunk_ends):
         chunks.append(chunk)
         rows += chunk.num_rows or 0
@@ -232,7 +234,7 @@ def _pack(
             rows, bad = rows + num_rows, bad + num_bad
             # an estimate, if the total is unknown
             all_rows = total if total is not None else round(rows * len(chunks) / max(1, len(done)))
-            progress(Progress("pack", rows, all_rows, bad))
+            progress(Progress("pack", rows, all_rows, bad, total is None and len(done) < len(chunks)))
             if total is not None and bad > assemble.max_bad_rows(max_bad_fraction, total):
                 return sorted(done), rows, True
     return sorted(done), rows, False

@@ -3,11 +3,13 @@
 Most tests pack in this process, without Ray; the last ones run the Ray Data job.
 """
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections import Counter
 from functools import partial
@@ -241,6 +243,29 @@ def test_source_over_budget_ends_early(tmp_path, in_process, run):
     with pytest.raises(DataError, match=r"6 of 8 rows are bad .* of 40 rows \(stopped early\)"):
         run(progress=seen.append, max_bad_fraction=0.1)
     assert max(progress.done_rows for progress in seen if progress.stage == "pack") == 8
+
+
+def test_total_is_reported_as_soon_as_the_source_is_scanned(tmp_path, in_process, run):
+    make_source(tmp_path / "raw", 10)
+    seen = []
+    run(progress=lambda progress: seen.append((progress.stage, progress.done_rows, progress.total_rows)))
+    scan = [("scan", rows, 0) for rows in (0, 4, 8, 10)]
+    assert seen[:8] == [*scan, *(("pack", rows, 10) for rows in (0, 4, 8, 10))]
+
+
+def test_total_of_tars_is_an_estimate_until_the_last_is_read(tmp_path, in_process):
+    (tmp_path / "tars").mkdir()
+    for name, numbers in (("a", (0,)), ("b", (1, 2, 3))):
+        with tarfile.open(tmp_path / "tars" / f"{name}.tar", "w") as tar:
+            for number in numbers:
+                for suffix, data in (("png", colour_image(number)), ("txt", b"caption %d" % number)):
+                    member = tarfile.TarInfo(f"{number}.{suffix}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    seen = []
+    prepare(str(tmp_path / "tars"), str(tmp_path / "out"), LAX, seen.append)
+    packed = [(each.done_rows, each.total_rows, each.is_estimate) for each in seen if each.stage == "pack"]
+    assert packed == [(0, 0, True), (1, 2, True), (4, 4, False)]
 
 
 def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypatch, run):
