@@ -1,11 +1,12 @@
 """Ray clusters of several nodes or with a separate head on this machine, for tests marked `cluster`."""
 
 import os
-import signal
 import socket
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import psutil
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def free_ports(count):
 
 @contextmanager
 def ray_head(folder, port, options, env, is_ready):
-    """A separate head, started with `ray start` until `is_ready()`, and stopped by its process id."""
+    """A separate head, started with `ray start` until `is_ready()`, and killed with its children."""
     words = ["ray", "start", "--head", "--block", f"--port={port}", "--num-gpus=0", *options]
     with (folder / "head.log").open("w") as log:
         # Started in a separate folder, because workers import from the folder of the head.
@@ -52,16 +53,15 @@ def ray_head(folder, port, options, env, is_ready):
             start_new_session=True,
         )
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 180
         while not is_ready():
             if time.monotonic() > until or head.poll() is not None:
                 raise RuntimeError(f"the head did not start: {(folder / 'head.log').read_text()[-800:]}")
             time.sleep(0.3)
         yield
     finally:
-        head.send_signal(signal.SIGTERM)
-        try:
-            head.wait(35)  # draining takes up to 30 s
-        except subprocess.TimeoutExpired:
-            head.kill()
-            head.wait()
+        if head.poll() is None:  # not SIGTERM, because draining takes up to 30 s
+            for process in [*psutil.Process(head.pid).children(recursive=True), head]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        head.wait()

@@ -20,7 +20,7 @@ from mmray.train.driver import train
 from tests.engine.single_worker import run_config
 from tests.train.runs import Silent, config, expected_marks, lines, marks, weights
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 AWAY_S = 60.0  # from the loss of a node to the first step on another
 SLOT = {"slot": 1.0}  # one per worker, so that tests control where workers run
 
@@ -102,12 +102,15 @@ def test_elastic_run_over_lost_and_added_nodes_takes_same_rows(nodes, data, tmp_
     assert [entry["train/loss"] for entry in lines(outcome.path)] == pytest.approx(calm, rel=1e-9)
 
 
-def test_hung_stopped_and_crashed_ranks_are_named_and_replaced(nodes, data, tmp_path):
-    """One rank sleeps forever, later its process is stopped, later it segfaults."""
+def test_hung_stopped_and_oom_ranks_are_named_and_replaced(nodes, data, tmp_path):
+    """One rank sleeps forever, then is out of memory outside a step, then its process is stopped.
+
+    The OOM is between two steps, where ranks cannot agree on smaller micro-batches: the group restarts with them.
+    """
     nodes.reset([(4, 2)])
-    faults = [f"tests.train.faults:{name}" for name in ("HangOnce", "StopOnce", "SegfaultOnce")]
+    faults = [f"tests.train.faults:{name}" for name in ("HangOnce", "OomOnRankOneOnce", "StopOnce")]
     reporter = Silent()
-    wanted = in_double(settings(data, tmp_path, "hung", nodes, callbacks=faults, cluster={"hang_timeout_s": 6.0}))
+    wanted = in_double(settings(data, tmp_path, "hung", nodes, callbacks=faults, cluster={"hang_timeout_s": 8.0}))
     outcome = train(wanted, reporter)
     hung, stopped = notes(reporter, "hang")
     assert "rank 1 (" in hung and "is at" in hung and "faults.py" in hung and "rank 0" not in hung
@@ -115,6 +118,9 @@ def test_hung_stopped_and_crashed_ranks_are_named_and_replaced(nodes, data, tmp_
     stacks = {file.name: file.read_text() for file in (outcome.path / "stacks").iterdir()}
     assert any(name.endswith("rank-1.txt") and "on_step" in text for name, text in stacks.items())
     assert any(name.endswith("rank-0.txt") and "step.py" in text for name, text in stacks.items())
+    assert any("out of memory in the optimizer at step 6" in text for text in notes(reporter, "failure"))
+    micro_batches = [line["batch/micro"] for line in lines(outcome.path)]
+    assert micro_batches == [4] * 3 + [2] * 9  # restarted from the checkpoint of step 3
     assert outcome.result["restarts"] == 3
     assert marks(outcome.path) == list(expected_marks(12))
     losses_of_one_worker(wanted, tmp_path / "calm")
@@ -134,7 +140,7 @@ def test_preemption_with_notice_wastes_no_step(nodes, data, tmp_path):
         taken = {node.labels[NODE_ID] for node in free_nodes() if not node.resources.get("slot")}
         node = min((slots & taken) - {nodes.workers[0].node_id})
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        GcsClient(address=nodes.address).drain_node(node, reason, "spot", int((time.time() + 10) * 1000))
+        GcsClient(address=nodes.address).drain_node(node, reason, "spot", int((time.time() + 30) * 1000))
 
     reporter = Acting({(4, 2): drain})
     wanted = settings(data, tmp_path, "spot", nodes, steps=24, cluster={"max_failures": 0}, checkpoint_every=20)

@@ -13,7 +13,7 @@ from ray._private.state import actors
 from mmray.config import to_yaml
 from tests.train.runs import config, expected_marks, marks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]  # two minutes; run by hand
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]  # two minutes; run by hand
 CANARY = "canary-5f1d0c"  # a secret that no file of a run may contain
 COMMAND = [sys.executable, "-c", "from mmray.cli import main; main()", "train"]
 
@@ -25,7 +25,7 @@ def start(recipe):
     )
 
 
-def wait_for_step(process, run, step, timeout_s=60.0):
+def wait_for_step(process, run, step, timeout_s=300.0):
     file, end_s = run / "metrics.jsonl", time.monotonic() + timeout_s
     while not file.exists() or f'"step":{step},' not in file.read_text():
         assert process.poll() is None, process.communicate()[0]
@@ -58,7 +58,7 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
     stopped = start(recipe)
     wait_for_step(stopped, run, 2)
     stopped.send_signal(signal.SIGINT)
-    told = stopped.communicate(timeout=60)[0]
+    told = stopped.communicate(timeout=180)[0]
     assert stopped.returncode == 130, told
     assert "to resume from step" in told and "Traceback" not in told and "raylet" not in told
     assert left_on(nodes.address) == ([], [])
@@ -80,7 +80,7 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
     killed.communicate()
 
     done = start(recipe)
-    told = done.communicate(timeout=90)[0]
+    told = done.communicate(timeout=300)[0]
     assert done.returncode == 0, told
     assert marks(run) == list(expected_marks(12))
     kept = [file for file in run.rglob("*") if file.is_file() and CANARY.encode() in file.read_bytes()]

@@ -1,4 +1,4 @@
-"""Faults on one Ray of this machine: full disk, small object store, few rows, a second process, kills."""
+"""Faults on one Ray of this machine: full disk, small object store, a second process, kills."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from tests.cluster.test_stops import start, wait_for_step
 from tests.made import make_set, png, row
 from tests.train.runs import STEPS, Silent, config, expected_marks, marks, same_weights, weights
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 FLAT_MIB = 24  # a block and memory kept by the allocator
 RANDOM_KILLS = int(os.environ.get("MMRAY_TEST_KILLS", "20"))
 
@@ -64,14 +64,6 @@ def test_full_disk_skips_a_checkpoint_and_second_process_is_refused(local_ray, d
     assert "is being trained by process" in reporter.refusal and "--run.name" in reporter.refusal
 
 
-def test_rank_without_rows_takes_the_steps_of_the_others(local_ray, tmp_path):
-    """Four rows on three ranks: the last has only padding. Steps run through the ends of epochs of five rows."""
-    make_set(tmp_path / "set", [row(number) for number in range(5)])
-    wanted = config(tmp_path / "set", tmp_path, "one", steps=3, checkpoint_every=0).with_cluster(workers=3)
-    outcome = train(wanted.replace(batch=wanted.batch.replace(global_=4)), Silent())
-    assert marks(outcome.path) == list(expected_marks(3, 5, 4)) and outcome.result["rows_consumed"] == 12
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_runs_killed_at_random_finish_equal(local_ray, data, tmp_path):
@@ -96,7 +88,7 @@ def test_run_resumes_at_same_row_after_cluster_restart(data, tmp_path):
     recipe, run = tmp_path / "mine.yaml", tmp_path / "run"
     recipe.write_text(to_yaml(made))
     killed = start(recipe)
-    wait_for_step(killed, run, 7, timeout_s=120)
+    wait_for_step(killed, run, 7)
     everything = [psutil.Process(killed.pid), *psutil.Process(killed.pid).children(recursive=True)]
     assert any("raylet" in process.name() or "gcs_server" in process.name() for process in everything)
     for process in everything:
@@ -107,7 +99,7 @@ def test_run_resumes_at_same_row_after_cluster_restart(data, tmp_path):
     killed.communicate()
     done = start(recipe)
     try:
-        told = done.communicate(timeout=180)[0]
+        told = done.communicate(timeout=300)[0]
     except subprocess.TimeoutExpired:
         done.kill()
         raise
@@ -118,7 +110,7 @@ def test_run_resumes_at_same_row_after_cluster_restart(data, tmp_path):
 
 
 class KillingAReader(Silent):
-    """Kills a process of the stream at step 20; measures memory of stream processes at a third and at the end."""
+    """Kills a process of the stream at step 16; measures memory of stream processes at a third and at the end."""
 
     killed = None
 
@@ -128,11 +120,11 @@ class KillingAReader(Silent):
 
     def step(self, metrics, total_steps):
         super().step(metrics, total_steps)
-        if metrics["step"] >= 20 and self.killed is None:
+        if metrics["step"] >= 16 and self.killed is None:
             below = psutil.Process().children(recursive=True)
             self.killed = next(each for each in below if process_role(each.cmdline()) == "stream actor")
             self.killed.kill()
-        for when, first in (("a third", 30), ("the end", 70)):
+        for when, first in (("a third", 26), ("the end", 56)):
             if first <= metrics["step"] < first + 10:
                 self.measure(self.held_mib[when])
 
@@ -146,10 +138,10 @@ class KillingAReader(Silent):
             held_mib[role] = max(held_mib.get(role, 0), (memory.rss - memory.shared) / 2**20)
 
 
-def test_object_store_of_80_mb_streams_five_times_that(tmp_path):
-    """An epoch of 5,120 rows of 160 pixels, 393 MB decoded: no deadlock, no spilling, flat memory.
+def test_object_store_of_80_mb_streams_four_times_that(tmp_path):
+    """An epoch of 4,224 rows of 160 pixels, 324 MB decoded: no deadlock, no spilling, flat memory.
 
-    Each row is read once, and all rows exceed IMAGE_CACHE_MB. Half of the blocks (197 MB) pass each process between
+    Each row is read once, and all rows exceed IMAGE_CACHE_MB. Half of the blocks (147 MB) pass each process between
     the two measurements, so a leak would be visible.
     """
     ray.shutdown()
@@ -157,14 +149,14 @@ def test_object_store_of_80_mb_streams_five_times_that(tmp_path):
     started = ray.init(address="local", num_cpus=8, object_store_memory=80 * 10**6, **quiet)
     try:
         greys = [png(grey, 160) for grey in range(64)]
-        make_set(tmp_path / "set", [row(number, greys[number % 64]) for number in range(5120)])
-        wanted = config(tmp_path / "set", tmp_path, "tiny", steps=80, checkpoint_every=0)
+        make_set(tmp_path / "set", [row(number, greys[number % 64]) for number in range(4224)])
+        wanted = config(tmp_path / "set", tmp_path, "tiny", steps=66, checkpoint_every=0)
         wanted = wanted.replace(
             model=wanted.model.replace(inputs=wanted.model.inputs.replace(image_side=160)),
             batch=wanted.batch.replace(micro=16, global_=64),
             data=wanted.data.replace(block_mb=24.0),
         )
-        assert max(IMAGE_CACHE_MB * 1e6, 4 * 80e6) < 5120 * 3 * 160**2  # no decoded image is kept for another epoch
+        assert max(IMAGE_CACHE_MB * 1e6, 4 * 80e6) < 4224 * 3 * 160**2  # no decoded image is kept for another epoch
         reporter = KillingAReader()
         outcome = train(wanted, reporter)
         state = get_state_from_address(started.address_info["address"])
@@ -172,7 +164,7 @@ def test_object_store_of_80_mb_streams_five_times_that(tmp_path):
     finally:
         ray.shutdown()
     assert (outcome.result["status"], outcome.result["restarts"], spilled) == ("finished", 0, 0)
-    assert marks(outcome.path) == list(expected_marks(80, rows=5120, global_rows=64))
+    assert marks(outcome.path) == list(expected_marks(66, rows=4224, global_rows=64))
     assert len([text for _, text in reporter.notes if "died and was restarted" in text]) == 1
     early, late = reporter.held_mib.values()
     print({role: (round(early[role]), round(late.get(role, 0))) for role in early})

@@ -1,4 +1,4 @@
-"""A script for `torchrun`: the engine without Ray, with rows from memory; rank 0 saves its weights to the named file.
+"""A script for `torchrun`: the engine without Ray, with rows from memory; rank 0 saves the weights of each strategy.
 
 Uses NCCL if there is a GPU for each rank, otherwise gloo on CPUs.
 """
@@ -15,7 +15,7 @@ from mmray.engine.collectives import Group
 from tests.engine import toy
 
 
-def main(out: str, parallel: str) -> None:
+def main(out: str, *strategies: str) -> None:
     device = torch.device("cpu")
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -23,9 +23,11 @@ def main(out: str, parallel: str) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=60))
     group = Group.current(device)
     plan = SamplePlan(num_rows=33, global_rows=10, world=group.world, micro=2, seed=1, steps=8)
-    model = toy.Branched().double()
-    toy.run(model, plan, group, train=toy.train_settings(parallel=parallel))
-    weights = toy.flat(model)
+    weights = {}
+    for parallel in strategies:
+        model = toy.Branched().double()
+        toy.run(model, plan, group, train=toy.train_settings(parallel=parallel))
+        weights[parallel] = toy.flat(model)
     if group.rank == 0:
         torch.save(weights, out)
     dist.destroy_process_group()

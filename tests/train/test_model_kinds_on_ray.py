@@ -18,10 +18,10 @@ from tests.made import CAPTIONS, make_set, png
 from tests.train.runs import Silent, lines, same_weights
 
 SCORES = ("recall_at", "median_rank", "zero_shot", "classification", "regions", "loss")
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k == "fusion" else pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_resume_on_ray_gives_the_same_weights(kind: str, local_ray: None, tmp_path: Path) -> None:
     rows, prepared = [labelled_row(number) for number in range(30)], tmp_path / "set"
     make_set(prepared, rows[:22], rows[22:])

@@ -64,7 +64,6 @@ def config_of(source: Path, storage: Path) -> settings.Config:
     )
 
 
-@pytest.mark.timeout(180)
 def test_coco_instances_train_a_model_that_names_boxes(local_ray: None, tmp_path: Path) -> None:
     run = train(config_of(instances(tmp_path / "coco"), tmp_path), Silent())
     metrics = run.result["metrics"]

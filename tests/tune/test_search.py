@@ -1,4 +1,4 @@
-"""A sweep on Ray: stopped after its first trial, resumed by the same command, its best config trained as a recipe."""
+"""A sweep on Ray: stopped after its first trial, resumed by the same command; its best config."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from mmray.cli.console import Terminal
 from mmray.config import from_yaml, to_yaml
 from mmray.config.search_space import parse_space
 from mmray.errors import ResourceError
-from mmray.train.driver import train
+from mmray.train.resolve import resolve_run
 from mmray.tune.search import Sweep, search
 from mmray.tune.trials import clear_length_and_derived_batch
 from tests.made import make_set, row
@@ -112,7 +112,15 @@ def test_row_holds_metrics_of_its_run(finished):
     assert result["status"] == "finished"
     both = [result["scores"][f"recall_at_1/{way}"] for way in ("image_to_text", "text_to_image")]
     assert measured["recall_at_1"] == sum(both) / 2
-    assert json.loads((folder / "trials" / "t002" / "result.json").read_text())["status"] == "failed"
+
+
+def test_error_of_user_code_ends_the_run_with_its_message(finished):
+    """In result.json and in the report of the run; the error is raised by a callback on every rank."""
+    failed = finished[2] / "trials" / "t002"
+    result = json.loads((failed / "result.json").read_text())
+    assert result["status"] == "failed" and "CUDA out of memory" in result["error"]
+    assert "Traceback" in result["error"] and "in on_step" in result["error"]
+    assert "CUDA out of memory" in (failed / "report.html").read_text()
 
 
 def test_sweep_folder_has_the_files_of_the_report(finished):
@@ -126,16 +134,18 @@ def test_sweep_folder_has_the_files_of_the_report(finished):
     assert not (folder / "ray").exists()
 
 
-def test_best_config_is_a_trainable_recipe(finished, recipe):
+def test_best_config_is_the_recipe_that_the_trial_trained(finished, recipe):
+    """Equal but for the length, the logs and the folder of a trial."""
     _, _, folder = finished
     best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
     assert best.train == recipe.train  # the length of the recipe, not of the trial
     assert (best.batch.micro, best.batch.global_, best.run.name) == (4, 16, None)
-    short = best.replace(train=best.train.replace(steps=2))
-    outcome = train(short, Silent())
-    assert (outcome.result["status"], outcome.result["steps"]) == ("finished", 2)
-    ours, theirs = ([line["rows_sha"] for line in lines(run)] for run in (outcome.path, folder / "trials" / "t001"))
-    assert ours == theirs[:2]
+    ours = resolve_run(best, Silent()).config
+    trained = from_yaml((folder / "trials" / "t001" / "config.yaml").read_text(), "config.yaml")
+    length = {name: getattr(trained.train, name) for name in ("steps", "samples", "log_every", "checkpoint_every")}
+    cluster = ours.cluster.replace(max_failures=trained.cluster.max_failures)
+    measured = ours.replace(train=ours.train.replace(**length), cluster=cluster)
+    assert measured.replace(evaluate=trained.evaluate, run=trained.run) == trained
 
 
 def test_infeasible_sweep_reports_missing_resources(local_ray, recipe):

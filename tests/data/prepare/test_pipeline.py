@@ -455,7 +455,7 @@ def test_prepare_resumes_after_the_driver_was_killed(tmp_path, in_process, run):
     whole = run("whole")
     in_process.clear()
     driver = subprocess.Popen([sys.executable, "-c", KILLED, str(source), str(out)])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while len(list((out / "parts").glob("chunk-*.json"))) < 5:
         assert time.monotonic() < deadline and driver.poll() is None
         time.sleep(0.01)
