@@ -44,7 +44,7 @@ def train(config: Config, reporter: RunReporter, start_s: float | None = None) -
     timeline = StartTimeline(reporter, time.monotonic() if start_s is None else start_s)
     validate_settings(config)
     if not needs_ray(config.cluster):
-        timeline.status("checking the settings")  # imports torch
+        timeline.status("checking the settings")
         with closing(LocalBackend()) as backend:
             check_classes(config)
             return _train(config, timeline, backend)

@@ -6,6 +6,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmray.config import Config
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mmray.train.monitor import AttemptMonitor, HeartbeatRecord, RunReporter
 
 POLL_INTERVAL_S = 0.1
+GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of CUDA, of CUDA under WSL, of ROCm
 EXIT_TIMEOUT_S = 10.0  # after the result; then the process is killed
 
 
@@ -41,9 +43,7 @@ class LocalBackend:
         self._next: _Process | None = _Process()
 
     def check(self, config: Config, reporter: RunReporter) -> None:
-        import torch
-
-        needed, found = num_gpus(config), torch.cuda.device_count()
+        needed, found = num_gpus(config), count_gpus()
         if config.cluster.accelerator == "gpu" and found < needed:
             raise ResourceError(
                 f"cluster.accelerator gpu: a worker needs {needed} GPU{'s' * (needed > 1)} and torch sees {found} on "
@@ -54,9 +54,7 @@ class LocalBackend:
         return resolve_on_this_machine(config)
 
     def num_local(self, device: str) -> int:
-        import torch
-
-        return torch.cuda.device_count() if device == "gpu" else cores()
+        return count_gpus() if device == "gpu" else cores()
 
     def choose_world_size(self, config: Config) -> int:
         return 1
@@ -89,12 +87,19 @@ class _Process:
         self.process.join()
 
 
-def resolve_on_this_machine(config: Config) -> Config:
-    """Return the config with the device of one worker on this machine and its CPUs."""
+def count_gpus() -> int:
+    """Return the number of GPUs that torch can use; imports torch, which takes seconds, only if there is a driver."""
+    if not any(next(Path("/dev").glob(name), None) for name in GPU_DEVICES):
+        return 0
     import torch
 
+    return torch.cuda.device_count()
+
+
+def resolve_on_this_machine(config: Config) -> Config:
+    """Return the config with the device of one worker on this machine and its CPUs."""
     cluster = config.cluster
-    device = "gpu" if torch.cuda.is_available() and cluster.accelerator != "cpu" else "cpu"
+    device = "gpu" if cluster.accelerator != "cpu" and count_gpus() else "cpu"
     cpus = float(cores()) if device == "cpu" else 1.0
     cpus = cpus if cluster.cpus_per_worker == "auto" else cluster.cpus_per_worker
     return config.with_cluster(accelerator=device, cpus_per_worker=cpus)
