@@ -154,6 +154,7 @@ def _report_first(steps: Iterable[list[Batch]], driver: DriverHandle) -> Iterato
     for first in remaining:
         driver.stage("first step")
         yield first
+        del first  # otherwise in memory until the last step
         yield from remaining
 
 

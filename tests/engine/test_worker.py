@@ -15,6 +15,8 @@ from mmray.config import CustomModel
 from mmray.engine import memory_probe
 from mmray.engine.checkpoint import state_io
 from mmray.engine.heartbeat import Heartbeat
+from mmray.engine.worker import _report_first
+from mmray.engine.worker_context import DriverHandle
 from mmray.errors import UsageError
 from tests.engine.single_worker import make_prepared, run_worker
 from tests.train import runs
@@ -100,3 +102,17 @@ def test_deterministic_runs_are_bitwise_equal(prepared, tmp_path):
     second, second_lines, _ = run_worker(prepared, tmp_path / "second", 4, 0.3, deterministic=True)
     assert [line["train/loss"] for line in lines] == [line["train/loss"] for line in second_lines]
     assert runs.same_weights(first["model"], second["model"])
+
+
+def test_first_batch_is_reported_and_not_kept_in_memory():
+    class Rows(list):
+        """Can be weakly referenced."""
+
+    seen = []
+    driver = DriverHandle(seen.append, lambda: False, lambda _: 0, lambda _: False, {})
+    steps = _report_first((Rows([number]) for number in range(3)), driver)
+    assert seen == []
+    first = weakref.ref(next(steps))
+    assert [message["stage"] for message in seen] == ["waiting for the first batch", "first step"]
+    assert list(steps) == [[1], [2]] and first() is None and len(seen) == 2
+    assert list(_report_first([], driver)) == []

@@ -216,15 +216,14 @@ def test_image_encoder_alone_is_refused(tmp_path: Path) -> None:
         pretrained_config(str(tmp_path))
 
 
-def test_pretrained_weights_are_scored_as_their_model_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker's part of `mmray evaluate --weights`, without Ray."""
-    monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cpu"))
+def test_pretrained_weights_are_scored_as_their_model_ranks(tmp_path: Path) -> None:
+    """A worker's part of `mmray evaluate --weights`."""
     held_out = make_set(tmp_path / "set", [row(number) for number in range(7)])
     config = pretrained_config(str(saved(tmp_path / "in", OpenClip(False), {"model_cfg": GELU})))
     logged: list[str] = []
     config, tokenizer_json = evaluate_export._with_tokenizer(config, None, lambda text, _: logged.append(text))
     assert logged == [] and config.model.vocab_size == ROWS
-    scores = evaluate_export._score_on_worker(config, tokenizer_json, held_out, None)
+    scores = evaluate_export._score(config, tokenizer_json, held_out, None, torch.device("cpu"))
     assert scores["rows"] == 7 and scores["loss"] > 0 and 0 <= scores["recall_at_1/mean"] <= 1
     other = config.model.replace(inputs=config.model.inputs.replace(tokenizer="trained"))
     evaluate_export._with_tokenizer(

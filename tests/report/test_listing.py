@@ -103,6 +103,6 @@ def test_lease_of_another_machine_is_live_until_its_heartbeats_are_old(tmp_path)
     assert is_live(tmp_path)
     os.utime(claim, (time.time() - STALE_AFTER_S - 1,) * 2)
     assert not is_live(tmp_path)
-    with Lease(tmp_path):
-        assert is_live(tmp_path)
-    assert not is_live(tmp_path)
+    with Lease(tmp_path / "own"):
+        assert is_live(tmp_path / "own")
+    assert not is_live(tmp_path / "own")

@@ -9,7 +9,7 @@ from mmray.cli import main
 from mmray.errors import DataError
 from mmray.train.driver import train
 from tests.made import make_set, row
-from tests.train.runs import HELD_OUT, STEPS, Silent, config, make_data, marks
+from tests.train.runs import HELD_OUT, STEPS, Silent, config, lines, make_data, marks
 
 
 @pytest.fixture(scope="module")

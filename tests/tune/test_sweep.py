@@ -76,7 +76,7 @@ def test_new_settings_storage_and_cache_are_not_differences(tmp_path):
     free = {"local_cache": "/cache", "local_cache_gb": 3.0, "cache": "elsewhere"}
     other = config.with_cluster(address="head:6379").replace(data=config.data.replace(**free))
     assert resolve_sweep_dir(other, IDENTITY).path == tmp_path / "mine"
-    with pytest.raises(UsageError, match=r"cluster\.workers: '1-2' -> 3"):
+    with pytest.raises(UsageError, match=r"cluster\.workers: 1 -> 3"):
         resolve_sweep_dir(config.with_cluster(workers=3), IDENTITY)
 
 
