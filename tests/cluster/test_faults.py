@@ -140,7 +140,7 @@ def test_preemption_with_notice_wastes_no_step(nodes, data, tmp_path):
         taken = {node.labels[NODE_ID] for node in free_nodes() if not node.resources.get("slot")}
         node = min((slots & taken) - {nodes.workers[0].node_id})
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        GcsClient(address=nodes.address).drain_node(node, reason, "spot", int((time.time() + 30) * 1000))
+        GcsClient(address=nodes.address).drain_node(node, reason, "spot", int((time.time() + 10) * 1000))
 
     reporter = Acting({(4, 2): drain})
     wanted = settings(data, tmp_path, "spot", nodes, steps=24, cluster={"max_failures": 0}, checkpoint_every=20)
