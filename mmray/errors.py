@@ -1,7 +1,8 @@
 """Errors reported to users, each with an exit code.
 
-Exit codes: 0 success, 1 other, 2 usage, 3 training failed, 4 resources not available, 5 data missing, unusable or over
-the bad-row limit, 130 interrupted. A message has the problem, the value, its location, and what to do next.
+Exit codes: 0 success, 1 unexpected error, 2 usage, 3 training failed, 4 resources not available, 5 data missing,
+unusable or over the bad-row limit, 130 interrupted. A message has the problem, the value, its location, and what to do
+next.
 """
 
 from __future__ import annotations

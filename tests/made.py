@@ -23,8 +23,8 @@ def encode(image, kind="PNG", **options):
     return out.getvalue()
 
 
-def png(grey, side=16):
-    return encode(Image.new("RGB", (side, side), (grey % 256,) * 3))
+def png(gray, side=16):
+    return encode(Image.new("RGB", (side, side), (gray % 256,) * 3))
 
 
 def noisy(number):
@@ -34,7 +34,7 @@ def noisy(number):
 
 
 def row(number, data=None, texts=None, language=None):
-    """Row `number`: an image of that grey level and one of three captions."""
+    """Row `number`: an image of that gray level and one of three captions."""
     data = png(number) if data is None else data
     texts = texts or [CAPTIONS[number % 3]]
     sha256 = hashlib.sha256(data).hexdigest()

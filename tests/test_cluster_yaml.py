@@ -22,7 +22,7 @@ def cluster():
     return config
 
 
-def test_schema_refuses_misspelt_key():
+def test_schema_refuses_misspelled_key():
     config = prepare_config(yaml.safe_load(TEXT) | {"idle_timeout_minuets": 5})
     with pytest.raises(Exception, match="idle_timeout_minuets"):
         validate_config(config)

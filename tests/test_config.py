@@ -3,6 +3,8 @@
 import pytest
 
 from mmray.config import Clip, Cluster, Config, CustomModel, ImageTower, Siglip, TextTower, TwoTower, from_yaml, to_yaml
+from mmray.config import data as data_settings
+from mmray.data.formats import rows
 from mmray.errors import UsageError
 
 
@@ -22,6 +24,7 @@ from mmray.errors import UsageError
             "optimizer: {lr_multipliers: ['image.*']}",
             r"optimizer.lr_multipliers.0: string should match pattern .*\(got 'image\.\*'\)",
         ),
+        (f"train: {{seed: {2**63}}}", "train.seed: input should be less than or equal to 9223372036854775807"),
         ("data: {shuffle_blocks: 0}", "data.shuffle_blocks: must be `auto`, rows per block"),
         ("data: {train: 'a + 0 * b'}", r"data.train: .* is neither a set nor a sum of different sets, at `0 \* b`"),
         ("- 1", "run.yaml contains no settings"),
@@ -31,6 +34,10 @@ from mmray.errors import UsageError
 def test_invalid_settings_are_named(text, message):
     with pytest.raises(UsageError, match=message):
         from_yaml(text, "run.yaml")
+
+
+def test_columns_are_those_of_source_rows():
+    assert data_settings.COLUMNS == rows.COLUMNS
 
 
 def test_kind_selects_the_model_config():

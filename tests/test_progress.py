@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from mmray.cli.console import Reporter, Terminal
-from mmray.data.prepare.pipeline import Progress
+from mmray.data.prepare.pipeline import PrepareProgress
 
 FIGURES = ("loss 1.234", "2,560 samples/s", "data wait 3%", "worker peak 0.45 GiB", "all processes 1.50 GiB")
 
@@ -93,8 +93,8 @@ def test_last_evaluation_is_shown_once(clock):
 
 def test_prepare_shows_a_growing_count_until_the_total_is_known(clock):
     terminal, log = FakeTerminal(), FakeLog()
-    scan, pack = Progress("scan", 12_000, 0), Progress("pack", 300, 36_000, 2)
-    estimate = Progress("pack", 300, 35_000, is_estimate=True)
+    scan, pack = PrepareProgress("scan", 12_000, 0), PrepareProgress("pack", 300, 36_000, 2)
+    estimate = PrepareProgress("pack", 300, 35_000, is_estimate=True)
     with terminal.terminal.progress("starting"):
         for progress, shown in ((scan, "scan rows"), (estimate, "300/35,000 (total estimated)"), (pack, "300/36,000")):
             terminal.reporter.prepare_progress(progress)

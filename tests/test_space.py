@@ -25,8 +25,8 @@ def test_settings_get_the_types_of_the_config():
 
 
 def test_range_draws_depend_only_on_the_seed():
-    drawn = parse_space(["optimizer.lr=loguniform(1e-5,1e-3)"], num_draws=20, seed=3).combinations()
-    assert drawn == parse_space(["optimizer.lr=loguniform(1e-5,1e-3)"], num_draws=20, seed=3).combinations()
+    drawn = parse_space(["optimizer.lr=loguniform(1e-5,1e-3)"], num_samples=20, seed=3).combinations()
+    assert drawn == parse_space(["optimizer.lr=loguniform(1e-5,1e-3)"], num_samples=20, seed=3).combinations()
     values = [each["optimizer.lr"] for each in drawn]
     assert all(1e-5 <= value <= 1e-3 for value in values) and min(values) < 1e-4 < max(values)
     crossed = parse_space(["optimizer.lr=loguniform(1e-5,1e-3)", "batch.micro=8,16"], 20, seed=3).combinations()
@@ -50,7 +50,7 @@ def test_lists_accept_brackets_none_and_hyphens():
 )
 def test_invalid_range_is_refused(given, message):
     with pytest.raises(UsageError, match=message):
-        parse_space([given], num_draws=3)
+        parse_space([given], num_samples=3)
 
 
 @pytest.mark.parametrize(

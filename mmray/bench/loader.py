@@ -109,7 +109,9 @@ def _build_loaders(
     inputs = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear")
     row_readers = {name: RowReader(each, inputs, tokenizer_json, Prepare().max_pixels) for name, each in sets.items()}
     share = GLOBAL_ROWS // CONSUMERS
-    plan = SamplePlan(num_rows=len(files), global_rows=GLOBAL_ROWS, world=CONSUMERS, micro=share, seed=0, steps=ENDLESS)
+    plan = SamplePlan(
+        num_rows=len(files), global_rows=GLOBAL_ROWS, world_size=CONSUMERS, micro=share, seed=0, steps=ENDLESS
+    )
     steps = max(MIN_STEPS, round(STREAM_WINDOW_FACTOR * window_s * EXPECTED_RATE * actors / plan.global_rows))
     window_plan = replace(plan, steps=steps)  # the stream ends with the window
 
@@ -119,7 +121,7 @@ def _build_loaders(
     def run_stream(reader: RowReader) -> list[list[Arrival]]:
         """Run one window of the stream as training workers receive it."""
         stream = StreamDataConfig(ResumePoint(window_plan, 0), reader, actors, block_mb)
-        shards = zip(consumers, stream.configure({"train": None}, plan.world), strict=True)
+        shards = zip(consumers, stream.configure({"train": None}, plan.world_size), strict=True)
         return list(ray.get([actor.stream.remote(each["train"], window_plan) for actor, each in shards]))
 
     textbook = TextbookDataset(files, tokenizer_json, SIDE)

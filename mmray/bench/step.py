@@ -156,7 +156,7 @@ class Bench:
         plan = SamplePlan(
             num_rows=2**30,
             global_rows=shape.global_rows,
-            world=self.group.world,
+            world_size=self.group.world_size,
             micro=shape.micro,
             seed=self.config.train.seed,
             steps=steps,
@@ -171,11 +171,11 @@ class Bench:
             callbacks=(callback,),
             **options,
         )
-        return loop.run(spec, micro_batches(plan, self.group.rank, self.batches))
+        return loop.train_loop(spec, micro_batches(plan, self.group.rank, self.batches))
 
     def loop_window(self, steps: int) -> tuple[float, float]:
         """Return (seconds, last loss) of a window of mmray's loop on a copy of the model."""
-        micro, world = len(self.batches[0]["valid"]), self.group.world
+        micro, world = len(self.batches[0]["valid"]), self.group.world_size
         timer = StepTimer((self.group.device,), total_until=steps)
         result = self.train(self._copy(), BatchShape(micro * world, micro, 1, world), steps, timer, log=self.log)
         return sum(timer.times_s), result.metrics["train/loss"]
@@ -226,7 +226,7 @@ def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, floa
     min_steps = WARMUP_STEPS + max(4, round(window_s / (took_s / 4)))
     steps = int(bench.group.broadcast_object(-(-min_steps // log_every) * log_every))
     bench.loop_window(steps)  # the first window imports TensorBoard
-    timed_rows = len(bench.batches[0]["valid"]) * bench.group.world * (steps - WARMUP_STEPS)
+    timed_rows = len(bench.batches[0]["valid"]) * bench.group.world_size * (steps - WARMUP_STEPS)
     rows = []
     for pair in range(pairs):
         results: dict[str, tuple[float, float]] = {}

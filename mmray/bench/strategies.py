@@ -128,12 +128,12 @@ def communication_us(events: Any) -> float:
 
 
 def _measure_rank(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, Any]:
-    shape, last_timed_step = resolve_batch_shape(config.batch, group.world), WARMUP_STEPS + steps
+    shape, last_timed_step = resolve_batch_shape(config.batch, group.world_size), WARMUP_STEPS + steps
     devices = two_devices(group.device) if config.train.parallel == "branches" else (group.device,)
     config = config.replace(train=config.train.replace(log_every=last_timed_step))
     # Every rank generates the same global batches, as rank 0 of 1, and takes its share of the rows.
     bench = build_bench(config, Group(device=group.device), shape.global_rows)
-    batches = [rank_share(batch, group.rank, group.world) for batch in bench.batches]
+    batches = [rank_share(batch, group.rank, group.world_size) for batch in bench.batches]
     timer = ProfiledTimer(devices, last_timed_step=last_timed_step)
     replace(bench, group=group, batches=batches).train(bench.model, shape, last_timed_step + PROFILED_STEPS, timer)
     times_s = timer.times_s[:steps]

@@ -37,8 +37,8 @@ def synthetic_photos(num: int) -> Iterator[tuple[bytes, str]]:
             crop = field[top : top + HEIGHT, left : left + WIDTH][:: rng.choice([-1, 1]), :: rng.choice([-1, 1])]
             layers.append((crop - crop.mean()) / crop.std())
         luma, red, blue = layers
-        grey = 128 + 55 * luma
-        rgb = np.stack([grey + 22 * red, grey - 11 * red - 8 * blue, grey + 20 * blue], axis=-1)
+        gray = 128 + 55 * luma
+        rgb = np.stack([gray + 22 * red, gray - 11 * red - 8 * blue, gray + 20 * blue], axis=-1)
         file = io.BytesIO()
         Image.fromarray(rgb.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=QUALITY)
         yield file.getvalue(), " ".join(rng.choice(WORDS.split(), rng.integers(5, 31)))

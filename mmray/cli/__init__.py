@@ -1,6 +1,6 @@
 """The `mmray` command line; only this package prints. Each command is a function that returns its exit code.
 
-Exit codes: 0 success, 1 error in a data task, 2 usage, 3 training failed, 4 resources not available, 5 data missing,
+Exit codes: 0 success, 1 unexpected error, 2 usage, 3 training failed, 4 resources not available, 5 data missing,
 unusable or over the bad-row limit, 130 interrupted.
 """
 

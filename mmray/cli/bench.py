@@ -22,7 +22,7 @@ class StepCommand:
     recipe: Positional[str] = "sample"
     """Recipe whose model and batch are used."""
     pairs: int = 10
-    """Pairs of windows in ABBA order."""
+    """Pairs of timed intervals, in alternating order (A B B A)."""
     window_s: float = 3.0
     """Approximate seconds per window."""
     json: str | None = None

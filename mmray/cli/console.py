@@ -1,4 +1,4 @@
-"""Console output: labelled notes, tables, and progress as a live bar (terminal, notebook) or plain lines (log)."""
+"""Console output: labeled notes, tables, and progress as a live bar (terminal, notebook) or plain lines (log)."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class EvaluateCommand(_Options):
     """
 
     run: Positional[str]
-    """Folder (or address, s3://...) of the run."""
+    """Folder (or URI, s3://...) of the run."""
     data: str | None = None
     """Prepared set or raw source; None: the run's held-out rows."""
     step: int | Literal["best"] | None = None

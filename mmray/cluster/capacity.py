@@ -60,10 +60,12 @@ class Demand:
     data_label_selector: LabelSelector = field(default_factory=dict)
 
     def __str__(self) -> str:
-        workers = f"{self.workers} training workers of {format_resources(self.per_worker)} each"
+        workers = (
+            f"{self.workers} training worker{'s' * (self.workers != 1)} of {format_resources(self.per_worker)} each"
+        )
         if self.worker_label_selector:
             workers += f" on nodes{format_label_selector(self.worker_label_selector)}"
-        data = f"{self.data_cpus} CPUs for data"
+        data = f"{self.data_cpus} CPU{'s' * (self.data_cpus != 1)} for data"
         if self.data_label_selector:
             data += f" on nodes{format_label_selector(self.data_label_selector)}"
         return ", and ".join(part for part, count in ((workers, self.workers), (data, self.data_cpus)) if count)
@@ -76,7 +78,8 @@ def missing_capacity(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool
         return None
     names = {"CPU", "GPU", *demand.per_worker}
     totals = {name: sum(node.resources.get(name, 0) for node in largest) for name in names}
-    total = f"the cluster {'can grow to' if pools else 'has'} {format_resources(totals)} on {len(largest)} nodes"
+    nodes_text = f"{len(largest)} node{'s' * (len(largest) != 1)}"
+    total = f"the cluster {'can grow to' if pools else 'has'} {format_resources(totals)} on {nodes_text}"
     grow_fix = "raise the maximum of a pool of the autoscaler" if pools else "add nodes, or join a larger cluster"
     cause, fix = _cause_and_fix(demand, largest)
     on_cpus = "; or train on CPUs (--cluster.accelerator cpu)" if demand.per_worker.get("GPU") else ""
@@ -143,8 +146,8 @@ def format_resources(resources: Resources) -> str:
 
 
 def format_label_selector(selector: LabelSelector) -> str:
-    """Format as ` labelled role=gpu`; empty without labels."""
-    return f" labelled {', '.join(map('='.join, selector.items()))}" if selector else ""
+    """Format as ` labeled role=gpu`; empty without labels."""
+    return f" labeled {', '.join(map('='.join, selector.items()))}" if selector else ""
 
 
 def _allocate(free: list[Node], bundle: Resources, selector: LabelSelector) -> bool:

@@ -57,7 +57,7 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
                 if root.size(f"{folder}/{node_id}") is None:
                     faults.append(f"node {node_id}: files written on that node are not visible from the driver")
             except ray.exceptions.GetTimeoutError:
-                faults.append(f"node {node_id}: no answer within {PROBE_TIMEOUT_S:g} s")
+                faults.append(f"node {node_id}: no response within {PROBE_TIMEOUT_S:g} s")
             except ray.exceptions.RayTaskError as error:
                 faults.append(f"node {node_id}: {error.cause!r}")
             except ray.exceptions.RayError:

@@ -89,7 +89,7 @@ class Run(Section, settings_prefix="run"):
 
     @field_validator("storage")
     @classmethod
-    def _keeps_no_secret(cls, storage: str) -> str:
+    def _check_no_credentials(cls, storage: str) -> str:
         if has_credentials(storage):
             raise ValueError(CREDENTIALS_REFUSED)
         return storage

@@ -15,7 +15,7 @@ from mmray.storage.address import parse_host
 
 _TERM = re.compile(r"(?:([\d.]+(?:[eE][+-]?\d+)?) \* +)?((?!\S+ \* )\S.*)")  # `weight * address`, weight optional
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 def parse_mixture(text: str) -> list[tuple[str, float]]:
@@ -44,13 +44,16 @@ def format_mixture(terms: list[tuple[str, float]]) -> str:
 
 
 SourceFormat = Literal["auto", "jsonl", "csv", "tsv", "parquet", "webdataset", "coco", "folders", "pairs", "saved"]
-COLUMNS = ("id", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels", "messages")
+COLUMNS = (  # as in data/formats/rows.py, which does not import settings
+    "id", "key", "image_path", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels",
+    "messages",
+)  # fmt: skip
 
 
 class Prepare(Section, settings_prefix="prepare"):
     """Validation, deduplication and packing of raw rows into a prepared set."""
 
-    max_bad_fraction: Share = Field(0.01, description="Maximum share of quarantined rows; above it, exit code 5.")
+    max_bad_fraction: Fraction = Field(0.01, description="Maximum fraction of quarantined rows; above it, exit code 5.")
     image_side: int = Field(0, ge=0, description="Re-encode images whose shorter side is longer; 0: keep all bytes.")
     max_pixels: int = Field(25_000_000, ge=1, description="Quarantine images of more pixels, before they are decoded.")
     duplicates: Literal["image", "row", "text", "keep"] = Field(
@@ -58,12 +61,13 @@ class Prepare(Section, settings_prefix="prepare"):
         description="Quarantine rows that repeat an earlier row's images, its images and captions (row), its images or "
         "captions (text), or keep all.",
     )
-    holdout: float = Field(0.0, ge=0, lt=1, description="Share of the rows without a split that becomes `test`.")
+    holdout: float = Field(0.0, ge=0, lt=1, description="Fraction of the rows without a split that becomes `test`.")
     vocab_size: int = Field(8192, ge=0, description="Size of the tokenizer trained on the captions; 0: train none.")
     format: SourceFormat = Field("auto", description="Format of the source; auto: detect it.")
     columns: tuple[str, ...] = Field((), description="Columns of the source, as OURS=THEIRS: image=url text=caption.")
     allow_urls: Annotated[tuple[str, ...], tyro.conf.arg(metavar="HOST [HOST ...]")] = Field(
-        (), description="Hosts for image downloads over https, as host or host:8443; without, URLs are quarantined."
+        (),
+        description="Hosts for image downloads over https, as host or host:8443; empty: quarantine rows with URLs.",
     )
     caption: str = Field("a photo of a {}", description="Caption of a class, for sources with classes and no text.")
     check: Literal["full", "header", "none"] = Field("full", description="Validate images fully, by header, or not.")
@@ -92,7 +96,7 @@ class Prepare(Section, settings_prefix="prepare"):
 
     @field_validator("allow_urls")
     @classmethod
-    def _urls_are_of_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(sorted({parse_host(host) for host in hosts}))
 
     @model_validator(mode="after")
@@ -160,8 +164,12 @@ class Data(Section, settings_prefix="data"):
 class Augment(Section, settings_prefix="augment"):
     """Random augmentation of training images, seeded by (seed, pass over the set, key); not of held-out ones."""
 
-    crop_scale: tuple[float, float] = Field((1.0, 1.0), description="Area of a random crop, lowest and highest share.")
-    flip: Share = Field(0.0, description="Probability of a horizontal flip; wrong if captions mention left and right.")
+    crop_scale: tuple[float, float] = Field(
+        (1.0, 1.0), description="Area of a random crop, lowest and highest fraction."
+    )
+    flip: Fraction = Field(
+        0.0, description="Probability of a horizontal flip; wrong if captions mention left and right."
+    )
     color_jitter: tuple[float, float, float, float] = Field(
         (0.0, 0.0, 0.0, 0.0), description="Brightness, contrast, saturation and hue jitter, as in torchvision."
     )

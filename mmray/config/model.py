@@ -44,7 +44,7 @@ class Inputs(Section, settings_prefix="model.inputs"):
     """Image preprocessing and tokenization, shared by data, evaluation and export."""
 
     image_side: int = Field(224, ge=8, le=4096, description="Height and width of the model's input image in pixels.")
-    fit: Fit = Field("crop", description="How an image becomes square: centre crop, squash, or pad with white.")
+    fit: Fit = Field("crop", description="How an image becomes square: center crop, squash, or pad with white.")
     interpolation: Interpolation = Field("bicubic", description="Resampling filter.")
     mean: RGB = Field((0.485, 0.456, 0.406), description="Mean per channel, pixels in 0..1.")
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
@@ -301,7 +301,7 @@ class ClipFamily(HfModel, EmbeddingModel):
 
     image: ClipImage = ClipImage()
     text: ClipText = ClipText()
-    patch_dropout: float = Field(0.0, ge=0, lt=1, description="Share of image patches dropped in training.")
+    patch_dropout: float = Field(0.0, ge=0, lt=1, description="Fraction of image patches dropped in training.")
 
 
 class Clip(ClipFamily):

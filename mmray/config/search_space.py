@@ -27,7 +27,7 @@ class Range:
     high: float
     log: bool
 
-    def draw(self, rng: random.Random) -> float:
+    def sample(self, rng: random.Random) -> float:
         """Sample a value, rounded to four digits to keep recipes readable."""
         low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
         value = rng.uniform(low, high)
@@ -39,7 +39,7 @@ class Space:
     """Searched settings in the order given: {`section.field`: listed values or a range}."""
 
     axes: dict[str, tuple[Any, ...] | Range]
-    num_draws: int = 1  # from the ranges
+    num_samples: int = 1  # from the ranges
     seed: int = 0
 
     def combinations(self) -> list[dict[str, Any]]:
@@ -47,12 +47,12 @@ class Space:
         rng = random.Random(self.seed)
         ranges = {key: axis for key, axis in self.axes.items() if isinstance(axis, Range)}
         listed = {key: axis for key, axis in self.axes.items() if not isinstance(axis, Range)}
-        draws = [{key: axis.draw(rng) for key, axis in ranges.items()} for _ in range(self.num_draws)]
+        samples = [{key: axis.sample(rng) for key, axis in ranges.items()} for _ in range(self.num_samples)]
         grid = [dict(zip(listed, values, strict=True)) for values in itertools.product(*listed.values())]
-        return [{key: (draw | lists)[key] for key in self.axes} for draw in draws for lists in grid]
+        return [{key: (sample | lists)[key] for key in self.axes} for sample in samples for lists in grid]
 
 
-def parse_space(given: Sequence[str], num_draws: int | None = None, seed: int = 0) -> Space:
+def parse_space(given: Sequence[str], num_samples: int | None = None, seed: int = 0) -> Space:
     """Parse `key=v1,v2` and `key=loguniform(low,high)`. Raises UsageError."""
     axes: dict[str, str] = {}
     for text in given:
@@ -63,10 +63,10 @@ def parse_space(given: Sequence[str], num_draws: int | None = None, seed: int = 
         if key in axes:
             raise UsageError(f"--space {key} is given twice; list its values after one `=`, with commas")
         axes[key] = values.strip()
-    return build_space(axes, num_draws, seed)
+    return build_space(axes, num_samples, seed)
 
 
-def build_space(given: Mapping[str, str | Sequence[Any]], num_draws: int | None = None, seed: int = 0) -> Space:
+def build_space(given: Mapping[str, str | Sequence[Any]], num_samples: int | None = None, seed: int = 0) -> Space:
     """Return the space of settings with their listed values, or text as after `=` in `--space`. Raises UsageError."""
     axes: dict[str, tuple[Any, ...] | Range] = {}
     for key, values in given.items():
@@ -78,9 +78,9 @@ def build_space(given: Mapping[str, str | Sequence[Any]], num_draws: int | None 
     if not axes:
         raise UsageError("nothing to search: give at least one --space, as in --space batch.micro=8,16,32")
     has_ranges = any(isinstance(axis, Range) for axis in axes.values())
-    if has_ranges != (num_draws is not None):
+    if has_ranges != (num_samples is not None):
         raise UsageError("--samples N is the number of draws from a range: give both, or neither")
-    return Space(axes, num_draws or 1, seed)
+    return Space(axes, num_samples or 1, seed)
 
 
 def override_settings(base: Config, settings: dict[str, Any]) -> Config:

@@ -31,7 +31,7 @@ class Optimizer(Section, settings_prefix="optimizer"):
     """Optimizer, learning rate schedule and gradient clipping."""
 
     lr: float = Field(5e-4, gt=0, description="Peak learning rate.")
-    final_lr_fraction: float = Field(0.0, ge=0, le=1, description="Final learning rate as a share of the peak.")
+    final_lr_fraction: float = Field(0.0, ge=0, le=1, description="Final learning rate as a fraction of the peak.")
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up.")
     weight_decay: float = Field(0.1, ge=0, description="Weight decay of matrices; others have none.")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.98), description="AdamW's betas.")
@@ -55,7 +55,7 @@ class Train(Section, settings_prefix="train"):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="auto: bf16 if the device supports it, fp16 on older GPUs, fp32 on a CPU."
     )
-    seed: int = Field(0, ge=0, description="Seed of all random numbers.")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of all random numbers.")
     log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
     checkpoint_every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",

@@ -20,7 +20,7 @@ class Group:
     """This rank in its process group; all ranks must make the same calls in the same order."""
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     device: torch.device = field(default=torch.device("cpu"))
     # A gloo group of the same ranks; None: the default group.
     cpu_group: Any = field(default=None, compare=False, repr=False)
@@ -35,7 +35,7 @@ class Group:
 
     def all_reduce_min(self, value: int) -> int:
         """Minimum over ranks; a CPU collective that does not wait for the device."""
-        if self.world == 1:
+        if self.world_size == 1:
             return value
         minimum = torch.tensor([value])
         dist.all_reduce(minimum, dist.ReduceOp.MIN, group=self.cpu_group)
@@ -43,46 +43,46 @@ class Group:
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, written into `tensor` and returned."""
-        if self.world > 1:
+        if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """Rows of all ranks [world x B, D] in rank order from [B, D] on each."""
-        if self.world == 1:
+        """Rows of all ranks [world_size x B, D] in rank order from [B, D] on each."""
+        if self.world_size == 1:
             return rows
         rows = rows.detach().contiguous()
-        gathered = rows.new_empty(self.world * rows.shape[0], *rows.shape[1:])
+        gathered = rows.new_empty(self.world_size * rows.shape[0], *rows.shape[1:])
         dist.all_gather_into_tensor(gathered, rows)
         return gathered
 
     def reduce_scatter(self, gradients: Tensor) -> Tensor:
-        """Transpose of `all_gather`: gradients [B, D] of this rank's rows, summed over ranks, from [world x B, D]."""
-        if self.world == 1:
+        """Transpose of `all_gather`: gradients [B, D] of this rank's rows, summed over the gradients of all ranks."""
+        if self.world_size == 1:
             return gradients
-        local = gradients.new_empty(gradients.shape[0] // self.world, *gradients.shape[1:])
+        local = gradients.new_empty(gradients.shape[0] // self.world_size, *gradients.shape[1:])
         dist.reduce_scatter_tensor(local, gradients.contiguous())
         return local
 
     def all_gather_variable(self, rows: Tensor) -> Tensor:
         """Rows of all ranks in rank order, without gradient; ranks may have different numbers of rows."""
         rows = rows.detach().to(self.device)
-        if self.world == 1:
+        if self.world_size == 1:
             return rows
         counts = self.all_gather(torch.tensor([len(rows)], device=self.device)).tolist()
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
-        gathered = self.all_gather(padded).unflatten(0, (self.world, max(counts)))
+        gathered = self.all_gather(padded).unflatten(0, (self.world_size, max(counts)))
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
     def ring_shift(self, tensor: Tensor) -> Tensor:
         """Send this rank's tensor to the next rank of the ring; return the previous rank's, of the same shape."""
-        if self.world == 1:
+        if self.world_size == 1:
             return tensor
         received = torch.empty_like(tensor)
         transfers = [
-            dist.P2POp(dist.isend, tensor.contiguous(), (self.rank + 1) % self.world),
-            dist.P2POp(dist.irecv, received, (self.rank - 1) % self.world),
+            dist.P2POp(dist.isend, tensor.contiguous(), (self.rank + 1) % self.world_size),
+            dist.P2POp(dist.irecv, received, (self.rank - 1) % self.world_size),
         ]
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
@@ -94,25 +94,25 @@ class Group:
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
-        if self.world > 1:
+        if self.world_size > 1:
             dist.barrier()
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value in rank order; for rare, small values such as error messages."""
-        if self.world == 1:
+        if self.world_size == 1:
             return [value]
-        values = [None] * self.world
+        values = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.cpu_group)
         return values
 
     @staticmethod
     def new_cpu_group(timeout_s: float) -> Any:
-        """Create a gloo group of all ranks: for collectives that need no device, or for a thread of its own."""
+        """Create a gloo group of all ranks: for collectives without the device, or for use in a separate thread."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
-        if self.world == 1:
+        if self.world_size == 1:
             return value
         values = [value]
         dist.broadcast_object_list(values, src=0, device=self.device)

@@ -64,9 +64,10 @@ def build_grad_cache(
 ) -> GradCache:
     """Gather the outputs, sample hard negatives, and compute the gradient of the global loss at each output.
 
-    detached: outputs of the first pass; empty for a purely local loss, of which only the counts are reduced. counts:
-    this rank's, float64 [K + 1], the objective's K counts, then 1 if this rank requests a stop, otherwise 0. After an
-    OOM there are no gradients, but this rank still takes part in the collectives, because others wait in them.
+    detached: outputs of the first pass; empty if there is only a local loss (then only counts are
+    reduced). counts: this rank's, float64 [K + 1], the objective's K counts, then 1 if this rank requests a stop,
+    otherwise 0. After an OOM there are no gradients, but this rank still takes part in the collectives, because others
+    wait in them.
     """
     group, objective, mining, ring = state.group, parts.global_loss, parts.mining_loss, parts.ring_loss
     with state.timers("sync"):
@@ -75,8 +76,8 @@ def build_grad_cache(
         else:
             gathered = GatheredOutputs(group.all_reduce_sum(counts))
     loss_counts, num_stop_requests = gathered.counts[:-1].clamp(min=1), gathered.counts[-1:]
-    # A loss sum x its weight is this rank's part of the mean over all ranks, times the world size, as DDP averages.
-    weights = state.scaler.scale(group.world / loss_counts)
+    # loss_sum * weight = this rank's part of the global mean, times world size, because DDP averages over ranks.
+    weights = state.scaler.scale(group.world_size / loss_counts)
     num_global = 0 if objective is None else objective.count(batch.micro_batches[0]).numel()
     cache = GradCache(loss_counts, num_stop_requests, batch.micro_batches, (weights[:num_global], weights[num_global:]))
     if mining is not None:
@@ -176,7 +177,7 @@ def gather_outputs(
     They are packed next to `valid`, in float32 at least, so that sums over ranks do not round to bfloat16. `counts` is
     the first row, because on slow links the number of collectives matters more than their size.
     """
-    if group.world == 1:
+    if group.world_size == 1:
         return GatheredOutputs(counts)
     outputs = {name: torch.cat([part[name] for part in detached]) for name in names}
     shapes = {name: output.shape for name, output in outputs.items()}
@@ -187,7 +188,7 @@ def gather_outputs(
     header = F.pad(counts.to(dtype), (0, rows.shape[1] - len(counts)))[None]
     local = torch.cat([header, F.pad(rows, (0, 0, 0, batch.rows - len(rows)))])
     packed = group.all_gather(local).requires_grad_()
-    by_rank = packed.view(group.world, batch.rows + 1, -1)
+    by_rank = packed.view(group.world_size, batch.rows + 1, -1)
     summed_counts = by_rank[:, 0, : len(counts)].detach().double().sum(0)
     packed_rows = by_rank[:, 1:].flatten(0, 1)
     columns = {"valid": packed_rows[:, 0].detach() > 0, "offset": group.rank * batch.rows}
@@ -243,7 +244,7 @@ def compute_ring_loss(
             for name, value in {"loss": loss_sum.detach(), **metrics}.items():
                 sums[name] = sums[name] + value if name in sums else value
 
-    for hop in range(guard.group.world):
+    for hop in range(guard.group.world_size):
         guard.run(partial(accumulate, rotating, is_first_hop=hop == 0))
         rotating = guard.group.ring_shift(rotating)
     own_gradients = _split_columns(rotating[: len(valid)].split(column_widths, dim=1)[1], shapes)
@@ -286,7 +287,7 @@ def gather_negative_inputs(group: Group, mining: HardNegativeMining, batch: Loca
         parts = [micro_batch[name] for micro_batch in batch.micro_batches]
         width = max(part[0].numel() for part in parts)
         columns[name] = torch.cat([_pad(part, len(part), width) for part in parts])
-    if group.world == 1:
+    if group.world_size == 1:
         return columns
     widest = -group.all_reduce_min(-max(column[0].numel() for column in columns.values()))
     columns = {name: _pad(column, batch.rows, widest) for name, column in columns.items()}

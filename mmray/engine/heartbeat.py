@@ -24,7 +24,7 @@ INTERVAL_S = 1.0
 ENGINE = Path(__file__).parent
 PACKAGE = str(ENGINE.parent)
 LOOP_FILE = str(ENGINE / "loop.py")
-LOOP_FUNCTION = "run"  # of loop.py
+LOOP_FUNCTION = "train_loop"  # of loop.py
 FUNCTIONS_WITHOUT_STEPS = {"_evaluate", "_save", "_load"}  # of loop.py; in them a changed stack counts as progress
 CHECKPOINT_WAIT_FILE = str(ENGINE / "checkpoint" / "manager.py")
 DATA_WAIT_FILE = str(ENGINE / "prefetch.py")
@@ -36,9 +36,9 @@ _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 class Heartbeat:
-    """Callback of the loop and sender of heartbeats; `send` returns whether stacks are requested, to the file `stacks`.
+    """Loop callback that sends heartbeats. If `send` returns True, all stacks are written to the file `stacks`.
 
-    Waiting for a checkpoint counts as progress for `wait_limit_s`: a network mount that died never answers.
+    Waiting for a checkpoint counts as progress for `wait_limit_s`: an operation on a dead network mount never returns.
     """
 
     def __init__(

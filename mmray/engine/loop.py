@@ -19,13 +19,13 @@ from mmray.engine.checkpoint import state_dict
 from mmray.engine.checkpoint.manager import CheckpointSchedule, steps_between_checkpoints
 from mmray.engine.metrics.meters import Meter, padding_fractions, reduce_over_ranks, rows_sha
 from mmray.engine.metrics.timers import PhaseTimers, Throughput
-from mmray.engine.metrics.writers import Metrics, profiled
+from mmray.engine.metrics.writers import Metrics, profile_steps
 from mmray.engine.oom import RecoverableOom
 from mmray.engine.optimizer import ExponentialMovingAverage, build_optimizer, lr_at, set_lr
 from mmray.engine.parallel import strategy
 from mmray.engine.precision import micro_seed, select_precision
 from mmray.engine.prefetch import LocalBatch, prefetch, split_micro_batches
-from mmray.engine.run_state import EMA_KEY, LoadCheckpointFn, LoopResult, Progress, TrainSpec, TrainState
+from mmray.engine.run_state import EMA_KEY, LoadCheckpointFn, LoopProgress, LoopResult, TrainSpec, TrainState
 from mmray.engine.step import StepResult, optimizer_step
 from mmray.errors import OutOfMemoryError, TrainingError, first_line, is_out_of_memory
 from mmray.objectives.protocol import Batch
@@ -39,32 +39,34 @@ class _Run:
 
     spec: TrainSpec
     state: TrainState
-    progress: Progress
+    progress: LoopProgress
     meter: Meter
     schedule: CheckpointSchedule
     ema: ExponentialMovingAverage | None
 
 
-def run(spec: TrainSpec, steps: Iterable[list[Batch]], load_checkpoint: LoadCheckpointFn | None = None) -> LoopResult:
+def train_loop(
+    spec: TrainSpec, steps: Iterable[list[Batch]], load_checkpoint: LoadCheckpointFn | None = None
+) -> LoopResult:
     """Train until the last step of the plan, or until a stop is requested.
 
     `steps` yields this rank's CPU micro-batches of each step, starting at the first step not yet taken.
-    `load_checkpoint` loads the checkpoint to resume from. Raises TrainingError for wrong or missing rows, or after too
-    many non-finite steps.
+    `load_checkpoint` loads the checkpoint to resume from. Raises OutOfMemoryError, on which the driver restarts with
+    smaller micro-batches, and TrainingError for wrong or missing rows, or after too many non-finite steps.
     """
     run = _start(spec, load_checkpoint)
     plan, progress, group = spec.plan, run.progress, spec.group
     batches = prefetch(steps, plan, progress.step, group.rank, group.device, run.state.timers, spec.group_by_length)
     metrics: Metrics = {}
     stop = False
-    with profiled(spec.train.profile, spec.profile_path, group.device) as profile_step:
+    with profile_steps(spec.train.profile, spec.profile_path, group.device) as profile_step:
         while progress.step < plan.steps and not stop:
             start_s = time.perf_counter()
             batch = _next_batch(run, batches)
             set_lr(run.state.optimizer, lr_at(progress.step, spec.optimizer, plan.steps))
             result = _take_step(run, batch)
             progress.step += 1
-            if run.ema is not None and result.finite:
+            if run.ema is not None and result.is_finite:
                 run.ema.update_parameters(spec.model)
             _check_finite(run, result)
             run.meter.rates.add(time.perf_counter() - start_s, batch.wait_s, plan.global_rows, batch.token_counts.real)
@@ -101,9 +103,9 @@ def _start(spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> _Run:
         can_recover_oom=(spec.recover_cpu_oom or device.type == "cuda") and not strategy.has_inner_collectives(model),
     )
     ema = ExponentialMovingAverage(module, train.ema) if train.ema else None
-    progress = Progress() if load_checkpoint is None else _load(load_checkpoint, module, state, ema)
+    progress = LoopProgress() if load_checkpoint is None else _load(load_checkpoint, module, state, ema)
     planned = min(spec.plan.micro, spec.plan.rank_rows, spec.micro or spec.plan.rank_rows)
-    if progress.planned_micro != planned:  # otherwise keep what it was reduced to before the checkpoint
+    if progress.planned_micro != planned:  # otherwise keep the size that an OOM before the checkpoint reduced it to
         progress.planned_micro = progress.micro = planned
     meter = Meter(Throughput(timers), devices=2 if train.parallel == "branches" else 1)
     return _Run(spec, state, progress, meter, CheckpointSchedule(train.checkpoint_every, progress.step), ema)
@@ -111,7 +113,7 @@ def _start(spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> _Run:
 
 def _load(
     load_checkpoint: LoadCheckpointFn, module: nn.Module, state: TrainState, ema: ExponentialMovingAverage | None
-) -> Progress:
+) -> LoopProgress:
     """Restore model, optimizer and scaler from the checkpoint; each rank reads only its own shards."""
     saved = load_checkpoint(state_dict.load_destinations(module))
     module.load_state_dict(saved["model"])
@@ -120,7 +122,7 @@ def _load(
         state.scaler.load_state_dict(saved["scaler"])
     if ema is not None:
         ema.load_state_dict(saved[EMA_KEY])
-    return Progress(**saved["progress"])
+    return LoopProgress(**saved["progress"])
 
 
 def _next_batch(run: _Run, batches: Iterator[LocalBatch]) -> LocalBatch:
@@ -181,8 +183,8 @@ def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
 def _check_finite(run: _Run, result: StepResult) -> None:
     """Count skipped steps; raise TrainingError after too many in a row."""
     progress, plan = run.progress, run.spec.plan
-    progress.skipped += not result.finite
-    progress.skipped_in_a_row = 0 if result.finite else progress.skipped_in_a_row + 1
+    progress.skipped += not result.is_finite
+    progress.skipped_in_a_row = 0 if result.is_finite else progress.skipped_in_a_row + 1
     if progress.skipped_in_a_row >= MAX_NONFINITE_STEPS:
         rows = f"{plan.rows_start(progress.step - 1):,} to {plan.rows_start(progress.step) - 1:,}"
         raise TrainingError(
@@ -197,7 +199,9 @@ def _finish_step(run: _Run, keys: Tensor, result: StepResult) -> Metrics | None:
     spec, step = run.spec, run.progress.step
     last = step == spec.plan.steps or result.stop
     evaluating = spec.evaluate is not None and (step == spec.plan.steps or _is_due(step, spec.evaluate_every))
-    scored = evaluating and run.schedule.every == "auto"  # keep what was scored, so that the best can be kept
+    scored = (
+        evaluating and run.schedule.every == "auto"
+    )  # save every evaluated step, so that the best one has a checkpoint
     saving = spec.save is not None and (last or scored or run.schedule.is_due(step))
     metrics = None
     if last or evaluating or saving or _is_due(step, spec.train.log_every):
@@ -245,7 +249,7 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
 def _evaluate(run: _Run) -> Metrics:
     start_s, step, model = time.perf_counter(), run.progress.step, run.spec.model
     assert run.spec.evaluate is not None
-    with strategy.unsharded(model):
+    with strategy.gather_full_weights(model):
         try:
             scores = run.spec.evaluate(step, model if run.ema is None else run.ema.module)
         except (RuntimeError, MemoryError) as error:
@@ -263,7 +267,8 @@ def _evaluate(run: _Run) -> Metrics:
 def _save(run: _Run, metrics: Metrics, last: bool) -> None:
     """Save a checkpoint. With `auto`, the interval is derived from the save time measured on rank 0.
 
-    The state has references, to be written or copied before the next step; of sharded tensors, this rank's shard.
+    The state refers to live tensors (of sharded ones, this rank's shard), which `spec.save` must write or copy before
+    the next step.
     """
     spec, step, schedule = run.spec, run.progress.step, run.schedule
     assert spec.save is not None

@@ -1,4 +1,4 @@
-"""The dry run, one synthetic step for shape errors and memory use, and its memory probe, a search of rows that fit."""
+"""Dry run: a synthetic step that finds shape errors and measures memory, and a search for the micro-batch that fits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def dry_run(
     micro = None if auto else min(plan.micro, plan.rank_rows, max_micro or plan.rank_rows)
     ema_placeholder = [weight.detach().clone() for weight in model.parameters()] if config.train.ema else []
 
-    def check_all_learn() -> None:
+    def check_all_have_gradients() -> None:
         unused = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
         if unused:  # DDP would wait for their gradients forever
             raise UsageError(
@@ -65,7 +65,7 @@ def dry_run(
         return synthetic_batch(config.model.inputs, config.model.vocab_size, rows, device)
 
     try:
-        return probe_memory(state, make_batch, plan.rank_rows, micro, check_all_learn)
+        return probe_memory(state, make_batch, plan.rank_rows, micro, check_all_have_gradients)
     except KeyError as error:
         if any(frame.name == forward_micro_batch.__name__ for frame in extract_tb(error.__traceback__)):
             raise TrainingError(f"the dry run failed: the model's forward raised KeyError {error}") from error
@@ -91,10 +91,10 @@ def probe_memory(
     Raises OutOfMemoryError if `micro` rows, or one, do not fit; TrainingError if the model cannot process the rows.
     """
     group = state.group
-    fake_group = FakeGroup(group.rank, group.world, group.device)
+    fake_group = FakeGroup(group.rank, group.world_size, group.device)
     fake_state = replace(state, group=fake_group, can_recover_oom=not strategy.has_inner_collectives(state.model))
     _allocate_optimizer(state.optimizer)
-    ddp_buckets = group.world > 1 and not strategy.is_sharded(state.model)  # allocated before the forward
+    ddp_buckets = group.world_size > 1 and not strategy.is_sharded(state.model)  # allocated before the forward
     try_rows = partial(_try_step, fake_state, make_batch, rows_per_rank, ddp_buckets)
     largest = _largest_micro_that_fits(group, try_rows, rows_per_rank, micro, not fake_state.can_recover_oom)
     # Without DDP's buckets: weights that get no gradient keep None, which `check` reports.
@@ -121,16 +121,16 @@ class FakeGroup(Group):
         return value
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        return tensor.mul_(self.world)
+        return tensor.mul_(self.world_size)
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        return rows.repeat(self.world, *(1 for _ in rows.shape[1:]))
+        return rows.repeat(self.world_size, *(1 for _ in rows.shape[1:]))
 
     def ring_shift(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
     def reduce_scatter(self, gradients: Tensor) -> Tensor:
-        return gradients.view(self.world, -1, *gradients.shape[1:]).sum(0)
+        return gradients.view(self.world_size, -1, *gradients.shape[1:]).sum(0)
 
 
 def _allocate_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -200,7 +200,7 @@ def _host_limit(group: Group, bytes_of_one_row: int) -> int:
     """Rows that fit in the host's free memory, beyond which the kernel kills the process; no limit on a GPU."""
     if group.device.type == "cuda":
         return 2**31
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
     return max(1, int(HOST_FRACTION * free_memory() / ranks / max(1, bytes_of_one_row)))
 
 
@@ -213,7 +213,7 @@ def _try_step(
     micro: int,
     check: Callable[[], None] = lambda: None,
 ) -> int | None:
-    """Bytes that autograd saves for the backward of a micro-batch; None if `rows` rows in micro-batches do not fit.
+    """Take a synthetic step of `rows` rows; return the bytes that autograd saves per micro-batch, None without memory.
 
     rows_per_rank: rows of a step; a GPU holds those of two steps at once (prefetch.py).
     """

@@ -1,4 +1,4 @@
-"""OOM recovery: work that may run out of memory, the agreement of the ranks on it, and its messages.
+"""OOM recovery: run work that may run out of memory, agree over all ranks whether it did, and format the error.
 
 README.md, section "OOM recovery", describes the protocol. The agreement, a CPU collective, does not wait for the GPU.
 """
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class RecoverableOom(Exception):
-    """Some rank ran out of memory, all ranks know it, and no weight has changed: the step can be retried.
+    """Some rank ran out of memory, all ranks left the step, and no weight has changed: the step can be retried.
 
     The text is this rank's error, empty if it was another rank's.
     """

@@ -116,7 +116,9 @@ def lr_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
 
 
 class ExponentialMovingAverage(AveragedModel):
-    """decay x average + (1 - decay) x weights after each step, from the weights after the first; the model's buffers.
+    """EMA of the weights: average = decay x average + (1 - decay) x weights.
+
+    It starts at the weights after the first step. Buffers are copied.
 
     torch's update copies the step count to the device each time, which makes the host wait.
     """

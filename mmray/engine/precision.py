@@ -51,7 +51,7 @@ def common_precision(setting: str, group: Group) -> str:
 
 def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:
     """A 63-bit seed for the forward of one micro-batch, so that a second forward draws the same dropout masks."""
-    # Hashed, because neighbouring seeds give correlated streams.
+    # Hashed, because neighboring seeds give correlated streams.
     digest = blake2b(struct.pack("<4q", seed, step, rank, micro_index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -65,7 +65,7 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
+def fork_seeded_rng(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators (CPU and `device`) in the scope, and restore them afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

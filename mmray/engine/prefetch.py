@@ -33,11 +33,11 @@ class TokenCounts(NamedTuple):
 class LocalBatch:
     """One rank's part of a global batch: valid rows only, in as many micro-batches as on every other rank.
 
-    A micro-batch without valid rows has one filler row, because all ranks must run equally many forwards.
+    A micro-batch without valid rows has one dummy row, because all ranks must run equally many forwards.
     """
 
     micro_batches: list[Batch]
-    is_filler: tuple[bool, ...]  # for each micro-batch: has only a filler row
+    is_dummy: tuple[bool, ...]  # for each micro-batch: has only a dummy row
     keys: Tensor  # int64 [valid rows], on the CPU
     sizes: tuple[int, ...]  # rows of each micro-batch with invalid rows: the same on every rank
     token_counts: TokenCounts
@@ -54,14 +54,14 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
     valid = torch.cat([micro_batch["valid"] for micro_batch in micro_batches])
     keys = torch.cat([micro_batch["key"] for micro_batch in micro_batches])[valid]
     sizes = tuple(len(micro_batch["valid"]) for micro_batch in micro_batches)
-    is_filler = tuple(not bool(micro_batch["valid"].any()) for micro_batch in micro_batches)
+    is_dummy = tuple(not bool(micro_batch["valid"].any()) for micro_batch in micro_batches)
     if not bool(valid.all()):
-        filler = torch.tensor([0])
+        dummy = torch.tensor([0])
         micro_batches = [
-            {name: tensor[filler if empty else micro_batch["valid"]] for name, tensor in micro_batch.items()}
-            for micro_batch, empty in zip(micro_batches, is_filler, strict=True)
+            {name: tensor[dummy if empty else micro_batch["valid"]] for name, tensor in micro_batch.items()}
+            for micro_batch, empty in zip(micro_batches, is_dummy, strict=True)
         ]
-    real = [micro_batch for micro_batch, empty in zip(micro_batches, is_filler, strict=True) if not empty]
+    real = [micro_batch for micro_batch, empty in zip(micro_batches, is_dummy, strict=True) if not empty]
     masks = [micro_batch["attention_mask"] for micro_batch in real if "attention_mask" in micro_batch]
     tokens, padded = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
     unbucketed = padded
@@ -69,23 +69,23 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
         order = torch.cat([micro_batch["pos"] for micro_batch in real]).argsort()
         lengths = torch.cat([mask.sum(dim=1) for mask in masks])[order]
         unbucketed = sum(int(part.max()) * len(part) for part in lengths.split(max(sizes)))
-    return LocalBatch(micro_batches, is_filler, keys, sizes, TokenCounts(tokens, padded, unbucketed))
+    return LocalBatch(micro_batches, is_dummy, keys, sizes, TokenCounts(tokens, padded, unbucketed))
 
 
 def split_micro_batches(batch: LocalBatch, micro: int) -> LocalBatch:
     """Split into micro-batches of at most `micro` rows, equally many on every rank; views, without copies."""
     if max(batch.sizes) <= micro:
         return batch
-    micro_batches, is_filler, sizes = [], [], []
-    for micro_batch, was_filler, size in zip(batch.micro_batches, batch.is_filler, batch.sizes, strict=True):
-        valid_rows = 0 if was_filler else len(micro_batch["valid"])
+    micro_batches, is_dummy, sizes = [], [], []
+    for micro_batch, was_dummy, size in zip(batch.micro_batches, batch.is_dummy, batch.sizes, strict=True):
+        valid_rows = 0 if was_dummy else len(micro_batch["valid"])
         for first in range(0, size, micro):
             rows = slice(first, first + micro) if first < valid_rows else slice(0, 1)
             invalid = {} if first < valid_rows else {"valid": torch.zeros_like(micro_batch["valid"][rows])}
             micro_batches.append({name: tensor[rows] for name, tensor in micro_batch.items()} | invalid)
-            is_filler.append(first >= valid_rows)
+            is_dummy.append(first >= valid_rows)
             sizes.append(min(micro, size - first))
-    return replace(batch, micro_batches=micro_batches, is_filler=tuple(is_filler), sizes=tuple(sizes))
+    return replace(batch, micro_batches=micro_batches, is_dummy=tuple(is_dummy), sizes=tuple(sizes))
 
 
 def prefetch(
@@ -99,8 +99,8 @@ def prefetch(
 ) -> Iterator[LocalBatch]:
     """Yield batches on `device`, starting at step `first`. `wait_s` is the time the caller waited.
 
-    For a GPU a thread reads and copies the next batch during the current step, so the GPU holds both, if the caller
-    frees a batch before it requests another. Raises TrainingError if rows are not those of the plan.
+    On a GPU, a thread reads and copies the next batch during the current step. The GPU then has two batches, provided
+    the caller frees one before it requests another. Raises TrainingError if rows are not those of the plan.
     """
 
     def checked() -> Iterator[LocalBatch]:
@@ -115,7 +115,7 @@ def prefetch(
     batches = checked()
     if device.type == "cuda":
         copied = map(partial(_copy, device=device, stream=torch.cuda.Stream(device), timers=timers), batches)
-        batches = _ahead(copied, partial(_receive, device=device), device)
+        batches = _prefetch_in_thread(copied, partial(_receive, device=device), device)
 
     def timed() -> LocalBatch | None:
         start_s = time.perf_counter()
@@ -140,10 +140,10 @@ def check_positions(actual: np.ndarray, expected: np.ndarray, step: int, rank: i
     )
 
 
-Copied = tuple[LocalBatch, torch.cuda.Event]
+BatchAndEvent = tuple[LocalBatch, torch.cuda.Event]
 
 
-def _copy(batch: LocalBatch, device: torch.device, stream: torch.cuda.Stream, timers: PhaseTimers) -> Copied:
+def _copy(batch: LocalBatch, device: torch.device, stream: torch.cuda.Stream, timers: PhaseTimers) -> BatchAndEvent:
     """Start copying a batch to the device on a side stream; return it with the event of its completion."""
     with torch.cuda.stream(stream), timers("transfer"):
         micro_batches = [
@@ -153,7 +153,7 @@ def _copy(batch: LocalBatch, device: torch.device, stream: torch.cuda.Stream, ti
         return replace(batch, micro_batches=micro_batches), stream.record_event()
 
 
-def _receive(copied: Copied, device: torch.device) -> LocalBatch:
+def _receive(copied: BatchAndEvent, device: torch.device) -> LocalBatch:
     """Make a batch usable on the compute stream."""
     (batch, arrived), current = copied, torch.cuda.current_stream(device)
     current.wait_event(arrived)
@@ -163,7 +163,7 @@ def _receive(copied: Copied, device: torch.device) -> LocalBatch:
     return batch
 
 
-def _ahead(items: Iterator[Any], receive: Callable[[Any], Any], device: torch.device) -> Iterator[Any]:
+def _prefetch_in_thread(items: Iterator[Any], receive: Callable[[Any], Any], device: torch.device) -> Iterator[Any]:
     """Yield items through `receive` while a thread, whose current GPU is `device`, produces the next one.
 
     If the caller stops while the stream stalls, the pending item is not awaited.

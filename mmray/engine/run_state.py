@@ -1,6 +1,6 @@
 """Data of a training run: what is trained, the state that a step changes, its progress, and the result.
 
-`micro` is always the number of rows of a micro-batch; 0 where it is optional: as configured.
+`micro` is the number of rows of a micro-batch; where it is optional, 0 means as configured.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LoopResult:
 
 
 @dataclass
-class Progress:
+class LoopProgress:
     """Counters that the loop changes after each step; saved in the checkpoint."""
 
     step: int = 0  # steps taken

@@ -18,7 +18,7 @@ from mmray.engine.grad_cache import GradCache, build_grad_cache
 from mmray.engine.oom import OomGuard, RecoverableOom
 from mmray.engine.optimizer import clip_gradients, grad_norm
 from mmray.engine.parallel import strategy
-from mmray.engine.precision import seeded
+from mmray.engine.precision import fork_seeded_rng
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import SeedFn, TrainState
 from mmray.errors import first_line, is_out_of_memory
@@ -39,7 +39,7 @@ class StepResult:
     stop: bool  # some rank requested to end the run after this step
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         return math.isfinite(self.grad_norm)
 
 
@@ -54,7 +54,7 @@ def optimizer_step(state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: 
     try:
         cache, scalars = accumulate_gradients(state, batch, seed_of, stop)
     except (RuntimeError, MemoryError) as raised:
-        if state.group.world > 1 or not state.can_recover_oom or not is_out_of_memory(raised):
+        if state.group.world_size > 1 or not state.can_recover_oom or not is_out_of_memory(raised):
             raise
         error = first_line(raised)
     if error:
@@ -84,7 +84,7 @@ def accumulate_gradients(
     if parts.global_loss is not None or parts.mining_loss is not None:
         first_outputs, detached = guard.run_and_sync(lambda: first_pass(state, parts, batch, seed_of))
         if len(batch.micro_batches) == 1 and first_outputs is not None and parts.ring_loss is None:
-            guard.disable()  # the loss is all that is left before the backward, not worth another agreement
+            guard.disable()  # only the loss remains before the backward: not worth another all-reduce
     cache = build_grad_cache(state, parts, batch, detached, local_counts, guard)
     scalars: Outputs = {}
 
@@ -121,9 +121,9 @@ def accumulate_gradients(
 def forward_micro_batch(
     state: TrainState, model: nn.Module, micro_batch: Batch, batch: LocalBatch, index: int, seed_of: SeedFn
 ) -> Outputs:
-    """Outputs of one micro-batch; a filler row leaves running statistics unchanged. All forwards use this function."""
-    preserved = strategy.preserve_buffers(strategy.unwrap(model)) if batch.is_filler[index] else nullcontext()
-    seed = seeded(seed_of(index), state.group.device)
+    """Outputs of one micro-batch; a dummy row leaves running statistics unchanged. All forwards use this function."""
+    preserved = strategy.preserve_buffers(strategy.unwrap(model)) if batch.is_dummy[index] else nullcontext()
+    seed = fork_seeded_rng(seed_of(index), state.group.device)
     with state.timers("forward"), preserved, seed, state.precision.autocast():
         return model(micro_batch)
 
@@ -152,10 +152,12 @@ def first_pass(
 
 
 def apply_update(state: TrainState, num_stop_requests: Tensor) -> tuple[float, bool]:
-    """Unscale, clip, step if the gradient is finite, and zero it. Return the norm before clipping, and the stop.
+    """Unscale, clip, step if the gradient is finite, and zero it.
+
+    Return the norm before clipping, and whether any rank requested a stop.
 
     num_stop_requests: [1], read here because this is the only place in a step where the host waits for the device. All
-    ranks decide alike: after the synchronising backward their gradients are equal, and a NaN or infinity of one rank is
+    ranks decide alike: after the synchronizing backward their gradients are equal, and a NaN or infinity of one rank is
     in all of them.
     """
     state.scaler.unscale_(state.optimizer)
@@ -166,9 +168,9 @@ def apply_update(state: TrainState, num_stop_requests: Tensor) -> tuple[float, b
         if 0 < state.clip_norm < norm:
             clip_gradients(weights, device_norm, state.clip_norm)
         state.scaler.step(state.optimizer)
-        constrain = getattr(strategy.unwrap(state.model), "constrain", None)
-        if constrain is not None:
-            constrain()
+        clamp_parameters = getattr(strategy.unwrap(state.model), "clamp_parameters", None)
+        if clamp_parameters is not None:
+            clamp_parameters()
     state.scaler.update()
     # Not None under DDP, where gradients are views of the buckets and every trainable weight gets one in each step.
     state.optimizer.zero_grad(set_to_none=not isinstance(state.model, DistributedDataParallel))

@@ -21,7 +21,7 @@ from mmray.data.stream.order import ResumePoint
 from mmray.data.stream.reader import Block
 from mmray.data.text.chat import build_encoder
 from mmray.engine import loop, precision
-from mmray.engine.bad_samples import quarantine_bad_rows
+from mmray.engine.bad_rows import quarantine_bad_rows
 from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
@@ -32,7 +32,7 @@ from mmray.engine.parallel import strategy
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.precision import seed_everything
 from mmray.engine.run_state import CheckpointState, DestinationFn, TrainSpec
-from mmray.engine.worker_context import DriverHandle, InputBoundHint, ProgressReporter, WorkerContext
+from mmray.engine.worker_context import DataBoundHint, DriverHandle, ProgressReporter, WorkerContext
 from mmray.errors import MmrayError
 from mmray.evaluate.build import build_evaluator, check_evaluable
 from mmray.models.build import build
@@ -54,7 +54,7 @@ def train_worker(
     """Train from `resume_point` to the end of its plan; return the fields of result.json."""
     stacks = context.folder / "stacks" / f"step-{resume_point.step}-rank-{driver.process_info['rank']}.txt"
     wait_limit_s = CHECKPOINT_WAIT_FACTOR * context.config.cluster.hang_timeout_s
-    heartbeat = Heartbeat(driver.beat, driver.process_info, stacks, wait_limit_s)
+    heartbeat = Heartbeat(driver.send_heartbeat, driver.process_info, stacks, wait_limit_s)
     with heartbeat.running(resume_point.step):
         return _train(context, resume_point, blocks, device, driver, heartbeat)
 
@@ -98,7 +98,7 @@ def _train(
         log = rank0_checkpoints.log_from(resume_point.step)
         profile_path = rank0_checkpoints.uploader.local_folder / "profile" / "rank-0.json"
         driver.report({"wasted_steps": log.wasted_steps})
-        hint = InputBoundHint(context, driver.notify, "GPU" if device.type == "cuda" else "CPU")
+        hint = DataBoundHint(context, driver.notify, "GPU" if device.type == "cuda" else "CPU")
         callbacks += [ProgressReporter(driver.report, rank0_checkpoints), hint]
 
     def save(step: int, state: CheckpointState, metrics: dict[str, Any], last: bool) -> float | None:
@@ -134,7 +134,7 @@ def _train(
         if checkpoint is not None:
             driver.stage("loading the checkpoint")
         load = None if checkpoint is None else partial(_load, checkpoint)
-        outcome = loop.run(spec, _report_first(steps, driver), load)
+        outcome = loop.train_loop(spec, _report_first(steps, driver), load)
     prefix = "evaluate/"
     metrics = {name.removeprefix(prefix): value for name, value in outcome.metrics.items()}
     scores = {name.removeprefix(prefix): value for name, value in outcome.metrics.items() if name.startswith(prefix)}
@@ -181,14 +181,14 @@ def _checkpoint_manager(
     context: WorkerContext, group: Group, model: nn.Module, driver: DriverHandle
 ) -> CheckpointManager | None:
     """Return the checkpoint manager: on rank 0, and under FSDP on every rank, because each writes its shard."""
-    sharded = context.config.train.parallel == "fsdp" and group.world > 1
+    sharded = context.config.train.parallel == "fsdp" and group.world_size > 1
     wait_limit_s = CHECKPOINT_WAIT_FACTOR * context.config.cluster.hang_timeout_s
-    cpu_group = group.new_cpu_group(wait_limit_s) if group.world > 1 else None
+    cpu_group = group.new_cpu_group(wait_limit_s) if group.world_size > 1 else None
     if group.rank != 0 and not sharded:
         return None
     # A resumed run builds the model from it, without the pretrained files; a user's model need not have the method.
     architecture = model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
-    extra = {"world": group.world, "architecture": architecture}
+    extra = {"world": group.world_size, "architecture": architecture}
     fencing_token = context.fencing_token if group.rank == 0 else None
     return CheckpointManager(context.folder, fencing_token, context.config, extra, driver.notify, cpu_group, sharded)
 

@@ -29,7 +29,7 @@ class WorkerContext:
 
     config: Config
     folder: AnyPath
-    fencing_token: int  # number of this run's lease on its folder; a higher one: another process has taken over the run
+    fencing_token: int  # of the lease (storage/lease.py); a higher one in the folder: another process took over
     reader: RowReader
     eval_set: PreparedSet | None
     tokenizer_json: str
@@ -42,9 +42,9 @@ class DriverHandle:
     """A worker's connection to the driver; `report` is a no-op except on rank 0."""
 
     report: Report
-    stop_requested: Callable[[], bool]  # True ends the attempt after the next step with a checkpoint
+    stop_requested: Callable[[], bool]  # True: save a checkpoint after the next step and end the attempt
     count_bad_row: Callable[[int], int]  # counts an unreadable row; returns the number so far, 0 if counted before
-    beat: Callable[[dict[str, Any]], bool]  # sends a heartbeat; returns True if this rank's stacks are requested
+    send_heartbeat: Callable[[dict[str, Any]], bool]  # returns True if this rank's stacks are requested
     process_info: dict[str, Any]  # rank, node and process, for the heartbeat
 
     def notify(self, label: str, text: str) -> None:
@@ -61,8 +61,8 @@ class DriverHandle:
 
 
 @dataclass
-class InputBoundHint:
-    """Callback that suggests every HINT_EVERY_STEPS steps how many decode actors an input-bound run needs."""
+class DataBoundHint:
+    """Callback that suggests every HINT_EVERY_STEPS steps how many decode actors a data-bound run needs."""
 
     context: WorkerContext
     notify: Callable[[str, str], None]
@@ -89,7 +89,7 @@ class InputBoundHint:
         large = any(side == 0 or side > smaller for side in sides)  # 0: not re-encoded
         shrink = f" or a set prepared with image side {smaller}" if large else ""
         advice = f"{more} more decode actors (--data.workers {actors + more}){shrink}"
-        return f"input-bound {wait_fraction:.0%}: {advice} would feed this {self.device}"
+        return f"data-bound, waits {wait_fraction:.0%} of the time: {advice} would feed this {self.device}"
 
 
 @dataclass

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 
 from mmray.data.images import boxes
-from mmray.data.images.crash_probe import CrashProbe
+from mmray.data.images.boxes import NO_LABEL
 from mmray.data.images.decode import MAX_PIXELS, BadImage
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, hash_key, read_each
 from mmray.data.stream.collate import Batch, box_columns, lm_columns, token_columns
-from mmray.data.stream.reader import NO_LABEL, RowReader
+from mmray.data.stream.reader import RowReader
 from mmray.machine import cores
 
 if TYPE_CHECKING:
@@ -50,19 +51,19 @@ class EvalDataset:
         self.prepared, self.inputs, self.settings, self.max_pixels = prepared, inputs, settings, max_pixels
         self.reader = RowReader(prepared, inputs, tokenizer_json, max_pixels)
         self.encoder = self.reader.encoder
-        self._probe_results: dict[str, BadImage | None] = {}
+        self._check_results: dict[str, BadImage | None] = {}
         self._threads = threading.local()  # one child process per thread
 
-    def check_decodable(self, record: Row) -> None:
-        """Raise BadImage for an image that crashes its decoder, unless `prepare` decoded it; each is probed once."""
-        if not self.prepared.manifest.images_verified and record.key not in self._probe_results:
-            crash_probe, error = self._threads.__dict__.setdefault("crash_probe", CrashProbe()), None
+    def check_decodable(self, row: Row) -> None:
+        """Raise BadImage for an image that crashes its decoder, unless `prepare` decoded it; each is checked once."""
+        if not self.prepared.manifest.images_verified and row.key not in self._check_results:
+            decoder, error = self._threads.__dict__.setdefault("decoder", SubprocessDecoder()), None
             try:
-                crash_probe.probe(record.image, self.max_pixels)
+                decoder.check(row.image, self.max_pixels)
             except BadImage as bad:
-                error = BadImage(bad.reason, f"{record.key}: {bad.detail}")
-            self._probe_results[record.key] = error
-        if error := self._probe_results.get(record.key):
+                error = BadImage(bad.reason, f"{row.key}: {bad.detail}")
+            self._check_results[row.key] = error
+        if error := self._check_results.get(row.key):
             raise error
 
 
@@ -78,7 +79,7 @@ class EvalBatches:
 
     data: EvalDataset
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     limit: int | None = None
     skipped: list[str] = field(default_factory=list)
 
@@ -86,7 +87,7 @@ class EvalBatches:
     def rows(self) -> np.ndarray:
         """Row numbers of this rank: contiguous parts that cover the set and differ by at most one row."""
         limit = min(self.data.prepared.num_rows, self.limit or self.data.prepared.num_rows)
-        return np.array_split(np.arange(limit), self.world)[self.rank]
+        return np.array_split(np.arange(limit), self.world_size)[self.rank]
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches with at least one row each."""

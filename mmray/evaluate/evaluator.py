@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmray.data.images.boxes import NO_LABEL
 from mmray.data.stream.collate import Batch, token_columns
-from mmray.data.stream.reader import NO_LABEL
 from mmray.errors import DataError
 from mmray.evaluate import retrieval
 from mmray.evaluate.batches import EvalBatches, EvalDataset
@@ -44,7 +44,7 @@ class Evaluator(EvalDataset):
         `save_examples`, on one rank or none, gets examples of hits and misses. Raises DataError if no row is readable.
         """
         settings = self.settings
-        batches = EvalBatches(self, group.rank, group.world, settings.limit)
+        batches = EvalBatches(self, group.rank, group.world_size, settings.limit)
         embedded = embed_dataset(model, batches, group, objective)
         bad_rows = int(group.all_gather_variable(torch.tensor([len(batches.skipped)])).sum())
         if len(embedded.row) == 0:
@@ -73,7 +73,7 @@ class Evaluator(EvalDataset):
         with eval_mode(model):
             text = _embed_texts(model, tokens, self.settings.batch, group.device)
         weights = F.normalize(text.unflatten(0, (len(classes), len(prompts))).mean(dim=1), dim=1)
-        hits, local = torch.zeros(len(TOP_K) + 1, dtype=torch.int64), slice(group.rank, None, group.world)
+        hits, local = torch.zeros(len(TOP_K) + 1, dtype=torch.int64), slice(group.rank, None, group.world_size)
         columns = (column[local].split(retrieval.CHUNK) for column in (embedded.image, embedded.label))
         with retrieval.full_precision("cpu"):
             for image, label in zip(*columns, strict=True):
@@ -83,16 +83,16 @@ class Evaluator(EvalDataset):
 
 
 def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
-    """Rows with their class in the top 1, in the top 5, and labelled rows: int64 [3], so that batches can be summed.
+    """Rows with their class in the top 1, in the top 5, and labeled rows: int64 [3], so that batches can be summed.
 
     Ties count as in retrieval.py. scores [N, C], label int64 [N]; labels outside 0..C-1 are not counted.
     """
     num_classes = scores.shape[1]
-    labelled = (label >= 0) & (label < num_classes)
-    scores, label = scores[labelled], label[labelled]
+    labeled = (label >= 0) & (label < num_classes)
+    scores, label = scores[labeled], label[labeled]
     target = scores.gather(1, label[:, None])
     before = (~(scores < target - tie)).sum(dim=1) - 1 + target.isnan().squeeze(1) * num_classes
-    return torch.stack([*((before < k).sum() for k in TOP_K), labelled.sum()])
+    return torch.stack([*((before < k).sum() for k in TOP_K), labeled.sum()])
 
 
 def topk_accuracy(hits: Tensor, name: str, num_classes: int, unit: str = "rows") -> dict[str, float]:
@@ -116,7 +116,7 @@ def _compute_ranks_in_parallel(
     queries: Tensor, gallery: Tensor, positives: Tensor, group: Group, gallery_counts: Tensor | None = None
 ) -> Tensor:
     """`compute_ranks`; each process of the group ranks for its part of the queries."""
-    part = torch.arange(len(queries)).tensor_split(group.world)[group.rank]
+    part = torch.arange(len(queries)).tensor_split(group.world_size)[group.rank]
     first, end = (int(part[0]), int(part[-1]) + 1) if len(part) else (0, 0)
     pairs = positives[:, (positives[0] >= first) & (positives[0] < end)] - torch.tensor([[first], [0]])
     retrieval_ranks = retrieval.compute_ranks(queries[first:end], gallery, pairs, group.device, gallery_counts)
@@ -212,7 +212,7 @@ def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_row
     global_batches = list(zip(*columns, strict=True))
     num_losses = objective.count({"valid": torch.ones(1, dtype=torch.bool), "label": embedded.label[:1]}).numel()
     sums = torch.zeros(len(global_batches), 2, num_losses, dtype=torch.float64)  # loss sums and counts
-    for index in range(group.rank, len(global_batches), group.world):
+    for index in range(group.rank, len(global_batches), group.world_size):
         image, text, label = (column.to(group.device) for column in global_batches[index])
         valid = torch.ones(len(image), dtype=torch.bool, device=group.device)
         with retrieval.full_precision(group.device):  # as in training, the loss is computed in float32

@@ -23,7 +23,7 @@ from mmray.objectives.cross_entropy import LanguageModelling
 
 # BLEU (Papineni et al. 2002) is that of torchmetrics. CIDEr-D (Vedantam et al. 2015, arXiv:1411.5726, equations 1 to 4
 # with the penalties of section 6) is implemented here, because pycocoevalcap needs Java for its tokenizer. Words are in
-# lower case without punctuation, so the figures differ slightly from published ones.
+# lower case without punctuation, so the scores differ slightly from published ones.
 MAX_NEW_TOKENS = 64  # of an answer
 MAX_NGRAM = 4  # longest n-gram
 SIGMA = 6.0  # of the Gaussian length penalty
@@ -31,18 +31,18 @@ SCALE = 10.0  # as in the paper
 _WORD = re.compile(r"[^\W_]+(?:'\w+)?")
 
 
-def caption_scores(written: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+def caption_scores(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """bleu_4 (0 to 1) and cider (0 to 10; 0 for a single image, or if all images have the same captions)."""
     from torchmetrics.functional.text import bleu_score
 
-    hypotheses = [_WORD.findall(text.lower()) for text in written]
+    words = [_WORD.findall(text.lower()) for text in hypotheses]
     correct = [[_WORD.findall(text.lower()) for text in texts] for texts in references]
     joined = [[" ".join(text) for text in texts] for texts in correct]
-    bleu = bleu_score([" ".join(text) for text in hypotheses], joined, n_gram=MAX_NGRAM)
-    return {"bleu_4": float(bleu), "cider": cider_d(hypotheses, correct)}
+    bleu = bleu_score([" ".join(text) for text in words], joined, n_gram=MAX_NGRAM)
+    return {"bleu_4": float(bleu), "cider": cider_d(words, correct)}
 
 
-def cider_d(written: Sequence[list[str]], references: Sequence[Sequence[list[str]]]) -> float:
+def cider_d(hypotheses: Sequence[list[str]], references: Sequence[Sequence[list[str]]]) -> float:
     """Mean CIDEr-D over the images; n-grams are weighted by inverse document frequency over the references."""
     seen = Counter(gram for texts in references for gram in set().union(*map(_ngrams, texts)))
 
@@ -53,7 +53,7 @@ def cider_d(written: Sequence[list[str]], references: Sequence[Sequence[list[str
         return weighed
 
     scores = []
-    for text, texts in zip(written, references, strict=True):
+    for text, texts in zip(hypotheses, references, strict=True):
         total, weighed = 0.0, weigh(text)
         for reference in texts:
             penalty = math.exp(-((len(text) - len(reference)) ** 2) / (2 * SIGMA**2))
@@ -108,7 +108,7 @@ class GenerationEvaluator(EvalDataset):
         Raises DataError on every rank if no row is readable.
         """
         settings = self.settings
-        batches = EvalBatches(self, group.rank, group.world, settings.limit)
+        batches = EvalBatches(self, group.rank, group.world_size, settings.limit)
         sums = torch.zeros(5, dtype=torch.float64)  # loss, tokens, correct tokens, rows, bad rows
         with eval_mode(model):
             for batch in batches:
@@ -128,7 +128,7 @@ class GenerationEvaluator(EvalDataset):
         if settings.num_generations:
             with eval_mode(model):
                 limit = min(settings.num_generations, settings.limit or settings.num_generations)
-                batches = EvalBatches(self, group.rank, group.world, limit)
+                batches = EvalBatches(self, group.rank, group.world_size, limit)
                 answers = answer_scores(model, batches, group)
         return answers | {
             "loss": mean,

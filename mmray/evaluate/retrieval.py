@@ -73,7 +73,7 @@ def compute_ranks(
 ) -> Tensor:
     """Rank of the best positive of each query, int64 [Q], 1 = top; its other positives are not counted.
 
-    queries [Q, D] and gallery [G, D] are L2-normalised; positives int64 [2, P]: query and gallery row of each correct
+    queries [Q, D] and gallery [G, D] are L2-normalized; positives int64 [2, P]: query and gallery row of each correct
     pair, at least one per query; gallery_counts int64 [G]: how often each gallery row counts (None: once).
     """
     positives = positives[:, positives[0].argsort(stable=True)]

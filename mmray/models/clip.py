@@ -1,7 +1,7 @@
-"""Dual encoders: image branch, text branch and temperature; transformers' CLIP and SigLIP in this form.
+"""Dual encoders: image branch, text branch and temperature; wrappers of transformers' CLIP and SigLIP.
 
 Only the forward pass is reimplemented: it pools captions at their last token, can drop patches in training, and builds
-no mask that synchronises the GPU. Sources: Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai et al. 2023 (SigLIP,
+no mask that synchronizes the GPU. Sources: Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai et al. 2023 (SigLIP,
 arXiv:2303.15343), patch dropout of Li et al. 2023 (FLIP, arXiv:2212.00794).
 """
 
@@ -58,14 +58,14 @@ class DualEncoder(nn.Module):
         return {"image": self.image, "text": self.text}
 
     @torch.no_grad()
-    def constrain(self) -> None:
+    def clamp_parameters(self) -> None:
         """Keep the temperature at 0.01 or above."""
         if self.max_log_scale is not None:
             self.log_scale.clamp_(max=self.max_log_scale)
 
 
 class NormalizePixels(nn.Module):
-    """Normalise pixels uint8 [B, 3, S, S] to the dtype of the model's weights."""
+    """Normalize pixels uint8 [B, 3, S, S] to the dtype of the model's weights."""
 
     mean: Tensor
     std: Tensor
@@ -163,7 +163,7 @@ class Siglip(HfModel, DualEncoder):
         return None if self.logit_bias is None else self._updated_hf_config({"eos_token_id": eos_id})
 
     @property
-    def padded_to(self) -> tuple[int, int]:
+    def padding_length_and_id(self) -> tuple[int, int]:
         """(tokens, pad id) of each caption: SigLIP attends to its padding."""
         return self.text.length, self.text.pad_id  # type: ignore[return-value]
 
@@ -184,7 +184,7 @@ class VisionBranch(nn.Module):
         self.patch_dropout = patch_dropout
 
     def forward(self, image: Tensor) -> Tensor:
-        """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
+        """Pixels uint8 [B, 3, S, S] -> L2-normalized embeddings [B, D]."""
         hidden, tower = self.tower.embeddings(self.pixels(image)), self.tower
         if self.training and self.patch_dropout:
             prefix = 0 if self.project is None else 1  # the class token
@@ -204,7 +204,7 @@ class ClipText(nn.Module):
         self.tower, self.project = tower, project
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask [B, T] (1 is a token, right-padded) -> L2-normalised embeddings [B, D]."""
+        """Ids and mask [B, T] (1 is a token, right-padded) -> L2-normalized embeddings [B, D]."""
         hidden = self.tower.embeddings(input_ids=input_ids)
         # No padding mask: attention is causal, and the last real token is read.
         hidden = self.tower.encoder(inputs_embeds=hidden, is_causal=True).last_hidden_state
@@ -223,7 +223,7 @@ class SiglipText(nn.Module):
         self.pad_id: int = config.pad_token_id
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask [B, T] (1 is a token, right-padded) -> L2-normalised embeddings [B, D]."""
+        """Ids and mask [B, T] (1 is a token, right-padded) -> L2-normalized embeddings [B, D]."""
         ids = input_ids.masked_fill(attention_mask == 0, self.pad_id)
         ids = F.pad(ids, (0, self.length - ids.shape[1]), value=self.pad_id)
         hidden = self.tower.encoder(inputs_embeds=self.tower.embeddings(input_ids=ids)).last_hidden_state

@@ -42,7 +42,7 @@ class RegionHead(nn.Module):
         self.project = nn.Linear(width, embed_dim, bias=False)
 
     def forward(self, grid: Tensor, boxes: Tensor) -> Tensor:
-        """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the input image -> L2-normalised [B, N, D]."""
+        """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the input image -> L2-normalized [B, N, D]."""
         return l2_normalize(self.project(region_features(grid, boxes))).unflatten(0, boxes.shape[:2])
 
 
@@ -175,7 +175,7 @@ class Fusion(TwoTower):
         return self.cross(self.image(image)[0], text_features, attention_mask)
 
     def embed_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
-        """Pixels and boxes [B, N, 4] in fractions of the input image -> L2-normalised embeddings [B, N, D]."""
+        """Pixels and boxes [B, N, 4] in fractions of the input image -> L2-normalized embeddings [B, N, D]."""
         return self._region_embeds(self.image(image)[0], boxes)
 
     def classify_regions(self, image: Tensor, boxes: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ class LanguageModel(nn.Module):
 
         A row without an image token (padding, or truncated) gets the image at the start.
         """
-        # Without mask and cache transformers checks for packed rows, which synchronises the device in each
+        # Without mask and cache transformers checks for packed rows, which synchronizes the device in each
         # micro-batch. A mask would disable the causal attention kernel, the fastest. So it gets an empty cache.
         inputs = self.insert_image(image, input_ids, image_pos)
         empty = Cache(layer_class_to_replicate=_PassThroughLayer)

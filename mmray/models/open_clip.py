@@ -60,7 +60,7 @@ def preprocessing(file: Path) -> dict[str, Any]:
     return inputs | ({"fit": FIT[given["resize_mode"]]} if given.get("resize_mode") in FIT else {})
 
 
-def to_hf_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def rename_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename a state_dict for transformers; unknown names are kept."""
     out: dict[str, Tensor] = {}
     for given, tensor in state.items():
@@ -77,7 +77,7 @@ def to_hf_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
+def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
     """`image_side`, `patch`, `max_tokens` and `vocab_size` of a renamed state_dict. Raises UsageError."""
     names = (*(OPEN_CLIP_NAMES[f"{name}positional_embedding"] for name in ("visual.", "")), "visual_projection.weight")
     names += (
@@ -101,7 +101,7 @@ def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dic
 
     spec: the `model` section; its `heads` count if its `width` is that of the checkpoint.
     """
-    size, config = sizes(spec.weights, hf), read_config(Path(spec.weights).expanduser())
+    size, config = infer_sizes(spec.weights, hf), read_config(Path(spec.weights).expanduser())
     model = config.get("model_cfg", config)
     embed_dim = len(hf["text_projection.weight"])
     shared = {"hidden_act": _activation(state, spec, config, model), "projection_dim": embed_dim}

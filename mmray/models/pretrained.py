@@ -9,11 +9,11 @@ from typing import Any
 from mmray.data.text.tokenizer_files import tokenizer_file
 from mmray.errors import UsageError
 from mmray.models import open_clip
+from mmray.models.encoders.image import HF_TYPES
 from mmray.models.weights import load_config, read_state_dict
 
 SETTING = "--weights"
 KINDS = {"clip": "clip", "siglip": "siglip", "llava": "generative"}  # model_type of transformers -> model.kind
-IMAGE_ENCODERS = ("timm_wrapper", "vit", "dinov2", "resnet")
 RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 
@@ -25,12 +25,12 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
     path = Path(weights).expanduser()
     if path.is_file():
         shapes = {name: tensor.to("meta") for name, tensor in read_state_dict(SETTING, weights).items()}
-        size = open_clip.sizes(weights, open_clip.to_hf_state(shapes))
+        size = open_clip.infer_sizes(weights, open_clip.rename_to_hf(shapes))
         inputs = {name: size[name] for name in ("image_side", "max_tokens")} | open_clip.preprocessing(path)
         folder, kind, rows = path.parent, "clip", size["vocab_size"]
     else:
-        config = load_config(SETTING, weights, (*KINDS, *IMAGE_ENCODERS))
-        if config.model_type in IMAGE_ENCODERS:
+        config = load_config(SETTING, weights, (*KINDS, *HF_TYPES))
+        if config.model_type in HF_TYPES:
             raise UsageError(
                 f"{SETTING}: {weights} is an image encoder ({config.model_type}) without a text encoder; train a model "
                 f"with it: --model.image.name transformers --model.image.weights {weights}"

@@ -19,23 +19,23 @@ class Model(Protocol):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the outputs that the objective reads: one row per sample [B, ...], or a scalar of the step.
 
-        batch: `image` uint8 [B, 3, S, S] (raw pixels: normalise them in the model), `input_ids` and `attention_mask`
+        batch: `image` uint8 [B, 3, S, S] (raw pixels: normalize them in the model), `input_ids` and `attention_mask`
         int64 [B, T], right-padded, `label`, `key` and `pos` int64 [B], `valid` bool [B]; columns of boxes, hard
         negatives and conversations if they are configured. `contrastive` and `sigmoid` read `image_embed` and
-        `text_embed` [B, D], L2-normalised, and `logit_scale`, `sigmoid` also `logit_bias`; `classification` reads
+        `text_embed` [B, D], L2-normalized, and `logit_scale`, `sigmoid` also `logit_bias`; `classification` reads
         `class_logits` [B, C]. An output row must depend on its own sample only, and not on padding.
         """
 
     def embed_image(self, image: Tensor) -> Tensor:
-        """Optional; for evaluation and `mmray.load`. Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
+        """Optional; for evaluation and `mmray.load`. Pixels uint8 [B, 3, S, S] -> L2-normalized embeddings [B, D]."""
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Optional, as `embed_image`. Ids and mask int64 [B, T] (1 is a token) -> L2-normalised embeddings [B, D]."""
+        """Optional, as `embed_image`. Ids and mask int64 [B, T] (1 is a token) -> L2-normalized embeddings [B, D]."""
 
     def branches(self) -> dict[str, nn.Module]:
         """Optional. Parts by name: the units of activation checkpointing, compile, FSDP, `train.parallel branches`."""
 
-    def constrain(self) -> None:
+    def clamp_parameters(self) -> None:
         """Optional. Clamp weights after each optimizer step; decorate it with torch.no_grad."""
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ImageBranch(nn.Module):
-    """Normalise, encode and project images. with_features: return the features of each position too."""
+    """Normalize, encode and project images. with_features: return the features of each position too."""
 
     def __init__(self, tower: ImageEncoder, embed_dim: int, inputs: Inputs, with_features: bool) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class ImageBranch(nn.Module):
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, image: Tensor) -> Any:
-        """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D], or (features [B, N, W], embeddings)."""
+        """Pixels uint8 [B, 3, S, S] -> L2-normalized embeddings [B, D], or (features [B, N, W], embeddings)."""
         features = self.tower.features(self.pixels(image))
         embedding = l2_normalize(self.project(self.tower.pool(features)))
         return (features, embedding) if self.with_features else embedding
@@ -40,7 +40,7 @@ class TextBranch(nn.Module):
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """Ids and mask [B, T] -> L2-normalised embeddings [B, D], or (features [B, T, W], embeddings)."""
+        """Ids and mask [B, T] -> L2-normalized embeddings [B, D], or (features [B, T, W], embeddings)."""
         features = self.tower.features(input_ids, attention_mask)
         embedding = l2_normalize(self.project(masked_mean(features, attention_mask)))
         return (features, embedding) if self.with_features else embedding

@@ -100,7 +100,7 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
     return config
 
 
-def load_model(setting: str, name: str, model_class: Any, config: Any, **options: Any) -> Any:
+def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **options: Any) -> Any:
     """Load a saved model in float32. Raises UsageError if weights are missing."""
     options |= {"config": config, "dtype": torch.float32, "output_loading_info": True}
     net, report = _load_local_or_hub(setting, name, model_class.from_pretrained, **options)
@@ -116,11 +116,11 @@ def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
     options = {"add_pooling_layer": False} if config.model_type in HAVE_POOLER_OPTION else {}
     if name is None:
         return AutoModel.from_config(config, **options)
-    return load_model(setting, name, AutoModel, config, **options)
+    return load_pretrained(setting, name, AutoModel, config, **options)
 
 
 def add_language_rows(net: Any, rows: int, language_token: str) -> None:
-    """Add embedding rows for language tokens that a pretrained model lacks, initialised as the model does."""
+    """Add embedding rows for language tokens that a pretrained model lacks, initialized as the model does."""
     text = getattr(net, "text_model", net)  # of CLIP and SigLIP
     if language_token and 0 < rows - text.config.vocab_size <= MAX_LANGUAGES:
         text.resize_token_embeddings(rows, mean_resizing=False)
@@ -171,11 +171,11 @@ class HfModel:
         elif not spec.is_checkpoint_file:
             config = load_config(WEIGHTS_SETTING, spec.weights, (model_class.config_class.model_type,))
             open_clip.check_activation(spec, config.text_config.hidden_act)
-            net = load_model(WEIGHTS_SETTING, spec.weights, model_class, config)
+            net = load_pretrained(WEIGHTS_SETTING, spec.weights, model_class, config)
             add_language_rows(net, vocab_size, token)
         else:
             state = read_state_dict(WEIGHTS_SETTING, spec.weights)
-            hf_state = open_clip.to_hf_state(state)
+            hf_state = open_clip.rename_to_hf(state)
             net = model_class(model_class.config_class.from_dict(open_clip.hf_config(state, hf_state, spec)))
             problem = f"{WEIGHTS_SETTING}: {spec.weights} is not an open_clip ViT checkpoint"
             load_state(net, hf_state, problem)

@@ -42,7 +42,7 @@ def build(config: ObjectiveConfig) -> Any:
                     f"objective.kind: `{name}` lacks {', '.join(missing)}; see mmray/objectives/protocol.py"
                 )
         terms.append(Term(name, weight, objective))
-    return terms[0].objective if len(terms) == 1 and terms[0].weight == 1 else WeightedSum(terms)
+    return _merge_terms(terms)
 
 
 class Term(NamedTuple):

@@ -16,7 +16,7 @@ CHUNK = 4096  # remote texts scored at once
 class Contrastive(RowLoss):
     """InfoNCE in both directions, averaged (Radford et al. 2021, CLIP, figure 3; Zhang et al. 2020, ConVIRT, eq. 2).
 
-    Outputs: `image_embed`, `text_embed` [B, D], L2-normalised, and `logit_scale`, a scalar. A row's loss is the mean of
+    Outputs: `image_embed`, `text_embed` [B, D], L2-normalized, and `logit_scale`, a scalar. A row's loss is the mean of
     its two cross-entropies against all valid rows; invalid rows neither count nor serve as negatives.
     """
 
@@ -45,7 +45,7 @@ class Contrastive(RowLoss):
 class Sigmoid(RowLoss):
     """SigLIP's loss (Zhai et al. 2023, arXiv:2303.15343, equation 1): summed over all pairs, divided by the rows.
 
-    Outputs: `image_embed`, `text_embed` [B, D], L2-normalised; `logit_scale` and `logit_bias`, scalars. Pairs with an
+    Outputs: `image_embed`, `text_embed` [B, D], L2-normalized; `logit_scale` and `logit_bias`, scalars. Pairs with an
     invalid row do not count.
     """
 

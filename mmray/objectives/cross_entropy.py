@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmray.data.images.boxes import NO_LABEL
 from mmray.data.stream.collate import IGNORE_INDEX
-from mmray.data.stream.reader import NO_LABEL
 from mmray.objectives.protocol import Batch, LossSums, Outputs, at_least_float32
 
 
 class CrossEntropy:
-    """Cross-entropy of each target, divided by the targets of the global batch, so each target has the same weight."""
+    """Cross-entropy of each target, divided by the number of targets in the global batch."""
 
     gathered_outputs: tuple[str, ...] = ()
     scalar_output_names: tuple[str, ...] = ()
@@ -79,5 +79,5 @@ class RegionText(CrossEntropy):
 
     def targets(self, batch: Batch) -> Tensor:
         """Labels of the boxes of valid rows [B, N]."""
-        labelled = batch["valid"][:, None] & batch["box_mask"] & (batch["box_labels"] != NO_LABEL)
-        return torch.where(labelled, batch["box_labels"], IGNORE_INDEX)
+        labeled = batch["valid"][:, None] & batch["box_mask"] & (batch["box_labels"] != NO_LABEL)
+        return torch.where(labeled, batch["box_labels"], IGNORE_INDEX)

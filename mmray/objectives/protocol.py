@@ -84,7 +84,8 @@ class PairwiseLoss(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss summed over the pairs of local and remote rows, and the sums of further metrics.
 
-        positive_offset: remote row i belongs to local row i + positive_offset; None: of another rank.
+        positive_offset: remote row i belongs to local row i + positive_offset; None: the remote rows belong to another
+        rank, so no pair is positive.
         """
 
 

@@ -1,4 +1,4 @@
-"""Plotly charts of a run and of a sweep. Series colours must be visible on light and dark pages."""
+"""Plotly charts of a run and of a sweep. Series colors must be visible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import plotly.graph_objects as go
 from mmray.report.run import DIRECTIONS, RunRecord
 from mmray.report.sweep import SweepRecord, TrialRecord
 
-BLUE, ORANGE, TEAL, ROSE, GREY = "#5b7cfa", "#e8833a", "#1fa58a", "#e0567a", "#8b93a7"
-COLOURS = (BLUE, ORANGE, TEAL, ROSE, "#9b6bdf", "#b98a16", GREY)
-COLORSCALE = [[0, "#dbe4ff"], [0.35, "#9db4fb"], [0.7, "#5b7cfa"], [1, "#2c3fb1"]]  # Plotly derives the text colour
+BLUE, ORANGE, TEAL, ROSE, GRAY = "#5b7cfa", "#e8833a", "#1fa58a", "#e0567a", "#8b93a7"
+COLORS = (BLUE, ORANGE, TEAL, ROSE, "#9b6bdf", "#b98a16", GRAY)
+COLORSCALE = [[0, "#dbe4ff"], [0.35, "#9db4fb"], [0.7, "#5b7cfa"], [1, "#2c3fb1"]]  # Plotly derives the text color
 MAX_TICKS, FEW_POINTS = 8, 25
 MAX_HEAT_MAPS, MAX_BARS = 12, 30  # longer lists are only in the table
 
@@ -56,11 +56,11 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     rate, memory = {"throughput/samples_per_s": _line("samples/s", BLUE)}, {"memory/peak_gib": _line("peak", ROSE)}
     step = {"time/step_s": _line("whole step", TEAL), "time/data_wait_s": _line("waiting for data", ORANGE)}
     recall = {
-        f"evaluate/recall_at_{k}/{direction}": _line(f"R@{k} {direction.replace('_', ' ')}", colour, dash=dash)
+        f"evaluate/recall_at_{k}/{direction}": _line(f"R@{k} {direction.replace('_', ' ')}", color, dash=dash)
         # Six legend entries are too wide for a narrow page.
         | {"legendgroup": direction, "showlegend": k == 1, "opacity": 1 if k == 1 else 0.75}
         for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items()
-        for direction, colour in zip(DIRECTIONS, (BLUE, ORANGE), strict=True)
+        for direction, color in zip(DIRECTIONS, (BLUE, ORANGE), strict=True)
     }
     percent = {"range": [0, 1.03], "tickformat": ".0%"}
     parts = {
@@ -111,8 +111,8 @@ def _start_timeline(run: RunRecord) -> Figure | None:
     )
 
 
-def _line(name: str, colour: str, dash: str = "solid") -> dict[str, Any]:
-    return {"name": name, "line": {"color": colour, "width": 2, "dash": dash}}
+def _line(name: str, color: str, dash: str = "solid") -> dict[str, Any]:
+    return {"name": name, "line": {"color": color, "width": 2, "dash": dash}}
 
 
 def _chart(
@@ -146,7 +146,7 @@ def sweep_figures(sweep: SweepRecord) -> dict[str, list[Figure]]:
 
 
 def _heat_map(name: str, title: str, trials: dict[tuple[int, int], TrialRecord], sweep: SweepRecord) -> Figure:
-    """Return the goal of each batch shape, or why it was not measured; all heat maps have one colour scale."""
+    """Return the goal of each batch shape, or why it was not measured; all heat maps have one color scale."""
     goal = sweep.goal
     measured = [value for trial in sweep.trials if (value := trial.measured(goal.metric)) is not None]
     columns, rows = (sorted({cell[axis] for cell in trials}) for axis in (0, 1))
@@ -174,14 +174,14 @@ def _heat_map(name: str, title: str, trials: dict[tuple[int, int], TrialRecord],
 
 
 def _bars(sweep: SweepRecord, name: str, metric: str, title: str, digits: str) -> Figure | None:
-    """Return bars of the finished trials in descending order, coloured by global batch, with the range of windows."""
+    """Return bars of the finished trials in descending order, colored by global batch, with the range of windows."""
     measured = [trial for trial in sweep.trials if trial.measured(metric) is not None]
     trials = sorted(measured, key=lambda trial: -(trial.value(metric) or 0.0))[:MAX_BARS]
     if not trials:
         return None
     traces = []
     sizes = sorted({trial.values.get("global") for trial in trials}, key=lambda size: (size is None, size))
-    for size, colour in zip(sizes, cycle(COLOURS), strict=False):
+    for size, color in zip(sizes, cycle(COLORS), strict=False):
         group = [trial for trial in trials if trial.values.get("global") == size]
         values = [trial.value(metric) or 0.0 for trial in group]
         ends = [[trial.value(f"{metric}_{end}") or 0.0 for trial in group] for end in ("min", "max")]
@@ -192,13 +192,13 @@ def _bars(sweep: SweepRecord, name: str, metric: str, title: str, digits: str) -
             x=values,
             name=f"global {size}",
             orientation="h",
-            marker={"color": colour},
+            marker={"color": color},
             text=values,
             texttemplate=f"%{{text:{digits}}}",
             textposition="inside",
             insidetextanchor="start",
-            insidetextfont={"color": "#10131a"},  # contrast of at least 4.4:1 on every series colour
-            error_x=spread | {"color": GREY, "thickness": 1.5, "width": 5} if any(above + below) else None,
+            insidetextfont={"color": "#10131a"},  # contrast of at least 4.4:1 on every series color
+            error_x=spread | {"color": GRAY, "thickness": 1.5, "width": 5} if any(above + below) else None,
         )
         traces.append(bar)
     labels = [trial.label for trial in reversed(trials)]

@@ -48,7 +48,7 @@ class RunRecord:
         return str(self.result.get("status", "unfinished"))
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Return the steps at which a metric was logged and its values; None for a non-numeric value."""
+        """Return the steps at which a metric was logged and its values; None for NaN or infinity."""
         lines = [line for line in self.lines if name in line]
         return [line["step"] for line in lines], [line[name] for line in lines]
 

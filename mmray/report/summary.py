@@ -131,13 +131,11 @@ def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
     reasons: Counter[str] = Counter()
     examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for entry in chain.from_iterable(read_lines(folder / QUARANTINE) for folder in (run_folder, *folders)):
-        in_training = entry.get("stage") == "train"
-        reason = "in training" if in_training else str(entry.get("reason") or "")
+        reason = "in training" if entry.get("stage") == "train" else str(entry.get("reason") or "")
         reasons[reason] += 1
         if len(examples[reason]) < MAX_EXAMPLES:  # there may be millions
             row = {name: str(entry.get(name) or "") for name in ("key", "source", "detail")}
-            detail = str(entry.get("reason") or "") if in_training else row["detail"]
-            examples[reason].append(row | {"reason": reason, "detail": detail})
+            examples[reason].append(row | {"reason": reason})
     interleaved = zip_longest(*examples.values())  # one row of each reason in turn
     shown = [row for row in chain.from_iterable(interleaved) if row is not None][:MAX_EXAMPLES]
     checks = []

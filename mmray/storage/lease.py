@@ -2,7 +2,7 @@
 
 The file `lease/N` has the fencing token N, which grows with every take-over and attempt; a writer that finds a higher
 number stops (Kleppmann 2017, chapter 8). On disks N is claimed by exclusive create. pyarrow has no conditional put:
-on an object store each contender writes `lease/N-TOKEN`, and owns N if a listing has no other object of N or more.
+on an object store each contender writes `lease/N-UUID`, and owns N if a listing has no other object of N or more.
 No clocks are compared: an owner on another machine is dead if its file does not change for `stale_after_s`.
 """
 
@@ -159,14 +159,14 @@ class Lease:
         while not self._released.wait(self._heartbeat_s):
             fencing_token = self.fencing_token
             try:
-                self._beat(fencing_token)
+                self._write_heartbeat(fencing_token)
             except FileNotFoundError:
                 if fencing_token == self.fencing_token:  # not replaced by `claim_next_token`
                     return  # lost: `check` reports it
             except OSError:
                 continue
 
-    def _beat(self, fencing_token: int) -> None:
+    def _write_heartbeat(self, fencing_token: int) -> None:
         """Update the modification time of the claim. Raises FileNotFoundError if it was deleted."""
         file = self._file(fencing_token)
         if isinstance(file, Path):

@@ -136,12 +136,11 @@ AnyPath = Path | RemotePath
 
 
 def to_path(address: str | AnyPath) -> AnyPath:
-    """Convert user input to a path: absolute if local, a RemotePath for an address (s3://bucket/prefix)."""
+    """Convert user input to a path: absolute if local (`file://` too), a RemotePath for s3://bucket/prefix."""
     if isinstance(address, RemotePath):
         return address
-    if "://" in str(address):
-        return RemotePath(Storage(str(address)))
-    return Path(address).expanduser().resolve()
+    storage = Storage(str(address))
+    return RemotePath(storage) if "://" in storage.address else Path(storage.address).resolve()
 
 
 def write_atomic(path: AnyPath, text: str) -> None:

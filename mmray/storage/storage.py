@@ -21,6 +21,7 @@ from mmray.errors import UsageError
 from mmray.storage.address import CREDENTIALS_REFUSED, has_credentials, redact_url
 
 T = TypeVar("T")
+R = TypeVar("R")
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs")
 TEMP_SUFFIX = ".unfinished"
 ATTEMPTS, MAX_WAIT_S = 5, 20.0
@@ -48,8 +49,10 @@ class Storage:
             object.__setattr__(self, "address", str(Path(self.address).expanduser().absolute()))
         elif scheme not in SCHEMES:  # the address may come from the manifest of somebody else's set
             raise UsageError(
-                f"{redact_url(self.address)} cannot be opened: use a local path or an address with {', '.join(SCHEMES)}"
+                f"{redact_url(self.address)} cannot be opened: use a local path or a URI with {', '.join(SCHEMES)}"
             )
+        elif scheme == "file":
+            object.__setattr__(self, "address", open_filesystem(self.address)[1])
 
     @classmethod
     def split(cls, address: str) -> tuple[Storage, str]:
@@ -212,6 +215,13 @@ def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
     """Run `call` on each item in MAX_PARALLEL threads. Raises the first error."""
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:  # starts as many threads as it has items
         list(pool.map(call, items))
+
+
+def iter_parallel(call: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """Yield the result of `call` for each item, in order; MAX_PARALLEL threads compute a few at a time."""
+    with ThreadPoolExecutor(MAX_PARALLEL) as pool:
+        for first in range(0, len(items), 4 * MAX_PARALLEL):
+            yield from pool.map(call, items[first : first + 4 * MAX_PARALLEL])
 
 
 class ByteRange(NamedTuple):

@@ -70,14 +70,14 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) 
     plan = SamplePlan(
         num_rows=resolved.data_identity["num_rows"],
         global_rows=resolved.shape.global_rows,
-        world=world,
+        world_size=world,
         micro=resolved.shape.micro,
         seed=config.train.seed,
         steps=resolved.steps,
         shuffle=config.data.shuffle,
         components=resolved.train_set.components if isinstance(resolved.train_set, PreparedMixture) else (),
         shuffle_block=rows_per_block,
-        window=blocks_per_window,
+        blocks_per_window=blocks_per_window,
     )
     if checkpoint is None:
         return ResumePoint(plan, 0)
@@ -98,8 +98,8 @@ class Workers(Protocol):
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
         """Return the outcome of rank 0, or raise why the attempt failed; calls `poll` several times per second."""
 
-    def drain(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return new messages, and the last heartbeat of each rank (`Coordinator.drain`)."""
+    def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the messages after the first `num_received`, and the last heartbeat of each rank."""
 
     def request_stop(self) -> None:
         """Request a checkpoint and the end of the attempt after the next step."""

@@ -13,6 +13,7 @@ class Coordinator:
 
     def __init__(self, bad_rows: set[int]) -> None:
         self._messages: list[dict[str, Any]] = []
+        self._num_received = 0  # messages that the driver has received
         self._heartbeats: dict[int, tuple[dict[str, Any], float]] = {}
         self._bad_rows = bad_rows
         self._stop_requested = self._stacks_requested = False
@@ -20,11 +21,16 @@ class Coordinator:
     def push(self, message: dict[str, Any]) -> None:
         self._messages.append(message)
 
-    def drain(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return and clear the new messages; return the last heartbeat of each rank with its age."""
-        messages, self._messages = self._messages, []
+    def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the messages after the first `num_received`, and the last heartbeat of each rank with its age.
+
+        A message is kept until a later call counts it as received, because a reply may not reach the driver in time.
+        """
+        del self._messages[: num_received - self._num_received]
+        self._num_received = num_received
         now_s = time.monotonic()
-        return messages, [{**record, "age_s": now_s - received_s} for record, received_s in self._heartbeats.values()]
+        heartbeats = [{**record, "age_s": now_s - received_s} for record, received_s in self._heartbeats.values()]
+        return list(self._messages), heartbeats
 
     def heartbeat(self, record: dict[str, Any]) -> tuple[bool, bool]:
         """Store a rank's heartbeat, or remove a rank that ended; return whether a stop and stacks are requested."""

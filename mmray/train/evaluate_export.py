@@ -37,7 +37,11 @@ from mmray.train.monitor import RunReporter
 from mmray.train.run_dir import RunDir
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
-RECIPES = {"clip": recipes.clip, "siglip": recipes.siglip, "generative": recipes.llava}  # of kinds with one checkpoint
+RECIPES = {
+    "clip": recipes.clip,
+    "siglip": recipes.siglip,
+    "generative": recipes.llava,
+}  # kinds that load from one checkpoint
 
 
 def load_run_config(folder: AnyPath) -> Config:
@@ -54,15 +58,17 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
     run, config = RunDir(folder.expanduser().resolve()), load_run_config(folder)
     metric, faults = best_metric(config), list[str]()
     if step is None:
-        checkpoint = files.latest_valid(run.checkpoints, faults.append, rename=False)
+        checkpoint = files.latest_valid_checkpoint(run.checkpoints, faults.append, rename=False)
     else:
-        checkpoint = files.best(run.checkpoints, metric) if step == "best" else run.checkpoints / f"step-{step}"
+        checkpoint = (
+            files.best_checkpoint(run.checkpoints, metric) if step == "best" else run.checkpoints / f"step-{step}"
+        )
         if checkpoint is None:
             faults = [f"none has {metric}: the run holds out no rows, or was never evaluated at a checkpoint"]
         elif (fault := files.verify(checkpoint)) is not None:
             faults, checkpoint = [f"checkpoint {checkpoint} is not valid: {fault}"], None
     if checkpoint is None:
-        existing = ", ".join(files.list_names(run.checkpoints)) or "none"
+        existing = ", ".join(files.list_checkpoint_names(run.checkpoints)) or "none"
         raise UsageError("\n".join([f"{run.path} has no such valid checkpoint; checkpoints: {existing}", *faults]))
     return config, (run.path / "tokenizer.json").read_text(), checkpoint
 
@@ -99,7 +105,7 @@ def evaluate_run(
     settings: EvalSettings | None = None,
     **cluster: Any,
 ) -> dict[str, float]:
-    """Return the metrics of a checkpoint. Arguments that are None take the run's value; `data`: its held-out rows."""
+    """Return the metrics of a checkpoint. None: the value of the run; for `data`, its held-out rows."""
     config, tokenizer_json, checkpoint = open_run(folder, step)
     if settings is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
@@ -124,6 +130,7 @@ def _evaluate(
 ) -> dict[str, float]:
     if reasons := validate.evaluation_reasons(config):
         raise UsageError("\n".join(reasons))
+    config = config.replace(train=config.train.replace(parallel="single"))  # one device per worker, also of `branches`
     with ray_session(config.cluster) if (on_ray := needs_ray(config.cluster)) else nullcontext():
         if on_ray:
             from mmray.train.resources import check_capacity

@@ -142,8 +142,8 @@ class LocalWorkers:
             raise error if isinstance(error, MmrayError) else WorkerFailed("raised", error)
         return dict(value)
 
-    def drain(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        return self._coordinator.drain()
+    def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        return self._coordinator.drain(num_received)
 
     def request_stop(self) -> None:
         self._coordinator.request_stop()

@@ -42,14 +42,14 @@ def run_worker(connection: Connection) -> None:
         with lock:
             connection.send(("push", message))
 
-    def beat(record: dict[str, Any]) -> bool:
+    def send_heartbeat(record: dict[str, Any]) -> bool:
         stop_requested, stacks_requested = call("heartbeat", record)
         if stop_requested:
             stop.set()
         return bool(stacks_requested)
 
     process = {"rank": 0, "node": "here", "pid": os.getpid(), "started_s": psutil.Process().create_time()}
-    driver = DriverHandle(report, stop.is_set, lambda row: int(call("record_bad_row", row)), beat, process)
+    driver = DriverHandle(report, stop.is_set, lambda row: int(call("record_bad_row", row)), send_heartbeat, process)
     device = torch.device("cuda", 0) if config.cluster.accelerator == "gpu" else torch.device("cpu")
     try:
         args = context.reader, resume_point, config.data.block_mb, context.decode_actors

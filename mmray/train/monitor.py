@@ -23,7 +23,7 @@ from mmray.machine import process_memory
 from mmray.train.coordinator import IMPORTING
 
 if TYPE_CHECKING:
-    from mmray.data.prepare.pipeline import Progress
+    from mmray.data.prepare.pipeline import PrepareProgress
     from mmray.train.backend import Workers
 
 WASTED_STEPS, CHECKPOINT_S = "wasted_steps", "checkpoint_s"
@@ -42,7 +42,7 @@ class RunReporter(Protocol):
     def log(self, text: str, label: str = "") -> None: ...
     def status(self, title: str) -> None: ...  # a stage of a start, the last is TRAINING
     def phase(self, title: str) -> None: ...  # what follows or interrupts the steps, such as an evaluation
-    def prepare_progress(self, progress: Progress) -> None: ...
+    def prepare_progress(self, progress: PrepareProgress) -> None: ...
     def step(self, metrics: dict[str, Any], total_steps: int) -> None: ...
 
 
@@ -125,8 +125,8 @@ def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
     return silent or outside or list(records)
 
 
-def latest_request_at_s(preempted_at_s: float, checkpoint_duration_s: float, step_duration_s: float) -> float:
-    """Return the epoch time at which to request the last checkpoint before a preemption; 0: at once."""
+def checkpoint_request_time_s(preempted_at_s: float, checkpoint_duration_s: float, step_duration_s: float) -> float:
+    """Return the Unix time at which to request the last checkpoint before a preemption; 0: immediately."""
     if not preempted_at_s or not checkpoint_duration_s:  # unknown
         return 0.0
     # Two steps: the current one, and the one that carries the request.
@@ -156,7 +156,7 @@ class RunProgress:
 
 @dataclass
 class AttemptMonitor:
-    """The driver's part in one running attempt of `world` workers."""
+    """Monitors one attempt of `world` workers from the driver: hangs, preemption, capacity, signals."""
 
     config: Config  # with the range of workers that the user set
     world: int  # number of workers, torch's world size
@@ -172,6 +172,7 @@ class AttemptMonitor:
     stop_reason: StopReason | None = None
     started: bool = False  # a worker has reported
     heartbeats: list[HeartbeatRecord] = field(default_factory=list)
+    _num_received: int = 0  # messages
     _next_check_s: float = 0.0
     _next_capacity_s: float = 0.0
     _next_memory_s: float = 0.0
@@ -213,10 +214,11 @@ class AttemptMonitor:
         if self._signalled or not self.started:
             raise ForceExit
         self._signalled, self.stop_reason = True, None  # overrides a resize or a preemption
-        self.request_stop("user", "after this step, with a checkpoint; press Ctrl-C again to exit at once")
+        self.request_stop("user", "stopping after this step, with a checkpoint; press Ctrl-C again to exit immediately")
 
     def read_updates(self) -> None:
-        messages, records = self.workers.drain()
+        messages, records = self.workers.drain(self._num_received)
+        self._num_received += len(messages)
         self.heartbeats = [HeartbeatRecord(**record) for record in records]
         self.started |= bool(records) or any(message.get("stage") != IMPORTING for message in messages)
         for message in messages:
@@ -257,7 +259,7 @@ class AttemptMonitor:
         if not deadlines:
             return
         self.preempted, first_s = True, min(deadlines)
-        if time.time() >= latest_request_at_s(first_s, self.progress.checkpoint_s, self.progress.step_s):
+        if time.time() >= checkpoint_request_time_s(first_s, self.progress.checkpoint_s, self.progress.step_s):
             when = f"in {first_s - time.time():.0f} s" if first_s else "soon"
             self.request_stop("preempted", f"node will be preempted {when}; checkpointing and moving to another node")
 

@@ -158,11 +158,11 @@ class RayWorkers:
         result: Any = run_in_thread(self.trainer.fit, poll)
         return dict(result.return_value)
 
-    def drain(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         try:
-            messages, heartbeats = ray.get(self.coordinator.drain.remote(), timeout=10)
+            messages, heartbeats = ray.get(self.coordinator.drain.remote(num_received), timeout=10)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            return [], []  # Ray is shutting down: the attempt itself raises
+            return [], []  # the next call returns them; if Ray is shutting down, the attempt itself raises
         return messages, heartbeats
 
     def request_stop(self) -> None:
@@ -218,8 +218,8 @@ def _is_worker_lost(error: BaseException) -> bool:
 
 def _host_oom_error(error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> OutOfMemoryError:
     """Ray's memory monitor killed a worker: its node, not a device, was out of memory."""
-    share = -(-resolved.shape.global_rows // monitor.world)
-    micro = min(rows for rows in (monitor.progress.micro, resolved.micro, resolved.shape.micro, share) if rows)
+    rows_per_rank = -(-resolved.shape.global_rows // monitor.world)
+    micro = min(rows for rows in (monitor.progress.micro, resolved.micro, resolved.shape.micro, rows_per_rank) if rows)
     smaller = micro // 2
     what = f"a node ran out of memory with micro-batches of {micro} rows ({str(error).splitlines()[0]})"
     fix = f"Retrying with micro-batches of {smaller}" if smaller else "Check what else uses memory on that node"

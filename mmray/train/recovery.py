@@ -1,4 +1,4 @@
-"""Why an attempt failed, and what follows. Values and pure functions."""
+"""Classify the failure of an attempt and decide the recovery. Pure functions."""
 
 from __future__ import annotations
 
@@ -34,16 +34,24 @@ class Restart:
     micro: int = 0  # rows of a micro-batch from now on; 0: unchanged
 
 
-def count_failures(failures: int, kind: str, progressed: bool) -> int:
-    """Consecutive failures without a new checkpoint, including this one unless it is a preemption."""
-    return (0 if progressed else failures) + (kind != "preempted")
+def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
+    """Consecutive failures without a new checkpoint, including this one if it counts.
+
+    Preemptions do not count, nor do restarts with smaller micro-batches, which end at one row.
+    """
+    return (0 if progressed else failures) + (failure.kind != "preempted" and not retry_micro(failure.error))
+
+
+def retry_micro(error: BaseException) -> int:
+    """Return the smaller micro-batch to restart with after running out of memory; 0 for another error."""
+    return error.retry_micro if isinstance(error, OutOfMemoryError) else 0
 
 
 def decide_recovery(failure: Failure, before: Failure | None, failures: int, max_failures: int) -> Restart | MmrayError:
     """Return a restart, or the error that ends the run; `before` is the latest failure of earlier attempts."""
     error = failure.error
-    if isinstance(error, OutOfMemoryError) and error.retry_micro:
-        return Restart(str(error), error.retry_micro)
+    if micro := retry_micro(error):
+        return Restart(str(error), micro)
     if isinstance(error, MmrayError) and failure.kind == "raised":
         return error
     message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"

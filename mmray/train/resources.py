@@ -25,7 +25,7 @@ FREE_WAIT_S = 4.0
 
 
 def resource_demand(config: Config, with_data: bool = True) -> Demand:
-    """Return the run's workers and data CPUs; `auto` workers have GPUs if the cluster has, or can get, any."""
+    """Return the run's workers and data CPUs; accelerator `auto`: GPUs if the cluster has, or can add, any."""
     nodes, cluster = placement.alive_nodes(), config.cluster
     per_worker = {"CPU": cluster.num_cpus}
     pools = [Node(pool.resources) for pool in placement.autoscaling_pools()]

@@ -21,7 +21,7 @@ from mmray.machine import cores
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, to_path, write_atomic
 
-# Settings that may change on resume: they keep the order of rows, and the steps but for what README.md lists.
+# Settings that may change on resume: they change neither the sample order nor, except as README.md lists, the steps.
 _RESUMABLE = {
     "batch": "micro accumulation",
     "data": "workers block_mb cache local_cache local_cache_gb max_bad_rows eval eval_split",

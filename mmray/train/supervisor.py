@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from mmray.data.store.manifest import QUARANTINE
-from mmray.engine.bad_samples import load_bad_rows
+from mmray.engine.bad_rows import load_bad_rows
 from mmray.engine.checkpoint import files
 from mmray.errors import MmrayError, ResourceError, StorageError, TrainingError, UsageError
 from mmray.evaluate.build import best_metric
@@ -36,7 +36,7 @@ class Supervisor:
         self.attempts = self.failures = self.preemptions = self.resizes = 0
         self.last_failure: Failure | None = None
         self.restart: Restart | None = None  # the decision after the last attempt, if it failed
-        self.failed_resizes: list[int] = []  # one per resize: the workers of the group that stopped for a larger one
+        self.unconfirmed_resizes: list[int] = []  # one each: the workers of the group that stopped for a larger one
         self.progress = RunProgress()
         self.starts: list[Any] = []  # of StartTimeline, for result.json
 
@@ -66,7 +66,7 @@ class Supervisor:
                 start_step=start_step,
                 progress=self.progress,
                 retried_errors=self.backend.errors,
-                failed_resizes=self.failed_resizes.count(world),
+                failed_resizes=self.unconfirmed_resizes.count(world),
             )
             try:
                 with signal_handlers(monitor.on_signal):
@@ -79,7 +79,7 @@ class Supervisor:
                 self.preemptions += monitor.stop_reason == "preempted"
                 if monitor.stop_reason == "resize":
                     self.resizes += 1
-                    self.failed_resizes.append(world)
+                    self.unconfirmed_resizes.append(world)
             except self.backend.errors as error:
                 self._handle_failure(error, monitor)
             except Exception as error:
@@ -88,7 +88,7 @@ class Supervisor:
             finally:
                 if monitor.started:
                     # A group of `world` workers started, so resizes from fewer succeeded.
-                    self.failed_resizes = [workers for workers in self.failed_resizes if workers >= world]
+                    self.unconfirmed_resizes = [workers for workers in self.unconfirmed_resizes if workers >= world]
                 workers.close()
         return self._write_result(outcome)
 
@@ -102,7 +102,9 @@ class Supervisor:
                     self.lease.claim_next_token()
                 if self._latest_step():
                     self.reporter.status("verifying the checkpoint")
-                checkpoint = files.latest_valid(self.run.checkpoints, partial(self.reporter.log, label="checkpoint"))
+                checkpoint = files.latest_valid_checkpoint(
+                    self.run.checkpoints, partial(self.reporter.log, label="checkpoint")
+                )
                 merge_appended_lines(self.run.path / QUARANTINE)
                 return checkpoint, load_bad_rows(self.run.path)
             except (StorageError, OSError) as error:
@@ -118,7 +120,7 @@ class Supervisor:
     def _handle_failure(self, error: Exception, monitor: AttemptMonitor) -> None:
         """Decide what follows a failure: set `restart`, or write result.json and raise."""
         failure, latest_step = classify_failure(error, monitor, self.resolved, self.backend), self._latest_step()
-        self.failures = count_failures(self.failures, failure.kind, latest_step > monitor.start_step)
+        self.failures = count_failures(self.failures, failure, latest_step > monitor.start_step)
         self.preemptions += failure.kind == "preempted"
         decision = decide_recovery(failure, self.last_failure, self.failures, self.config.cluster.max_failures)
         if isinstance(decision, MmrayError):
@@ -155,8 +157,8 @@ class Supervisor:
             return self._write_json(outcome | {"best": best})
         except OSError as error:
             raise ResourceError(
-                f"the weights of step {outcome['steps']} are in {self.run.checkpoints}, but cannot write "
-                f"{self.run.path / 'result.json'}: {error.strerror or error}. Free disk space (or fix the storage) "
+                f"cannot write {self.run.path / 'result.json'} (the weights of step {outcome['steps']} are saved in "
+                f"{self.run.checkpoints}): {error.strerror or error}. Free disk space (or fix the storage) "
                 "and rerun the same command; completed steps are not repeated"
             ) from error
 
@@ -188,6 +190,6 @@ class Supervisor:
     def _latest_step(self) -> int:
         """The step of the latest complete checkpoint, which is verified when it is loaded; 0 without one."""
         with suppress(TrainingError):
-            if (path := files.latest_complete(self.run.checkpoints)) is not None:
+            if (path := files.latest_complete_checkpoint(self.run.checkpoints)) is not None:
                 return files.step_of(path)
         return 0

@@ -33,11 +33,11 @@ def unsupported_reasons(config: Config) -> list[str]:
         if train.precision == "fp16":
             reasons.append("fsdp supports fp32 and bf16; set --train.precision bf16")
         if train.channels_last:
-            reasons.append("fsdp needs the default layout; set --train.channels_last False, or use `ddp`")
+            reasons.append("fsdp needs the default layout; set --train.channels-last False, or use `ddp`")
         if train.ema:
             reasons.append("train.ema needs whole weights, which fsdp shards; use `ddp`, or --train.ema 0")
         if config.evaluate.num_generations:
-            reasons.append("evaluate.num_generations needs whole weights, which fsdp shards; set it to 0")
+            reasons.append("evaluate.num_generations is not supported with fsdp; set it to 0")
     if train.parallel == "branches":
         if kind not in TWO_TOWER_KINDS:
             reasons.append(f"train.parallel branches needs an image and a text tower, not `{kind}`; use `ddp`")

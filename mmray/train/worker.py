@@ -29,7 +29,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
 
     stop = threading.Event()
 
-    def beat(record: dict[str, Any]) -> bool:
+    def send_heartbeat(record: dict[str, Any]) -> bool:
         """Send a heartbeat, and read the driver's requests (none, if the coordinator does not answer)."""
         try:
             stop_requested, stacks_requested = ray.get(coordinator.heartbeat.remote(record), timeout=5)
@@ -43,7 +43,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
         report=coordinator.push.remote if rank == 0 else (lambda _: None),
         stop_requested=stop.is_set,  # the ranks agree on it in the next step
         count_bad_row=lambda row: ray.get(coordinator.record_bad_row.remote(row)),
-        beat=beat,
+        send_heartbeat=send_heartbeat,
         process_info={
             "rank": rank,
             "node": ray.get_runtime_context().get_node_id(),

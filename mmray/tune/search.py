@@ -26,7 +26,7 @@ from mmray.train.ray_backend import run_in_thread
 from mmray.train.resolve import resolve_run
 from mmray.train.resources import check_capacity, is_single_node, num_decode_actors, resource_demand
 from mmray.train.run_dir import collect_environment
-from mmray.tune import trials as trial_plans
+from mmray.tune import trials as trial_module
 from mmray.tune.results import Row, TrialOutcome, build_row, classify_error, select_best
 from mmray.tune.sweep import SweepDir, SweepReporter, SweepState, resolve_sweep_dir
 from mmray.tune.trials import Trial
@@ -54,21 +54,21 @@ def search(sweep: Sweep, reporter: SweepReporter) -> tuple[Path, dict[str, Any],
 
     Returns the folder, the content of sweep.json, and the rows of the trials.
     """
-    trials = trial_plans.build_trials(sweep.base, sweep.space)
+    trials = trial_module.build_trials(sweep.base, sweep.space)
     os.environ.update(_ENVIRONMENT)
-    with ray_session(trial_plans.largest_cluster(trials)):
+    with ray_session(trial_module.largest_cluster(trials)):
         trials = mark_infeasible(trials)
         trials, feasible_trials, num_rows = resolve_trials(trials, sweep, reporter)
-        samples = trial_plans.samples_per_trial(sweep.trial_settings, trials, num_rows)
-        identity = {"space": trial_plans.searched_values(trials), "samples_per_trial": samples}
+        samples = trial_module.samples_per_trial(sweep.trial_settings, trials, num_rows)
+        identity = {"space": trial_module.searched_values(trials), "samples_per_trial": samples}
         folder = resolve_sweep_dir(sweep.base, identity)
         with Lease(folder.path, activity="in use for a sweep"):
             folder.write("recipe.yaml", to_yaml(sweep.base))
             trial_configs = {
-                name: trial_plans.trial_config(trial, samples, num_rows, folder.path, sweep.goal)
+                name: trial_module.trial_config(trial, samples, num_rows, folder.path, sweep.goal)
                 for name, trial in feasible_trials.items()
             }
-            if warning := trial_plans.warmup_warning(list(trial_configs.values()), num_rows, sweep.goal):
+            if warning := trial_module.warmup_warning(list(trial_configs.values()), num_rows, sweep.goal):
                 reporter.log(warning, "warm-up")
             return _search(sweep, trials, trial_configs, identity, folder, reporter)
 
@@ -168,7 +168,7 @@ def _search(
     status = "failed" if failure else next((each for each in ("stopped", "finished") if each in statuses), "failed")
     summary |= {"status": status, "elapsed_s": elapsed_s, "recommendation": best}
     if best is not None:
-        folder.write("best.yaml", to_yaml(trial_plans.to_recipe(state.trials[best["best"]])))
+        folder.write("best.yaml", to_yaml(trial_module.to_recipe(state.trials[best["best"]])))
     folder.write_json("sweep.json", summary)
     write_report_safely(folder.path, reporter.log)
     if failure is not None:
@@ -186,7 +186,7 @@ def plan_concurrency(trial_configs: dict[str, Config], limit: int | None) -> tup
     wanted = min(limit or (1 if single_node else len(trial_configs)), len(trial_configs))
     total, pools = placement.alive_nodes(), placement.autoscaling_pools()
     free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if fits(demand, total) else 0.0)
-    num_concurrent, actors = trial_plans.trial_concurrency(free, total, demand, wanted, pools)
+    num_concurrent, actors = trial_module.trial_concurrency(free, total, demand, wanted, pools)
     return num_concurrent, {
         name: config  # concurrent trials share the cluster, so each gets a fixed number of decode actors
         if isinstance(config.data.workers, int)

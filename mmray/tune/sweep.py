@@ -101,4 +101,4 @@ class SweepState:
         if self.stop.is_set():
             raise ForceExit
         self.stop.set()
-        self.reporter.log("stopping the running trials; press Ctrl-C again to exit at once", "stop")
+        self.reporter.log("stopping the running trials; press Ctrl-C again to exit immediately", "stop")

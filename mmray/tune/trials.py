@@ -38,7 +38,7 @@ def clear_length_and_derived_batch(recipe: Config, keys: Sequence[str]) -> Confi
 
 def restore_length(trial_settings: Config, recipe: Config) -> Config:
     """Return the settings with the length of the recipe: the base of `best.yaml`."""
-    length = recipe.train.model_dump(include={"steps", "samples", "epochs"})
+    length = recipe.train.model_dump(include={name.removeprefix("train.") for name in LENGTHS})
     return trial_settings.replace(train=trial_settings.train.replace(**length))
 
 

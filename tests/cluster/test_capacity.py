@@ -37,7 +37,7 @@ def test_fitting_run_has_no_message(demand, nodes, pools):
     [
         (gpu_run(99), [HEAD, GPU_NODE, CPU_NODE], [], "24 CPU and 4 GPU on 3 nodes"),
         (gpu_run(99), [HEAD, GPU_NODE, CPU_NODE], [], "--cluster.workers 4 would fit"),
-        (Demand(1, {"slots": 1.0}, 2), [Node({"CPU": 4.0, "slot": 2.0})], [], "no node has any slots"),  # misspelt
+        (Demand(1, {"slots": 1.0}, 2), [Node({"CPU": 4.0, "slot": 2.0})], [], "no node has any slots"),  # misspelled
         (Demand(1, {"CPU": 12.0}, 0), [Node({"CPU": 8.0})] * 2, [], "no single node can hold one worker"),
         (Demand(4, {"CPU": 1.0}, 2), [Node({"CPU": 4.0})], [], "2 workers fit together with the data"),
         (gpu_run(2), [Node({"CPU": 8.0})], [], "--cluster.accelerator cpu"),

@@ -21,7 +21,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def roles():
-    """A head without CPUs, two training nodes and one data node, labelled as in cluster.yaml."""
+    """A head without CPUs, two training nodes and one data node, labeled as in cluster.yaml."""
     three = [{"num_cpus": 3, "labels": {ROLE_LABEL: role}} for role in ("train", "train", "data")]
     with several_nodes(*three, head={"labels": {ROLE_LABEL: "head"}}) as cluster:
         yield cluster
@@ -70,7 +70,7 @@ def test_decoding_runs_on_data_nodes_and_training_on_train_nodes(placed, joined_
     ("settings", "message"),
     [
         ({"workers": 99, "accelerator": "gpu"}, "no node has any GPU"),
-        ({"train_label": "role=gup"}, "no node for training is labelled role=gup"),
+        ({"train_label": "role=gup"}, "no node for training is labeled role=gup"),
     ],
 )
 def test_impossible_run_is_refused_within_10_s(joined_roles, tmp_path, settings, message):

@@ -59,7 +59,7 @@ def test_request_is_refreshed_before_it_expires_and_cancelled(monkeypatch):
     assert placement.EXPIRES_S > 2 * placement.REFRESH_S + placement.REQUEST_TIMEOUT_S
 
 
-def test_errors_of_ray_train_are_recognised():
+def test_errors_of_ray_train_are_recognized():
     late = ray.train.ControllerError(WorkerGroupStartupTimeoutError(2))
     assert ray_internals.is_train_error(late.controller_failure, "WorkerGroupStartupTimeoutError")
     assert not ray_internals.is_train_error(None, "WorkerGroupStartupTimeoutError")

@@ -148,8 +148,8 @@ def test_object_store_of_80_mb_streams_four_times_that(tmp_path):
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     started = ray.init(address="local", num_cpus=8, object_store_memory=80 * 10**6, **quiet)
     try:
-        greys = [png(grey, 160) for grey in range(64)]
-        make_set(tmp_path / "set", [row(number, greys[number % 64]) for number in range(4224)])
+        grays = [png(gray, 160) for gray in range(64)]
+        make_set(tmp_path / "set", [row(number, grays[number % 64]) for number in range(4224)])
         wanted = config(tmp_path / "set", tmp_path, "tiny", steps=66, checkpoint_every=0)
         wanted = wanted.replace(
             model=wanted.model.replace(inputs=wanted.model.inputs.replace(image_side=160)),

@@ -10,7 +10,7 @@ from mmray.data.images.read import read_image
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.storage.storage import Storage
-from tests.data.formats.test_formats import COUNT, LAX, SOURCES, colour_image, images, tars
+from tests.data.formats.test_formats import COUNT, LAX, SOURCES, color_image, images, tars
 
 
 def jsonl(folder):
@@ -23,7 +23,7 @@ def jsonl(folder):
 def classes(folder):
     for number, name in enumerate(("cat", "red_fox")):
         images(folder / name, number + 1)
-    (folder / "stray.png").write_bytes(colour_image(9))
+    (folder / "stray.png").write_bytes(color_image(9))
     return folder
 
 
@@ -77,6 +77,6 @@ def test_prepare_from_bucket_to_bucket_resumes(s3, tmp_path, in_process):
     assert PreparedSet.open(out).read(rows) == PreparedSet.open(here).read(rows)
     prepare(source, f"{s3.address}/index", LAX.model_copy(update={"index_only": True}))
     indexed = PreparedSet.open(f"{s3.address}/index").read(rows)
-    assert [row.image for row in indexed] == [colour_image(number) for number in range(COUNT)]
+    assert [row.image for row in indexed] == [color_image(number) for number in range(COUNT)]
     in_process.clear()
     assert prepare(source, out, LAX) == there and in_process == []

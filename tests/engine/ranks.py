@@ -86,7 +86,7 @@ def join_group(folder: str | Path, name: str, rank: int, world: int) -> Group:
 
 def rows_of_rank(batch: dict[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
     """The rank's consecutive rows, padded with invalid ones to the same number on each rank."""
-    share = -(-len(batch["valid"]) // group.world)
+    share = -(-len(batch["valid"]) // group.world_size)
     own_rows = {name: tensor[group.rank * share : (group.rank + 1) * share] for name, tensor in batch.items()}
     missing = share - len(own_rows["valid"])
     padded = {name: torch.cat([tensor, torch.zeros_like(batch[name][:missing])]) for name, tensor in own_rows.items()}
@@ -170,8 +170,8 @@ def common_precision(group: Group) -> list[str]:
 
 def skipped_step(group: Group) -> dict[str, Any]:
     """The loop; the third step is not finite on the last rank."""
-    model, log = toy.NanAtSteps((3,) if group.rank == group.world - 1 else ()).double(), toy.Lines()
-    plan = SamplePlan(num_rows=33, global_rows=10, world=group.world, micro=2, seed=1, steps=8)
+    model, log = toy.NanAtSteps((3,) if group.rank == group.world_size - 1 else ()).double(), toy.Lines()
+    plan = SamplePlan(num_rows=33, global_rows=10, world_size=group.world_size, micro=2, seed=1, steps=8)
     outcome = toy.run(model, plan, group, callbacks=(model,), log=log, train=toy.train_settings(log_every=1))
     return {"skipped": outcome.skipped_steps, "weights": toy.flat(model), "norms": log.of("train/grad_norm")}
 
@@ -189,8 +189,10 @@ def collectives(group: Group) -> dict[str, Any]:
 def stopped_loop(group: Group) -> dict[str, Any]:
     """The loop; only the last rank requests a stop, at its seventh step."""
     log, polls, model = toy.Lines(), iter(range(100)), toy.Toy().double()
-    plan = SamplePlan(num_rows=33, global_rows=10, world=group.world, micro=4 // group.world, seed=1, steps=12)
-    stop = lambda: group.rank == group.world - 1 and next(polls) == 6  # noqa: E731
+    plan = SamplePlan(
+        num_rows=33, global_rows=10, world_size=group.world_size, micro=4 // group.world_size, seed=1, steps=12
+    )
+    stop = lambda: group.rank == group.world_size - 1 and next(polls) == 6  # noqa: E731
     outcome = toy.run(model, plan, group, log=log, stop=stop)
     return {"end": (outcome.status, outcome.steps), "weights": toy.flat(model), "lines": list(log)}
 
@@ -198,7 +200,7 @@ def stopped_loop(group: Group) -> dict[str, Any]:
 def overflow(group: Group) -> dict[str, Any]:
     """The loop in fp16 with a loss scale so high that the first gradients overflow."""
     scaler, model = torch.amp.GradScaler("cpu", init_scale=LARGE_SCALE), toy.Toy()
-    plan = SamplePlan(num_rows=33, global_rows=10, world=2, micro=2, seed=1, steps=20)
+    plan = SamplePlan(num_rows=33, global_rows=10, world_size=2, micro=2, seed=1, steps=20)
     history = [toy.flat(model)]
     callback = SimpleNamespace(on_step=lambda step, metrics: history.append(toy.flat(model)))
     train = toy.train_settings(precision="fp16")
@@ -216,7 +218,7 @@ OOM_SCENARIOS = [
     ("backward", "row-wise", 4),
     ("loss", "sigmoid", 8),  # a single micro-batch
 ]
-OOM_PLAN = SamplePlan(num_rows=60, global_rows=16, world=2, micro=4, seed=1, steps=8)
+OOM_PLAN = SamplePlan(num_rows=60, global_rows=16, world_size=2, micro=4, seed=1, steps=8)
 
 
 def run_with_oom(
@@ -227,7 +229,7 @@ def run_with_oom(
     model = toy.MemoryLimitedToy(fault, kind=objective).double()
     options = {"objective": fault.add_to_loss(OOM_OBJECTIVES[objective]()), "train": toy.train_settings(**settings)}
     options |= {"log": log, "callbacks": (fault,), "notify": lambda label, text: notes.append(text)}
-    plan = replace(OOM_PLAN, world=group.world, micro=micro)
+    plan = replace(OOM_PLAN, world_size=group.world_size, micro=micro)
     toy.run(model, plan, group, **options)
     return {"weights": toy.flat(model), "micro": log.of("batch/micro"), "notes": notes}
 
@@ -253,13 +255,13 @@ def oom_with_one_row(group: Group) -> dict[str, Any]:
 
 def oom_in_synchronizing_backward(group: Group) -> dict[str, Any]:
     """Rank 0 waits there. The last scenario of all."""
-    return oom_error(group, "synchronising backward")
+    return oom_error(group, "synchronizing backward")
 
 
 def sharded_bf16(group: Group) -> dict[str, list[float]]:
     """Losses of a sharded run that gathers weights in bf16, and of one in float32."""
     losses = {}
-    plan = SamplePlan(num_rows=12, global_rows=12, world=group.world, micro=3, seed=1, steps=6)
+    plan = SamplePlan(num_rows=12, global_rows=12, world_size=group.world_size, micro=3, seed=1, steps=6)
     for number in ("fp32", "bf16"):
         log, train = toy.Lines(), toy.train_settings(parallel="fsdp", precision=number, log_every=1)
         toy.run(toy.Branched(kind="sigmoid"), plan, group, objective=Sigmoid(), log=log, train=train)
@@ -298,7 +300,7 @@ def train_strategy(
 ) -> dict[str, Any]:
     """Eight steps under a strategy (the last six, from `first`): weights, losses, and the state after the second."""
     log, states, model = toy.Lines(), {}, toy.Branched(kind=objective).double()
-    plan = SamplePlan(num_rows=30, global_rows=12, world=group.world, micro=3, seed=1, steps=8)
+    plan = SamplePlan(num_rows=30, global_rows=12, world_size=group.world_size, micro=3, seed=1, steps=8)
     if settings.get("parallel") == "branches":
         strategy.place_branches(model, group.device)
 

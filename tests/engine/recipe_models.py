@@ -52,7 +52,7 @@ def train_kind(
         if backend is not None:
             branch.compile(backend=backend)
     state = toy.train_state(model, group, toy.objective(objective), parallel=parallel)
-    share = ROWS // group.world
+    share = ROWS // group.world_size
     for step in range(steps):
         batch = synthetic_batch(spec.inputs, VOCAB, ROWS, "cpu", seed=step)
         batch["valid"][-1] = False
@@ -65,14 +65,14 @@ def train_llava(
     group: Group, micro: int, group_by_length: bool = True, steps: int = 5, **settings: Any
 ) -> torch.Tensor:
     """The weights of a run of a generative model as in recipe `llava`: captions of different lengths."""
-    plan = SamplePlan(num_rows=20, global_rows=8, world=group.world, micro=micro, seed=1, steps=steps)
+    plan = SamplePlan(num_rows=20, global_rows=8, world_size=group.world_size, micro=micro, seed=1, steps=steps)
     train = toy.train_settings(**settings)
     torch.manual_seed(3)
     model = apply_transforms(build(MODELS["generative"][0], VOCAB).double(), train, toy.OPTIMIZER, group.device)
     options = {"objective": toy.objective("language_modelling"), "train": train, "group_by_length": group_by_length}
     if steps:
         micro_batches = iter_micro_batches(llava_blocks(plan, group.rank), plan, group_by_length)
-        loop.run(toy.train_spec(model, plan, group, **options), micro_batches)
+        loop.train_loop(toy.train_spec(model, plan, group, **options), micro_batches)
     return toy.flat(model)
 
 

@@ -32,8 +32,8 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
     group, messages = group or Group(), []
     tokenizer = extend_tokenizer(train_set.tokenizer_json, config.model.inputs)
     config = config.model_copy(update={"model": config.model.with_vocab(TextEncoder(tokenizer, 8).vocab_size, None)})
-    shape, steps = resolve_batch_shape(config.batch, group.world), config.train.steps
-    plan = SamplePlan(train_set.num_rows, shape.global_rows, group.world, shape.micro, seed=0, steps=steps)
+    shape, steps = resolve_batch_shape(config.batch, group.world_size), config.train.steps
+    plan = SamplePlan(train_set.num_rows, shape.global_rows, group.world_size, shape.micro, seed=0, steps=steps)
     first = 0 if checkpoint is None else files.step_of(checkpoint)
     if group.rank == 0:
         run_dir.write_run_files(folder, config, {"train": "made"}, tokenizer)
@@ -42,7 +42,9 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
     reader = RowReader(train_set, config.model.inputs, tokenizer, 10**6)
     context = WorkerContext(config, folder, lease.acquire() if lease else 0, reader, eval_set, tokenizer)
     blocks = BlockPlan(plan, first, 2)
-    rows = (reader.read_block(plan, blocks.positions(each)) for each in range(group.rank, blocks.count, group.world))
+    rows = (
+        reader.read_block(plan, blocks.positions(each)) for each in range(group.rank, blocks.count, group.world_size)
+    )
     about = {"rank": group.rank, "node": "", "pid": 0}
     driver = DriverHandle(messages.append, lambda: False, lambda _: 0, lambda _: False, about)
     try:

@@ -14,7 +14,7 @@ from tests.engine import toy
 
 
 def test_names_of_loop_functions_match():
-    """The heartbeat recognises phases of the loop by these names."""
+    """The heartbeat recognizes phases of the loop by these names."""
     assert all(hasattr(loop, name) for name in {heartbeat.LOOP_FUNCTION, *heartbeat.FUNCTIONS_WITHOUT_STEPS})
     files = (heartbeat.CHECKPOINT_WAIT_FILE, heartbeat.DATA_WAIT_FILE, heartbeat.COLLECTIVES_FILE)
     assert all(Path(file).is_file() for file in files)
@@ -23,7 +23,7 @@ def test_names_of_loop_functions_match():
 def test_wait_for_rows_is_reported_on_a_cpu(tmp_path, monkeypatch):
     """The innermost frame is of the stream, because a CPU has no prefetch thread."""
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
-    plan = SamplePlan(num_rows=8, global_rows=8, world=1, micro=8, seed=1, steps=1)
+    plan = SamplePlan(num_rows=8, global_rows=8, world_size=1, micro=8, seed=1, steps=1)
     release, messages = threading.Event(), []
 
     def slow_blocks():
@@ -32,7 +32,7 @@ def test_wait_for_rows_is_reported_on_a_cpu(tmp_path, monkeypatch):
 
     def train():
         with Heartbeat(messages.append, {}, tmp_path / "rank-0.txt", 60).running(0), suppress(TrainingError):
-            loop.run(toy.train_spec(toy.Toy(), plan), iter_micro_batches(slow_blocks(), plan))
+            loop.train_loop(toy.train_spec(toy.Toy(), plan), iter_micro_batches(slow_blocks(), plan))
 
     thread = threading.Thread(target=train, daemon=True)
     thread.start()

@@ -25,7 +25,7 @@ def few_nonfinite_steps(monkeypatch):
 
 
 def plan_of(steps: int, micro: int = 3, world: int = 1) -> SamplePlan:
-    return SamplePlan(num_rows=33, global_rows=10, world=world, micro=micro, seed=1, steps=steps)
+    return SamplePlan(num_rows=33, global_rows=10, world_size=world, micro=micro, seed=1, steps=steps)
 
 
 class Checkpoints(dict):
@@ -84,7 +84,7 @@ def test_wrong_rows_end_the_run_before_their_step(change, message, taken):
     plan, steps = plan_of(4), []
     spec = toy.train_spec(toy.Toy(), plan, callbacks=(on_step(lambda step, metrics: steps.append(step)),))
     with pytest.raises(TrainingError, match=message):
-        loop.run(spec, change(list(toy.steps_of(plan, 0))))
+        loop.train_loop(spec, change(list(toy.steps_of(plan, 0))))
     assert steps == taken
 
 

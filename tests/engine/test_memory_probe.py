@@ -50,7 +50,7 @@ ALLOCATION_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("point", ["forward", "synchronising backward"])
+@pytest.mark.parametrize("point", ["forward", "synchronizing backward"])
 @pytest.mark.parametrize("error", ALLOCATION_ERRORS)
 def test_all_allocation_errors_count_as_oom_and_the_step_is_retried(error, point):
     assert probe(state_with(5, error=error))[0] == 3
@@ -80,7 +80,7 @@ def test_smaller_micro_keeps_rows_and_equal_counts_on_ranks():
     batch = make_local_batch(toy.cut(rows, 4))
     smaller = split_micro_batches(batch, 2)
     assert smaller.sizes == (2, 2, 2, 2, 2)
-    assert smaller.is_filler == (False, False, True, True, True)
+    assert smaller.is_dummy == (False, False, True, True, True)
     assert smaller.rows == batch.rows == 10
     keys = torch.cat([micro["key"][micro["valid"]] for micro in smaller.micro_batches])
     assert torch.equal(keys, rows["key"][:4])

@@ -23,7 +23,7 @@ OBJECTIVES = {"fusion": "contrastive + 0.5 * matching + classification + region_
 KINDS = ("clip", "siglip", "fusion")
 
 
-def labelled_row(number):
+def labeled_row(number):
     """A row with label row % 3, and row % 4 boxes with labels 1 and 2."""
     boxes, labels = [[0.1 * each, 0.2, 0.5, 0.9] for each in range(number % 4)], [1, 2, 1][: number % 4]
     return replace(row(number), label=number % 3, boxes=boxes, box_labels=labels)
@@ -32,7 +32,7 @@ def labelled_row(number):
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """A training and an evaluation split."""
-    rows, folder = [labelled_row(number) for number in range(30)], tmp_path_factory.mktemp("kinds") / "set"
+    rows, folder = [labeled_row(number) for number in range(30)], tmp_path_factory.mktemp("kinds") / "set"
     make_set(folder, rows[:22], rows[22:])
     return PreparedSet.open(str(folder), "train"), PreparedSet.open(str(folder), "test")
 

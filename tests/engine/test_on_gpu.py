@@ -24,7 +24,7 @@ from tests.engine.fake_cuda import CPU, DEVICES, DeviceTensor, fake_gpus, gpus, 
 from tests.engine.single_worker import make_prepared, run_worker
 
 GPU = DEVICES[0]
-PLAN = SamplePlan(num_rows=20, global_rows=8, world=1, micro=3, seed=1, steps=3)
+PLAN = SamplePlan(num_rows=20, global_rows=8, world_size=1, micro=3, seed=1, steps=3)
 LONG_PLAN = replace(PLAN, steps=6)
 QUIET = {"log_every": 0, "checkpoint_every": 0}
 
@@ -65,7 +65,7 @@ def spec_of(kind, device, double=True, options=None, **settings):
 def train(kind, device, **options):
     """The final weights of a run, on the CPU."""
     spec = spec_of(kind, device, **options)
-    outcome = loop.run(spec, steps_of(recipe_models.MODELS[kind][0]))
+    outcome = loop.train_loop(spec, steps_of(recipe_models.MODELS[kind][0]))
     assert (outcome.status, outcome.steps) == ("finished", PLAN.steps)
     return toy.flat(spec.model)
 
@@ -97,7 +97,7 @@ def test_step_of_each_objective_synchronizes_once_with_gradients_of_a_cpu(monkey
         assert torch.allclose(gradient(GPU), expected, rtol=1e-9, atol=1e-12)
         state = toy.train_state(toy.Toy(kind=kind), Group(device=GPU), toy.objective(kind))
         moved, before = local_batch_on(batch, GPU), syncs.count
-        assert optimizer_step(state, moved, lambda index: index).finite
+        assert optimizer_step(state, moved, lambda index: index).is_finite
         assert syncs.count == before + 1
 
 
@@ -114,7 +114,7 @@ def test_run_on_gpu_equals_run_on_cpu_and_resumes(monkeypatch, kind):
         whole = train(kind, GPU, options={"save": save}, checkpoint_every=2, **settings)
         assert not any(isinstance(value, DeviceTensor) for value in tree_leaves(states[2]))
         spec = spec_of(kind, GPU, **settings)
-        loop.run(spec, steps_of(recipe_models.MODELS[kind][0], first=2), lambda _: states[2])
+        loop.train_loop(spec, steps_of(recipe_models.MODELS[kind][0], first=2), lambda _: states[2])
         resumed = toy.flat(spec.model)
     assert (whole - expected).abs().max() < tolerance(kind)
     assert (resumed - whole).abs().max() <= (tolerance(kind) if has_gpus() else 0)

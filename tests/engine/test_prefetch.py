@@ -15,7 +15,7 @@ from mmray.errors import TrainingError
 from tests.engine import toy
 
 CPU = torch.device("cpu")
-PLAN = SamplePlan(num_rows=20, global_rows=10, world=1, micro=5, seed=0, steps=2)
+PLAN = SamplePlan(num_rows=20, global_rows=10, world_size=1, micro=5, seed=0, steps=2)
 
 
 def local_batches(steps, **options):
@@ -26,7 +26,7 @@ def test_padding_is_removed_and_order_is_kept():
     rows = toy.rows(9, 0, invalid=(0, 3, 4, 5, 8))
     batch = prefetch.make_local_batch(toy.cut(rows, 3))
     assert [len(micro["valid"]) for micro in batch.micro_batches] == [2, 1, 2]
-    assert batch.is_filler == (False, True, False)
+    assert batch.is_dummy == (False, True, False)
     for name in ("image", "key", "pos", "valid"):
         column = torch.cat([micro[name] for micro in batch.micro_batches])
         assert torch.equal(column, rows[name][[1, 2, 3, 6, 7]]), name  # row 3 only fills its micro-batch
@@ -49,7 +49,7 @@ def test_error_in_the_thread_is_raised_in_the_caller():
         yield 1
         raise TrainingError("lost")
 
-    ahead = prefetch._ahead(items(), lambda number: number, CPU)
+    ahead = prefetch._prefetch_in_thread(items(), lambda number: number, CPU)
     assert next(ahead) == 1
     with pytest.raises(TrainingError, match="lost"):
         next(ahead)
@@ -63,7 +63,7 @@ def test_exit_does_not_wait_for_a_stalled_stream():
         stalled.set()
         release.wait(20)
 
-    ahead = prefetch._ahead(items(), lambda number: number, CPU)
+    ahead = prefetch._prefetch_in_thread(items(), lambda number: number, CPU)
     assert next(ahead) == 1 and stalled.wait(5)
     start_s = time.monotonic()
     ahead.close()

@@ -76,7 +76,7 @@ def test_loop_on_two_ranks_takes_steps_of_one_rank(two):
         assert [line[key] for line in lines] == [line[key] for line in expected["lines"]]
     for key in ("train/loss", "train/loss_image_to_text", "train/grad_norm", "train/logit_scale", "train/lr"):
         assert [line[key] for line in lines] == pytest.approx([line[key] for line in expected["lines"]], abs=1e-9)
-    plan = SamplePlan(num_rows=33, global_rows=10, world=2, micro=2, seed=1, steps=12)
+    plan = SamplePlan(num_rows=33, global_rows=10, world_size=2, micro=2, seed=1, steps=12)
     steps = [step for rank in range(2) for step in islice(toy.steps_of(plan, rank), lines[0]["step"])]
     batches = [prefetch.make_local_batch(micro_batches) for micro_batches in steps]
     padding = 1 - sum(batch.token_counts[0] for batch in batches) / sum(batch.token_counts[1] for batch in batches)
@@ -111,10 +111,10 @@ def test_oom_with_one_row_is_an_error_on_each_rank(two):
         assert error.startswith("out of memory at step 3 with micro-batches of 1 rows (rank 1: ")
 
 
-@pytest.mark.parametrize("scenario", ["synchronising backward", "last forward", "in the optimizer"])
+@pytest.mark.parametrize("scenario", ["synchronizing backward", "last forward", "in the optimizer"])
 def test_oom_inside_a_collective_reports_the_smaller_micro_batch(request, scenario):
     """The collective of the other rank breaks, which is handled as a lost worker."""
-    if scenario == "synchronising backward":
+    if scenario == "synchronizing backward":
         other, own = (result["oom_in_synchronizing_backward"] for result in request.getfixturevalue("two"))
     else:
         first = 0 if scenario == "last forward" else 2

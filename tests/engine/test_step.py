@@ -44,7 +44,7 @@ def take(state: TrainState, micro_batches: list[dict[str, Tensor]], step: int):
 def train(model: nn.Module, micro: int, **options) -> Tensor:
     state = toy.train_state(model, **options)
     for step in range(STEPS):
-        assert take(state, toy.cut(toy.rows(ROWS, step, INVALID), micro), step).finite
+        assert take(state, toy.cut(toy.rows(ROWS, step, INVALID), micro), step).is_finite
     return toy.flat(model)
 
 
@@ -56,7 +56,7 @@ def train_reference(kind: str, micro: int, dropout: float) -> Tensor:
         toy.reference_gradients(model, toy.cut(toy.rows(ROWS, step, INVALID), micro), step, kind)
         nn.utils.clip_grad_norm_(model.parameters(), toy.OPTIMIZER.clip_norm)
         adam.step()
-        model.constrain()
+        model.clamp_parameters()
         adam.zero_grad()
     return toy.flat(model)
 
@@ -100,7 +100,7 @@ def test_batch_of_padding_leaves_gradients_and_statistics_unchanged():
     model = toy.Toy(batch_norm=True).double()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     batch = make_local_batch(toy.cut(toy.rows(4, 0, (0, 1, 2, 3)), 2))
-    assert batch.is_filler == (True, True) and batch.rows == 4
+    assert batch.is_dummy == (True, True) and batch.rows == 4
     assert accumulate_gradients(toy.train_state(model), batch, lambda index: 0)[0].sums["loss"] == 0
     assert not toy.flat_gradient(model).any()
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

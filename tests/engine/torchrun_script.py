@@ -22,7 +22,7 @@ def main(out: str, *strategies: str) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=60))
     group = Group.current(device)
-    plan = SamplePlan(num_rows=33, global_rows=10, world=group.world, micro=2, seed=1, steps=8)
+    plan = SamplePlan(num_rows=33, global_rows=10, world_size=group.world_size, micro=2, seed=1, steps=8)
     weights = {}
     for parallel in strategies:
         model = toy.Branched().double()

@@ -20,7 +20,7 @@ from mmray.engine import loop, optimizer
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.parallel import strategy
-from mmray.engine.precision import Precision, micro_seed, seeded
+from mmray.engine.precision import Precision, fork_seeded_rng, micro_seed
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import LoopResult, TrainSpec, TrainState
 from mmray.objectives.contrastive import Contrastive, Sigmoid
@@ -84,7 +84,7 @@ class Toy(nn.Module):
 
     def __init__(self, dropout: float = 0.0, batch_norm: bool = False, kind: str = "contrastive"):
         super().__init__()
-        with seeded(1, torch.device("cpu")):
+        with fork_seeded_rng(1, torch.device("cpu")):
             self.image, self.text = ImageTower(dropout, batch_norm), TextTower(dropout)
             self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.2)))
             if "sigmoid" in kind:
@@ -124,7 +124,7 @@ class Toy(nn.Module):
         scalars = {"logit_scale": self.log_scale.exp()}
         return scalars | {"logit_bias": self.bias * 1} if hasattr(self, "bias") else scalars
 
-    def constrain(self) -> None:
+    def clamp_parameters(self) -> None:
         with torch.no_grad():
             self.log_scale.clamp_(max=math.log(100))
 
@@ -179,7 +179,7 @@ class MemoryLimitedToy(Branched):
         first = self.fault.forwards == 1
         self.fault.reach("forward" if first else "last forward", rows)
         outputs = super().forward(batch)
-        point = "backward" if first else "synchronising backward"
+        point = "backward" if first else "synchronizing backward"
         outputs["image_embed"].register_hook(lambda gradient: self.fault.reach(point))
         return outputs
 
@@ -335,7 +335,7 @@ def reference_gradients(model: nn.Module, micro_batches: list[Batch], step: int,
     def forward(micro_batches: list[Batch]) -> list[Batch]:
         outputs = []
         for index, micro in enumerate(micro_batches):
-            with seeded(micro_seed(SEED, step, 0, index), torch.device("cpu")):
+            with fork_seeded_rng(micro_seed(SEED, step, 0, index), torch.device("cpu")):
                 outputs.append(model(micro))
         return outputs
 
@@ -426,7 +426,7 @@ def train_spec(model: nn.Module, plan: SamplePlan, group: Group | None = None, *
 def run(model: nn.Module, plan: SamplePlan, group: Group | None = None, load=None, first=0, **options) -> LoopResult:
     """Run the loop with the settings above on the rows of `steps_of`."""
     group = group or Group()
-    return loop.run(train_spec(model, plan, group, **options), steps_of(plan, group.rank, first), load)
+    return loop.train_loop(train_spec(model, plan, group, **options), steps_of(plan, group.rank, first), load)
 
 
 def steps_of(plan: SamplePlan, rank: int, first: int = 0) -> Iterator[list[Batch]]:

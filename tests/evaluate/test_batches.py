@@ -36,7 +36,7 @@ def batches(prepared: PreparedSet, batch: int = 4, max_pixels: int = 1000, **opt
 @pytest.mark.parametrize("world", [1, 2, 3, 30])
 @pytest.mark.parametrize("limit", [None, 10])
 def test_every_row_once(prepared: PreparedSet, world: int, limit: int | None) -> None:
-    parts = [batches(prepared, rank=rank, world=world, limit=limit) for rank in range(world)]  # type: ignore[arg-type]
+    parts = [batches(prepared, rank=rank, world_size=world, limit=limit) for rank in range(world)]  # type: ignore[arg-type]
     seen = [number for part in parts for batch in part for number in batch["row"].tolist()]
     assert seen == [number for number in range(limit or 23) if number not in (5, 6)]
     faults = [fault for part in parts for fault in part.skipped]
@@ -59,7 +59,7 @@ def test_batches_have_all_captions_and_pixels_at_each_iteration(prepared: Prepar
             assert batch["attention_mask"].sum(1).tolist() == num_tokens.tolist()
             assert ((batch["attention_mask"].diff(dim=1)) <= 0).all()
             assert batch["image"].shape[1:] == (3, 8, 8)
-            assert batch["image"][:, 0, 0, 0].tolist() == rows  # row N has grey level N
+            assert batch["image"][:, 0, 0, 0].tolist() == rows  # row N has gray level N
         assert sizes == ([1] * 21 if size == 1 else [4, 2, 4, 4, 4, 3])  # batches without readable rows are omitted
         assert len(reading.skipped) == 2
 

@@ -39,7 +39,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Toy(nn.Module):
-    """Embeds the grey level of a row and the length of a caption, with the interface of a two-tower model."""
+    """Embeds the gray level of a row and the length of a caption, with the interface of a two-tower model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Rank:
     """A process group for evaluation whose ranks are threads."""
 
     rank: int
-    world: int
+    world_size: int
     rows: list[Any]  # shared by all ranks
     barrier: threading.Barrier
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -163,7 +163,7 @@ def test_scores_of_a_case_computed_by_hand() -> None:
 
 
 class KnowsClasses(Toy):
-    """Knows the class of an image by its grey level and of a caption by its length, up to `known` classes."""
+    """Knows the class of an image by its gray level and of a caption by its length, up to `known` classes."""
 
     def __init__(self, known: int) -> None:
         super().__init__()
@@ -215,8 +215,8 @@ def test_loss_equals_training_loss_and_state_is_restored(prepared: PreparedSet, 
     assert metrics["loss"] == pytest.approx((loss_sum / count).item(), rel=1e-6)
 
 
-class Labelled(Toy):
-    """Classifies a pair by its image's grey level: correct except for rows of class 2, predicted as class 0."""
+class Labeled(Toy):
+    """Classifies a pair by its image's gray level: correct except for rows of class 2, predicted as class 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,8 +227,8 @@ class Labelled(Toy):
         return image[:, 0, 0, :1].float()
 
 
-def head(grey: Tensor) -> Tensor:
-    return F.one_hot((grey[:, 0] % 3 % 2).long(), 3).float()
+def head(gray: Tensor) -> Tensor:
+    return F.one_hot((gray[:, 0] % 3 % 2).long(), 3).float()
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -239,9 +239,9 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
     held_out = make_set(tmp_path / "set", rows)
     classes, prompts = ("a", "red", "one"), ("{}", "a {}")
     named = replace(held_out.manifest, class_names=classes)  # like class folders
-    of_the_set = score(PreparedSet(held_out.storage, named), Labelled, prompts=prompts)
-    assert of_the_set == score(held_out, Labelled, classes=classes, prompts=prompts)
-    model, encoder = Labelled().eval(), TextEncoder(held_out.tokenizer_json or "", INPUTS.max_tokens)
+    of_the_set = score(PreparedSet(held_out.storage, named), Labeled, prompts=prompts)
+    assert of_the_set == score(held_out, Labeled, classes=classes, prompts=prompts)
+    model, encoder = Labeled().eval(), TextEncoder(held_out.tokenizer_json or "", INPUTS.max_tokens)
     embeddings = []
     for name in classes:
         ids = [torch.from_numpy(encoder.encode([prompt.format(name)])[0]) for prompt in prompts]
@@ -250,7 +250,7 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
     for number in (number for number in range(12) if rows[number].label in (0, 1, 2)):
         image = model.embed_image(torch.full((1, 3, 8, 8), number, dtype=torch.uint8))
         hits.append(int((image * torch.cat(embeddings)).sum(dim=1).argmax()) == rows[number].label)
-    for metrics in score(held_out, Labelled, world, classes=classes, prompts=prompts):
+    for metrics in score(held_out, Labeled, world, classes=classes, prompts=prompts):
         assert metrics["classification/rows"] == metrics["zero_shot/rows"] == 9
         assert metrics["classification/top_1"] == pytest.approx(6 / 9)
         assert "classification/top_5" not in metrics  # of three classes
@@ -270,17 +270,17 @@ class Naming(Toy):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_region_head_is_scored(world: int, tmp_path: Path) -> None:
-    """Row r has r % 3 boxes, all labelled 1 except the first of every fourth row, which has no label."""
+    """Row r has r % 3 boxes, all labeled 1 except the first of every fourth row, which has no label."""
     rows = []
     for number in range(10):
         boxes = [[0.1 * each, 0.0, 0.9, 1.0] for each in range(number % 3)]
         labels = [-1 if not each and number % 4 == 0 else 1 for each in range(number % 3)]
         rows.append(replace(row(number), boxes=boxes, box_labels=labels))
     prepared = make_set(tmp_path / "set", rows)
-    labelled = [(each, label) for made in rows for each, label in enumerate(made.box_labels) if label >= 0]
+    labeled = [(each, label) for made in rows for each, label in enumerate(made.box_labels) if label >= 0]
     for metrics in score(prepared, Naming, world, inputs=INPUTS.replace(max_boxes=2)):
-        assert metrics["regions/boxes"] == len(labelled) == 7
-        assert metrics["regions/top_1"] == sum(each == 0 for each, _ in labelled) / len(labelled)
+        assert metrics["regions/boxes"] == len(labeled) == 7
+        assert metrics["regions/top_1"] == sum(each == 0 for each, _ in labeled) / len(labeled)
         assert "regions/top_5" not in metrics  # two label names
 
 

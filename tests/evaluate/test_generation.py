@@ -19,7 +19,7 @@ from tests.models.test_generative import CONVERSATIONS, ENCODER, INPUTS, TOKENIZ
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = [["a red circle", "a circle"], ["a blue square on a green ground"], ["a blue ground"]]
 SETTINGS = SimpleNamespace(batch=2, limit=None, num_generations=0)
-MODEL = model_of()  # initialise once: ranks are threads here and share one generator
+MODEL = model_of()  # initialize once: ranks are threads here and share one generator
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_perplexity_covers_every_target_token(prepared: PreparedSet) -> None:
     for number, record in enumerate(prepared.read(np.arange(9))):
         if number == 5:
             continue
-        pixels = torch.full((1, 3, 32, 32), number, dtype=torch.uint8)  # an image of one grey level
+        pixels = torch.full((1, 3, 32, 32), number, dtype=torch.uint8)  # an image of one gray level
         for conversation in ENCODER.format_texts(record):
             columns = ENCODER.encode_batch([conversation])
             ids = torch.from_numpy(columns["input_ids"].astype(np.int64))

@@ -104,11 +104,11 @@ def test_model_rebuilds_from_its_architecture(name: str) -> None:
 
 def test_temperature_starts_as_set_and_is_clamped() -> None:
     model: Any = build(two_tower(temperature=0.2), VOCAB)
-    model.constrain()
+    model.clamp_parameters()
     assert model.scalar_outputs()["logit_scale"].item() == pytest.approx(5.0)
     with torch.no_grad():
         model.log_scale.fill_(10.0)
-    model.constrain()
+    model.clamp_parameters()
     assert model.log_scale.item() == pytest.approx(math.log(100))
     assert model.log_scale.requires_grad
 

@@ -67,8 +67,8 @@ def test_export_loads_in_transformers_with_equal_outputs(kind: str, tmp_path: Pa
     with torch.no_grad():
         given = theirs(input_ids=tokens["input_ids"], pixel_values=processed["pixel_values"])
         pixels = torch.from_numpy(resize_to_square(np.asarray(photo()), 32, "squash", "bicubic"))[None]
-        normalised = model.image.pixels(pixels)
-        image = theirs(input_ids=tokens["input_ids"], pixel_values=normalised).image_embeds
+        normalized = model.image.pixels(pixels)
+        image = theirs(input_ids=tokens["input_ids"], pixel_values=normalized).image_embeds
     torch.testing.assert_close(loaded.embed_texts(TEXTS), given.text_embeds, rtol=0, atol=1e-6)
     torch.testing.assert_close(loaded.embed_images([photo()]), image, rtol=0, atol=1e-6)
     assert F.cosine_similarity(given.image_embeds, image).item() > 0.999  # their resize rounds pixels differently

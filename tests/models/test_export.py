@@ -43,7 +43,7 @@ def spec_of(fit: str = "crop") -> TwoTower:
 
 
 def trained(spec: Model) -> nn.Module:
-    """A model with weights unlike any initialisation."""
+    """A model with weights unlike any initialization."""
     torch.manual_seed(3)
     model = build(spec, VOCAB)
     with torch.no_grad():

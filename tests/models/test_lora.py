@@ -1,4 +1,4 @@
-"""LoRA adapters: no change at initialisation, only adapters train, and merging gives a plain model."""
+"""LoRA adapters: no change at initialization, only adapters train, and merging gives a plain model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def trained(kind: str, model: nn.Module) -> nn.Module:
     state = toy.train_state(model.train(), objective=toy.objective(objective))
     for step in range(3):
         batch = synthetic_batch(spec.inputs, spec.vocab_size or VOCAB, 8, "cpu", step)
-        assert take(state, toy.cut({"labels": batch["input_ids"]} | batch, 4), step).finite
+        assert take(state, toy.cut({"labels": batch["input_ids"]} | batch, 4), step).is_finite
     return model.eval()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from mmray.objectives.cross_entropy import Classification, CrossEntropy, LanguageModelling, RegionText
 
 VALID = torch.tensor([True, True, False, True])
-# Four rows: without a label; invalid; padded, unlabelled boxes; a prompt of one token, and padding.
+# Four rows: without a label; invalid; padded, unlabeled boxes; a prompt of one token, and padding.
 CASES: dict[str, tuple[CrossEntropy, dict[str, Tensor], list[tuple[int, ...]], list[int]]] = {
     "classification": (Classification(), {"label": torch.tensor([3, -1, 2, 1])}, [(0,), (3,)], [3, 1]),
     "region_text": (

@@ -130,7 +130,8 @@ def quarantined(tmp_path):
     write_lines(prepared / "leaks.jsonl", leaks)
     folder = make_run(tmp_path / "run", [line(1)])
     (folder / "data.json").write_text(json.dumps({"train": f"{tmp_path / 'plain'} + 2 * {prepared}", "num_rows": 440}))
-    late = {"key": "k1", "source": "rows.jsonl:1", "row": 7, "stage": "train", "reason": "its images changed"}
+    late = {"key": "k1", "source": "rows.jsonl:1", "row": 7, "stage": "train", "reason": "checksum"}
+    late["detail"] = "its images changed"
     write_lines(folder / "quarantine.jsonl", [late])
     return folder
 

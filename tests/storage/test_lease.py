@@ -182,7 +182,7 @@ def test_late_heartbeat_of_a_replaced_holder_on_a_store_is_harmless(s3):
     held = Lease(run, heartbeat_s=0.5, stale_after_s=0.5)
     assert held.acquire() == 5
     with pytest.raises(FileNotFoundError):
-        silent._beat(4)
+        silent._write_heartbeat(4)
     claim.write_text("{}")  # a heartbeat that was in flight during the take-over
     check_fencing_token(run, 5)
     with pytest.raises(TrainingError, match="taken over"):

@@ -53,6 +53,11 @@ def test_address_may_have_spaces_and_non_ascii_letters():
     assert (path.fs_path, to_path(str(path)).fs_path) == ("bucket/my set/b c",) * 2
 
 
+def test_file_uri_is_a_local_path(tmp_path):
+    assert to_path(f"file://{tmp_path}/a%20b") == to_path(f"file://{tmp_path}/a b") == tmp_path / "a b"
+    assert Storage(f"file://{tmp_path}/x") == Storage(str(tmp_path / "x"))
+
+
 def test_options_stay_at_the_end_of_an_address():
     path = to_path("s3://bucket/runs?endpoint_override=127.0.0.1:9000&scheme=http") / "one" / "config.yaml"
     assert str(path) == "s3://bucket/runs/one/config.yaml?endpoint_override=127.0.0.1:9000&scheme=http"
@@ -138,7 +143,7 @@ def test_credentials_are_refused_without_repeating_them(address):
     "address", ["http://169.254.169.254/latest", "https://host/x", "ftp://host/x", "nonsense://x/y"]
 )
 def test_only_storage_schemes_are_opened(address):
-    with pytest.raises(UsageError, match=r"cannot be opened: use a local path or an address with file, s3, gs"):
+    with pytest.raises(UsageError, match=r"cannot be opened: use a local path or a URI with file, s3, gs"):
         Storage(address)
 
 

@@ -63,6 +63,7 @@ def test_too_many_bad_rows_end_the_run_and_are_named(local_ray, tmp_path):
         train(config(tmp_path / "set", tmp_path, "bad"), Silent())
     named = [json.loads(line) for line in (tmp_path / "bad" / "quarantine.jsonl").read_text().splitlines()]
     assert all(entry["row"] % 4 == 0 and entry["stage"] == "train" for entry in named)
+    assert all(entry["reason"] == "format" and entry["detail"] for entry in named)
 
 
 def run_command(*words):

@@ -70,6 +70,15 @@ def test_default_set_is_what_the_run_held_out(tmp_path: Path, monkeypatch: pytes
     assert held_out(raw, data=str(tmp_path / "set")) == 2
 
 
+def test_evaluation_of_branches_needs_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: False)
+    monkeypatch.setattr(evaluate_export, "_open_held_out", lambda *_: None)
+    monkeypatch.setattr(evaluate_export, "_score", lambda config, *_: config)
+    config = runs.config("none", tmp_path, "one", parallel="branches")
+    found: Any = evaluate_export._evaluate(config, tmp_path, None, "{}", None, None, runs.Silent())
+    assert (config.train.parallel, found.train.parallel) == ("branches", "single")
+
+
 def made_run(folder: AnyPath, tmp_path: Path, **recalls: float | None) -> AnyPath:
     """A run with checkpoints `step_N` that have these metrics."""
     config = runs.config("none", tmp_path, "one")

@@ -13,7 +13,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.train.driver import train
 from mmray.train.evaluate_export import export_run
 from tests.engine.single_worker import run_config
-from tests.engine.test_model_kinds import KINDS, STEPS, config_of, final_weights, labelled_row
+from tests.engine.test_model_kinds import KINDS, STEPS, config_of, final_weights, labeled_row
 from tests.made import CAPTIONS, make_set, png
 from tests.train.runs import Silent, lines, same_weights
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_on_ray_gives_the_same_weights(kind: str, local_ray: None, tmp_path: Path) -> None:
-    rows, prepared = [labelled_row(number) for number in range(30)], tmp_path / "set"
+    rows, prepared = [labeled_row(number) for number in range(30)], tmp_path / "set"
     make_set(prepared, rows[:22], rows[22:])
     config, folder = config_of(kind, tmp_path), tmp_path / "alone"  # first in this process
     train_set, test_set = (PreparedSet.open(str(prepared), split) for split in ("train", "test"))

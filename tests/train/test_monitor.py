@@ -15,7 +15,7 @@ from mmray.train.monitor import (
     HeartbeatRecord,
     RunProgress,
     StartTimeline,
-    latest_request_at_s,
+    checkpoint_request_time_s,
     stuck_ranks,
 )
 from mmray.train.ray_backend import run_in_thread
@@ -83,14 +83,23 @@ def test_stuck_rank_is_named_while_others_progress():
 
 
 def test_checkpoint_deadline_allows_twice_its_time():
-    assert latest_request_at_s(1000.0, checkpoint_duration_s=10.0, step_duration_s=1.0) == 1000 - 20 - 2 - 3
-    assert latest_request_at_s(1000.0, checkpoint_duration_s=0.0, step_duration_s=1.0) == 0
-    assert latest_request_at_s(0.0, checkpoint_duration_s=10.0, step_duration_s=1.0) == 0
+    assert checkpoint_request_time_s(1000.0, checkpoint_duration_s=10.0, step_duration_s=1.0) == 1000 - 20 - 2 - 3
+    assert checkpoint_request_time_s(1000.0, checkpoint_duration_s=0.0, step_duration_s=1.0) == 0
+    assert checkpoint_request_time_s(0.0, checkpoint_duration_s=10.0, step_duration_s=1.0) == 0
 
 
 def test_bad_row_counts_once_over_ranks_and_attempts():
     actor = Coordinator({7})  # from an earlier attempt
     assert [actor.record_bad_row(row) for row in (7, 3, 3, 9)] == [0, 2, 0, 3]
+
+
+def test_message_is_kept_until_it_is_received():
+    actor = Coordinator(set())
+    for step in (1, 2):
+        actor.push({"step": step})
+    assert [actor.drain(0)[0] for _ in range(2)] == [[{"step": 1}, {"step": 2}]] * 2  # the first reply was lost
+    actor.push({"step": 3})
+    assert actor.drain(2)[0] == [{"step": 3}] and actor.drain(3)[0] == []
 
 
 def test_error_of_thread_is_raised_after_a_last_poll():
@@ -116,8 +125,8 @@ class FakeWorkers:
             self.coordinator.push(message)
         self.coordinator.heartbeat(vars(replace(beat(0), pid=pid)) | {"where": "loop.py:1 in run"})
 
-    def drain(self):
-        messages, records = self.coordinator.drain()
+    def drain(self, num_received):
+        messages, records = self.coordinator.drain(num_received)
         return messages, [{**record, "age_s": 0.0} for record in records]
 
 

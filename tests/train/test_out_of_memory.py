@@ -1,4 +1,4 @@
-"""Out-of-memory errors are recognised by type, or by message if the type was lost in transfer."""
+"""Out-of-memory errors are recognized by type, or by message if the type was lost in transfer."""
 
 import pytest
 import ray.exceptions
@@ -30,7 +30,7 @@ class OfLibrary(torch.OutOfMemoryError):
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
     ],
 )
-def test_out_of_memory_errors_are_recognised(error):
+def test_out_of_memory_errors_are_recognized(error):
     assert is_out_of_memory(RuntimeError(error) if isinstance(error, str) else error)
 
 

@@ -1,6 +1,7 @@
 """Classification of a failed attempt and the decision that follows, as pure functions."""
 
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -72,11 +73,16 @@ def test_oom_restarts_with_smaller_micro_batches():
 def test_failures_are_counted_since_last_checkpoint():
     failures, attempts = 0, 0
     while isinstance(decide_recovery(LOST, LOST, failures, 3), Restart):
-        failures, attempts = count_failures(failures, "lost", progressed=False), attempts + 1
+        failures, attempts = count_failures(failures, LOST, progressed=False), attempts + 1
     assert attempts == 4
-    assert count_failures(3, "lost", progressed=True) == 1
-    assert count_failures(3, "hung", progressed=False) == 4
-    assert count_failures(2, "preempted", progressed=False) == 2  # no failure
+    assert count_failures(3, LOST, progressed=True) == 1
+    assert count_failures(3, replace(LOST, kind="hung"), progressed=False) == 4
+
+
+@pytest.mark.parametrize("free", [replace(LOST, kind="preempted"), raised(OutOfMemoryError("out of memory", 8))])
+def test_preemptions_and_smaller_micro_batches_are_no_failures(free):
+    assert count_failures(2, free, progressed=False) == 2
+    assert count_failures(2, raised(OutOfMemoryError("a single row is too many")), progressed=False) == 3
 
 
 def failure_from(error, micro=0, logged=0, least=2):

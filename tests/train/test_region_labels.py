@@ -12,7 +12,7 @@ import pytest
 from mmray.config import Fusion, Inputs
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.engine.bad_samples import quarantine_bad_rows
+from mmray.engine.bad_rows import quarantine_bad_rows
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Storage
 from mmray.train.resolve import with_region_labels

@@ -16,13 +16,13 @@ from mmray.train.evaluate_export import export_run
 from tests.train.runs import Silent, lines
 
 pytestmark = pytest.mark.cluster
-COLOURS = {"ruby": (220, 20, 30), "leaf": (20, 200, 40), "ocean": (20, 40, 220)}
+COLORS = {"ruby": (220, 20, 30), "leaf": (20, 200, 40), "ocean": (20, 40, 220)}
 IDS = {"ruby": 3, "leaf": 7, "ocean": 8}  # with gaps, as COCO's
 
 
 def instances(folder: Path, count: int = 80) -> Path:
-    """Images of 64 x 48 pixels with two coloured rectangles each, and their boxes and names."""
-    draw, names = np.random.default_rng(0), list(COLOURS)
+    """Images of 64 x 48 pixels with two colored rectangles each, and their boxes and names."""
+    draw, names = np.random.default_rng(0), list(COLORS)
     (folder / "images").mkdir(parents=True)
     notes = []
     for number in range(count):
@@ -30,7 +30,7 @@ def instances(folder: Path, count: int = 80) -> Path:
         for left in (0, 32):
             name = names[int(draw.integers(3))]
             x, y, w, h = left + int(draw.integers(0, 8)), int(draw.integers(0, 16)), 20, 24
-            pixels[y : y + h, x : x + w] = COLOURS[name]
+            pixels[y : y + h, x : x + w] = COLORS[name]
             notes.append({"image_id": number, "bbox": [x, y, w, h], "category_id": IDS[name]})
         Image.fromarray(pixels).save(folder / "images" / f"{number}.png")
     document = {
@@ -73,6 +73,6 @@ def test_coco_instances_train_a_model_that_names_boxes(local_ray: None, tmp_path
     assert metrics["regions/top_1"] > 0.9
     loaded = mmray.load(export_run(run.path, tmp_path / "exported", None))
     pixels = np.full((48, 64, 3), 110, np.uint8)
-    pixels[10:34, 4:24], pixels[12:36, 36:56] = COLOURS["ocean"], COLOURS["leaf"]
+    pixels[10:34, 4:24], pixels[12:36, 36:56] = COLORS["ocean"], COLORS["leaf"]
     named = loaded.classify_boxes(Image.fromarray(pixels), [(4, 10, 20, 24), (36, 12, 20, 24)])
     assert named.argmax(dim=1).tolist() == [IDS["ocean"], IDS["leaf"]]

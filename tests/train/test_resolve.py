@@ -55,5 +55,5 @@ def test_language_tokens_are_those_of_the_sets(tmp_path):
     assert resolved.config.model.vocab_size == plain.config.model.vocab_size + 2
     assert resolved.data_identity["tokenizer"] != plain.data_identity["tokenizer"]
     asked = speaking.model_copy(update={"evaluate": Evaluate(classes=("a", "b"), language="en")})
-    with pytest.raises(UsageError, match="no token for language 'en'; it knows de, fr"):
+    with pytest.raises(UsageError, match="no token for language 'en'; its language tokens are de, fr"):
         resolve_run(asked, Silent())

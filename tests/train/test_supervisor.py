@@ -94,7 +94,9 @@ def test_full_disk_at_the_end_reports_how_to_resume(supervised, monkeypatch):
     outcome, supervised.earlier = {"status": "finished", "steps": 12}, {"restarts": 2, "elapsed_s": 1000.0}
     with monkeypatch.context() as full:
         full.setattr(RunDir, "write_json", full_disk)
-        with pytest.raises(ResourceError, match=r"step 12 are in .*checkpoints.*No space left.*rerun the same command"):
+        with pytest.raises(
+            ResourceError, match=r"step 12 are saved in .*checkpoints.*No space left.*rerun the same command"
+        ):
             supervised._write_result(outcome)
     result = supervised._write_result(outcome)
     assert result["batch"] == "16 rows per step" and result["restarts"] == 2 and result["elapsed_s"] > 1000
@@ -110,7 +112,7 @@ def test_result_names_best_checkpoint(supervised, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("unit", "name"), [(files, "latest_valid"), (Lease, "claim_next_token"), (supervisor, "load_bad_rows")]
+    ("unit", "name"), [(files, "latest_valid_checkpoint"), (Lease, "claim_next_token"), (supervisor, "load_bad_rows")]
 )
 def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monkeypatch, unit, name):
     sound, left = getattr(unit, name), [2]

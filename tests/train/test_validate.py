@@ -58,12 +58,12 @@ LLAVA = {"recipe": "llava", "workers": 2}
         ({"workers": 2, "train": {"parallel": "branches"}}, "set --cluster.workers 1"),
         ({"workers": 1, "train": {"parallel": "fsdp"}}, "set --cluster.workers 2"),
         (fsdp(precision="fp16"), "set --train.precision bf16"),
-        (fsdp(channels_last=True), "set --train.channels_last False"),
+        (fsdp(channels_last=True), "set --train.channels-last False"),
         (fsdp(grad_compression="bf16"), "train.grad_compression bf16 needs `ddp`"),
         ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "an image and a text tower"),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "set --batch.micro"),
         (LLAVA | {"evaluate": {"classes": ("cat", "dog")}}, "evaluate.classes: a generative model"),
-        (LLAVA | {"evaluate": {"num_generations": 5}}, "which fsdp shards; set it to 0"),
+        (LLAVA | {"evaluate": {"num_generations": 5}}, "num_generations is not supported with fsdp; set it to 0"),
         ({"objective": {"kind": "region_text"}}, "for model.kind `fusion`, not `two_tower`"),
         ({"objective": {"kind": "sigmoid"}}, "set --model.logit-bias"),
         ({"model": {"logit_bias": -10.0}}, "set --model.logit-bias None"),
@@ -179,7 +179,7 @@ def test_validation_and_dry_run_support_the_same_objectives(kind, settings, supp
         if getattr(spec, "regions", False):
             model.label_texts._set([[1, 2], [3]])
         early += [] if unsupported_reasons(config) else [name]
-        plan = SamplePlan(num_rows=3, global_rows=3, world=1, micro=3, seed=1, steps=1)
+        plan = SamplePlan(num_rows=3, global_rows=3, world_size=1, micro=3, seed=1, steps=1)
         with suppress(UsageError):
             dry_run(config, model, objectives.build(config.objective), Group(), plan, 3)
             late.append(name)

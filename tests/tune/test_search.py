@@ -80,7 +80,7 @@ def rows_of(folder):
 def test_stopped_sweep_keeps_finished_rows(stopped):
     (_, summary, rows), listener = stopped
     assert summary["status"] == "stopped"
-    assert ("stop", "stopping the running trials; press Ctrl-C again to exit at once") in listener.notes
+    assert ("stop", "stopping the running trials; press Ctrl-C again to exit immediately") in listener.notes
     assert listener.rows[0]["trial"] == "t001"
     assert [row["status"] for row in rows][2:] == ["infeasible", "infeasible"]
     assert summary["recommendation"]["best"] == "t001"

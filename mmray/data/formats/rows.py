@@ -65,10 +65,10 @@ def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()
     values = {name: value for name, value in values.items() if value is not None}
     key = values.get("id", values.get("key", location))
     if isinstance(key, bool) or not isinstance(key, (str, int)):
-        raise BadRow("columns", "key", f"id must be text or an integer, is {type(key).__name__}")
+        raise BadRow("columns", "key", f"id must be text or an integer (got {type(key).__name__})")
     key = str(key)
     if not key.strip() or len(key) > 1024 or not is_valid_name(key):
-        raise BadRow("columns", "key", f"id must be 1 to 1024 characters without controls, is {key[:40]!r}")
+        raise BadRow("columns", "key", f"id must be 1 to 1024 characters without controls (got {key[:40]!r})")
     try:
         return _parse_columns(key, values, hosts)
     except BadRow as bad:
@@ -79,7 +79,7 @@ def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()
 def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> SourceRow:
     boxes, box_labels, label = values.get("boxes", []), values.get("box_labels", []), values.get("label")
     if not isinstance(boxes, list) or not all(map(_is_box, boxes)):
-        raise BadRow("columns", "boxes", f"boxes must be a list of [x, y, width, height], is {str(boxes)[:80]}")
+        raise BadRow("columns", "boxes", f"boxes must be a list of [x, y, width, height] (got {str(boxes)[:80]})")
     labels_ok = isinstance(box_labels, list) and all(map(_is_label, box_labels))
     if not labels_ok or len(box_labels) not in (0, len(boxes)):
         raise BadRow("columns", "boxes", f"box_labels must be an integer for each of {len(boxes)} boxes")
@@ -92,11 +92,11 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
     if not messages or {"text", "texts"} & values.keys():
         texts = _single_column(values, ("text", "texts"), "no-text")
     if label is not None and not _is_label(label):
-        raise BadRow("columns", "label", f"label must be an integer (number your classes), is {str(label)[:40]!r}")
+        raise BadRow("columns", "label", f"label must be an integer; number your classes (got {str(label)[:40]!r})")
     for column in ("split", "language"):  # short plain words, because they become parts of file names
         word = values.get(column)
         if word is not None and not (isinstance(word, str) and _WORD.fullmatch(word)):
-            detail = f"{column} must be a word of letters, digits, . _ -, is {str(word)[:40]!r}"
+            detail = f"{column} must be a word of letters, digits, . _ - (got {str(word)[:40]!r})"
             raise BadRow("columns", column, detail)
     return SourceRow(
         key, _parse_image(images[0], hosts), texts, label, values.get("split"), values.get("language"),
@@ -136,7 +136,7 @@ def _parse_image(value: Any, hosts: tuple[str, ...]) -> ImageRef:
     if isinstance(data, bytes):
         return ImageRef(name if isinstance(name, str) and name else "the image", data=data)
     if not isinstance(name, str) or not name.strip():
-        raise BadRow("columns", "image", f"an image must be a path, is {str(name)[:80]!r}")
+        raise BadRow("columns", "image", f"an image must be a path (got {str(name)[:80]!r})")
     if hosts and is_url(name) and is_valid_name(name):
         if reason := rejection_reason(name, hosts):
             raise BadRow("columns", "url", f"{redact_url(name)}: {reason}")
@@ -180,7 +180,7 @@ def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
     """
     try:
         if not isinstance(value, list) or not value:
-            raise ValueError(f"must be a list of {{role, content}}, is {str(value)[:80]!r}")
+            raise ValueError(f"must be a list of {{role, content}} (got {str(value)[:80]!r})")
         parsed = [_parse_message(item) for item in value]
         roles, num_images = [role for role, _ in parsed], sum(content.count(_IMAGE) for _, content in parsed)
         messages = tuple({"role": role, "content": content.replace(_IMAGE, "").strip()} for role, content in parsed)
@@ -201,11 +201,11 @@ def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
 def _parse_message(item: Any) -> tuple[str, str]:
     """Return role and text of a message. Raises ValueError."""
     if not isinstance(item, dict):
-        raise ValueError(f"a message must be {{role, content}}, is {str(item)[:80]!r}")
+        raise ValueError(f"a message must be {{role, content}} (got {str(item)[:80]!r})")
     name = item.get("role") or item.get("from")
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise ValueError(f"the role of a message must be one of {', '.join(_ROLES)}, is {str(name)[:40]!r}")
+        raise ValueError(f"the role of a message must be one of {', '.join(_ROLES)} (got {str(name)[:40]!r})")
     content = item.get("content")  # an Arrow struct has both keys, one of them null
     content = _join_parts(item.get("value") if content is None else content)
     if (num_bytes := len(content.encode())) > MAX_MESSAGE_BYTES:  # a lone surrogate raises a ValueError
@@ -223,4 +223,4 @@ def _join_parts(content: Any) -> str:
         if set(kinds) <= {"text", "image"} and kinds.count("image") <= 1 and all(isinstance(t, str) for t in texts):
             text = "\n".join(texts)  # an image part counts as the image placeholder
             return text if _IMAGE in text or "image" not in kinds else text + _IMAGE
-    raise ValueError(f"content must be text, or a list of texts and at most one image, is {str(content)[:80]!r}")
+    raise ValueError(f"content must be text, or a list of texts and at most one image (got {str(content)[:80]!r})")

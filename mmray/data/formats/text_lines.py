@@ -191,7 +191,7 @@ def parse_json(data: bytes, strict: bool = True) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadRow("parse", "json", f"not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise BadRow("parse", "json", f"must be an object {{...}}, is {type(values).__name__}")
+        raise BadRow("parse", "json", f"must be an object {{...}} (got {type(values).__name__})")
     return values
 
 

@@ -1,4 +1,4 @@
-"""Transform boxes like transform.py does the pixels; then pad them to a fixed number.
+"""Transform boxes as transform.py transforms the pixels, then pad them to a fixed number.
 
 A box is (left, top, right, bottom) in fractions: of the upright image in a prepared set, of the square in a batch.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
 
 MIN_VISIBLE_FRACTION = 0.1  # of a box's area; a box that is cropped further is dropped
-UNLABELED = -1
+NO_LABEL = -1  # of a row or a box
 
 
 def empty_box_columns(num_rows: int, max_boxes: int) -> dict[str, np.ndarray]:
@@ -24,7 +24,7 @@ def empty_box_columns(num_rows: int, max_boxes: int) -> dict[str, np.ndarray]:
         return {}
     return {
         "boxes": np.zeros((num_rows, max_boxes, 4), np.float32),
-        "box_labels": np.full((num_rows, max_boxes), UNLABELED, np.int64),
+        "box_labels": np.full((num_rows, max_boxes), NO_LABEL, np.int64),
         "num_boxes": np.zeros(num_rows, np.int32),
     }
 

@@ -35,7 +35,7 @@ def read_image(storage: Storage, image: ImageRef) -> bytes:
 def read_images(storage: Storage, images: Sequence[ImageRef], reader: RangeReader | None = None) -> list[bytes]:
     """Return the encoded bytes of several images, in order. Raises BadRow or OSError.
 
-    On an object store, neighbouring byte ranges share a request. `reader` keeps files open, which saves requests.
+    On an object store, neighboring byte ranges share a request. `reader` keeps files open, which saves requests.
     """
     if storage.local_path is not None:
         return [read_image(storage, image) for image in images]
@@ -82,7 +82,7 @@ def read_file(storage: Storage, name: str) -> bytes:
 
 
 def _check_reference(image: ImageRef) -> None:
-    """Raise BadRow if the reference is not to bytes of a file inside the folder: a set may be somebody else's."""
+    """Raise BadRow if the reference leaves the folder of the source, because a set may be from an untrusted one."""
     if not is_safe_path(str(image.file)):
         raise BadRow("read", "path", f"{str(image.file)[:200]!r} is not a path inside the folder of the source")
     if image.offset < 0 or not 0 <= (image.length or 0) <= MAX_IMAGE_BYTES:

@@ -1,4 +1,4 @@
-"""Convert RGB pixels to model input: resize to a square, and random crop, flip and colour jitter of training images.
+"""Convert RGB pixels to model input: resize to a square, and random crop, flip and color jitter of training images.
 
 Resizing uses SIMD (`cykooz.resizer`) if a build exists for the processor: 0.4 instead of 2.5 ms for 640 x 480 to 224.
 It is within 2 of 255 levels of Pillow's filters in two passes, width first. Pillow 13 resizes the height of tall images
@@ -175,7 +175,7 @@ def _jitter(square: Image.Image, augment: Augment, factors: np.ndarray, order: n
         change = augment.color_jitter[index] * (2 * factors[index] - 1)
         if change and index < len(_ENHANCERS):
             square = _ENHANCERS[index](square).enhance(1 + change)
-        elif change:  # a share of the colour circle, which Pillow's HSV divides into 255 steps
+        elif change:  # a share of the color circle, which Pillow's HSV divides into 255 steps
             hue, saturation, value = square.convert("HSV").split()
             shifted = Image.fromarray((np.asarray(hue).astype(np.int16) + round(change * 255)).astype(np.uint8))
             square = Image.merge("HSV", (shifted, saturation, value)).convert("RGB")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -24,7 +23,7 @@ from mmray.data.store.manifest import QUARANTINE, TOKENIZER, Shard
 from mmray.data.store.prepared_set import SCHEMA
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError
-from mmray.storage.storage import MAX_PARALLEL, Storage
+from mmray.storage.storage import Storage, iter_parallel
 
 NO_ROW = -1
 OVERLAP = "overlap"  # the reason of rows that --drop-overlap quarantines; they do not count as bad
@@ -35,15 +34,12 @@ SAME_KEY, SAME_CONTENT, SAME_TEXT = 1, 2, 3
 def iter_chunk_records(out: Storage, chunks: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (first row number, record) of finished chunks, read ahead in threads. Raises DataError if one is gone."""
     start = 0
-    with ThreadPoolExecutor(MAX_PARALLEL) as pool:
-        for first in range(0, len(chunks), 2 * MAX_PARALLEL):
-            batch = chunks[first : first + 2 * MAX_PARALLEL]
-            chunk_records = pool.map(partial(read_chunk_record, out), map(record_path, batch))
-            for index, record in zip(batch, chunk_records, strict=True):
-                if record is None:
-                    raise DataError(f"{out.address}: the record of chunk {index} was deleted: rerun the same command")
-                yield start, record
-                start += len(record["rows"]["key"])
+    records = iter_parallel(partial(read_chunk_record, out), [*map(record_path, chunks)])
+    for index, record in zip(chunks, records, strict=True):
+        if record is None:
+            raise DataError(f"{out.address}: the record of chunk {index} was deleted: rerun the same command")
+        yield start, record
+        start += len(record["rows"]["key"])
 
 
 def parse_digests(hexadecimal: Sequence[str]) -> np.ndarray:

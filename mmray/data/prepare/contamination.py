@@ -22,8 +22,8 @@ import orjson
 from PIL import Image
 
 from mmray.data.formats.rows import HELD_OUT_SPLITS, BadRow
-from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import BadImage, decode
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.assemble import NO_ROW, DedupResult, first_occurrence, iter_chunk_records
 from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
 from mmray.data.store.manifest import Manifest, Shard
@@ -178,10 +178,10 @@ def _matches(queries: np.ndarray, references: np.ndarray, phash_distance: int) -
 
 
 def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
-    """Return (pHash uint64 [4], mean colours uint8 [48]) of an RGB image.
+    """Return (pHash uint64 [4], mean colors uint8 [48]) of an RGB image.
 
     The 256-bit pHash (signs of a discrete cosine transform; Zauner 2010) is robust to size and compression but ignores
-    colour.
+    color.
     """
     import imagehash  # optional dependency, needed only for near-duplicate search
 
@@ -206,7 +206,7 @@ def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
 def nearest(queries: np.ndarray, references: np.ndarray, max_distance: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the nearest reference of each query: (index, Hamming distance), int64 [N]; both NO_ROW without a match.
 
-    Arguments are IMAGE_HASH_DTYPE records. A match differs in at most `max_distance` of 256 bits, and in colour by at
+    Arguments are IMAGE_HASH_DTYPE records. A match differs in at most `max_distance` of 256 bits, and in color by at
     most MAX_COLOR_DISTANCE; ties go to the first. The search is exact: with max_distance + 1 bands, any two such hashes
     have an equal band. Duplicates are compared once, so a thousand blank pages cost as much as one.
     """
@@ -275,7 +275,7 @@ def _write_leaks(
     near = [number for number, each in enumerate(contaminated) if each.hamming_distance != EXACT]
     examples = set([*near[: MAX_EXAMPLES // 2], *exact][:MAX_EXAMPLES])
     descriptions = {}
-    with out.open_output(LEAKS) as file, closing(CrashProbe()) as crash_probe:
+    with out.open_output(LEAKS) as file, closing(SubprocessDecoder()) as subprocess_decoder:
         for number, each in enumerate(contaminated):
             other = None if each.set_index == SAME_SET else sets[each.set_index].storage.address
             bits = None if each.hamming_distance == EXACT else each.hamming_distance
@@ -287,7 +287,7 @@ def _write_leaks(
                 for index, (prepared, row) in enumerate(((sets[-1], rows), (sets[each.set_index], matches))):
                     with suppress(OSError, ValueError):
                         [stored] = prepared.read(row[[number]])
-                        line["thumbnails"][index] = crash_probe.thumbnail(stored.image)
+                        line["thumbnails"][index] = subprocess_decoder.thumbnail(stored.image)
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
     return descriptions
 
@@ -323,7 +323,7 @@ def _hash_task(item: dict[str, Any]) -> Result:
     shard, out = Shard.from_json(item["shard"]), Storage(item["out"])
     prepared, name = _undeduplicated_set(item["set"], item["image_folder"], [shard]), f"{item['set']}/{shard.file}"
 
-    def hash_rows(crash_probe: CrashProbe | None) -> None:
+    def hash_rows(subprocess_decoder: SubprocessDecoder | None) -> None:
         hashes = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE)
         for start in range(0, shard.num_rows, READ_BATCH_ROWS):
             numbers = np.arange(start, min(start + READ_BATCH_ROWS, shard.num_rows))
@@ -333,8 +333,8 @@ def _hash_task(item: dict[str, Any]) -> Result:
                 entry["sha256"] = np.frombuffer(hashlib.sha256(row.image).digest()[:16], "<u8")
                 if item["use_phash"]:
                     with suppress(BadImage):  # exact matching still uses its bytes
-                        if crash_probe is not None:
-                            crash_probe.probe(row.image, item["max_pixels"])
+                        if subprocess_decoder is not None:
+                            subprocess_decoder.check(row.image, item["max_pixels"])
                         image = Image.fromarray(decode(row.image, item["max_pixels"]))
                         entry["phash"], entry["colors"] = perceptual_hash(image)
                         entry["has_phash"] = True

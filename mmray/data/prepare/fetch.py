@@ -26,8 +26,8 @@ from mmray.storage.address import is_public_ip, redact_url, rejection_reason
 
 MAX_REDIRECTS, MAX_ATTEMPTS = 5, 3
 MAX_BYTES = 32 * 1024 * 1024  # of an image
-MAX_SECONDS = 30.0  # of an image, with all attempts and redirects
-CONNECT_SECONDS, PAUSE_SECONDS = 10.0, 0.5
+TIMEOUT_S = 30.0  # of an image, with all attempts and redirects
+CONNECT_TIMEOUT_S, PAUSE_S = 10.0, 0.5
 HOST_CONNECTIONS = 8  # of one task
 _REDIRECT_STATUS, _MISSING_STATUS, _RETRY_STATUS = (301, 302, 303, 307, 308), (401, 403, 404, 410), (408, 425, 429)
 _ENCODED = re.compile(r"[!-~]+")  # encoding such a URL again would break its signature
@@ -48,7 +48,7 @@ class Fetcher:
             connector=aiohttp.TCPConnector(resolver=_PublicResolver()),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"User-Agent": "mmray", "Accept": "image/*", "Accept-Encoding": "identity"},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             auto_decompress=False,
             trust_env=False,
         ) as self._session:
@@ -58,7 +58,7 @@ class Fetcher:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._loop = self._started.result(CONNECT_SECONDS)
+        self._loop = self._started.result(CONNECT_TIMEOUT_S)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,18 +74,18 @@ class Fetcher:
         host = self._validate(url, "", name).raw_authority
         async with self._slots[host]:  # waiting for a slot does not count against the time limit
             try:
-                async with asyncio.timeout(MAX_SECONDS):
+                async with asyncio.timeout(TIMEOUT_S):
                     for attempt in range(MAX_ATTEMPTS):
                         try:
                             return await self._follow_redirects(url, name)
                         except _TransientError as error:
                             reason, retry_after_s = error.args
-                        pause_s = max(random.uniform(0, PAUSE_SECONDS * 2**attempt), retry_after_s)
-                        if attempt + 1 == MAX_ATTEMPTS or pause_s >= MAX_SECONDS:
+                        pause_s = max(random.uniform(0, PAUSE_S * 2**attempt), retry_after_s)
+                        if attempt + 1 == MAX_ATTEMPTS or pause_s >= TIMEOUT_S:
                             break
                         await asyncio.sleep(pause_s)
             except TimeoutError:
-                reason = f"not complete within {MAX_SECONDS:g} s"
+                reason = f"not complete within {TIMEOUT_S:g} s"
         raise BadRow("read", "unreadable", f"{name}: {reason}")
 
     async def _follow_redirects(self, url: str, name: str) -> bytes:
@@ -128,7 +128,7 @@ class Fetcher:
         if status in _RETRY_STATUS or status >= 500:
             retry_after = response.headers.get("Retry-After", "")
             seconds = int(retry_after) if re.fullmatch("[0-9]{1,6}", retry_after) else 0
-            raise _TransientError(f"the host answers {status}", seconds)
+            raise _TransientError(f"the host returned HTTP status {status}", seconds)
         if status != 200:
             reason = "missing-image" if status in _MISSING_STATUS else "refused"
             raise BadRow("read", reason, f"{name}: HTTP status {status}")

@@ -23,9 +23,9 @@ import pyarrow as pa
 from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.rows import BadRow, SourceRow, parse_row
 from mmray.data.formats.source import RawRow, Source, SourceChunk
-from mmray.data.images.crash_probe import CrashProbe
 from mmray.data.images.decode import BadImage, decode, header_size, verify_image
 from mmray.data.images.read import os_error_as_bad_row, read_image, stat_signature
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
 from mmray.data.store.manifest import CHUNK_RECORDS, RECORD_BATCH_ROWS, SHARDS, Shard
 from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, Row
@@ -85,7 +85,7 @@ def open_shard(storage: Storage, name: str, split: str | None = None) -> Iterato
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """What to pack, where, and how."""
+    """Source, output folder and settings of a prepare."""
 
     source: SourceSpec
     out: str
@@ -110,15 +110,17 @@ def record_path(index: int) -> str:
     return f"{CHUNK_RECORDS}/chunk-{index:05d}.json"
 
 
-def pack_chunk(job: PrepareJob, chunk: SourceChunk, crash_probe: CrashProbe | None = None) -> tuple[int, int, int]:
-    """Pack one chunk; return its index, rows and bad rows. `crash_probe` decodes each image first.
+def pack_chunk(
+    job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None = None
+) -> tuple[int, int, int]:
+    """Pack one chunk; return its index, rows and bad rows. `subprocess_decoder` decodes each image first.
 
     Raises DataError if the source changed, and OSError if it cannot be read or the set cannot be written.
     """
     out = Storage(job.out)
     record = read_chunk_record(out, record_path(chunk.index))
     if record is None or not is_current(record, job, chunk):  # otherwise an earlier attempt has packed it
-        packer, fetch, hosts = _ChunkPacker(job, chunk, crash_probe), None, job.settings.allow_urls
+        packer, fetch, hosts = _ChunkPacker(job, chunk, subprocess_decoder), None, job.settings.allow_urls
         with ExitStack() as exit_stack:
             if hosts and not job.settings.index_only:
                 from mmray.data.prepare.fetch import Fetcher  # only tasks with URLs need an HTTP client
@@ -182,8 +184,8 @@ def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> b
 class _ChunkPacker:
     """State of one chunk while it is packed."""
 
-    def __init__(self, job: PrepareJob, chunk: SourceChunk, crash_probe: CrashProbe | None) -> None:
-        self.job, self.chunk, self.crash_probe = job, chunk, crash_probe
+    def __init__(self, job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None) -> None:
+        self.job, self.chunk, self.subprocess_decoder = job, chunk, subprocess_decoder
         self.source, self.out = Storage(job.source.address), Storage(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
         self.rows: list[tuple[Any, ...]] = []  # RECORD_COLUMNS
@@ -257,12 +259,13 @@ class _ChunkPacker:
         settings, max_pixels = self.job.settings, self.job.settings.max_pixels
         try:
             if settings.image_side:
-                if self.crash_probe:
-                    self.crash_probe.probe(data, max_pixels)
+                if self.subprocess_decoder:
+                    self.subprocess_decoder.check(data, max_pixels)
                 rgb = decode(data, max_pixels)
                 return reencode(rgb, data, settings.image_side), (rgb.shape[1], rgb.shape[0])
             if settings.check == "full":
-                return data, (self.crash_probe.probe if self.crash_probe else verify_image)(data, max_pixels)
+                check = self.subprocess_decoder.check if self.subprocess_decoder else verify_image
+                return data, check(data, max_pixels)
             return data, header_size(data, max_pixels) if settings.check == "header" else (0, 0)
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmray.data.formats.detect import detect_source
 from mmray.data.formats.source import Source, SourceChunk
@@ -35,7 +35,7 @@ from mmray.data.store.manifest import (
 from mmray.errors import DataError, ResourceError, UsageError
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, RemotePath, to_path
-from mmray.storage.storage import TEMP_SUFFIX, Storage
+from mmray.storage.storage import TEMP_SUFFIX, Storage, iter_parallel
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -45,7 +45,7 @@ _UNSAFE_CHARS = re.compile(r"[^\w.-]+")
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrepareProgress:
     """Progress of `prepare`."""
 
     stage: str  # scan, pack, deduplicate, hash or tokenize
@@ -55,7 +55,7 @@ class Progress:
     is_estimate: bool = False  # of total_rows
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[PrepareProgress], None]
 Log = Callable[[str, str], None]  # message, heading
 
 
@@ -95,7 +95,7 @@ def prepare(
     log: Log | None = None,
     retry: bool = False,
 ) -> Manifest:
-    """Validate, clean and pack the image-text rows of `source` into the folder `out`. Ray must be initialised.
+    """Validate, clean and pack the image-text rows of `source` into the folder `out`. Ray must be initialized.
 
     `retry` packs the chunks again whose rows an earlier prepare could not read or decode. Returns the manifest. Raises
     DataError (invalid source, or more bad rows than `settings` allow), UsageError, ResourceError for failures that may
@@ -112,19 +112,20 @@ def prepare(
         folder.mkdir(SHARDS)
     except OSError as error:
         raise UsageError(f"cannot write to {folder.address} ({error}): choose another folder") from None
-    with lease.Lease(to_path(folder.address), activity="being prepared", advice="choose another folder") as held:
+    with lease.Lease(to_path(folder.address), activity="being prepared", advice="choose another folder") as write_lease:
         try:
-            return _prepare(job, held, progress or (lambda _: None), log or (lambda _, __: None))
+            return _prepare(job, write_lease, progress or (lambda _: None), log or (lambda _, __: None))
         except OSError as error:
             raise ResourceError(f"prepare failed: {error}. {RESUME_HINT}") from error
 
 
-def _prepare(job: PrepareJob, held: lease.Lease, progress: OnProgress, log: Log) -> Manifest:
+def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, log: Log) -> Manifest:
     out, settings, source_path = Storage(job.out), job.settings, f"{job.source.address}/{job.source.name}".rstrip("/")
     _remove_files(out, lambda name: name.endswith((TEMP_SUFFIX, ATTEMPT_SUFFIX)), ("", SHARDS, CHUNK_RECORDS))
     before = read_manifest(out)
     source = job.open()
-    chunks = _scan(job, source, progress)
+    earlier = _read_earlier_chunks(job)
+    chunks = _scan(job, source, {each.chunk.stop for each in earlier.values()}, progress)
     is_counted = all(chunk.num_rows is not None for chunk in chunks)
     total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None  # None: only known after reading
     size = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
@@ -137,23 +138,23 @@ def _prepare(job: PrepareJob, held: lease.Lease, progress: OnProgress, log: Log)
             if (name := before.source["name"]) != (other := job.source.display_name):
                 raise UsageError(f"{job.out} holds the set made from {name}: choose another folder for {other}")
             before = None
-    done, num_packed, is_over_limit = _pack(job, chunks, total, progress)
+    done, num_packed, is_over_limit = _pack(job, chunks, earlier, total, progress)
     total = num_packed if total is None else total
     if not total:
         raise DataError(f"{source_path} holds no rows of {source.title}")
-    progress(Progress("deduplicate", total, total))
+    progress(PrepareProgress("deduplicate", total, total))
     dedup = assemble.find_duplicates(out, done, settings.duplicates)
     leakage: dict[str, Any] = {}
     if contamination.is_enabled(settings) and not is_over_limit:
         folder = job.source.address if settings.index_only else ""
         contaminated, leakage = contamination.check_contamination(
-            out, done, folder, dedup, settings, lambda rows, all_rows: progress(Progress("hash", rows, all_rows))
+            out, done, folder, dedup, settings, lambda rows, all_rows: progress(PrepareProgress("hash", rows, all_rows))
         )
         dedup = replace(dedup, contaminated=contaminated) if settings.drop_overlap else dedup
     result = assemble.quarantine_rows(out, done, dedup)
     num_rows, num_bad = sum(shard.num_kept for shard in result.shards), result.reasons.total()
     assemble.check_bad_rows(source_path, out, num_rows + num_bad, total, result, settings.max_bad_fraction)
-    progress(Progress("tokenize", num_rows + num_bad, total, num_bad))
+    progress(PrepareProgress("tokenize", num_rows + num_bad, total, num_bad))
     # A set that only grew keeps its tokenizer, because models were trained with it.
     values, old = settings.model_dump(mode="json"), before.settings if before and before.tokenizer else {}
     same_captions = all(old.get(name) == values[name] for name in _TOKENIZER_SETTINGS)
@@ -182,59 +183,79 @@ def _prepare(job: PrepareJob, held: lease.Lease, progress: OnProgress, log: Log)
         class_names=source.class_names,
         languages=dict(sorted(result.languages.items())),
     )
-    held.check()  # a process that was paused must not overwrite or delete the files of the one that took over
+    write_lease.check()  # a process that was paused must not overwrite or delete the files of the one that took over
     out.write(MANIFEST, manifest.to_json())
     # Leftovers of killed tasks and earlier settings. The shards come from this process, not from the records, because
     # another writer may have replaced one on a store.
     wanted = {shard.file for shard in result.shards} | {record_path(index) for index in range(len(chunks))}
-    held.check()
+    write_lease.check()
     _remove_files(out, lambda name: name not in wanted, (SHARDS, CHUNK_RECORDS))
     return manifest
 
 
-def _scan(job: PrepareJob, source: Source, progress: OnProgress) -> list[SourceChunk]:
-    """Return the chunks of the source, with the same ends as in an earlier prepare with the same settings."""
+class _EarlierChunk(NamedTuple):
+    """A chunk that an earlier prepare with the same settings packed."""
+
+    chunk: SourceChunk
+    is_current: bool  # see pack.is_current
+    num_rows: int  # of them `num_bad` bad ones
+    num_bad: int
+
+
+def _read_earlier_chunks(job: PrepareJob) -> dict[int, _EarlierChunk]:
+    """Return the chunks in the records of an earlier prepare by index; each record is read once, several at a time."""
     out, digest = Storage(job.out), job.digest()
-    previous_chunk_ends = set()
-    for name in out.listdir(CHUNK_RECORDS):
+
+    def read(name: str) -> _EarlierChunk | None:
         record = read_chunk_record(out, f"{CHUNK_RECORDS}/{name}")
-        if record and record["job"] == digest:
-            previous_chunk_ends.add(record["chunk"]["stop"])
+        if record is None or record["job"] != digest:
+            return None
+        chunk, num_bad = SourceChunk(**record["chunk"]), len(record["bad_rows"])
+        return _EarlierChunk(chunk, is_current(record, job, chunk), len(record["rows"]["key"]) + num_bad, num_bad)
+
+    return {each.chunk.index: each for each in iter_parallel(read, out.listdir(CHUNK_RECORDS)) if each is not None}
+
+
+def _scan(job: PrepareJob, source: Source, previous_chunk_ends: set[int], progress: OnProgress) -> list[SourceChunk]:
+    """Return the chunks of the source, with the same ends as in an earlier prepare with the same settings."""
     chunks, rows = [], 0
-    progress(Progress("scan", 0, 0))  # some formats list all files before the first chunk
+    progress(PrepareProgress("scan", 0, 0))  # some formats list all files before the first chunk
     for chunk in source.scan(job.settings.rows_per_shard, previous_chunk_ends):
         chunks.append(chunk)
         rows += chunk.num_rows or 0
-        progress(Progress("scan", rows, 0))
+        progress(PrepareProgress("scan", rows, 0))
     return chunks
 
 
 def _pack(
-    job: PrepareJob, chunks: list[SourceChunk], total: int | None, progress: OnProgress
+    job: PrepareJob,
+    chunks: list[SourceChunk],
+    earlier: dict[int, _EarlierChunk],
+    total: int | None,
+    progress: OnProgress,
 ) -> tuple[list[int], int, bool]:
     """Pack the chunks that are not done; return the indices of the done ones, their rows, and if too many are bad.
 
     Stops early in that case, if the number of rows is known in advance.
     """
-    out, max_bad_fraction = Storage(job.out), job.settings.max_bad_fraction
+    max_bad_fraction = job.settings.max_bad_fraction
     done: list[int] = []
     todo: list[SourceChunk] = []
     rows = bad = 0
     for chunk in chunks:
-        record = read_chunk_record(out, record_path(chunk.index))
-        if record is None or not is_current(record, job, chunk):
+        before = earlier.get(chunk.index)
+        if before is None or before.chunk != chunk or not before.is_current:
             todo.append(chunk)
         else:
             done.append(chunk.index)
-            num_bad = len(record["bad_rows"])
-            rows, bad = rows + len(record["rows"]["key"]) + num_bad, bad + num_bad
+            rows, bad = rows + before.num_rows, bad + before.num_bad
     with closing(pack_chunks(job, todo)) as results:  # an error in `progress` also stops the job
         for index, num_rows, num_bad in chain([(None, 0, 0)], results):
             done += [] if index is None else [index]
             rows, bad = rows + num_rows, bad + num_bad
             # an estimate, if the total is unknown
             all_rows = total if total is not None else round(rows * len(chunks) / max(1, len(done)))
-            progress(Progress("pack", rows, all_rows, bad, total is None and len(done) < len(chunks)))
+            progress(PrepareProgress("pack", rows, all_rows, bad, total is None and len(done) < len(chunks)))
             if total is not None and bad > assemble.max_bad_rows(max_bad_fraction, total):
                 return sorted(done), rows, True
     return sorted(done), rows, False

@@ -1,7 +1,7 @@
 """The sample set: generated shapes with captions, so that the first run needs no download and learns something.
 
 3,584 small images and a JSONL of captions, bit-identical with the same Pillow version. The test split has
-*combinations* of shape, colour, size, arrangement and background that are not in the training split, so recall on it
+*combinations* of shape, color, size, arrangement and background that are not in the training split, so recall on it
 measures compositional generalization. Eight more rows are damaged, to demonstrate the quarantine.
 """
 
@@ -28,30 +28,30 @@ COLORS = {
 }  # fmt: skip
 BACKGROUNDS = {"white": (250, 250, 250), "grey": (128, 128, 128), "black": (12, 12, 12), "pink": (250, 190, 205)}
 RADII = {"small": 0.14, "large": 0.22}  # fraction of the shorter side
-CENTRES = {
+CENTERS = {
     "centre": (0.5, 0.5), "top left": (0.27, 0.27), "top right": (0.73, 0.27), "bottom left": (0.27, 0.73),
     "bottom right": (0.73, 0.73),
 }  # fmt: skip
-CORNERS = tuple(CENTRES)[1:]
+CORNERS = tuple(CENTERS)[1:]
 COUNTS = {"two": 2, "three": 3, "four": 4}
 CANVASES = ((64, 64), (80, 64), (96, 72), (72, 96), (96, 96), (128, 96), (96, 128), (128, 128), (160, 120))
 _ARM = math.atan2(0.32, 1)  # half the width of the bars of a cross is 0.32
 _CROSS = ((math.hypot(1, 0.32), -_ARM), (math.hypot(1, 0.32), _ARM), (0.32 * math.sqrt(2), math.pi / 4))
-OUTLINES = {  # corners as (distance from the centre / radius, angle clockwise from the top)
+OUTLINES = {  # corners as (distance from the center / radius, angle clockwise from the top)
     "square": [(1.2, math.pi * (0.25 + 0.5 * corner)) for corner in range(4)],
     "triangle": [(1.15, math.pi * 2 * corner / 3) for corner in range(3)],
     "star": [(1.15 * (0.42 if corner % 2 else 1.0), math.pi * corner / 5) for corner in range(10)],
     "cross": [(distance, angle + side * math.pi / 2) for side in range(4) for distance, angle in _CROSS],
 }
 ONE = (
-    "a {size} {colour} {shape} at the {where} on a {background} background",
-    "{background} background with one {size} {colour} {shape}, {where}",
-    "{where}: a {shape}, {colour} and {size}, on {background}",
+    "a {size} {color} {shape} at the {where} on a {background} background",
+    "{background} background with one {size} {color} {shape}, {where}",
+    "{where}: a {shape}, {color} and {size}, on {background}",
 )
 SEVERAL = (
-    "{where} {size} {colour} {shape}s on a {background} background",
-    "{background} background with {where} {shape}s, {size} and {colour}",
-    "a group of {where} {size} {shape}s in {colour} over {background}",
+    "{where} {size} {color} {shape}s on a {background} background",
+    "{background} background with {where} {shape}s, {size} and {color}",
+    "a group of {where} {size} {shape}s in {color} over {background}",
 )
 
 
@@ -59,7 +59,7 @@ class Scene(NamedTuple):
     """One combination; `where` is the position of a single shape, or a number word for a group."""
 
     shape: str
-    colour: str
+    color: str
     size: str
     where: str
     background: str
@@ -94,7 +94,7 @@ def generate(out: Path) -> Path:
 
 def scenes() -> tuple[list[Scene], list[Scene]]:
     """Return scenes of the train rows (some repeat) and of the test rows, without overlap."""
-    every = [Scene(*each) for each in itertools.product(SHAPES, COLORS, RADII, (*CENTRES, *COUNTS), BACKGROUNDS)]
+    every = [Scene(*each) for each in itertools.product(SHAPES, COLORS, RADII, (*CENTERS, *COUNTS), BACKGROUNDS)]
     random.Random("scenes 0").shuffle(every)
     test, train = every[:NUM_TEST], every[NUM_TEST:]
     return list(itertools.islice(itertools.cycle(train), NUM_TRAIN)), test
@@ -141,27 +141,27 @@ def _damaged(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _draw_scene(scene: Scene, rng: random.Random) -> Image.Image:
-    """Draw a scene on a random canvas with jittered positions, angles and colours; supersampled twice."""
+    """Draw a scene on a random canvas with jittered positions, angles and colors; supersampled twice."""
     width, height = rng.choice(CANVASES)
     image = Image.new("RGB", (2 * width, 2 * height), _tinted(BACKGROUNDS[scene.background], rng))
     pen = ImageDraw.Draw(image)
     for position in rng.sample(CORNERS, COUNTS[scene.where]) if scene.where in COUNTS else [scene.where]:
         x, y = (
             2 * side * (at + rng.uniform(-0.03, 0.03))
-            for side, at in zip((width, height), CENTRES[position], strict=True)
+            for side, at in zip((width, height), CENTERS[position], strict=True)
         )
         radius = 2 * min(width, height) * RADII[scene.size] * rng.uniform(0.92, 1.08)
-        colour, turn = _tinted(COLORS[scene.colour], rng), rng.uniform(-0.12, 0.12)
+        color, turn = _tinted(COLORS[scene.color], rng), rng.uniform(-0.12, 0.12)
         box = (x - radius, y - radius, x + radius, y + radius)
         if scene.shape == "circle":
-            pen.ellipse(box, fill=colour)
+            pen.ellipse(box, fill=color)
         elif scene.shape == "ring":
-            pen.ellipse(box, outline=colour, width=max(2, round(radius * 0.4)))
+            pen.ellipse(box, outline=color, width=max(2, round(radius * 0.4)))
         else:
             corners = [(distance * radius, angle + turn) for distance, angle in OUTLINES[scene.shape]]
-            pen.polygon([(x + far * math.sin(angle), y - far * math.cos(angle)) for far, angle in corners], fill=colour)
+            pen.polygon([(x + far * math.sin(angle), y - far * math.cos(angle)) for far, angle in corners], fill=color)
     return image.reduce(2)
 
 
-def _tinted(colour: tuple[int, int, int], rng: random.Random) -> tuple[int, ...]:
-    return tuple(min(255, max(0, value + rng.randint(-10, 10))) for value in colour)
+def _tinted(color: tuple[int, int, int], rng: random.Random) -> tuple[int, ...]:
+    return tuple(min(255, max(0, value + rng.randint(-10, 10))) for value in color)

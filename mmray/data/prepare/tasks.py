@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from mmray import errors
-from mmray.data.images.crash_probe import CrashProbe
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.errors import MmrayError, ResourceError
 from mmray.machine import cores
 from mmray.processes import map_in_processes
@@ -23,7 +23,7 @@ from mmray.storage.storage import Storage
 
 MAX_TASKS = 2000  # with more items, several share a task
 TASKS_PER_CORE = 10
-MAX_ATTEMPTS = 3  # per item whose worker dies; from the second on, images are probed in a child process
+MAX_ATTEMPTS = 3  # per item whose worker dies; from the second on, images are decoded in a child process first
 # Ray retries a task forever if its worker dies. This bounds tasks that die before they start an item, and must allow
 # the attempts of several items in one task.
 MAX_RETRIES = 50
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]:
-    """Yield results of `work(item)` as they complete, on Ray if it is initialised, otherwise in child processes.
+    """Yield results of `work(item)` as they complete, on Ray if it is initialized, otherwise in child processes.
 
     Raises MmrayError if one fails, ResourceError if workers die.
     """
@@ -92,11 +92,11 @@ def _map_on_ray(run_item: Work, items: Sequence[Any]) -> Generator[Result, None,
         raise ResourceError(f"prepare workers died: {error}\n{RESUME_HINT}") from error
 
 
-def run_with_crash_limit(work: Callable[[CrashProbe | None], T], out: Storage, name: str, item_name: str) -> T:
-    """Return `work(crash_probe)`, which must probe each image first.
+def run_with_crash_limit(work: Callable[[SubprocessDecoder | None], T], out: Storage, name: str, item_name: str) -> T:
+    """Return `work(subprocess_decoder)`, which must check each image with it first.
 
-    `crash_probe` is None at the first attempt, and a decoder in a child process once this item has killed a worker or
-    raised MemoryError. The file `name`.attempt counts the attempts. Raises ResourceError after MAX_ATTEMPTS.
+    It is None at the first attempt, and a decoder in a child process once this item has killed a worker or raised
+    MemoryError. The file `name`.attempt counts the attempts. Raises ResourceError after MAX_ATTEMPTS.
     """
     name += ATTEMPT_SUFFIX
     attempts = int(out.read(name)) if out.size(name) else 0
@@ -107,13 +107,13 @@ def run_with_crash_limit(work: Callable[[CrashProbe | None], T], out: Storage, n
             f"node probably ran out of memory: lower prepare.rows_per_shard, or split large tars. {RESUME_HINT}"
         )
     out.write(name, str(attempts + 1).encode())
-    with closing(CrashProbe()) as crash_probe:  # its child process starts with the first image
+    with closing(SubprocessDecoder()) as subprocess_decoder:  # its child process starts with the first image
         try:
-            return work(crash_probe if attempts else None)
+            return work(subprocess_decoder if attempts else None)
         except MemoryError:
             if attempts:
                 raise
-            return work(crash_probe)
+            return work(subprocess_decoder)
         finally:
             out.delete(name)
 

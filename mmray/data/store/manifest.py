@@ -76,6 +76,11 @@ class Manifest:
         """Whether every image was decoded completely when the set was prepared."""
         return self.settings.get("check", "full") == "full" or bool(self.settings.get("image_side"))
 
+    @property
+    def is_index_only(self) -> bool:
+        """Whether the set refers to images in its source instead of storing them."""
+        return bool(self.settings.get("index_only"))
+
     def to_json(self) -> bytes:
         values = asdict(self) | {"format": "mmray prepared set"}
         return orjson.dumps(values, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)

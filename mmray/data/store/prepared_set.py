@@ -228,7 +228,7 @@ class PreparedSet:
             raise DataError(f"{path} has no split `{split}`; it has {known}")
         return cls(storage, manifest, split)
 
-    def cached(self, cache: ShardCache, shuffle_block: int) -> PreparedSet:
+    def with_cache(self, cache: ShardCache, shuffle_block: int) -> PreparedSet:
         """Return this set with a cache for reads from an object store, which fetches `shuffle_block` rows at once."""
         return PreparedSet(self.storage, self.manifest, self.split, cache, shuffle_block)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import ray
 
-from mmray.data.images.crash_probe import CrashProbe
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.order import BlockPlan
 from mmray.data.stream.reader import Block, RowReader
 
-PROBED_BLOCKS = 8
+CHECKED_BLOCKS = 8
 WORKER_DIED_MESSAGE = (
     "a decode actor on {node} died and was restarted; its block is read again. If no image is named as the cause, the "
     "node may have run out of memory: lower --data.workers or --data.block-mb"
@@ -27,8 +27,8 @@ class DecodeActor:
     def __init__(self, reader: RowReader, block_plan: BlockPlan, coordinator: Any = None):
         self.reader, self.block_plan = reader, block_plan
         was_restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        self.probed_blocks_left = PROBED_BLOCKS if was_restarted else 0
-        reader.crash_probe = CrashProbe() if was_restarted else None
+        self.checked_blocks_left = CHECKED_BLOCKS if was_restarted else 0
+        reader.subprocess_decoder = SubprocessDecoder() if was_restarted else None
         if was_restarted and coordinator is not None:
             coordinator.push.remote(
                 {"note": WORKER_DIED_MESSAGE.format(node=ray.util.get_node_ip_address()), "label": "data"}
@@ -37,10 +37,10 @@ class DecodeActor:
     def __call__(self, batch: Block) -> Block:
         """Return the block with the number `batch["id"]`."""
         block = self.reader.read_block(self.block_plan.plan, self.block_plan.positions(int(batch["id"][0])))
-        crash_probe = self.reader.crash_probe
-        if crash_probe is not None and not crash_probe.num_crashes:  # no image crashed; the node may have been lost
-            self.probed_blocks_left -= 1
-            if not self.probed_blocks_left:
-                crash_probe.close()
-                self.reader.crash_probe = None
+        decoder = self.reader.subprocess_decoder
+        if decoder is not None and not decoder.num_crashes:  # no image crashed; the node may have been lost
+            self.checked_blocks_left -= 1
+            if not self.checked_blocks_left:
+                decoder.close()
+                self.reader.subprocess_decoder = None
         return block

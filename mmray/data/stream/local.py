@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
-from mmray.data.images.crash_probe import CrashProbe
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.order import BlockPlan, ResumePoint
 from mmray.data.stream.reader import Block, RowReader
 from mmray.errors import ResourceError
@@ -25,8 +25,8 @@ class BlockReader:
         self.reader, self.blocks = reader, blocks
 
     def __call__(self, number: int, after_crash: bool) -> Block:
-        if after_crash and self.reader.crash_probe is None:
-            self.reader.crash_probe = CrashProbe()
+        if after_crash and self.reader.subprocess_decoder is None:
+            self.reader.subprocess_decoder = SubprocessDecoder()
         return self.reader.read_block(self.blocks.plan, self.blocks.positions(number))
 
 
@@ -34,7 +34,7 @@ def iter_local_blocks(
     reader: RowReader, start: ResumePoint, block_mb: float, num_processes: int, warn: Callable[[str], None]
 ) -> Generator[Block, None, None]:
     """Yield the blocks of the only worker. Raises ResourceError if data processes keep dying."""
-    assert start.plan.world == 1, "the ranks of a group need Ray"
+    assert start.plan.world_size == 1, "the ranks of a group need Ray"
     blocks, crashes = BlockPlan.sized(start.plan, start.step, reader.row_bytes, min(block_mb, BLOCK_MB)), 0
 
     def on_crash() -> None:

@@ -18,7 +18,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def splitmix64(value: np.ndarray) -> np.ndarray:
-    """Hash uint64 to uint64, any shape (finaliser of splitmix64; Steele, Lea, Flood 2014)."""
+    """Hash uint64 to uint64, any shape (finalizer of splitmix64; Steele, Lea, Flood 2014)."""
     z = value + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -26,7 +26,7 @@ def splitmix64(value: np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, shuffle_key: np.ndarray) -> np.ndarray:
-    """Keyed bijection of 0..size-1 (uint64, one shape): a Feistel network over Z_a x Z_b with a*b >= size."""
+    """Keyed bijection of 0..size-1 by a Feistel network over Z_a x Z_b with a*b >= size; uint64 of equal shape."""
     return _cycle_walk(lambda index, keys: _feistel(index, size, keys), index, size, shuffle_key)
 
 
@@ -89,20 +89,20 @@ def _feistel(index: np.ndarray, size: int, shuffle_key: np.ndarray) -> np.ndarra
     return left * b + right
 
 
-def hash_choice(seed: int, times_seen: np.ndarray, row_hash: np.ndarray, num_choices: np.ndarray) -> np.ndarray:
+def hash_choice(seed: int, pass_index: np.ndarray, row_hash: np.ndarray, num_choices: np.ndarray) -> np.ndarray:
     """Return a choice 0..num_choices-1 for each row (all int64, one shape), determined by the first three arguments."""
-    return (_sample_hash(seed, times_seen, row_hash) % num_choices.astype(np.uint64)).astype(np.int64)
+    return (_sample_hash(seed, pass_index, row_hash) % num_choices.astype(np.uint64)).astype(np.int64)
 
 
-def hash_uniform(seed: int, times_seen: np.ndarray, row_hash: np.ndarray, count: int) -> np.ndarray:
+def hash_uniform(seed: int, pass_index: np.ndarray, row_hash: np.ndarray, count: int) -> np.ndarray:
     """Return numbers in [0, 1) for each row: float64 [R, count], determined by the first three arguments."""
     columns = splitmix64(np.arange(1, count + 1, dtype=np.uint64))
-    numbers = splitmix64(_sample_hash(seed, times_seen, row_hash)[:, None] ^ columns)
+    numbers = splitmix64(_sample_hash(seed, pass_index, row_hash)[:, None] ^ columns)
     return (numbers >> np.uint64(11)) * 2.0**-53
 
 
-def _sample_hash(seed: int, times_seen: np.ndarray, row_hash: np.ndarray) -> np.ndarray:
-    salt = splitmix64(times_seen.astype(np.uint64) ^ splitmix64(np.full(times_seen.shape, seed, np.uint64)))
+def _sample_hash(seed: int, pass_index: np.ndarray, row_hash: np.ndarray) -> np.ndarray:
+    salt = splitmix64(pass_index.astype(np.uint64) ^ splitmix64(np.full(pass_index.shape, seed, np.uint64)))
     return splitmix64(row_hash.view(np.uint64) ^ salt)
 
 
@@ -114,7 +114,7 @@ class MixtureComponent(NamedTuple):
 
 
 def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) -> np.ndarray:
-    """Return int64 indices of positions in an epoch sorted by set: the first `per_epoch` are of the first set."""
+    """Map positions in an epoch to int64 indices in which the rows of the first set come first, then the next."""
     epoch_index, remaining = np.empty(positions.size, np.int64), np.arange(positions.size)
     offset, num_left, first = positions.ravel(), sum(component.per_epoch for component in components), 0
     for component in components:  # evenly spread: every (num_left / per_epoch)th of the remaining positions is its
@@ -132,19 +132,19 @@ class SamplePlan:
 
     num_rows: int  # of an epoch
     global_rows: int  # of a step, over all workers
-    world: int
+    world_size: int
     micro: int  # rows of one forward pass
     seed: int
     steps: int  # of the run
     shuffle: bool = True
     components: tuple[MixtureComponent, ...] = ()  # sets of a mixture; their `per_epoch` add up to num_rows
     shuffle_block: int = 1  # rows; see `block_shuffle`; 1: full shuffle
-    window: int = 1
+    blocks_per_window: int = 1
 
     @property
     def rank_rows(self) -> int:
         """Rows of one rank in a step, including padding."""
-        return -(-self.global_rows // self.world)
+        return -(-self.global_rows // self.world_size)
 
     @property
     def accumulation(self) -> int:
@@ -162,30 +162,32 @@ class SamplePlan:
 
     def row_ids_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the row ids of positions; PADDING is unchanged."""
-        return self.row_ids_and_times_seen_at(positions)[0]
+        return self.row_ids_and_pass_indices_at(positions)[0]
 
-    def row_ids_and_times_seen_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def row_ids_and_pass_indices_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return `row_ids_at`, and how often each row was seen before its position, which seeds augmentation."""
         epoch, offset = np.divmod(np.maximum(positions, 0), self.num_rows)
         if self.shuffle:
             shuffle_key = splitmix64(splitmix64(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
             index = offset.astype(np.uint64)
             if self.components and self.shuffle_block > 1:  # indices of a mixture's epoch sorted by set
-                shuffled = windowed_permutation(index, self.num_rows, shuffle_key, self.shuffle_block * self.window)
+                shuffled = windowed_permutation(
+                    index, self.num_rows, shuffle_key, self.shuffle_block * self.blocks_per_window
+                )
                 offset = interleave(self.components, shuffled.astype(np.int64))
             else:
-                shuffled = block_shuffle(index, self.num_rows, shuffle_key, self.shuffle_block, self.window)
+                shuffled = block_shuffle(index, self.num_rows, shuffle_key, self.shuffle_block, self.blocks_per_window)
                 offset = shuffled.astype(np.int64)
-        rows, times_seen = self._mixture_rows(offset, epoch) if self.components else (offset, epoch)
-        return np.where(positions >= 0, rows, PADDING), np.where(positions >= 0, times_seen, 0)
+        rows, pass_index = self._mixture_rows(offset, epoch) if self.components else (offset, epoch)
+        return np.where(positions >= 0, rows, PADDING), np.where(positions >= 0, pass_index, 0)
 
     def _mixture_rows(self, epoch_index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (row, times seen) int64 of indices from `interleave`; rows are numbered set by set.
+        """Return (row, pass index) int64 of indices from `interleave`; rows are numbered set by set.
 
         The order of a set continues from epoch to epoch and takes each row once in each pass. So row counts of a set
         never differ by more than one, and e epochs of weight w take each row e x w times if that is an integer.
         """
-        rows, times_seen = np.zeros(epoch_index.shape, np.int64), np.zeros(epoch_index.shape, np.int64)
+        rows, pass_index = np.zeros(epoch_index.shape, np.int64), np.zeros(epoch_index.shape, np.int64)
         first_index = first_row = 0
         for number, (num_rows, per_epoch) in enumerate(self.components):
             selected = (epoch_index >= first_index) & (epoch_index < first_index + per_epoch)
@@ -193,11 +195,13 @@ class SamplePlan:
             if self.shuffle:
                 seeded = splitmix64(splitmix64(seen.astype(np.uint64)) ^ np.uint64(self.seed))
                 shuffle_key = splitmix64(seeded ^ np.uint64(number + 1))
-                shuffled = block_shuffle(row.astype(np.uint64), num_rows, shuffle_key, self.shuffle_block, self.window)
+                shuffled = block_shuffle(
+                    row.astype(np.uint64), num_rows, shuffle_key, self.shuffle_block, self.blocks_per_window
+                )
                 row = shuffled.astype(np.int64)
-            rows[selected], times_seen[selected] = row + first_row, seen
+            rows[selected], pass_index[selected] = row + first_row, seen
             first_index, first_row = first_index + per_epoch, first_row + num_rows
-        return rows, times_seen
+        return rows, pass_index
 
 
 @dataclass(frozen=True)
@@ -228,11 +232,11 @@ class BlockPlan:
     @property
     def count(self) -> int:
         groups = -(-(self.plan.steps - self.first_step) // self.steps_per_block)
-        return groups * self.blocks_per_step * self.plan.world
+        return groups * self.blocks_per_step * self.plan.world_size
 
     def positions(self, block: int) -> np.ndarray:
         """Return the positions [rows] of a block; blocks of all ranks for the same steps have the same length."""
-        group, rank = divmod(block, self.plan.world)
+        group, rank = divmod(block, self.plan.world_size)
         group, slice_index = divmod(group, self.blocks_per_step)
         first = self.first_step + group * self.steps_per_block
         last = min(first + self.steps_per_block, self.plan.steps)

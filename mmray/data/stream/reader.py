@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import numpy as np
 
 from mmray.data.images import boxes
-from mmray.data.images.crash_probe import CrashProbe
+from mmray.data.images.boxes import NO_LABEL
 from mmray.data.images.decode import BadImage, decode
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import NUM_UNIFORMS, transform
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, hash_key, read_each
 from mmray.data.stream.order import PADDING, SamplePlan, hash_choice, hash_uniform
@@ -22,7 +23,6 @@ from mmray.data.text.chat import build_encoder
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
 
-NO_LABEL = -1
 IMAGE_CACHE_MB = 256.0  # decoded images cached by a worker, if the full set fits and is not augmented
 Block = dict[str, np.ndarray]
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class RowReader:
         self.image_cache: dict[int, np.ndarray] | None = {} if fits and self.augment is None else None
         self.encoder = build_encoder(tokenizer_json, self.inputs)
         # Decodes each image in a child process first; used in a process that was restarted after a crash.
-        self.crash_probe: CrashProbe | None = None
+        self.subprocess_decoder: SubprocessDecoder | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -64,13 +64,13 @@ class RowReader:
         loss_mask but has valid=False, key 0, num_tokens 1, zero pixels and no boxes. Padding and unreadable rows also
         have label -1 and an empty text.
         """
-        row_ids, times_seen = plan.row_ids_and_times_seen_at(positions)
+        row_ids, pass_index = plan.row_ids_and_pass_indices_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
         rows: list[Row | None] = [None] * len(row_ids)
         for index, stored_row in zip(stored.tolist(), read_each(self.prepared, row_ids[stored]), strict=True):
             rows[index] = None if isinstance(stored_row, Exception) else stored_row
         row_hash = np.array([hash_key(row.key) if row else 0 for row in rows], np.int64)
-        uniforms = hash_uniform(plan.seed, times_seen, row_hash, NUM_UNIFORMS) if self.augment else [None] * len(rows)
+        uniforms = hash_uniform(plan.seed, pass_index, row_hash, NUM_UNIFORMS) if self.augment else [None] * len(rows)
         side = self.inputs.image_side
         pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
         box_columns = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
@@ -82,7 +82,7 @@ class RowReader:
                     for name, value in values.items():
                         box_columns[name][index] = value
         texts = [self.encoder.format_texts(row) if row else [self.encoder.EMPTY_TEXT] for row in rows]
-        chosen = hash_choice(plan.seed, times_seen, row_hash, np.array([len(choices) for choices in texts], np.int64))
+        chosen = hash_choice(plan.seed, pass_index, row_hash, np.array([len(choices) for choices in texts], np.int64))
         tokens = self.encoder.encode_batch([choices[n] for choices, n in zip(texts, chosen.tolist(), strict=True)])
         return {
             "image": pixels,
@@ -94,27 +94,27 @@ class RowReader:
             "pos": positions,
         } | box_columns
 
-    def explain_bad_row(self, row_id: int) -> tuple[Row | None, str]:
-        """Return the row, if it can be read, and the reason why it cannot be used (for the quarantine)."""
+    def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
+        """Return the row, if it can be read, and reason and detail of why it cannot be used (for the quarantine)."""
         try:
             stored = self.prepared.read(np.array([row_id]))[0]
         except (OSError, ValueError) as error:
-            return None, f"store: {error}"
+            return None, "unreadable", str(error)
         try:
             if not stored.checksum_ok:
-                return stored, "checksum: the bytes differ from those that were prepared"
-            CrashProbe().probe(stored.image, self.max_pixels)  # the image may have crashed a worker
+                return stored, "checksum", "the bytes differ from those that were prepared"
+            SubprocessDecoder().check(stored.image, self.max_pixels)  # the image may have crashed a worker
         except BadImage as error:
-            return stored, str(error)
-        return stored, "readable at the second attempt"
+            return stored, error.reason, error.detail
+        return stored, "temporary", "readable at the second attempt"
 
     def decode_row(self, row_id: int, row: Row, uniforms: np.ndarray | None) -> tuple[np.ndarray, Block]:
         """Return the pixels of a row, augmented by `uniforms` [NUM_UNIFORMS], and its box columns. Raises BadImage."""
         has_boxes = bool(self.inputs.max_boxes and row.boxes)
         if self.image_cache is not None and row_id in self.image_cache and not has_boxes:
             return self.image_cache[row_id], {}
-        if self.crash_probe is not None:
-            self.crash_probe.probe(row.image, self.max_pixels, (self.inputs, self.augment, uniforms))
+        if self.subprocess_decoder is not None:
+            self.subprocess_decoder.check(row.image, self.max_pixels, (self.inputs, self.augment, uniforms))
         rgb = decode(row.image, self.max_pixels)
         pixels = transform(rgb, self.inputs, self.augment, uniforms)
         if has_boxes:

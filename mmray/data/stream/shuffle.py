@@ -46,7 +46,7 @@ def shuffle_block_and_window(data: Data, sets: Sequence[PreparedSet], global_row
 def _average_row_bytes(prepared: PreparedSet) -> float:
     """Return the average bytes per row of a read of adjacent rows; 0 if shuffle blocks save no requests."""
     in_set = max(1.0, prepared.num_bytes / max(1, prepared.num_rows)) if prepared.storage.local_path is None else 0.0
-    if not is_index_only(prepared) or prepared.image_storage.local_path is not None:
+    if not prepared.manifest.is_index_only or prepared.image_storage.local_path is not None:
         return in_set
     rows = np.unique(np.linspace(0, max(0, prepared.num_rows - 1), SAMPLE_ROWS).astype(np.int64))
     lengths: list[int | None] = []
@@ -58,20 +58,15 @@ def _average_row_bytes(prepared: PreparedSet) -> float:
     return float(in_set + np.mean(known)) if known and len(known) == len(lengths) else 0.0
 
 
-def is_index_only(prepared: PreparedSet) -> bool:
-    """Return whether the set refers to images in its source instead of storing them."""
-    return bool(prepared.manifest.settings.get("index_only"))
-
-
 def with_local_cache(data: Data, prepared: PreparedSet, shuffle_block: int) -> PreparedSet:
     """Return the set with `data.local_cache` for reads from an object store. Raises UsageError."""
-    storages = [prepared.storage, *([prepared.image_storage] if is_index_only(prepared) else [])]
+    storages = [prepared.storage, *([prepared.image_storage] if prepared.manifest.is_index_only else [])]
     if data.local_cache is None or all(storage.local_path is not None for storage in storages):
         return prepared
-    if is_index_only(prepared):  # cache entries are verified by checksums, which references may not have
+    if prepared.manifest.is_index_only:  # cache entries are verified by checksums, which references may not have
         raise UsageError(
             f"data.local_cache cannot cache {prepared.storage.address}, which only refers to its images: prepare it "
             "without --index-only, or leave data.local_cache out."
         )
     cache = ShardCache(data.local_cache, int(data.local_cache_gb * 1e9))
-    return prepared.cached(cache, max(shuffle_block, RECORD_BATCH_ROWS))
+    return prepared.with_cache(cache, max(shuffle_block, RECORD_BATCH_ROWS))

@@ -44,16 +44,16 @@ class StreamDataConfig(ray.train.DataConfig):
         reader: RowReader,
         num_actors: int,
         block_mb: float,
-        node_labels: dict[str, str] | None = None,
+        label_selector: dict[str, str] | None = None,
         coordinator: Any = None,
     ):
         super().__init__()
         self.resume_point, self.reader, self.num_actors, self.block_mb = resume_point, reader, num_actors, block_mb
-        self.node_labels, self.coordinator = node_labels, coordinator
+        self.label_selector, self.coordinator = label_selector, coordinator
 
     def configure(self, datasets: dict[str, Any], world_size: int, *_: Any, **__: Any) -> list[dict[str, Any]]:
         (name,) = datasets
-        assert world_size == self.resume_point.plan.world, "the worker group must have the size of its plan"
+        assert world_size == self.resume_point.plan.world_size, "the worker group must have the size of its plan"
         store_mb = OBJECT_STORE_FRACTION * ray.cluster_resources()["object_store_memory"] / 1e6
         max_mb = store_mb / (2 * world_size)  # two blocks per rank fit without spilling
         start = self.resume_point
@@ -71,7 +71,7 @@ class StreamDataConfig(ray.train.DataConfig):
             ),
             num_cpus=1,
         )
-        dataset.context.execution_options.label_selector = self.node_labels
+        dataset.context.execution_options.label_selector = self.label_selector
         dataset.context.enable_progress_bars = False
         dataset.context.print_on_execution_start = False
         return dataset

@@ -84,7 +84,7 @@ class TextEncoder:
         """Return a text as a caption of this language. Raises UsageError if the language has no token."""
         if language is not None and language not in self._language_tokens:
             known = ", ".join(self.languages) or "none: it was trained without model.inputs.language_token"
-            raise UsageError(f"the model has no token for language {language!r}; it knows {known}")
+            raise UsageError(f"the model has no token for language {language!r}; its language tokens are {known}")
         return self._language_tokens.get(language or "", "") + remove_tokens(text, self._language_tokens.values())
 
     def encode_batch(self, texts: list[str]) -> dict[str, np.ndarray]:

@@ -39,7 +39,7 @@ def load_tokenizer(name: str, trained_tokenizer_json: str | None) -> str:
         if trained_tokenizer_json is None:
             raise UsageError(
                 f"{_SETTING} is `trained`, but there is no prepared set with a tokenizer: prepare it with "
-                "prepare.vocab_size above 0 (and captions outside the test split), or name another tokenizer"
+                "prepare.vocab_size above 0 (and captions outside the held-out splits), or name another tokenizer"
             )
         return trained_tokenizer_json
     path = Path(name).expanduser()

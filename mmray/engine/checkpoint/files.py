@@ -29,11 +29,13 @@ STATE, META, SUMS = "state.json", "meta.json", "SHA256SUMS"
 LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that should fall
 
 
-def latest_valid(folder: AnyPath, log: Callable[[str], None] | None = None, rename: bool = True) -> AnyPath | None:
+def latest_valid_checkpoint(
+    folder: AnyPath, log: Callable[[str], None] | None = None, rename: bool = True
+) -> AnyPath | None:
     """Return the newest checkpoint whose checksums match; None without one.
 
-    Each newer one is passed to `log` with its fault; a damaged one is renamed to step-N.damaged unless `rename` is
-    off, as for a reader next to a running training. Raises StorageError if the storage cannot be read.
+    Newer invalid ones are passed to `log` with the reason. A damaged one is renamed to step-N.damaged; pass
+    rename=False if another process may be training in the folder. Raises StorageError if the storage cannot be read.
     """
     for path in reversed(_step_folders(folder)):
         fault = verify(path)
@@ -51,12 +53,12 @@ def latest_valid(folder: AnyPath, log: Callable[[str], None] | None = None, rena
     return None
 
 
-def latest_complete(folder: AnyPath) -> AnyPath | None:
+def latest_complete_checkpoint(folder: AnyPath) -> AnyPath | None:
     """Return the newest complete checkpoint, unverified; None without one."""
     return next(reversed(_step_folders(folder, complete=True)), None)
 
 
-def list_names(folder: AnyPath) -> list[str]:
+def list_checkpoint_names(folder: AnyPath) -> list[str]:
     """Names of all checkpoints, also incomplete and damaged ones, for messages."""
     try:
         return sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
@@ -69,7 +71,7 @@ def step_of(path: AnyPath) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def best(folder: AnyPath, metric: str) -> AnyPath | None:
+def best_checkpoint(folder: AnyPath, metric: str) -> AnyPath | None:
     """Return the complete checkpoint with the best recorded `metric`, the newest of equals; None if none has it."""
     sign = -1 if any(part in metric.split("/") for part in LOWER_IS_BETTER) else 1
     scored: list[tuple[float, int, AnyPath]] = []
@@ -83,7 +85,7 @@ def best(folder: AnyPath, metric: str) -> AnyPath | None:
 
 def best_score(folder: AnyPath, metric: str) -> dict[str, Any] | None:
     """Step of the best checkpoint, the metric without `evaluate/`, and its score, for result.json; None without one."""
-    path = best(folder, metric)
+    path = best_checkpoint(folder, metric)
     if path is None:
         return None
     score = load_meta(path)["metrics"][metric]
@@ -93,7 +95,7 @@ def best_score(folder: AnyPath, metric: str) -> dict[str, Any] | None:
 def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
     """Delete all checkpoints but the newest `keep` complete ones and the best by `metric`. Raises TrainingError."""
     protected = set(_step_folders(folder, complete=True)[-keep:])
-    if metric is not None and (top := best(folder, metric)) is not None:
+    if metric is not None and (top := best_checkpoint(folder, metric)) is not None:
         protected.add(top)
     old = [path for path in _step_folders(folder) if path not in protected]
     try:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 MAX_WAIT_S = 10.0  # for the save in progress, while other ranks wait in a collective
-RETRY = "Training continues and the next checkpoint is tried again"
+RETRY = "Training continues; the next checkpoint is saved as scheduled"
 
 
 class CheckpointManager:
@@ -34,7 +34,7 @@ class CheckpointManager:
 
     Under DDP only rank 0 has a manager; under FSDP (`sharded`) every rank has one and writes its own shard.
     `fencing_token` is that of rank 0's lease, None on other ranks. `extra` is added to each meta.json and must have
-    `world`, the number of ranks. `notify` takes a label and a message. `cpu_group` is a gloo group used by no other.
+    `world`, the number of ranks. `notify` takes a label and a message. Nothing else uses `cpu_group`, a gloo group.
 
     A storage error is logged, and training continues with the previous checkpoint; only the last save has to succeed.
     Any other error, such as a lost lease, is raised by the next call.

@@ -55,9 +55,11 @@ class Meter:
     def compute(self, state: TrainState) -> Metrics:
         """Return metrics since the last call, and reset."""
         device: torch.device = state.group.device
-        metrics = self.rates.compute(state.group.world)
+        metrics = self.rates.compute(state.group.world_size)
         if metrics:
-            rate = (self.flops_of_row or 0.0) * metrics["throughput/samples_per_s"] / state.group.world / self.devices
+            rate = (
+                (self.flops_of_row or 0.0) * metrics["throughput/samples_per_s"] / state.group.world_size / self.devices
+            )
             metrics["throughput/tflops_per_device"] = rate / 1e12
             if device.type == "cuda":
                 metrics["throughput/mfu"] = rate / peak_flops(device, state.precision)
@@ -70,8 +72,8 @@ MAXIMA = ("time/step_p95_s", "time/first_step_s", "memory/", "host/memory_gib", 
 
 def reduce_over_ranks(group: Group, sums: list[Tensor], local: Metrics) -> tuple[list[float], Metrics]:
     """Sums over ranks, and the reduced per-rank metrics, in one collective."""
-    figures = torch.tensor([float(value) for value in local.values()], dtype=torch.float64, device=group.device)
-    packed = torch.cat([*(value.to(figures).reshape(1) for value in sums), figures])
+    values = torch.tensor([float(value) for value in local.values()], dtype=torch.float64, device=group.device)
+    packed = torch.cat([*(value.to(values).reshape(1) for value in sums), values])
     all_ranks = group.to_host(group.all_gather(packed[None]))
     columns = zip(local, all_ranks[:, len(sums) :].unbind(1), strict=True)
     reduced = {name: (column.max() if name.startswith(MAXIMA) else column.mean()).item() for name, column in columns}
@@ -110,6 +112,7 @@ def machine_load(device: torch.device) -> dict[str, float]:
 # Dense tensor-core peaks of the data sheets, in TFLOP/s: (bf16 and fp16, fp32 without TF32).
 # Keys are words of the device name; a more specific key precedes its prefix.
 PEAK_TFLOPS = {
+    "H200 NVL": (835, 60),
     "H200": (989, 67),
     "H100 PCIe": (756, 51),
     "H100 NVL": (835, 60),

@@ -67,7 +67,7 @@ class MetricsLog:
         self._pending += line
         try:
             self._write_out()
-            self._plot(metrics)
+            self._write_tensorboard(metrics)
             self._write_failed = False
         except OSError as error:
             if not self._write_failed:
@@ -99,7 +99,7 @@ class MetricsLog:
         while self._pending:
             self._pending = self._pending[self._file.write(self._pending) :]
 
-    def _plot(self, metrics: Metrics) -> None:
+    def _write_tensorboard(self, metrics: Metrics) -> None:
         """Write the line to TensorBoard. Raises OSError; pending events are then missing there."""
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import: after the start, on one rank
 
@@ -195,7 +195,7 @@ class LogUploader:
 
 
 @contextmanager
-def profiled(steps: int, file: Path | None, device: torch.device) -> Iterator[Callable[[], None]]:
+def profile_steps(steps: int, file: Path | None, device: torch.device) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each step; profile `steps` steps into a Chrome trace `file`, if both are given."""
     if steps == 0 or file is None:
         yield lambda: None

@@ -36,14 +36,14 @@ def wrap_model(
     DDP broadcasts rank 0's weights. Under FSDP all ranks must pass equal weights, gathered in `shard_dtype` (None:
     unchanged); a module that is already sharded is returned. Raises UsageError for `fsdp` in fp16.
     """
-    if parallel == "fsdp" and group.world > 1:
+    if parallel == "fsdp" and group.world_size > 1:
         if shard_dtype == torch.float16:
             raise UsageError("train.precision is fp16, which fsdp does not support: set --train.precision bf16 or fp32")
         return module if is_sharded(module) else shard(module, group, shard_dtype)
     if parallel == "branches":
         return module  # apply_transforms moved its branches to their devices
     module.to(group.device)
-    return module if group.world == 1 else _replicate(module, grad_compression)
+    return module if group.world_size == 1 else _replicate(module, grad_compression)
 
 
 def _replicate(module: nn.Module, grad_compression: str) -> DistributedDataParallel:
@@ -122,7 +122,7 @@ def two_devices(device: torch.device) -> tuple[torch.device, torch.device]:
 
 
 def place_branches(module: nn.Module, device: torch.device) -> None:
-    """Model parallelism, one tower per GPU: move branch `text` to the second; inputs and outputs stay on the first.
+    """Model parallelism, one tower per GPU: move the text tower to the second; inputs and outputs stay on the first.
 
     Kernels are launched asynchronously, and autograd has a thread per device, so both branches run at the same time.
     """
@@ -164,7 +164,7 @@ def shard(module: nn.Module, group: Group, dtype: torch.dtype | None) -> nn.Modu
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    mesh = init_device_mesh(group.device.type, (group.world,))
+    mesh = init_device_mesh(group.device.type, (group.world_size,))
     reduce_dtype = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     replicated = set(_replicated(module))
@@ -206,11 +206,11 @@ def average_replicated_gradients(module: nn.Module, group: Group) -> None:
     """Average the gradients of a sharded model's replicated scalars over ranks, because FSDP does not."""
     for parameter in _replicated(module) if is_sharded(module) else ():
         if parameter.grad is not None:
-            group.all_reduce_sum(parameter.grad).div_(group.world)
+            group.all_reduce_sum(parameter.grad).div_(group.world_size)
 
 
 @contextmanager
-def unsharded(module: nn.Module) -> Iterator[None]:
+def gather_full_weights(module: nn.Module) -> Iterator[None]:
     """Scope of an evaluation with all weights of a sharded model on every rank; needs the memory of the full model.
 
     Otherwise each forward would all-gather weights, and ranks with different numbers of batches would deadlock; calls

@@ -48,7 +48,7 @@ def _branches(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compile_branches(model: nn.Module, train: Train) -> nn.Module:
-    """Compile the branches if `train.compile` is set; bench/step.py repeats it on a copy, which is not compiled."""
+    """Compile the branches if `train.compile` is set; bench/step.py repeats it, because a deep copy is not compiled."""
     if train.compile != "none":
         for branch in _branches(model).values():
             branch.compile(backend=train.compile)

@@ -1,4 +1,4 @@
-"""Image encoders ("towers"): normalised pixels -> features [B, width], or a feature map (for fusion.py)."""
+"""Image encoders ("towers"): normalized pixels -> features [B, width], or a feature map (for fusion.py)."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class ImageEncoder(nn.Module):
     has_class_token = False  # at the first position
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Normalised pixels [B, 3, S, S] -> features [B, width]."""
+        """Normalized pixels [B, 3, S, S] -> features [B, width]."""
         return self.pool(self.features(pixels))
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Normalised pixels [B, 3, S, S] -> features of each position [B, N, width]."""
+        """Normalized pixels [B, 3, S, S] -> features of each position [B, N, width]."""
         raise NotImplementedError
 
     def pool(self, features: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class HfTextTower(TextEncoder):
         self.width = net.config.hidden_size
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        # transformers uses a 4-D mask as it is; it would inspect a 2-D one, which synchronises the GPU every step.
+        # transformers uses a 4-D mask as it is; it would inspect a 2-D one, which synchronizes the GPU every step.
         mask = mask_with_first(attention_mask)[:, None, None, :]
         return self.net(input_ids=input_ids, attention_mask=mask).last_hidden_state
 

@@ -27,7 +27,7 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 EXPORT_FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, PROCESSOR, CARD}
 RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
-FIT = {"squash": "Squashed to", "crop": "Centre-cropped and resized to", "pad": "Padded with white and resized to"}
+FIT = {"squash": "Squashed to", "crop": "Center-cropped and resized to", "pad": "Padded with white and resized to"}
 EXPORT_MARKER = "mmray"  # key in config.json that marks a folder as an export
 
 
@@ -35,7 +35,7 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
     """Write `model` to the folder `out` and return it; an earlier export there is replaced at the end.
 
     model: an nn.Module with embed_image and embed_text, or a generative one. spec: its `model` section as JSON values,
-    with vocab_size set. out: a path or an address (s3://...). Raises UsageError if `out` contains anything else or is
+    with vocab_size set. out: a path or URI (s3://...). Raises UsageError if `out` contains anything else or is
     not writable.
     """
     out = to_path(out)
@@ -125,12 +125,13 @@ def _replace_prefixes(state: dict[str, Tensor], prefixes: Sequence[tuple[str, st
 def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
     """tokenizer.json and tokenizer_config.json; padded to a fixed length for a model that attends to its padding."""
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    length, pad_id = getattr(model, "padded_to", (max_tokens, TextEncoder(tokenizer_json, max_tokens).pad_id))
+    default = (max_tokens, TextEncoder(tokenizer_json, max_tokens).pad_id)
+    length, pad_id = getattr(model, "padding_length_and_id", default)
     pad = tokenizer.id_to_token(pad_id)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "pad_token": pad}
     if hasattr(model, "chat"):
         settings |= {"eos_token": model.chat.end, "image_token": model.chat.image}
-    if hasattr(model, "padded_to"):
+    if hasattr(model, "padding_length_and_id"):
         tokenizer.enable_padding(length=length, pad_id=pad_id, pad_token=pad)
         tokenizer_json = tokenizer.to_str()
     return tokenizer_json, settings
@@ -167,7 +168,7 @@ def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
         texts += f' `embed_texts(texts, language="de")` adds `{pattern.replace("{}", "de")}`.'
     processor = "`AutoImageProcessor.from_pretrained(...)`: pixels agree up to rounding and half a pixel of a crop."
     if inputs["fit"] == "pad":
-        processor = "no image processor pads with white; do so, and normalise with mean and std of `config.json`."
+        processor = "no image processor pads with white; do so, and normalize with mean and std of `config.json`."
     return f"""---
 library_name: mmray
 tags: [{tags}]

@@ -37,7 +37,7 @@ ImageInput = Image.Image | bytes | str | Path
 
 
 def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
-    """Load the exported model at a path or address: an Embedder, or a Generator if generative. Raises UsageError."""
+    """Load the exported model at a path or URI: an Embedder, or a Generator if generative. Raises UsageError."""
     path = to_path(folder)
     try:
         config = json.loads((path / CONFIG).read_text())
@@ -66,11 +66,11 @@ class Embedder:
         self.model, self.inputs, self.device, self._encoder = model, inputs, device, encoder
 
     def embed_images(self, images: Sequence[ImageInput], batch: int = 64) -> Tensor:
-        """L2-normalised embeddings float32 [N, D] on the CPU."""
+        """L2-normalized embeddings float32 [N, D] on the CPU."""
         return self._in_batches(lambda start, part: self.model.embed_image(self._pixels(start, part)), batch, images)
 
     def embed_texts(self, texts: Sequence[str], batch: int = 256, language: str | None = None) -> Tensor:
-        """L2-normalised embeddings float32 [N, D] on the CPU. Raises UsageError for a language without a token."""
+        """L2-normalized embeddings float32 [N, D] on the CPU. Raises UsageError for a language without a token."""
         embed = self.model.embed_text
         return self._in_batches(lambda start, part: embed(*self._tokens(start, part, language)), batch, texts)
 

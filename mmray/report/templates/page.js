@@ -1,4 +1,4 @@
-// Unpacks Plotly and draws each figure of the page in the reader's colours.
+// Unpacks Plotly and draws each figure of the page in the reader's colors.
 (async () => {
   const packed = document.getElementById("plotly").textContent;
   const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
@@ -7,11 +7,11 @@
   script.textContent = await new Response(stream).text();
   document.head.append(script);
 
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const axis = () => ({ gridcolor: colour("--grid"), linecolor: colour("--line"), tickcolor: colour("--line"), zerolinecolor: colour("--line") });
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const axis = () => ({ gridcolor: color("--grid"), linecolor: color("--line"), tickcolor: color("--line"), zerolinecolor: color("--line") });
   const themed = (layout) => {
-    const out = { ...layout, font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: colour("--soft") } };
-    out.hoverlabel = { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--ink") } };
+    const out = { ...layout, font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: color("--soft") } };
+    out.hoverlabel = { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--ink") } };
     for (const name of ["xaxis", "yaxis"]) {
       out[name] = { ...layout[name], ...axis() };
       if (out[name].title) out[name].title = { ...out[name].title, font: { size: 12.5 } };

@@ -19,31 +19,31 @@ KEPT = "kept"
 TOO_LARGE = ("decode too-large", "refused before it is decoded")
 
 
-def encoded(kind="PNG", mode="RGB", size=(9, 6), colour=None, **options):
-    return encode(Image.new(mode, size, colour or 0), kind, **options)
+def encoded(kind="PNG", mode="RGB", size=(9, 6), color=None, **options):
+    return encode(Image.new(mode, size, color or 0), kind, **options)
 
 
-def raw_png(depth, colour, rows, trns=b"", size=None):
+def raw_png(depth, color, rows, trns=b"", size=None):
     """A PNG of a depth that Pillow does not write. `rows` are the bytes of each line of 2 pixels."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = struct.pack(">IIBBBBB", *(size or (2, len(rows))), depth, colour, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", *(size or (2, len(rows))), depth, color, 0, 0, 0)
     body = chunk(b"IHDR", header) + (chunk(b"tRNS", trns) if trns else b"")
     body += chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows))) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + body
 
 
 def animated(kind):
-    first, *rest = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "lime"))
+    first, *rest = (Image.new("RGB", (8, 8), color) for color in ("red", "blue", "lime"))
     return encode(first, kind, save_all=True, append_images=rest)
 
 
 def turned(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    return encoded("JPEG", colour=(orientation, 9, 9), exif=exif)
+    return encoded("JPEG", color=(orientation, 9, 9), exif=exif)
 
 
 def palette():
@@ -80,18 +80,18 @@ IMAGES = {
     "HTML named .jpg": (b"<html><body>404</body></html>", "decode format", ""),
     "SVG named .jpg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "decode format", ""),
     "TIFF": (encoded("TIFF"), "decode format", "libtiff is never called"),
-    "WebP named .jpg": (encoded("WEBP", colour=(1, 2, 3)), KEPT, "format by content, not by name"),
-    "CMYK JPEG": (encoded("JPEG", "CMYK", colour=(0, 255, 255, 0)), KEPT, "converted to RGB"),
-    "grey": (encoded(mode="L", colour=77), KEPT, "converted to RGB"),
+    "WebP named .jpg": (encoded("WEBP", color=(1, 2, 3)), KEPT, "format by content, not by name"),
+    "CMYK JPEG": (encoded("JPEG", "CMYK", color=(0, 255, 255, 0)), KEPT, "converted to RGB"),
+    "gray": (encoded(mode="L", color=77), KEPT, "converted to RGB"),
     "palette with transparency": (palette(), KEPT, "composited on white"),
-    "16-bit grey": (encoded(mode="I;16", colour=32768), KEPT, "scaled, not clipped"),
-    "RGBA with hidden colours": (encoded(mode="RGBA", colour=(200, 0, 0, 0)), KEPT, "composited on white"),
+    "16-bit gray": (encoded(mode="I;16", color=32768), KEPT, "scaled, not clipped"),
+    "RGBA with hidden colors": (encoded(mode="RGBA", color=(200, 0, 0, 0)), KEPT, "composited on white"),
     "animated GIF": (animated("GIF"), KEPT, "first frame"),
     "animated WebP": (animated("WEBP"), KEPT, "first frame"),
     "animated PNG": (animated("PNG"), KEPT, "first frame"),
     **{f"EXIF orientation {turn}": (turned(turn), KEPT, "orientation applied") for turn in range(1, 9)},
-    "1 x 1": (encoded(size=(1, 1), colour=(5, 5, 5)), KEPT, ""),
-    "1 x 4000": (encoded(size=(1, 4000), colour=(6, 6, 6)), KEPT, ""),
+    "1 x 1": (encoded(size=(1, 1), color=(5, 5, 5)), KEPT, ""),
+    "1 x 4000": (encoded(size=(1, 4000), color=(6, 6, 6)), KEPT, ""),
     "a header that declares 100 megapixels": (raw_png(8, 2, [b""], size=(10_000, 10_000)), *TOO_LARGE),
     "a header that declares 900 megapixels": (raw_png(8, 2, [b""], size=(30_000, 30_000)), *TOO_LARGE),
 }
@@ -148,7 +148,7 @@ def write_source(folder):
     """Write a JSONL file with a row for each entry except tars, and a folder of the tars; return both paths."""
     (folder / "in").mkdir()
     (folder / "secret.png").write_bytes(encoded())
-    (folder / "in" / "good.png").write_bytes(encoded(colour=(1, 1, 1)))
+    (folder / "in" / "good.png").write_bytes(encoded(color=(1, 1, 1)))
     (folder / "in" / "link.png").symlink_to(folder / "secret.png")
     os.mkfifo(folder / "in" / "pipe.png")
     (folder / "in" / "tars").mkdir()

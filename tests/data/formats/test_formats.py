@@ -18,7 +18,7 @@ from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Storage
-from tests.data.prepare.test_pipeline import colour_image, quarantine
+from tests.data.prepare.test_pipeline import color_image, quarantine
 
 pytestmark = pytest.mark.usefixtures("in_process")
 LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=3, vocab_size=0)
@@ -36,13 +36,13 @@ def prepared(source, out, **settings):
 
 
 def text(number):
-    return f"colour, {number}"
+    return f"color, {number}"
 
 
 def images(folder, count=COUNT):
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        (folder / f"{number}.png").write_bytes(colour_image(number))
+        (folder / f"{number}.png").write_bytes(color_image(number))
     return folder
 
 
@@ -65,7 +65,7 @@ def parquet_paths(folder):
 
 def parquet_bytes(folder):
     folder.mkdir(parents=True)
-    pictures = [{"bytes": colour_image(n), "path": f"{n}.png"} for n in range(COUNT)]
+    pictures = [{"bytes": color_image(n), "path": f"{n}.png"} for n in range(COUNT)]
     columns = {"image": pictures, "text": [text(n) for n in range(COUNT)], "label": range(COUNT)}
     pq.write_table(pa.table(columns).slice(0, 4), folder / "a.parquet", 2)
     pq.write_table(pa.table(columns).slice(4), folder / "b.parquet", 2)
@@ -85,7 +85,7 @@ def tars(folder, count=COUNT):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
             for number in range(shard * 4, min(count, shard * 4 + 4)):
                 stated = {"caption": "of the json", "label": number, "url": "http://x", "status": "success"}
-                add(tar, f"{number:09d}.png", colour_image(number))
+                add(tar, f"{number:09d}.png", color_image(number))
                 add(tar, f"{number:09d}.txt", text(number).encode())
                 add(tar, f"{number:09d}.json", json.dumps(stated).encode())
         pq.write_table(pa.table({"url": ["http://x"], "caption": ["x"]}), folder / f"{shard:05d}.parquet")
@@ -113,7 +113,7 @@ def pairs(folder):
 def saved(folder):
     """A dataset in the layout of `datasets.Dataset.save_to_disk`: an Arrow stream and its state.json."""
     folder.mkdir(parents=True)
-    pictures = [{"bytes": colour_image(n), "path": None} for n in range(COUNT)]
+    pictures = [{"bytes": color_image(n), "path": None} for n in range(COUNT)]
     table = pa.table({"image": pictures, "text": [text(n) for n in range(COUNT)], "label": range(COUNT)})
     with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as stream:
         stream.write_table(table, max_chunksize=2)
@@ -143,7 +143,7 @@ def test_every_format_is_detected_and_gives_the_same_rows(tmp_path, title, in_pr
     assert len(in_process) > 1
     rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(COUNT))
     assert (manifest.num_rows, manifest.num_read) == (COUNT, COUNT)
-    assert [row.image for row in rows] == [colour_image(number) for number in range(COUNT)]
+    assert [row.image for row in rows] == [color_image(number) for number in range(COUNT)]
     assert [row.texts[0] for row in rows] == [text(number) for number in range(COUNT)]
     assert all(row.checksum_ok for row in rows)
     assert len({row.key for row in rows}) == len({row.source for row in rows}) == COUNT
@@ -158,7 +158,7 @@ def test_class_folders_give_labels(tmp_path):
     for name in ("red_fox", "cat"):
         images(tmp_path / "raw" / name, 2)
     (tmp_path / "raw" / "cat" / "1.png").write_bytes(b"<html>")
-    (tmp_path / "raw" / "stray.png").write_bytes(colour_image(9))
+    (tmp_path / "raw" / "stray.png").write_bytes(color_image(9))
     manifest, rows, faults = prepared(tmp_path / "raw", tmp_path / "out", caption="the {}!", duplicates="keep")
     assert [(row.key, row.texts, row.label) for row in rows] == [
         ("cat/0.png", ["the cat!"], 0), ("red_fox/0.png", ["the red fox!"], 1), ("red_fox/1.png", ["the red fox!"], 1)
@@ -230,7 +230,7 @@ def test_columns_can_be_renamed(tmp_path):
 def test_bad_parquet_rows_are_quarantined(tmp_path):
     (tmp_path / "raw").mkdir()
     texts = pa.array([b"a", b"caf\xe9", b" ", b"b"], pa.binary()).view(pa.string())
-    table = pa.table({"image": [colour_image(0), colour_image(1), colour_image(2), b""], "text": texts})
+    table = pa.table({"image": [color_image(0), color_image(1), color_image(2), b""], "text": texts})
     pq.write_table(table, tmp_path / "raw" / "rows.parquet")
     _, rows, faults = prepared(tmp_path / "raw" / "rows.parquet", tmp_path / "out")
     assert [row.source for row in rows] == ["rows.parquet:1"]
@@ -248,12 +248,12 @@ def test_parquet_next_to_pairs_is_ignored_only_in_the_layout_of_img2dataset(tmp_
 
 
 def test_cls_member_is_the_label(tmp_path):
-    members = [("a.webp", colour_image(30, "WEBP")), ("a.txt", b"one"), ("a.cls", b"3")]
-    members += [("b.webp", colour_image(60, "WEBP")), ("b.txt", b"two"), ("b.cls", b" 11\n")]
+    members = [("a.webp", color_image(30, "WEBP")), ("a.txt", b"one"), ("a.cls", b"3")]
+    members += [("b.webp", color_image(60, "WEBP")), ("b.txt", b"two"), ("b.cls", b" 11\n")]
     members += [("b.json", b'{"label": 5, "caption": "no"}')]
     _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
     assert [(row.key, row.texts, row.label) for row in rows] == [("A.TAR/a", ["one"], 3), ("A.TAR/b", ["two"], 11)]
-    assert rows[1].image == colour_image(60, "WEBP") and not faults
+    assert rows[1].image == color_image(60, "WEBP") and not faults
 
 
 def test_damaged_parquet_page_quarantines_only_its_rows(tmp_path):
@@ -288,7 +288,7 @@ def folder_of_tar(folder, members):
 
 def test_bad_tar_members_reject_their_rows_only(tmp_path):
     """More kinds than the table of bad inputs has."""
-    photo = colour_image(0)
+    photo = color_image(0)
     members = [("/abs.png", photo), ("latin.png", photo), ("latin.txt", b"caf\xe9")]
     members += [("latin-class.png", photo), ("latin-class.cls", b"\xe9")]
     members += [("cls.png", photo), ("cls.cls", b"cat"), ("cls.txt", b"x")]
@@ -340,7 +340,7 @@ def test_unsupported_sources_are_refused(tmp_path):
 def tar_of(path, *stems, **options):
     with tarfile.open(path, "w", **options) as tar:
         for stem in stems:
-            add(tar, f"{stem}.png", colour_image(ord(stem[0])))
+            add(tar, f"{stem}.png", color_image(ord(stem[0])))
             add(tar, f"{stem}.txt", b"x")
     return path
 
@@ -355,14 +355,14 @@ def test_files_with_non_utf8_names_are_quarantined(tmp_path):
     folder = tmp_path / "raw"
     for number, name in enumerate(("cat", "dog", LATIN)):
         (folder / name).mkdir(parents=True)
-        (folder / name / "1.png").write_bytes(colour_image(number))
-    (folder / "dog" / f"{LATIN}.png").write_bytes(colour_image(9))
+        (folder / name / "1.png").write_bytes(color_image(number))
+    (folder / "dog" / f"{LATIN}.png").write_bytes(color_image(9))
     manifest, _, faults = prepared(folder, tmp_path / "out")
     assert (manifest.num_rows, faults) == (2, {"caf\\udce9/1.png": "key", "dog/caf\\udce9.png": "key"})
 
 
 def test_json_extension_is_read_as_jsonl_or_refused_with_a_hint(tmp_path):
-    (tmp_path / "a.png").write_bytes(colour_image(1))
+    (tmp_path / "a.png").write_bytes(color_image(1))
     row = json.dumps({"image": "a.png", "text": "x"})
     (tmp_path / "two.json").write_text(f"{row}\n{row}\n")
     assert prepared(tmp_path / "two.json", tmp_path / "out", duplicates="keep")[0].num_rows == 2
@@ -379,12 +379,12 @@ def test_concatenated_tars_are_reported(tmp_path):
 
 
 def test_csv_may_hold_messages(tmp_path):
-    (tmp_path / "a.png").write_bytes(colour_image(1))
-    said = json.dumps([{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A colour."}])
+    (tmp_path / "a.png").write_bytes(color_image(1))
+    said = json.dumps([{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A color."}])
     with (tmp_path / "a.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["image", "messages"], ["a.png", said]])
     _, rows, _ = prepared(tmp_path / "a.csv", tmp_path / "out")
-    assert [turn["content"] for turn in rows[0].messages] == ["What?", "A colour."]
+    assert [turn["content"] for turn in rows[0].messages] == ["What?", "A color."]
 
 
 def test_folder_walk_follows_links_without_cycles(tmp_path):

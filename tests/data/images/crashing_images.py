@@ -1,6 +1,6 @@
 """Images that crash the process that decodes them, like a native decoder with a bug.
 
-Tests patch `open_image` in workers; run as a program, this module is the probe's child process.
+Tests patch `open_image` in workers; run as a program, this module is the child process of SubprocessDecoder.
 """
 
 import os
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from mmray.data.images import crash_probe
 from mmray.data.images import decode as image
+from mmray.data.images import subprocess_decoder
 
 MARK = b"this kills its decoder, which is written down in "
 COMMAND = (sys.executable, "-m", "tests.data.images.crashing_images")
@@ -49,10 +49,10 @@ def decoder_finds_no_memory():
 @contextmanager
 def decoder_dies():
     """Crash on marked images, in this process and its children."""
-    with patch.object(image, "_open", open_image), patch.object(crash_probe, "COMMAND", COMMAND):
+    with patch.object(image, "_open", open_image), patch.object(subprocess_decoder, "COMMAND", COMMAND):
         yield
 
 
 if __name__ == "__main__":
     with patch.object(image, "_open", open_image):
-        crash_probe.serve(sys.stdin.buffer, sys.stdout.buffer)
+        subprocess_decoder.serve(sys.stdin.buffer, sys.stdout.buffer)

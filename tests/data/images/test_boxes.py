@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmray.config import Augment, Inputs
-from mmray.data.images.boxes import UNLABELED, clip_boxes, to_model_coords, transform_boxes
+from mmray.data.images.boxes import NO_LABEL, clip_boxes, to_model_coords, transform_boxes
 from mmray.data.images.transform import NUM_UNIFORMS, transform
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import PADDING, SamplePlan, hash_uniform
@@ -38,7 +38,7 @@ def bright(square):
 
 
 def square_with_box(image, fit, *augmented):
-    """The box of the rectangle on the model's square; padding is white, so there the colours are inverted."""
+    """The box of the rectangle on the model's square; padding is white, so there the colors are inverted."""
     pixels = np.asarray(image)
     return bright(255 - transform(255 - pixels, inputs(fit), *augmented))
 
@@ -73,9 +73,9 @@ def test_largest_boxes_are_kept_in_order():
     found = transform_boxes(boxes, [7, 8, 9, 10], (9, 9), inputs(max_boxes=3))
     assert found["box_labels"].tolist() == [7, 9, 10] and np.allclose(found["boxes"][:, 2], [0.3, 0.9, 0.5])
     found = transform_boxes(boxes[:1], [7], (9, 9), inputs(max_boxes=3))
-    assert found["box_labels"].tolist() == [7, UNLABELED, UNLABELED] and not found["boxes"][1:].any()
+    assert found["box_labels"].tolist() == [7, NO_LABEL, NO_LABEL] and not found["boxes"][1:].any()
     assert [transform_boxes(part, None, (9, 9), inputs())["num_boxes"] for part in (None, [], boxes)] == [0, 0, 4]
-    assert transform_boxes(boxes, None, (9, 9), inputs())["box_labels"].tolist() == [UNLABELED] * 4
+    assert transform_boxes(boxes, None, (9, 9), inputs())["box_labels"].tolist() == [NO_LABEL] * 4
     assert transform_boxes(boxes, None, (9, 9), inputs(max_boxes=0)) == {}
 
 
@@ -100,7 +100,7 @@ def test_batches_carry_boxes_with_a_mask(tmp_path, augment):
     micros = [micro for step in iter_micro_batches([block], plan) for micro in step]
     assert [tuple(micro["boxes"].shape) for micro in micros] == [(2, 1, 4), (2, 2, 4), (2, 2, 4), (2, 0, 4)]
     assert micros[1]["box_mask"].tolist() == [[True, True], [False, False]]
-    assert micros[1]["box_labels"].tolist() == [[0, 1], [UNLABELED, UNLABELED]]
+    assert micros[1]["box_labels"].tolist() == [[0, 1], [NO_LABEL, NO_LABEL]]
     left, right = (0.5, 0.9) if augment is None else (0.1, 0.5)
     expected = torch.tensor([[left, 0.0, right, 0.1], [left, 0.1, right, 0.2]])
     assert torch.allclose(micros[1]["boxes"][0], expected, atol=1e-6)

@@ -94,7 +94,7 @@ def test_transparency_is_composited_on_white():
         (raw_png(16, 2, [b"\x12\x34" * 3 + b"\x56\x78" * 3], b"\x12\x34" * 3), [255, 86]),
     ],
 )  # fmt: skip
-def test_bit_depth_is_scaled_and_transparent_colour_is_applied(data, expected):
+def test_bit_depth_is_scaled_and_transparent_color_is_applied(data, expected):
     pixels = np.asarray(with_pillow(data))
     assert pixels[..., 0].ravel().tolist() == expected
     assert (pixels == pixels[..., :1]).all()
@@ -105,7 +105,7 @@ def test_animation_decodes_to_its_first_frame(kind):
     assert decode(animated(kind)).mean((0, 1)) == pytest.approx([255, 0, 0], abs=3)
 
 
-def test_cmyk_and_grey_become_rgb():
+def test_cmyk_and_gray_become_rgb():
     assert decode(encode(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"))[4, 4, 0] > 200
     assert decode(encode(Image.new("L", (8, 8), 77), "PNG"))[4, 4].tolist() == [77, 77, 77]
 
@@ -223,7 +223,7 @@ def test_shrink_keeps_small_images_and_re_encodes_large_ones():
 
 
 def test_png_suite(shared_data):
-    """All colour types and depths decode; all deliberately damaged files (x*.png) are refused."""
+    """All color types and depths decode; all deliberately damaged files (x*.png) are refused."""
     refused, paths = [], sorted((shared_data / "pngsuite").glob("*.png"))
     for path in paths:
         if path.name.startswith("x"):

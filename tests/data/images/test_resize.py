@@ -21,7 +21,7 @@ def stripes(width, height, seed):
     return (((x + y) % 2)[..., None] * 255).repeat(3, 2).astype(np.uint8)
 
 
-def centre(width, height):
+def center(width, height):
     """A central crop with integer sides, at half-pixel offsets if the difference is odd."""
     w, h = -(-2 * width // 3), -(-3 * height // 4)
     left, top = (width - w) / 2, (height - h) / 2
@@ -36,7 +36,7 @@ def test_resize_equals_pillow_within_two_levels(photo, size, interpolation):
     """Enlarged and reduced, full image and crop."""
     for seed in range(3):
         rgb = photo(*size, seed)
-        for box in ((0, 0, *size), centre(*size)):
+        for box in ((0, 0, *size), center(*size)):
             for target in ((32, 32), (224, 5), (224, 300)):
                 mine = resize(rgb, target, interpolation, box).astype(int)
                 difference = np.abs(mine - resize_with_pillow(rgb, target, interpolation, box))

@@ -38,7 +38,7 @@ def in_process(monkeypatch):
 
 
 def patches_image(number):
-    """An image of coloured patches, different for each number."""
+    """An image of colored patches, different for each number."""
     patches = np.random.default_rng(number).integers(0, 256, (24, 24, 3), dtype=np.uint8)
     return Image.fromarray(patches).resize((96, 96), Image.Resampling.BICUBIC)
 
@@ -125,10 +125,10 @@ def test_invalid_comparisons_are_refused(tmp_path, two, monkeypatch):
 
 
 def random_hashes(rng, count, base=None):
-    """Hashes that are often near each other: a few centres with some bits flipped and some colours moved."""
+    """Hashes that are often near each other: a few centers with some bits flipped and some colors moved."""
     out = np.zeros(count, IMAGE_HASH_DTYPE)
-    centres = base if base is not None else rng.integers(0, 2**63, (4, 4), dtype=np.uint64)
-    out["phash"] = centres[rng.integers(0, len(centres), count)]
+    centers = base if base is not None else rng.integers(0, 2**63, (4, 4), dtype=np.uint64)
+    out["phash"] = centers[rng.integers(0, len(centers), count)]
     for _ in range(12):
         word, bit, turned = rng.integers(0, 4, count), rng.integers(0, 64, count), rng.random(count) < 0.6
         out["phash"][np.flatnonzero(turned), word[turned]] ^= np.uint64(1) << bit[turned].astype(np.uint64)
@@ -161,8 +161,8 @@ def test_equal_hashes_are_compared_once():
     assert not index.any() and not bits.any()
 
 
-def test_images_of_different_colour_do_not_match():
-    red, blue = (perceptual_hash(Image.new("RGB", (32, 32), colour)) for colour in ((200, 0, 0), (0, 0, 200)))
+def test_images_of_different_color_do_not_match():
+    red, blue = (perceptual_hash(Image.new("RGB", (32, 32), color)) for color in ((200, 0, 0), (0, 0, 200)))
     assert np.array_equal(red[0], blue[0])
     both = np.zeros(2, IMAGE_HASH_DTYPE)
     both["phash"], both["colors"], both["has_phash"] = [red[0], blue[0]], [red[1], blue[1]], True

@@ -20,7 +20,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from mmray.storage.address import is_public_ip, parse_host, redact_url, rejection_reason
 from tests.data.prepare.https_server import Server, dns_table
-from tests.data.prepare.test_pipeline import colour_image, quarantine
+from tests.data.prepare.test_pipeline import color_image, quarantine
 
 TCPConnector = aiohttp.TCPConnector
 LOOPBACK = {"allowed_test": ["127.0.0.1"], "other_test": ["127.0.0.1"]}
@@ -28,7 +28,7 @@ LOOPBACK = {"allowed_test": ["127.0.0.1"], "other_test": ["127.0.0.1"]}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with Server(tmp_path_factory.mktemp("https"), colour_image) as server:
+    with Server(tmp_path_factory.mktemp("https"), color_image) as server:
         yield server
 
 
@@ -40,7 +40,7 @@ def fetching(server, monkeypatch):
         monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", dns_table(**names))
         monkeypatch.setattr(aiohttp, "TCPConnector", partial(TCPConnector, ssl=tls))
         monkeypatch.setattr(fetch_module, "is_public_ip", public)
-        for name, value in (("MAX_BYTES", 300_000), ("MAX_SECONDS", seconds), ("PAUSE_SECONDS", 0.01)):
+        for name, value in (("MAX_BYTES", 300_000), ("TIMEOUT_S", seconds), ("PAUSE_S", 0.01)):
             monkeypatch.setattr(fetch_module, name, value)
         return Fetcher(hosts or (f"allowed.test:{server.port}",))
 
@@ -68,7 +68,7 @@ def test_only_public_addresses_are_public():
     assert [address for address in PUBLIC + NOT_PUBLIC if is_public_ip(address)] == PUBLIC
 
 
-def test_host_names_are_normalised():
+def test_host_names_are_normalized():
     for name, host in (("Images.Example.ORG", "images.example.org"), ("a.b:443", "a.b"), ("a.b:8443", "a.b:8443")):
         assert parse_host(name) == host
     assert Prepare(allow_urls=("z.org", "A.b:443", "a.b")).allow_urls == ("a.b", "z.org")
@@ -124,10 +124,10 @@ def test_redirects_stay_on_allowed_hosts(server, fetching):
         return server.address(f"to?at={quote(address, safe='')}")
 
     with fetching((f"allowed.test:{server.port}", f"other.test:{server.port}")) as fetcher:
-        assert fetcher.fetch(server.address("1?sig=a%2Fb")).result() == colour_image(1)
+        assert fetcher.fetch(server.address("1?sig=a%2Fb")).result() == color_image(1)
         assert server.requests["/1?sig=a%2Fb"] == 1, "the query goes out as it was signed"
-        assert fetcher.fetch(to(server.address("2", "other.test"))).result() == colour_image(2)
-        assert fetcher.fetch(to("/3")).result() == colour_image(3)
+        assert fetcher.fetch(to(server.address("2", "other.test"))).result() == color_image(2)
+        assert fetcher.fetch(to("/3")).result() == color_image(3)
     with fetching() as fetcher:
         for address, message in (
             (server.address("4?hush", "other.test"), f"--allow-urls other.test:{server.port})"),
@@ -164,7 +164,7 @@ def test_localhost_is_refused(server):
 def test_public_address_is_chosen_among_several(server, fetching):
     names = {"allowed_test": ["10.255.255.1", "127.0.0.1"]}
     with fetching(names=names, public=lambda address: address == "127.0.0.1") as fetcher:
-        assert fetcher.fetch(server.address("8")).result() == colour_image(8)
+        assert fetcher.fetch(server.address("8")).result() == color_image(8)
 
 
 def test_size_and_time_are_limited(server, fetching):
@@ -179,7 +179,7 @@ def test_size_and_time_are_limited(server, fetching):
 
 def test_transient_failures_are_retried(server, fetching):
     with fetching((f"allowed.test:{server.port}", "nowhere.test")) as fetcher:
-        assert fetcher.fetch(server.address("busy/2/9")).result() == colour_image(9)
+        assert fetcher.fetch(server.address("busy/2/9")).result() == color_image(9)
         for path, kind, tries in (
             ("busy/99/9", "unreadable", 3), ("429", "unreadable", 3), ("cut", "unreadable", 3),
             ("404", "missing-image", 1), ("403", "missing-image", 1), ("later", "unreadable", 1), ("418", "refused", 1),
@@ -214,7 +214,7 @@ def test_downloads_overlap_and_rows_keep_their_order(server, fetching):
             if number in (5, 7):
                 assert isinstance(raw, BadRow)
             elif number != 9:
-                assert raw.image.data == colour_image(number)
+                assert raw.image.data == color_image(number)
     assert number == 39
     assert time.monotonic() - start_s < 0.6 * 40 * 0.2
     assert 4 < server.max_active <= HOST_CONNECTIONS
@@ -237,7 +237,7 @@ def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch, in_process):
     manifest = prepare(str(source), str(out), settings, log=lambda text, label: messages.append((label, text)))
     assert (manifest.num_rows, manifest.num_read) == (3, len(urls))
     rows = PreparedSet.open(str(out)).read(np.arange(3))
-    assert [row.image for row in rows] == [colour_image(n) for n in (20, 21, 22)]
+    assert [row.image for row in rows] == [color_image(n) for n in (20, 21, 22)]
     faults = quarantine(out)
     assert [(each["source"], each["stage"], each["reason"]) for each in faults] == [
         ("rows.jsonl:4", "read", "missing-image"),

@@ -49,7 +49,7 @@ def run(tmp_path):
     return run
 
 
-def colour_image(number, kind="PNG", size=(12, 8)):
+def color_image(number, kind="PNG", size=(12, 8)):
     return encode(Image.new("RGB", size, (number % 256, number // 256, 77)), kind)
 
 
@@ -57,8 +57,8 @@ def make_source(folder, count, start=0, **columns):
     """Append `count` rows with one image each to a JSONL."""
     folder.mkdir(exist_ok=True)
     for number in range(start, start + count):
-        (folder / f"{number}.png").write_bytes(colour_image(number))
-        row = {"id": f"k{number}", "image": f"{number}.png", "text": f"colour {number}"} | columns
+        (folder / f"{number}.png").write_bytes(color_image(number))
+        row = {"id": f"k{number}", "image": f"{number}.png", "text": f"color {number}"} | columns
         add(folder / "rows.jsonl", row)
     return folder / "rows.jsonl"
 
@@ -83,8 +83,8 @@ def numbered(count):
 
 def test_every_row_is_kept_or_quarantined(tmp_path, in_process, run):
     source, out = make_source(tmp_path / "raw", 10), tmp_path / "out"
-    (source.parent / "half.png").write_bytes(colour_image(900)[:50])
-    (source.parent / "new.png").write_bytes(colour_image(901))
+    (source.parent / "half.png").write_bytes(color_image(900)[:50])
+    (source.parent / "new.png").write_bytes(color_image(901))
     add(
         source,
         {"id": "a", "image": "gone.png", "text": "x"},
@@ -109,7 +109,7 @@ def test_every_row_is_kept_or_quarantined(tmp_path, in_process, run):
     prepared = PreparedSet.open(str(out))
     rows = prepared.read(np.arange(10))
     assert [row.key for row in rows] == numbered(10)
-    assert all(row.checksum_ok and row.image == colour_image(number) for number, row in enumerate(rows))
+    assert all(row.checksum_ok and row.image == color_image(number) for number, row in enumerate(rows))
     assert rows[7].source == "rows.jsonl:8" and prepared.tokenizer_json
     assert json.loads((out / "manifest.json").read_text())["num_rows"] == 10
 
@@ -138,9 +138,9 @@ def test_all_columns_are_kept(tmp_path, in_process, run):
 )
 def test_duplicate_rules(tmp_path, in_process, run, rule, kept, num_same_text):
     source = make_source(tmp_path / "raw", 2)
-    add(source, {"id": "a", "image": "0.png", "text": "colour 0"}, {"id": "b", "image": "0.png", "text": "other"})
-    for number, text in ((5, "colour 1"), (6, "other")):  # b was dropped for its image, not its caption
-        (tmp_path / "raw" / f"{number}.png").write_bytes(colour_image(number))
+    add(source, {"id": "a", "image": "0.png", "text": "color 0"}, {"id": "b", "image": "0.png", "text": "other"})
+    for number, text in ((5, "color 1"), (6, "other")):  # b was dropped for its image, not its caption
+        (tmp_path / "raw" / f"{number}.png").write_bytes(color_image(number))
         add(source, {"id": "cd"[number - 5], "image": f"{number}.png", "text": text})
     manifest = run(duplicates=rule)
     assert keys(tmp_path / "out") == kept and manifest.num_same_text == num_same_text
@@ -178,7 +178,8 @@ def test_second_prepare_packs_only_new_rows(tmp_path, in_process, run):
     shards = {path: path.stat().st_mtime_ns for path in (out / "shards").iterdir()}
     tokenizer = (out / "tokenizer.json").read_text()
     in_process.clear()
-    assert run() == first and in_process == []
+    with mock.patch.object(prepare_module, "read_chunk_record", wraps=prepare_module.read_chunk_record) as read:
+        assert run() == first and in_process == [] and read.call_count == 3  # once per chunk
     make_source(tmp_path / "raw", 7, start=10, text="words never seen before")
     grown = run()
     assert in_process == [3, 4] and grown.num_rows == 17 and keys(out) == numbered(17)
@@ -190,9 +191,9 @@ def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
     source, out = make_source(tmp_path / "raw", 12), tmp_path / "out"
     first = run()
     for change, packed in [
-        (lambda: (source.parent / "5.png").write_bytes(colour_image(505)), [1]),
+        (lambda: (source.parent / "5.png").write_bytes(color_image(505)), [1]),
         (lambda: (source.parent / "9.png").unlink(), [2]),
-        (lambda: source.write_text(source.read_text().replace("colour 2", "colour X")), [0]),
+        (lambda: source.write_text(source.read_text().replace("color 2", "color X")), [0]),
         (lambda: next((out / "shards").glob("00001*")).write_bytes(b"cut"), [1]),
         (lambda: (out / "parts" / "chunk-00000.json").write_bytes(b"{"), [0]),
         (lambda: (out / "parts" / "chunk-00002.json").unlink(), [2]),
@@ -202,9 +203,9 @@ def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
         run()
         assert in_process == packed
     prepared = PreparedSet.open(str(out))
-    assert prepared.num_rows == 11 and prepared.read(np.array([5]))[0].image == colour_image(505)
+    assert prepared.num_rows == 11 and prepared.read(np.array([5]))[0].image == color_image(505)
     in_process.clear()
-    (source.parent / "9.png").write_bytes(colour_image(9))
+    (source.parent / "9.png").write_bytes(color_image(9))
     assert run().num_rows == 12 and run(image_side=4).fingerprint != first.fingerprint
     assert in_process == [2, 0, 1, 2] and len(list((out / "shards").iterdir())) == 3
 
@@ -258,7 +259,7 @@ def test_total_of_tars_is_an_estimate_until_the_last_is_read(tmp_path, in_proces
     for name, numbers in (("a", (0,)), ("b", (1, 2, 3))):
         with tarfile.open(tmp_path / "tars" / f"{name}.tar", "w") as tar:
             for number in numbers:
-                for suffix, data in (("png", colour_image(number)), ("txt", b"caption %d" % number)):
+                for suffix, data in (("png", color_image(number)), ("txt", b"caption %d" % number)):
                     member = tarfile.TarInfo(f"{number}.{suffix}")
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
@@ -279,7 +280,7 @@ def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypa
     assert run().reasons == {"missing-image": 3, "blank": 1}
     kept = {path.name for path in (out / "shards").iterdir() if path.name.startswith(("00000", "00003"))}
     for number in (5, 9, 10):
-        (source.parent / f"{number}.png").write_bytes(colour_image(number))
+        (source.parent / f"{number}.png").write_bytes(color_image(number))
     in_process.clear()
     assert run().num_rows == 13 and in_process == []
     manifest = run(retry=True)
@@ -406,12 +407,12 @@ def task_with(pack, item, job):
         return _pack_task(item, job)
 
 
-def dies_at_1(job, chunk, crash_probe):
+def dies_at_1(job, chunk, subprocess_decoder):
     if chunk.index == 1:
         with Path(job.out, "deaths").open("a") as file:
             file.write("x")
         os.kill(os.getpid(), signal.SIGKILL)
-    return pack_chunk(job, chunk, crash_probe)
+    return pack_chunk(job, chunk, subprocess_decoder)
 
 
 @pytest.mark.cluster
@@ -424,7 +425,7 @@ def test_chunk_that_keeps_killing_workers_is_named_and_others_are_kept(tmp_path,
     assert not list(tmp_path.glob("out/parts/*.attempt"))
 
 
-def has_a_bug(job, chunk, crash_probe):
+def has_a_bug(job, chunk, subprocess_decoder):
     with Path(job.out, "calls").open("a") as file:
         file.write("x")
     return {}["absent"]

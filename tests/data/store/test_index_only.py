@@ -15,7 +15,7 @@ from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Storage
 from tests.data.formats import test_formats as formats
-from tests.data.formats.test_formats import COUNT, colour_image, prepared, text
+from tests.data.formats.test_formats import COUNT, color_image, prepared, text
 from tests.data.test_sources_remote import ALL
 from tests.made import write_shard
 
@@ -51,13 +51,13 @@ def test_index_only_set_streams_the_blocks_of_the_packed_set(tmp_path, title):
         assert same(packed, index) and packed["valid"].all()
         assert len(packed["valid"]) == 2 * (3 if title == "a folder for each class" else COUNT)
         images = b"".join(path.read_bytes() for path in (tmp_path / check / "index" / "shards").iterdir())
-        assert not any(colour_image(number) in images for number in range(COUNT))
+        assert not any(color_image(number) in images for number in range(COUNT))
 
 
 def test_changed_or_missing_referenced_image_invalidates_only_its_row(tmp_path):
     source = formats.csv_source(tmp_path / "raw")
     prepared(source, tmp_path / "out", index_only=True)
-    (tmp_path / "raw" / "2.png").write_bytes(colour_image(200))
+    (tmp_path / "raw" / "2.png").write_bytes(color_image(200))
     (tmp_path / "raw" / "4.png").unlink()
     assert reader_of(tmp_path / "out").read_block(PLAN, np.arange(COUNT))["valid"].tolist() == [
         n not in (2, 4) for n in range(COUNT)
@@ -89,7 +89,7 @@ def test_rows_with_inline_images_cannot_be_index_only(tmp_path):
 
 def test_check_full_finds_more_than_header_and_none(tmp_path):
     source = formats.csv_source(tmp_path / "raw")
-    (tmp_path / "raw" / "1.png").write_bytes(colour_image(1)[:-20])
+    (tmp_path / "raw" / "1.png").write_bytes(color_image(1)[:-20])
     (tmp_path / "raw" / "2.png").write_bytes(b"<html>")
     found = {check: prepared(source, tmp_path / check, check=check)[2] for check in ("full", "header", "none")}
     assert found == {

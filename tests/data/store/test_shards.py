@@ -83,7 +83,7 @@ def test_rows_on_a_store_equal_rows_on_a_disk(memory, tmp_path, cached):
     shards = [(rows[:61], None, (0, 3, 9, 40)), (rows[61:62], None, ()), (rows[62:], None, tuple(range(5, 20)))]
     there, here = put(memory, shards), PreparedSet.open(make_set(tmp_path / "disk", shards))
     if cached:
-        there = there.cached(ShardCache(str(tmp_path / "cache"), 10**9), 10)
+        there = there.with_cache(ShardCache(str(tmp_path / "cache"), 10**9), 10)
     for seed in range(4):
         order = np.random.default_rng(seed).integers(0, here.num_rows, 100)
         assert there.read(order) == here.read(order)
@@ -102,7 +102,9 @@ BLOCK_ROWS = 128
 
 def cost_of(s3, prepared, chunk, window, blocks=2):
     """(requests, bytes read / bytes of the rows) per block, averaged over blocks of two ranks."""
-    plan = SamplePlan(prepared.num_rows, 2 * BLOCK_ROWS, 2, BLOCK_ROWS, 0, 100, shuffle_block=chunk, window=window)
+    plan = SamplePlan(
+        prepared.num_rows, 2 * BLOCK_ROWS, 2, BLOCK_ROWS, 0, 100, shuffle_block=chunk, blocks_per_window=window
+    )
     with s3.requests() as made:
         for block in range(blocks):
             rows = prepared.read(plan.row_ids_at(plan.positions(*divmod(block, 2))))
@@ -116,7 +118,7 @@ def test_requests_per_block_by_shuffle_shape_and_cache(s3, tmp_path, monkeypatch
     """8,192 rows in 16 shards; the coalescing gap is ten rows, like 1 MiB for rows of 100 KB."""
     monkeypatch.setattr(storage, "MAX_GAP_BYTES", 5000)
     prepared = put(s3.address, [(random_rows(first, 512), None, ()) for first in range(0, 8192, 512)])
-    cached = prepared.cached(ShardCache(str(tmp_path), 10**9), 32)
+    cached = prepared.with_cache(ShardCache(str(tmp_path), 10**9), 32)
     cost = {
         "any order": cost_of(s3, prepared, 1, 1),
         "8 x 16": cost_of(s3, prepared, 8, 16),
@@ -168,12 +170,12 @@ def files_of(cache):
 
 def test_cache_replaces_the_store_and_refetches_damaged_entries(memory, cache):
     rows = make_rows(40)
-    there = put(memory, [(rows, None, ())]).cached(cache, 16)
+    there = put(memory, [(rows, None, ())]).with_cache(cache, 16)
     assert there.read(np.arange(40)) == rows and len(files_of(cache)) == 3
     shard = there.manifest.shards[0].file
     good = there.storage.read(shard)
     there.storage.delete(shard)
-    again = PreparedSet(there.storage, there.manifest).cached(cache, 16)
+    again = PreparedSet(there.storage, there.manifest).with_cache(cache, 16)
     assert again.read(np.arange(39, -1, -1)) == rows[::-1]
     damages = (lambda data: data[:-9], lambda data: b"", lambda data: data[:4] + b"\xff" + data[5:])
     for file, damage in zip(sorted(files_of(cache)), damages, strict=True):
@@ -181,10 +183,10 @@ def test_cache_replaces_the_store_and_refetches_damaged_entries(memory, cache):
     with pytest.raises(FileNotFoundError):
         again.read(np.arange(40))
     there.storage.write(shard, good)
-    assert PreparedSet(there.storage, there.manifest).cached(cache, 16).read(np.arange(40)) == rows
+    assert PreparedSet(there.storage, there.manifest).with_cache(cache, 16).read(np.arange(40)) == rows
     there.storage.delete(shard)
-    assert PreparedSet(there.storage, there.manifest).cached(cache, 16).read(np.arange(40)) == rows
-    other = put(memory, [(rows[::-1], None, ())]).cached(cache, 16)
+    assert PreparedSet(there.storage, there.manifest).with_cache(cache, 16).read(np.arange(40)) == rows
+    other = put(memory, [(rows[::-1], None, ())]).with_cache(cache, 16)
     assert other.read(np.arange(40)) == rows[::-1], "another set at the same address"
 
 

@@ -12,7 +12,7 @@ from mmray.engine.prefetch import make_local_batch
 
 def blocks(plan, lengths):
     """One block with all steps of the last rank, with padding; position p has lengths[p % N] tokens."""
-    pos = np.concatenate([plan.positions(step, plan.world - 1) for step in range(plan.steps)])
+    pos = np.concatenate([plan.positions(step, plan.world_size - 1) for step in range(plan.steps)])
     num_tokens = np.where(pos >= 0, lengths[pos % len(lengths)], 1).astype(np.int32)
     ids = np.zeros((len(pos), lengths.max()), np.int32)
     for row, count in zip(ids, num_tokens, strict=True):
@@ -29,7 +29,7 @@ def padding_share(steps):
 
 @pytest.mark.parametrize("micro", [4, 5, 16])
 def test_group_by_length_keeps_rows_and_pads_less(micro):
-    plan = SamplePlan(num_rows=30, global_rows=46, world=3, micro=micro, seed=0, steps=4, shuffle=False)
+    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, micro=micro, seed=0, steps=4, shuffle=False)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     plain = list(iter_micro_batches(blocks(plan, lengths), plan))
     sorted_ = list(iter_micro_batches(blocks(plan, lengths), plan, group_by_length=True))
@@ -54,7 +54,7 @@ def counts_of(steps, group_by_length):
 @pytest.mark.parametrize("group_by_length", [False, True])
 @pytest.mark.parametrize("micro", [4, 5, 16])
 def test_step_in_several_blocks_equals_step_in_one(micro, group_by_length):
-    plan = SamplePlan(num_rows=30, global_rows=46, world=3, micro=micro, seed=0, steps=4)
+    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, micro=micro, seed=0, steps=4)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     (whole,) = blocks(plan, lengths)
     parts = [{name: column[first : first + 4] for name, column in whole.items()} for first in range(0, 64, 4)]

@@ -17,7 +17,7 @@ COMPONENTS = st.lists(COMPONENT, min_size=1, max_size=4).map(tuple)
 
 def plan(num_rows=117, shuffle_block=1, window=1, world=1, global_rows=8, **options):
     options = {"micro": 4, "seed": 3, "steps": 10**6} | options
-    return SamplePlan(num_rows, global_rows, world, shuffle_block=shuffle_block, window=window, **options)
+    return SamplePlan(num_rows, global_rows, world, shuffle_block=shuffle_block, blocks_per_window=window, **options)
 
 
 def mixture(components, *shape, **options):
@@ -25,7 +25,7 @@ def mixture(components, *shape, **options):
 
 
 def rows_of_step(p, step):
-    positions = np.concatenate([p.positions(step, rank) for rank in range(p.world)])
+    positions = np.concatenate([p.positions(step, rank) for rank in range(p.world_size)])
     return p.row_ids_at(positions[positions != PADDING])
 
 
@@ -74,7 +74,7 @@ def test_order_equals_the_recorded_one():
     rows = SamplePlan(1003, 8, 1, 4, 5, 100).row_ids_at(np.arange(3009))
     assert sha256(rows.tobytes()).hexdigest()[:16] == "1d62c0f1717a6839"
     p = SamplePlan(123, 8, 1, 4, 5, 100, components=(MixtureComponent(90, 120), MixtureComponent(7, 3)))
-    both = b"".join(column.tobytes() for column in p.row_ids_and_times_seen_at(np.arange(1230)))
+    both = b"".join(column.tobytes() for column in p.row_ids_and_pass_indices_at(np.arange(1230)))
     assert sha256(both).hexdigest()[:16] == "acd5ea266ce82c52"
 
 
@@ -82,7 +82,7 @@ def test_rank_rows_and_accumulation():
     p = plan(world=3, micro=2)
     assert (p.rank_rows, p.accumulation) == (3, 2)
     assert p.positions(0, 2).tolist() == [6, 7, PADDING]
-    assert [column.tolist() for column in p.row_ids_and_times_seen_at(np.array([PADDING]))] == [[PADDING], [0]]
+    assert [column.tolist() for column in p.row_ids_and_pass_indices_at(np.array([PADDING]))] == [[PADDING], [0]]
 
 
 @settings(max_examples=100, deadline=None)
@@ -90,8 +90,8 @@ def test_rank_rows_and_accumulation():
 def test_mixture_takes_exact_shares_and_each_row_and_pass_once(components, shuffle_block, window, epochs, shuffle):
     p = mixture(components, shuffle_block, window, shuffle=shuffle)
     positions = np.arange(epochs * p.num_rows)
-    rows, times_seen = p.row_ids_and_times_seen_at(positions)
-    assert len(set(zip(rows.tolist(), times_seen.tolist(), strict=True))) == len(positions)
+    rows, pass_index = p.row_ids_and_pass_indices_at(positions)
+    assert len(set(zip(rows.tolist(), pass_index.tolist(), strict=True))) == len(positions)
     counts = np.bincount(rows, minlength=sum(part.num_rows for part in components))
     counts_by_part = np.split(counts, np.cumsum([part.num_rows for part in components])[:-1])
     for part, here in zip(components, counts_by_part, strict=True):

@@ -109,5 +109,5 @@ def test_run_on_a_store_resolves_to_shuffle_blocks(memory, tmp_path):
     run = resolve_run(asked.model_copy(update={"data": data}), Silent())
     assert run.config.data.shuffle_shape == (64, 256)
     plan = resume_point(run, None, 2).plan
-    assert (plan.shuffle_block, plan.window, plan.num_rows) == (64, 256, 30)
+    assert (plan.shuffle_block, plan.blocks_per_window, plan.num_rows) == (64, 256, 30)
     assert len(run.train_set.read(np.arange(30))) == 30 and (tmp_path / "cache").exists()

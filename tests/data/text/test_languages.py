@@ -59,7 +59,7 @@ def test_caption_text_cannot_be_a_language_token() -> None:
     assert words == "[pt-BR]a  red  one"
     long = encoder.format_caption("a " * 40, "de")
     assert tokens(encoder.encode([long])[0][0]) == ["[CLS]", "[de]", *["a"] * 9, "[SEP]"]
-    with pytest.raises(UsageError, match=r"no token for language 'xx'; it knows de, pt-BR"):
+    with pytest.raises(UsageError, match=r"no token for language 'xx'; its language tokens are de, pt-BR"):
         encoder.format_caption("a", "xx")
     with pytest.raises(UsageError, match=r"without model\.inputs\.language_token"):
         build_encoder(TRAINED, Inputs()).format_caption("a", "de")

@@ -16,7 +16,7 @@ from mmray.data.text.tokenizer import TextEncoder, clean_caption, declared_pad_i
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 
-CAPTIONS = [f"A {size} {colour} {shape}, déjà vu" for size in ("big", "small") for colour in ("red", "blue", "green")
+CAPTIONS = [f"A {size} {color} {shape}, déjà vu" for size in ("big", "small") for color in ("red", "blue", "green")
             for shape in ("circle", "square", "triangle", "star")]  # fmt: skip
 
 

@@ -81,12 +81,12 @@ def manager_of(group: Group, run: AnyPath) -> tuple[CheckpointManager, Lease | N
     train = Train(parallel="fsdp", keep_checkpoints=3, steps=8)
     config = Config(recipe="sample", run=Run(storage=str(run.parent), name=run.name), train=train)
     fencing_token = lease.acquire() if lease else None
-    about, cpu_group = {"world": group.world}, group.new_cpu_group(60)
+    about, cpu_group = {"world": group.world_size}, group.new_cpu_group(60)
     return CheckpointManager(run, fencing_token, config, about, lambda *_: None, cpu_group, sharded=True), lease
 
 
 def plan_of(group: Group, micro: int = 3) -> SamplePlan:
-    return SamplePlan(num_rows=30, global_rows=12, world=group.world, micro=micro, seed=1, steps=8)
+    return SamplePlan(num_rows=30, global_rows=12, world_size=group.world_size, micro=micro, seed=1, steps=8)
 
 
 def train(
@@ -142,7 +142,7 @@ def probe_and_train(group: Group, micro: int = 0, free: int = 1000) -> dict[str,
     model = shard(copy.deepcopy(full), group, None)
     before = [to_local(weight).clone() for weight in model.state_dict().values()]
     one_row = probe(Group(group.rank, 1), full, 1)[1]["memory/activations_gib"] * memory_probe.GIB
-    memory = SimpleNamespace(available=(free + 0.5) * one_row * group.world / memory_probe.HOST_FRACTION)
+    memory = SimpleNamespace(available=(free + 0.5) * one_row * group.world_size / memory_probe.HOST_FRACTION)
     with patch.object(psutil, "virtual_memory", lambda: memory):
         micro, table = probe(group, model, micro)
     unchanged = all(map(torch.equal, map(to_local, model.state_dict().values()), before))
@@ -188,7 +188,7 @@ def save_on_full_disk(group: Group, run: Path) -> str:
 
 
 def sharded_state(group: Group) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (group.world,))
+    mesh = init_device_mesh("cpu", (group.world_size,))
     return {"w": torch.ones(3), "sharded": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])}
 
 

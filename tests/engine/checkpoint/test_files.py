@@ -66,13 +66,16 @@ def test_damaged_checkpoint_is_quarantined_and_the_one_before_used(tmp_path: Pat
     damage(save(tmp_path, 20) / name)
     logged: list[str] = []
     # A reader next to a training renames nothing.
-    assert files.latest_valid(tmp_path, rename=False) == tmp_path / "step-10" and (tmp_path / "step-20").exists()
-    assert files.latest_valid(tmp_path, logged.append) == tmp_path / "step-10"
+    assert (
+        files.latest_valid_checkpoint(tmp_path, rename=False) == tmp_path / "step-10"
+        and (tmp_path / "step-20").exists()
+    )
+    assert files.latest_valid_checkpoint(tmp_path, logged.append) == tmp_path / "step-10"
     assert len(logged) == 1 and "step-20" in logged[0]
     assert name in logged[0] or name == "SHA256SUMS"  # a wrong checksum is reported like a damaged file
     unfinished = damage is Path.unlink and name == "SHA256SUMS"
     assert (tmp_path / "step-20.damaged").exists() != unfinished
-    assert files.latest_valid(tmp_path, logged.append) == tmp_path / "step-10"
+    assert files.latest_valid_checkpoint(tmp_path, logged.append) == tmp_path / "step-10"
     assert len(logged) == 1 + unfinished  # a quarantined checkpoint is logged once
 
 
@@ -99,7 +102,7 @@ def test_kill_at_any_write_leaves_the_older_checkpoint(tmp_path: Path, monkeypat
         remaining[0] = allowed
         with pytest.raises(Killed):
             save(tmp_path, 2)
-        assert files.latest_valid(tmp_path) == tmp_path / "step-1"
+        assert files.latest_valid_checkpoint(tmp_path) == tmp_path / "step-1"
 
 
 @contextmanager
@@ -119,7 +122,7 @@ def test_full_disk_is_reported_and_leaves_no_files(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, 2, {"model": {"w": torch.zeros(50_000)}}, {})
     assert raised.value.exit_code == 3
     assert not (tmp_path / "step-2").exists()
-    assert files.latest_valid(tmp_path) == tmp_path / "step-1"
+    assert files.latest_valid_checkpoint(tmp_path) == tmp_path / "step-1"
 
 
 def test_read_error_does_not_quarantine_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,17 +133,17 @@ def test_read_error_does_not_quarantine_a_checkpoint(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(files, "sha256", fail)
     with pytest.raises(TrainingError, match="Input/output error"):
-        files.latest_valid(tmp_path)
+        files.latest_valid_checkpoint(tmp_path)
     assert path.exists()
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    assert files.latest_valid(tmp_path / "missing") is None
+    assert files.latest_valid_checkpoint(tmp_path / "missing") is None
     for step, score in [(1, 0.2), (2, 0.9), (3, 0.5), (4, float("nan")), (9, 0.4), (10, 0.3)]:
         save(tmp_path, step, **{METRIC: score})
     (tmp_path / "step-11").mkdir()  # unfinished
-    assert files.latest_valid(tmp_path) == tmp_path / "step-10"
-    assert files.best(tmp_path, METRIC) == tmp_path / "step-2"
+    assert files.latest_valid_checkpoint(tmp_path) == tmp_path / "step-10"
+    assert files.best_checkpoint(tmp_path, METRIC) == tmp_path / "step-2"
     files.prune(tmp_path, keep=2, metric=METRIC)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-2", "step-9"]
     files.prune(tmp_path, keep=1, metric="evaluate/missing")
@@ -159,7 +162,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 def test_best_is_lowest_loss_or_rank(tmp_path: Path, metric: str, values: tuple[float, float], expected: int) -> None:
     for step, value in zip((1, 2), values, strict=True):
         save(tmp_path, step, **{metric: value})
-    assert files.best(tmp_path, metric) == tmp_path / f"step-{expected}"
+    assert files.best_checkpoint(tmp_path, metric) == tmp_path / f"step-{expected}"
 
 
 @pytest.fixture
@@ -170,12 +173,12 @@ def store(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_object_store_keeps_checkpoints_like_a_disk(store: Any) -> None:
     folder = to_path(store.address) / "checkpoints"
-    assert files.latest_valid(folder) is None and files.latest_complete(folder) is None
+    assert files.latest_valid_checkpoint(folder) is None and files.latest_complete_checkpoint(folder) is None
     for step, recall in ((3, 0.5), (6, 0.9), (9, 0.1), (12, 0.2)):
         save(folder, step, recall=recall)
         files.prune(folder, 2, "recall")
-    assert files.list_names(folder) == ["step-12", "step-6", "step-9"]
-    latest = files.latest_valid(folder)
+    assert files.list_checkpoint_names(folder) == ["step-12", "step-6", "step-9"]
+    latest = files.latest_valid_checkpoint(folder)
     assert files.step_of(latest) == 12 and files.load_meta(latest)["metrics"] == {"recall": 0.2}
     loaded = state_io.load(latest)
     assert torch.equal(loaded["model"]["w"], torch.full((5,), 12.0)) and loaded["progress"] == {"step": 12}
@@ -188,9 +191,9 @@ def test_damaged_objects_are_quarantined(store: Any) -> None:
     (folder / "step-4" / files.SUMS).unlink()  # killed before its last object
     (folder / "step-3" / SHARD).write_bytes(b"cut short")
     (folder / "step-2" / files.STATE).unlink()
-    assert files.step_of(files.latest_valid(folder, logged.append)) == 1
+    assert files.step_of(files.latest_valid_checkpoint(folder, logged.append)) == 1
     assert "it is incomplete" in logged[0] and "does not match its checksum (9 bytes)" in logged[1]
     assert "state.json is missing; it is renamed to step-2.damaged" in logged[2]
-    assert files.list_names(folder) == ["step-1", "step-2.damaged", "step-3.damaged", "step-4"]
+    assert files.list_checkpoint_names(folder) == ["step-1", "step-2.damaged", "step-3.damaged", "step-4"]
     save(folder, 3)
-    assert files.step_of(files.latest_valid(folder)) == 3
+    assert files.step_of(files.latest_valid_checkpoint(folder)) == 3

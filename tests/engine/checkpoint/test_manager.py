@@ -31,7 +31,7 @@ class Checkpoints:
         self.manager.save(step, step, state(step), metrics or {}, last)
 
     def names(self):
-        return files.list_names(self.run / "checkpoints")
+        return files.list_checkpoint_names(self.run / "checkpoints")
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_last_save_must_succeed(stored, s3, polled):
         stored.manager.poll()
     with pytest.raises(StorageError, match=r"step-6: .*rerun the same command"):
         stored.manager.close()
-    assert files.step_of(files.latest_valid(stored.run / "checkpoints")) == 3
+    assert files.step_of(files.latest_valid_checkpoint(stored.run / "checkpoints")) == 3
 
 
 @pytest.mark.parametrize(("world", "scores"), [(1, {}), (2, {}), (2, {"evaluate/loss": 0.5})])

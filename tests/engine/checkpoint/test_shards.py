@@ -98,7 +98,7 @@ def test_folder_describes_its_format_and_has_full_weights(ranks, expected):
     assert (files.shards_of(path), meta["world"], meta["step"], meta["rows_consumed"]) == (2, 2, 8, 96)
     names = [*files.shard_names(2), "state.json", "meta.json", "SHA256SUMS"]
     assert sorted(file.name for file in path.iterdir()) == sorted(names)
-    assert files.list_names(path.parent) == ["step-4", "step-6", "step-8"]
+    assert files.list_checkpoint_names(path.parent) == ["step-4", "step-6", "step-8"]
     sizes = [(path / name).stat().st_size for name in files.shard_names(2)]
     assert max(sizes) < 0.75 * sum(sizes)
     model = toy.Branched().double()
@@ -108,7 +108,7 @@ def test_folder_describes_its_format_and_has_full_weights(ranks, expected):
 
 def test_object_store_has_the_same_files_as_a_disk(ranks):
     folder, run, _ = ranks
-    latest = files.latest_valid(run / "checkpoints")
+    latest = files.latest_valid_checkpoint(run / "checkpoints")
     assert latest == run / "checkpoints" / "step-4"
     tensors = [state_io.split(state_io.load(path))[1] for path in (folder / "run" / "checkpoints" / "step-4", latest)]
     assert len(tensors[0]) > 20 and tensors[0].keys() == tensors[1].keys()
@@ -144,7 +144,7 @@ def remove_with_checksum(file: Path) -> None:
 def test_damaged_shard_falls_back_to_previous_checkpoint(checkpoint, damage):
     damage(checkpoint / files.shard_names(2)[1])
     messages: list[str] = []
-    assert files.latest_valid(checkpoint.parent, messages.append) == checkpoint.with_name("step-6")
+    assert files.latest_valid_checkpoint(checkpoint.parent, messages.append) == checkpoint.with_name("step-6")
     assert "ignored checkpoint" in messages[0] and "it is renamed to step-8.damaged" in messages[0]
 
 
@@ -158,7 +158,7 @@ def test_files_of_another_world_size_are_not_mixed_in(checkpoint):
 def test_rank_that_fails_or_dies_during_write_leaves_no_checkpoint(ranks):
     folder, _, results = ranks
     assert all("step-1: No space left on device (on rank 1)" in result["full disk"] for result in results[:2])
-    assert files.list_names(folder / "full" / "checkpoints") == []
+    assert files.list_checkpoint_names(folder / "full" / "checkpoints") == []
     assert (folder / "dying" / "error").read_text()
-    assert files.list_names(folder / "dying" / "checkpoints") == ["step-1"]
-    assert files.latest_valid(folder / "dying" / "checkpoints") is None
+    assert files.list_checkpoint_names(folder / "dying" / "checkpoints") == ["step-1"]
+    assert files.latest_valid_checkpoint(folder / "dying" / "checkpoints") is None

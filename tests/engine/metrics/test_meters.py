@@ -114,7 +114,7 @@ def test_mfu_is_achieved_over_peak_flops_of_a_device(monkeypatch, precision, pea
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**30)
     monkeypatch.setattr(meters, "machine_load", lambda device: {"gpu/busy_percent": 73.0})
     rates = Throughput(PhaseTimers(CUDA))
-    state = SimpleNamespace(group=SimpleNamespace(device=CUDA, world=4), precision=precision, model=toy.Toy())
+    state = SimpleNamespace(group=SimpleNamespace(device=CUDA, world_size=4), precision=precision, model=toy.Toy())
     for step_s in (60, 0.5, 1.5):  # the first is left out
         rates.add(step_s, 0.0, rows=800, tokens=1)
     metrics = Meter(rates, devices=2, flops_of_row=25e9).compute(state)

@@ -11,7 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mmray.engine.metrics import writers
-from mmray.engine.metrics.writers import LogUploader, MetricsLog, profiled
+from mmray.engine.metrics.writers import LogUploader, MetricsLog, profile_steps
 from mmray.errors import TrainingError
 from mmray.storage.lease import Lease, check_fencing_token
 from mmray.storage.paths import to_path
@@ -124,13 +124,13 @@ def test_log_taken_over_by_another_training_gets_no_further_lines(tmp_path, monk
 
 def test_profile_of_requested_steps_is_written(tmp_path):
     file = tmp_path / "profile" / "rank-0.json"
-    with profiled(2, file, torch.device("cpu")) as step_done:
+    with profile_steps(2, file, torch.device("cpu")) as step_done:
         for _ in range(6):
             torch.ones(3) + 1
             step_done()
     trace = json.loads(file.read_text())
     assert sum(event.get("name") == "aten::add" for event in trace["traceEvents"]) == 2
-    with profiled(0, tmp_path / "none.json", torch.device("cpu")) as step_done:
+    with profile_steps(0, tmp_path / "none.json", torch.device("cpu")) as step_done:
         step_done()
     assert not (tmp_path / "none.json").exists()
 

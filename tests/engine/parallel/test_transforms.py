@@ -12,11 +12,11 @@ from mmray import objectives
 from mmray.config import Clip, Config, CrossAttention, Fusion, Model, Objective, Siglip, TextTower, TwoTower
 from mmray.config import Optimizer as OptimizerSection
 from mmray.data.stream.order import SamplePlan
-from mmray.engine.bad_samples import _check_labels
+from mmray.engine.bad_rows import _check_labels
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import dry_run
 from mmray.engine.parallel.transforms import apply_transforms
-from mmray.engine.precision import micro_seed, seeded
+from mmray.engine.precision import fork_seeded_rng, micro_seed
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.errors import DataError, TrainingError, UsageError
@@ -108,11 +108,11 @@ def test_inductor_takes_same_steps(kind: str) -> None:
 def test_inductor_dropout_is_equal_with_and_without_gradients(name: str) -> None:
     """Cached accumulation forwards a micro-batch twice; different dropout would change the gradient."""
     model, batch = build_model(name, compile="inductor").train(), synthetic_batch(INPUTS, VOCAB, 3, CPU)
-    with seeded(5, CPU), torch.no_grad():
+    with fork_seeded_rng(5, CPU), torch.no_grad():
         first = model(batch)
-    with seeded(5, CPU):
+    with fork_seeded_rng(5, CPU):
         second = model(batch)
-    with seeded(6, CPU):
+    with fork_seeded_rng(6, CPU):
         other = model(batch)
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert any(not torch.allclose(other[key], second[key]) for key in first)
@@ -139,7 +139,7 @@ def test_unsupported_combinations_are_refused() -> None:
 
 def run_probe(spec: Model, kind: str) -> None:
     config = Config(model=spec.model_copy(update={"vocab_size": VOCAB}), objective=Objective(kind=kind))
-    plan = SamplePlan(num_rows=3, global_rows=3, world=1, micro=3, seed=1, steps=1)
+    plan = SamplePlan(num_rows=3, global_rows=3, world_size=1, micro=3, seed=1, steps=1)
     dry_run(config, build(spec, VOCAB), objectives.build(config.objective), Group(), plan, 3)
 
 

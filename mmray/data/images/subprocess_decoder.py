@@ -18,18 +18,18 @@ import orjson
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
 from mmray.data.images.transform import resize_to_square, thumbnail, transform
 
-COMMAND = (sys.executable, "-m", "mmray.data.images.crash_probe")
+COMMAND = (sys.executable, "-m", "mmray.data.images.subprocess_decoder")
 CRASH = "decoder-crash"  # reason of an image that killed its decoder
 
 
-class CrashProbe:
+class SubprocessDecoder:
     """Checks in a child process that an image does not crash its decoder; the caller then decodes it itself."""
 
     def __init__(self) -> None:
         self.num_crashes = 0
         self._child: subprocess.Popen[bytes] | None = None
 
-    def probe(self, data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None = None) -> tuple[int, int]:
+    def check(self, data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None = None) -> tuple[int, int]:
         """Return (width, height) of an image that decodes completely and survives `transform(rgb, *transform_args)`.
 
         Raises BadImage, with reason `decoder-crash` if the image kills the child.
@@ -54,7 +54,7 @@ class CrashProbe:
     def thumbnail(self, data: bytes) -> str | None:
         """Return a thumbnail of untrusted encoded bytes; None if they cannot be decoded."""
         try:
-            self.probe(data, MAX_PIXELS)
+            self.check(data, MAX_PIXELS)
             return thumbnail(decode(data))
         except (BadImage, MemoryError):
             return None

@@ -1,4 +1,4 @@
-"""Rows that cannot be read during training: written to the run's quarantine.jsonl and counted up to a limit.
+"""Quarantine rows that cannot be read during training, up to a limit.
 
 worker.py passes the stream's blocks through here. A bad row keeps its position in the step but does not count.
 """
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import orjson
 
+from mmray.data.images.boxes import NO_LABEL
 from mmray.data.store.manifest import QUARANTINE
 from mmray.data.stream.order import SamplePlan
-from mmray.data.stream.reader import NO_LABEL, Block, RowReader
+from mmray.data.stream.reader import Block, RowReader
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, append_line
 
@@ -40,15 +41,15 @@ def quarantine_bad_rows(
             num_bad = count_bad_row(row)
             if num_bad == 0:
                 continue
-            record, reason = reader.explain_bad_row(row)
+            record, reason, detail = reader.explain_bad_row(row)
             key, source = (record.key, record.source) if record else (None, None)
-            entry = {"key": key, "source": source, "row": row, "stage": "train", "reason": reason}
+            entry = {"key": key, "source": source, "row": row, "stage": "train", "reason": reason, "detail": detail}
             append_line(folder / QUARANTINE, orjson.dumps(entry))
             if num_bad > config.data.max_bad_rows:
                 raise DataError(
                     f"{num_bad} rows could not be read (data.max_bad_rows {config.data.max_bad_rows}), the last: row "
-                    f"{row} ({key}, {source}): {reason}. All are listed in {folder / QUARANTINE}; run `mmray prepare` "
-                    "again from the source"
+                    f"{row} ({key}, {source}): {reason}: {detail}. All are listed in {folder / QUARANTINE}; run "
+                    "`mmray prepare` again from the source"
                 )
         yield block
 

@@ -9,9 +9,9 @@ import pytest
 import ray
 
 from mmray.config import Augment, Inputs, Prepare
-from mmray.data.images import crash_probe as probe_module
-from mmray.data.images.crash_probe import CrashProbe
+from mmray.data.images import subprocess_decoder as decoder_module
 from mmray.data.images.decode import BadImage
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare import contamination
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pipeline import prepare
@@ -57,60 +57,60 @@ def tries(source, number):
 
 
 def test_crash_kills_only_the_child_and_a_new_one_starts(tmp_path):
-    crash_probe = CrashProbe()
+    subprocess_decoder = SubprocessDecoder()
     with decoder_dies():
-        assert crash_probe.probe(png(1), 10**6) == (16, 16)
+        assert subprocess_decoder.check(png(1), 10**6) == (16, 16)
         with pytest.raises(BadImage, match=r"crash: the decoder process died \(exit status -11\)"):
-            crash_probe.probe(deadly(png(2), tmp_path / "log"), 10**6)
+            subprocess_decoder.check(deadly(png(2), tmp_path / "log"), 10**6)
         for data, max_pixels, reason in ((b"<html>", 10**6, "format"), (png(1), 16 * 16 - 1, "too-large")):
             with pytest.raises(BadImage, match=reason):
-                crash_probe.probe(data, max_pixels)
-        assert crash_probe.probe(png(3, side=9), 10**6) == (9, 9)
-    child = crash_probe._child
-    crash_probe.close()
-    assert crash_probe.num_crashes == 1 and child is not None and child.poll() == 0
+                subprocess_decoder.check(data, max_pixels)
+        assert subprocess_decoder.check(png(3, side=9), 10**6) == (9, 9)
+    child = subprocess_decoder._child
+    subprocess_decoder.close()
+    assert subprocess_decoder.num_crashes == 1 and child is not None and child.poll() == 0
 
 
 DIES_OF_CROPS = """
 import os, sys
-from mmray.data.images import crash_probe, transform
+from mmray.data.images import subprocess_decoder, transform
 transform.random_crop_box = lambda *rest: os.abort()
-crash_probe.serve(sys.stdin.buffer, sys.stdout.buffer)
+subprocess_decoder.serve(sys.stdin.buffer, sys.stdout.buffer)
 """
 
 
 @pytest.mark.parametrize("augment", [None, Augment(crop_scale=(0.5, 0.5))])
 def test_probe_also_runs_the_augmentation(tmp_path, monkeypatch, augment):
-    monkeypatch.setattr(probe_module, "COMMAND", (sys.executable, "-c", DIES_OF_CROPS))
+    monkeypatch.setattr(decoder_module, "COMMAND", (sys.executable, "-c", DIES_OF_CROPS))
     prepared = make_set(tmp_path, [row(number, data=png(number)) for number in range(2)])
     inputs = Inputs(image_side=8, max_tokens=12)
     reader = RowReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6, augment)
-    reader.crash_probe = CrashProbe()
+    reader.subprocess_decoder = SubprocessDecoder()
     block = reader.read_block(SamplePlan(2, 2, 1, 2, seed=0, steps=1), np.arange(2))
-    reader.crash_probe.close()
+    reader.subprocess_decoder.close()
     assert block["valid"].tolist() == [augment is None] * 2
-    assert reader.crash_probe.num_crashes == (0 if augment is None else 2)
+    assert reader.subprocess_decoder.num_crashes == (0 if augment is None else 2)
 
 
 CRAMPED = """
 import resource, sys
-from mmray.data.images import crash_probe
+from mmray.data.images import subprocess_decoder
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 24 * 2**20,) * 2)
-crash_probe.serve(sys.stdin.buffer, sys.stdout.buffer)
+subprocess_decoder.serve(sys.stdin.buffer, sys.stdout.buffer)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a process's memory as Linux has them")
 def test_out_of_memory_image_is_not_reported_corrupt(monkeypatch):
     """16 megapixels with 24 MiB left, then a small image."""
-    monkeypatch.setattr(probe_module, "COMMAND", (sys.executable, "-c", CRAMPED))
-    crash_probe = CrashProbe()
+    monkeypatch.setattr(decoder_module, "COMMAND", (sys.executable, "-c", CRAMPED))
+    subprocess_decoder = SubprocessDecoder()
     with pytest.raises(BadImage, match="memory: no memory to decode it"):
-        crash_probe.probe(png(1, side=4000), 25 * 10**6)
-    assert crash_probe.probe(png(3, side=9), 10**6) == (9, 9)
-    crash_probe.close()
-    assert crash_probe.num_crashes == 0
+        subprocess_decoder.check(png(1, side=4000), 25 * 10**6)
+    assert subprocess_decoder.check(png(3, side=9), 10**6) == (9, 9)
+    subprocess_decoder.close()
+    assert subprocess_decoder.num_crashes == 0
 
 
 @pytest.mark.cluster
@@ -184,5 +184,5 @@ def test_index_only_stream_skips_crashing_row(tmp_path, monkeypatch, local_ray):
     assert column["key"].tolist() == [0 if row == 17 else hash_key(f"k{row}") for row in rows]
     assert tries(source, 17) == 3  # one crash of the actor, then one of a child per epoch
     with decoder_dies():
-        record, reason = reader.explain_bad_row(17)
-    assert record.key == "k17" and reason.startswith("decoder-crash")
+        record, reason, _ = reader.explain_bad_row(17)
+    assert (record.key, reason) == ("k17", "decoder-crash")
