@@ -54,7 +54,9 @@ def local_ray(tmp_path_factory):
     if not ray.is_initialized():
         os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))  # inherited by workers
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        ray.data.DataContext.get_current().enable_progress_bars = False
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.execution_options.label_selector = None  # an earlier module may have had a cluster with data nodes
     for done_once in Path(os.environ["MMRAY_TEST_FAULTS"]).iterdir():  # left by fault injection in an earlier module
         done_once.unlink(missing_ok=True)
 
