@@ -85,9 +85,10 @@ def check_classes(config: Config) -> None:
 def _train(config: Config, reporter: StartTimeline, backend: Backend) -> RunOutcome:
     reporter.status("checking the data")
     backend.check(config, reporter)
-    config = backend.resolve(config)
-    resolved = resolve_run(config, reporter)
-    selection = run_dir.select_run(resolved.config, resolved.data_identity, resolved.steps)
+    resolved, given = resolve_run(backend.resolve(config), reporter), config.cluster
+    # Device and CPUs depend on the machine: the run's file keeps what was given.
+    saved = resolved.config.with_cluster(accelerator=given.accelerator, cpus_per_worker=given.cpus_per_worker)
+    selection = run_dir.select_run(saved, resolved.data_identity, resolved.steps)
     if selection.skipped:
         more = f" (and {len(selection.skipped) - 1:,} more)" if len(selection.skipped) > 1 else ""
         advice = "use its settings or raise --train.steps to resume it"
@@ -96,7 +97,7 @@ def _train(config: Config, reporter: StartTimeline, backend: Backend) -> RunOutc
         result = run_dir.RunDir(selection.path).read_json("result.json") or {}
         return RunOutcome(selection.path, result, already_done=True)
     with Lease(selection.path) as lease:
-        run = run_dir.write_run_files(selection.path, resolved.config, resolved.data_identity, resolved.tokenizer_json)
+        run = run_dir.write_run_files(selection.path, saved, resolved.data_identity, resolved.tokenizer_json)
         _log_summary(resolved, run, reporter)
         if idle := describe_idle(resolved.config, backend.num_local(resolved.config.cluster.accelerator)):
             reporter.log(idle, "idle")

@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 
+from mmray.config import from_yaml
 from mmray.errors import TrainingError
 from mmray.train import driver
 from tests.train.runs import (
@@ -61,6 +62,10 @@ def notes(reporter, label):
 
 def test_run_takes_the_rows_of_the_order(calm):
     assert calm.result["status"] == "finished" and marks(calm.path) == list(expected_marks(STEPS))
+
+
+def test_saved_config_names_no_device_of_this_machine(calm):
+    assert from_yaml((calm.path / "config.yaml").read_text(), "config.yaml").cluster.accelerator == "auto"
 
 
 FOR_WORKER = ["starting 1 worker", "importing the engine", "building the model", "dry run"]
