@@ -3,6 +3,7 @@
 Faults come from callbacks (tests/train/faults.py), or from a reporter that is called at each logged step.
 """
 
+import re
 import time
 from functools import partial
 
@@ -62,7 +63,8 @@ class Acting(Silent):
 
     def status(self, title):
         super().status(title)
-        self.workers, self.waiting = int(title.split()[1]), self.acted_s is not None
+        if started := re.fullmatch(r"starting (\d+) workers?", title):
+            self.workers, self.waiting = int(started[1]), self.acted_s is not None
 
     def step(self, metrics, total_steps):
         super().step(metrics, total_steps)

@@ -49,7 +49,6 @@ def test_run_on_object_store_resumes_after_kill_and_stop(calm, data, s3, tmp_pat
     slowly = in_chunks(config(place.address, s3.address, "remote", callbacks=faults), cache)
     stopped = train(slowly, Stopping(6))
     assert stopped.result["restarts"] == 1 and stopped.result["status"] == "stopped" and stopped.result["steps"] < STEPS
-    assert stopped.result["wasted_steps"] >= 1  # killed after step 5, restarted from step 3
     reporter = Silent()
     outcome = train(in_chunks(config(place.address, s3.address, "remote"), cache), reporter)
     assert outcome.result["status"] == "finished" and str(outcome.path) == f"{s3.address}/remote"

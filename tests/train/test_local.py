@@ -91,6 +91,7 @@ def test_each_evaluation_is_made_once(calm_run):
 def test_killed_and_hung_workers_are_replaced_with_equal_weights(data, tmp_path, calm):
     reporter, wanted = Silent(), one_worker(data, tmp_path, "run", ["KillRankOneOnce", "HangOnce"])
     outcome = driver.train(wanted.with_cluster(hang_timeout_s=4.0), reporter)
+    assert outcome.result["wasted_steps"] >= 2  # each ended after step 5 and restarted from step 3
     assert outcome.result["restarts"] == 2 and marks(outcome.path) == marks(calm.path)
     assert same_weights(weights(outcome.path), weights(calm.path))
     killed, hung = notes(reporter, "failure")
