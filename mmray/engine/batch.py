@@ -57,6 +57,11 @@ def resolve_batch_shape(batch: Batch, workers: int) -> BatchShape:
     return BatchShape(total, min(micro, rows_per_rank), derived, workers, auto)
 
 
+def halve(micro: int) -> int:
+    """Return half a micro-batch size, rounded up so that accumulation at most doubles; 0 if there is no smaller one."""
+    return -(-micro // 2) if micro > 1 else 0
+
+
 def total_steps(train: Train, num_rows: int, global_rows: int) -> int:
     """Optimizer steps of the run: the fewest that cover its samples or epochs; one epoch by default."""
     if train.steps is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.engine import oom
+from mmray.engine.batch import halve
 from mmray.engine.checkpoint import state_dict
 from mmray.engine.checkpoint.manager import CheckpointSchedule, steps_between_checkpoints
 from mmray.engine.metrics.meters import Meter, padding_fractions, reduce_over_ranks, rows_sha
@@ -105,8 +106,8 @@ def _start(spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> _Run:
     ema = ExponentialMovingAverage(module, train.ema) if train.ema else None
     progress = LoopProgress() if load_checkpoint is None else _load(load_checkpoint, module, state, ema)
     planned = min(spec.plan.micro, spec.plan.rank_rows, spec.micro or spec.plan.rank_rows)
-    if progress.planned_micro != planned:  # otherwise keep the size that an OOM before the checkpoint reduced it to
-        progress.planned_micro = progress.micro = planned
+    if (progress.world, progress.planned_micro) != (spec.group.world_size, planned):
+        progress.world, progress.planned_micro, progress.micro = spec.group.world_size, planned, planned
     meter = Meter(Throughput(timers), devices=2 if train.parallel == "branches" else 1)
     return _Run(spec, state, progress, meter, CheckpointSchedule(train.checkpoint_every, progress.step), ema)
 
@@ -134,7 +135,7 @@ def _next_batch(run: _Run, batches: Iterator[LocalBatch]) -> LocalBatch:
         if not is_out_of_memory(error):
             raise
         text = oom.format_oom(f"after step {step}", micro, {run.spec.group.rank: first_line(error)}, "restarting")
-        raise OutOfMemoryError(text, retry_micro=micro // 2) from error
+        raise OutOfMemoryError(text, retry_micro=halve(micro)) from error
     if batch is None:
         raise TrainingError(
             f"the data stream ended after step {step} of {run.spec.plan.steps}. The prepared set may have changed: "
@@ -165,12 +166,12 @@ def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
                 raise
             errors = {group.rank: first_line(error)}
             text = oom.format_oom(f"at step {step + 1}", progress.micro, errors, "restarting")
-            raise OutOfMemoryError(text, retry_micro=progress.micro // 2) from error
+            raise OutOfMemoryError(text, retry_micro=halve(progress.micro)) from error
         # Outside `except`: the traceback would keep the step's tensors alive.
         del micro_batches
         errors = dict(enumerate(group.all_gather_objects(local_error)))
         text = oom.format_oom(f"at step {step + 1}", progress.micro, errors, "retrying the same rows")
-        progress.micro //= 2
+        progress.micro = halve(progress.micro)
         if progress.micro == 0:
             raise OutOfMemoryError(text)
         run.state.optimizer.zero_grad(set_to_none=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import ceil, sqrt
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import precision
+from mmray.engine.batch import halve
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.oom import OOM_ADVICE, RecoverableOom
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 HOST_FRACTION = 0.8  # of a host's free memory, available to its ranks
+HEADROOM = 0.05  # of a GPU's memory, left free by `batch.micro auto` for fragmentation and longer captions
+REFINEMENTS = 2  # sizes tried between the largest that fits and the smallest that does not
 MakeBatch = Callable[[int], Batch]  # rows -> a synthetic micro-batch on the training device
 
 
@@ -93,14 +97,18 @@ def probe_memory(
     group = state.group
     fake_group = FakeGroup(group.rank, group.world_size, group.device)
     fake_state = replace(state, group=fake_group, can_recover_oom=not strategy.has_inner_collectives(state.model))
+    # A real collective, as large as those of DDP: NCCL allocates its buffers (1 GiB and more) in the first.
+    group.all_reduce_sum(torch.zeros(int(strategy.BUCKET_MB * 2**18), device=group.device))
     _allocate_optimizer(state.optimizer)
     ddp_buckets = group.world_size > 1 and not strategy.is_sharded(state.model)  # allocated before the forward
-    try_rows = partial(_try_step, fake_state, make_batch, rows_per_rank, ddp_buckets)
+    searches_gpu = micro is None and group.device.type == "cuda"
+    headroom = int(HEADROOM * torch.cuda.mem_get_info(group.device)[1]) if searches_gpu else 0
+    try_rows = partial(_try_step, fake_state, make_batch, rows_per_rank, headroom, ddp_buckets)
     largest = _largest_micro_that_fits(group, try_rows, rows_per_rank, micro, not fake_state.can_recover_oom)
     # Without DDP's buckets: weights that get no gradient keep None, which `check` reports.
-    saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, False, largest, largest, check)
+    saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, 0, False, largest, largest, check)
     if saved_bytes is None:
-        raise _oom_error(group, largest, largest // 2)
+        raise _oom_error(group, largest, halve(largest))
     if group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
     weights = list(state.model.parameters())
@@ -155,7 +163,10 @@ def _oom_error(group: Group, size: int, fallback_size: int) -> OutOfMemoryError:
 def _largest_micro_that_fits(
     group: Group, try_rows: Callable[[int, int], int | None], rows_per_rank: int, micro: int | None, together: bool
 ) -> int:
-    """Rows of a micro-batch that fit on every rank: `micro`, or the largest of 1, ..., 1/4, 1/2 and all of a rank's.
+    """Rows of a micro-batch that fit on every rank: `micro`, or the largest found by a search.
+
+    The search tries 1, ..., 1/4, 1/2 and all of a rank's rows, then bisects between the last that fits and the first
+    that does not, on a geometric scale. A step's rows are divided evenly: 10 rows at most 7 at a time are 5 and 5.
 
     try_rows: `_try_step` for (rows, rows of a micro-batch). Each rank probes on its own, then all take the minimum. If
     a forward has collectives, they probe together, because the unsharded model need not fit on one device. Then a
@@ -170,24 +181,33 @@ def _largest_micro_that_fits(
         return saved
 
     largest = micro or 1
-    saved = bytes_if_fits(1 if micro is None else 2 * micro, largest, largest // 2)
+    saved = bytes_if_fits(1 if micro is None else 2 * micro, largest, halve(largest))
     if saved is not None and micro is None:
         limit = _host_limit(group, saved)
         limit = group.all_reduce_min(limit) if together else limit
-        halvings = (rows_per_rank >> shift for shift in reversed(range(rows_per_rank.bit_length() - 1)))
-        for size in [size for size in halvings if size <= limit]:
-            if bytes_if_fits(2 * size, size, largest) is None:
-                break
+
+        def fits(size: int) -> bool:
+            nonlocal largest
+            if size > limit or bytes_if_fits(2 * size, size, largest) is None:
+                return False
             largest = size
+            return True
+
+        halvings = (-(-rows_per_rank >> shift) for shift in reversed(range((rows_per_rank - 1).bit_length())))
+        too_large = next((size for size in halvings if not fits(size)), rows_per_rank)
+        for _ in range(REFINEMENTS):
+            size = ceil(rows_per_rank / ceil(rows_per_rank / sqrt(largest * too_large)))
+            if largest < size < too_large and not fits(size):
+                too_large = size
         # The outputs of all rows are in memory at once. Tried so far: 2 x largest rows, or only one.
         tried = 2 * largest if largest > 1 else 1
-        while largest and tried < rows_per_rank and bytes_if_fits(rows_per_rank, largest, largest // 2) is None:
-            largest //= 2
-    fits = 0 if saved is None else largest
-    if common := group.all_reduce_min(fits):
+        while largest and tried < rows_per_rank and bytes_if_fits(rows_per_rank, largest, halve(largest)) is None:
+            largest = halve(largest)
+    largest = 0 if saved is None else largest
+    if common := group.all_reduce_min(largest):
         return common
     cause = f"a micro-batch of {micro} rows does not fit: lower --batch.micro, or set it to auto"
-    if fits:
+    if largest:
         cause = ""
     elif saved is not None:
         cause = f"one row fits, but not the outputs of {rows_per_rank} rows: lower --batch.global or use more workers"
@@ -208,6 +228,7 @@ def _try_step(
     state: TrainState,
     make_batch: MakeBatch,
     rows_per_rank: int,
+    headroom: int,
     ddp_buckets: bool,
     rows: int,
     micro: int,
@@ -215,7 +236,7 @@ def _try_step(
 ) -> int | None:
     """Take a synthetic step of `rows` rows; return the bytes that autograd saves per micro-batch, None without memory.
 
-    rows_per_rank: rows of a step; a GPU holds those of two steps at once (prefetch.py).
+    rows_per_rank: rows of a step; a GPU holds those of two steps at once (prefetch.py). headroom: bytes to leave free.
     """
     sizes, fits = [min(micro, rows - first) for first in range(0, rows, micro)], False
     with strategy.preserve_buffers(state.model), _saved_bytes(state.model) as saved:
@@ -224,9 +245,10 @@ def _try_step(
                 weight.grad = torch.zeros_like(weight) if ddp_buckets and weight.requires_grad else None
             batch = make_local_batch([make_batch(size) for size in sizes])
             on_gpu = [column for column in batch.micro_batches[0].values() if column.device.type == "cuda"]
-            prefetched = [column.new_empty(2 * rows_per_rank - rows, *column.shape[1:]) for column in on_gpu]
+            reserved = [column.new_empty(2 * rows_per_rank - rows, *column.shape[1:]) for column in on_gpu]
+            reserved.append(torch.empty(headroom, dtype=torch.uint8, device=state.group.device))
             accumulate_gradients(state, batch, lambda index: index)
-            prefetched.clear()
+            reserved.clear()
             check()
             fits = True
         except (RecoverableOom, RuntimeError, MemoryError, ValueError, IndexError, TypeError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from mmray.engine.batch import halve
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.errors import first_line, is_out_of_memory
@@ -65,6 +66,6 @@ OOM_ADVICE = (
 
 def format_oom(when: str, micro: int, errors: dict[int, str], retry: str) -> str:
     """Format an OOM with the errors of the ranks that have one; `retry` is what follows unless `micro` is 1."""
-    action = f"{retry} with {micro // 2} at a time" if micro > 1 else f"a single row does not fit: {OOM_ADVICE}"
+    action = f"{retry} with {halve(micro)} at a time" if micro > 1 else f"a single row does not fit: {OOM_ADVICE}"
     causes = "; ".join(f"rank {rank}: {error}" for rank, error in errors.items() if error)
     return f"out of memory {when} with micro-batches of {micro} rows ({causes}); {action}"

@@ -73,18 +73,19 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
 
 
 def split_micro_batches(batch: LocalBatch, micro: int) -> LocalBatch:
-    """Split into micro-batches of at most `micro` rows, equally many on every rank; views, without copies."""
+    """Split evenly into micro-batches of at most `micro` rows, equally many on every rank; views, without copies."""
     if max(batch.sizes) <= micro:
         return batch
     micro_batches, is_dummy, sizes = [], [], []
     for micro_batch, was_dummy, size in zip(batch.micro_batches, batch.is_dummy, batch.sizes, strict=True):
         valid_rows = 0 if was_dummy else len(micro_batch["valid"])
-        for first in range(0, size, micro):
-            rows = slice(first, first + micro) if first < valid_rows else slice(0, 1)
+        part = -(-size // -(-size // micro))
+        for first in range(0, size, part):
+            rows = slice(first, first + part) if first < valid_rows else slice(0, 1)
             invalid = {} if first < valid_rows else {"valid": torch.zeros_like(micro_batch["valid"][rows])}
             micro_batches.append({name: tensor[rows] for name, tensor in micro_batch.items()} | invalid)
             is_dummy.append(first >= valid_rows)
-            sizes.append(min(micro, size - first))
+            sizes.append(min(part, size - first))
     return replace(batch, micro_batches=micro_batches, is_dummy=tuple(is_dummy), sizes=tuple(sizes))
 
 

@@ -83,8 +83,9 @@ class LoopProgress:
     step: int = 0  # steps taken
     skipped: int = 0  # how many of them skipped the update, because the gradient was not finite
     skipped_in_a_row: int = 0
-    planned_micro: int = 0  # at the start of the run
-    micro: int = 0  # now, after reductions for OOM
+    world: int = 0  # ranks that `micro` was found with
+    planned_micro: int = 0  # at the start of the attempt
+    micro: int = 0  # now, after reductions for OOM; kept by later attempts with equal `world` and `planned_micro`
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from mmray.cluster.capacity import num_workers_that_fit
 from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error, version_warning
 from mmray.config import Config
 from mmray.data.stream.stream import StreamDataConfig
+from mmray.engine.batch import halve
 from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
 from mmray.machine import cores
 from mmray.train.backend import Attempt, Cause
@@ -220,7 +221,7 @@ def _host_oom_error(error: BaseException, monitor: AttemptMonitor, resolved: Res
     """Ray's memory monitor killed a worker: its node, not a device, was out of memory."""
     rows_per_rank = -(-resolved.shape.global_rows // monitor.world)
     micro = min(rows for rows in (monitor.progress.micro, resolved.micro, resolved.shape.micro, rows_per_rank) if rows)
-    smaller = micro // 2
+    smaller = halve(micro)
     what = f"a node ran out of memory with micro-batches of {micro} rows ({str(error).splitlines()[0]})"
     fix = f"Retrying with micro-batches of {smaller}" if smaller else "Check what else uses memory on that node"
     return OutOfMemoryError(f"{what}. {fix}", retry_micro=smaller)

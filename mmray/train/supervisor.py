@@ -36,6 +36,7 @@ class Supervisor:
         self.attempts = self.failures = self.preemptions = self.resizes = 0
         self.last_failure: Failure | None = None
         self.restart: Restart | None = None  # the decision after the last attempt, if it failed
+        self.reduced_micro: dict[int, int] = {}  # after OOM: number of workers -> rows of a micro-batch
         self.unconfirmed_resizes: list[int] = []  # one each: the workers of the group that stopped for a larger one
         self.progress = RunProgress()
         self.starts: list[Any] = []  # of StartTimeline, for result.json
@@ -55,6 +56,7 @@ class Supervisor:
             self.reporter.status(f"starting {world} worker{'s' * (world > 1)}")
             start_step = files.step_of(checkpoint) if checkpoint is not None else 0
             config = self.config.with_cluster(workers=world)
+            self.resolved = replace(self.resolved, micro=self.reduced_micro.get(world, 0))
             token = self.lease.fencing_token
             workers = self.backend.start(Attempt(self.resolved, self.run.path, token, config, checkpoint, bad_rows))
             monitor = AttemptMonitor(
@@ -131,7 +133,7 @@ class Supervisor:
             raise KeyboardInterrupt from error
         self.last_failure, self.restart = failure, decision
         if decision.micro:
-            self.resolved = replace(self.resolved, micro=decision.micro)
+            self.reduced_micro[monitor.world] = decision.micro
         start = f"the checkpoint of step {latest_step:,}" if latest_step else "step 0, as there is no checkpoint yet"
         self.reporter.log(f"{decision.reason}; restarting from {start}", "failure")
 

@@ -213,9 +213,9 @@ def overflow(group: Group) -> dict[str, Any]:
 
 OOM_OBJECTIVES = {"contrastive": Contrastive, "sigmoid": partial(Sigmoid, chunk_rows=3), "row-wise": toy.Regression}
 OOM_SCENARIOS = [
-    *((point, "contrastive", 4) for point in toy.OOM_POINTS),
-    *((point, "sigmoid", 4) for point in ("embedding", "loss", "backward")),
-    ("backward", "row-wise", 4),
+    *((point, "contrastive", 5) for point in toy.OOM_POINTS),
+    *((point, "sigmoid", 5) for point in ("embedding", "loss", "backward")),
+    ("backward", "row-wise", 5),
     ("loss", "sigmoid", 8),  # a single micro-batch
 ]
 OOM_PLAN = SamplePlan(num_rows=60, global_rows=16, world_size=2, micro=4, seed=1, steps=8)

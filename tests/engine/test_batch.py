@@ -3,7 +3,7 @@
 import pytest
 
 from mmray.config import Batch, Train
-from mmray.engine.batch import resolve_batch_shape, total_steps
+from mmray.engine.batch import halve, resolve_batch_shape, total_steps
 from mmray.errors import UsageError
 
 
@@ -37,6 +37,13 @@ def test_batch_shape(settings, workers, summary):
 def test_contradicting_sizes_are_refused(settings, workers, message):
     with pytest.raises(UsageError, match=message):
         resolve_batch_shape(Batch(**settings), workers)
+
+
+def test_halved_micro_batch_at_most_doubles_accumulation():
+    assert [halve(micro) for micro in (256, 43, 5, 3, 2, 1)] == [128, 22, 3, 2, 1, 0]
+    for rows in (1, 7, 342, 1366):
+        for micro in range(2, rows + 1):
+            assert -(-rows // halve(micro)) <= 2 * -(-rows // micro)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,21 @@
-"""The memory probe finds the largest size that fits and leaves the state unchanged; a step that runs out retries."""
+"""The memory probe finds a size that fits and leaves the state unchanged; a step that runs out of memory retries."""
 
 from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import memory_probe
+from mmray.engine.collectives import Group
 from mmray.engine.prefetch import make_local_batch, split_micro_batches
 from mmray.errors import OutOfMemoryError, TrainingError
-from tests.engine import toy
+from tests.engine import fake_cuda, toy
+from tests.engine.ranks import KINDS
 from tests.engine.test_loop import Checkpoints, plan_of, train
 
 
@@ -20,14 +27,70 @@ def state_with(max_rows=10**9, **fault):
     return toy.train_state(toy.MemoryLimitedToy(toy.MemoryFault(max_rows=max_rows, **fault)))
 
 
-@pytest.mark.parametrize(("limit", "micro"), [(99, 12), (11, 6), (5, 3), (1, 1)])
-def test_auto_micro_finds_largest_halving_of_share_that_fits(limit, micro):
-    assert probe(state_with(limit))[0] == micro
+@pytest.mark.parametrize(
+    ("limit", "rows", "micro"),
+    [(99, 12, 12), (11, 12, 6), (5, 12, 4), (1, 12, 1), (99, 1, 1), (682, 683, 342), (40, 683, 35), (6, 683, 6)],
+)
+def test_auto_micro_is_an_even_part_of_a_ranks_rows_near_the_limit(limit, rows, micro):
+    """Also of a prime number of rows."""
+    assert probe(state_with(limit), rows)[0] == micro
+
+
+def test_search_doubles_then_bisects_geometrically(monkeypatch):
+    tried, try_step = [], memory_probe._try_step
+    monkeypatch.setattr(memory_probe, "_try_step", lambda *args: tried.append(args[6]) or try_step(*args))
+    assert probe(state_with(40), 256)[0] == 37
+    assert tried == [1, 2, 4, 8, 16, 32, 64, 43, 37, 37, 37]  # then all rows, and the memory table
+
+
+class TwoRanks(Group):
+    """A group of two ranks with the same rows that records its collectives."""
+
+    def __init__(self, device, calls):
+        super().__init__(0, 2, device)
+        self.__dict__["calls"] = calls
+
+    def all_reduce_sum(self, tensor):
+        self.calls.append(("all-reduce", tensor.nbytes))
+        return tensor.mul_(2)
+
+    def all_reduce_min(self, value):
+        return value
+
+
+def test_search_keeps_headroom_after_communication_buffers_are_allocated(monkeypatch):
+    """A GPU of 100 bytes, of which 40 are in use; a row takes one. A configured size needs no headroom."""
+    calls, reserved, create = [], [], torch.empty
+
+    class LimitedToy(toy.Toy):
+        def forward(self, batch):
+            calls.append(("forward", len(batch["valid"])))
+            reserved_rows = sum(size for tensor, size in reserved if tensor() is not None)
+            if len(batch["valid"]) + reserved_rows > 60:
+                raise torch.OutOfMemoryError("no memory")
+            return super().forward(batch)
+
+    def empty(*size, **options):
+        tensor = create(*size, **options)
+        if options.get("dtype") is torch.uint8:
+            reserved.append((weakref.ref(tensor), size[0]))
+        return tensor
+
+    with fake_cuda.fake_gpus(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60, 100))
+        monkeypatch.setattr(torch, "empty", empty)
+        device = fake_cuda.DEVICES[0]
+        model = LimitedToy().to(device)
+        state = replace(toy.train_state(model, Group(device=device)), group=TwoRanks(device, calls))
+        batch_of = lambda rows: {name: column.to(device) for name, column in toy.rows(rows, 0).items()}  # noqa: E731
+        for rows, micro, expected in ((60, None, 30), (55, None, 55), (60, 60, 60)):
+            assert probe(state, rows, micro, batch_of)[0] == expected
+    assert [name for name, _ in calls[:2]] == ["all-reduce", "forward"] and calls[0][1] == 25 * 2**20
 
 
 def test_all_rows_are_tried_one_by_one_if_two_do_not_fit(monkeypatch):
     tried, try_step = [], memory_probe._try_step
-    monkeypatch.setattr(memory_probe, "_try_step", lambda *args: tried.append(args[4:6]) or try_step(*args))
+    monkeypatch.setattr(memory_probe, "_try_step", lambda *args: tried.append(args[5:7]) or try_step(*args))
     assert probe(state_with(1), rows_per_rank=2)[0] == 1
     assert tried == [(1, 1), (2, 2), (2, 1), (1, 1)]
 
@@ -53,16 +116,16 @@ ALLOCATION_ERRORS = [
 @pytest.mark.parametrize("point", ["forward", "synchronizing backward"])
 @pytest.mark.parametrize("error", ALLOCATION_ERRORS)
 def test_all_allocation_errors_count_as_oom_and_the_step_is_retried(error, point):
-    assert probe(state_with(5, error=error))[0] == 3
+    assert probe(state_with(5, error=error))[0] == 4
     log, notes, fault = toy.Lines(), [], toy.MemoryFault(point, at_step=2, error=error)
     expected, model = toy.Toy().double(), toy.MemoryLimitedToy(fault).double()
     train(expected, plan_of(4, micro=5))
     options = {"callbacks": (fault,), "log": log, "notify": lambda label, text: notes.append(text)}
     train(model, plan_of(4, micro=5), **options)
-    assert log.of("batch/micro") == [2, 2] and fault.raised
+    assert log.of("batch/micro") == [3, 3] and fault.raised
     toy.assert_equal_weights(toy.flat(model), toy.flat(expected))
     reason = str(error("")) or "MemoryError"  # an error without message is named by its type
-    assert len(notes) == 1 and f"(rank 0: {reason}); retrying the same rows with 2 at a time" in notes[0]
+    assert len(notes) == 1 and f"(rank 0: {reason}); retrying the same rows with 3 at a time" in notes[0]
 
 
 def test_probe_leaves_state_unchanged():
@@ -85,16 +148,58 @@ def test_smaller_micro_keeps_rows_and_equal_counts_on_ranks():
     keys = torch.cat([micro["key"][micro["valid"]] for micro in smaller.micro_batches])
     assert torch.equal(keys, rows["key"][:4])
     assert split_micro_batches(batch, 4) is batch
+    assert split_micro_batches(batch, 3).sizes == (2, 2, 2, 2, 2)  # evenly, not 3 and 1
+
+
+def limit_rows(fault, *limits):
+    """A callback that limits the rows of a micro-batch from the second step on: one limit a step, then the last."""
+    return SimpleNamespace(on_step=lambda step, _: setattr(fault, "max_rows", limits[min(step, len(limits)) - 1]))
+
+
+@pytest.mark.parametrize("kind", ["contrastive", *KINDS])
+def test_halved_micro_batches_give_the_weights_of_a_run_that_never_ran_out_of_memory(kind):
+    """Ten rows: in the first step 7 and 3, in the second 4, 3 and 3, in the third 2, 2, 2, 1, 2 and 1."""
+    expected, log, notes = toy.Toy(kind=kind).double(), toy.Lines(), []
+    train(expected, plan_of(4, micro=10), objective=toy.objective(kind))
+    fault = toy.MemoryFault()
+    model, settings = toy.MemoryLimitedToy(fault, kind).double(), toy.train_settings(log_every=1)
+    options = {"log": log, "notify": lambda _, text: notes.append(text), "train": settings}
+    options |= {"callbacks": (limit_rows(fault, 4, 2),)}
+    train(model, plan_of(4, micro=7), objective=toy.objective(kind), **options)
+    assert log.of("batch/micro") == [7, 4, 2, 2] and len(notes) == 2
+    toy.assert_equal_weights(toy.flat(model), toy.flat(expected), toy.flat(toy.Toy(kind=kind).double()))
+
+
+def test_micro_batch_of_a_share_without_divisors_is_halved_once():
+    """A share of 1366 rows is 2 x 683, so its divisors are far apart."""
+    plan = SamplePlan(num_rows=4096, global_rows=1366, world_size=1, micro=64, seed=1, steps=3)
+    expected, fault = toy.Toy().double(), toy.MemoryFault()
+    log, settings = toy.Lines(), toy.train_settings(log_every=1)
+    train(expected, replace(plan, micro=1366))
+    model = toy.MemoryLimitedToy(fault).double()
+    train(model, plan, log=log, train=settings, callbacks=(limit_rows(fault, 40),))
+    assert log.of("batch/micro") == [64, 32, 32]
+    toy.assert_equal_weights(toy.flat(model), toy.flat(expected), toy.flat(toy.Toy().double()))
 
 
 def test_reduced_micro_batch_is_kept_over_restarts_until_changed():
     checkpoints, fault = Checkpoints(), toy.MemoryFault("forward", at_step=2)
     train(toy.MemoryLimitedToy(fault), plan_of(6, micro=5), save=checkpoints.save, callbacks=(fault,))
-    assert checkpoints.load(3)["progress"]["micro"] == 2
-    for requested, probed, expected in ((5, 0, 2), (10, 0, 10), (10, 5, 2), (10, 10, 10), (10, 2, 2)):
+    assert checkpoints.load(3)["progress"]["micro"] == 3
+    for requested, probed, expected in ((5, 0, 3), (10, 0, 10), (10, 5, 3), (10, 10, 10), (10, 2, 2)):
         log = toy.Lines()
         train(toy.Toy(), plan_of(6, micro=requested), checkpoints.load(3), first=3, log=log, micro=probed)
         assert set(log.of("batch/micro")) == {expected}
+
+
+def test_reduced_micro_batch_grows_back_with_another_number_of_workers():
+    checkpoints, fault, log = Checkpoints(), toy.MemoryFault("forward", at_step=2), toy.Lines()
+    train(toy.MemoryLimitedToy(fault), plan_of(6, micro=4), save=checkpoints.save, callbacks=(fault,))
+    saved = checkpoints.load(3)
+    assert (saved["progress"]["micro"], saved["progress"]["world"]) == (2, 1)
+    saved["progress"]["world"] = 2  # as if two workers had saved it
+    train(toy.Toy(), plan_of(6, micro=4), saved, first=3, log=log)
+    assert set(log.of("batch/micro")) == {4}
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("allocation failed in evaluation"), MemoryError()])

@@ -143,7 +143,7 @@ def test_oom_of_prefetched_batch_restarts(monkeypatch):
     message = r"out of memory after step 1 with micro-batches of 3 rows \(rank 0: allocation failed for the next batch"
     with pytest.raises(OutOfMemoryError, match=message) as raised:
         train_with_failing_pins(monkeypatch, {FIRST_BATCH})
-    assert raised.value.retry_micro == 1
+    assert raised.value.retry_micro == 2
 
 
 @pytest.mark.parametrize("kind", recipe_models.MODELS)

@@ -11,6 +11,7 @@ import torch
 
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import prefetch
+from mmray.engine.batch import halve
 from mmray.engine.collectives import Group
 from mmray.train.ray_backend import COLLECTIVE_ERRORS
 from tests.engine import ranks, toy
@@ -97,11 +98,11 @@ def test_oom_on_one_rank_retries_the_step_with_smaller_micro_batches(two, index)
     for result in two:
         result = result["recovered_oom"][index]
         toy.assert_equal_weights(result["weights"], expected["weights"])
-        assert result["micro"] == [micro, *[micro // 2] * 3]  # lines of steps 2, 4, 6 and 8
+        assert result["micro"] == [micro, *[halve(micro)] * 3]  # lines of steps 2, 4, 6 and 8
         (note,) = result["notes"]
         cause = f"(rank 1: allocation failed at {point})"
         assert f"out of memory at step 3 with micro-batches of {micro} rows {cause}" in note
-        assert note.endswith(f"retrying the same rows with {micro // 2} at a time")
+        assert note.endswith(f"retrying the same rows with {halve(micro)} at a time")
 
 
 def test_oom_with_one_row_is_an_error_on_each_rank(two):

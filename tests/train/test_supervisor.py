@@ -8,10 +8,11 @@ import ray.exceptions
 import torch
 
 from mmray.engine.checkpoint import files
-from mmray.errors import ResourceError, StorageError, TrainingError
+from mmray.errors import OutOfMemoryError, ResourceError, StorageError, TrainingError
 from mmray.storage.lease import Lease
 from mmray.train import driver, supervisor
 from mmray.train.recovery import Failure
+from mmray.train.resolve import ResolvedRun
 from mmray.train.run_dir import RunDir
 from mmray.train.supervisor import Supervisor
 from tests.checkpoints import save_checkpoint
@@ -21,7 +22,7 @@ from tests.train.runs import Silent, config
 @pytest.fixture
 def supervised(tmp_path):
     """The supervisor of a run that has started its first attempt."""
-    resolved = SimpleNamespace(shape="16 rows per step", micro=0, steps=3, config=config("none", tmp_path, "one"))
+    resolved = ResolvedRun(config("none", tmp_path, "one"), None, None, "", "16 rows per step", 3, {})
     with Lease(tmp_path) as lease:
         backend = SimpleNamespace(errors=(RuntimeError, ray.exceptions.RayError), resolve=lambda config: config)
         made = Supervisor(resolved, RunDir(tmp_path), lease, Silent(), backend)
@@ -146,6 +147,29 @@ def test_only_failed_resizes_delay_the_next_one(supervised, monkeypatch):
     supervised.backend.start = lambda _: workers
     supervised.backend.choose_world_size = lambda _: next(worlds)
     assert supervised.train()["resizes"] == 2 and counts == [0, 0, 0, 1]
+
+
+def test_reduced_micro_batch_is_kept_for_its_number_of_workers(supervised, monkeypatch):
+    worlds, attempts = iter([4, 4, 3, 4]), []
+    outcomes = iter([OutOfMemoryError("in the optimizer", 32), *[RuntimeError("a node is gone")] * 2, None])
+
+    def start(attempt):
+        attempts.append((attempt.config.cluster.max_workers, attempt.resolved.micro))
+        return SimpleNamespace(wait=wait, close=lambda: None)
+
+    def wait(_):
+        if error := next(outcomes):
+            raise error
+        return {"status": "finished", "steps": 3}
+
+    monitor = lambda **fields: SimpleNamespace(started=True, stop_reason=None, poll=None, on_signal=print, **fields)  # noqa: E731
+    monkeypatch.setattr(supervisor, "AttemptMonitor", monitor)
+    failure_of = lambda error, *_: Failure("raised" if isinstance(error, OutOfMemoryError) else "lost", error, 0)  # noqa: E731
+    monkeypatch.setattr(supervisor, "classify_failure", failure_of)
+    supervised.backend.errors += (OutOfMemoryError,)
+    supervised.backend.start, supervised.backend.choose_world_size = start, lambda _: next(worlds)
+    assert supervised.train()["status"] == "finished"
+    assert attempts == [(4, 0), (4, 32), (3, 0), (4, 32)]
 
 
 def test_lost_cluster_error_includes_first_failure(supervised, fails, tmp_path):
