@@ -63,6 +63,17 @@ class OutOfMemoryError(TrainingError):
         return str(self.args[0])
 
 
+class DeviceError(TrainingError):
+    """A GPU, its memory or its link failed; `node` is its node in Ray, empty for this machine."""
+
+    def __init__(self, message: str, node: str = ""):
+        super().__init__(message, node)
+        self.node = node
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class ResourceError(MmrayError):
     """The cluster or this machine cannot provide the requested resources."""
 
@@ -89,3 +100,28 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether host or device memory ran out, by the error's type (torch, Ray, mmray) or text."""
     named = any(kind.__name__ in OOM_TYPES for kind in type(error).__mro__)  # by name, so that torch is not imported
     return named or OOM_TEXT.search(str(error)) is not None
+
+
+DEVICE_TEXT = re.compile(
+    r"uncorrectable (ECC|NVLink) error|\bXid\b|NVLink error|fallen off the bus|GPU is lost|unhandled cuda error"
+    r"|ncclUnhandledCudaError|No CUDA GPUs are available|CUDA unknown error",
+    re.IGNORECASE,
+)
+CUDA_ERROR = re.compile(r"(?:CUDA (?:driver )?error: |Cuda failure (?:\d+ )?')(.*)")  # of torch and NCCL
+# A bug in a kernel or a wrong call raises these on a sound GPU; they would recur on every node.
+CODE_ERROR = re.compile(
+    r"device-side assert triggered|illegal (memory access|instruction)|misaligned address|invalid |no kernel image"
+    r"|not (permitted|supported|ready)|initialization error|too many resources|captur",
+    re.IGNORECASE,
+)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Return whether a GPU or its link failed, by the text of torch, NCCL or the driver, quoted by any error.
+
+    Any other `CUDA error` counts, such as `unspecified launch failure`, unless it names a lack of memory or a bug.
+    """
+    cuda_errors = CUDA_ERROR.findall(str(error))
+    if is_out_of_memory(error) or any(CODE_ERROR.search(text) for text in cuda_errors):
+        return False
+    return bool(cuda_errors) or DEVICE_TEXT.search(str(error)) is not None

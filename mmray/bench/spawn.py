@@ -90,7 +90,7 @@ def _run_worker(rank: int, measure: Measure, config: Config, device_type: str, f
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=config.cluster.max_workers,
-            timeout=timedelta(seconds=config.cluster.collective_timeout_s),
+            timeout=timedelta(seconds=config.cluster.group_timeout_s),
         )
         group = Group.current(device)
         result = measure(config, group, folder)

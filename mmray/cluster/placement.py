@@ -28,7 +28,14 @@ from mmray.cluster.capacity import (
     fits,
     missing_capacity,
 )
-from mmray.cluster.ray_internals import HEAD_RESOURCE, autoscaler_groups, draining_nodes, free_resources, request_nodes
+from mmray.cluster.ray_internals import (
+    HEAD_RESOURCE,
+    actors_of_job,
+    autoscaler_groups,
+    draining_nodes,
+    free_resources,
+    request_nodes,
+)
 from mmray.errors import ResourceError
 from mmray.machine import cores
 
@@ -182,6 +189,28 @@ def check_data_capacity(cluster_config: Cluster) -> None:
         raise ResourceError(
             f"{missing}, or declare that nodes will be added (--wait-for-nodes; for training --cluster.wait-for-nodes)"
         )
+
+
+def actor_states(class_name: str, timeout_s: float = 5.0) -> list[str]:
+    """Return the state of each of this job's actors: of its process (psutil's), with the node, otherwise Ray's."""
+    read = ray.remote(num_cpus=0, max_retries=0)(process_state)
+    actors = actors_of_job(class_name)
+    tasks = {
+        read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pid): node
+        for state, node, pid in actors
+        if state == "ALIVE"
+    }
+    done, pending = ray.wait(list(tasks), num_returns=len(tasks), timeout=timeout_s) if tasks else ([], [])
+    states = [f"{ray.get(task)} on node {tasks[task][:8]}" for task in done]
+    states += [f"on node {tasks[task][:8]}, which does not answer" for task in pending]
+    return states + [state.lower().replace("_", " ") for state, _, _ in actors if state != "ALIVE"]
+
+
+def process_state(pid: int) -> str:
+    """Return the state of a process of this machine."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status()
+    return "ended"
 
 
 def kill_processes(processes: Iterable[tuple[str, int, float]], timeout_s: float = 10.0) -> None:

@@ -64,6 +64,19 @@ def draining_nodes() -> dict[str, float]:
     return {node_id: deadline_ms / 1000 for node_id, deadline_ms in deadlines_ms.items()}
 
 
+def actors_of_job(class_name: str) -> list[tuple[str, str, int]]:
+    """Return state, node ID and PID of this job's actors, without dead ones, whose class name contains `class_name`."""
+    with _checked("the actors"):
+        from ray._private.state import actors
+
+        job = ray.get_runtime_context().get_job_id()
+        return [
+            (actor["State"], actor["Address"]["NodeID"], actor["Pid"])
+            for actor in actors(job_id=ray.JobID.from_hex(job)).values()
+            if class_name in actor["ActorClassName"] and actor["State"] != "DEAD"
+        ]
+
+
 def autoscaler_groups() -> list[tuple[str, dict[str, float], int]] | None:
     """Return name, resources per node and maximum nodes (negative: no limit) of each pool; None if unknown."""
     with _checked("the autoscaler's pools"):

@@ -10,6 +10,8 @@ from pydantic import Field, field_validator
 from mmray.config.base import Section
 from mmray.storage.address import CREDENTIALS_REFUSED, has_credentials
 
+DATA_TIMEOUT_S = 3600.0  # longest wait for rows: data nodes may be preempted and replaced meanwhile
+SAVE_TIMEOUT_FACTOR = 10  # longest wait for a checkpoint, in multiples of hang_timeout_s: a dead mount never answers
 Label = Annotated[str, Field(pattern=r"^(auto|none|[A-Za-z0-9._/-]+=\S+)$")]
 
 
@@ -33,7 +35,7 @@ class Cluster(Section, settings_prefix="cluster"):
     wait_for_nodes: bool = Field(False, description="Skip the capacity check and wait for nodes to be added.")
     max_failures: int = Field(3, ge=0, description="Maximum number of consecutive failures without a new checkpoint.")
     start_timeout_s: float = Field(
-        600.0, gt=0, description="Limit for nodes to start, for the first step, and for a wait for data."
+        600.0, gt=0, description="Limit for nodes to start, for the first step, and for a compilation."
     )
     hang_timeout_s: float = Field(180.0, gt=0, description="Restart the workers after this long without progress.")
 
@@ -60,9 +62,29 @@ class Cluster(Section, settings_prefix="cluster"):
         return 1.0 if self.cpus_per_worker == "auto" else self.cpus_per_worker
 
     @property
-    def collective_timeout_s(self) -> float:
-        """Timeout of a collective operation; the hang of a rank is detected, and named, before it."""
+    def state_limits_s(self) -> dict[str, float]:
+        """Longest time without progress in each state of a rank's heartbeat (engine/heartbeat.py)."""
+        start_s = max(self.hang_timeout_s, self.start_timeout_s)
+        return {
+            "training": self.hang_timeout_s,
+            "starting": start_s,
+            "compiling": start_s,  # a recompilation takes as long as that of the first step
+            "saving": SAVE_TIMEOUT_FACTOR * self.hang_timeout_s,
+            "waiting_for_data": max(DATA_TIMEOUT_S, start_s),
+        }
+
+    @property
+    def group_timeout_s(self) -> float:
+        """Timeout to form the process group, and of its collectives until training starts."""
         return max(300.0, 1.5 * self.hang_timeout_s)
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Timeout of a collective in training, where ranks wait for one that is within the limit of its state.
+
+        The hang of that rank is detected, and named, before.
+        """
+        return max(self.state_limits_s.values()) + self.group_timeout_s
 
     @property
     def elastic(self) -> bool:

@@ -26,11 +26,14 @@ class Group:
     cpu_group: Any = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def current(cls, device: torch.device | str = "cpu", timeout_s: float = 300.0) -> Group:
-        """Return the default process group of torch.distributed, or a group of one."""
+    def current(cls, device: torch.device | str = "cpu", timeout_s: float | None = None) -> Group:
+        """Return the default process group of torch.distributed, or a group of one; `timeout_s` is for both groups."""
         if not dist.is_initialized():
             return cls(device=torch.device(device))
-        cpu_group = None if dist.get_backend() == "gloo" else cls.new_cpu_group(timeout_s)
+        if timeout_s is not None:
+            set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before 2.15
+            set_timeout(timedelta(seconds=timeout_s))
+        cpu_group = None if dist.get_backend() == "gloo" else cls.new_cpu_group(timeout_s or 300.0)
         return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), cpu_group)
 
     def all_reduce_min(self, value: int) -> int:

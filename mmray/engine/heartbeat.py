@@ -1,6 +1,6 @@
-"""A training worker's heartbeat: a thread that reports each second the step and the source line of the training thread.
+"""A training worker's heartbeat: a thread that reports each second the state and the source line of training.
 
-The line is read from the thread's stack. On request all stacks of the process are written into the run's folder.
+Both are read from the thread's stack. On request all stacks of the process are written into the run's folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 import sysconfig
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +29,8 @@ CHECKPOINT_WAIT_FILE = str(ENGINE / "checkpoint" / "manager.py")
 DATA_WAIT_FILE = str(ENGINE / "prefetch.py")
 COLLECTIVES_FILE = str(ENGINE / "collectives.py")  # reads results that other ranks contribute to
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+COMPILE_PATHS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")  # a graph, the code of a graph
+COMPILE_FUNCTIONS = {"compile_frame", "fx_codegen_and_compile"}  # of these files; not called by compiled code
 COLLECTIVE_PATHS = ("torch/distributed/", "torch/autograd/")  # DDP's collectives are inside the backward
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) ", re.MULTILINE)
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -38,16 +39,13 @@ _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 class Heartbeat:
     """Loop callback that sends heartbeats. If `send` returns True, all stacks are written to the file `stacks`.
 
-    Waiting for a checkpoint counts as progress for `wait_limit_s`: an operation on a dead network mount never returns.
+    A rank without progress hangs after a time that depends on its state (`Cluster.state_limits_s`).
     """
 
-    def __init__(
-        self, send: Callable[[dict[str, Any]], bool], process_info: dict[str, Any], stacks: AnyPath, wait_limit_s: float
-    ):
-        self._send, self._process_info, self._stacks, self._wait_limit_s = send, process_info, stacks, wait_limit_s
-        self._waiting_since_s: float | None = None
+    def __init__(self, send: Callable[[dict[str, Any]], bool], process_info: dict[str, Any], stacks: AnyPath):
+        self._send, self._process_info, self._stacks = send, process_info, stacks
         self._thread_id = threading.get_ident()
-        self._step = self._progress = 0
+        self._first_step = self._step = self._progress = 0
         self._frames: list[FrameSummary] = []
         self._ended = threading.Event()
 
@@ -59,7 +57,7 @@ class Heartbeat:
     @contextmanager
     def running(self, step: int) -> Iterator[None]:
         """Send heartbeats inside the block; `step` is the step at which the attempt starts."""
-        self._step = step
+        self._first_step = self._step = step
         thread = threading.Thread(target=self._run, name="mmray-heartbeat", daemon=True)
         thread.start()
         try:
@@ -82,24 +80,37 @@ class Heartbeat:
     def _observe(self) -> dict[str, Any]:
         frames = stack_of_thread(self._thread_id)
         package_frames = [frame for frame in frames if frame.filename.startswith(PACKAGE)]
-        innermost = package_frames[0].filename if package_frames else ""
-        now_s, functions = time.monotonic(), {frame.name for frame in package_frames if frame.filename == LOOP_FILE}
-        self._waiting_since_s = (self._waiting_since_s or now_s) if innermost == CHECKPOINT_WAIT_FILE else None
-        waiting = self._waiting_since_s is not None and now_s - self._waiting_since_s < self._wait_limit_s
+        functions = {frame.name for frame in package_frames if frame.filename == LOOP_FILE}
         outside_steps = bool(functions & FUNCTIONS_WITHOUT_STEPS) or LOOP_FUNCTION not in functions
-        if waiting or (outside_steps and frames != self._frames):
+        if outside_steps and frames != self._frames:
             self._progress += 1
         self._frames = frames
+        state = _state(frames, package_frames, started=self._step > self._first_step)
         files = [frame.filename.replace(os.sep, "/") for frame in frames]
         return {
             "step": self._step,
             "progress": self._progress,
+            "state": state,
             "where": _location(frames),
-            # In a collective, in a backward, or reading a result that the device reduces.
-            "in_collective": any(part in file for file in files for part in COLLECTIVE_PATHS)
-            or (bool(frames) and frames[0].filename == COLLECTIVES_FILE),
-            "waits_for_data": any(frame.filename == DATA_WAIT_FILE for frame in package_frames),
+            # In a collective, in a backward (unless it is compiled first), or reading a result that the device reduces.
+            "in_collective": state != "compiling"
+            and (
+                any(part in file for file in files for part in COLLECTIVE_PATHS)
+                or (bool(frames) and frames[0].filename == COLLECTIVES_FILE)
+            ),
         }
+
+
+def _state(frames: list[FrameSummary], package_frames: list[FrameSummary], started: bool) -> str:
+    """What the training thread does: a key of `Cluster.state_limits_s`."""
+    if any(frame.filename == DATA_WAIT_FILE for frame in package_frames):
+        return "waiting_for_data"
+    calls = (frame for frame in frames if frame.name in COMPILE_FUNCTIONS)
+    if any(frame.filename.replace(os.sep, "/").endswith(COMPILE_PATHS) for frame in calls):
+        return "compiling"
+    if package_frames and package_frames[0].filename == CHECKPOINT_WAIT_FILE:
+        return "saving"
+    return "training" if started else "starting"
 
 
 def stack_of_thread(thread_id: int) -> list[FrameSummary]:

@@ -41,8 +41,6 @@ from mmray.objectives.protocol import Batch
 from mmray.report.run import EXAMPLES
 from mmray.storage.paths import AnyPath, to_path, write_atomic
 
-CHECKPOINT_WAIT_FACTOR = 10  # longest wait for a checkpoint, in multiples of cluster.hang_timeout_s
-
 
 def train_worker(
     context: WorkerContext,
@@ -53,8 +51,7 @@ def train_worker(
 ) -> dict[str, Any]:
     """Train from `resume_point` to the end of its plan; return the fields of result.json."""
     stacks = context.folder / "stacks" / f"step-{resume_point.step}-rank-{driver.process_info['rank']}.txt"
-    wait_limit_s = CHECKPOINT_WAIT_FACTOR * context.config.cluster.hang_timeout_s
-    heartbeat = Heartbeat(driver.send_heartbeat, driver.process_info, stacks, wait_limit_s)
+    heartbeat = Heartbeat(driver.send_heartbeat, driver.process_info, stacks)
     with heartbeat.running(resume_point.step):
         return _train(context, resume_point, blocks, device, driver, heartbeat)
 
@@ -182,8 +179,7 @@ def _checkpoint_manager(
 ) -> CheckpointManager | None:
     """Return the checkpoint manager: on rank 0, and under FSDP on every rank, because each writes its shard."""
     sharded = context.config.train.parallel == "fsdp" and group.world_size > 1
-    wait_limit_s = CHECKPOINT_WAIT_FACTOR * context.config.cluster.hang_timeout_s
-    cpu_group = group.new_cpu_group(wait_limit_s) if group.world_size > 1 else None
+    cpu_group = group.new_cpu_group(context.config.cluster.state_limits_s["saving"]) if group.world_size > 1 else None
     if group.rank != 0 and not sharded:
         return None
     # A resumed run builds the model from it, without the pretrained files; a user's model need not have the method.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -92,6 +93,11 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) 
     return ResumePoint(plan, step, str(checkpoint))
 
 
+def format_counts(names: Iterable[str]) -> str:
+    """Format as `1 stopped, 3 sleeping`."""
+    return ", ".join(f"{count} {name}" for name, count in Counter(names).items()) or "none"
+
+
 class Workers(Protocol):
     """The workers of a running attempt."""
 
@@ -116,6 +122,9 @@ class Workers(Protocol):
     def num_more_workers(self) -> int:
         """Return how many workers fit in addition, after requesting nodes for them if the cluster can grow."""
 
+    def describe_data(self) -> str:
+        """Return the state of the processes that read and decode, for a log line while ranks wait for rows."""
+
     def close(self) -> None:
         """Release what the attempt holds."""
 
@@ -139,6 +148,9 @@ class Backend(Protocol):
 
     def start(self, attempt: Attempt) -> Workers:
         """Start the workers of an attempt."""
+
+    def exclude_node(self, config: Config, node: str) -> bool:
+        """Start no more workers on this node, where a device failed; False if the run would not fit without it."""
 
     def find_cause(self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> Cause:
         """Return the kind of a failure (recovery.Failure) and its error."""

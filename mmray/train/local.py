@@ -6,14 +6,17 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from mmray.config import Config
-from mmray.errors import MmrayError, ResourceError
+from mmray.errors import DeviceError, MmrayError, ResourceError
 from mmray.machine import cores
 from mmray.processes import SPAWN, children_ignore_interrupts
-from mmray.train.backend import Attempt, Cause, num_gpus
+from mmray.train.backend import Attempt, Cause, format_counts, num_gpus
 from mmray.train.coordinator import Coordinator
 from mmray.train.local_worker import run_worker
 from mmray.train.resolve import ResolvedRun
@@ -27,7 +30,7 @@ EXIT_TIMEOUT_S = 10.0  # after the result; then the process is killed
 
 
 class WorkerFailed(Exception):
-    """The worker raised `cause`, or ended without a result (`kind` lost)."""
+    """The worker raised `cause`, whose kind is `raised` or `device`, or ended without a result (`lost`)."""
 
     def __init__(self, kind: str, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -62,6 +65,9 @@ class LocalBackend:
     def start(self, attempt: Attempt) -> LocalWorkers:
         process, self._next = self._next or _Process(), None
         return LocalWorkers(process, attempt)
+
+    def exclude_node(self, config: Config, node: str) -> bool:
+        return False  # this machine is the only one
 
     def find_cause(self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> Cause:
         return (error.kind, error.cause) if isinstance(error, WorkerFailed) else ("raised", error)
@@ -139,6 +145,8 @@ class LocalWorkers:
         kind, value = self._result
         if kind == "raised":
             error = pickle.loads(value)
+            if isinstance(error, DeviceError):
+                raise WorkerFailed("device", error)
             raise error if isinstance(error, MmrayError) else WorkerFailed("raised", error)
         return dict(value)
 
@@ -159,6 +167,12 @@ class LocalWorkers:
 
     def num_more_workers(self) -> int:
         return 0
+
+    def describe_data(self) -> str:
+        states: list[str] = []
+        with suppress(psutil.NoSuchProcess):
+            states = [process.status() for process in psutil.Process(self._process.process.pid).children()]
+        return f"processes of the worker: {format_counts(states)}"
 
     def close(self) -> None:
         self._process.kill()

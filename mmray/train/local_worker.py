@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from mmray.errors import MmrayError
+from mmray.errors import DeviceError, MmrayError, first_line, is_device_error
 from mmray.processes import init_child
 from mmray.train.coordinator import IMPORTING
 
@@ -56,7 +56,9 @@ def run_worker(connection: Connection) -> None:
         with closing(iter_local_blocks(*args, warn=lambda text: driver.notify("data", text))) as blocks:
             answer: tuple[str, Any] = "returned", train_worker(context, resume_point, blocks, device, driver)
     except Exception as error:  # noqa: BLE001 - raised again in the driver
-        if not isinstance(error, MmrayError):
+        if is_device_error(error):
+            error = DeviceError(f"{first_line(error)} (on this machine)")
+        if isinstance(error, DeviceError) or not isinstance(error, MmrayError):
             error.add_note(traceback.format_exc())
         answer = "raised", _pickled(error)
     with lock:

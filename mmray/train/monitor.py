@@ -32,7 +32,14 @@ MEMORY_INTERVAL_S, MEMORY_COST_FRACTION = 3.0, 0.01  # of samples, which take at
 CAPACITY_POLLS = 2  # in a row before a resize; four times as many after each failed resize
 STACKS_WAIT_S = 3.0  # until all ranks have written their stacks: a heartbeat comes each second
 REQUEST_DELAY_S = 3.0  # from the driver's request to the ranks' agreement, in addition to a step
+DATA_WAIT_LOG_S = 60.0  # a rank that waits for data is logged after this time, then after twice as long, and so on
 SILENT_S = 5.0  # a process that is stopped, or holds its interpreter, sends no heartbeat
+LONG_STATES = ("waiting_for_data", "saving", "compiling")  # in which other ranks wait for a rank longer than for a step
+STATE_TEXTS = {
+    "waiting_for_data": "waits for data at",
+    "compiling": "is compiling at",
+    "saving": "waits for a checkpoint to be written at",
+}
 StopReason = Literal["user", "resize", "preempted"]
 
 
@@ -77,45 +84,57 @@ class HeartbeatRecord:
     progress: int  # grows with each step, and while starting, evaluating or saving advances (see README.md)
     where: str  # file:line in function, the innermost of mmray or user code
     in_collective: bool  # or in a backward with collectives: it waits for the other ranks
-    waits_for_data: bool = False
+    state: str = "training"  # or another key of Cluster.state_limits_s
     age_s: float = 0.0
 
     def __str__(self) -> str:
         if self.age_s > SILENT_S:
             state = f"has not responded for {self.age_s:.0f} s, last at"
         else:
-            waits = "in a collective" if self.in_collective else "for data" if self.waits_for_data else ""
-            state = f"waits {waits} at" if waits else "is at"
+            state = "waits in a collective at" if self.in_collective else STATE_TEXTS.get(self.state, "is at")
         return f"rank {self.rank} (process {self.pid}, node {self.node[:8]}) {state} {self.where}"
 
 
 @dataclass
 class HangDetector:
-    """Detect ranks that made no progress for `limit_s`."""
+    """Detect ranks that made no progress for the limit of their state.
 
-    limit_s: float
-    start_limit_s: float  # until the first step, and while a rank waits for data: nodes may have to start
-    start_step: int = 0  # completed when the attempt started
-    _last: dict[int, tuple[int, float]] = field(default_factory=dict)  # rank: progress, and since when
+    A new state counts as progress: a rank that waited longer than a step may take has just received its rows, or a
+    rank that waited for it has just left the collective.
+    """
+
+    limits_s: dict[str, float]  # Cluster.state_limits_s
+    _last: dict[int, tuple[tuple[Any, ...], float]] = field(default_factory=dict)  # rank: progress, and since when
+    _waits_s: dict[int, float] = field(default_factory=dict)  # rank: how long it has waited for data
 
     def check(self, records: Sequence[HeartbeatRecord], now_s: float) -> str | None:
         """Return a message that names the ranks the others wait for; None without a hang."""
-        stalled, idle_s, some_within_limit = [], [], False
+        stalled, stalled_s, some_within_limit = [], 0.0, False
+        self._waits_s = {}
+        some_wait = any(record.state in LONG_STATES and record.age_s <= SILENT_S for record in records)
         for record in records:
-            if self._last.get(record.rank, (-1, 0.0))[0] != record.progress:
-                self._last[record.rank] = (record.progress, now_s)
-            idle_s.append(now_s - self._last[record.rank][1])
-            # A silent process (SIGSTOP) may have sent its last heartbeat while it waited for data.
-            waits_for_data = record.waits_for_data and record.age_s <= SILENT_S
-            started = record.step > self.start_step and not waits_for_data
-            limit_s = self.limit_s if started else max(self.limit_s, self.start_limit_s)
-            if idle_s[-1] > limit_s:
+            progress = record.progress, record.state, record.in_collective
+            # On a GPU a rank waits for another wherever it launches work behind a collective.
+            excused = some_wait and record.state not in LONG_STATES and record.age_s <= SILENT_S
+            if excused or self._last.get(record.rank, ((), 0.0))[0] != progress:
+                self._last[record.rank] = progress, now_s
+            idle_s, limit_s = now_s - self._last[record.rank][1], self.limits_s[record.state]
+            if record.state == "waiting_for_data":
+                self._waits_s[record.rank] = idle_s
+            if record.state in LONG_STATES and record.age_s > SILENT_S:
+                idle_s, limit_s = record.age_s, self.limits_s["training"]  # perhaps stopped (SIGSTOP) since then
+            if idle_s > limit_s:
                 stalled.append(record)
-            some_within_limit |= idle_s[-1] < limit_s
+                stalled_s = max(stalled_s, idle_s)
+            some_within_limit |= idle_s < limit_s
         all_wait = all(record.in_collective and record.age_s <= SILENT_S for record in stalled)
         if not stalled or (all_wait and some_within_limit):  # they wait for the rank that is within its limit
             return None
-        return f"no step for {max(idle_s):.0f} s: {'; '.join(str(record) for record in stuck_ranks(records))}"
+        return f"no progress for {stalled_s:.0f} s: {'; '.join(str(record) for record in stuck_ranks(records))}"
+
+    def waits_for_data(self) -> tuple[list[int], float]:
+        """The ranks that wait for data, and the longest time of one, at the last check."""
+        return sorted(self._waits_s), max(self._waits_s.values(), default=0.0)
 
 
 def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
@@ -174,6 +193,7 @@ class AttemptMonitor:
     heartbeats: list[HeartbeatRecord] = field(default_factory=list)
     _num_received: int = 0  # messages
     _next_check_s: float = 0.0
+    _data_wait_logs: int = 0  # of the present wait
     _next_capacity_s: float = 0.0
     _next_memory_s: float = 0.0
     _capacity_polls: int = 0
@@ -182,7 +202,7 @@ class AttemptMonitor:
     def __post_init__(self) -> None:
         cluster = self.config.cluster
         self.progress.last_step = self.start_step
-        self._detector = HangDetector(cluster.hang_timeout_s, cluster.start_timeout_s, self.start_step)
+        self._detector = HangDetector(cluster.state_limits_s)
 
     def poll(self) -> None:
         """Read messages and heartbeats of the workers, and run the checks that are due."""
@@ -195,6 +215,7 @@ class AttemptMonitor:
             self._sample_memory(now_s)
         try:
             self._check_hang(now_s)
+            self._log_data_wait()
             self._check_preemption()
             if self.world < self.config.cluster.max_workers and now_s >= self._next_capacity_s:
                 self._next_capacity_s = now_s + CAPACITY_INTERVAL_S
@@ -251,6 +272,21 @@ class AttemptMonitor:
         self.workers.request_stacks()
         time.sleep(STACKS_WAIT_S)
         self.workers.kill(self.heartbeats)
+
+    def _log_data_wait(self) -> None:
+        """Log what ranks wait for, at intervals that double until rows arrive."""
+        ranks, wait_s = self._detector.waits_for_data()
+        if self._data_wait_logs and wait_s < DATA_WAIT_LOG_S and self.heartbeats:
+            self._data_wait_logs = 0
+            self.reporter.log("rows arrive again", "data")
+        if wait_s < DATA_WAIT_LOG_S * 2**self._data_wait_logs:
+            return
+        self._data_wait_logs += 1
+        names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        limit_s = self.config.cluster.state_limits_s["waiting_for_data"]
+        data = self.workers.describe_data()
+        text = f"{names} waited {wait_s:.0f} s for rows, a failure after {limit_s:.0f} s; {data}"
+        self.reporter.log(text, "data")
 
     def _check_preemption(self) -> None:
         """Request a checkpoint in time if a node of the group is being preempted."""

@@ -22,9 +22,9 @@ from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error, 
 from mmray.config import Config
 from mmray.data.stream.stream import StreamDataConfig
 from mmray.engine.batch import halve
-from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
+from mmray.errors import DeviceError, MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
 from mmray.machine import cores
-from mmray.train.backend import Attempt, Cause
+from mmray.train.backend import Attempt, Cause, format_counts
 from mmray.train.coordinator import Coordinator
 from mmray.train.resolve import ResolvedRun
 from mmray.train.resources import (
@@ -65,6 +65,7 @@ class RayBackend:
     def __init__(self) -> None:
         self.autoscaler = placement.AutoscalerRequest(f"mmray-{os.urandom(4).hex()}")
         self._nodes: placement.SchedulableNodes | None = None  # at the last choice of the number of workers
+        self._excluded: frozenset[str] = frozenset()  # IDs of nodes on which a device failed
 
     def check(self, config: Config, reporter: RunReporter) -> None:
         if warning := version_warning():
@@ -88,10 +89,10 @@ class RayBackend:
         self._nodes = placement.schedulable_nodes()
         if not config.cluster.elastic:
             return config.cluster.max_workers  # if they do not fit, Ray waits and an autoscaler adds nodes
-        request_nodes(config, self.autoscaler, running=0)
+        request_nodes(config, self.autoscaler, 0, self._excluded)
         counts: list[int] = []
         for _ in range(MAX_POLLS):
-            counts.append(num_workers_that_fit(resource_demand(config), self._nodes.nodes))
+            counts.append(num_workers_that_fit(resource_demand(config, excluded=self._excluded), self._nodes.nodes))
             stable = len(counts) >= STABLE_POLLS and len(set(counts[-STABLE_POLLS:])) == 1
             if counts[-1] == config.cluster.max_workers or (stable and counts[-1]):
                 break
@@ -101,7 +102,15 @@ class RayBackend:
 
     def start(self, attempt: Attempt) -> RayWorkers:
         assert self._nodes is not None, "choose_world_size comes before"
-        return RayWorkers(attempt, self._nodes, self.autoscaler)
+        return RayWorkers(attempt, self._nodes, self._excluded, self.autoscaler)
+
+    def exclude_node(self, config: Config, node: str) -> bool:
+        try:
+            check_capacity(config, excluded={*self._excluded, node})
+        except ResourceError:
+            return False
+        self._excluded |= {node}
+        return True
 
     def find_cause(self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> Cause:
         if is_train_error(error, "PreemptionError"):  # of Ray Train's preemption watcher, which is off by default
@@ -116,14 +125,14 @@ class RayBackend:
         oom_killed = next((each for each in failures if isinstance(each, ray.exceptions.OutOfMemoryError)), None)
         if oom_killed is not None and not raised:
             return "lost", _host_oom_error(oom_killed, monitor, resolved)
-        # Errors of mmray first, and of these a lack of memory: the other ranks' errors only follow from it.
+        # Errors of mmray first, and of these a bad device or a lack of memory: other ranks' errors only follow from it.
         mmray_errors = [each for each in raised if isinstance(each, MmrayError)]
-        mmray_errors.sort(key=lambda each: not isinstance(each, OutOfMemoryError))
+        mmray_errors.sort(key=lambda each: not isinstance(each, (DeviceError, OutOfMemoryError)))
         cause = next(iter([*mmray_errors, *raised, *failures]), error)
         if isinstance(cause, StorageError) and monitor.stop_reason in ("resize", "preempted"):
             return "lost", cause  # only the checkpoint before the resize failed; `lost` restarts from the previous one
         if raised:
-            return "raised", cause
+            return "device" if isinstance(cause, DeviceError) else "raised", cause
         return "preempted" if monitor.preempted else "lost", cause
 
 
@@ -131,14 +140,18 @@ class RayWorkers:
     """The worker group, stream and coordinator actor of an attempt."""
 
     def __init__(
-        self, attempt: Attempt, nodes: placement.SchedulableNodes, autoscaler: placement.AutoscalerRequest
+        self,
+        attempt: Attempt,
+        nodes: placement.SchedulableNodes,
+        excluded: frozenset[str],
+        autoscaler: placement.AutoscalerRequest,
     ) -> None:
-        self.config, self.autoscaler = attempt.resolved.config, autoscaler
+        self.config, self._excluded, self.autoscaler = attempt.resolved.config, excluded, autoscaler
         self.world = attempt.config.cluster.max_workers
         driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=driver_node)
         self.coordinator: Any = actor.remote(attempt.bad_rows)
-        demand, start = resource_demand(attempt.config), attempt.resume_point()
+        demand, start = resource_demand(attempt.config, excluded=excluded), attempt.resume_point()
         # Counted for the largest group, so that CPUs for the workers of a later, larger group stay free.
         actors = num_decode_actors(self.config.with_cluster(accelerator=attempt.config.cluster.accelerator))
         context = attempt.worker_context(actors)
@@ -179,10 +192,13 @@ class RayWorkers:
         return placement.draining_nodes()
 
     def num_more_workers(self) -> int:
-        request_nodes(self.config, self.autoscaler, self.world)
-        demand = resource_demand(self.config, with_data=False)
+        request_nodes(self.config, self.autoscaler, self.world, self._excluded)
+        demand = resource_demand(self.config, with_data=False, excluded=self._excluded)
         remaining = replace(demand, workers=demand.workers - self.world)
         return num_workers_that_fit(remaining, placement.schedulable_nodes().nodes)
+
+    def describe_data(self) -> str:
+        return f"decode actors: {format_counts(placement.actor_states('DecodeActor'))}"
 
     def close(self) -> None:
         self.autoscaler.cancel()

@@ -9,7 +9,13 @@ from mmray.train.backend import Backend
 from mmray.train.monitor import AttemptMonitor
 from mmray.train.resolve import ResolvedRun
 
-EVENTS = {"lost": "worker lost", "hung": "worker hung", "preempted": "node preempted", "raised": "worker failed"}
+EVENTS = {
+    "lost": "worker lost",
+    "hung": "worker hung",
+    "preempted": "node preempted",
+    "device": "device failed",
+    "raised": "worker failed",
+}
 
 
 @dataclass(frozen=True)
@@ -17,7 +23,7 @@ class Failure:
     """Cause of a failed attempt.
 
     Kinds: `lost`: a worker, node or connection was lost; `hung`: a rank made no progress and the group was killed;
-    `preempted`: a node was drained; `raised`: code raised an error.
+    `preempted`: a node was drained; `device`: a GPU or its link failed; `raised`: code raised an error.
     """
 
     kind: str

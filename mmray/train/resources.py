@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,15 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from mmray.cluster import placement, ray_internals, shared_storage
-from mmray.cluster.capacity import Demand, LabelSelector, Node, missing_capacity, num_workers_that_fit
+from mmray.cluster.capacity import (
+    NODE_ID,
+    Demand,
+    LabelSelector,
+    Node,
+    exclude_nodes,
+    missing_capacity,
+    num_workers_that_fit,
+)
 from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.config import Config
 from mmray.errors import ResourceError
@@ -24,8 +32,11 @@ from mmray.train.backend import num_gpus
 FREE_WAIT_S = 4.0
 
 
-def resource_demand(config: Config, with_data: bool = True) -> Demand:
-    """Return the run's workers and data CPUs; accelerator `auto`: GPUs if the cluster has, or can add, any."""
+def resource_demand(config: Config, with_data: bool = True, excluded: Collection[str] = ()) -> Demand:
+    """Return the run's workers and data CPUs; accelerator `auto`: GPUs if the cluster has, or can add, any.
+
+    `excluded` are IDs of nodes on which no worker may start.
+    """
     nodes, cluster = placement.alive_nodes(), config.cluster
     per_worker = {"CPU": cluster.num_cpus}
     pools = [Node(pool.resources) for pool in placement.autoscaling_pools()]
@@ -33,21 +44,26 @@ def resource_demand(config: Config, with_data: bool = True) -> Demand:
     if cluster.accelerator == "gpu" or (cluster.accelerator == "auto" and has_gpus):
         per_worker["GPU"] = float(num_gpus(config))
     actors = config.data.workers if isinstance(config.data.workers, int) else 1
+    train_label_selector = placement.train_label_selector(cluster.train_label, nodes)
     return Demand(
         cluster.max_workers,
         per_worker | cluster.resources_per_worker,
         actors + INPUT_TASK_CPUS if with_data else 0,
-        placement.train_label_selector(cluster.train_label, nodes),
+        exclude_nodes(excluded, train_label_selector) if excluded else train_label_selector,
         placement.data_label_selector(cluster.data_label, nodes),
     )
 
 
-def check_capacity(config: Config, with_data: bool = True) -> None:
-    """Raise ResourceError if the cluster can never provide what the run needs, even after growing."""
+def check_capacity(config: Config, with_data: bool = True, excluded: Collection[str] = ()) -> None:
+    """Raise ResourceError if the cluster can never provide what the run needs, even after growing.
+
+    `excluded` are IDs of nodes that the run cannot use.
+    """
     if config.cluster.wait_for_nodes:
         return  # limits unknown: cluster.start_timeout_s ends the wait
     demand = replace(resource_demand(config, with_data), workers=config.cluster.min_workers)
-    if missing := missing_capacity(demand, placement.alive_nodes(), placement.autoscaling_pools()):
+    nodes = [node for node in placement.alive_nodes() if (node.labels or {}).get(NODE_ID) not in excluded]
+    if missing := missing_capacity(demand, nodes, placement.autoscaling_pools()):
         raise ResourceError(missing)
 
 
@@ -72,10 +88,12 @@ def check_storage(config: Config) -> None:
         shared_storage.check_shared(config.run.storage, training_nodes)
 
 
-def request_nodes(config: Config, autoscaler: placement.AutoscalerRequest, running: int) -> None:
+def request_nodes(
+    config: Config, autoscaler: placement.AutoscalerRequest, running: int, excluded: Collection[str] = ()
+) -> None:
     """Request nodes for the workers that an elastic run can use in addition to `running`, if the cluster can grow."""
     if config.cluster.wait_for_nodes or placement.autoscaling_pools():
-        demand = resource_demand(config, with_data=False)
+        demand = resource_demand(config, with_data=False, excluded=excluded)
         autoscaler.request(demand.per_worker, demand.worker_label_selector, demand.workers - running)
 
 
@@ -98,7 +116,7 @@ def torch_trainer(
     return TorchTrainer(
         loop,
         # NCCL for GPUs and gloo otherwise (Ray's choice), with a timeout, which neither has by default.
-        torch_config=TorchConfig(timeout_s=math.ceil(config.cluster.collective_timeout_s)),
+        torch_config=TorchConfig(timeout_s=math.ceil(config.cluster.group_timeout_s)),
         scaling_config=ScalingConfig(
             num_workers=demand.workers,
             use_gpu="GPU" in demand.per_worker,

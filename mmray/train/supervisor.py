@@ -11,7 +11,7 @@ from typing import Any
 from mmray.data.store.manifest import QUARANTINE
 from mmray.engine.bad_rows import load_bad_rows
 from mmray.engine.checkpoint import files
-from mmray.errors import MmrayError, ResourceError, StorageError, TrainingError, UsageError
+from mmray.errors import DeviceError, MmrayError, ResourceError, StorageError, TrainingError, UsageError
 from mmray.evaluate.build import best_metric
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines
@@ -136,6 +136,15 @@ class Supervisor:
             self.reduced_micro[monitor.world] = decision.micro
         start = f"the checkpoint of step {latest_step:,}" if latest_step else "step 0, as there is no checkpoint yet"
         self.reporter.log(f"{decision.reason}; restarting from {start}", "failure")
+        if isinstance(failure.error, DeviceError):
+            self._exclude_node(failure.error)
+
+    def _exclude_node(self, error: DeviceError) -> None:
+        """Keep workers off the node of a failed device, if the run fits on the other nodes."""
+        if self.backend.exclude_node(self.config, error.node):
+            self.reporter.log(f"node {error.node[:8]} gets no more workers of this run: {error}", "device")
+        else:
+            self.reporter.log(f"no other node has what the run needs, retrying on the same: {error}", "device")
 
     def _choose_world_size(self) -> int:
         """The number of workers of the next attempt. Raises TrainingError if the cluster ended."""

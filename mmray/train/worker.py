@@ -15,7 +15,7 @@ import ray.train.torch
 
 from mmray.data.stream.stream import iter_blocks
 from mmray.engine.worker_context import DriverHandle
-from mmray.errors import MmrayError
+from mmray.errors import DeviceError, MmrayError, first_line, is_device_error
 from mmray.train.coordinator import IMPORTING
 
 
@@ -27,6 +27,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     # Imported here: the driver imports this module without the engine, 2 s of CPU time.
     from mmray.engine.worker import train_worker
 
+    this_worker = ray.get_runtime_context()
     stop = threading.Event()
 
     def send_heartbeat(record: dict[str, Any]) -> bool:
@@ -46,7 +47,7 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
         send_heartbeat=send_heartbeat,
         process_info={
             "rank": rank,
-            "node": ray.get_runtime_context().get_node_id(),
+            "node": this_worker.get_node_id(),
             "pid": os.getpid(),
             "started_s": psutil.Process().create_time(),
         },
@@ -56,6 +57,12 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
         device = ray.train.torch.get_device()
         return train_worker(arguments["context"], arguments["resume_point"], blocks, device, driver)
     except Exception as error:
+        if is_device_error(error):
+            node, gpus = this_worker.get_node_id(), this_worker.get_accelerator_ids().get("GPU", [])
+            where = f"rank {rank}, GPU {', '.join(gpus) or 'none'}, node {node[:8]} at {ray.util.get_node_ip_address()}"
+            failed = DeviceError(f"{first_line(error)} ({where})", node)
+            failed.add_note(traceback.format_exc())
+            raise failed from None
         if not isinstance(error, MmrayError):
             error.add_note(traceback.format_exc())  # a traceback is not sent to the driver, a note is
         raise

@@ -3,9 +3,13 @@
 Faults come from callbacks (tests/train/faults.py), or from a reporter that is called at each logged step.
 """
 
+import os
 import re
+import signal
+import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +20,17 @@ from mmray.cluster.capacity import NODE_ID
 from mmray.cluster.placement import alive_nodes, free_nodes
 from mmray.config import Cluster, CustomModel
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.train import monitor
+from mmray.train import backend, monitor
 from mmray.train.driver import train
 from tests.engine.single_worker import run_config
+from tests.train.faults import StoppingReader
 from tests.train.runs import Silent, config, expected_marks, lines, marks, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 AWAY_S = 60.0  # from the loss of a node to the first step on another
+# Tried with 240 and 180 s, too (MMRAY_TEST_STOPPED_S=240).
+STOPPED_S = float(os.environ.get("MMRAY_TEST_STOPPED_S", 12))
+HANG_TIMEOUT_S = min(180.0, 0.75 * STOPPED_S)
 SLOT = {"slot": 1.0}  # one per worker, so that tests control where workers run
 
 
@@ -127,6 +135,44 @@ def test_hung_stopped_and_oom_ranks_are_named_and_replaced(nodes, data, tmp_path
     assert marks(outcome.path) == list(expected_marks(12))
     losses_of_one_worker(wanted, tmp_path / "calm")
     assert_same_model(outcome.path, tmp_path / "calm")
+
+
+def test_stopped_data_actor_is_waited_for_and_named(nodes, data, tmp_path, monkeypatch):
+    """The only decode actor is stopped for much longer than a step may take; max_failures is 0."""
+    nodes.reset([(4, 2)])
+    monkeypatch.setattr(backend, "RowReader", StoppingReader)
+    monkeypatch.setattr(monitor, "DATA_WAIT_LOG_S", 3.0)
+    mark = Path(os.environ["MMRAY_TEST_FAULTS"]) / "stopped-reader"
+
+    def resume():
+        while not mark.exists() or not mark.read_text():
+            time.sleep(0.1)
+        time.sleep(STOPPED_S)
+        os.kill(int(mark.read_text()), signal.SIGCONT)
+
+    threading.Thread(target=resume, daemon=True).start()
+    reporter, cluster = Silent(), {"hang_timeout_s": HANG_TIMEOUT_S, "max_failures": 0}
+    outcome = train(settings(data, tmp_path, "stopped", nodes, steps=8, cluster=cluster), reporter)
+    assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)
+    assert outcome.result["elapsed_s"] > STOPPED_S and marks(outcome.path) == list(expected_marks(8))
+    assert notes(reporter, "hang") == notes(reporter, "failure") == []
+    waits = notes(reporter, "data")
+    assert any("for rows" in text and "decode actors: 1 stopped on node" in text for text in waits), waits
+    assert waits[-1] == "rows arrive again"
+
+
+def test_run_leaves_a_node_with_a_bad_device(nodes, data, tmp_path):
+    """A rank raises an ECC error, each time on the same node; the run ends on the other one."""
+    nodes.reset([(4, 1), (4, 1)])
+    reporter, cluster = Silent(), {"workers": 1, "max_failures": 1}
+    faults = ["tests.train.faults:BadNode"]
+    outcome = train(settings(data, tmp_path, "bad", nodes, steps=8, callbacks=faults, cluster=cluster), reporter)
+    bad = (Path(os.environ["MMRAY_TEST_FAULTS"]) / "bad-node").read_text()[:8]
+    assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 1)
+    assert marks(outcome.path) == list(expected_marks(8))
+    ((failed,), (excluded,)) = notes(reporter, "failure"), notes(reporter, "device")
+    assert failed.startswith("device failed after step 4: DeviceError: CUDA error: uncorrectable ECC error encountered")
+    assert excluded.startswith(f"node {bad} gets no more workers") and f"rank 0, GPU none, node {bad} at " in excluded
 
 
 def test_preemption_with_notice_wastes_no_step(nodes, data, tmp_path):

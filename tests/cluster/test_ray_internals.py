@@ -1,6 +1,7 @@
 """Each private Ray API that mmray uses returns the expected type on the installed Ray."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -35,6 +36,23 @@ def test_free_resources_by_node(local_ray):
 def test_no_node_is_draining_and_no_pools_on_a_local_cluster(local_ray):
     assert ray_internals.draining_nodes() == {}
     assert ray_internals.autoscaler_groups() is None or ray_internals.autoscaler_groups() == []
+
+
+class Sleeper:
+    def pid(self):
+        return os.getpid()
+
+
+def test_stopped_actor_is_reported_with_its_node(local_ray):
+    (node_id,) = (node["NodeID"] for node in ray.nodes() if node["Alive"])
+    actor = ray.remote(num_cpus=0)(Sleeper).remote()
+    pid = ray.get(actor.pid.remote())
+    assert ray_internals.actors_of_job("Sleeper") == [("ALIVE", node_id, pid)]
+    os.kill(pid, signal.SIGSTOP)
+    assert placement.actor_states("Sleeper", timeout_s=60.0) == [f"stopped on node {node_id[:8]}"]
+    os.kill(pid, signal.SIGCONT)
+    ray.kill(actor)
+    assert placement.actor_states("Missing") == []
 
 
 def test_head_resource_is_on_the_head(local_ray):

@@ -5,6 +5,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+from torch._dynamo import convert_frame
+from torch._inductor import compile_fx
+
+from mmray.config import Cluster
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import heartbeat, loop
@@ -16,8 +21,58 @@ from tests.engine import toy
 def test_names_of_loop_functions_match():
     """The heartbeat recognizes phases of the loop by these names."""
     assert all(hasattr(loop, name) for name in {heartbeat.LOOP_FUNCTION, *heartbeat.FUNCTIONS_WITHOUT_STEPS})
+    assert all(any(hasattr(file, name) for file in (convert_frame, compile_fx)) for name in heartbeat.COMPILE_FUNCTIONS)
+    assert all(Path(file.__file__).as_posix().endswith(heartbeat.COMPILE_PATHS) for file in (convert_frame, compile_fx))
     files = (heartbeat.CHECKPOINT_WAIT_FILE, heartbeat.DATA_WAIT_FILE, heartbeat.COLLECTIVES_FILE)
     assert all(Path(file).is_file() for file in files)
+
+
+def states_of(call, messages, tmp_path, first_step=0):
+    """Run `call` in a thread with a heartbeat; wait until it ends."""
+
+    def run():
+        with Heartbeat(lambda message: messages.append(message) or False, {}, tmp_path / "0.txt").running(first_step):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return [message["state"] for message in messages[:-1]]
+
+
+def test_compilation_in_a_backward_is_no_wait_for_other_ranks(tmp_path, monkeypatch):
+    """A compiler that takes long compiles the forward, and its backward only when it is called."""
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
+    torch._dynamo.reset()
+    messages = []
+
+    def compiler(graph, _):
+        time.sleep(0.3)
+        return graph.forward
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.compile(lambda grad: grad * 2, backend=compiler)(grad)
+
+    one = torch.ones(1, requires_grad=True)
+    states = states_of(lambda: Function.apply(one).backward(), messages, tmp_path)
+    assert one.grad == 2 and "compiling" in states and set(states) <= set(Cluster().state_limits_s)
+    assert not any(message["in_collective"] for message in messages[:-1] if message["state"] == "compiling")
+
+
+def test_rank_starts_until_its_first_step(tmp_path):
+    messages = []
+    beat = Heartbeat(lambda message: messages.append(message) or False, {}, tmp_path / "0.txt")
+    with beat.running(3):
+        assert beat._observe()["state"] == "starting"
+        beat.on_step(4, None)
+        assert beat._observe()["state"] == "training"
 
 
 def test_wait_for_rows_is_reported_on_a_cpu(tmp_path, monkeypatch):
@@ -31,15 +86,16 @@ def test_wait_for_rows_is_reported_on_a_cpu(tmp_path, monkeypatch):
         yield from ()
 
     def train():
-        with Heartbeat(messages.append, {}, tmp_path / "rank-0.txt", 60).running(0), suppress(TrainingError):
+        with Heartbeat(messages.append, {}, tmp_path / "rank-0.txt").running(0), suppress(TrainingError):
             loop.train_loop(toy.train_spec(toy.Toy(), plan), iter_micro_batches(slow_blocks(), plan))
 
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
     deadline_s = time.monotonic() + 20
-    while not any(message.get("waits_for_data") for message in messages) and time.monotonic() < deadline_s:
+    while not any(message.get("state") == "waiting_for_data" for message in messages):
+        assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    waited = messages[-1]["waits_for_data"]
+    waited = messages[-1]["state"] == "waiting_for_data"
     release.set()
     thread.join(60)
     assert waited and not thread.is_alive()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from mmray.data.stream.reader import RowReader
 from mmray.errors import OutOfMemoryError
 
 
@@ -41,6 +42,46 @@ KillRankOneOnce = _once("killed", 5, lambda: os.kill(os.getpid(), signal.SIGKILL
 HangOnce = _once("hung", 5, lambda: time.sleep(1e6))
 StopOnce = _once("stopped", 8, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 OomOnRankOneOnce = _once("oom", 5, _out_of_memory)  # outside the recoverable part of a step
+
+
+ECC_ERROR = """CUDA error: uncorrectable ECC error encountered
+Search for `cudaErrorECCUncorrectable' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+
+
+def _fail_device():
+    raise RuntimeError(ECC_ERROR)
+
+
+FailDeviceOnce = _once("device", 5, _fail_device)
+
+
+class BadNode:
+    """The node that first runs step 5 has a bad device: this step always fails there."""
+
+    def on_step(self, step, metrics):
+        import ray
+
+        if step == 5:
+            mark, node = Path(os.environ["MMRAY_TEST_FAULTS"]) / "bad-node", ray.get_runtime_context().get_node_id()
+            if not mark.exists():
+                mark.write_text(node)
+            if mark.read_text() == node:
+                _fail_device()
+
+
+class StoppingReader(RowReader):
+    """Stops its process once, before the rows of step 5 (16 rows per step)."""
+
+    def read_block(self, plan, positions):
+        mark = Path(os.environ["MMRAY_TEST_FAULTS"]) / "stopped-reader"
+        if positions.max() >= 64 and not mark.exists():
+            mark.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().read_block(plan, positions)
 
 
 class RaiseAtStepThree:

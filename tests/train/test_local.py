@@ -100,6 +100,15 @@ def test_killed_and_hung_workers_are_replaced_with_equal_weights(data, tmp_path,
     assert [each["stage"] for each in outcome.result["starts"][1]] == stages
 
 
+def test_failed_device_is_retried_on_this_machine(data, tmp_path, calm):
+    reporter, wanted = Silent(), one_worker(data, tmp_path, "run", ["FailDeviceOnce"])
+    outcome = driver.train(wanted, reporter)
+    assert outcome.result["restarts"] == 1 and same_weights(weights(outcome.path), weights(calm.path))
+    ((failed,), (kept,)) = notes(reporter, "failure"), notes(reporter, "device")
+    assert "device failed after step 4: DeviceError: CUDA error: uncorrectable ECC error encountered (on this" in failed
+    assert "retrying on the same" in kept
+
+
 def test_stopped_run_resumes_with_equal_weights(data, tmp_path, calm):
     stopped = driver.train(one_worker(data, tmp_path, "run", ["Slowly"]), Stopping(at=4))
     assert stopped.result["status"] == "stopped" and 4 <= stopped.result["steps"] < STEPS

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mmray.config import Cluster
 from mmray.train.coordinator import IMPORTING, Coordinator
 from mmray.train.monitor import (
     AttemptMonitor,
@@ -40,35 +41,105 @@ def test_stuck_rank_is_the_one_the_others_wait_for(beats, named):
     assert [one.rank for one in stuck_ranks(beats)] == named
 
 
-START = {"limit_s": 10, "start_limit_s": 60}
-WAITS_FOR_DATA = replace(beat(0), waits_for_data=True)  # data nodes may be preempted and restarted meanwhile
+LIMITS_S = {"training": 10, "starting": 60, "compiling": 50, "saving": 30, "waiting_for_data": 1000}
+WAITS_FOR_DATA = replace(beat(0), state="waiting_for_data")  # data nodes may be preempted and restarted meanwhile
+
+
+def in_state(state):
+    return [replace(beat(0), state=state), beat(1, waits=True)]
 
 
 @pytest.mark.parametrize(
-    ("start_step", "beats", "times_s", "message"),
+    ("beats", "times_s", "message"),
     [
-        (3, [beat(0, waits=True), beat(1)], (0, 9, 11), r"rank 1 \(process 101, node node1\) is at"),  # others wait
-        (0, [WAITS_FOR_DATA, beat(1, waits=True)], (0, 20, 59, 61), "rank 0 .* waits for data"),
-        (7, [beat(0)], (0, 50, 61), "rank 0"),  # before the first step
-        (3, [replace(WAITS_FOR_DATA, age_s=30)], (0, 9, 11), "rank 0 .* has not responded"),  # stopped while it waited
+        ([beat(0, waits=True), beat(1)], (0, 9, 11), r"rank 1 \(process 101, node node1\) is at"),  # others wait
+        (in_state("waiting_for_data"), (0, 20, 990, 1001), "rank 0 .* waits for data"),
+        (in_state("saving"), (0, 20, 29, 31), "rank 0 .* waits for a checkpoint to be written"),
+        (in_state("compiling"), (0, 20, 49, 51), "rank 0 .* is compiling"),
+        (in_state("starting"), (0, 50, 61), "rank 0"),
     ],
 )
-def test_rank_without_progress_for_the_limit_is_named(start_step, beats, times_s, message):
-    detector = HangDetector(**START, start_step=start_step)
+def test_rank_without_progress_for_the_limit_of_its_state_is_named(beats, times_s, message):
+    detector = HangDetector(LIMITS_S)
     *before, hang = [detector.check(beats, float(now_s)) for now_s in times_s]
     assert before == [None] * len(before)
     assert re.search(message, hang) and hang.count("rank ") == 1
 
 
+def test_process_that_stopped_while_it_waited_for_data_is_detected():
+    """A busy machine may delay heartbeats, so silence alone counts, not the whole wait."""
+    detector = HangDetector(LIMITS_S)
+    waits = [WAITS_FOR_DATA, beat(1, waits=True)]
+    assert detector.check(waits, 0.0) is None and detector.check(waits, 500.0) is None
+    assert detector.check([replace(WAITS_FOR_DATA, age_s=9), waits[1]], 509.0) is None
+    assert "rank 0 (process 100, node node0) has not responded for 11 s" in detector.check(
+        [replace(WAITS_FOR_DATA, age_s=11), waits[1]], 511.0
+    )
+
+
+def test_long_wait_for_rows_leaves_the_next_step_its_own_limit():
+    """Neither the rank that waited nor the one that waited for it in a collective hangs when the rows arrive."""
+    detector = HangDetector(LIMITS_S)
+    waits = [WAITS_FOR_DATA, beat(1, waits=True)]
+    assert detector.check(waits, 0.0) is None and detector.check(waits, 600.0) is None
+    assert detector.check([beat(0), beat(1, waits=True)], 601.0) is None
+    assert detector.check([beat(0), beat(1)], 602.0) is None
+    assert "rank 0" in detector.check([beat(0), beat(1, waits=True)], 612.0)
+
+
+@pytest.mark.parametrize("state", ["waiting_for_data", "saving", "compiling"])
+def test_rank_that_waits_for_another_on_its_gpu_does_not_hang(state):
+    """It is outside collectives, where the queue of its GPU is full; a process that stopped is detected."""
+    detector, longest_s = HangDetector(LIMITS_S), LIMITS_S[state] - 1.0
+    waits = replace(beat(0), state=state)
+    for second in (0.0, longest_s):
+        assert detector.check([waits, beat(1)], second) is None
+    assert detector.check([beat(0), beat(1)], longest_s + 2) is None
+    assert "rank 1" in detector.check([beat(0, progress=8), beat(1)], longest_s + 12)
+    detector = HangDetector(LIMITS_S)
+    assert detector.check([waits, beat(1)], 0.0) is None
+    assert "rank 1 (process 101, node node1) has not" in detector.check([waits, beat(1, age_s=11)], 11.0)
+
+
+def test_all_ranks_may_wait_for_data():
+    detector = HangDetector(LIMITS_S)
+    waits = [WAITS_FOR_DATA, replace(WAITS_FOR_DATA, rank=1)]
+    assert [detector.check(waits, second) for second in (0.0, 300.0, 999.0)] == [None] * 3
+    assert detector.waits_for_data() == ([0, 1], 999.0)
+    assert detector.check([beat(0), beat(1)], 999.5) is None and detector.waits_for_data() == ([], 0.0)
+
+
+def test_collectives_outlast_the_longest_state():
+    for cluster in (Cluster(), Cluster(hang_timeout_s=1e4), Cluster(start_timeout_s=1e5), Cluster(hang_timeout_s=1)):
+        assert cluster.collective_timeout_s > max(cluster.state_limits_s.values()) + cluster.hang_timeout_s
+    assert Cluster().state_limits_s["waiting_for_data"] >= 3600
+
+
+def test_wait_for_data_is_logged_at_growing_intervals(tmp_path):
+    """The line names the ranks and the state of the data processes; another one follows when rows arrive."""
+    reporter, workers = Silent(), SimpleNamespace(describe_data=lambda: "decode actors: 2 stopped")
+    config = SimpleNamespace(cluster=Cluster())
+    monitor = AttemptMonitor(config, 2, workers, reporter, 12, 0, RunProgress())
+    for second in range(1000):
+        beats = [beat(0, progress=8), beat(1)] if second == 600 else [WAITS_FOR_DATA, beat(1, waits=True)]
+        monitor.heartbeats = beats
+        monitor._detector.check(beats, float(second))
+        monitor._log_data_wait()
+    texts = [text for label, text in reporter.notes if label == "data"]
+    line = "rank 0 waited {} s for rows, a failure after 3600 s; decode actors: 2 stopped"
+    waits = [*map(line.format, (60, 120, 240, 480)), "rows arrive again", *map(line.format, (60, 120, 240))]
+    assert texts == waits
+
+
 def test_progress_resets_the_limit():
-    detector = HangDetector(limit_s=10, start_limit_s=60, start_step=3)
+    detector = HangDetector(LIMITS_S)
     assert detector.check([beat(0), beat(1)], 0.0) is None
     assert detector.check([beat(0, progress=8), beat(1, progress=8)], 11.0) is None
     assert detector.check([beat(0, progress=8), beat(1, progress=8)], 22.0) is not None
 
 
 def test_waiting_for_a_rank_that_evaluates_is_no_hang():
-    detector = HangDetector(limit_s=10, start_limit_s=10)
+    detector = HangDetector(LIMITS_S)
     for second in range(60):
         assert detector.check([beat(0, progress=second), beat(1, waits=True)], float(second)) is None
     idle = [beat(0, progress=59), beat(1, waits=True)]
@@ -77,7 +148,7 @@ def test_waiting_for_a_rank_that_evaluates_is_no_hang():
 
 
 def test_stuck_rank_is_named_while_others_progress():
-    detector = HangDetector(limit_s=10, start_limit_s=10)
+    detector = HangDetector(LIMITS_S)
     hangs = [detector.check([beat(0), beat(1, progress=second)], float(second)) for second in range(12)]
     assert hangs[10] is None and "rank 0" in hangs[11]
 

@@ -14,10 +14,14 @@ from ray.train.v2._internal.exceptions import (
 )
 
 from mmray.engine.batch import BatchShape
-from mmray.errors import DataError, OutOfMemoryError, ResourceError, TrainingError
+from mmray.errors import DataError, DeviceError, OutOfMemoryError, ResourceError, TrainingError, is_device_error
 from mmray.train.ray_backend import RayBackend
 from mmray.train.recovery import EVENTS, Failure, Restart, classify_failure, count_failures, decide_recovery
 
+ECC_ERROR = """CUDA error: uncorrectable ECC error encountered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
 LOST = Failure("lost", RuntimeError("worker died"), step=7)
 
 
@@ -83,6 +87,50 @@ def test_failures_are_counted_since_last_checkpoint():
 def test_preemptions_and_smaller_micro_batches_are_no_failures(free):
     assert count_failures(2, free, progressed=False) == 2
     assert count_failures(2, raised(OutOfMemoryError("a single row is too many")), progressed=False) == 3
+
+
+@pytest.mark.parametrize(
+    ("is_device", "message"),
+    [
+        (True, ECC_ERROR),
+        (True, f"one synthetic micro-batch did not pass the model: {ECC_ERROR}"),  # quoted by an error of mmray
+        (True, "CUDA error: unspecified launch failure"),
+        (True, "CUDA error: all CUDA-capable devices are busy or unavailable"),
+        (True, "CUDA driver error: hardware stack error"),
+        (True, "CUDA error: uncorrectable NVLink error detected during the execution"),
+        (True, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."),
+        (True, "NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
+        (True, "ncclUnhandledCudaError: Call to CUDA failed.\nLast error:\nCuda failure 214 'uncorrectable ECC error'"),
+        (True, "No CUDA GPUs are available"),
+        (False, "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        (False, "CUDA error: out of memory"),
+        (False, "ncclUnhandledCudaError: Call to CUDA failed.\nLast error:\nCuda failure 2 'out of memory'"),
+        (False, "CUDA error: device-side assert triggered"),
+        (False, "CUDA error: an illegal memory access was encountered"),
+        (
+            False,
+            "NCCL error: unhandled cuda error\nLast error:\nCuda failure 'an illegal memory access was encountered'",
+        ),
+        (False, "CUDA error: invalid device ordinal"),
+        (False, "CUDA error: no kernel image is available for execution on the device"),
+        (False, "NCCL communicator was aborted"),
+        (False, "expected scalar type Half"),
+    ],
+)
+def test_device_errors_differ_from_bugs_and_lack_of_memory(is_device, message):
+    assert is_device_error(RuntimeError(message)) == is_device
+
+
+def test_failed_device_restarts_even_before_first_step_and_twice():
+    """The error of the bad device outweighs those of other ranks, which lost their peer."""
+    bad = pickle.loads(pickle.dumps(DeviceError("CUDA error: uncorrectable ECC error (rank 1, GPU 3)", "0123456789")))
+    assert (bad.node, str(bad)) == ("0123456789", "CUDA error: uncorrectable ECC error (rank 1, GPU 3)")
+    failure = failure_of(RuntimeError("Connection closed by peer"), TrainingError("a collective failed"), bad)
+    assert (failure.kind, failure.error) == ("device", bad)
+    decision = decide_recovery(failure, failure, 1, 3)
+    assert isinstance(decision, Restart) and decision.reason.startswith("device failed after step 0: DeviceError: CUDA")
+    assert count_failures(1, "device", progressed=False) == 2
+    assert isinstance(decide_recovery(failure, failure, 4, 3), TrainingError)
 
 
 def failure_from(error, micro=0, logged=0, least=2):

@@ -8,13 +8,14 @@ import torch.distributed as dist
 from ray.train.torch import config as ray_torch
 
 from mmray.cluster import ray_internals
-from mmray.cluster.capacity import Node, Pool
+from mmray.cluster.capacity import Node, Pool, num_workers_that_fit
 from mmray.cluster.placement import ROLE_LABEL
 from mmray.config import Cluster, Config, Data, Train
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError
 from mmray.train import resources
 from mmray.train.driver import describe_idle
+from mmray.train.ray_backend import RayBackend
 from mmray.train.resources import check_capacity, num_decode_actors, num_free_workers, resource_demand, torch_trainer
 
 GIB = 2.0**30
@@ -22,6 +23,7 @@ LAPTOP = Node({"CPU": 12.0, "GPU": 2.0, "memory": 64 * GIB}, {"ray.io/node-id": 
 HEAD = Node({"CPU": 4.0, ray_internals.HEAD_RESOURCE: 1.0}, {"ray.io/node-id": "h"})
 GPU_NODE = Node({"CPU": 8.0, "GPU": 4.0, "memory": 64 * GIB}, {"ray.io/node-id": "g"})
 CPU_NODE = Node({"CPU": 16.0, "memory": 64 * GIB}, {"ray.io/node-id": "c"})
+OTHER_GPU_NODE = Node(GPU_NODE.resources, {"ray.io/node-id": "o"})
 POOLS = [Pool("cpu", {"CPU": 16.0}, 8), Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 4)]
 
 
@@ -88,6 +90,21 @@ def test_too_few_gpus_are_an_error(cluster, nodes, workers, parallel, message):
         check()
     check(accelerator="cpu")
     check(wait_for_nodes=True)
+
+
+def test_node_is_excluded_if_the_run_fits_on_others(cluster):
+    """Workers of later attempts avoid it; data is still decoded there."""
+    config = Config(cluster=Cluster(workers="1-8", accelerator="gpu"))
+    cluster([HEAD, CPU_NODE, GPU_NODE, OTHER_GPU_NODE])
+    backend = RayBackend()
+    assert backend.exclude_node(config, "g")
+    demand = resource_demand(config, excluded=backend._excluded)
+    assert num_workers_that_fit(demand, [HEAD, CPU_NODE, GPU_NODE, OTHER_GPU_NODE]) == 4
+    assert not demand.data_label_selector or "!in(g)" not in demand.data_label_selector.values()
+    assert not backend.exclude_node(config, "o") and backend._excluded == {"g"}  # the last one
+    assert not RayBackend().exclude_node(Config(cluster=Cluster(workers=8, accelerator="gpu")), "g")
+    cluster([HEAD, CPU_NODE, GPU_NODE], [Pool("gpu", {"CPU": 8.0, "GPU": 4.0}, 2)])
+    assert RayBackend().exclude_node(config, "g")  # the cluster grows
 
 
 def test_evaluation_takes_free_workers(cluster, monkeypatch):

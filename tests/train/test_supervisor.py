@@ -8,7 +8,7 @@ import ray.exceptions
 import torch
 
 from mmray.engine.checkpoint import files
-from mmray.errors import OutOfMemoryError, ResourceError, StorageError, TrainingError
+from mmray.errors import DeviceError, OutOfMemoryError, ResourceError, StorageError, TrainingError
 from mmray.storage.lease import Lease
 from mmray.train import driver, supervisor
 from mmray.train.recovery import Failure
@@ -39,6 +39,15 @@ def fails(supervised, monkeypatch):
         supervised._handle_failure(error, SimpleNamespace(stop_reason=stop_reason, world=2, start_step=0))
 
     return after
+
+
+@pytest.mark.parametrize(("excluded", "text"), [(True, "node 01234567 gets no more"), (False, "retrying on the same")])
+def test_failed_device_is_logged_with_what_follows(supervised, fails, excluded, text):
+    asked = []
+    supervised.backend.exclude_node = lambda config, node: asked.append(node) or excluded
+    fails(DeviceError("CUDA error: uncorrectable ECC error (rank 1, GPU 3, node 01234567)", "0123456789"), "device")
+    (logged,) = [note for label, note in supervised.reporter.notes if label == "device"]
+    assert asked == ["0123456789"] and text in logged and "rank 1, GPU 3" in logged
 
 
 def result_of(folder):

@@ -52,7 +52,7 @@ class CheckpointManager:
     ):
         self._folder, self._fencing_token, self._config, self._extra = folder, fencing_token, config, extra
         self._cpu_group, self._sharded = cpu_group, sharded
-        self._save_wait_limit_s = None if sharded or extra["world"] == 1 else config.cluster.collective_timeout_s / 2
+        self._save_wait_limit_s = None if sharded or extra["world"] == 1 else config.cluster.group_timeout_s / 2
         self._notify = notify
         if fencing_token is not None:
             self.uploader = LogUploader(folder, notify, self._check_lease)
