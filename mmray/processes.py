@@ -79,6 +79,12 @@ def children_ignore_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
+def describe_signal(number: int) -> str:
+    """Return the name of the signal that ended a process, and what sends it if that is not obvious."""
+    memory = " (the kernel sends it when the machine is out of memory)" * (number == signal.SIGKILL)
+    return f"{signal.Signals(number).name}{memory}"
+
+
 def init_child() -> None:
     """Ignore Ctrl-C, and exit with the parent, also if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -19,6 +19,7 @@ from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import keep_freed_memory
 from mmray.errors import ResourceError, TrainingError, is_out_of_memory
 from mmray.machine import cores
+from mmray.processes import describe_signal
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -65,9 +66,10 @@ def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> An
                 _run_worker, (measure, config, device_type, folder), nprocs=config.cluster.max_workers
             )
         except torch.multiprocessing.ProcessExitedException as error:
-            reason = f"a process ended with {error.signal_name or f'exit code {error.exit_code}'}"
-            killed = " (the kernel sends it when the machine is out of memory)" * (error.signal_name == "SIGKILL")
-            raise WorkerFailed(reason + killed) from None
+            code = error.exit_code
+            raise WorkerFailed(
+                f"a process ended with {describe_signal(-code) if code < 0 else f'exit code {code}'}"
+            ) from None
         except torch.multiprocessing.ProcessRaisedException:
             # Out of memory first, because the other ranks only see a broken connection.
             failures = [json.loads(file.read_text()) for file in sorted(folder.glob("fault-*.json"))]
@@ -78,8 +80,7 @@ def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> An
 
 def _run_worker(rank: int, measure: Measure, config: Config, device_type: str, folder: Path) -> None:
     try:
-        cluster, share = config.cluster, cores() // config.cluster.max_workers
-        torch.set_num_threads(max(1, share if cluster.cpus_per_worker == "auto" else int(cluster.cpus_per_worker)))
+        torch.set_num_threads(max(1, int(config.cluster.resolve_cpus(cores()))))
         device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
         if device_type == "cuda":
             torch.cuda.set_device(device)

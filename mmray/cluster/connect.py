@@ -136,5 +136,5 @@ def check_reachable(address: str) -> None:
 def num_local_cpus(cluster_config: Cluster, decode_actors: int, available_cores: int) -> int:
     """Return the logical CPUs of a local cluster: at least enough for the workers and their data, which share cores."""
     workers = cluster_config.max_workers
-    cpus = cluster_config.num_cpus if cluster_config.cpus_per_worker != "auto" else available_cores // workers
-    return max(available_cores, math.ceil(workers * max(1, cpus)) + decode_actors + INPUT_TASK_CPUS)
+    cpus = max(1, cluster_config.resolve_cpus(available_cores))
+    return max(available_cores, math.ceil(workers * cpus) + decode_actors + INPUT_TASK_CPUS)

@@ -56,10 +56,19 @@ class Cluster(Section, settings_prefix="cluster"):
         """Number of workers for batch arithmetic and start-up checks."""
         return _range(self.workers)[1]
 
+    def resolve_cpus(self, num_cores: int) -> float:
+        """Return the CPUs per worker; `auto` is a worker's share of `num_cores`, at least 1."""
+        return float(max(1, num_cores // self.max_workers) if self.cpus_per_worker == "auto" else self.cpus_per_worker)
+
     @property
     def num_cpus(self) -> float:
         """CPUs per worker; 1 for an `auto` that the driver did not resolve."""
-        return 1.0 if self.cpus_per_worker == "auto" else self.cpus_per_worker
+        return self.resolve_cpus(num_cores=1)
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads per worker."""
+        return max(1, int(self.num_cpus))
 
     @property
     def state_limits_s(self) -> dict[str, float]:

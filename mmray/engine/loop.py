@@ -200,9 +200,8 @@ def _finish_step(run: _Run, keys: Tensor, result: StepResult) -> Metrics | None:
     spec, step = run.spec, run.progress.step
     last = step == spec.plan.steps or result.stop
     evaluating = spec.evaluate is not None and (step == spec.plan.steps or _is_due(step, spec.evaluate_every))
-    scored = (
-        evaluating and run.schedule.every == "auto"
-    )  # save every evaluated step, so that the best one has a checkpoint
+    # With `auto`, save every evaluated step, so that the best one has a checkpoint.
+    scored = evaluating and run.schedule.every == "auto"
     saving = spec.save is not None and (last or scored or run.schedule.is_due(step))
     metrics = None
     if last or evaluating or saving or _is_due(step, spec.train.log_every):

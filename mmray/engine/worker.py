@@ -66,7 +66,7 @@ def _train(
 ) -> dict[str, Any]:
     config, plan = context.config, resume_point.plan
     driver.stage("building the model")
-    torch.set_num_threads(max(1, int(config.cluster.num_cpus)))  # fixed: the order of sums changes rounding
+    torch.set_num_threads(config.cluster.num_threads)  # fixed: the order of sums changes rounding
     if device.type == "cpu":
         keep_freed_memory()
     seed_everything(config.train.seed, config.train.deterministic)

@@ -103,8 +103,7 @@ def _train(config: Config, reporter: StartTimeline, backend: Backend) -> RunOutc
             reporter.log(idle, "idle")
         try:
             with trackers.TrackingReporter(resolved.config, run.path, reporter) as tracking:
-                supervisor = Supervisor(resolved, run, lease, tracking, backend)
-                supervisor.starts = reporter.starts
+                supervisor = Supervisor(resolved, run, lease, tracking, backend, reporter.starts)
                 result = supervisor.train()
                 tracking.run_status = result["status"]
         except ForceExit:
@@ -142,7 +141,7 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
         reporter.log(f"{rows_per_block:,} adjacent rows per block, {blocks_per_window:,} blocks per window", "shuffle")
     epochs = resolved.steps * resolved.shape.global_rows / num_rows
     cluster, gpus = resolved.config.cluster, num_gpus(resolved.config)
-    count, device = (gpus, "GPU") if cluster.accelerator == "gpu" else (max(1, int(cluster.num_cpus)), "CPU thread")
+    count, device = (gpus, "GPU") if cluster.accelerator == "gpu" else (cluster.num_threads, "CPU thread")
     devices = f"with {count} {device}{'s' * (count > 1)} each"
     reporter.log(f"{cluster.workers} {devices}{', elastic' * cluster.elastic}", "workers")
     reporter.log(str(resolved.shape), "batch")
@@ -158,7 +157,7 @@ def describe_idle(config: Config, num_local: int | None) -> str | None:
     if num_local is None:
         return None
     unit = num_gpus(config) if on_gpus else cluster.max_workers
-    used = cluster.max_workers * (unit if on_gpus else max(1, int(cluster.num_cpus)))
+    used = cluster.max_workers * (unit if on_gpus else cluster.num_threads)
     if used >= num_local // unit * unit:  # the largest multiple that the machine has
         return None
     flag = f"--cluster.workers {num_local // unit}" if on_gpus else "--cluster.cpus-per-worker auto"

@@ -37,11 +37,8 @@ from mmray.train.monitor import RunReporter
 from mmray.train.run_dir import RunDir
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
-RECIPES = {
-    "clip": recipes.clip,
-    "siglip": recipes.siglip,
-    "generative": recipes.llava,
-}  # kinds that load from one checkpoint
+# Kinds of models that load from one checkpoint.
+RECIPES = {"clip": recipes.clip, "siglip": recipes.siglip, "generative": recipes.llava}
 
 
 def load_run_config(folder: AnyPath) -> Config:
@@ -133,7 +130,7 @@ def _evaluate(
     config = config.replace(train=config.train.replace(parallel="single"))  # one device per worker, also of `branches`
     with ray_session(config.cluster) if (on_ray := needs_ray(config.cluster)) else nullcontext():
         if on_ray:
-            from mmray.train.resources import check_capacity
+            from mmray.train.ray_backend import check_capacity
 
             check_capacity(config, with_data=False)
         held_out = _open_held_out(config, folder, data, split, reporter)
@@ -151,8 +148,7 @@ def _score_on_ray(
 ) -> dict[str, float]:
     import ray.train
 
-    from mmray.train.ray_backend import start_timeout_error
-    from mmray.train.resources import num_free_workers, torch_trainer
+    from mmray.train.ray_backend import num_free_workers, start_timeout_error, torch_trainer
 
     config = config.with_cluster(workers=num_free_workers(config))
     score = partial(_score, config, tokenizer_json, held_out, checkpoint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ import psutil
 from mmray.config import Config
 from mmray.errors import DeviceError, MmrayError, ResourceError
 from mmray.machine import cores
-from mmray.processes import SPAWN, children_ignore_interrupts
+from mmray.processes import SPAWN, children_ignore_interrupts, describe_signal
 from mmray.train.backend import Attempt, Cause, format_counts, num_gpus
 from mmray.train.coordinator import Coordinator
 from mmray.train.local_worker import run_worker
@@ -106,9 +105,9 @@ def resolve_on_this_machine(config: Config) -> Config:
     """Return the config with the device of one worker on this machine and its CPUs."""
     cluster = config.cluster
     device = "gpu" if cluster.accelerator != "cpu" and count_gpus() else "cpu"
-    cpus = float(cores()) if device == "cpu" else 1.0
-    cpus = cpus if cluster.cpus_per_worker == "auto" else cluster.cpus_per_worker
-    return config.with_cluster(accelerator=device, cpus_per_worker=cpus)
+    return config.with_cluster(
+        accelerator=device, cpus_per_worker=cluster.resolve_cpus(cores() if device == "cpu" else 1)
+    )
 
 
 class LocalWorkers:
@@ -182,8 +181,7 @@ def describe_exit(code: int) -> str:
     """Say how a process ended."""
     if code >= 0:
         return f"the worker process exited with code {code}"
-    memory = " (the kernel sends it when the machine is out of memory)" * (code == -signal.SIGKILL)
-    return f"the worker process was ended by {signal.Signals(-code).name}{memory}"
+    return f"the worker process was ended by {describe_signal(-code)}"
 
 
 def num_decode_processes(config: Config, device: str) -> int:

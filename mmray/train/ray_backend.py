@@ -1,40 +1,46 @@
-"""Workers on a Ray cluster: each attempt is a new `TorchTrainer` with a fixed number of workers."""
+"""Workers on a Ray cluster: the resources that a run requests; each attempt is a new `TorchTrainer`."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 import ray.exceptions
 import ray.train
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mmray.cluster import placement
-from mmray.cluster.capacity import num_workers_that_fit
+from mmray.cluster import placement, shared_storage
+from mmray.cluster.capacity import (
+    NODE_ID,
+    Demand,
+    LabelSelector,
+    Node,
+    exclude_nodes,
+    missing_capacity,
+    num_workers_that_fit,
+)
+from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error, version_warning
 from mmray.config import Config
 from mmray.data.stream.stream import StreamDataConfig
 from mmray.engine.batch import halve
 from mmray.errors import DeviceError, MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
-from mmray.machine import cores
-from mmray.train.backend import Attempt, Cause, format_counts
+from mmray.machine import cores, free_memory
+from mmray.storage.paths import AnyPath, RemotePath
+from mmray.train.backend import Attempt, Cause, format_counts, num_gpus
 from mmray.train.coordinator import Coordinator
 from mmray.train.resolve import ResolvedRun
-from mmray.train.resources import (
-    check_capacity,
-    check_storage,
-    num_decode_actors,
-    request_nodes,
-    resource_demand,
-    torch_trainer,
-)
 from mmray.train.worker import train_loop_per_worker
 
 if TYPE_CHECKING:
@@ -43,6 +49,7 @@ if TYPE_CHECKING:
 JOIN_INTERVAL_S = 0.25
 POLL_INTERVAL_S = 0.5  # of the free resources, while workers of the last attempt release theirs
 STABLE_POLLS, MAX_POLLS = 4, 20
+FREE_WAIT_S = 4.0
 # Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through which ranks connect.
 COLLECTIVE_ERRORS = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|Connection timed out|No route to host|NCCL|Socket Timeout"
@@ -76,9 +83,8 @@ class RayBackend:
     def resolve(self, config: Config) -> Config:
         cluster = config.cluster
         device = "gpu" if "GPU" in resource_demand(config).per_worker else "cpu"
-        share = cores() // cluster.max_workers if device == "cpu" and placement.available_cores_if_local() else 1
-        cpus = float(max(1, share)) if cluster.cpus_per_worker == "auto" else cluster.cpus_per_worker
-        return config.with_cluster(accelerator=device, cpus_per_worker=cpus)
+        num_cores = cores() if device == "cpu" and placement.available_cores_if_local() else 1
+        return config.with_cluster(accelerator=device, cpus_per_worker=cluster.resolve_cpus(num_cores))
 
     def num_local(self, device: str) -> int | None:
         if (available := placement.available_cores_if_local()) is None:
@@ -252,3 +258,130 @@ def start_timeout_error(error: BaseException) -> ResourceError | None:
         f"the training workers did not start within {waited_s:g} s (cluster.start_timeout_s): their nodes are in use "
         "or did not start. Check `ray status` on the head, and rerun the same command to resume"
     )
+
+
+# --- resources of a run
+
+
+def resource_demand(config: Config, with_data: bool = True, excluded: Collection[str] = ()) -> Demand:
+    """Return the run's workers and data CPUs; accelerator `auto`: GPUs if the cluster has, or can add, any.
+
+    `excluded` are IDs of nodes on which no worker may start.
+    """
+    nodes, cluster = placement.alive_nodes(), config.cluster
+    per_worker = {"CPU": cluster.num_cpus}
+    pools = [Node(pool.resources) for pool in placement.autoscaling_pools()]
+    has_gpus = any(node.resources.get("GPU") for node in [*nodes, *pools])
+    if cluster.accelerator == "gpu" or (cluster.accelerator == "auto" and has_gpus):
+        per_worker["GPU"] = float(num_gpus(config))
+    actors = config.data.workers if isinstance(config.data.workers, int) else 1
+    train_label_selector = placement.train_label_selector(cluster.train_label, nodes)
+    return Demand(
+        cluster.max_workers,
+        per_worker | cluster.resources_per_worker,
+        actors + INPUT_TASK_CPUS if with_data else 0,
+        exclude_nodes(excluded, train_label_selector) if excluded else train_label_selector,
+        placement.data_label_selector(cluster.data_label, nodes),
+    )
+
+
+def check_capacity(config: Config, with_data: bool = True, excluded: Collection[str] = ()) -> None:
+    """Raise ResourceError if the cluster can never provide what the run needs, even after growing.
+
+    `excluded` are IDs of nodes that the run cannot use.
+    """
+    if config.cluster.wait_for_nodes:
+        return  # limits unknown: cluster.start_timeout_s ends the wait
+    demand = replace(resource_demand(config, with_data), workers=config.cluster.min_workers)
+    nodes = [node for node in placement.alive_nodes() if (node.labels or {}).get(NODE_ID) not in excluded]
+    if missing := missing_capacity(demand, nodes, placement.autoscaling_pools()):
+        raise ResourceError(missing)
+
+
+def num_free_workers(config: Config) -> int:
+    """Return how many workers, without data, fit the free resources. Raises ResourceError."""
+    demand = resource_demand(config, with_data=False)
+    minimum = replace(demand, workers=config.cluster.min_workers)
+    free = placement.wait_for_free_nodes(minimum, FREE_WAIT_S)
+    can_grow = config.cluster.wait_for_nodes or placement.autoscaling_pools()
+    if not can_grow and (missing := missing_capacity(minimum, free)):
+        raise ResourceError(f"with the resources that are free now, {missing}; or wait until other jobs have ended")
+    return max(num_workers_that_fit(demand, free), minimum.workers)
+
+
+def check_storage(config: Config) -> None:
+    """Raise if the run's folder would be deleted with a job, or is not shared by all training nodes."""
+    shared_storage.check_persistent(config.run.storage, Path.cwd())
+    demand, nodes = resource_demand(config, with_data=False), placement.alive_nodes()
+    if len(nodes) > 1 or "://" in config.run.storage:
+        selector = demand.worker_label_selector
+        training_nodes = [node for node in nodes if node.matches_labels(selector) and node.fits(demand.per_worker)]
+        shared_storage.check_shared(config.run.storage, training_nodes)
+
+
+def request_nodes(
+    config: Config, autoscaler: placement.AutoscalerRequest, running: int, excluded: Collection[str] = ()
+) -> None:
+    """Request nodes for the workers that an elastic run can use in addition to `running`, if the cluster can grow."""
+    if config.cluster.wait_for_nodes or placement.autoscaling_pools():
+        demand = resource_demand(config, with_data=False, excluded=excluded)
+        autoscaler.request(demand.per_worker, demand.worker_label_selector, demand.workers - running)
+
+
+def torch_trainer(
+    loop: Callable[..., Any],
+    config: Config,
+    folder: AnyPath,
+    name: str | None = None,
+    label_selector: LabelSelector | None = None,
+    **trainer_options: Any,
+) -> TorchTrainer:
+    """Return Ray Train's trainer of `loop`, without retries; its small files are written to `folder`/ray."""
+    os.environ[START_TIMEOUT_VARIABLE] = str(config.cluster.start_timeout_s)  # Ray would wait forever
+    demand = resource_demand(config, with_data=False)
+    storage: dict[str, Any] = {"storage_path": str(folder / "ray")}
+    if isinstance(folder, RemotePath):
+        storage = {"storage_path": (folder / "ray").fs_path, "storage_filesystem": folder.storage.filesystem[0]}
+    no_retries: Any = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
+    selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}  # missing in Ray's stub
+    return TorchTrainer(
+        loop,
+        # NCCL for GPUs and gloo otherwise (Ray's choice), with a timeout, which neither has by default.
+        torch_config=TorchConfig(timeout_s=math.ceil(config.cluster.group_timeout_s)),
+        scaling_config=ScalingConfig(
+            num_workers=demand.workers,
+            use_gpu="GPU" in demand.per_worker,
+            resources_per_worker=demand.per_worker,
+            **selector,
+        ),
+        run_config=RunConfig(name=name, failure_config=FailureConfig(**no_retries), **storage),
+        **trainer_options,
+    )
+
+
+def is_single_node(config: Config) -> bool:
+    """Return True if the cluster is one machine and cannot grow."""
+    return len(placement.alive_nodes()) == 1 and not placement.autoscaling_pools() and not config.cluster.wait_for_nodes
+
+
+def num_decode_actors(config: Config) -> int:
+    """Return the number of decode actors: as configured, or as many as cores and memory of the data nodes allow."""
+    if isinstance(config.data.workers, int):
+        return config.data.workers
+    demand, pools = resource_demand(config), placement.autoscaling_pools()
+    cpu_pools = [Node(pool.resources, pool.labels) for pool in pools if not pool.resources.get("GPU")]
+    selector = demand.data_label_selector
+    data_nodes, pool_nodes = (
+        [node.resources for node in group if node.matches_labels(selector) and node.resources.get("CPU")]
+        for group in (placement.alive_nodes(), cpu_pools)
+    )
+    node_resources = data_nodes or pool_nodes  # one node of each pool while no data node has started
+    cpus = sum(resources["CPU"] for resources in node_resources) - INPUT_TASK_CPUS
+    memory_gib = sum(resources.get("memory", math.inf) for resources in node_resources) / 2**30
+    if is_single_node(config):  # Ray may count more CPUs than cores (connect.num_local_cpus): use at most the cores
+        cpus, memory_gib = min(cpus + INPUT_TASK_CPUS, cores()), free_memory() / 2**30
+    separate_nodes = selector and (demand.worker_label_selector or "GPU" in demand.per_worker)
+    worker_cpus = 0 if separate_nodes else demand.workers * demand.per_worker.get("CPU", 0)
+    # Each actor needs a CPU that no worker uses, and memory for itself and its blocks.
+    actor_gib = 0.5 + 4 * config.data.block_mb / 1024
+    return max(1, int(min(cpus - worker_cpus, memory_gib * 0.5 / actor_gib)))

@@ -28,10 +28,17 @@ class Supervisor:
     """Runs the attempts of one run; writes result.json. `config` has the range of workers that the user set."""
 
     def __init__(
-        self, resolved: ResolvedRun, run: RunDir, lease: Lease, reporter: RunReporter, backend: Backend
+        self,
+        resolved: ResolvedRun,
+        run: RunDir,
+        lease: Lease,
+        reporter: RunReporter,
+        backend: Backend,
+        starts: list[Any] | None = None,
     ) -> None:
+        """starts: of StartTimeline, for result.json."""
         self.resolved, self.run, self.lease, self.reporter = resolved, run, lease, reporter
-        self.config, self.backend = resolved.config, backend
+        self.config, self.backend, self.starts = resolved.config, backend, starts or []
         self.start_s, self.earlier = time.monotonic(), run.read_json("result.json") or {}  # of earlier commands
         self.attempts = self.failures = self.preemptions = self.resizes = 0
         self.last_failure: Failure | None = None
@@ -39,7 +46,6 @@ class Supervisor:
         self.reduced_micro: dict[int, int] = {}  # after OOM: number of workers -> rows of a micro-batch
         self.unconfirmed_resizes: list[int] = []  # one each: the workers of the group that stopped for a larger one
         self.progress = RunProgress()
-        self.starts: list[Any] = []  # of StartTimeline, for result.json
 
     def train(self) -> dict[str, Any]:
         """Run attempts until one finishes, recovery fails or the user stops it. Writes and returns result.json."""

@@ -22,9 +22,8 @@ from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.train.driver import train
 from mmray.train.monitor import signal_handlers
-from mmray.train.ray_backend import run_in_thread
+from mmray.train.ray_backend import check_capacity, is_single_node, num_decode_actors, resource_demand, run_in_thread
 from mmray.train.resolve import resolve_run
-from mmray.train.resources import check_capacity, is_single_node, num_decode_actors, resource_demand
 from mmray.train.run_dir import collect_environment
 from mmray.tune import trials as trial_module
 from mmray.tune.results import Row, TrialOutcome, build_row, classify_error, select_best

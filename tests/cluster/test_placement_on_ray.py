@@ -10,7 +10,7 @@ from mmray.cluster.placement import ROLE_LABEL
 from mmray.config import Batch
 from mmray.errors import ResourceError
 from mmray.train.driver import train
-from mmray.train.resources import num_free_workers
+from mmray.train.ray_backend import num_free_workers
 from tests.made import make_set, row
 from tests.nodes import several_nodes
 from tests.train.runs import Silent, config, expected_marks, marks

@@ -173,9 +173,8 @@ class _FlopCounter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return (
-            False  # torch would import torch._dynamo to keep this mode from being compiled; `model_flops` runs eagerly
-        )
+        # True makes torch import torch._dynamo, to keep this mode from being compiled; `model_flops` runs eagerly.
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -13,10 +13,16 @@ from mmray.cluster.placement import ROLE_LABEL
 from mmray.config import Cluster, Config, Data, Train
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError
-from mmray.train import resources
+from mmray.train import ray_backend
 from mmray.train.driver import describe_idle
-from mmray.train.ray_backend import RayBackend
-from mmray.train.resources import check_capacity, num_decode_actors, num_free_workers, resource_demand, torch_trainer
+from mmray.train.ray_backend import (
+    RayBackend,
+    check_capacity,
+    num_decode_actors,
+    num_free_workers,
+    resource_demand,
+    torch_trainer,
+)
 
 GIB = 2.0**30
 LAPTOP = Node({"CPU": 12.0, "GPU": 2.0, "memory": 64 * GIB}, {"ray.io/node-id": "a"})
@@ -32,11 +38,11 @@ def cluster(monkeypatch):
     """cluster(nodes, pools): a cluster of these nodes; the driver's machine has 8 cores and 20 GiB free."""
 
     def of(nodes, pools=()):
-        monkeypatch.setattr(resources.placement, "alive_nodes", lambda: nodes)
-        monkeypatch.setattr(resources.placement, "autoscaling_pools", lambda: list(pools))
+        monkeypatch.setattr(ray_backend.placement, "alive_nodes", lambda: nodes)
+        monkeypatch.setattr(ray_backend.placement, "autoscaling_pools", lambda: list(pools))
 
-    monkeypatch.setattr(resources, "cores", lambda: 8)
-    monkeypatch.setattr(resources, "free_memory", lambda: 20 * GIB)
+    monkeypatch.setattr(ray_backend, "cores", lambda: 8)
+    monkeypatch.setattr(ray_backend, "free_memory", lambda: 20 * GIB)
     of([LAPTOP])
     return of
 
@@ -109,8 +115,8 @@ def test_node_is_excluded_if_the_run_fits_on_others(cluster):
 
 def test_evaluation_takes_free_workers(cluster, monkeypatch):
     config, free = Config(cluster=Cluster(workers="2-4", accelerator="cpu")), [Node({"CPU": 3.0})]
-    monkeypatch.setattr(resources.placement, "free_nodes", lambda: free)
-    monkeypatch.setattr(resources, "FREE_WAIT_S", 0.0)
+    monkeypatch.setattr(ray_backend.placement, "free_nodes", lambda: free)
+    monkeypatch.setattr(ray_backend, "FREE_WAIT_S", 0.0)
     assert num_free_workers(config) == 3
     free[:] = [Node({"CPU": 1.0})]
     with pytest.raises(ResourceError, match=r"resources that are free now, 2 training workers.*wait until"):
