@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from math import ceil, sqrt
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
@@ -103,10 +102,18 @@ def probe_memory(
     ddp_buckets = group.world_size > 1 and not strategy.is_sharded(state.model)  # allocated before the forward
     searches_gpu = micro is None and group.device.type == "cuda"
     headroom = int(HEADROOM * torch.cuda.mem_get_info(group.device)[1]) if searches_gpu else 0
-    try_rows = partial(_try_step, fake_state, make_batch, rows_per_rank, headroom, ddp_buckets)
+    # One step is enough for a given size without DDP's buckets, with which every weight has a gradient.
+    once, saved_bytes = micro is not None and not ddp_buckets, None
+
+    def try_rows(rows: int, size: int) -> int | None:
+        nonlocal saved_bytes
+        checks = (check,) if once else ()
+        saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, headroom, ddp_buckets, rows, size, *checks)
+        return saved_bytes
+
     largest = _largest_micro_that_fits(group, try_rows, rows_per_rank, micro, not fake_state.can_recover_oom)
-    # Without DDP's buckets: weights that get no gradient keep None, which `check` reports.
-    saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, 0, False, largest, largest, check)
+    if not once:
+        saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, 0, False, largest, largest, check)
     if saved_bytes is None:
         raise _oom_error(group, largest, halve(largest))
     if group.device.type == "cuda":
