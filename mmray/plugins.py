@@ -1,8 +1,9 @@
-"""Import user classes named `package.module:Class` in a setting."""
+"""User classes named `package.module:Class` in a setting, and optional packages."""
 
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import Any
 
 from mmray.errors import UsageError
@@ -18,3 +19,9 @@ def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"{setting}: cannot load `{name}`: {error}") from error
+
+
+def check_installed(package: str, setting: str, extra: str) -> None:
+    """Raise UsageError with the setting and the extra of mmray if the package is missing."""
+    if find_spec(package) is None:
+        raise UsageError(f'{setting}: needs {package}; install it on every node: pip install "mmray[{extra}]"')

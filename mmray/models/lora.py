@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mmray.errors import UsageError
+from mmray.plugins import check_installed
 
 if TYPE_CHECKING:
     from mmray.config import Lora
@@ -22,12 +23,9 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
 
     A new adapter adds zero. Raises UsageError for a pattern without a match, and if peft is not installed.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise UsageError(
-            f'model.lora.rank: adapters need peft ({error}). Install it on every node: pip install "mmray[lora]"'
-        ) from None
+    check_installed("peft", "model.lora.rank", "lora")
+    from peft import LoraConfig, inject_adapter_in_model
+
     linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part.weight.requires_grad]
     layers: list[str] = []
     for pattern in lora.targets:

@@ -18,6 +18,7 @@ from mmray.data.text.tokenizer import MAX_LANGUAGES
 from mmray.errors import UsageError, first_line
 from mmray.models import open_clip
 from mmray.models.protocol import Architecture
+from mmray.plugins import check_installed
 
 WEIGHTS_SETTING = "model.weights"
 HAVE_POOLER_OPTION = ("vit", "bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert")
@@ -89,10 +90,11 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
 
     try:
         config = _load_local_or_hub(setting, name, AutoConfig.from_pretrained)
-        if config.model_type == "timm_wrapper":
-            import timm  # noqa: F401
-    except ImportError:
-        raise UsageError(f'{setting}: {name} is a timm model; install timm with `pip install "mmray[timm]"`') from None
+    except ImportError:  # transformers needs it for the config of a timm model
+        check_installed("timm", setting, "timm")
+        raise
+    if config.model_type == "timm_wrapper":
+        check_installed("timm", setting, "timm")
     if config.model_type not in supported:
         raise UsageError(
             f"{setting}: {name} holds a model of type {config.model_type!r}; supported are {', '.join(supported)}"

@@ -70,8 +70,10 @@ def validate_settings(config: Config) -> None:
 
 
 def check_classes(config: Config) -> None:
-    """Raise UsageError for classes named in settings that cannot be loaded."""
+    """Raise UsageError for classes and packages named in settings that cannot be loaded."""
     trackers.check_trackers(config)
+    if config.model.lora.rank:
+        plugins.check_installed("peft", "model.lora.rank", "lora")
     if ":" in config.objective.kind:
         from mmray import objectives
 

@@ -7,7 +7,6 @@ tracker's run id and the last step it accepted, so a resumed run continues there
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -53,9 +52,9 @@ def check_trackers(config: Config) -> None:
     for name in config.run.trackers:
         if name not in BUILT_IN:
             plugins.load_class(name, "run.trackers", tuple(BUILT_IN))
-        elif importlib.util.find_spec(name) is None:
-            raise UsageError(f'run.trackers: {name} is not installed on this machine: `pip install "mmray[{name}]"`')
-        elif name == "mlflow" and "://" in config.run.storage and not os.environ.get("MLFLOW_TRACKING_URI"):
+            continue
+        plugins.check_installed(name, "run.trackers", name)
+        if name == "mlflow" and "://" in config.run.storage and not os.environ.get("MLFLOW_TRACKING_URI"):
             raise UsageError("run.trackers: mlflow cannot write to an object store; set MLFLOW_TRACKING_URI")
     files = {name.rpartition(":")[2].removesuffix("Tracker").lower() for name in config.run.trackers}
     if len(files) < len(config.run.trackers):

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 import mmray
-from mmray.config import Clip, ClipImage, ClipText, Inputs, Lora, Model
+from mmray.config import Clip, ClipImage, ClipText, Config, Inputs, Lora, Model
 from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
+from mmray.train.driver import check_classes
 from tests.engine import toy
 from tests.engine.test_step import take
 from tests.models import test_generative
@@ -107,3 +108,5 @@ def test_invalid_setting_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UsageError, match=r"pip install \"mmray\[lora\]\""):
         build(spec.model_copy(update={"lora": ADAPTERS}), VOCAB)
+    with pytest.raises(UsageError, match=r"model.lora.rank: needs peft"):
+        check_classes(Config(model=spec.model_copy(update={"lora": ADAPTERS})))

@@ -133,7 +133,7 @@ def test_missing_tracker_is_an_error_before_start(monkeypatch: pytest.MonkeyPatc
         trackers.check_trackers(Config(run=Run(trackers=("tensorflow",))))
     with pytest.raises(UsageError, match="same class name"):
         trackers.check_trackers(config_of("Keeping", "Keeping"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("mmray.plugins.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install \"mmray\[mlflow\]\""):
         trackers.check_trackers(config_of("mlflow"))
 
