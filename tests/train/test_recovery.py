@@ -129,7 +129,7 @@ def test_failed_device_restarts_even_before_first_step_and_twice():
     assert (failure.kind, failure.error) == ("device", bad)
     decision = decide_recovery(failure, failure, 1, 3)
     assert isinstance(decision, Restart) and decision.reason.startswith("device failed after step 0: DeviceError: CUDA")
-    assert count_failures(1, "device", progressed=False) == 2
+    assert count_failures(1, failure, progressed=False) == 2
     assert isinstance(decide_recovery(failure, failure, 4, 3), TrainingError)
 
 

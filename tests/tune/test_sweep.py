@@ -60,7 +60,7 @@ def test_named_sweep_with_other_settings_is_refused_with_differences(tmp_path):
     changed = config.replace(optimizer=config.optimizer.replace(lr=0.5))
     for other, identity, message in (
         (config, IDENTITY | {"space": {"batch.micro": [8]}}, r"space: .*\[8, 16\]\} -> .*\[8\]\}"),
-        (changed, IDENTITY, r"optimizer.lr: 0.001 -> 0.5"),
+        (changed, IDENTITY, r"optimizer.lr: 0.002 -> 0.5"),
         (base(tmp_path, name="mine", resume="never"), IDENTITY, r"choose another --run\.name"),
         (base(tmp_path, name="other", resume="must"), IDENTITY, "no sweep at"),
         (base("s3://bucket/runs"), IDENTITY, "a sweep needs a folder that all nodes share"),
