@@ -1,4 +1,4 @@
-"""CPU cores and memory available to this process, within the limits of its container, pod or batch job.
+"""CPU cores and memory available to this process, within the limits of its container, pod or batch job; its network.
 
 Reads `cpu.max` and `memory.max` of the process's cgroup and its parents
 (https://docs.kernel.org/admin-guide/cgroup-v2.html).
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+LOOPBACK = "127.0.0.1"
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -49,6 +50,22 @@ def process_age_s() -> float:
     if hasattr(time, "CLOCK_BOOTTIME"):  # on Linux, psutil adds the time of the boot in whole seconds
         return time.clock_gettime(time.CLOCK_BOOTTIME) - (start_s - psutil.boot_time())
     return time.time() - start_s
+
+
+def network_interface(ip: str) -> str | None:
+    """Return the name of the network interface of this machine that has an IP address; None without one."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if ip in {each.address for each in addresses}), None)
+
+
+def set_network_interface(ip: str) -> None:
+    """Make gloo and NCCL of this process use the interface of an IP address, unless the user has chosen one.
+
+    By default gloo takes the one of the host name, which may be the loopback, and NCCL the first.
+    """
+    if (name := network_interface(ip)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: not a prefix
 
 
 def _cpu_quotas() -> Iterator[float]:

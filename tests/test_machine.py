@@ -83,3 +83,17 @@ def test_process_age_includes_the_start_of_python():
     start_s = time.monotonic()
     age_s = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert 0.01 < age_s < time.monotonic() - start_s + 0.02  # the kernel counts in 1/100 s
+
+
+def test_gloo_and_nccl_get_the_interface_of_an_ip_unless_the_user_chose_one(monkeypatch):
+    interfaces = {"lo": "127.0.0.1", "eth0": "172.17.0.2", "eth1": "10.0.0.7"}
+    addresses = {name: [SimpleNamespace(address=each) for each in ("aa:bb", ip)] for name, ip in interfaces.items()}
+    monkeypatch.setattr(machine.psutil, "net_if_addrs", lambda: addresses)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # restored after the test
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    machine.set_network_interface("1.2.3.4")  # of no interface, such as a public address
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    machine.set_network_interface("10.0.0.7")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth1", "ib0")
+    assert machine.network_interface(machine.LOOPBACK) == "lo"

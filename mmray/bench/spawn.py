@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from mmray.engine.collectives import Group
+from mmray.engine.collectives import BACKENDS, Group
 from mmray.engine.memory_probe import keep_freed_memory
 from mmray.errors import ResourceError, TrainingError, is_out_of_memory
-from mmray.machine import cores
+from mmray.machine import LOOPBACK, cores, set_network_interface
 from mmray.processes import describe_signal
 
 if TYPE_CHECKING:
@@ -86,8 +86,9 @@ def _run_worker(rank: int, measure: Measure, config: Config, device_type: str, f
             torch.cuda.set_device(device)
         else:
             keep_freed_memory()  # as in a training worker
+        set_network_interface(LOOPBACK)
         dist.init_process_group(
-            "nccl" if device_type == "cuda" else "gloo",
+            BACKENDS[device_type],
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=config.cluster.max_workers,

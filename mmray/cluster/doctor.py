@@ -22,7 +22,7 @@ from mmray.cluster.connect import ray_session
 from mmray.cluster.shared_storage import check_shared
 from mmray.config import Cluster
 from mmray.errors import ResourceError, UsageError
-from mmray.machine import cores, free_memory
+from mmray.machine import cores, free_memory, network_interface
 
 GIB = 2**30
 MIN_MEMORY_GIB = 2.0
@@ -156,6 +156,10 @@ def _check_ray(address: str | None) -> Iterator[Finding]:
 
             total, free = ray.cluster_resources(), ray.available_resources()
             yield check_nodes([node for node in ray.nodes() if node["Alive"]], free)
+            try:
+                yield check_interfaces(_interfaces([node for node in ray.nodes() if node["Alive"]]))
+            except ray.exceptions.RayError as error:  # a node was lost, or did not answer in time
+                yield Finding("warning", "network", f"{type(error).__name__}: {error}", "see `ray status`, and repeat")
             start_s = time.monotonic()
             try:
                 probe: Any = ray.remote(num_cpus=min(1, total.get("CPU", 0)))(lambda data: len(data))
@@ -169,6 +173,30 @@ def _check_ray(address: str | None) -> Iterator[Finding]:
     except (ResourceError, UsageError) as error:
         fix = "check the address, that RAY_AUTH_MODE is the same here and on the head, and run `ray status` on the head"
         yield Finding("error", "Ray", str(error).splitlines()[0], fix)
+
+
+def _interfaces(alive: list[dict[str, Any]]) -> dict[str, str | None]:
+    """Return the network interface of each node's IP address, as the node itself sees it."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    probe: Any = ray.remote(num_cpus=0)(network_interface)
+    tasks = {}
+    for node in alive:
+        affinity, ip = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), node["NodeManagerAddress"]
+        tasks[ip] = probe.options(scheduling_strategy=affinity).remote(ip)
+    return dict(zip(tasks, ray.get(list(tasks.values()), timeout=60), strict=True))
+
+
+def check_interfaces(interfaces: dict[str, str | None]) -> Finding:
+    """Warn if a node has no network interface with the IP address that Ray uses; workers set it for gloo and NCCL."""
+    missing = [ip for ip, name in interfaces.items() if name is None]
+    observed = ", ".join(f"{ip} on {name or 'no interface'}" for ip, name in interfaces.items())
+    fix = (
+        f"start Ray on {', '.join(missing)} with --node-ip-address, an address of the node's network interface, or set "
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there"
+    )
+    return _warn_if(bool(missing), "network", observed, fix)
 
 
 def check_nodes(alive: list[dict[str, Any]], free: dict[str, float]) -> Finding:

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Of torch.distributed, by the type of the training device. One group has both: NCCL cannot reduce on the host.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
 
 @dataclass(frozen=True)
 class Group:
@@ -22,26 +25,26 @@ class Group:
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default=torch.device("cpu"))
-    # A gloo group of the same ranks; None: the default group.
-    cpu_group: Any = field(default=None, compare=False, repr=False)
 
     @classmethod
     def current(cls, device: torch.device | str = "cpu", timeout_s: float | None = None) -> Group:
-        """Return the default process group of torch.distributed, or a group of one; `timeout_s` is for both groups."""
+        """Return the default process group of torch.distributed, or a group of one.
+
+        It must have a backend for the CPU and one for `device` (BACKENDS). timeout_s: of its collectives from now on.
+        """
         if not dist.is_initialized():
             return cls(device=torch.device(device))
         if timeout_s is not None:
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before 2.15
             set_timeout(timedelta(seconds=timeout_s))
-        cpu_group = None if dist.get_backend() == "gloo" else cls.new_cpu_group(timeout_s or 300.0)
-        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), cpu_group)
+        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device))
 
     def all_reduce_min(self, value: int) -> int:
         """Minimum over ranks; a CPU collective that does not wait for the device."""
         if self.world_size == 1:
             return value
         minimum = torch.tensor([value])
-        dist.all_reduce(minimum, dist.ReduceOp.MIN, group=self.cpu_group)
+        dist.all_reduce(minimum, dist.ReduceOp.MIN)
         return int(minimum)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
@@ -105,12 +108,12 @@ class Group:
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.cpu_group)
+        dist.all_gather_object(values, value)
         return values
 
     @staticmethod
     def new_cpu_group(timeout_s: float) -> Any:
-        """Create a gloo group of all ranks: for collectives without the device, or for use in a separate thread."""
+        """Create a second gloo group of all ranks, for collectives of another thread."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def broadcast_object(self, value: Any) -> Any:
@@ -118,5 +121,5 @@ class Group:
         if self.world_size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, device=self.device)
+        dist.broadcast_object_list(values, src=0)
         return values[0]

@@ -15,9 +15,18 @@ from torch import Tensor
 
 from mmray.engine.collectives import Group
 from mmray.engine.oom import OomGuard
+from mmray.engine.parallel import strategy
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import TrainState
-from mmray.objectives.protocol import Batch, HardNegativeMining, Objective, ObjectiveParts, Outputs, PairwiseLoss
+from mmray.objectives.protocol import (
+    Batch,
+    HardNegativeMining,
+    Objective,
+    ObjectiveParts,
+    Outputs,
+    PairwiseLoss,
+    split_objective,
+)
 
 
 @dataclass
@@ -274,6 +283,16 @@ def attach_negatives(
         micro_batches.append(micro_batch | mining.sample_hard_negatives(outputs, micro_batch, gathered_rows))
         offset += len(micro_batch["valid"])
     return micro_batches
+
+
+def attach_own_negatives(state: TrainState, batch: LocalBatch) -> list[Batch]:
+    """A micro-batch, the only one of `batch`, with hard negatives among its own rows; without collectives."""
+    mining, model = split_objective(state.objective).mining_loss, strategy.unwrap(state.model)
+    if mining is None:
+        return batch.micro_batches
+    with torch.no_grad(), strategy.preserve_buffers(model), state.precision.autocast():
+        outputs = model(batch.micro_batches[0])
+    return attach_negatives(mining, batch, [outputs], None, gather_negative_inputs(Group(), mining, batch))
 
 
 def gather_negative_inputs(group: Group, mining: HardNegativeMining, batch: LocalBatch) -> Batch:

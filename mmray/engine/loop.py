@@ -6,9 +6,8 @@ or in a Ray Train worker. Every rank makes the same calls; only rank 0 writes th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,7 +26,7 @@ from mmray.engine.parallel import strategy
 from mmray.engine.precision import micro_seed, select_precision
 from mmray.engine.prefetch import LocalBatch, prefetch, split_micro_batches
 from mmray.engine.run_state import EMA_KEY, LoadCheckpointFn, LoopProgress, LoopResult, TrainSpec, TrainState
-from mmray.engine.step import StepResult, optimizer_step
+from mmray.engine.step import StepResult, optimizer_step, zero_gradients
 from mmray.errors import OutOfMemoryError, TrainingError, first_line, is_out_of_memory
 from mmray.objectives.protocol import Batch
 
@@ -62,7 +61,6 @@ def train_loop(
     stop = False
     with profile_steps(spec.train.profile, spec.profile_path, group.device) as profile_step:
         while progress.step < plan.steps and not stop:
-            start_s = time.perf_counter()
             batch = _next_batch(run, batches)
             set_lr(run.state.optimizer, lr_at(progress.step, spec.optimizer, plan.steps))
             result = _take_step(run, batch)
@@ -70,13 +68,14 @@ def train_loop(
             if run.ema is not None and result.is_finite:
                 run.ema.update_parameters(spec.model)
             _check_finite(run, result)
-            run.meter.rates.add(time.perf_counter() - start_s, batch.wait_s, plan.global_rows, batch.token_counts.real)
+            run.meter.rates.add(batch.wait_s, plan.global_rows, batch.token_counts.real)
             run.meter.token_counts += torch.tensor(batch.token_counts)
             keys = batch.keys
             del batch  # a GPU holds two batches: this one and the next
             metrics = _finish_step(run, keys, result) or metrics
             stop = result.stop
             profile_step()
+            run.meter.rates.lap("callbacks")
     return LoopResult(
         status="finished" if progress.step >= plan.steps else "stopped",
         steps=progress.step,
@@ -174,8 +173,7 @@ def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
         progress.micro = halve(progress.micro)
         if progress.micro == 0:
             raise OutOfMemoryError(text)
-        run.state.optimizer.zero_grad(set_to_none=True)
-        run.state = replace(run.state, model=strategy.rewrap(run.state.model, group, spec.train.grad_compression))
+        zero_gradients(run.state)
         if group.device.type == "cuda":
             torch.cuda.empty_cache()
         spec.notify("memory", text)
@@ -197,7 +195,7 @@ def _check_finite(run: _Run, result: StepResult) -> None:
 
 def _finish_step(run: _Run, keys: Tensor, result: StepResult) -> Metrics | None:
     """Measure, evaluate, log, save, and call the callbacks. Every rank makes the same decisions."""
-    spec, step = run.spec, run.progress.step
+    spec, step, rates = run.spec, run.progress.step, run.meter.rates
     last = step == spec.plan.steps or result.stop
     evaluating = spec.evaluate is not None and (step == spec.plan.steps or _is_due(step, spec.evaluate_every))
     # With `auto`, save every evaluated step, so that the best one has a checkpoint.
@@ -205,14 +203,13 @@ def _finish_step(run: _Run, keys: Tensor, result: StepResult) -> Metrics | None:
     saving = spec.save is not None and (last or scored or run.schedule.is_due(step))
     metrics = None
     if last or evaluating or saving or _is_due(step, spec.train.log_every):
-        metrics = _measure(run, keys, result)
-        if evaluating:
-            metrics |= _evaluate(run)
+        scores = _evaluate(run) if evaluating else {}
+        metrics = _measure(run, keys, result) | scores
         if spec.log is not None:
             spec.log.write(metrics)
+        rates.lap("log")
     if saving:
-        with run.state.timers("checkpoint"):
-            _save(run, metrics or {}, last)
+        _save(run, metrics or {}, last)
     for callback in spec.callbacks:
         callback.on_step(step, metrics)
     return metrics
@@ -247,7 +244,7 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
 
 
 def _evaluate(run: _Run) -> Metrics:
-    start_s, step, model = time.perf_counter(), run.progress.step, run.spec.model
+    step, model = run.progress.step, run.spec.model
     assert run.spec.evaluate is not None
     with strategy.gather_full_weights(model):
         try:
@@ -261,25 +258,31 @@ def _evaluate(run: _Run) -> Metrics:
             ) from error
     model.train()
     metrics = {f"evaluate/{name}": score for name, score in scores.items()}
-    return metrics | {"time/evaluate_s": time.perf_counter() - start_s}
+    return metrics | {"time/evaluate_s": run.meter.rates.lap("evaluate")}
 
 
 def _save(run: _Run, metrics: Metrics, last: bool) -> None:
-    """Save a checkpoint. With `auto`, the interval is derived from the save time measured on rank 0.
+    """Save a checkpoint. With `auto`, the interval is derived from the stall of training measured on rank 0.
 
-    The state refers to live tensors (of sharded ones, this rank's shard), which `spec.save` must write or copy before
-    the next step.
+    The state refers to live weights (of sharded ones, this rank's shard), which `spec.save` must write or copy before
+    the next update, and to copies of the running statistics, which the next forward changes.
     """
-    spec, step, schedule = run.spec, run.progress.step, run.schedule
+    spec, step, schedule, rates = run.spec, run.progress.step, run.schedule, run.meter.rates
     assert spec.save is not None
+    model_state = dict(spec.model.state_dict())
+    buffers = spec.model.named_buffers(remove_duplicate=False)
+    model_state |= {name: buffer.clone() for name, buffer in buffers if name in model_state}
     state = {} if run.ema is None else {EMA_KEY: run.ema.state_dict()}
     state |= {
-        "model": dict(spec.model.state_dict()),
+        "model": model_state,
         "optimizer": state_dict.optimizer_state(spec.model, run.state.optimizer),
         "scaler": run.state.scaler.state_dict(),
         "progress": vars(run.progress).copy(),
     }
     save_duration_s = spec.save(step, state, metrics, last)
+    stall_s = rates.lap("checkpoint")
     if schedule.every == "auto" and not last:
-        steps = steps_between_checkpoints(metrics.get("time/step_s"), save_duration_s, step - schedule.first)
+        taken = step - schedule.first
+        steps = steps_between_checkpoints(metrics.get("time/step_s"), stall_s, save_duration_s, taken)
         schedule.saved(step, spec.group.broadcast_object(steps))
+        rates.lap("checkpoint")

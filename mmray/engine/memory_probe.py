@@ -19,7 +19,7 @@ from mmray.engine import precision
 from mmray.engine.batch import halve
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
-from mmray.engine.oom import OOM_ADVICE, RecoverableOom
+from mmray.engine.oom import OOM_ADVICE
 from mmray.engine.optimizer import build_optimizer
 from mmray.engine.parallel import strategy
 from mmray.engine.prefetch import make_local_batch
@@ -95,7 +95,7 @@ def probe_memory(
     """
     group = state.group
     fake_group = FakeGroup(group.rank, group.world_size, group.device)
-    fake_state = replace(state, group=fake_group, can_recover_oom=not strategy.has_inner_collectives(state.model))
+    fake_state, together = replace(state, group=fake_group), strategy.has_inner_collectives(state.model)
     # A real collective, as large as those of DDP: NCCL allocates its buffers (1 GiB and more) in the first.
     group.all_reduce_sum(torch.zeros(int(strategy.BUCKET_MB * 2**18), device=group.device))
     _allocate_optimizer(state.optimizer)
@@ -111,7 +111,7 @@ def probe_memory(
         saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, headroom, ddp_buckets, rows, size, *checks)
         return saved_bytes
 
-    largest = _largest_micro_that_fits(group, try_rows, rows_per_rank, micro, not fake_state.can_recover_oom)
+    largest = _largest_micro_that_fits(group, try_rows, rows_per_rank, micro, together)
     if not once:
         saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, 0, False, largest, largest, check)
     if saved_bytes is None:
@@ -258,8 +258,8 @@ def _try_step(
             reserved.clear()
             check()
             fits = True
-        except (RecoverableOom, RuntimeError, MemoryError, ValueError, IndexError, TypeError) as error:
-            if not (isinstance(error, RecoverableOom) or is_out_of_memory(error)):
+        except (RuntimeError, MemoryError, ValueError, IndexError, TypeError) as error:
+            if not is_out_of_memory(error):
                 raise TrainingError(
                     f"the dry run failed: the model cannot process a synthetic micro-batch of {micro} rows: {error}"
                 ) from error

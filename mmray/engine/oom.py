@@ -1,6 +1,6 @@
 """OOM recovery: run work that may run out of memory, agree over all ranks whether it did, and format the error.
 
-README.md, section "OOM recovery", describes the protocol. The agreement, a CPU collective, does not wait for the GPU.
+README.md, section "OOM recovery", describes the protocol.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 
 from mmray.engine.batch import halve
 from mmray.engine.collectives import Group
-from mmray.engine.metrics.timers import PhaseTimers
 from mmray.errors import first_line, is_out_of_memory
 
 T = TypeVar("T")
@@ -24,38 +23,32 @@ class RecoverableOom(Exception):
 
 
 class OomGuard:
-    """Runs the work of one step. Without `can_recover_oom` errors propagate (e.g. a forward has collectives)."""
+    """Runs the work of a step before its last backward; after an OOM this rank skips the rest of that work.
 
-    def __init__(self, group: Group, can_recover_oom: bool, timers: PhaseTimers):
-        self.group, self.can_recover_oom, self.timers = group, can_recover_oom, timers
-        self._error: str | None = None
+    It still takes part in the collectives of the step, because other ranks wait in them. Not `enabled`: errors
+    propagate, because there is one rank, or a forward has collectives.
+    """
 
-    def disable(self) -> None:
-        """Let the errors of further work propagate, without an agreement."""
-        self.can_recover_oom = False
+    def __init__(self, group: Group, enabled: bool = False):
+        self.group, self.enabled = group, enabled
+        self.error: str | None = None  # of this rank
 
     def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`; None (despite the type) after this rank ran out of memory."""
-        if not self.can_recover_oom:
+        if not self.enabled:
             return work()
-        if self._error is None:
+        if self.error is None:
             try:
                 return work()
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                self._error = first_line(error)  # not the error: its traceback would keep the tensors alive
+                self.error = first_line(error)  # not the error: its traceback would keep the tensors alive
         return cast("Any", None)
 
-    def run_and_sync(self, work: Callable[[], T]) -> T:
-        """Return the result of `work` if it fitted on all ranks; otherwise raise RecoverableOom on all of them."""
-        result = self.run(work)
-        if self.can_recover_oom:
-            with self.timers("sync"):
-                all_fit = self.group.all_reduce_min(int(self._error is None)) == 1
-            if not all_fit:
-                raise RecoverableOom(self._error or "")
-        return result
+    def any_rank_failed(self) -> bool:
+        """Return whether some rank ran out of memory; a collective if enabled, called by all ranks or none."""
+        return self.enabled and self.group.all_reduce_min(int(self.error is None)) == 0
 
 
 OOM_ADVICE = (

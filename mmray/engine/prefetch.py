@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.errors import TrainingError
 from mmray.objectives.protocol import Batch
+
+ALIGNMENT = 512  # bytes, of each column in the copy of a step, as of torch's CUDA allocations
 
 
 class TokenCounts(NamedTuple):
@@ -72,6 +75,13 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
     return LocalBatch(micro_batches, is_dummy, keys, sizes, TokenCounts(tokens, padded, unbucketed))
 
 
+def dummy_batch(batch: LocalBatch) -> LocalBatch:
+    """One dummy micro-batch in place of all, for a rank that ran out of memory; `rows` is unchanged."""
+    row = {name: tensor[:1] for name, tensor in batch.micro_batches[0].items()}
+    row["valid"] = torch.zeros_like(row["valid"])
+    return replace(batch, micro_batches=[row], is_dummy=(True,))
+
+
 def split_micro_batches(batch: LocalBatch, micro: int) -> LocalBatch:
     """Split evenly into micro-batches of at most `micro` rows, equally many on every rank; views, without copies."""
     if max(batch.sizes) <= micro:
@@ -115,7 +125,7 @@ def prefetch(
 
     batches = checked()
     if device.type == "cuda":
-        copied = map(partial(_copy, device=device, stream=torch.cuda.Stream(device), timers=timers), batches)
+        copied = map(DeviceCopier(device, timers), batches)
         batches = _prefetch_in_thread(copied, partial(_receive, device=device), device)
 
     def timed() -> LocalBatch | None:
@@ -141,27 +151,50 @@ def check_positions(actual: np.ndarray, expected: np.ndarray, step: int, rank: i
     )
 
 
-BatchAndEvent = tuple[LocalBatch, torch.cuda.Event]
+class Copied(NamedTuple):
+    batch: LocalBatch  # whose columns are views of `memory`
+    memory: Tensor  # on the device
+    event: torch.cuda.Event  # of the copy's completion
 
 
-def _copy(batch: LocalBatch, device: torch.device, stream: torch.cuda.Stream, timers: PhaseTimers) -> BatchAndEvent:
-    """Start copying a batch to the device on a side stream; return it with the event of its completion."""
-    with torch.cuda.stream(stream), timers("transfer"):
-        micro_batches = [
-            {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in micro_batch.items()}
-            for micro_batch in batch.micro_batches
-        ]
-        return replace(batch, micro_batches=micro_batches), stream.record_event()
+class DeviceCopier:
+    """Copies a rank's rows of a step to the device at once, on a side stream, through pinned memory that is reused."""
+
+    def __init__(self, device: torch.device, timers: PhaseTimers):
+        self._device, self._timers, self._stream = device, timers, torch.cuda.Stream(device)
+        self._pinned = torch.empty(0, dtype=torch.uint8)
+        self._last_copy: torch.cuda.Event | None = None
+
+    def __call__(self, batch: LocalBatch) -> Copied:
+        """Start copying a batch; waits for the copy of the previous one, a step before, which uses the same memory."""
+        columns = [tensor for micro_batch in batch.micro_batches for tensor in micro_batch.values()]
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in columns]
+        starts = [0, *accumulate(sizes)]
+        if self._last_copy is not None:
+            self._last_copy.synchronize()
+        if starts[-1] > len(self._pinned):
+            self._pinned = torch.empty(starts[-1] * 5 // 4, dtype=torch.uint8).pin_memory()  # captions vary in length
+        for tensor, start in zip(columns, starts, strict=False):
+            _view_at(self._pinned, start, tensor).copy_(tensor)
+        with torch.cuda.stream(self._stream), self._timers("transfer"):
+            memory = self._pinned[: starts[-1]].to(self._device, non_blocking=True)
+            self._last_copy = self._stream.record_event()
+        views = map(partial(_view_at, memory), starts, columns)
+        micro_batches = [{name: next(views) for name in micro_batch} for micro_batch in batch.micro_batches]
+        return Copied(replace(batch, micro_batches=micro_batches), memory, self._last_copy)
 
 
-def _receive(copied: BatchAndEvent, device: torch.device) -> LocalBatch:
+def _view_at(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """View of bytes [N], from `start`, with shape and type of `like`."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _receive(copied: Copied, device: torch.device) -> LocalBatch:
     """Make a batch usable on the compute stream."""
-    (batch, arrived), current = copied, torch.cuda.current_stream(device)
-    current.wait_event(arrived)
-    for micro_batch in batch.micro_batches:
-        for tensor in micro_batch.values():
-            tensor.record_stream(current)  # otherwise the allocator would reuse its memory too early
-    return batch
+    current = torch.cuda.current_stream(device)
+    current.wait_event(copied.event)
+    copied.memory.record_stream(current)  # otherwise the allocator would reuse it too early
+    return copied.batch
 
 
 def _prefetch_in_thread(items: Iterator[Any], receive: Callable[[Any], Any], device: torch.device) -> Iterator[Any]:

@@ -50,7 +50,7 @@ class TrainSpec:
     group: Group
     train: Train
     optimizer: OptimizerConfig
-    # (step, state, metrics, is this the last one) -> seconds that the previous checkpoint cost
+    # (step, state, metrics, is this the last one) -> seconds from the start of the previous save to its end
     save: Callable[[int, CheckpointState, Metrics, bool], float | None] | None = None
     evaluate: Callable[[int, nn.Module], dict[str, float]] | None = None  # with the EMA model if there is one
     evaluate_every: int = 0  # steps; 0: only after the last
@@ -61,7 +61,7 @@ class TrainSpec:
     notify: Callable[[str, str], None] = lambda label, text: None  # a console line, from rank 0
     profile_path: Path | None = None  # output of `train.profile`, on ranks that write one
     static_metrics: Metrics = field(default_factory=dict)  # constant over the run, such as the memory table
-    recover_cpu_oom: bool = False  # the kernel usually kills the process; agreeing on an OOM costs 4 % of a small step
+    recover_cpu_oom: bool = False  # the kernel usually kills the process
     stop: Callable[[], bool] = lambda: False  # True on any rank ends the run after this step
 
 

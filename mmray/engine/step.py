@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mmray.engine.grad_cache import GradCache, build_grad_cache
+from mmray.engine.grad_cache import GradCache, attach_own_negatives, build_grad_cache
 from mmray.engine.oom import OomGuard, RecoverableOom
 from mmray.engine.optimizer import clip_gradients, grad_norm
 from mmray.engine.parallel import strategy
 from mmray.engine.precision import fork_seeded_rng
-from mmray.engine.prefetch import LocalBatch
+from mmray.engine.prefetch import LocalBatch, dummy_batch
 from mmray.engine.run_state import SeedFn, TrainState
 from mmray.errors import first_line, is_out_of_memory
 from mmray.objectives.protocol import Batch, ObjectiveParts, Outputs, split_objective
@@ -47,12 +47,13 @@ def optimizer_step(state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: 
     """Forward, backward and update on all ranks together; `stop` is this rank's request to end the run afterwards.
 
     Raises RecoverableOom on all ranks together if the step can be retried with smaller micro-batches. Nothing has
-    changed then except running statistics of a `local` BatchNorm, which have seen some rows twice. If a rank that runs
-    out of memory leaves a collective that others wait in, it raises the original error.
+    changed then except gradients, and running statistics of a `local` BatchNorm, which have seen some rows twice. If a
+    rank that runs out of memory leaves a collective that others wait in, it raises the original error.
     """
     error = ""
+    guard = OomGuard(state.group, enabled=state.can_recover_oom and state.group.world_size > 1)
     try:
-        cache, scalars = accumulate_gradients(state, batch, seed_of, stop)
+        cache, scalars = accumulate_gradients(state, batch, seed_of, stop, guard)
     except (RuntimeError, MemoryError) as raised:
         if state.group.world_size > 1 or not state.can_recover_oom or not is_out_of_memory(raised):
             raise
@@ -60,19 +61,19 @@ def optimizer_step(state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: 
     if error:
         raise RecoverableOom(error)  # outside `except`: the traceback would keep the step's tensors alive
     with state.timers("optimizer"):
-        grad_norm, stop_requested = apply_update(state, cache.num_stop_requests)
+        grad_norm, stop_requested = apply_update(state, cache.num_stop_requests, guard)
     return StepResult(cache.sums, cache.loss_counts, scalars, grad_norm, stop_requested)
 
 
 def accumulate_gradients(
-    state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: bool = False
+    state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: bool = False, guard: OomGuard | None = None
 ) -> tuple[GradCache, Outputs]:
-    """Add the gradient of the global batch to the weights, scaled by the scaler. Raises as `optimizer_step` does.
+    """Add the gradient of the global batch to the weights, scaled by the scaler; it is NaN if `guard` caught an OOM.
 
     Return the GradCache, which has the sums and counts of the loss, and the scalar outputs.
     """
     parts = split_objective(state.objective)
-    guard = OomGuard(state.group, state.can_recover_oom, state.timers)
+    guard = guard or OomGuard(state.group)
     objectives = [loss for loss in (parts.global_loss, parts.local_loss) if loss is not None]
     counts = [
         torch.stack([objective.count(micro_batch) for micro_batch in batch.micro_batches]).double().sum(0)
@@ -82,9 +83,10 @@ def accumulate_gradients(
     first_outputs: Outputs | None = None
     detached: list[Outputs] = []
     if parts.global_loss is not None or parts.mining_loss is not None:
-        first_outputs, detached = guard.run_and_sync(lambda: first_pass(state, parts, batch, seed_of))
-        if len(batch.micro_batches) == 1 and first_outputs is not None and parts.ring_loss is None:
-            guard.disable()  # only the loss remains before the backward: not worth another all-reduce
+        first_outputs, detached = guard.run(lambda: first_pass(state, parts, batch, seed_of)) or (None, [])
+        if guard.error is not None:
+            batch = dummy_batch(batch)
+            first_outputs, detached = first_pass(state, parts, batch, seed_of, keep_graph=False)
     cache = build_grad_cache(state, parts, batch, detached, local_counts, guard)
     scalars: Outputs = {}
 
@@ -112,7 +114,11 @@ def accumulate_gradients(
         with strategy.maybe_no_sync(state.model, last=False):
             guard.run(lambda index=index: backward(forward(index)))  # type: ignore[misc]
     with strategy.maybe_no_sync(state.model, last=True):
-        backward(guard.run_and_sync(lambda: forward(last)))
+        backward_inputs = guard.run(lambda: forward(last))
+        if guard.error is not None:
+            first_outputs = None
+            backward_inputs = nan_gradients(state, dummy_batch(batch), seed_of)
+        backward(backward_inputs)
     with state.timers("sync"):
         strategy.average_replicated_gradients(state.model, state.group)
     return cache, scalars
@@ -128,8 +134,18 @@ def forward_micro_batch(
         return model(micro_batch)
 
 
+def nan_gradients(state: TrainState, dummy: LocalBatch, seed_of: SeedFn) -> list[tuple[Tensor, Tensor | None]]:
+    """Outputs of a dummy row with NaN as their gradients, where the last backward of a rank without memory starts.
+
+    So it takes part in the all-reduce that the other ranks wait in, and the norm is NaN on all of them.
+    """
+    (micro_batch,) = attach_own_negatives(state, dummy)
+    outputs = forward_micro_batch(state, state.model, micro_batch, dummy, 0, seed_of)
+    return [(output, torch.full_like(output, math.nan)) for output in outputs.values() if output.requires_grad]
+
+
 def first_pass(
-    state: TrainState, parts: ObjectiveParts, batch: LocalBatch, seed_of: SeedFn
+    state: TrainState, parts: ObjectiveParts, batch: LocalBatch, seed_of: SeedFn, keep_graph: bool = True
 ) -> tuple[Outputs | None, list[Outputs]]:
     """First pass: return the outputs of the first micro-batch with its graph, and those of all without.
 
@@ -139,7 +155,7 @@ def first_pass(
     names = dict.fromkeys((*parts.gathered_names, *state.objective.scalar_output_names))
     first: Outputs | None = None
     detached: list[Outputs] = []
-    if parts.mining_loss is None:
+    if parts.mining_loss is None and keep_graph:
         with strategy.maybe_no_sync(model, last=len(micro_batches) == 1):
             first = forward_micro_batch(state, model, micro_batches[0], batch, 0, seed_of)
         detached.append({name: first[name].detach() for name in names})
@@ -151,10 +167,11 @@ def first_pass(
     return first, detached
 
 
-def apply_update(state: TrainState, num_stop_requests: Tensor) -> tuple[float, bool]:
+def apply_update(state: TrainState, num_stop_requests: Tensor, guard: OomGuard) -> tuple[float, bool]:
     """Unscale, clip, step if the gradient is finite, and zero it.
 
-    Return the norm before clipping, and whether any rank requested a stop.
+    Return the norm before clipping, and whether any rank requested a stop. Raises RecoverableOom if a rank ran out of
+    memory, which only a norm that is not finite can mean.
 
     num_stop_requests: [1], read here because this is the only place in a step where the host waits for the device. All
     ranks decide alike: after the synchronizing backward their gradients are equal, and a NaN or infinity of one rank is
@@ -164,6 +181,9 @@ def apply_update(state: TrainState, num_stop_requests: Tensor) -> tuple[float, b
     weights = list(state.model.parameters())
     device_norm = grad_norm(weights)
     norm, requests = state.group.to_host(torch.cat([device_norm[None], num_stop_requests.to(device_norm)])).tolist()
+    if not math.isfinite(norm) and guard.any_rank_failed():
+        state.scaler.update(state.scaler.get_scale())  # unchanged; the gradients can be unscaled again
+        raise RecoverableOom(guard.error or "")
     if math.isfinite(norm):
         if 0 < state.clip_norm < norm:
             clip_gradients(weights, device_norm, state.clip_norm)
@@ -172,6 +192,10 @@ def apply_update(state: TrainState, num_stop_requests: Tensor) -> tuple[float, b
         if clamp_parameters is not None:
             clamp_parameters()
     state.scaler.update()
-    # Not None under DDP, where gradients are views of the buckets and every trainable weight gets one in each step.
-    state.optimizer.zero_grad(set_to_none=not isinstance(state.model, DistributedDataParallel))
+    zero_gradients(state)
     return norm, requests > 0
+
+
+def zero_gradients(state: TrainState) -> None:
+    """Free the gradients, but not under DDP, where they are views of the buckets and every step has all of them."""
+    state.optimizer.zero_grad(set_to_none=not isinstance(state.model, DistributedDataParallel))

@@ -39,7 +39,7 @@ from mmray.models.build import build
 from mmray.models.fusion import LabelTexts
 from mmray.objectives.protocol import Batch
 from mmray.report.run import EXAMPLES
-from mmray.storage.paths import AnyPath, to_path, write_atomic
+from mmray.storage.paths import AnyPath, to_path
 
 
 def train_worker(
@@ -111,7 +111,7 @@ def _train(
         train=config.train,
         optimizer=config.optimizer,
         save=save,
-        evaluate=_evaluate_fn(context, group, objective, plan.global_rows, driver, precision_name),
+        evaluate=_evaluate_fn(context, group, objective, plan.global_rows, driver, precision_name, log),
         evaluate_every=config.evaluate.every,
         log=log,
         callbacks=tuple(callbacks),
@@ -179,7 +179,7 @@ def _checkpoint_manager(
 ) -> CheckpointManager | None:
     """Return the checkpoint manager: on rank 0, and under FSDP on every rank, because each writes its shard."""
     sharded = context.config.train.parallel == "fsdp" and group.world_size > 1
-    cpu_group = group.new_cpu_group(context.config.cluster.state_limits_s["saving"]) if group.world_size > 1 else None
+    cpu_group = group.new_cpu_group(context.config.cluster.state_limits_s["saving"]) if sharded else None
     if group.rank != 0 and not sharded:
         return None
     # A resumed run builds the model from it, without the pretrained files; a user's model need not have the method.
@@ -190,7 +190,13 @@ def _checkpoint_manager(
 
 
 def _evaluate_fn(
-    context: WorkerContext, group: Group, objective: Any, global_rows: int, driver: DriverHandle, precision_name: str
+    context: WorkerContext,
+    group: Group,
+    objective: Any,
+    global_rows: int,
+    driver: DriverHandle,
+    precision_name: str,
+    log: MetricsLog | None,
 ) -> Callable[[int, nn.Module], dict[str, float]] | None:
     if context.eval_set is None:
         return None
@@ -199,10 +205,8 @@ def _evaluate_fn(
 
     def evaluate(step: int, model: nn.Module) -> dict[str, float]:
         def save_examples(examples: dict[str, Any]) -> None:
-            try:
-                write_atomic(context.folder / EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
-            except OSError as error:
-                driver.notify("storage", f"cannot write the examples of step {step}: {error}")
+            assert log is not None
+            log.write_file(EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
 
         driver.phase("evaluating")
         with mixed_precision.autocast():

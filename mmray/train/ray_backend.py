@@ -18,6 +18,7 @@ import ray.exceptions
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util import get_node_ip_address
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.cluster import placement, shared_storage
@@ -35,8 +36,9 @@ from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error, 
 from mmray.config import Config
 from mmray.data.stream.stream import StreamDataConfig
 from mmray.engine.batch import halve
+from mmray.engine.collectives import BACKENDS
 from mmray.errors import DeviceError, MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
-from mmray.machine import cores, free_memory
+from mmray.machine import LOOPBACK, cores, free_memory, set_network_interface
 from mmray.storage.paths import AnyPath, RemotePath
 from mmray.train.backend import Attempt, Cause, format_counts, num_gpus
 from mmray.train.coordinator import Coordinator
@@ -328,6 +330,25 @@ def request_nodes(
         autoscaler.request(demand.per_worker, demand.worker_label_selector, demand.workers - running)
 
 
+class ProcessGroupConfig(TorchConfig):
+    """Ray's process group, on the network interface that Ray uses, or the loopback if all workers are on one node."""
+
+    @property
+    def backend_cls(self) -> type[Any]:
+        return _Backend
+
+
+class _Backend(TorchConfig().backend_cls):  # type: ignore[misc]
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        ips = worker_group.execute(get_node_ip_address)
+        worker_group.execute(_set_network_interface, loopback=len(set(ips)) == 1)
+        super().on_start(worker_group, backend_config)
+
+
+def _set_network_interface(loopback: bool) -> None:
+    set_network_interface(LOOPBACK if loopback else get_node_ip_address())
+
+
 def torch_trainer(
     loop: Callable[..., Any],
     config: Config,
@@ -346,8 +367,11 @@ def torch_trainer(
     selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}  # missing in Ray's stub
     return TorchTrainer(
         loop,
-        # NCCL for GPUs and gloo otherwise (Ray's choice), with a timeout, which neither has by default.
-        torch_config=TorchConfig(timeout_s=math.ceil(config.cluster.group_timeout_s)),
+        # With a timeout, which neither gloo nor NCCL has by default.
+        torch_config=ProcessGroupConfig(
+            backend=BACKENDS["cuda" if "GPU" in demand.per_worker else "cpu"],
+            timeout_s=math.ceil(config.cluster.group_timeout_s),
+        ),
         scaling_config=ScalingConfig(
             num_workers=demand.workers,
             use_gpu="GPU" in demand.per_worker,

@@ -64,14 +64,17 @@ def build_row(trial: Trial, outcome: TrialOutcome, lines: list[Row] | None = Non
 
 
 def aggregate_metrics(lines: list[Row]) -> Row:
-    """Aggregate the logged metrics: samples/s without the first window, mean loss of the last quarter."""
+    """Aggregate the logged metrics: samples/s of steps without the first window, mean loss of the last quarter.
+
+    Not the logged rate, which has evaluations and checkpoints: these are not what a sweep compares.
+    """
     last = lines[-1] if lines else {}
     losses: list[Any] = [line.get("train/loss") for line in lines[-max(1, len(lines) // 4) :]]
     rates: Row = dict.fromkeys(("samples_per_s", "samples_per_s_min", "samples_per_s_max"))
     windows = [
-        (line["throughput/samples_per_s"], line["time/step_s"], line["step"] - before)
+        (line["rows_stop"] / line["step"] / line["time/step_s"], line["time/step_s"], line["step"] - before)
         for line, before in zip(lines, [0, *(line["step"] for line in lines)], strict=False)
-        if line.get("throughput/samples_per_s") is not None
+        if line.get("time/step_s") is not None
     ]
     if windows := windows[1:] or windows:  # the first is warm-up
         longest = max(steps for *_, steps in windows)

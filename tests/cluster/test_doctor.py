@@ -33,6 +33,8 @@ CPU_NODE = {"Resources": {"CPU": 8.0}}
         (doctor.check_gpus(0, []), "ok", "none"),
         (doctor.check_gpus(2, ["H200"]), "error", "lists 2 GPUs, torch can use 1"),
         (doctor.check_gpus(8, ["H200"], visible="0"), "warning", "CUDA_VISIBLE_DEVICES=0"),
+        (doctor.check_interfaces({"10.0.0.1": "eth0"}), "ok", "10.0.0.1 on eth0"),
+        (doctor.check_interfaces({"10.0.0.1": "eth0", "1.2.3.4": None}), "warning", "start Ray on 1.2.3.4 with"),
         (doctor.check_nodes([GPU_NODE], {"GPU": 2.0}), "warning", "add CPU nodes"),
         (
             doctor.check_nodes([GPU_NODE, CPU_NODE], {"CPU": 9.0, "GPU": 2.0}),

@@ -228,14 +228,12 @@ def _topological_order(roots: list[Any]) -> list[Any]:
     return order[::-1]
 
 
-class HostStager:
-    """Replaces DCP's pinned staging, which needs a driver."""
+class HostBuffers:
+    """Replaces DCP's pinned buffers, which need a driver."""
 
-    should_synchronize_after_execute = False
+    def __init__(self, pin_memory: bool) -> None: ...
 
-    def __init__(self, options: Any) -> None: ...
-
-    def stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def stage(self, tensors: dict[str, Tensor], non_blocking: bool) -> dict[str, Tensor]:
         return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
 
     def close(self) -> None: ...
@@ -263,7 +261,8 @@ def make_event(enable_timing: bool = False) -> Any:
 
 
 def make_stream(device: Any = None) -> Any:
-    return SimpleNamespace(record_event=make_event, wait_event=ignore)
+    none = {"record_event": make_event, "wait_event": ignore, "wait_stream": ignore, "synchronize": ignore}
+    return SimpleNamespace(device=device, **none)
 
 
 def ignore(*_: Any, **__: Any) -> None: ...
@@ -311,7 +310,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SyncCounter]]:
         patch.setattr("torch.backends.cudnn.enabled", False)
         patch.setattr("torch.autograd.graph._engine_run_backward", backward)
         patch.setattr("torch.autograd._engine_run_backward", backward)
-        patch.setattr("mmray.engine.checkpoint.state_io.DefaultStager", HostStager)
+        patch.setattr("mmray.engine.checkpoint.state_io.StateDictStager", HostBuffers)
         patch.setattr("mmray.engine.prefetch.ThreadPoolExecutor", InlineExecutor)
         SyncCounter.count = 0
         with FunctionMode(), DispatchMode():

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -14,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -212,11 +213,13 @@ def overflow(group: Group) -> dict[str, Any]:
 
 
 OOM_OBJECTIVES = {"contrastive": Contrastive, "sigmoid": partial(Sigmoid, chunk_rows=3), "row-wise": toy.Regression}
+MINED = "contrastive + 0.5 * matching"
 OOM_SCENARIOS = [
     *((point, "contrastive", 5) for point in toy.OOM_POINTS),
     *((point, "sigmoid", 5) for point in ("embedding", "loss", "backward")),
+    *((point, MINED, 5) for point in ("embedding", "backward")),
     ("backward", "row-wise", 5),
-    ("loss", "sigmoid", 8),  # a single micro-batch
+    *((point, kind, 8) for point in ("forward", "loss") for kind in ("contrastive", "sigmoid")),  # one micro-batch
 ]
 OOM_PLAN = SamplePlan(num_rows=60, global_rows=16, world_size=2, micro=4, seed=1, steps=8)
 
@@ -227,7 +230,8 @@ def run_with_oom(
     """A run in which only rank 1 runs out of memory once, at `point` of step 3."""
     fault, log, notes = toy.MemoryFault(point if group.rank == 1 else "", at_step=3), toy.Lines(), []
     model = toy.MemoryLimitedToy(fault, kind=objective).double()
-    options = {"objective": fault.add_to_loss(OOM_OBJECTIVES[objective]()), "train": toy.train_settings(**settings)}
+    make_objective = OOM_OBJECTIVES.get(objective) or partial(toy.objective, objective)
+    options = {"objective": fault.add_to_loss(make_objective()), "train": toy.train_settings(**settings)}
     options |= {"log": log, "callbacks": (fault,), "notify": lambda label, text: notes.append(text)}
     plan = replace(OOM_PLAN, world_size=group.world_size, micro=micro)
     toy.run(model, plan, group, **options)
@@ -247,6 +251,34 @@ def oom_error(group: Group, point: str, **options: Any) -> dict[str, Any]:
 
 def recovered_oom(group: Group) -> list[dict[str, Any]]:
     return [run_with_oom(group, *scenario) for scenario in OOM_SCENARIOS]
+
+
+def recovered_oom_in_fp16(group: Group) -> tuple[int, float]:
+    """Skipped steps and the final loss scale; an abandoned step is neither skipped, nor does it change the scale."""
+    scaler, fault = torch.amp.GradScaler("cpu", init_scale=8.0), toy.MemoryFault("backward" if group.rank else "")
+    train = toy.train_settings(precision="fp16")
+    with patch.object(Precision, "scaler", lambda _: scaler):
+        outcome = toy.run(toy.MemoryLimitedToy(fault), OOM_PLAN, group, train=train, callbacks=(fault,))
+    assert fault.raised == bool(group.rank)
+    return outcome.skipped_steps, scaler.get_scale()
+
+
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv")
+
+
+def collectives_of_a_step(group: Group) -> dict[str, list[str]]:
+    """Collectives in order, except those of DDP, of a step that recovers from OOM on every rank."""
+    results = {}
+    for kind, make_objective in OOM_OBJECTIVES.items():
+        state = toy.train_state(toy.Toy(kind=kind).double(), group, make_objective())
+        batch, calls = make_local_batch(toy.cut(rows_of_rank(toy.rows(ROWS, 0), group), 4)), Mock()
+        with ExitStack() as stack:
+            for name in COLLECTIVES:
+                spy = stack.enter_context(patch.object(dist, name, side_effect=getattr(dist, name)))
+                calls.attach_mock(spy, name)
+            optimizer_step(state, batch, lambda index: index)
+        results[kind] = [call[0] for call in calls.mock_calls]
+    return results
 
 
 def oom_with_one_row(group: Group) -> dict[str, Any]:
@@ -359,6 +391,8 @@ SCENARIOS = (
     stopped_loop,
     overflow,
     recovered_oom,
+    recovered_oom_in_fp16,
+    collectives_of_a_step,
     oom_with_one_row,
     strategies,
     compiled,

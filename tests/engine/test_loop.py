@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -107,11 +108,51 @@ def test_metrics_are_logged_and_callbacks_called():
     expected |= {"time/step_s", "time/data_wait_s", "time/data_wait_share", "throughput/samples_per_s"}
     expected |= {"time/step_p50_s", "time/step_p95_s", "time/first_step_s", "throughput/tokens_per_s"}
     expected |= {f"time/{phase}_s" for phase in PHASES} | {"host/cpu_percent", "throughput/tflops_per_device"}
+    expected |= {"time/wall_s", "time/log_s", "time/checkpoint_s", "time/callbacks_s"}
     assert expected | {"memory/peak_gib", "rows_sha", "batch/padding"} <= log[0].keys()
     assert "batch/padding_unbucketed" not in log[0]  # the rows are not reordered
     assert called == list(zip([1, 2, 3, 4, 5], [None, *log], strict=True))
     assert saved == [(3, log[1], False), (5, log[3], True)]
     assert outcome == LoopResult("finished", 5, 50, 0, log[-1])
+
+
+class SlowLog(toy.Lines):
+    """Lines that take a while to write, and when each was requested."""
+
+    def __init__(self):
+        super().__init__()
+        self.at_s = []
+
+    def write(self, metrics):
+        self.at_s.append(time.perf_counter())
+        time.sleep(0.03)
+        self.append(metrics)
+
+
+def test_times_of_a_line_add_up_to_the_wall_clock():
+    """Steps, evaluation, checkpoint, log and callbacks: no time of the training thread is missing in a rate."""
+    log, plan = SlowLog(), plan_of(9)
+    train(
+        toy.Toy(),
+        plan,
+        log=log,
+        callbacks=(on_step(lambda *_: time.sleep(0.01)),),
+        save=lambda *_: time.sleep(0.05),
+        evaluate=lambda *_: time.sleep(0.07) or {},
+        evaluate_every=4,
+        train=toy.train_settings(log_every=2, checkpoint_every=4),
+    )
+    assert log.of("step") == [2, 4, 6, 8, 9]
+    for before, line, start_s, end_s in zip(log, log[1:], log.at_s, log.at_s[1:], strict=False):
+        steps = line["step"] - before["step"]
+        between_s = {name: line.get(f"time/{name}_s", 0.0) for name in ("evaluate", "checkpoint", "log", "callbacks")}
+        total_s = steps * line["time/step_s"] + sum(between_s.values())
+        assert total_s == pytest.approx(line["time/wall_s"], rel=1e-6) == pytest.approx(end_s - start_s, abs=0.02)
+        assert line["throughput/samples_per_s"] == pytest.approx(10 * steps / line["time/wall_s"])
+        evaluated, saved = line["step"] in (4, 8, 9), before["step"] in (4, 8)
+        lower_s = {"evaluate": 0.07 * evaluated, "checkpoint": 0.05 * saved, "log": 0.03, "callbacks": 0.01 * steps}
+        for name, least_s in lower_s.items():
+            assert least_s <= between_s[name] < least_s + 0.03, name
 
 
 def test_rate_without_multipliers_is_logged():

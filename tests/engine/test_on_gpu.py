@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
+from mmray.engine.checkpoint.state_io import HostStager
 from mmray.engine.collectives import Group
+from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.parallel.transforms import apply_transforms
-from mmray.engine.prefetch import make_local_batch
+from mmray.engine.prefetch import DeviceCopier, make_local_batch
 from mmray.engine.step import accumulate_gradients, optimizer_step
 from mmray.errors import OutOfMemoryError
 from mmray.models.build import build
@@ -120,30 +123,60 @@ def test_run_on_gpu_equals_run_on_cpu_and_resumes(monkeypatch, kind):
     assert (resumed - whole).abs().max() <= (tolerance(kind) if has_gpus() else 0)
 
 
-FIRST_BATCH = len(toy.rows(1, 0)) * 3  # pinned columns of the first batch's micro-batches
-
-
-def train_with_failing_pins(monkeypatch, failing):
-    """A run in which memory pinning fails at these calls; on fake GPUs, which copy one batch after the other."""
-    calls = iter(range(10**6))
-
-    def pin(tensor):
-        if next(calls) in failing:
-            raise torch.OutOfMemoryError("allocation failed for the next batch")
-        return tensor
-
-    with fake_gpus(monkeypatch):
-        monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-        model = toy.Toy().double().to(GPU)
-        toy.run(model, LONG_PLAN, Group(device=GPU))
-        return toy.flat(model)
-
-
 def test_oom_of_prefetched_batch_restarts(monkeypatch):
+    """On fake GPUs, which copy one batch after the other."""
+    copy, calls = DeviceCopier.__call__, iter(range(10**6))
+
+    def fail_at_second(copier, batch):
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("allocation failed for the next batch")
+        return copy(copier, batch)
+
+    monkeypatch.setattr(DeviceCopier, "__call__", fail_at_second)
     message = r"out of memory after step 1 with micro-batches of 3 rows \(rank 0: allocation failed for the next batch"
-    with pytest.raises(OutOfMemoryError, match=message) as raised:
-        train_with_failing_pins(monkeypatch, {FIRST_BATCH})
+    with fake_gpus(monkeypatch), pytest.raises(OutOfMemoryError, match=message) as raised:
+        toy.run(toy.Toy().double().to(GPU), LONG_PLAN, Group(device=GPU))
     assert raised.value.retry_micro == 2
+
+
+def test_step_is_copied_at_once_through_memory_that_is_reused(monkeypatch):
+    """A ragged step, with columns of every type and one without elements; the host overwrites the memory afterwards."""
+    steps = [toy.cut(toy.rows(rows, step, invalid=(1,)), 4) for step, rows in enumerate((9, 9, 40))]
+    for micro_batches in steps:
+        micro_batches[0]["boxes"] = micro_batches[0]["boxes"][:, :0]
+    with gpus(monkeypatch):
+        copier, pins, copied = DeviceCopier(GPU, PhaseTimers(GPU)), [], []
+        for micro_batches in steps:
+            batch = copier(make_local_batch(micro_batches))
+            pins.append(copier._pinned)
+            torch.cuda.synchronize()
+            copied.append([{name: tensor.cpu() for name, tensor in each.items()} for each in batch.batch.micro_batches])
+            assert all(tensor.device == GPU for each in batch.batch.micro_batches for tensor in each.values())
+    assert pins[0] is pins[1] and len(pins[2]) > len(pins[1])
+    for step, micro_batches in zip(copied, steps, strict=True):
+        for got, expected in zip(step, make_local_batch(micro_batches).micro_batches, strict=True):
+            assert got.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
+
+
+def test_copy_of_a_checkpoint_is_awaited_by_its_write_and_on_the_device_by_the_next_update(monkeypatch):
+    calls, weight = [], torch.nn.Parameter(torch.ones(2))
+    weight.grad, optimizer = torch.ones(2), torch.optim.SGD([weight], lr=0.1)
+    side = SimpleNamespace(device=GPU, wait_stream=calls.append, synchronize=lambda: calls.append("host"))
+    compute = SimpleNamespace(wait_stream=calls.append)
+    with fake_gpus(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+        stager = HostStager()
+        staged = stager.stage({"w": torch.ones(2, device=GPU), "step": torch.ones(())})
+        assert all(tensor.device == CPU for tensor in staged.values()) and calls == [compute]
+        optimizer.step()
+        assert calls == [compute, side]
+        stager.synchronize_staging()
+        stager.close()
+        optimizer.step()
+    assert calls == [compute, side, "host", "host"]
 
 
 @pytest.mark.parametrize("kind", recipe_models.MODELS)

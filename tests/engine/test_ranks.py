@@ -105,6 +105,20 @@ def test_oom_on_one_rank_retries_the_step_with_smaller_micro_batches(two, index)
         assert note.endswith(f"retrying the same rows with {halve(micro)} at a time")
 
 
+def test_oom_leaves_the_loss_scale_unchanged(two):
+    assert [result["recovered_oom_in_fp16"] for result in two] == [(0, 8.0)] * 2
+
+
+def test_recovery_from_oom_adds_no_collective_to_a_step(two):
+    """One reduction of the counts, with the outputs if they are gathered; a ring has a hop for each rank."""
+    for result in two:
+        assert result["collectives_of_a_step"] == {
+            "contrastive": ["all_gather_into_tensor", "reduce_scatter_tensor"],
+            "sigmoid": ["all_reduce", "batch_isend_irecv", "batch_isend_irecv"],
+            "row-wise": ["all_reduce"],
+        }
+
+
 def test_oom_with_one_row_is_an_error_on_each_rank(two):
     for result in two:
         error, micro = (result["oom_with_one_row"][name] for name in ("error", "micro"))

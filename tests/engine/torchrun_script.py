@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mmray.data.stream.order import SamplePlan
-from mmray.engine.collectives import Group
+from mmray.engine.collectives import BACKENDS, Group
 from tests.engine import toy
 
 
@@ -20,7 +20,7 @@ def main(out: str, *strategies: str) -> None:
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=60))
     group = Group.current(device)
     plan = SamplePlan(num_rows=33, global_rows=10, world_size=group.world_size, micro=2, seed=1, steps=8)
     weights = {}

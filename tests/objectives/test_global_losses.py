@@ -9,13 +9,12 @@ from torch import Tensor
 
 from mmray.engine.collectives import Group
 from mmray.engine.grad_cache import compute_ring_loss
-from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.oom import OomGuard
 from mmray.objectives.contrastive import Contrastive, Sigmoid
 from mmray.objectives.protocol import split_objective
 
 B, D = 7, 5
-ALONE = OomGuard(Group(), False, PhaseTimers(torch.device("cpu")))
+ALONE = OomGuard(Group())
 EMBEDS = Contrastive.gathered_outputs
 
 

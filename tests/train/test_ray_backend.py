@@ -125,33 +125,49 @@ def test_evaluation_takes_free_workers(cluster, monkeypatch):
     assert num_free_workers(config) == 2  # the cluster grows
 
 
+BOTH = "cpu:gloo,cuda:nccl"
+
+
 class TwoWorkers(SimpleNamespace):
     def __len__(self):
         return 2
 
 
-@pytest.mark.parametrize(("accelerator", "backend"), [("gpu", "nccl"), ("auto", "nccl"), ("cpu", "gloo")])
+@pytest.mark.parametrize(("accelerator", "backend"), [("gpu", BOTH), ("auto", BOTH), ("cpu", "gloo")])
 @pytest.mark.parametrize(("settings", "seconds"), [({}, 300), ({"hang_timeout_s": 400.3}, 601)])
-def test_process_group_has_backend_and_timeout(cluster, tmp_path, monkeypatch, accelerator, backend, settings, seconds):
-    """Arguments that reach init_process_group from our TorchConfig through Ray."""
+@pytest.mark.parametrize("ips", [("10.0.0.1", "10.0.0.1"), ("10.0.0.1", "10.0.0.2")])
+def test_process_group_has_backend_timeout_and_interface(
+    cluster, tmp_path, monkeypatch, accelerator, backend, settings, seconds, ips
+):
+    """Arguments that reach init_process_group from our TorchConfig through Ray; the loopback if there is one node."""
     config = Config(cluster=Cluster(workers=2, accelerator=accelerator, **settings))
     monkeypatch.setenv(ray_internals.START_TIMEOUT_VARIABLE, "")  # restored after the test
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # otherwise Ray sets it permanently
     trainer = torch_trainer(lambda: None, config, tmp_path)
-    calls, groups = [], []
+    calls, groups, selected = [], [], []
+    monkeypatch.setattr(ray_backend, "get_node_ip_address", own_ip := lambda: ips[1])
+    monkeypatch.setattr(ray_backend, "set_network_interface", selected.append)
+
+    def execute(call, **arguments):
+        """The result of each worker; the second runs our functions."""
+        if call is own_ip:
+            return ips
+        return call(**arguments) if call.__module__ == ray_backend.__name__ else None
+
     workers = TwoWorkers(
         get_resources_per_worker=lambda: trainer.scaling_config.resources_per_worker,
-        execute=lambda *_, **__: None,
+        execute=execute,
         execute_single=lambda *_: ("127.0.0.1", 1),
         execute_single_async=lambda _, call, **arguments: calls.append((call, arguments)),
     )
     monkeypatch.setattr(ray_torch.ray, "get", lambda _: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda **arguments: groups.append(arguments))
+    monkeypatch.setattr(dist, "init_process_group", lambda **arguments: groups.append(arguments | {"on": selected[0]}))
     trainer.backend_config.backend_cls().on_start(workers, trainer.backend_config)
     for call, arguments in calls:
         call(**arguments)
     assert [each["rank"] for each in groups] == [0, 1]
     assert all(each["backend"] == backend and each["timeout"] == timedelta(seconds=seconds) for each in groups)
+    assert all(each["on"] == ("127.0.0.1" if len(set(ips)) == 1 else ips[1]) for each in groups)
 
 
 @pytest.mark.parametrize(

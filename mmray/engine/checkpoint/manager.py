@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
-
-import torch
 
 from mmray.engine.checkpoint import files
 from mmray.engine.metrics.writers import LogUploader, Metrics, MetricsLog
@@ -21,9 +19,8 @@ from mmray.storage import lease
 from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.staging import AsyncStager
-
     from mmray.config import Config
+    from mmray.engine.checkpoint.state_io import HostStager
 
 MAX_WAIT_S = 10.0  # for the save in progress, while other ranks wait in a collective
 RETRY = "Training continues; the next checkpoint is saved as scheduled"
@@ -34,7 +31,8 @@ class CheckpointManager:
 
     Under DDP only rank 0 has a manager; under FSDP (`sharded`) every rank has one and writes its own shard.
     `fencing_token` is that of rank 0's lease, None on other ranks. `extra` is added to each meta.json and must have
-    `world`, the number of ranks. `notify` takes a label and a message. Nothing else uses `cpu_group`, a gloo group.
+    `world`, the number of ranks. `notify` takes a label and a message. Nothing else uses `cpu_group`, a gloo group
+    of all ranks for sharded saves.
 
     A storage error is logged, and training continues with the previous checkpoint; only the last save has to succeed.
     Any other error, such as a lost lease, is raised by the next call.
@@ -56,15 +54,17 @@ class CheckpointManager:
         self._notify = notify
         if fencing_token is not None:
             self.uploader = LogUploader(folder, notify, self._check_lease)
-        # Keeps pinned host memory from save to save; without a GPU each save makes a plain copy.
-        self._stager: AsyncStager | None = None
-        self._pending: tuple[AnyPath, Future[Any]] | None = None
+        self._log: MetricsLog | None = None
+        self._stager: HostStager | None = None
+        self._thread = ThreadPoolExecutor(1, "mmray-checkpoint")
+        self._pending: Future[None] | None = None
         self._error: StorageError | None = None  # of the last save
         self.save_duration_s: float | None = None  # last save: wait for the previous one, copy to the host, write
 
     def log_from(self, step: int) -> MetricsLog:
         """The log of the steps after `step`."""
-        return MetricsLog(self.uploader.local_folder, step, self._notify, self._check_lease)
+        self._log = MetricsLog(self.uploader.local_folder, step, self._notify, self._check_lease)
+        return self._log
 
     def save(self, step: int, rows_consumed: int, state: CheckpointState, metrics: Metrics, last: bool) -> float | None:
         """Copy the state to the host and write it in the background; return the seconds that the previous save took.
@@ -78,7 +78,7 @@ class CheckpointManager:
         max_wait_s = self._save_wait_limit_s
         if max_wait_s is not None and not any(name.startswith("evaluate/") for name in metrics):
             max_wait_s = min(MAX_WAIT_S, max_wait_s)  # longer for an evaluated step, which may be the best
-        if self._pending and not wait([self._pending[1]], None if last else max_wait_s).done:
+        if self._pending and not wait([self._pending], None if last else max_wait_s).done:
             text = f"skipped the checkpoint of step {step}: the one before is still being written. {RETRY}"
             self._notify("checkpoint", text)
             return self.save_duration_s
@@ -91,22 +91,21 @@ class CheckpointManager:
             "metrics": metrics,
         }
         path, before_write = self._folder / "checkpoints" / f"step-{step}", partial(self._before_write, step)
-        if self._stager is None and torch.cuda.is_available():
-            self._stager = state_io.pinned_stager()
+        self._stager = self._stager or state_io.HostStager()
         io = (self._cpu_group, self._sharded, self._stager)
         saved = state_io.save_async(path, state, meta, *io, before_write, on_complete=self._prune)
 
-        def measure(saved: Future[Any]) -> None:
-            if saved.exception() is None:
-                self.save_duration_s = time.perf_counter() - start_s
+        def finish() -> None:
+            with state_io.as_storage_error(path, discards=self._fencing_token is not None):
+                saved.result()
+            self.save_duration_s = time.perf_counter() - start_s
 
-        saved.add_done_callback(measure)
-        self._pending = path, saved
+        self._pending = self._thread.submit(finish)
         return self.save_duration_s
 
     def poll(self) -> None:
         """Log or raise the error of a save that has ended."""
-        if self._pending and self._pending[1].done():
+        if self._pending and self._pending.done():
             self._finish_pending()
 
     def close(self) -> None:
@@ -116,6 +115,7 @@ class CheckpointManager:
             if self._error is not None:
                 raise self._error
         finally:
+            self._thread.shutdown(wait=False)
             if self._stager is not None:
                 self._stager.close()
             if self._fencing_token is not None:
@@ -130,12 +130,9 @@ class CheckpointManager:
     def _wait_pending(self) -> None:
         if self._pending is None:
             return
-        from mmray.engine.checkpoint import state_io
-
-        (path, saved), self._pending = self._pending, None
+        pending, self._pending = self._pending, None
         try:
-            with state_io.as_storage_error(path, discards=self._fencing_token is not None):
-                saved.result()
+            pending.result()
             self._error = None
         except StorageError as error:
             self._error = error
@@ -148,6 +145,8 @@ class CheckpointManager:
         """Check that this run still has the folder, and upload what was logged up to this step."""
         try:
             self._check_lease()
+            if self._log is not None:
+                self._log.flush()
             self.uploader.upload_changed()
         except OSError as error:
             raise StorageError(f"the storage does not answer, so step {step} has no checkpoint: {error}") from error
@@ -159,17 +158,21 @@ class CheckpointManager:
             self._notify("checkpoint", str(error))
 
 
-# When to save: after a fixed number of steps, or so rarely that saving takes a small share of the time. Every rank must
-# decide the same, so loop.py broadcasts what rank 0 measured.
+# When to save: after a fixed number of steps, or so rarely that training stalls for a small share of the time. Every
+# rank must decide the same, so loop.py broadcasts what rank 0 measured.
 COST_FRACTION = 0.02  # of the training time, at most, for checkpoints
 FIRST_STEPS = 10  # until a save is measured: after so many steps, then after twice as many, and so on
 
 
-def steps_between_checkpoints(step_s: float | None, save_duration_s: float | None, steps_taken: int) -> int:
-    """Steps to the next checkpoint from the seconds of a step and of a save; None: not measured yet."""
+def steps_between_checkpoints(
+    step_s: float | None, stall_s: float, save_duration_s: float | None, steps_taken: int
+) -> int:
+    """Steps to the next checkpoint from the seconds of a step, of the stall of training for the last save, and of a
+    whole save, which the next one must not wait for; None: not measured yet.
+    """
     if not step_s or save_duration_s is None:
         return max(FIRST_STEPS, steps_taken)
-    return max(1, math.ceil(save_duration_s / (COST_FRACTION * step_s)))
+    return max(1, math.ceil(stall_s / (COST_FRACTION * step_s)), math.ceil(save_duration_s / step_s))
 
 
 @dataclass

@@ -17,7 +17,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -31,14 +31,16 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.files import META, STATE, SUMS, as_user_error, discard, fsync, read_json, sha256
@@ -57,17 +59,21 @@ def save_async(
     meta: dict[str, Any],
     cpu_group: Any = None,
     sharded: bool = False,
-    stager: AsyncStager | None = None,
+    stager: HostStager | None = None,
     before_write: Callable[[], None] = lambda: None,
     on_complete: Callable[[], None] = lambda: None,
 ) -> Future[Any]:
     """Copy the state to the host and write it in a background thread; under FSDP all ranks call it together.
 
+    `stager` keeps its buffers from save to save, so the previous save must have ended; None: buffers of this save.
     Rank 0 calls `before_write` in that thread before any rank writes and again before the checksums, and
     `on_complete` at the end; what it raises, every rank raises. Await the result inside `as_storage_error`.
     """
     values, tensors = split(state)
-    writer = ShardWriter(path, values, meta, cpu_group if sharded else None, before_write, on_complete)
+    stager = stager or HostStager()
+    writer = ShardWriter(
+        path, values, meta, cpu_group if sharded else None, before_write, on_complete, stager.synchronize_staging
+    )
     if writer.rank != 0:
         tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
     saved = dcp.async_save(
@@ -82,13 +88,52 @@ def save_async(
     return saved
 
 
-def pinned_stager() -> AsyncStager:
-    """Return a stager that copies the state of a GPU to pinned host memory."""
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
-        )
-    )
+class HostStager(AsyncStager):
+    """Copies the state into host memory that is kept for the next save; that of a GPU is pinned.
+
+    A GPU copies on a side stream while the next step computes: only the optimizer's update waits for it, on the
+    device. torch's DefaultStager makes the host wait, or copies without waiting for the optimizer's kernels.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self) -> None:
+        self._buffers: StateDictStager | None = None
+        self._streams: list[torch.cuda.Stream] = []
+        self._hook: Any = None
+        self._source: dict[str, Tensor] = {}
+
+    def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the copies; of GPU tensors they are complete after `synchronize_staging`."""
+        if self._buffers is None:
+            devices = {tensor.device for tensor in state_dict.values() if tensor.device.type == "cuda"}
+            self._buffers = StateDictStager(pin_memory=bool(devices))
+            self._streams = [torch.cuda.Stream(device) for device in devices]
+            self._hook = register_optimizer_step_pre_hook(self._before_update) if devices else None
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stream.wait_stream(torch.cuda.current_stream(stream.device))
+                stack.enter_context(torch.cuda.stream(stream))
+            copies = self._buffers.stage(state_dict, non_blocking=bool(self._streams))
+        self._source = state_dict  # tensors only of this save must not be freed before they are copied
+        return copies
+
+    def synchronize_staging(self) -> None:
+        """Wait until the copies are complete."""
+        for stream in self._streams:
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self.synchronize_staging()
+        if self._hook is not None:
+            self._hook.remove()
+        if self._buffers is not None:
+            self._buffers.close()
+
+    def _before_update(self, *_: Any) -> None:
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 def load(path: AnyPath, destination: DestinationFn | None = None, only: str = "") -> CheckpointState:
@@ -148,11 +193,12 @@ class ShardWriter(HuggingFaceStorageWriter):
         cpu_group: Any,
         before_write: Callable[[], None],
         on_complete: Callable[[], None],
+        wait_copied: Callable[[], None],
     ):
         super().__init__(str(path), save_distributed=True)
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         self._folder, self._values, self._meta = path, values, meta | {"versions": versions}
-        self._before_write, self._on_complete = before_write, on_complete
+        self._before_write, self._on_complete, self._wait_copied = before_write, on_complete, wait_copied
         self.rank, num_shards = (dist.get_rank(cpu_group), dist.get_world_size(cpu_group)) if cpu_group else (0, 1)
         self._name = files.shard_names(num_shards)[self.rank]
 
@@ -166,6 +212,7 @@ class ShardWriter(HuggingFaceStorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        self._wait_copied()
         tensors, offsets = {}, {}
         for item in plan.items:
             tensor = planner.resolve_data(item)

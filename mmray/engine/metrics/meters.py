@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mmray.engine.collectives import Group
-from mmray.engine.grad_cache import attach_negatives, gather_negative_inputs
+from mmray.engine.grad_cache import attach_own_negatives
 from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics
 from mmray.engine.parallel import strategy
@@ -27,7 +27,7 @@ from mmray.engine.parallel.strategy import preserve_buffers
 from mmray.engine.precision import Precision
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import TrainState
-from mmray.objectives.protocol import Batch, split_objective
+from mmray.objectives.protocol import Batch
 
 
 @dataclass
@@ -42,15 +42,9 @@ class Meter:
     def count_flops(self, state: TrainState, batch: LocalBatch) -> None:
         """Count the model's FLOPs once, on the first micro-batch, with hard negatives among its own rows."""
         if self.flops_of_row is None:
-            model, micro_batches = strategy.unwrap(state.model), batch.micro_batches[:1]
-            if (mining := split_objective(state.objective).mining_loss) is not None:
-                with torch.no_grad(), preserve_buffers(model), state.precision.autocast():
-                    outputs = model(micro_batches[0])
-                first = replace(batch, micro_batches=micro_batches)
-                inputs = gather_negative_inputs(Group(), mining, first)
-                micro_batches = attach_negatives(mining, first, [outputs], None, inputs)
-            flops = model_flops(model, micro_batches[0], state.precision)
-            self.flops_of_row = flops / len(micro_batches[0]["valid"])
+            (micro_batch,) = attach_own_negatives(state, replace(batch, micro_batches=batch.micro_batches[:1]))
+            flops = model_flops(strategy.unwrap(state.model), micro_batch, state.precision)
+            self.flops_of_row = flops / len(micro_batch["valid"])
 
     def compute(self, state: TrainState) -> Metrics:
         """Return metrics since the last call, and reset."""

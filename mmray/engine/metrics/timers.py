@@ -1,6 +1,6 @@
-"""Timers: seconds of work on its device, by phase; throughput; peak memory.
+"""Timers: wall-clock time of the training thread, by activity; device time by phase of a step; peak memory.
 
-On a GPU time is measured with events, so the host does not wait.
+On a GPU the phases are measured with events, so the host does not wait.
 """
 
 from __future__ import annotations
@@ -18,44 +18,69 @@ import torch
 
 MAX_SCOPES = 1024  # then the older half, which has completed by then, is added to the totals
 RECENT_STEPS = 500  # window of the percentiles: the steps between two lines are too few for a 95th
-PHASES = ("transfer", "forward", "backward", "sync", "optimizer", "checkpoint")
+PHASES = ("transfer", "forward", "backward", "sync", "optimizer")
+BETWEEN_STEPS = ("evaluate", "checkpoint", "log", "callbacks")  # what the training thread does apart from steps
 
 
 @dataclass
 class Throughput:
-    """Step times since the last line; the first step (compilation, allocation, warm-up) is separate."""
+    """Wall-clock time since the last line; the first step (compilation, allocation, warm-up) is separate.
+
+    `lap` divides this time: each moment of the training thread is part of a step or of one of BETWEEN_STEPS.
+    """
 
     timers: PhaseTimers
     first_step_s: float = 0.0
     _steps: list[tuple[float, float, int, int]] = field(default_factory=list)
     _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    _laps_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BETWEEN_STEPS, 0.0))
+    _lap_start_s: float = field(default_factory=lambda: time.perf_counter())
 
-    def add(self, step_s: float, wait_s: float, rows: int, tokens: int) -> None:
-        """Add a step: its time with the wait for rows, this wait, rows of the global batch, tokens of this rank."""
+    def lap(self, name: str = "") -> float:
+        """Return the seconds since the last call, and count them as the activity `name`."""
+        now_s = time.perf_counter()
+        lap_s, self._lap_start_s = now_s - self._lap_start_s, now_s
+        if name:
+            self._laps_s[name] += lap_s
+        return lap_s
+
+    def add(self, wait_s: float, rows: int, tokens: int) -> None:
+        """Add the step that ends now: the wait for its rows, rows of the global batch, tokens of this rank."""
+        step_s = self.lap()
         if self.first_step_s == 0:
             self.first_step_s = step_s
-            self.timers.pop_s()
+            self._restart()
             return
         self._steps.append((step_s, wait_s, rows, tokens))
         self._recent_s.append(step_s)
 
     def compute(self, world_size: int) -> dict[str, Any]:
-        """Means since the last call, percentiles of the last 500 steps; empty if there was only the first step."""
+        """Times since the last call, percentiles of the last 500 steps; empty if there was only the first step."""
+        laps_s, phases_s = self._restart()
         if not self._steps:
             return {}
         steps, (total_s, wait_s, rows, tokens) = len(self._steps), np.sum(self._steps, axis=0).tolist()
+        wall_s = total_s + sum(laps_s.values())
         self._steps.clear()
         p50_s, p95_s = np.quantile(self._recent_s, (0.5, 0.95)).tolist()
         return {
+            "time/wall_s": wall_s,
             "time/step_s": total_s / steps,
             "time/step_p50_s": p50_s,
             "time/step_p95_s": p95_s,
             "time/first_step_s": self.first_step_s,
             "time/data_wait_s": wait_s / steps,
             "time/data_wait_share": wait_s / total_s,
-            "throughput/samples_per_s": rows / total_s,
-            "throughput/tokens_per_s": world_size * tokens / total_s,
-        } | {f"time/{name}_s": phase_s / steps for name, phase_s in self.timers.pop_s().items()}
+            "throughput/samples_per_s": rows / wall_s,
+            "throughput/tokens_per_s": world_size * tokens / wall_s,
+            **{f"time/{name}_s": lap_s for name, lap_s in laps_s.items() if name != "evaluate"},
+            **{f"time/{name}_s": phase_s / steps for name, phase_s in phases_s.items()},
+        }
+
+    def _restart(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the seconds of the laps and of the device's phases, and start again."""
+        laps_s, self._laps_s = self._laps_s, dict.fromkeys(BETWEEN_STEPS, 0.0)
+        return laps_s, self.timers.pop_s()
 
 
 class PhaseTimers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from mmray.errors import StorageError, TrainingError
-from mmray.storage.paths import AnyPath, RemotePath, temp_dir
+from mmray.storage.paths import AnyPath, RemotePath, temp_dir, write_atomic
 
 Metrics = dict[str, Any]
 METRICS = "metrics.jsonl"
@@ -32,9 +33,9 @@ class MetricsLog:
     """metrics.jsonl and TensorBoard events of a run that starts or resumes after `start_step` steps.
 
     Lines of later steps, from a failed attempt, are dropped, because those steps are taken again; `wasted_steps` is
-    their number. Lines that cannot be written are kept and written later; `notify` (label, text) gets one warning.
-    `check_lease` raises if another process owns the run; it is called at most every ten seconds, and at the end. Raises
-    StorageError if the log cannot be opened.
+    their number. A thread writes, because storage may stall. Lines that cannot be written are kept and written later;
+    `notify` (label, text) gets one warning. `check_lease` raises TrainingError if another process owns the run; the
+    thread calls it at most every ten seconds, and at the end. Raises StorageError if the log cannot be opened.
     """
 
     def __init__(
@@ -50,7 +51,11 @@ class MetricsLog:
         self._pending = b""  # lines not written yet
         self._write_failed = False
         self._checked_s = time.time()  # wall clock: includes suspend
+        self._lost_lease: TrainingError | None = None
         self._events: Any = None
+        self._thread = ThreadPoolExecutor(1, "mmray-log")
+        self._last: Future[None] = Future()  # newest of the thread's tasks
+        self._last.set_result(None)
         try:
             self.wasted_steps = _drop_after(self._path, start_step)
             self._file = self._path.open("ab", buffering=0)
@@ -61,21 +66,47 @@ class MetricsLog:
             ) from error
 
     def write(self, metrics: Metrics) -> None:
-        """Write one line immediately; NaN and infinity become null."""
+        """Write one line in the thread; NaN and infinity become null. Raises what `check_lease` raised there."""
+        if self._lost_lease is not None:
+            raise self._lost_lease
         line = orjson.dumps(metrics, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
-        self._check_lease_every(CHECK_EVERY_S)
-        self._pending += line
+        self._last = self._thread.submit(self._write_line, line, dict(metrics))
+
+    def write_file(self, name: str, text: str) -> None:
+        """Write a file next to the log, in the thread."""
+        self._last = self._thread.submit(self._write_file, self._folder / name, text)
+
+    def flush(self) -> None:
+        """Wait until the thread has written, or failed to write, what it was given."""
+        wait([self._last])
+
+    def close(self) -> None:
+        """Write pending lines; a log that is not closed loses at most TensorBoard's last two minutes."""
+        self._last = self._thread.submit(self._close)
+        self._thread.shutdown()
+        self._last.result()
+
+    def _write_line(self, line: bytes, metrics: Metrics) -> None:
         try:
+            self._check_lease_every(CHECK_EVERY_S)
+            self._pending += line
             self._write_out()
             self._write_tensorboard(metrics)
             self._write_failed = False
+        except TrainingError as error:
+            self._lost_lease = error
         except OSError as error:
             if not self._write_failed:
                 self._warn(f"cannot write {self._path}: {error.strerror or error}; lines are kept for a later write")
             self._write_failed = True
 
-    def close(self) -> None:
-        """Write pending lines; a log that is not closed loses at most TensorBoard's last two minutes."""
+    def _write_file(self, path: Path, text: str) -> None:
+        try:
+            write_atomic(path, text)
+        except OSError as error:
+            self._warn(f"cannot write {path}: {error.strerror or error}")
+
+    def _close(self) -> None:
         try:
             self._check_lease_every(0.0)
             self._write_out()
@@ -161,7 +192,8 @@ class LogUploader:
             return
         with self._lock:
             self._check_lease()
-            for file in sorted(path for path in self.local_folder.rglob("*") if path.is_file()):
+            files = (path for path in self.local_folder.rglob("*") if path.is_file())
+            for file in sorted(path for path in files if not path.name.startswith(".")):  # these are being written
                 state = (file.stat().st_size, file.stat().st_mtime_ns)
                 if self._uploaded.get(file) != state:
                     (self._folder / file.relative_to(self.local_folder).as_posix()).upload(file)

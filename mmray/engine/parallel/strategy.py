@@ -67,14 +67,6 @@ def _replicate(module: nn.Module, grad_compression: str) -> DistributedDataParal
     return model
 
 
-def rewrap(model: nn.Module, group: Group, grad_compression: str) -> nn.Module:
-    """Reset the wrapper on all ranks after an abandoned step, because DDP still waits for its backward."""
-    if not isinstance(model, DistributedDataParallel):
-        return model
-    model._remove_autograd_hooks()  # otherwise the old reducer's hooks would also run
-    return _replicate(model.module, grad_compression)
-
-
 def has_inner_collectives(model: nn.Module) -> bool:
     """Return True if a forward has collectives (FSDP, SyncBatchNorm), so no rank may skip it."""
     return is_sharded(model) or any(isinstance(submodule, nn.SyncBatchNorm) for submodule in model.modules())

@@ -61,7 +61,7 @@ def state(step):
 
 
 def wait_done(manager):
-    while not manager._pending[1].done():
+    while not manager._pending.done():
         time.sleep(0.001)
 
 
@@ -158,13 +158,39 @@ def test_failed_save_does_not_hide_what_ended_the_run(stored, s3):
     assert not stored.manager.uploader.local_folder.exists()
 
 
-def test_automatic_schedule_doubles_until_measured_then_follows_the_cost():
+def test_automatic_schedule_doubles_until_measured_then_follows_the_stall():
     schedule, taken = CheckpointSchedule("auto", first=100), []
     for step in range(101, 400):
         if schedule.is_due(step):
             taken.append(step)
-            schedule.saved(step, steps_between_checkpoints(0.1, None if len(taken) < 3 else 0.2, step - 100))
+            save_s = None if len(taken) < 3 else 5.0
+            schedule.saved(step, steps_between_checkpoints(0.1, 0.2, save_s, step - 100))
     assert taken == [110, 120, 140, 240, 340]
+
+
+def test_automatic_interval_is_at_least_a_whole_save():
+    """A save in the background costs training nothing, but the next one must not wait for it."""
+    assert steps_between_checkpoints(0.1, stall_s=0.01, save_duration_s=20.0, steps_taken=50) == 200
+    assert steps_between_checkpoints(0.1, stall_s=1.0, save_duration_s=20.0, steps_taken=50) == 500
+
+
+def test_buffers_are_reused_after_the_write_and_not_before(local, gate, monkeypatch):
+    weights, buffers, stage = torch.zeros(8), [], state_io.HostStager.stage
+
+    def stage_and_record(stager, tensors):
+        staged = stage(stager, tensors)
+        buffers.append({name: tensor.data_ptr() for name, tensor in staged.items()})
+        return staged
+
+    monkeypatch.setattr(state_io.HostStager, "stage", stage_and_record)
+    threading.Timer(0.3, gate.set).start()
+    for step in (3, 6):
+        weights.fill_(step)
+        local.manager.save(step, step, {"model": {"w": weights}, "progress": {}}, {}, False)
+    local.manager.close()
+    assert len(buffers) == 2 and buffers[0] == buffers[1] and weights.data_ptr() not in buffers[0].values()
+    for step in (3, 6):
+        assert (state_io.load_weights(local.run / "checkpoints" / f"step-{step}")["w"] == step).all()
 
 
 def test_fixed_schedule_is_kept_and_zero_means_never():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -14,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmray.engine.metrics import meters
+from mmray.engine.metrics import timers as timers_module
 from mmray.engine.metrics.meters import Meter, model_flops, rows_sha
 from mmray.engine.metrics.timers import PHASES, PhaseTimers, Throughput
 from mmray.engine.precision import Precision
@@ -24,29 +24,48 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 BF16, FP32 = Precision("bf16", torch.bfloat16, "cuda"), Precision("fp32", None, "cuda")
 
 
-def test_rates_exclude_the_first_step():
+@pytest.fixture
+def spend(monkeypatch):
+    """spend(seconds) moves the clock, which does not move otherwise."""
+    clock_s = [0.0]
+    monkeypatch.setattr(timers_module.time, "perf_counter", lambda: clock_s[0])
+    return lambda seconds: clock_s.append(clock_s.pop() + seconds)
+
+
+def test_rates_are_of_the_wall_clock_without_the_first_step(spend):
     timers = PhaseTimers(CPU)
     rates = Throughput(timers)
     with timers("forward"):
-        time.sleep(0.2)
-    rates.add(step_s=100, wait_s=90, rows=64, tokens=9)
+        spend(100)
+    rates.add(wait_s=90, rows=64, tokens=9)
+    spend(7)
+    rates.lap("evaluate")
     assert rates.compute(2) == {}
-    for _ in range(2):
+    spend(1)
+    rates.lap("log")  # of the first line
+    for seconds, rows in ((1, 64), (3, 32)):
         with timers("backward"):
-            time.sleep(0.01)
-    rates.add(step_s=1, wait_s=0.25, rows=64, tokens=6)
-    rates.add(step_s=3, wait_s=0.75, rows=32, tokens=6)
-    metrics = rates.compute(2)
-    assert 0.01 <= metrics.pop("time/backward_s") < 0.1
-    assert metrics == {f"time/{name}_s": 0.0 for name in PHASES if name != "backward"} | {
+            spend(seconds)
+        rates.add(wait_s=seconds / 4, rows=rows, tokens=6)
+        for name in ("checkpoint", "callbacks"):
+            spend(0.25)
+            rates.lap(name)
+    spend(2)
+    rates.lap("evaluate")
+    assert rates.compute(2) == {f"time/{name}_s": 0.0 for name in PHASES} | {
+        "time/wall_s": 8,
+        "time/log_s": 1,
+        "time/checkpoint_s": 0.5,
+        "time/callbacks_s": 0.5,
+        "time/backward_s": 2,
         "time/step_s": 2,
         "time/step_p50_s": 2,
         "time/step_p95_s": pytest.approx(2.9),
         "time/first_step_s": 100,
         "time/data_wait_s": 0.5,
         "time/data_wait_share": 0.25,
-        "throughput/samples_per_s": 24,
-        "throughput/tokens_per_s": 6,
+        "throughput/samples_per_s": 12,
+        "throughput/tokens_per_s": 3,
     }
     assert rates.compute(2) == {}
 
@@ -107,7 +126,7 @@ def test_peak_flops_are_by_device_name_and_none_if_unknown(monkeypatch, name, pr
 
 
 @pytest.mark.parametrize(("precision", "peak_tflops"), [(BF16, 200), (FP32, 10)])
-def test_mfu_is_achieved_over_peak_flops_of_a_device(monkeypatch, precision, peak_tflops):
+def test_mfu_is_achieved_over_peak_flops_of_a_device(monkeypatch, spend, precision, peak_tflops):
     """Four workers with two devices each: 800 rows per second of 25 GFLOP are 20 TFLOP/s, or 2.5 per device."""
     monkeypatch.setitem(meters.PEAK_TFLOPS, "Made-up 9000", (200, 10))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made-up 9000 SXM")
@@ -116,7 +135,8 @@ def test_mfu_is_achieved_over_peak_flops_of_a_device(monkeypatch, precision, pea
     rates = Throughput(PhaseTimers(CUDA))
     state = SimpleNamespace(group=SimpleNamespace(device=CUDA, world_size=4), precision=precision, model=toy.Toy())
     for step_s in (60, 0.5, 1.5):  # the first is left out
-        rates.add(step_s, 0.0, rows=800, tokens=1)
+        spend(step_s)
+        rates.add(0.0, rows=800, tokens=1)
     metrics = Meter(rates, devices=2, flops_of_row=25e9).compute(state)
     assert metrics["throughput/samples_per_s"] == 800
     assert metrics["throughput/tflops_per_device"] == pytest.approx(2.5)

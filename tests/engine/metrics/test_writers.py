@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
+import time
 from functools import partial
 
 import pytest
@@ -38,9 +40,10 @@ def test_lines_after_the_resumed_step_are_dropped_and_counted(tmp_path):
     assert [event.step for event in events] == [10, 20, 25]
 
 
-def test_line_is_flushed_immediately_as_strict_json(tmp_path):
+def test_line_is_written_before_the_next_as_strict_json(tmp_path):
     log = MetricsLog(tmp_path)
     log.write({"step": 1, "train/loss": float("nan"), "train/grad_norm": float("inf")})
+    log.flush()
     assert lines_of(tmp_path) == [{"step": 1, "train/loss": None, "train/grad_norm": None}]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     log.close()
@@ -70,10 +73,12 @@ def test_full_disk_is_logged_once_and_lines_are_written_later(tmp_path):
     disk = LimitedDisk(log, free=70)
     for step in range(1, 6):
         log.write({"step": step, "train/loss": 1 / step})
+    log.flush()
     assert len(messages) == 1 and "metrics.jsonl: No space left on device" in messages[0]
     assert (tmp_path / "metrics.jsonl").stat().st_size == 70  # two lines and a half
     for step, disk.free in ((6, 10**6), (7, 0)):
         log.write({"step": step, "train/loss": 0.1})
+        log.flush()
     disk.free = 10**6
     log.close()
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
@@ -94,6 +99,7 @@ def test_tensorboard_on_full_disk_is_logged_and_starts_another_file_later(tmp_pa
     messages = []
     log = MetricsLog(tmp_path, notify=lambda _, text: messages.append(text))
     log.write({"step": 1, "train/loss": 1.0})
+    log.flush()
     writer = log._events._get_file_writer().event_writer._async_writer
     writer._worker.exception = OSError(errno.ENOSPC, "No space left on device")
     for step in (2, 3):
@@ -113,13 +119,37 @@ def test_log_taken_over_by_another_training_gets_no_further_lines(tmp_path, monk
 
     log = MetricsLog(tmp_path, check_lease=check)
     log.write({"step": 1})
+    log.flush()
     owned[0] = False
     log.write({"step": 2})  # the lease file is not read in each step
+    log.flush()
     now_s[0] += writers.CHECK_EVERY_S
-    for late in (lambda: log.write({"step": 3}), log.close):
+    log.write({"step": 3})
+    log.flush()
+    for late in (lambda: log.write({"step": 4}), log.close):
         with pytest.raises(TrainingError, match="taken over"):
             late()
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
+
+
+def test_stalled_storage_does_not_stop_the_training_thread(tmp_path, monkeypatch):
+    """The lease check waits for the storage, and lines are written when it answers."""
+    monkeypatch.setattr(writers, "CHECK_EVERY_S", 0.0)
+    answer, asked = threading.Event(), threading.Event()
+
+    def check():
+        assert threading.current_thread() is not threading.main_thread()
+        asked.set()
+        answer.wait(20)
+
+    log, start_s = MetricsLog(tmp_path, check_lease=check), time.monotonic()
+    for step in (1, 2):
+        log.write({"step": step})
+    log.write_file("examples.json", "{}")
+    assert asked.wait(10) and time.monotonic() - start_s < 5 and not lines_of(tmp_path)
+    answer.set()
+    log.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2] and (tmp_path / "examples.json").read_text() == "{}"
 
 
 def test_profile_of_requested_steps_is_written(tmp_path):
