@@ -55,6 +55,10 @@ OWN = ["--model.kind", "mine:Net", "--model.settings"]
         *((["--batch.group-by-length", *word], {"batch.group_by_length": True}) for word in (["true"], ["True"], [])),
         *(([f"--batch.group-by-length={word}"], {"batch.group_by_length": True}) for word in ("true", "True")),
         (["--data.shuffle=false", "--batch.group-by-length"], {"data.shuffle": False, "batch.group_by_length": True}),
+        *(
+            (["--train.channels-last", *word], {"train.channels_last": value})
+            for word, value in (([], True), (["False"], False), (["auto"], "auto"))
+        ),
         # `true` is a class name here
         (["--evaluate.classes", "true", "null"], {"evaluate.classes": ["true", "null"]}),
         (["--evaluate.limit", "None", "--evaluate.language=None"], {"evaluate.limit": None, "evaluate.language": None}),

@@ -24,6 +24,8 @@ from mmray.errors import UsageError
             "optimizer: {lr_multipliers: ['image.*']}",
             r"optimizer.lr_multipliers.0: string should match pattern .*\(got 'image\.\*'\)",
         ),
+        ("train: {compile: cudagraphs}", "train.compile: a CUDA graph overwrites its outputs .*; use `inductor`"),
+        ("train: {compile: inductr}", r"train.compile: input should be .*'inductor'.* \(got 'inductr'\)"),
         (f"train: {{seed: {2**63}}}", "train.seed: input should be less than or equal to 9223372036854775807"),
         ("data: {shuffle_blocks: 0}", "data.shuffle_blocks: must be `auto`, rows per block"),
         ("data: {train: 'a + 0 * b'}", r"data.train: .* is neither a set nor a sum of different sets, at `0 \* b`"),

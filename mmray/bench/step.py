@@ -28,6 +28,7 @@ from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.optimizer import lr_at
 from mmray.engine.parallel import strategy
+from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
 from mmray.engine.parallel.transforms import apply_transforms, compile_branches
 from mmray.engine.precision import seed_everything, select_precision
 from mmray.engine.run_state import Callback, LoopResult, TrainSpec
@@ -210,6 +211,8 @@ def build_bench(config: Config, group: Group, micro: int, log: MetricsLog | None
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
     vocab_size = config.model.vocab_size or trained or VOCAB_SIZE
     seed_everything(config.train.seed, config.train.deterministic)
+    config = config.replace(train=resolve_auto(config.train, group))
+    configure_torch(config.train, group.device)
     model = build(config.model, vocab_size, architecture={})
     model = apply_transforms(model, config.train, config.optimizer, group.device)
     seeds = [group.rank * NUM_BATCHES + number for number in range(NUM_BATCHES)]

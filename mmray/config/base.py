@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mmray.errors import UsageError, suggest
 
-UNION_TAG = re.compile(r"int|float|str|constrained-int|literal\[.*")  # a union's member in `loc`, not a setting
+UNION_TAG = re.compile(r"bool|int|float|str|constrained-int|literal\[.*")  # a union's member in `loc`, not a setting
 
 
 class Section(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import tyro
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mmray.config.base import Section
 
@@ -67,8 +67,14 @@ class Train(Section, settings_prefix="train"):
         0.0, description="Decay of an exponential moving average of the weights, for evaluation and export; 0: none."
     )
     activation_checkpointing: tuple[str, ...] = Field((), description="Branches (`image`, `text`) to recompute.")
-    compile: str = Field("none", description="`none`, or a torch.compile backend such as `inductor`.")
-    channels_last: bool = Field(False, description="Channels-last memory format (faster convolutions).")
+    compile: Literal["auto", "none", "inductor", "aot_eager", "eager"] = Field(
+        "auto",
+        description="Backend of torch.compile for the blocks of the towers; aot_eager, eager: to debug; auto: inductor "
+        "on GPUs of compute capability 8.0 or newer, otherwise none.",
+    )
+    channels_last: bool | Literal["auto"] = Field(
+        "auto", description="Channels-last memory format (faster convolutions); auto: on GPUs, except under fsdp."
+    )
     deterministic: bool = Field(False, description="Use torch's deterministic algorithms (slower on a GPU).")
     parallel: Literal["ddp", "fsdp", "branches", "single"] = Field(
         "ddp", description="DDP, FSDP2, one worker with a GPU per branch (image tower, text tower), or one process."
@@ -76,6 +82,16 @@ class Train(Section, settings_prefix="train"):
     grad_compression: Literal["none", "bf16", "fp16"] = Field("none", description="Dtype of DDP's gradient all-reduce.")
     profile: int = Field(0, ge=0, description="Steps to record with torch.profiler into the run's folder.")
     callbacks: tuple[str, ...] = Field((), description="Your own `package.module:Class`, called after each step.")
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _refuse_cuda_graphs(cls, value: object) -> object:
+        if value == "cudagraphs":
+            raise ValueError(
+                "a CUDA graph overwrites its outputs at the next replay, but accumulation keeps those of the first "
+                "micro-batch; use `inductor`"
+            )
+        return value
 
     @model_validator(mode="after")
     def _check_length(self) -> Train:

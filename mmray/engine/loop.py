@@ -107,7 +107,7 @@ def _start(spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> _Run:
     planned = min(spec.plan.micro, spec.plan.rank_rows, spec.micro or spec.plan.rank_rows)
     if (progress.world, progress.planned_micro) != (spec.group.world_size, planned):
         progress.world, progress.planned_micro, progress.micro = spec.group.world_size, planned, planned
-    meter = Meter(Throughput(timers), devices=2 if train.parallel == "branches" else 1)
+    meter = Meter(Throughput(timers), 2 if train.parallel == "branches" else 1, train.compile != "none")
     return _Run(spec, state, progress, meter, CheckpointSchedule(train.checkpoint_every, progress.step), ema)
 
 

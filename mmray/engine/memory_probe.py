@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import ceil, sqrt
 from traceback import extract_tb
@@ -22,6 +22,7 @@ from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.oom import OOM_ADVICE
 from mmray.engine.optimizer import build_optimizer
 from mmray.engine.parallel import strategy
+from mmray.engine.parallel.transforms import force_eager
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
 from mmray.engine.step import accumulate_gradients, forward_micro_batch
@@ -111,7 +112,9 @@ def probe_memory(
         saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, headroom, ddp_buckets, rows, size, *checks)
         return saved_bytes
 
-    largest = _largest_micro_that_fits(group, try_rows, rows_per_rank, micro, together)
+    # Searched in eager code, which saves more activations: graphs of each size tried would take minutes to compile.
+    with force_eager() if micro is None else nullcontext():
+        largest = _largest_micro_that_fits(group, try_rows, rows_per_rank, micro, together)
     if not once:
         saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, 0, False, largest, largest, check)
     if saved_bytes is None:

@@ -11,9 +11,8 @@ from hashlib import blake2b
 
 import torch
 
-from mmray.engine.collectives import Group
+from mmray.engine.parallel.device_defaults import capability_of, device_defaults
 
-# Order matters: common_precision takes the minimum index over ranks.
 DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -36,17 +35,8 @@ class Precision:
 
 def select_precision(setting: str, device: torch.device) -> Precision:
     """Resolve `train.precision`: auto is bf16 on GPUs that support it, fp16 on older ones, fp32 on a CPU."""
-    name = setting
-    if setting == "auto":
-        older = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)  # before Ampere
-        name = "fp32" if device.type != "cuda" else "fp16" if older else "bf16"
+    name = device_defaults(capability_of(device)).precision if setting == "auto" else setting
     return Precision(name, DTYPES[name], device.type)
-
-
-def common_precision(setting: str, group: Group) -> str:
-    """Resolve `train.precision` for all ranks; auto: the best that every device supports."""
-    names = list(DTYPES)
-    return names[group.all_reduce_min(names.index(select_precision(setting, group.device).name))]
 
 
 def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:

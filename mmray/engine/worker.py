@@ -29,7 +29,8 @@ from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.memory_probe import dry_run, keep_freed_memory
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel import strategy
-from mmray.engine.parallel.transforms import apply_transforms
+from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
+from mmray.engine.parallel.transforms import TOKEN_MULTIPLE, apply_transforms
 from mmray.engine.precision import seed_everything
 from mmray.engine.run_state import CheckpointState, DestinationFn, TrainSpec
 from mmray.engine.worker_context import DataBoundHint, DriverHandle, ProgressReporter, WorkerContext
@@ -71,8 +72,10 @@ def _train(
         keep_freed_memory()
     seed_everything(config.train.seed, config.train.deterministic)
     group = Group.current(device, config.cluster.collective_timeout_s)
-    precision_name = precision.common_precision(config.train.precision, group)
-    config = config.replace(train=config.train.replace(precision=precision_name))
+    config = config.replace(train=resolve_auto(config.train, group))
+    context, precision_name = replace(context, config=config), config.train.precision
+    if text := configure_torch(config.train, device):
+        driver.notify("device", text)
     checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
     architecture = None if checkpoint is None else files.load_meta(checkpoint)["architecture"]
     model = build(config.model, config.model.vocab_size, architecture)
@@ -127,7 +130,9 @@ def _train(
     with _closing(log, checkpoints):
         rows = quarantine_bad_rows(blocks, config, context.folder, context.reader, plan, driver.count_bad_row)
         # Split here, so that group_by_length and the trimming of captions see the final micro-batches.
-        steps = iter_micro_batches(rows, replace(plan, micro=micro), config.batch.group_by_length)
+        multiple = 1 if config.train.compile == "none" else TOKEN_MULTIPLE
+        padding = (config.batch.group_by_length, multiple, config.model.inputs.max_tokens)
+        steps = iter_micro_batches(rows, replace(plan, micro=micro), *padding)
         if checkpoint is not None:
             driver.stage("loading the checkpoint")
         load = None if checkpoint is None else partial(_load, checkpoint)

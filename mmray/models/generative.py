@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
 
 from mmray.errors import UsageError
 from mmray.models.clip import NormalizePixels
@@ -167,7 +166,7 @@ class LanguageModel(nn.Module):
         # Without mask and cache transformers checks for packed rows, which synchronizes the device in each
         # micro-batch. A mask would disable the causal attention kernel, the fastest. So it gets an empty cache.
         inputs = self.insert_image(image, input_ids, image_pos)
-        empty = Cache(layer_class_to_replicate=_PassThroughLayer)
+        empty = _EmptyCache(layers=[])
         hidden = self.tower(inputs_embeds=inputs, past_key_values=empty, use_cache=False).last_hidden_state
         # The prediction at the image token is that of the last image feature.
         text = torch.arange(input_ids.shape[1], device=hidden.device)[None]
@@ -198,8 +197,8 @@ def _has_class_token(tower: Any) -> int:
     return int(hasattr(tower.embeddings, "class_embedding"))
 
 
-class _PassThroughLayer(DynamicLayer):
-    """A cache layer that stores nothing."""
+class _EmptyCache(Cache):
+    """A cache that stores nothing: with layers, each compiled block would depend on its index."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states

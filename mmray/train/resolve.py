@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from mmray.config import Config
+from mmray.config import Batch, Config
 from mmray.config.data import format_mixture, is_mixture, parse_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
@@ -49,7 +49,8 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         eval_set = PreparedSet.open(prepare(config.data.eval), split)
     elif split in train_sets[0].manifest.splits:
         eval_set = PreparedSet.open(mixture[0][0], split)
-    shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
+    batch = batch_on_device(config)
+    shape = resolve_batch_shape(batch, config.cluster.max_workers)
     rows_per_block, blocks_per_window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
     train_sets = [with_local_cache(config.data, each, rows_per_block) for each in train_sets]
     eval_set = eval_set and with_local_cache(config.data, eval_set, rows_per_block)
@@ -77,7 +78,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     resolved_config = config.replace(
         model=model.with_vocab(encoder.vocab_size, declared_pad_id(tokenizer_json)),
         data=config.data.replace(shuffle_blocks=f"{rows_per_block}x{blocks_per_window}"),
-        batch=config.batch.replace(global_=shape.global_rows, micro="auto" if shape.auto else shape.micro),
+        batch=batch.replace(global_=shape.global_rows, micro="auto" if shape.auto else shape.micro),
     )
     data_identity = {
         "train": format_mixture(mixture),
@@ -86,6 +87,13 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
     }
     return ResolvedRun(resolved_config, train_set, eval_set, tokenizer_json, shape, steps, data_identity)
+
+
+def batch_on_device(config: Config) -> Batch:
+    """The `batch` section; on a GPU without a given division of the rows, with the micro-batch that fits."""
+    batch, can_probe = config.batch, getattr(config.model, "batch_norm", "frozen") != "synced"
+    given = batch.micro is not None or batch.accumulation is not None
+    return batch.replace(micro="auto") if config.cluster.accelerator == "gpu" and can_probe and not given else batch
 
 
 def with_region_labels(model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None) -> Any:

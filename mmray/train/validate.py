@@ -32,7 +32,7 @@ def unsupported_reasons(config: Config) -> list[str]:
             reasons.append("train.parallel fsdp shards over workers; set --cluster.workers 2 or more, or use `single`")
         if train.precision == "fp16":
             reasons.append("fsdp supports fp32 and bf16; set --train.precision bf16")
-        if train.channels_last:
+        if train.channels_last is True:
             reasons.append("fsdp needs the default layout; set --train.channels-last False, or use `ddp`")
         if train.ema:
             reasons.append("train.ema needs whole weights, which fsdp shards; use `ddp`, or --train.ema 0")

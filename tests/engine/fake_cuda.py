@@ -291,7 +291,7 @@ def cuda_functions() -> dict[str, Any]:
         "stream": nullcontext(),
     }
     without_effect = ("_lazy_init", "manual_seed", "set_rng_state", "random.set_rng_state")
-    without_effect += ("synchronize", "empty_cache", "reset_peak_memory_stats")
+    without_effect += ("memory._set_allocator_settings", "synchronize", "empty_cache", "reset_peak_memory_stats")
     functions = {name: lambda *_, _value=value, **__: _value for name, value in values.items()}
     return functions | dict.fromkeys(without_effect, ignore) | {"Stream": make_stream, "Event": make_event}
 
@@ -308,10 +308,13 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SyncCounter]]:
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(nn.Module, "to", _move_module)
         patch.setattr("torch.backends.cudnn.enabled", False)
+        patch.setattr("torch.backends.cudnn.benchmark", False)
+        patch.setattr("torch.set_float32_matmul_precision", ignore)
         patch.setattr("torch.autograd.graph._engine_run_backward", backward)
         patch.setattr("torch.autograd._engine_run_backward", backward)
         patch.setattr("mmray.engine.checkpoint.state_io.StateDictStager", HostBuffers)
         patch.setattr("mmray.engine.prefetch.ThreadPoolExecutor", InlineExecutor)
+        patch.setattr("mmray.engine.parallel.device_defaults._has_compiler", lambda: False)  # these tensors only run
         SyncCounter.count = 0
         with FunctionMode(), DispatchMode():
             yield SyncCounter

@@ -18,21 +18,26 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import torch
+import torch._inductor
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
+from mmray import config
 from mmray.data.stream.order import SamplePlan
-from mmray.engine import precision
+from mmray.engine import step as engine_step
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.meters import reduce_over_ranks
 from mmray.engine.parallel import strategy
+from mmray.engine.parallel.device_defaults import resolve_auto
 from mmray.engine.parallel.transforms import compile_branches
-from mmray.engine.precision import Precision, micro_seed
+from mmray.engine.precision import Precision, micro_seed, select_precision
 from mmray.engine.prefetch import make_local_batch
-from mmray.engine.step import optimizer_step
+from mmray.engine.step import forward_micro_batch, optimizer_step
 from mmray.errors import OutOfMemoryError
+from mmray.models.build import build
+from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.contrastive import Contrastive, Sigmoid
 from tests.checkpoints import save_checkpoint
 from tests.engine import recipe_models, toy
@@ -75,6 +80,12 @@ def main_four(rank: int, folder: str) -> None:
     results["oom"] = scenario(join_group(folder, scenario.__name__, rank % 2, 2))
     torch.save(results, f"{folder}/rank-{rank}.pt")
     os._exit(0)  # the groups of the pairs are broken
+
+
+def main_inductor(rank: int, folder: str) -> None:
+    """Entry point of one of two ranks that compile with inductor."""
+    torch.save(inductor(join_group(folder, "inductor", rank, 2)), f"{folder}/rank-{rank}.pt")
+    os._exit(0)
 
 
 def join_group(folder: str | Path, name: str, rank: int, world: int) -> Group:
@@ -161,12 +172,14 @@ FOUR_RANKS: dict[str, tuple[Train, Train]] = {
 }
 
 
-def common_precision(group: Group) -> list[str]:
-    """The result of `auto` if rank 1 has an older GPU than rank 0, and of an explicit setting."""
+def common_defaults(group: Group) -> list[str]:
+    """The results of `auto` if rank 1 has an older GPU than rank 0, and those of explicit settings."""
     on_gpu = replace(group, device=torch.device("cuda", 0))
     with patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0) if group.rank == 0 else (7, 0)):
-        own = precision.select_precision("auto", on_gpu.device).name
-        return [own, *(precision.common_precision(setting, on_gpu) for setting in ("auto", "bf16"))]
+        own = select_precision("auto", on_gpu.device).name
+        given = config.Train(), config.Train(precision="bf16", compile="eager")
+        trains = [resolve_auto(train, on_gpu) for train in given]
+        return [own, *(value for train in trains for value in (train.precision, train.compile))]
 
 
 def skipped_step(group: Group) -> dict[str, Any]:
@@ -384,9 +397,44 @@ def compiled(group: Group) -> dict[str, Any]:
     return results
 
 
+def inductor(group: Group) -> dict[str, Any]:
+    """Weights with compiled and eager blocks and dropout, and a micro-batch's outputs of both passes of GradCache.
+
+    `own`: with the random numbers of inductor, which differ from those of eager code.
+    """
+    results = {}
+    with patch.object(strategy, "BUCKET_MB", 0.001):  # DDP would split the graphs of each block
+        for name, backend in (("eager", "none"), ("compiled", "inductor"), ("own", "inductor")):
+            torch._dynamo.reset()
+            with torch._inductor.config.patch(fallback_random=name == "compiled"):
+                results[name] = train_with_dropout(group, backend)
+    return results | {"start": train_with_dropout(group, "none", steps=0)}
+
+
+def train_with_dropout(group: Group, backend: str, steps: int = 3) -> dict[str, Any]:
+    """Two micro-batches a step, with shorter captions in later steps; the passes are those of the second one."""
+    spec, passes = recipe_models.WITH_DROPOUT, []
+    torch.manual_seed(3)
+    module = compile_branches(build(spec, recipe_models.VOCAB).double().train(), toy.train_settings(compile=backend))
+
+    def forward(*args: Any) -> Any:
+        outputs = forward_micro_batch(*args)
+        passes.extend([outputs["text_embed"].detach()] if args[4] == 1 else [])
+        return outputs
+
+    state = toy.train_state(module, group)
+    for step in range(steps):
+        batch = synthetic_batch(spec.inputs, recipe_models.VOCAB, 8, "cpu", seed=step)
+        batch["attention_mask"][:, 6 - step :] = 0
+        with patch.object(engine_step, "forward_micro_batch", forward):
+            local = make_local_batch(toy.cut(rows_of_rank(batch, group), 2))
+            optimizer_step(state, local, lambda index, step=step: micro_seed(toy.SEED, step, group.rank, index))
+    return {"weights": toy.flat(module), "passes": passes}
+
+
 SCENARIOS = (
     collectives,
-    common_precision,
+    common_defaults,
     skipped_step,
     stopped_loop,
     overflow,

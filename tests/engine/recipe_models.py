@@ -13,7 +13,7 @@ from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.collectives import Group
-from mmray.engine.parallel.transforms import apply_transforms, checkpoint_activations
+from mmray.engine.parallel.transforms import apply_transforms, checkpoint_activations, compile_branches
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.models.build import build
@@ -25,6 +25,12 @@ SHAPE = {"width": 16, "depth": 1, "heads": 2}
 INPUTS, CHAT = config.Inputs(image_side=16, max_tokens=6), config.ChatInputs(image_side=16, max_tokens=8)
 IMAGE, TEXT = config.ClipImage(**SHAPE, patch=8), config.ClipText(**SHAPE)
 TOWERS = {"image": config.ImageTower(name="convnet", width=8, depth=2), "text": config.TextTower(**SHAPE)}
+WITH_DROPOUT = config.TwoTower(
+    inputs=INPUTS,
+    image=config.ImageTower(name="convnet", width=8, depth=1),
+    text=config.TextTower(width=16, depth=2, heads=2, dropout=0.3),
+    embed_dim=8,
+)
 MODELS: dict[str, tuple[config.Model, str]] = {
     "clip": (config.Clip(inputs=INPUTS, image=IMAGE, text=TEXT, embed_dim=8), "contrastive"),
     "siglip": (config.Siglip(inputs=INPUTS, image=IMAGE, text=TEXT), "sigmoid"),
@@ -41,7 +47,7 @@ def train_kind(
 ) -> torch.Tensor:
     """All weights after some steps in micro-batches of 3 rows; the last row is padding.
 
-    `checkpointing`: of activations. `backend`: of torch.compile, for the branches.
+    `checkpointing`: of activations. `backend`: of torch.compile, for the blocks.
     """
     spec, objective = MODELS[kind]
     torch.manual_seed(3)
@@ -49,8 +55,7 @@ def train_kind(
     for branch in model.branches().values():
         if checkpointing:
             checkpoint_activations(branch)
-        if backend is not None:
-            branch.compile(backend=backend)
+    compile_branches(model, toy.train_settings(compile=backend or "none"))
     state = toy.train_state(model, group, toy.objective(objective), parallel=parallel)
     share = ROWS // group.world_size
     for step in range(steps):

@@ -44,8 +44,9 @@ def test_collectives_keep_rank_order_and_reduce_metrics(two):
         assert own == dict.fromkeys(maxima, 3.0) | {"time/step_s": 2.0, "gpu/busy": 2.0}
 
 
-def test_ranks_agree_on_a_format_that_all_gpus_support(two):
-    assert [result["common_precision"] for result in two] == [["bf16", "fp16", "bf16"], ["fp16", "fp16", "bf16"]]
+def test_ranks_agree_on_settings_that_all_gpus_support(two):
+    common = ["fp16", "none", "bf16", "eager"]
+    assert [result["common_defaults"] for result in two] == [["bf16", *common], ["fp16", *common]]
 
 
 def test_non_finite_step_on_one_rank_is_skipped_on_both(two):

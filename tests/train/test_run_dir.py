@@ -22,7 +22,7 @@ ALLOWED = parse(
     data.local_cache=cache data.local_cache_gb=5.0 data.max_bad_rows=0 data.eval=another data.eval_split=val
     evaluate.every=5 train.steps=20 train.samples=500 train.epochs=2.0 train.log_every=1 train.checkpoint_every=7
     train.keep_checkpoints=5 train.callbacks=[my.module:Class] train.profile=3 train.parallel=single
-    train.activation_checkpointing=[text]"""
+    train.activation_checkpointing=[text] train.compile=inductor train.channels_last=true"""
 )
 FORBIDDEN = parse(
     """batch.global=32 batch.group_by_length=true data.train=another data.limit=10 data.shuffle=false

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -15,14 +16,24 @@ IGNORE_INDEX = -100  # label of tokens without loss, as in transformers
 
 
 def iter_micro_batches(
-    blocks: Iterable[NumpyBatch], plan: SamplePlan, group_by_length: bool = False
+    blocks: Iterable[NumpyBatch],
+    plan: SamplePlan,
+    group_by_length: bool = False,
+    token_multiple: int = 1,
+    max_tokens: int = sys.maxsize,
 ) -> Iterator[list[Batch]]:
-    """Yield a rank's micro-batches of each step; `group_by_length` sorts the rows of a step, longest caption first."""
+    """Yield a rank's micro-batches of each step; `group_by_length` sorts the rows of a step, longest caption first.
+
+    Captions are padded to the longest of the micro-batch, rounded up to `token_multiple`, but to at most `max_tokens`.
+    """
     for rows in _iter_step_rows(blocks, plan.rank_rows):
         if group_by_length and plan.accumulation > 1:  # the order within one micro-batch has no effect
             order = np.argsort(-rows["num_tokens"], kind="stable")
             rows = {name: column[order] for name, column in rows.items()}
-        yield [_batch(_slice(rows, first, plan.micro)) for first in range(0, plan.rank_rows, plan.micro)]
+        yield [
+            _batch(_slice(rows, first, plan.micro), token_multiple, max_tokens)
+            for first in range(0, plan.rank_rows, plan.micro)
+        ]
 
 
 def _iter_step_rows(blocks: Iterable[NumpyBatch], rank_rows: int) -> Iterator[NumpyBatch]:
@@ -42,16 +53,23 @@ def _iter_step_rows(blocks: Iterable[NumpyBatch], rank_rows: int) -> Iterator[Nu
 def _concatenate(columns: list[np.ndarray]) -> np.ndarray:
     if columns[0].ndim == 2:  # tokens: zero-padded to the same width
         longest = max(column.shape[1] for column in columns)
-        columns = [np.pad(column, ((0, 0), (0, longest - column.shape[1]))) for column in columns]
+        columns = [_pad(column, longest) for column in columns]
     return np.concatenate(columns)
+
+
+def _pad(column: np.ndarray, width: int) -> np.ndarray:
+    """[R, T] -> [R, width] by appending zeros, if it is narrower."""
+    return np.pad(column, ((0, 0), (0, max(0, width - column.shape[1]))))
 
 
 def _slice(rows: NumpyBatch, first: int, size: int) -> NumpyBatch:
     return {name: column[first : first + size] for name, column in rows.items()}
 
 
-def _batch(rows: NumpyBatch) -> Batch:
+def _batch(rows: NumpyBatch, token_multiple: int, max_tokens: int) -> Batch:
     longest = int(rows["num_tokens"].max())
+    longest = min(-(-longest // token_multiple) * token_multiple, max_tokens)
+    rows = rows | {name: _pad(rows[name], longest) for name in ("input_ids", "loss_mask") if name in rows}
     tokens = token_columns(rows["input_ids"][:, :longest], rows["num_tokens"])
     others = {name: torch.from_numpy(rows[name]) for name in ("image", "key", "label", "valid", "pos")}
     return lm_columns(rows, longest) | box_columns(rows) | tokens | others

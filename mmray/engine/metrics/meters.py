@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -24,6 +23,7 @@ from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.strategy import preserve_buffers
+from mmray.engine.parallel.transforms import force_eager, num_compiled_graphs
 from mmray.engine.precision import Precision
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import TrainState
@@ -32,10 +32,11 @@ from mmray.objectives.protocol import Batch
 
 @dataclass
 class Meter:
-    """Metrics of one rank; `devices`: number of devices of a worker."""
+    """Metrics of one rank; `devices`: number of devices of a worker; `compiles`: the model has compiled blocks."""
 
     rates: Throughput
     devices: int = 1
+    compiles: bool = False
     token_counts: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))  # sums of TokenCounts
     flops_of_row: float | None = None  # a forward and a backward
 
@@ -57,11 +58,13 @@ class Meter:
             metrics["throughput/tflops_per_device"] = rate / 1e12
             if device.type == "cuda":
                 metrics["throughput/mfu"] = rate / peak_flops(device, state.precision)
+        if self.compiles:
+            metrics["compile/graphs"] = num_compiled_graphs()
         return metrics | machine_load(device) | {"memory/peak_gib": self.rates.timers.peak_gib()}
 
 
 # Per-rank metrics with these prefixes are reported as maxima, others as means; each rank has the run's throughput.
-MAXIMA = ("time/step_p95_s", "time/first_step_s", "memory/", "host/memory_gib", "gpu/memory_gib")
+MAXIMA = ("time/step_p95_s", "time/first_step_s", "memory/", "host/memory_gib", "gpu/memory_gib", "compile/")
 
 
 def reduce_over_ranks(group: Group, sums: list[Tensor], local: Metrics) -> tuple[list[float], Metrics]:
@@ -136,9 +139,7 @@ def model_flops(model: nn.Module, batch: Batch, precision: Precision) -> float:
     weights, and of inputs that no trainable weight precedes, do not count.
     """
     counter = _FlopCounter()
-    # Without torch._dynamo nothing is compiled, and importing it takes 1.1 s.
-    eager: Any = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    with preserve_buffers(model), precision.autocast(), eager, counter:
+    with preserve_buffers(model), precision.autocast(), force_eager(), counter:
         model(batch)
     return counter.total
 

@@ -5,6 +5,7 @@ Parameter names do not change, so a checkpoint can be loaded with other settings
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,6 +21,9 @@ from mmray.errors import UsageError
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer, Train
+
+TOKEN_MULTIPLE = 16  # caption lengths under torch.compile: aligned kernels of attention and matrix products
+RECOMPILE_LIMIT = 64  # graphs of a block's class: its shapes times training, no gradients, evaluation; then it is eager
 
 
 def apply_transforms(model: nn.Module, train: Train, optimizer: Optimizer, device: torch.device) -> nn.Module:
@@ -48,21 +52,56 @@ def _branches(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compile_branches(model: nn.Module, train: Train) -> nn.Module:
-    """Compile the branches if `train.compile` is set; bench/step.py repeats it, because a deep copy is not compiled."""
-    if train.compile != "none":
-        for branch in _branches(model).values():
-            branch.compile(backend=train.compile)
+    """Compile each block of the branches if `train.compile` is set; a deep copy is not compiled (bench/step.py).
+
+    Blocks of equal structure share a graph, so compile time does not grow with depth (as in torchtitan). In the image
+    branch only the number of rows may become dynamic; other branches have dynamic shapes, because captions differ.
+    """
+    if train.compile == "none":
+        return model
+    # DDP's graph splits would make the dropout of a forward under DDP differ from that of the first pass (GradCache).
+    torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    for name, branch in _branches(model).items():
+        for block in _blocks(branch):
+            block.compile(backend=train.compile, dynamic=None if name == "image" else True)
+            if name == "image":
+                compiled: Any = block._compiled_call_impl
+                block._compiled_call_impl = partial(_call_with_static_sizes, compiled)
     return model
+
+
+def _call_with_static_sizes(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a block so that its graphs are static in all sizes but the first.
+
+    Blocks of a class share their graphs, so after the first two stages of a ResNet torch would take the height and
+    width for dynamic.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            torch._dynamo.mark_static(value, list(range(1, value.ndim)))
+    return compiled(*args, **kwargs)
+
+
+def force_eager() -> AbstractContextManager[Any]:
+    """Scope in which compiled blocks run eagerly."""
+    # Without torch._dynamo nothing is compiled, and importing it takes 1.1 s.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def num_compiled_graphs() -> int:
+    """Return how many graphs torch.compile has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not imported unless something is compiled
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def checkpoint_activations(branch: nn.Module) -> None:
     """Save only the inputs of a branch's blocks and recompute them in backward (Chen et al. 2016).
 
-    Blocks are the members of its outermost lists; without lists, the branch itself. The recomputation draws the same
-    dropout masks and does not update running statistics. torch.compile requires that it equals the forward, so blocks
-    with running statistics are excluded from its graphs.
+    The recomputation draws the same dropout masks and does not update running statistics. torch.compile requires that
+    it equals the forward, so blocks with running statistics are excluded from its graphs.
     """
-    for block in list(_blocks(branch)) or [branch]:
+    for block in _blocks(branch):
         if next(block.buffers(), None) is None:
             block.forward = partial(_recomputed, block.forward, {})
         else:
@@ -80,9 +119,14 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
     return nullcontext(), preserve_buffers(block)
 
 
-def _blocks(module: nn.Module) -> Iterable[nn.Module]:
+def _blocks(branch: nn.Module) -> list[nn.Module]:
+    """Return the members of the outermost lists of a branch; without lists, the branch itself."""
+    return list(_list_members(branch)) or [branch]
+
+
+def _list_members(module: nn.Module) -> Iterable[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
             yield from child
         else:
-            yield from _blocks(child)
+            yield from _list_members(child)

@@ -71,3 +71,21 @@ def rows_of(step):
     columns = ("pos", "image", "input_ids", "attention_mask")
     rows = (row for micro in step for row in zip(*(micro[name] for name in columns), strict=True))
     return sorted((int(p), int(image[0, 0, 0]), tuple(ids[mask.bool()].tolist())) for p, image, ids, mask in rows)
+
+
+def test_captions_are_padded_to_a_multiple_up_to_the_longest_allowed():
+    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, micro=4, seed=0, steps=4)
+    lengths = np.random.default_rng(0).integers(2, 30, 30)
+    (whole,) = blocks(plan, lengths)
+    whole["input_ids"] = whole["input_ids"][:, : lengths.max()]
+    whole |= {"loss_mask": whole["input_ids"] % 2 > 0, "image_pos": np.zeros(len(whole["pos"]))}
+    widths = set()
+    steps = (iter_micro_batches([whole], plan, False, *padding) for padding in ((), (8, 29)))
+    for plain, padded in zip(*steps, strict=True):
+        assert rows_of(plain) == rows_of(padded)
+        for one, other in zip(plain, padded, strict=True):
+            longest, width = one["labels"].shape[1], other["labels"].shape[1]
+            assert width == other["input_ids"].shape[1] == min(-(-longest // 8) * 8, 29)
+            assert torch.equal(one["labels"], other["labels"][:, :longest]) and (other["labels"][:, longest:] < 0).all()
+            widths.add(width)
+    assert {16, 24, 29} >= widths > {24}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
 from mmray.engine.collectives import Group
 from tests.engine import ranks, toy
+from tests.engine.conftest import spawn_ranks
 
 OBJECTIVES = tuple(ranks.OOM_OBJECTIVES)
 TOLERANCE = {"bf16 gradients": 3e-2, "fp16 gradients": 3e-3}  # relative to the update
@@ -35,8 +38,21 @@ def test_ranks_under_any_strategy_equal_one_process(two, single, name):
 def test_ranks_with_compiled_branches_equal_eager_ones_with_dropout(two, name):
     for result in two:
         result = result["compiled"][name]
-        assert result["graphs"] >= (2 if "row-wise" in name else 4)  # per branch and training forward
+        assert result["graphs"] >= (2 if "row-wise" in name else 4)  # per block and training forward
         toy.assert_equal_weights(result["weights"], result["eager"], result["start"])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_ranks_with_inductor_equal_eager_ones_and_both_passes_have_equal_dropout(tmp_path):
+    for result in spawn_ranks(ranks.main_inductor, tmp_path, 2):
+        eager, start = result["eager"]["weights"], result["start"]["weights"]
+        toy.assert_equal_weights(result["compiled"]["weights"], eager, start)
+        assert (result["own"]["weights"] - eager).abs().max() > 1e-4  # other masks
+        for name in ("compiled", "own"):
+            passes = result[name]["passes"]
+            assert len(passes) == 6
+            for first, second in zip(passes[::2], passes[1::2], strict=True):
+                assert torch.allclose(first, second, rtol=0, atol=1e-12)
 
 
 def test_checkpoint_resumes_under_another_strategy(two, single):

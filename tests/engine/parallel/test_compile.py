@@ -1,0 +1,157 @@
+"""torch.compile by block: what shares a graph, which sizes are dynamic, and what compiled blocks leave unchanged."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
+
+from mmray.config import Batch, ImageTower, TextTower, recipes
+from mmray.data.stream.collate import iter_micro_batches
+from mmray.data.stream.order import SamplePlan
+from mmray.engine.metrics.meters import model_flops
+from mmray.engine.optimizer import ExponentialMovingAverage
+from mmray.engine.parallel.transforms import TOKEN_MULTIPLE, apply_transforms
+from mmray.engine.precision import fork_seeded_rng
+from mmray.engine.prefetch import make_local_batch
+from mmray.engine.step import optimizer_step
+from mmray.models.build import build
+from mmray.models.synthetic import synthetic_batch
+from tests.engine import recipe_models, toy
+from tests.engine.recipe_models import MODELS, VOCAB, WITH_DROPOUT
+from tests.engine.single_worker import make_prepared, run_config
+from tests.train.runs import lines
+
+CPU = torch.device("cpu")
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+RESNET = WITH_DROPOUT.model_copy(update={"image": ImageTower(name="resnet18")})
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_of_other_tests():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def model_of(spec: Any, backend: Any = "none", **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return apply_transforms(build(spec, VOCAB), toy.train_settings(compile=backend, **settings), toy.OPTIMIZER, CPU)
+
+
+def rows(spec: Any, count: int = 3, tokens: int | None = None) -> dict[str, Tensor]:
+    batch, text = synthetic_batch(spec.inputs, VOCAB, count, CPU), ("input_ids", "attention_mask")
+    return {name: value[:, :tokens] if name in text else value for name, value in batch.items()}
+
+
+def with_depth(kind: str, depth: int) -> Any:
+    spec = MODELS[kind][0]
+    parts = {name: getattr(spec, name).model_copy(update={"depth": depth}) for name in ("image", "text")}
+    return spec.model_copy(update=parts)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip", "generative"])
+def test_blocks_of_equal_structure_share_a_graph(kind: str) -> None:
+    counts = []
+    for depth in (2, 4):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        spec = with_depth(kind, depth)
+        model_of(spec, counter).train()(rows(spec))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1] == 2  # one an encoder
+
+
+def test_only_rows_and_text_lengths_become_dynamic() -> None:
+    """Stages of a ResNet differ in channels, height and width, which stay constants of their graphs."""
+    sizes: list[list[Any]] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        sizes.append([value.shape for value in inputs if isinstance(value, Tensor)])
+        return graph.forward
+
+    model = model_of(RESNET, aot_autograd(fw_compiler=compiler, bw_compiler=lambda graph, _: graph.forward)).train()
+    for count, tokens in ((3, 6), (4, 5), (5, 3), (4, 4)):
+        model(rows(RESNET, count, tokens))["image_embed"].sum().backward()
+    images = [shape for graph in sizes for shape in graph if len(shape) == 4]
+    assert len(images) > 20
+    assert all(isinstance(size, int) for shape in images for size in shape[1:])
+    before = len(sizes)
+    for count, tokens in ((6, 2), (7, 6)):
+        model(rows(RESNET, count, tokens))
+    assert len(sizes) == before
+
+
+def test_copies_of_a_compiled_model_are_eager_and_equal() -> None:
+    spec, counter = MODELS["clip"][0], CompileCounter()
+    model = model_of(spec, counter, activation_checkpointing=("text",)).eval()
+    average = ExponentialMovingAverage(model, 0.5)
+    expected = model(rows(spec))
+    compiled = counter.frame_count
+    for other in (copy.deepcopy(model), average.module):
+        outputs = other(rows(spec))
+        assert all(torch.equal(outputs[name], expected[name]) for name in expected)
+    assert counter.frame_count == compiled > 0
+
+
+def test_flops_of_compiled_blocks_are_those_of_eager_ones() -> None:
+    spec = MODELS["clip"][0]
+    compiled = model_of(spec, "aot_eager").train()
+    compiled(rows(spec))["image_embed"].sum().backward()  # its graphs would run under the counter
+    assert model_flops(compiled, rows(spec), toy.FP32) == model_flops(model_of(spec), rows(spec), toy.FP32) > 0
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_captions_padded_to_a_multiple_change_no_step(kind: str) -> None:
+    spec, objective = MODELS[kind]
+    spec = spec.model_copy(update={"inputs": spec.inputs.model_copy(update={"max_tokens": 40})})
+    plan = SamplePlan(num_rows=6, global_rows=6, world_size=1, micro=3, seed=1, steps=1)
+    block, weights = next(recipe_models.llava_blocks(plan, 0)), []
+    if kind != "generative":
+        del block["loss_mask"], block["image_pos"]
+    for multiple in (1, TOKEN_MULTIPLE):
+        model = model_of(spec).double().eval()  # dropout masks depend on the length
+        state = toy.train_state(model, objective=toy.objective(objective))
+        [step] = iter_micro_batches([block], plan, False, multiple, 40)
+        assert all((batch["input_ids"].shape[1] == 16) == (multiple > 1) for batch in step)
+        optimizer_step(state, make_local_batch(step), lambda index: index)
+        weights.append(toy.flat(model))
+    toy.assert_equal_weights(weights[1], weights[0])
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("branches", [(), ("image", "text")])
+def test_inductor_draws_equal_dropout_with_and_without_gradients(branches: tuple[str, ...]) -> None:
+    """Also if activations are recomputed in the backward."""
+    model = model_of(WITH_DROPOUT, "inductor", activation_checkpointing=branches).train()
+    with fork_seeded_rng(5, CPU), torch.no_grad():
+        first = model(rows(WITH_DROPOUT))
+    with fork_seeded_rng(5, CPU):
+        second = model(rows(WITH_DROPOUT))
+    with fork_seeded_rng(6, CPU):
+        other = model(rows(WITH_DROPOUT))
+    assert torch.allclose(first["text_embed"], second["text_embed"], rtol=0, atol=1e-5)
+    assert not torch.allclose(other["text_embed"], second["text_embed"], rtol=0, atol=1e-2)
+
+
+@NEEDS_COMPILER
+def test_sample_recipe_compiles_nothing_after_the_first_epoch(tmp_path) -> None:
+    """With captions of different lengths, a smaller last micro-batch and an evaluation in each epoch."""
+    prepared = make_prepared(tmp_path / "set")
+    recipe = recipes.load("sample")
+    small = {"image": ImageTower(name="convnet", width=8, depth=1), "text": TextTower(width=16, depth=1, heads=4)}
+    inputs = recipe.model.inputs.replace(image_side=16)
+    config = recipe.replace(
+        model=recipe.model.replace(**small, inputs=inputs, embed_dim=16),
+        batch=Batch(micro=4, global_=11),  # two steps an epoch
+        train=recipe.train.replace(steps=6, log_every=1, checkpoint_every=0, compile="inductor"),
+        evaluate=recipe.evaluate.replace(every=2),
+    )
+    run_config(config, prepared, tmp_path / "run", prepared)
+    graphs = [line["compile/graphs"] for line in lines(tmp_path / "run")]
+    assert len(graphs) == 6 and graphs[-1] == graphs[2] > graphs[0] > 0

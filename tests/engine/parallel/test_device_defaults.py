@@ -1,0 +1,86 @@
+"""The settings that `auto` means on each kind of device, and that given settings win."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmray.config import Train
+from mmray.engine.collectives import Group
+from mmray.engine.parallel import device_defaults
+from mmray.engine.parallel.device_defaults import DeviceDefaults, configure_torch, resolve_auto
+from mmray.engine.precision import select_precision
+
+OLDER = DeviceDefaults("fp16", "none", True, False, True, True)
+AMPERE = DeviceDefaults("bf16", "inductor", True, True, True, True)
+GPU = torch.device("cuda", 0)
+GPUS = [  # name, compute capability, GiB, defaults
+    ("V100", (7, 0), 16, OLDER),
+    ("V100", (7, 0), 32, OLDER),
+    ("T4", (7, 5), 16, OLDER),
+    ("A100", (8, 0), 40, AMPERE),
+    ("A100", (8, 0), 80, AMPERE),
+    ("A10G", (8, 6), 24, AMPERE),
+    ("L4", (8, 9), 24, AMPERE),
+    ("H100", (9, 0), 80, AMPERE),
+    ("H200", (9, 0), 141, AMPERE),
+]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU by its properties, which records the flags that are set; by default with a compiler."""
+
+    def make(name="H100", capability=(9, 0), gib=80):
+        flags = SimpleNamespace(allocator=[], matmul=None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, gib * 2**30))
+        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", flags.allocator.append)
+        monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda value: setattr(flags, "matmul", value))
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+        monkeypatch.setattr(device_defaults, "_has_compiler", lambda: True)
+        for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            monkeypatch.delenv(variable, raising=False)
+        return flags
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "capability", "gib", "defaults"), GPUS)
+def test_defaults_of_gpus(gpu, name, capability, gib, defaults):
+    flags = gpu(name, capability, gib)
+    train = resolve_auto(Train(), Group(device=GPU))
+    assert (train.precision, train.compile, train.channels_last) == (defaults.precision, defaults.compile, True)
+    assert select_precision("auto", GPU).name == defaults.precision
+    text = configure_torch(train, GPU)
+    assert text == f"{name}, {gib} GiB: {train.precision}, compile {train.compile}, channels-last convolutions"
+    assert flags.matmul == ("high" if defaults.tf32 else "highest") and torch.backends.cudnn.benchmark
+    assert flags.allocator == ["expandable_segments:True"]
+
+
+def test_defaults_of_a_cpu(gpu):
+    flags, cpu = gpu(), torch.device("cpu")
+    train = resolve_auto(Train(), Group())
+    assert (train.precision, train.compile, train.channels_last) == ("fp32", "none", False)
+    assert configure_torch(train, cpu) == "" and flags == SimpleNamespace(allocator=[], matmul=None)
+
+
+def test_given_settings_win(gpu, monkeypatch):
+    given = {"precision": "fp32", "compile": "none", "channels_last": False, "deterministic": True}
+    flags = gpu()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    train = resolve_auto(Train(**given), Group(device=GPU))
+    assert train == Train(**given)
+    configure_torch(train, GPU)
+    assert flags == SimpleNamespace(allocator=[], matmul="highest") and not torch.backends.cudnn.benchmark
+
+
+def test_gpu_without_a_compiler_or_under_fsdp_keeps_what_works(gpu, monkeypatch):
+    gpu()
+    assert resolve_auto(Train(parallel="fsdp"), Group(device=GPU)).channels_last is False
+    monkeypatch.setattr(device_defaults, "_has_compiler", lambda: False)
+    assert resolve_auto(Train(), Group(device=GPU)).compile == "none"
+    assert resolve_auto(Train(compile="inductor"), Group()).compile == "inductor"
