@@ -26,6 +26,12 @@ from mmray.errors import UsageError
         ),
         ("train: {compile: cudagraphs}", "train.compile: a CUDA graph overwrites its outputs .*; use `inductor`"),
         ("train: {compile: inductr}", r"train.compile: input should be .*'inductor'.* \(got 'inductr'\)"),
+        (
+            "optimizer: {kind: sgd}",
+            r"optimizer.kind: no `sgd`; use one of adamw, muon, lion, adamw8bit, or name",
+        ),
+        ("optimizer: {schedule: cosin}", r"optimizer.schedule: no `cosin`; use one of cosine, linear"),
+        ("train: {activation_checkpointing: ['text=all']}", r"train.activation_checkpointing.0: .*pattern"),
         (f"train: {{seed: {2**63}}}", "train.seed: input should be less than or equal to 9223372036854775807"),
         ("data: {shuffle_blocks: 0}", "data.shuffle_blocks: must be `auto`, rows per block"),
         ("data: {train: 'a + 0 * b'}", r"data.train: .* is neither a set nor a sum of different sets, at `0 \* b`"),

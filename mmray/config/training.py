@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import tyro
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mmray.config.base import Section
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+BUILT_IN = {
+    "kind": ("adamw", "muon", "lion", "adamw8bit"),
+    "schedule": ("cosine", "linear", "constant", "cooldown"),
+}
 Multiplier = Annotated[str, Field(pattern=r"^.+=\d+(\.\d*)?(e-?\d+)?$")]
+Branch = Annotated[str, Field(pattern=r"^[^=]+(=selective)?$")]
 Prompt = Annotated[str, Field(pattern=r"\{\}")]
 
 
@@ -30,20 +35,36 @@ class Batch(Section, settings_prefix="batch"):
 class Optimizer(Section, settings_prefix="optimizer"):
     """Optimizer, learning rate schedule and gradient clipping."""
 
+    kind: str = Field(
+        "adamw",
+        description="`adamw`, `muon` (with AdamW for all but hidden matrices), `lion`, `adamw8bit`, or your own "
+        "`package.module:Class`, such as `torch.optim:SGD`.",
+    )
+    settings: dict[str, bool | int | float | str] = Field({}, description="Further arguments of the optimizer's class.")
     lr: float = Field(5e-4, gt=0, description="Peak learning rate.")
     final_lr_fraction: float = Field(0.0, ge=0, le=1, description="Final learning rate as a fraction of the peak.")
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up.")
     weight_decay: float = Field(0.1, ge=0, description="Weight decay of matrices; others have none.")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.98), description="AdamW's betas.")
-    eps: float = Field(1e-6, gt=0, description="AdamW's epsilon.")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.98), description="Betas of the built-in optimizers.")
+    eps: float = Field(1e-6, gt=0, description="Epsilon of the built-in optimizers.")
     clip_norm: float = Field(1.0, ge=0, description="Maximum gradient norm; 0: no clipping.")
-    schedule: Literal["cosine", "linear", "constant", "cooldown"] = Field(
-        "cosine", description="Learning rate after warm-up; cooldown: constant, then linear in the last 20%."
+    schedule: str = Field(
+        "cosine",
+        description="Learning rate after warm-up: `cosine`, `linear`, `constant`, `cooldown` (constant, then linear in "
+        "the last 20%), or your own `package.module:function` of (step, steps).",
     )
     freeze: tuple[str, ...] = Field((), description="Name patterns of frozen weights, such as `image.tower.*`.")
     lr_multipliers: tuple[Multiplier, ...] = Field(
         (), description="Learning rate factors as `pattern=factor`, such as `image.*=0.1`; the last match applies."
     )
+
+    @field_validator("kind", "schedule")
+    @classmethod
+    def _check_name(cls, value: str, info: ValidationInfo) -> str:
+        known = BUILT_IN[str(info.field_name)]
+        if value not in known and ":" not in value:
+            raise ValueError(f"no `{value}`; use one of {', '.join(known)}, or name your own as package.module:Name")
+        return value
 
 
 class Train(Section, settings_prefix="train"):
@@ -52,8 +73,10 @@ class Train(Section, settings_prefix="train"):
     steps: int | None = Field(None, ge=1, description="Total optimizer steps.")
     samples: int | None = Field(None, ge=1, description="Total rows, rounded up to whole steps.")
     epochs: float | None = Field(None, gt=0, description="Passes over the training set, rounded up to whole steps.")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="auto: bf16 if the device supports it, fp16 on older GPUs, fp32 on a CPU."
+    precision: Literal["auto", "fp32", "bf16", "fp16", "bf16-true"] = Field(
+        "auto",
+        description="bf16 and fp16: autocast of float32 weights; bf16-true: matrices in bf16, with float32 copies in "
+        "the optimizer; auto: bf16 if the device supports it, fp16 on older GPUs, fp32 on a CPU.",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of all random numbers.")
     log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
@@ -66,7 +89,11 @@ class Train(Section, settings_prefix="train"):
     ema: Fraction = Field(
         0.0, description="Decay of an exponential moving average of the weights, for evaluation and export; 0: none."
     )
-    activation_checkpointing: tuple[str, ...] = Field((), description="Branches (`image`, `text`) to recompute.")
+    activation_checkpointing: tuple[Branch, ...] = Field(
+        (),
+        description="Branches (`image`, `text`) to recompute in backward; `text=selective` keeps the outputs of its "
+        "matrix products, convolutions and attention.",
+    )
     compile: Literal["auto", "none", "inductor", "aot_eager", "eager"] = Field(
         "auto",
         description="Backend of torch.compile for the blocks of the towers; aot_eager, eager: to debug; auto: inductor "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import precision
@@ -20,7 +21,7 @@ from mmray.engine.batch import halve
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.oom import OOM_ADVICE
-from mmray.engine.optimizer import build_optimizer
+from mmray.engine.optimizer import build_optimizer, lr_at
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.transforms import force_eager
 from mmray.engine.prefetch import make_local_batch
@@ -51,6 +52,7 @@ def dry_run(
     """
     device, mixed = group.device, precision.select_precision(config.train.precision, group.device)
     optimizer = build_optimizer(model, config.optimizer)  # temporary
+    lr_at(plan.steps - 1, config.optimizer, plan.steps)  # raises the errors of a user's schedule
     state = TrainState(model, objective, group, mixed, optimizer, mixed.scaler(), PhaseTimers(device))
     auto = config.batch.micro == "auto" and not max_micro
     micro = None if auto else min(plan.micro, plan.rank_rows, max_micro or plan.rank_rows)
@@ -122,7 +124,7 @@ def probe_memory(
     if group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
     weights = list(state.model.parameters())
-    moments = [value for values in state.optimizer.state.values() for value in values.values()]
+    moments = tree_leaves(state.optimizer.state_dict()["state"])  # and float32 copies of half-precision weights
     sizes = {  # of sharded tensors, this rank's shard; rank 0, whose table is logged, has the largest
         "parameters": sum(strategy.to_local(weight).nbytes for weight in weights),
         "gradients": sum(strategy.to_local(weight).nbytes for weight in weights if weight.requires_grad),
@@ -152,7 +154,7 @@ class FakeGroup(Group):
 
 
 def _allocate_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate the optimizer state as a first step does; AdamW at learning rate 0 leaves the weights unchanged."""
+    """Allocate the optimizer state as a first step does; at learning rate 0 it leaves the weights unchanged."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

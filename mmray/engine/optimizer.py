@@ -1,35 +1,133 @@
-"""AdamW with parameter groups, gradient clipping, learning-rate schedule, and EMA of the weights."""
+"""Optimizers with parameter groups, gradient clipping, learning-rate schedules, and EMA of the weights.
+
+`optimizer.kind` and `optimizer.schedule` name a built-in one or your own; README.md has an example.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 from inspect import unwrap
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from mmray import plugins
 from mmray.engine.parallel.strategy import is_dtensor
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer as OptimizerConfig
 
+Groups = list[dict[str, Any]]
 LR_SCALE = "lr_scale"  # key of a parameter group: its multiplier of the learning rate
+IS_HIDDEN = "is_hidden"  # key of a parameter group: its weights are matrices between hidden states
+MASTER = "master"  # key of a weight's state: its float32 copy
+BUILT_IN = {  # class, the settings that it takes, and its extra of pip
+    "adamw": (f"{__name__}:EagerAdamW", ("betas", "eps"), ""),
+    "muon": (f"{__name__}:MuonAndAdamW", ("betas", "eps"), ""),
+    "lion": ("timm.optim:Lion", ("betas",), "timm"),
+    "adamw8bit": ("bitsandbytes.optim:AdamW8bit", ("betas", "eps"), "bitsandbytes"),
+}
 COOLDOWN_FRACTION = 0.2  # of the steps after warm-up, in which the schedule `cooldown` decays
 
 
 class EagerAdamW(AdamW):
-    """AdamW without the decorators of its methods for torch.compile, which import torch._dynamo (1.1 s) when called."""
+    """AdamW (Loshchilov & Hutter 2019) without the decorators for torch.compile, which import torch._dynamo (1.1 s)."""
 
     add_param_group, zero_grad = unwrap(AdamW.add_param_group), unwrap(AdamW.zero_grad)
     state_dict, load_state_dict = unwrap(AdamW.state_dict), unwrap(AdamW.load_state_dict)
     step = torch.no_grad()(unwrap(AdamW.step))
+
+    def __init__(self, groups: Groups, **settings: Any) -> None:
+        super().__init__(groups, **{"fused": True} | settings)
+
+
+class MuonAndAdamW(Optimizer):
+    """Muon (Jordan et al. 2024) for hidden matrices and AdamW for all other weights, as one optimizer.
+
+    Updates of Muon are scaled to the size of AdamW's (Liu et al. 2025, section 2.2), so that both take the same
+    learning rate and weight decay.
+    """
+
+    def __init__(self, groups: Groups, lr: float, betas: tuple[float, float], eps: float, **settings: Any) -> None:
+        hidden = [group for group in groups if group[IS_HIDDEN]]
+        others = [group for group in groups if not group[IS_HIDDEN]]
+        self._optimizers: list[Optimizer] = []
+        if hidden:
+            self._optimizers.append(Muon(hidden, lr=lr, **{"adjust_lr_fn": "match_rms_adamw"} | settings))
+        if others:
+            self._optimizers.append(EagerAdamW(others, lr=lr, betas=betas, eps=eps))
+        super().__init__([group for optimizer in self._optimizers for group in optimizer.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        groups = iter(self.param_groups)
+        for optimizer in self._optimizers:  # assigned in each step, because load_state_dict replaces groups and state
+            optimizer.param_groups = list(islice(groups, len(optimizer.param_groups)))
+            optimizer.state = self.state
+            optimizer.step()
+
+
+class MasterWeights(Optimizer):
+    """Update float32 copies of half-precision weights, and round them to the weights (Micikevicius et al. 2018, 3.1).
+
+    The copies are in the state of the weights. build: groups of parameters -> the optimizer of the copies.
+    """
+
+    def __init__(self, groups: Groups, build: Callable[[Groups], Optimizer]) -> None:
+        weights = [weight for group in groups for weight in group["params"]]
+        self._copies = {weight: weight.detach().float() for weight in weights if is_half(weight)}
+        originals = {copy: weight for weight, copy in self._copies.items()}
+
+        def replace(group: dict[str, Any], by: dict[Tensor, Tensor]) -> dict[str, Any]:
+            return group | {"params": [by.get(weight, weight) for weight in group["params"]]}
+
+        self._optimizer = build([replace(group, self._copies) for group in groups])
+        super().__init__([replace(group, originals) for group in self._optimizer.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group, own in zip(self._optimizer.param_groups, self.param_groups, strict=True):
+            group["lr"] = own["lr"]
+        for weight, copy in self._copies.items():
+            copy.grad = None if weight.grad is None else weight.grad.float()
+        self._optimizer.step()
+        torch._foreach_copy_(list(self._copies), list(self._copies.values()))
+        for copy in self._copies.values():
+            copy.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of all weights, by index; that of a half-precision weight includes its copy."""
+        saved = self._optimizer.state_dict()
+        states = {index: saved["state"].get(index, {}) | {MASTER: copy} for index, copy in self._indexed_copies()}
+        return saved | {"state": saved["state"] | states}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        states = {index: dict(state) for index, state in state_dict["state"].items()}
+        for index, copy in self._indexed_copies():
+            copy.copy_(states[index].pop(MASTER))
+        self._optimizer.load_state_dict(state_dict | {"state": states})
+        for group, own in zip(self._optimizer.param_groups, self.param_groups, strict=True):
+            own |= {name: value for name, value in group.items() if name != "params"}
+
+    def _indexed_copies(self) -> list[tuple[int, Tensor]]:
+        weights = (weight for group in self.param_groups for weight in group["params"])
+        return [(index, self._copies[weight]) for index, weight in enumerate(weights) if weight in self._copies]
+
+
+def is_half(tensor: Tensor) -> bool:
+    """Return True for bfloat16 and float16."""
+    return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
@@ -41,30 +139,60 @@ def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
         raise UsageError(f"optimizer.freeze: {', '.join(patterns)} leaves no trainable parameter")
 
 
-def build_optimizer(module: nn.Module, config: OptimizerConfig) -> AdamW:
-    """Fused AdamW over the trainable parameters (Loshchilov & Hutter 2019), with weight decay if ndim >= 2.
+def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """Build the optimizer that `config.kind` names over the trainable parameters, with weight decay if ndim >= 2.
 
-    The last `pattern=factor` of `lr_multipliers` that matches a parameter applies to it.
+    The last `pattern=factor` of `lr_multipliers` that matches a parameter applies to it. Half-precision weights get
+    float32 copies. A user's class is called with (groups, lr, **settings). Raises UsageError.
     """
     scales: dict[str, float] = {}
     for text in config.lr_multipliers:
         pattern, _, factor = text.rpartition("=")
         scales |= dict.fromkeys(_matching(module, pattern, "optimizer.lr_multipliers"), float(factor))
-    by_scale_and_ndim: dict[tuple[float, int], list[nn.Parameter]] = defaultdict(list)
+    hidden = _hidden_matrices(module) if config.kind == "muon" else set()
+    by_key: dict[tuple[float, int, bool], list[nn.Parameter]] = defaultdict(list)
     for name, weight in module.named_parameters():
         if weight.requires_grad:  # scalars in their own group: FSDP does not shard them, fused AdamW takes one kind
-            by_scale_and_ndim[scales.get(name, 1.0), min(weight.ndim, 2)].append(weight)
-    groups = [
+            by_key[scales.get(name, 1.0), min(weight.ndim, 2), weight in hidden].append(weight)
+    groups: Groups = [
         {"params": weights, "weight_decay": config.weight_decay if ndim == 2 else 0.0, LR_SCALE: scale}
-        for (scale, ndim), weights in sorted(by_scale_and_ndim.items(), key=lambda item: item[0], reverse=True)
+        | ({IS_HIDDEN: is_hidden} if config.kind == "muon" else {})
+        for (scale, ndim, is_hidden), weights in sorted(by_key.items(), key=lambda item: item[0], reverse=True)
     ]
-    return EagerAdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
+    build = partial(_construct, config)
+    return MasterWeights(groups, build) if any(is_half(w) for ws in by_key.values() for w in ws) else build(groups)
+
+
+def _construct(config: OptimizerConfig, groups: Groups) -> Optimizer:
+    name, settings, extra = BUILT_IN.get(config.kind, (config.kind, (), ""))
+    try:
+        build = plugins.load_class(name, "optimizer.kind", tuple(BUILT_IN))
+    except UsageError as error:
+        install = f'. Install it on every node: pip install "mmray[{extra}]"' if extra else ""
+        raise UsageError(f"{error}{install}") from error
+    try:
+        optimizer = build(groups, **{name: getattr(config, name) for name in ("lr", *settings)} | config.settings)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"optimizer.kind: cannot build `{config.kind}`: {error}; see optimizer.settings") from error
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"optimizer.kind: `{config.kind}` built a {type(optimizer).__name__}, no torch.optim.Optimizer"
+        )
+    return optimizer
+
+
+def _hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
+    """Matrices, except embeddings and output heads (as many rows as the largest embedding)."""
+    embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
+    vocab_size = max((part.num_embeddings for part in embeddings), default=0)
+    matrices = {weight for weight in module.parameters() if weight.ndim == 2 and len(weight) != vocab_size}
+    return matrices - {part.weight for part in embeddings}
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Set the learning rate for the next step, times the multiplier of each group."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group[LR_SCALE]
+        group["lr"] = lr * group.get(LR_SCALE, 1.0)
 
 
 def _matching(module: nn.Module, pattern: str, setting: str) -> list[str]:
@@ -100,12 +228,18 @@ def lr_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
     """Learning rate of step `step`, counted from 0: linear warm-up, then the schedule.
 
     Step `warmup_steps` is the first at the peak; except for `constant`, the step after the last would have peak x
-    final_lr_fraction. `cosine`: Loshchilov & Hutter 2017, equation 5. `cooldown`: Hägele et al. 2024.
+    final_lr_fraction. `cosine`: Loshchilov & Hutter 2017, equation 5. `cooldown`: Hägele et al. 2024. A user's function
+    is called with (step, total_steps). Raises UsageError if it returns no valid factor.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
     progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
-    if config.schedule == "constant":
+    if ":" in config.schedule:
+        decay = float(plugins.load_class(config.schedule, "optimizer.schedule")(step, total_steps))
+        if not 0 <= decay < math.inf:
+            problem = f"`{config.schedule}` returned {decay} for step {step} of {total_steps}"
+            raise UsageError(f"optimizer.schedule: {problem}; return a factor of the learning rate, 0 or more")
+    elif config.schedule == "constant":
         decay = 1.0
     elif config.schedule == "cosine":
         decay = (1 + math.cos(math.pi * progress)) / 2

@@ -32,12 +32,18 @@ def unsupported_reasons(config: Config) -> list[str]:
             reasons.append("train.parallel fsdp shards over workers; set --cluster.workers 2 or more, or use `single`")
         if train.precision == "fp16":
             reasons.append("fsdp supports fp32 and bf16; set --train.precision bf16")
+        if train.precision == "bf16-true":
+            reasons.append("fsdp with bf16 gathers bf16 weights and updates float32 shards; set --train.precision bf16")
+        if config.optimizer.kind == "adamw8bit":
+            reasons.append("optimizer.kind adamw8bit cannot update sharded weights; use adamw, or --train.parallel ddp")
         if train.channels_last is True:
             reasons.append("fsdp needs the default layout; set --train.channels-last False, or use `ddp`")
         if train.ema:
             reasons.append("train.ema needs whole weights, which fsdp shards; use `ddp`, or --train.ema 0")
         if config.evaluate.num_generations:
             reasons.append("evaluate.num_generations is not supported with fsdp; set it to 0")
+    if train.precision == "bf16-true" and train.ema:
+        reasons.append("train.ema needs float32 weights; set --train.precision bf16, or --train.ema 0")
     if train.parallel == "branches":
         if kind not in TWO_TOWER_KINDS:
             reasons.append(f"train.parallel branches needs an image and a text tower, not `{kind}`; use `ddp`")
@@ -49,7 +55,8 @@ def unsupported_reasons(config: Config) -> list[str]:
     if batch_norm == "synced" and config.cluster.accelerator == "cpu" and model.image.name.startswith("resnet"):
         reasons.append("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` with --cluster.accelerator cpu")
     branches = ("image", "text", "cross") if kind == "fusion" else ("image", "text")
-    if ":" not in kind and (unknown := [name for name in train.activation_checkpointing if name not in branches]):
+    recomputed = [setting.partition("=")[0] for setting in train.activation_checkpointing]
+    if ":" not in kind and (unknown := [name for name in recomputed if name not in branches]):
         problem = f"the model has no branch `{unknown[0]}`; it has {', '.join(branches)}"
         reasons.append(f"train.activation_checkpointing: {problem}")
     return reasons

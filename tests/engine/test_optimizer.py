@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import math
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from mmray.engine import optimizer
+from mmray.engine import optimizer, precision
 from mmray.errors import UsageError
 from tests.engine import toy
 
@@ -65,6 +67,138 @@ def test_learning_rates_of_each_schedule(schedule, half, last):
 def test_schedule_without_warmup_and_run_shorter_than_warmup():
     assert optimizer.lr_at(0, SimpleNamespace(**vars(SECTION) | {"warmup_steps": 0}), 10) == 1.0
     assert all(0 < optimizer.lr_at(step, SECTION, total) <= 1 for total in (1, 4, 5) for step in range(total))
+
+
+def half_cosine(step, steps):
+    return math.cos(math.pi * step / steps / 2)
+
+
+def not_a_number(step, steps):
+    return math.nan
+
+
+def test_own_schedule_scales_the_rate_after_warmup():
+    section = SimpleNamespace(**vars(SECTION) | {"schedule": f"{__name__}:half_cosine"})
+    rates = [optimizer.lr_at(step, section, 12) for step in (3, 4, 8, 12)]
+    assert rates == pytest.approx([0.8, *(0.2 + 0.8 * half_cosine(step, 12) for step in (4, 8, 12))])
+    for name, message in (("not_a_number", "returned nan for step 4 of 12"), ("absent", "cannot load `.*:absent`")):
+        with pytest.raises(UsageError, match=rf"optimizer\.schedule: .*{message}"):
+            optimizer.lr_at(4, SimpleNamespace(**vars(section) | {"schedule": f"{__name__}:{name}"}), 12)
+
+
+def take_steps(model, optimizers, steps=3):
+    """Gradients are the weights' cosines, so they depend on earlier steps."""
+    for _ in range(steps):
+        for weight in model.parameters():
+            weight.grad = weight.detach().cos()
+        for each in optimizers:
+            each.step()
+    return toy.flat(model)
+
+
+def test_muon_takes_hidden_matrices_and_adamw_the_rest():
+    ours, theirs = toy.Branched(), toy.Branched()
+    settings = toy.optimizer_settings(kind="muon", settings={"momentum": 0.8}, lr_multipliers=("text.*=0.5",))
+    built = optimizer.build_optimizer(ours, settings)
+    optimizer.set_lr(built, 0.01)
+    names = {parameter: name for name, parameter in ours.named_parameters()}
+    groups = [(group, {names[weight] for weight in group["params"]}) for group in built.param_groups]
+    hidden = {name for group, members in groups if group["is_hidden"] for name in members}
+    assert hidden == {
+        "image.layers.2.weight",
+        "image.layers.6.weight",
+        "text.blocks.0.1.weight",
+        "text.blocks.1.weight",
+    }
+
+    def select(is_hidden):
+        return [
+            {"params": list(map(theirs.get_parameter, sorted(members, key=list(names.values()).index)))}
+            | {name: group[name] for name in ("lr", "weight_decay")}
+            for group, members in groups
+            if group["is_hidden"] == is_hidden
+        ]
+
+    muon = torch.optim.Muon(select(True), momentum=0.8, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(select(False), betas=settings.betas, eps=settings.eps, fused=True)
+    assert torch.equal(take_steps(ours, [built]), take_steps(theirs, [muon, adamw]))
+
+
+def test_all_weights_can_be_hidden_or_none():
+    """With adapters only, or of a model without hidden matrices."""
+    for model in (nn.Linear(4, 3, bias=False), nn.LayerNorm(4)):
+        built = optimizer.build_optimizer(model, toy.optimizer_settings(kind="muon"))
+        assert not torch.equal(toy.flat(model), take_steps(model, [built]))
+
+
+def test_heads_and_embeddings_are_not_hidden():
+    model = nn.ModuleList(
+        [nn.Embedding(20, 4), nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 20), nn.Conv1d(4, 4, 1)]
+    )
+    assert optimizer._hidden_matrices(model) == {model[2].weight}
+
+
+def test_half_precision_weights_follow_float32_copies():
+    """The first update equals that of AdamW in float32 with the same gradients, and small ones add up."""
+    model, reference = toy.Branched(), toy.Branched()
+    precision.cast_weights(model, "bf16-true")
+    with torch.no_grad():
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            theirs.copy_(ours)
+            ours.grad = torch.sin(1 + torch.arange(ours.numel()).float()).reshape(ours.shape).to(ours.dtype)
+            theirs.grad = ours.grad.float()
+    settings = toy.optimizer_settings(lr=1e-5)
+    built, adamw = (optimizer.build_optimizer(each, settings) for each in (model, reference))
+    before = [weight.detach().clone() for weight in model.parameters()]
+    built.step()
+    adamw.step()
+    copies = {name: state["master"] for name, state in built.state_dict()["state"].items() if "master" in state}
+    assert len(copies) == sum(weight.ndim >= 2 for weight in model.parameters()) == 5
+    for index, (ours, theirs) in enumerate(zip(weights_of(built), weights_of(adamw), strict=True)):
+        assert torch.equal(copies.get(index, ours), theirs)
+        assert ours.dtype == (torch.bfloat16 if ours.ndim >= 2 else torch.float32)
+        assert torch.equal(ours, theirs.to(ours.dtype))
+    for _ in range(200):
+        built.step()
+    changed = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+    assert all(changed)
+
+
+def weights_of(built):
+    return (weight for group in built.param_groups for weight in group["params"])
+
+
+class NoOptimizer:
+    def __init__(self, groups, lr):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": f"{__name__}:NoOptimizer"}, "built a NoOptimizer, no torch.optim.Optimizer"),
+        ({"kind": "torch.optim:SGD", "settings": {"momentun": 1}}, "cannot build .*momentun.*; see optimizer.settings"),
+        ({"kind": "torch.optim:Absent"}, "cannot load `torch.optim:Absent`"),
+        ({"kind": "adamw8bit"}, r'bitsandbytes.*Install it on every node: pip install "mmray\[bitsandbytes\]"'),
+        ({"kind": "lion"}, r'timm.*Install it on every node: pip install "mmray\[timm\]"'),
+    ],
+)
+def test_optimizer_that_cannot_be_built_is_refused(monkeypatch, changes, message):
+    for name in ("bitsandbytes", "bitsandbytes.optim", "timm", "timm.optim"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UsageError, match=rf"optimizer\.kind: .*{message}"):
+        optimizer.build_optimizer(toy.Toy(), toy.optimizer_settings(**changes))
+
+
+def test_8_bit_adamw_is_that_of_bitsandbytes(monkeypatch):
+    module = ModuleType("bitsandbytes.optim")
+    module.AdamW8bit = lambda groups, **arguments: torch.optim.Adam(groups, **arguments)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", module)
+    section = toy.optimizer_settings(kind="adamw8bit", settings={"amsgrad": True})
+    built = optimizer.build_optimizer(toy.Toy(), section)
+    expected = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-6, "amsgrad": True, "weight_decay": 0.1}
+    assert expected.items() <= built.param_groups[0].items()
 
 
 def model_with_gradients():

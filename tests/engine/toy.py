@@ -39,7 +39,7 @@ FP32 = Precision("fp32", None, "cpu")
 def optimizer_settings(**changes) -> SimpleNamespace:
     """The section `optimizer` of a config."""
     settings = {"lr": 0.01, "final_lr_fraction": 0.0, "warmup_steps": 2, "schedule": "cosine", "weight_decay": 0.1}
-    settings |= {"betas": (0.9, 0.98), "eps": 1e-6, "clip_norm": 1.0}
+    settings |= {"kind": "adamw", "settings": {}, "betas": (0.9, 0.98), "eps": 1e-6, "clip_norm": 1.0}
     return SimpleNamespace(**settings | {"freeze": (), "lr_multipliers": ()} | changes)
 
 
@@ -221,14 +221,16 @@ def cut(batch: dict[str, Tensor], micro: int) -> list[Batch]:
     return micro_batches
 
 
-def train_state(model, group: Group | None = None, objective=None, scaler=None, parallel="ddp") -> TrainState:
+def train_state(
+    model, group: Group | None = None, objective=None, scaler=None, parallel="ddp", precision=FP32
+) -> TrainState:
     """A TrainState as loop.py creates it."""
     group = group or Group()
     return TrainState(
         model=strategy.wrap_model(model, group, parallel),
         objective=objective or Contrastive(),
         group=group,
-        precision=FP32,
+        precision=precision,
         optimizer=optimizer.build_optimizer(model, OPTIMIZER),
         scaler=scaler or FP32.scaler(),
         timers=PhaseTimers(torch.device("cpu")),

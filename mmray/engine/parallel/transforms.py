@@ -6,17 +6,20 @@ Parameter names do not change, so a checkpoint can be loaded with other settings
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.flop_counter import flop_registry
 
 from mmray.engine.optimizer import freeze_parameters
 from mmray.engine.parallel.strategy import place_branches, preserve_buffers
+from mmray.engine.precision import cast_weights
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
 
 TOKEN_MULTIPLE = 16  # caption lengths under torch.compile: aligned kernels of attention and matrix products
 RECOMPILE_LIMIT = 64  # graphs of a block's class: its shapes times training, no gradients, evaluation; then it is eager
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of a forward, and of its recomputation
+KNOWN_PACKAGES = ("mmray.", "timm.", "torch.", "torchvision.", "transformers.")  # their layers name rates `drop`
+# From torch 2.15 on, the memory probe counts the outputs that a selective recomputation saves.
+HOOKS = {name: True for name in ("respect_saved_tensors_hooks",) if name in signature(checkpoint).parameters}
 
 
 def apply_transforms(model: nn.Module, train: Train, optimizer: Optimizer, device: torch.device) -> nn.Module:
@@ -31,19 +38,20 @@ def apply_transforms(model: nn.Module, train: Train, optimizer: Optimizer, devic
     freeze_parameters(model, optimizer.freeze)
     if device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
         raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
+    cast_weights(model, train.precision)
     model.to("cpu" if train.parallel == "fsdp" else device)  # the full model may not fit on a GPU
     if train.parallel == "branches":
         place_branches(model, device)
     if train.channels_last:
         model.to(memory_format=torch.channels_last)
     branches = _branches(model)
-    for name in train.activation_checkpointing:
+    for name, _, mode in (setting.partition("=") for setting in train.activation_checkpointing):
         if name not in branches:
             raise UsageError(
                 f"train.activation_checkpointing: the model has no branch `{name}`; it has "
                 f"{', '.join(branches) or 'none'}"
             )
-        checkpoint_activations(branches[name])
+        checkpoint_activations(branches[name], selective=mode == "selective")
     return compile_branches(model, train)
 
 
@@ -95,17 +103,23 @@ def num_compiled_graphs() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
-def checkpoint_activations(branch: nn.Module) -> None:
+def checkpoint_activations(branch: nn.Module, selective: bool = False) -> None:
     """Save only the inputs of a branch's blocks and recompute them in backward (Chen et al. 2016).
+
+    selective: also save the outputs of matrix products, convolutions and attention, which take most of the time.
 
     The recomputation draws the same dropout masks and does not update running statistics. torch.compile requires that
     it equals the forward, so blocks with running statistics are excluded from its graphs.
     """
     for block in _blocks(branch):
+        draws = _may_draw_random_numbers(block)
+        settings: dict[str, Any] = {"preserve_rng_state": draws}
+        if selective:
+            settings |= HOOKS | {"context_fn": partial(create_selective_checkpoint_contexts, partial(_policy, draws))}
         if next(block.buffers(), None) is None:
-            block.forward = partial(_recomputed, block.forward, {})
-        else:
-            settings = {"context_fn": partial(_contexts, block)}  # partials: deepcopy (EMA) binds them to the copy
+            block.forward = partial(_recomputed, block.forward, settings)
+        else:  # partials: deepcopy (EMA) binds them to the copy
+            settings["context_fn"] = partial(_contexts, block, settings.get("context_fn", noop_context_fn))
             block.forward = partial(torch.compiler.disable(_recomputed), block.forward, settings)
 
 
@@ -115,8 +129,37 @@ def _recomputed(forward: Callable[..., Any], settings: dict[str, Any], *args: An
     return checkpoint(forward, *args, use_reentrant=False, **settings, **kwargs)
 
 
-def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), preserve_buffers(block)
+def _contexts(block: nn.Module, context_fn: Callable[[], Contexts]) -> Contexts:
+    forward, recompute = context_fn()
+    return forward, _preserve_buffers_and(block, recompute)
+
+
+@contextmanager
+def _preserve_buffers_and(block: nn.Module, recompute: AbstractContextManager[Any]) -> Iterator[None]:
+    with preserve_buffers(block), recompute:  # in this order: `recompute` replays operators, but not copies of buffers
+        yield
+
+
+def _policy(draws: bool, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save the outputs of matrix products, convolutions and attention.
+
+    draws: recompute attention, because without its dropout later layers would draw other random numbers.
+    """
+    is_seeded = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+    saves = getattr(operator, "_overloadpacket", operator) in flop_registry and not (draws and is_seeded)
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _may_draw_random_numbers(block: nn.Module) -> bool:
+    """Return True for a positive dropout rate, and for layers of other packages, whose code may have any."""
+    for layer in block.modules():
+        values = vars(layer) | getattr(getattr(layer, "config", None), "__dict__", {})
+        rates = (value for name, value in values.items() if "drop" in name or name == "p")
+        if not type(layer).__module__.startswith(KNOWN_PACKAGES) or any(
+            isinstance(rate, int | float) and rate > 0 for rate in rates
+        ):
+            return True
+    return False
 
 
 def _blocks(branch: nn.Module) -> list[nn.Module]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mmray import objectives
 from mmray.config import Clip, Config, CrossAttention, Fusion, Model, Objective, Siglip, TextTower, TwoTower
@@ -14,8 +19,8 @@ from mmray.config import Optimizer as OptimizerSection
 from mmray.data.stream.order import SamplePlan
 from mmray.engine.bad_rows import _check_labels
 from mmray.engine.collectives import Group
-from mmray.engine.memory_probe import dry_run
-from mmray.engine.parallel.transforms import apply_transforms
+from mmray.engine.memory_probe import dry_run, probe_memory
+from mmray.engine.parallel.transforms import HOOKS, apply_transforms, checkpoint_activations
 from mmray.engine.precision import fork_seeded_rng, micro_seed
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
@@ -41,6 +46,7 @@ SPECS: dict[str, Model] = {
     ),
 }
 CPU = torch.device("cpu")
+SELECTIVE = ("image=selective", "text=selective")
 
 
 def build_model(name: str, optimizer: OptimizerSection | None = None, **settings: object) -> nn.Module:
@@ -64,9 +70,12 @@ def train(model: nn.Module, name: str, steps: int = 3) -> dict[str, Tensor]:
     [
         *((name, {"activation_checkpointing": ("image", "text")}) for name in SPECS if name != "fusion"),
         ("fusion", {"activation_checkpointing": ("image", "text", "cross")}),
+        *((name, {"activation_checkpointing": SELECTIVE}) for name in SPECS if name != "fusion"),
+        ("fusion", {"activation_checkpointing": (*SELECTIVE, "cross=selective")}),
         ("convnet", {"compile": "eager"}),
         # Blocks with running statistics are not compiled and keep them.
         *((name, {"activation_checkpointing": ("image",), "compile": "aot_eager"}) for name in ("clip", "resnet18")),
+        *((name, {"activation_checkpointing": SELECTIVE, "compile": "aot_eager"}) for name in ("clip", "resnet18")),
     ],
 )
 def test_transformed_model_takes_same_steps(name: str, settings: dict) -> None:
@@ -92,6 +101,62 @@ def test_activation_checkpointing_keeps_fewer_activations(name: str, branch: str
     others = tuple(other for other in build_model(name).branches() if other != branch)
     all_but_one = saved(*others)
     assert saved(*others, branch) < 0.5 * all_but_one < 0.5 * saved()
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of tensors computed in the scope that are still referenced, each storage once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[weakref.ref] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        self.storages += [weakref.ref(leaf.untyped_storage()) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        return out
+
+    @property
+    def bytes(self) -> int:
+        alive = {id(storage): storage for ref in self.storages if (storage := ref()) is not None}
+        return sum(storage.nbytes() for storage in alive.values())
+
+
+def test_selective_checkpointing_keeps_memory_between_none_and_full() -> None:
+    """Also in the table of the dry run, from torch 2.15 on."""
+    live, probed = {}, {}
+    for name, branches in {"none": (), "selective": SELECTIVE, "full": ("image", "text")}.items():
+        model = build_model("clip", activation_checkpointing=branches).train()
+        batch = synthetic_batch(SPECS["clip"].inputs, VOCAB, 6, CPU)
+        with LiveTensors() as counter:
+            outputs = model(batch)
+        live[name] = counter.bytes
+        del outputs
+        state = toy.train_state(model)
+        _, table = probe_memory(state, lambda rows: synthetic_batch(SPECS["clip"].inputs, VOCAB, rows, CPU), 6, 6)
+        probed[name] = table["memory/activations_gib"]
+    assert live["full"] < 0.8 * live["selective"] < 0.8 * 0.8 * live["none"]
+    if HOOKS:
+        assert probed["full"] < 0.8 * probed["selective"] < 0.8 * 0.8 * probed["none"]
+
+
+class Noise(nn.Module):
+    """A user's layer."""
+
+
+@pytest.mark.parametrize(
+    ("block", "draws"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), False),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), True),
+        (nn.Sequential(nn.Linear(2, 2), Noise()), True),
+        (nn.TransformerEncoderLayer(8, 2, dropout=0.0), False),
+        (nn.TransformerEncoderLayer(8, 2, dropout=0.1), True),
+    ],
+)
+def test_random_state_is_kept_only_for_blocks_that_may_draw(block: nn.Module, draws: bool) -> None:
+    branch = nn.ModuleDict({"blocks": nn.ModuleList([block])})
+    checkpoint_activations(branch)
+    assert block.forward.args[1]["preserve_rng_state"] is draws
 
 
 @pytest.mark.slow
