@@ -100,11 +100,16 @@ class Train(Section, settings_prefix="train"):
         "on GPUs of compute capability 8.0 or newer, otherwise none.",
     )
     channels_last: bool | Literal["auto"] = Field(
-        "auto", description="Channels-last memory format (faster convolutions); auto: on GPUs, except under fsdp."
+        "auto", description="Channels-last memory format (faster convolutions); auto: on GPUs, not if sharded."
     )
     deterministic: bool = Field(False, description="Use torch's deterministic algorithms (slower on a GPU).")
-    parallel: Literal["ddp", "fsdp", "branches", "single"] = Field(
-        "ddp", description="DDP, FSDP2, one worker with a GPU per branch (image tower, text tower), or one process."
+    parallel: Literal["ddp", "fsdp", "hsdp", "branches", "single"] = Field(
+        "ddp",
+        description="DDP; FSDP2 over all workers or (hsdp) within a node; a worker with a GPU per branch; one process.",
+    )
+    fsdp_sync: Literal["micro_batch", "step"] = Field(
+        "micro_batch",
+        description="When fsdp and hsdp reduce gradients; once per step is faster, but needs memory for all of them.",
     )
     grad_compression: Literal["none", "bf16", "fp16"] = Field("none", description="Dtype of DDP's gradient all-reduce.")
     profile: int = Field(0, ge=0, description="Steps to record with torch.profiler into the run's folder.")

@@ -53,6 +53,12 @@ class Group:
             dist.all_reduce(tensor)
         return tensor
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's values, written into `tensor` and returned."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
     def all_gather(self, rows: Tensor) -> Tensor:
         """Rows of all ranks [world_size x B, D] in rank order from [B, D] on each."""
         if self.world_size == 1:

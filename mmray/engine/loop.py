@@ -90,7 +90,8 @@ def _start(spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> _Run:
     device, module, train = spec.group.device, spec.model.train(), spec.train
     precision = select_precision(train.precision, device)
     timers = PhaseTimers(device)
-    model = strategy.wrap_model(module, spec.group, train.parallel, train.grad_compression, precision.dtype)
+    shard_options = precision.dtype, train.fsdp_sync == "step"
+    model = strategy.wrap_model(module, spec.group, train.parallel, train.grad_compression, *shard_options)
     state = TrainState(
         model=model,
         objective=spec.objective,

@@ -47,7 +47,7 @@ def dry_run(
 ) -> tuple[int, dict[str, float]]:
     """Take a synthetic step to find shape and memory errors before the first; return as `probe_memory` does.
 
-    model: sharded if `train.parallel` is fsdp, otherwise not wrapped. max_micro: upper limit after an
+    model: sharded if `train.parallel` is fsdp or hsdp, otherwise not wrapped. max_micro: upper limit after an
     OOM; 0: as configured. Raises UsageError if model and objective do not match.
     """
     device, mixed = group.device, precision.select_precision(config.train.precision, group.device)
@@ -125,9 +125,12 @@ def probe_memory(
         torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
     weights = list(state.model.parameters())
     moments = tree_leaves(state.optimizer.state_dict()["state"])  # and float32 copies of half-precision weights
+    gradients: list[Tensor] = [weight for weight in weights if weight.requires_grad]
+    if not getattr(state.model, "sync_once", False):
+        gradients = [strategy.to_local(weight) for weight in gradients]
     sizes = {  # of sharded tensors, this rank's shard; rank 0, whose table is logged, has the largest
         "parameters": sum(strategy.to_local(weight).nbytes for weight in weights),
-        "gradients": sum(strategy.to_local(weight).nbytes for weight in weights if weight.requires_grad),
+        "gradients": sum(gradient.nbytes for gradient in gradients),
         "optimizer": sum(strategy.to_local(value).nbytes for value in moments if isinstance(value, Tensor)),
         "activations": saved_bytes,  # of two devices (`branches`), those of the first
     }

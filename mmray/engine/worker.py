@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import torch
@@ -34,13 +34,17 @@ from mmray.engine.parallel.transforms import TOKEN_MULTIPLE, apply_transforms
 from mmray.engine.precision import seed_everything
 from mmray.engine.run_state import CheckpointState, DestinationFn, TrainSpec
 from mmray.engine.worker_context import DataBoundHint, DriverHandle, ProgressReporter, WorkerContext
-from mmray.errors import MmrayError
+from mmray.errors import MmrayError, UsageError
 from mmray.evaluate.build import build_evaluator, check_evaluable
-from mmray.models.build import build
+from mmray.models.build import build, build_without_weights
 from mmray.models.fusion import LabelTexts
+from mmray.models.protocol import Architecture
 from mmray.objectives.protocol import Batch
 from mmray.report.run import EXAMPLES
 from mmray.storage.paths import AnyPath, to_path
+
+if TYPE_CHECKING:
+    from mmray.config import Config
 
 
 def train_worker(
@@ -68,8 +72,6 @@ def _train(
     config, plan = context.config, resume_point.plan
     driver.stage("building the model")
     torch.set_num_threads(config.cluster.num_threads)  # fixed: the order of sums changes rounding
-    if device.type == "cpu":
-        keep_freed_memory()
     seed_everything(config.train.seed, config.train.deterministic)
     group = Group.current(device, config.cluster.collective_timeout_s)
     config = config.replace(train=resolve_auto(config.train, group))
@@ -78,7 +80,7 @@ def _train(
         driver.notify("device", text)
     checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
     architecture = None if checkpoint is None else files.load_meta(checkpoint)["architecture"]
-    model = build(config.model, config.model.vocab_size, architecture)
+    model = build_model(config, group, architecture, resumes=checkpoint is not None)
     label_texts = getattr(model, "label_texts", None)
     if isinstance(label_texts, LabelTexts) and label_texts.token_ids is None:  # otherwise they come from a checkpoint
         label_texts.tokenize(build_encoder(context.tokenizer_json, config.model.inputs))
@@ -86,8 +88,11 @@ def _train(
     if context.eval_set is not None:
         check_evaluable(config, model)
     objective = objectives.build(config.objective)
-    if config.train.parallel == "fsdp":
-        model = strategy.wrap_model(model, group, "fsdp", shard_dtype=precision.DTYPES[precision_name])
+    if config.train.parallel in strategy.SHARDED:
+        dtype, sync_once = precision.DTYPES[precision_name], config.train.fsdp_sync == "step"
+        model = strategy.wrap_model(model, group, config.train.parallel, shard_dtype=dtype, sync_once=sync_once)
+    if device.type == "cpu":
+        keep_freed_memory()  # after sharding, which frees most of rank 0's weights
     driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
     micro, memory_table = dry_run(config, model, objective, group, plan, context.micro)
     checkpoints = _checkpoint_manager(context, group, model, driver)
@@ -143,6 +148,33 @@ def _train(
     return vars(outcome) | {"metrics": metrics, "scores": scores}
 
 
+def build_model(config: Config, group: Group, architecture: Architecture, resumes: bool) -> nn.Module:
+    """Build the model; one that will be sharded has weights on rank 0 only, or on no rank if a checkpoint has them.
+
+    architecture: as the checkpoint has it. On other ranks parameters are on the meta device. Raises UsageError.
+    """
+    spec = config.model
+    if config.train.parallel not in strategy.SHARDED or group.world_size == 1:
+        return build(spec, spec.vocab_size, architecture)
+    model: nn.Module | None = None
+    outcome: Architecture | UsageError = architecture
+    if group.rank == 0 and not resumes:
+        try:
+            model = build(spec, spec.vocab_size, None)
+            outcome = _architecture(model)
+        except UsageError as error:
+            outcome = error
+    outcome = group.broadcast_object(outcome)
+    if isinstance(outcome, UsageError):
+        raise outcome
+    return build_without_weights(spec, spec.vocab_size, outcome) if model is None else model
+
+
+def _architecture(model: nn.Module) -> Architecture:
+    """Return what builds the model without its pretrained files; None for a user's model without the method."""
+    return model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
+
+
 def _load(checkpoint: AnyPath, destination: DestinationFn) -> CheckpointState:
     from mmray.engine.checkpoint import state_io
 
@@ -183,13 +215,11 @@ def _checkpoint_manager(
     context: WorkerContext, group: Group, model: nn.Module, driver: DriverHandle
 ) -> CheckpointManager | None:
     """Return the checkpoint manager: on rank 0, and under FSDP on every rank, because each writes its shard."""
-    sharded = context.config.train.parallel == "fsdp" and group.world_size > 1
+    sharded = context.config.train.parallel in strategy.SHARDED and group.world_size > 1
     cpu_group = group.new_cpu_group(context.config.cluster.state_limits_s["saving"]) if sharded else None
     if group.rank != 0 and not sharded:
         return None
-    # A resumed run builds the model from it, without the pretrained files; a user's model need not have the method.
-    architecture = model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
-    extra = {"world": group.world_size, "architecture": architecture}
+    extra = {"world": group.world_size, "architecture": _architecture(model)}  # to resume from
     fencing_token = context.fencing_token if group.rank == 0 else None
     return CheckpointManager(context.folder, fencing_token, context.config, extra, driver.notify, cpu_group, sharded)
 

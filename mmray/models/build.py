@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from mmray import plugins
 from mmray.errors import UsageError
@@ -43,3 +44,23 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
     if spec.lora.rank:
         lora.add_adapters(model, spec.lora)
     return model
+
+
+def build_without_weights(spec: ModelConfig, vocab_size: int, architecture: Architecture = None) -> nn.Module:
+    """Build the model with its parameters on the meta device, where they take no memory; buffers have their values.
+
+    A user's class that computes with its weights while it is built keeps them. Arguments and errors as in `build`.
+    """
+
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        return None if parameter.is_meta else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        return build(spec, vocab_size, architecture)
+    except RuntimeError:
+        if spec.kind in BUILT_IN:
+            raise
+    finally:
+        handle.remove()
+    return build(spec, vocab_size, architecture)

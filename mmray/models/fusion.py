@@ -7,6 +7,7 @@ Source: the multimodal encoder of ALBEF (Li et al. 2021, arXiv:2107.07651, secti
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -128,9 +129,10 @@ class Fusion(TwoTower):
     def __init__(self, spec: FusionConfig, vocab_size: int, architecture: Architecture = None) -> None:
         super().__init__(spec, vocab_size, architecture)
         image, side = self.image.tower, spec.inputs.image_side
+        # A forward of a copy on the meta device, without memory; the weights of the image tower may be on it too.
+        on_meta = copy.deepcopy(image, {id(it): it.to("meta") for it in (*image.parameters(), *image.buffers())})
         with torch.no_grad():
-            num_positions = image.eval().features(torch.zeros(1, 3, side, side)).shape[1]  # keeps BatchNorm statistics
-            image.train()
+            num_positions = on_meta.eval().features(torch.zeros(1, 3, side, side, device="meta")).shape[1]
         self.cross = CrossEncoder(spec.cross, image.width, num_positions, self.text.tower.width)
         self.match_head = nn.Linear(spec.cross.width, 1) if spec.matching else None
         self.class_head = nn.Linear(spec.cross.width, spec.classes) if spec.classes else None

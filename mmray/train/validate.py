@@ -27,21 +27,23 @@ def unsupported_reasons(config: Config) -> list[str]:
         )
     if train.parallel in ("single", "branches") and workers != 1:
         reasons.append(f"train.parallel {train.parallel} uses one worker; set --cluster.workers 1 (got {workers})")
-    if train.parallel == "fsdp":
+    if train.parallel in ("fsdp", "hsdp"):
         if config.cluster.min_workers < 2:
-            reasons.append("train.parallel fsdp shards over workers; set --cluster.workers 2 or more, or use `single`")
+            needs = f"train.parallel {train.parallel} shards over workers"
+            reasons.append(f"{needs}; set --cluster.workers 2 or more, or use `single`")
         if train.precision == "fp16":
-            reasons.append("fsdp supports fp32 and bf16; set --train.precision bf16")
+            reasons.append(f"{train.parallel} supports fp32 and bf16; set --train.precision bf16")
         if train.precision == "bf16-true":
-            reasons.append("fsdp with bf16 gathers bf16 weights and updates float32 shards; set --train.precision bf16")
+            advice = "set --train.precision bf16, which gathers bf16 weights and updates float32 shards"
+            reasons.append(f"{train.parallel} has no bf16-true; {advice}")
         if config.optimizer.kind == "adamw8bit":
             reasons.append("optimizer.kind adamw8bit cannot update sharded weights; use adamw, or --train.parallel ddp")
         if train.channels_last is True:
-            reasons.append("fsdp needs the default layout; set --train.channels-last False, or use `ddp`")
+            reasons.append(f"{train.parallel} needs the default layout; set --train.channels-last False, or use `ddp`")
         if train.ema:
-            reasons.append("train.ema needs whole weights, which fsdp shards; use `ddp`, or --train.ema 0")
+            reasons.append(f"train.ema needs whole weights, which {train.parallel} shards; use `ddp`, or --train.ema 0")
         if config.evaluate.num_generations:
-            reasons.append("evaluate.num_generations is not supported with fsdp; set it to 0")
+            reasons.append(f"evaluate.num_generations is not supported with {train.parallel}; set it to 0")
     if train.precision == "bf16-true" and train.ema:
         reasons.append("train.ema needs float32 weights; set --train.precision bf16, or --train.ema 0")
     if train.parallel == "branches":

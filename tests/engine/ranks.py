@@ -71,6 +71,7 @@ def main_two(rank: int, folder: str) -> None:
 
 def main_four(rank: int, folder: str) -> None:
     """Entry point of one of four ranks: all scenarios in one group, then one in a pair."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks, for hsdp
     group = join_group(folder, "four", rank, 4)
     results: dict[str, Any] = {name: train(group) for name, (train, _) in FOUR_RANKS.items()}
     results["sharded_bf16"] = sharded_bf16(group)
@@ -151,6 +152,8 @@ TWO_RANKS: dict[str, tuple[Train, Train]] = {
     "row-wise": variant(partial(train_toy, **ROW_WISE), micro=4),
     **{kind: variant(train_objective(kind), micro=4) for kind in KINDS},
     **{f"clipped, {way}": variant(CLIPPED, parallel=way) for way in ("ddp", "fsdp")},
+    "fsdp, reduced once per step": variant(CLIPPED, parallel="fsdp", sync_once=True),
+    "resnet18, fsdp": variant(partial(recipe_models.train_kind, "resnet18", parallel="single"), parallel="fsdp"),
     **{
         f"{kind}, {way}{', activation checkpointing' * checkpointing}": variant(
             partial(recipe_models.train_kind, kind, parallel="single"), parallel=way, checkpointing=checkpointing
@@ -169,6 +172,14 @@ FOUR_RANKS: dict[str, tuple[Train, Train]] = {
     "row-wise": variant(partial(train_toy, **ROW_WISE), micro=4),
     **{kind: variant(train_objective(kind), micro=4) for kind in ("sigmoid", "language_modelling", KINDS[-2])},
     **{f"{key}, sharded": variant(partial(train_objective(key), steps=4), micro=4, parallel="fsdp") for key in KINDS},
+    **{
+        f"{key}, hsdp{', reduced once per step' * once}": variant(
+            partial(train_objective(key), model=toy.Branched), micro=2, parallel="hsdp", sync_once=once
+        )
+        for key in ("contrastive", "sigmoid")
+        for once in (False, True)
+    },
+    "clip, hsdp": variant(partial(recipe_models.train_kind, "clip", parallel="single"), parallel="hsdp"),
 }
 
 

@@ -13,10 +13,11 @@ from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.collectives import Group
+from mmray.engine.parallel.strategy import SHARDED
 from mmray.engine.parallel.transforms import apply_transforms, checkpoint_activations, compile_branches
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
-from mmray.models.build import build
+from mmray.models.build import build, build_without_weights
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import toy
 
@@ -40,6 +41,13 @@ MODELS: dict[str, tuple[config.Model, str]] = {
     ),
     "generative": (config.Generative(inputs=CHAT, image=IMAGE, text=config.Decoder(**SHAPE)), "language_modelling"),
 }
+RESNET = TOWERS["image"].model_copy(update={"name": "resnet18"})
+OTHER_MODELS: dict[str, tuple[config.Model, str]] = {
+    "resnet18": (
+        config.TwoTower(inputs=INPUTS, image=RESNET, text=TOWERS["text"], embed_dim=8, batch_norm="frozen"),
+        "contrastive",
+    )
+}
 
 
 def train_kind(
@@ -47,11 +55,13 @@ def train_kind(
 ) -> torch.Tensor:
     """All weights after some steps in micro-batches of 3 rows; the last row is padding.
 
+    A sharded model has its weights on rank 0 only, as in a worker.
     `checkpointing`: of activations. `backend`: of torch.compile, for the blocks.
     """
-    spec, objective = MODELS[kind]
+    spec, objective = (MODELS | OTHER_MODELS)[kind]
     torch.manual_seed(3)
-    model = build(spec, VOCAB).double().train()
+    build_fn = build if group.rank == 0 or parallel not in SHARDED else build_without_weights
+    model = build_fn(spec, VOCAB, {}).double().train()
     for branch in model.branches().values():
         if checkpointing:
             checkpoint_activations(branch)

@@ -46,7 +46,7 @@ def optimizer_settings(**changes) -> SimpleNamespace:
 def train_settings(**changes) -> SimpleNamespace:
     """The section `train` of a config."""
     settings = {"precision": "fp32", "seed": SEED, "log_every": 2, "checkpoint_every": 3}
-    settings |= {"ema": 0.0, "parallel": "ddp", "grad_compression": "none", "profile": 0}
+    settings |= {"ema": 0.0, "parallel": "ddp", "grad_compression": "none", "fsdp_sync": "micro_batch", "profile": 0}
     settings |= {"activation_checkpointing": (), "compile": "none", "channels_last": False}
     return SimpleNamespace(**settings | changes)
 
@@ -222,12 +222,12 @@ def cut(batch: dict[str, Tensor], micro: int) -> list[Batch]:
 
 
 def train_state(
-    model, group: Group | None = None, objective=None, scaler=None, parallel="ddp", precision=FP32
+    model, group: Group | None = None, objective=None, scaler=None, parallel="ddp", precision=FP32, sync_once=False
 ) -> TrainState:
     """A TrainState as loop.py creates it."""
     group = group or Group()
     return TrainState(
-        model=strategy.wrap_model(model, group, parallel),
+        model=strategy.wrap_model(model, group, parallel, sync_once=sync_once),
         objective=objective or Contrastive(),
         group=group,
         precision=precision,

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmray.config import CustomModel, Inputs, Model, TextTower, TwoTower, model_section
+from mmray.config import CustomModel, ImageTower, Inputs, Lora, Model, TextTower, TwoTower, model_section
 from mmray.errors import UsageError
-from mmray.models.build import build
+from mmray.models.build import build, build_without_weights
 from mmray.models.synthetic import synthetic_batch
-from tests.models import test_clip, test_fusion
+from tests.models import test_clip, test_fusion, test_generative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 40
@@ -102,6 +102,47 @@ def test_model_rebuilds_from_its_architecture(name: str) -> None:
     build(moved, VOCAB, {}).load_state_dict(model.state_dict())
 
 
+HF_TOWERS = {
+    "image": {"model_type": "dinov2", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    | {"patch_size": 16, "image_size": 32},
+    "text": {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    | {"vocab_size": VOCAB},
+}
+OTHER_SPECS: dict[str, Model] = {
+    "generative": test_generative.SPEC,
+    "lora": two_tower(lora=Lora(rank=2, targets=("text.*",))),
+    "transformers": TwoTower(
+        inputs=INPUTS, image=ImageTower(name="transformers", weights="dinov2"), text=TextTower(weights="bert")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*SPECS, *OTHER_SPECS])
+def test_model_without_weights_has_no_parameter_in_memory_and_the_same_buffers(name: str) -> None:
+    """Positions, rotary frequencies and running statistics are values, not garbage; all names and shapes are equal."""
+    spec = (SPECS | OTHER_SPECS)[name]
+    model: Any = build(spec, VOCAB, HF_TOWERS if name == "transformers" else None)
+    without = build_without_weights(spec, VOCAB, json.loads(json.dumps(model.architecture())))
+    assert {name: value.shape for name, value in without.state_dict().items()} == {
+        name: value.shape for name, value in model.state_dict().items()
+    }
+    for (name, weight), other in zip(model.named_parameters(), without.parameters(), strict=True):
+        assert other.is_meta and (weight.requires_grad, weight.dtype) == (other.requires_grad, other.dtype), name
+    buffers = dict(without.named_buffers())
+    assert buffers.keys() == dict(model.named_buffers()).keys()
+    for name, value in model.named_buffers():
+        assert torch.equal(buffers[name], value), name
+    assert not nn.Linear(1, 1).weight.is_meta  # later models have weights
+
+
+def test_custom_kind_that_computes_with_its_weights_is_built_with_them() -> None:
+    kind = f"{__name__}:Scaled"
+    model = build_without_weights(model_section(kind)(kind=kind), VOCAB)
+    assert float(model.scale) == pytest.approx(1.0)
+    kind = f"{__name__}:Custom"
+    assert isinstance(build_without_weights(model_section(kind)(kind=kind), VOCAB), Custom)
+
+
 def test_temperature_starts_as_set_and_is_clamped() -> None:
     model: Any = build(two_tower(temperature=0.2), VOCAB)
     model.clamp_parameters()
@@ -122,6 +163,15 @@ class Custom(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         raise NotImplementedError
+
+
+class Scaled(Custom):
+    """Computes with its weights."""
+
+    def __init__(self, spec: CustomModel, vocab_size: int) -> None:
+        super().__init__(spec, vocab_size)
+        self.layer = nn.Linear(3, 3)
+        self.scale = self.layer.weight.norm().item() / self.layer.weight.norm().item()
 
 
 class WithoutForward(nn.Module):

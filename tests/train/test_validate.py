@@ -43,7 +43,7 @@ def config(recipe="sample", workers=1, **sections):
 
 
 def fsdp(**train):
-    return {"workers": 2, "train": {"parallel": "fsdp", **train}}
+    return {"workers": 2, "train": {"parallel": "fsdp"} | train}
 
 
 REGIONS = {"recipe": "fusion", "model": {"regions": True}}
@@ -61,6 +61,7 @@ LLAVA = {"recipe": "llava", "workers": 2}
         (fsdp(precision="bf16-true"), "set --train.precision bf16"),
         (fsdp() | {"optimizer": {"kind": "adamw8bit"}}, "optimizer.kind adamw8bit cannot update sharded weights"),
         ({"train": {"precision": "bf16-true", "ema": 0.9}}, "train.ema needs float32 weights"),
+        (fsdp(parallel="hsdp", precision="fp16"), "hsdp supports fp32 and bf16; set --train.precision bf16"),
         (fsdp(channels_last=True), "set --train.channels-last False"),
         (fsdp(grad_compression="bf16"), "train.grad_compression bf16 needs `ddp`"),
         ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "an image and a text tower"),
@@ -88,7 +89,9 @@ def test_unsupported_settings_are_refused(given, message):
     assert message in "\n".join(unsupported_reasons(config(**given)))
 
 
-@pytest.mark.parametrize(("parallel", "workers"), [("ddp", 1), ("ddp", 4), ("fsdp", 2), ("branches", 1), ("single", 1)])
+@pytest.mark.parametrize(
+    ("parallel", "workers"), [("ddp", 1), ("ddp", 4), ("fsdp", 2), ("hsdp", 4), ("branches", 1), ("single", 1)]
+)
 @pytest.mark.parametrize("micro", [8, "auto"])
 def test_supported_settings_pass(parallel, workers, micro):
     assert unsupported_reasons(config(workers=workers, train={"parallel": parallel}, batch={"micro": micro})) == []

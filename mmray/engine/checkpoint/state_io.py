@@ -4,7 +4,8 @@
     state.json                all other values: progress, loss scale, optimizer groups
 
 Every strategy writes this format: one file without sharding, one per rank under FSDP. The header of a file names the
-slice of each tensor in it, so any number of ranks can read them. DCP's default storage keeps a pickle (`.metadata`).
+slice of each tensor in it, so any number of ranks can read them, each only its own bytes. DCP's default storage keeps a
+pickle (`.metadata`).
 
 Importing DCP takes 0.7 s, so other modules import this one only when they save or load.
 """
@@ -12,16 +13,19 @@ Importing DCP takes 0.7 s, so other modules import this one only when they save 
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shutil
+import struct
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from functools import reduce
+from functools import cached_property, reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import orjson
@@ -29,13 +33,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
+from safetensors.torch import _getdtype
 from torch import Tensor
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -48,9 +60,12 @@ from mmray.engine.checkpoint.state_dict import tensor_key
 from mmray.engine.run_state import CheckpointState, DestinationFn
 from mmray.errors import MmrayError, StorageError
 from mmray.models.weights import save_weights
-from mmray.storage.paths import AnyPath, RemotePath, open_for_upload, staged_upload, temp_dir
+from mmray.storage.paths import AnyPath, RemotePath, open_for_upload, staged_upload
+from mmray.storage.storage import ByteRange, RangeReader, Storage, coalesce_ranges, parallel_map
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP without a group is intended here
+warnings.filterwarnings("ignore", "The given buffer is not writable")  # tensors of it are only copied
+MAX_HEADER_BYTES = 100 << 20  # as in safetensors
 
 
 def save_async(
@@ -139,12 +154,13 @@ class HostStager(AsyncStager):
 def load(path: AnyPath, destination: DestinationFn | None = None, only: str = "") -> CheckpointState:
     """Return the saved state, or its part `only`, with tensors as `destination` returns them (default: full, on CPU).
 
-    Needs no process group. Raises TrainingError if a file cannot be read.
+    Of a sharded destination, only the bytes of this rank's shard are read. Needs no process group. Raises TrainingError
+    if a file cannot be read.
     """
     destination = destination or (lambda _, saved: torch.empty_like(saved, device="cpu"))
     state: CheckpointState = read_json(path / STATE)
-    with as_user_error(path), _local_shards(path) as local:
-        reader = HuggingFaceStorageReader(str(local))
+    with as_user_error(path):
+        reader = ShardReader(path)
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             tensors: dict[str, Any] = {
@@ -246,6 +262,90 @@ class ShardWriter(HuggingFaceStorageWriter):
         self._on_complete()
 
 
+class _SavedChunk(NamedTuple):
+    """A part of a tensor in a file, from byte `start`."""
+
+    file: str
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class ShardReader(HuggingFaceStorageReader):
+    """DCP storage: reads ranges of the safetensors files. The base class opens local files only, and maps them."""
+
+    def __init__(self, path: AnyPath):
+        super().__init__(str(path))
+        self._names = files.shard_names(files.shards_of(path))
+        self._is_remote = isinstance(path, RemotePath)
+        if isinstance(path, RemotePath):
+            self._names = tuple((path / name).relative for name in self._names)
+        self._read = RangeReader(path.storage if isinstance(path, RemotePath) else Storage(str(path))).read
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        tensors: dict[str, Any] = {}
+        chunks: dict[MetadataIndex, _SavedChunk] = {}
+        for name in self._names:
+            (header_bytes,) = struct.unpack("<Q", self._read(name, 0, 8))
+            if header_bytes > MAX_HEADER_BYTES:
+                raise ValueError(f"{name} is not a safetensors file")
+            header = json.loads(self._read(name, 8, 8 + header_bytes))
+            offsets = json.loads(header.pop("__metadata__")[CUSTOM_METADATA_KEY])
+            for key, entry in header.items():
+                dtype, shape, offset = _getdtype(entry["dtype"]), entry["shape"], offsets[key][SAVED_OFFSETS_KEY]
+                known = tensors.setdefault(key, TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), []))
+                known.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
+                ends = (first + size for first, size in zip(offset, shape, strict=True))
+                known.size = torch.Size(map(max, known.size, ends))
+                start = 8 + header_bytes + entry["data_offsets"][0]
+                chunks[MetadataIndex(key, offset)] = _SavedChunk(name, start, dtype, tuple(shape))
+        return Metadata(tensors, storage_data=chunks, storage_meta=StorageMeta(load_id=self.load_id))
+
+    def read_metadata(self) -> Metadata:
+        """Read the headers of all files, once."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
+        """Read the rows (slices of the first dimension) of each item, adjacent ones in one request."""
+        items: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            items[self.storage_data[item.storage_index].file].append(item)
+        spans = {name: [self._span(item) for item in of_file] for name, of_file in items.items()}
+
+        def read(request: tuple[str, ByteRange]) -> None:
+            name, (start, stop, indices) = request
+            data = memoryview(self._read(name, start, stop))
+            for index in indices:
+                item, (first, last) = items[name][index], spans[name][index]
+                if first < last:
+                    self._copy(item, data[first - start : last - start], planner)
+
+        requests = [(name, each) for name, of_file in spans.items() for each in coalesce_ranges(of_file)]
+        if self._is_remote:  # hides the latency; each request in flight takes memory
+            parallel_map(read, requests)
+        else:
+            for request in requests:
+                read(request)
+        done: TorchFuture[None] = TorchFuture()
+        done.set_result(None)
+        return done
+
+    def _span(self, item: ReadItem) -> tuple[int, int]:
+        """First and last byte of the rows of an item in its file."""
+        chunk = self.storage_data[item.storage_index]
+        row_bytes = chunk.dtype.itemsize * math.prod(chunk.shape[1:])
+        start = chunk.start + (item.storage_offsets[0] if chunk.shape else 0) * row_bytes
+        return start, start + (item.lengths[0] if chunk.shape else 1) * row_bytes
+
+    def _copy(self, item: ReadItem, data: memoryview, planner: LoadPlanner) -> None:
+        chunk, target = self.storage_data[item.storage_index], planner.resolve_tensor(item).detach()
+        columns = zip(item.storage_offsets[1:], item.lengths[1:], strict=True)
+        rows = torch.frombuffer(data, dtype=chunk.dtype).view(-1, *chunk.shape[1:])
+        target.copy_(rows[:, *(slice(offset, offset + length) for offset, length in columns)].view_as(target))
+        planner.commit_tensor(item, target)
+
+
 @contextmanager
 def as_storage_error(path: AnyPath, discards: bool = True) -> Iterator[None]:
     """Turn an error of the storage, on any rank, into StorageError; delete what was written of the checkpoint."""
@@ -277,15 +377,3 @@ def _raise_first_cause() -> Iterator[None]:
         if isinstance(cause, OSError | SafetensorError) and rank > 0:
             raise OSError(f"{getattr(cause, 'strerror', None) or cause} (on rank {rank})") from cause
         raise cause from None
-
-
-@contextmanager
-def _local_shards(path: AnyPath) -> Iterator[Path]:
-    """A local folder with the shards of a checkpoint and no other file. Raises OSError."""
-    with temp_dir() as local:
-        for name in files.shard_names(files.shards_of(path)):
-            if isinstance(path, RemotePath):
-                (path / name).download(local / name)
-            else:
-                (local / name).symlink_to((path / name).absolute())
-        yield local

@@ -52,7 +52,7 @@ def resolve_auto(train: Train, group: Group) -> Train:
     resolved = {
         "precision": defaults.precision,
         "compile": defaults.compile if can_compile else "none",
-        "channels_last": defaults.channels_last and train.parallel != "fsdp",
+        "channels_last": defaults.channels_last and train.parallel not in ("fsdp", "hsdp"),
     }
     return train.replace(**{name: value for name, value in resolved.items() if getattr(train, name) == "auto"})
 

@@ -1,9 +1,11 @@
-"""Wrap a model in its parallel strategy (DDP, FSDP or branches), and the operations of a step that depend on it."""
+"""Wrap a model in its parallel strategy (DDP, FSDP, HSDP, branches), and operations of a step that depend on it."""
 
 from __future__ import annotations
 
+import math
+import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -18,8 +20,10 @@ from mmray.errors import UsageError
 from mmray.models.protocol import EMBEDDING_METHODS
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+SHARDED = ("fsdp", "hsdp")  # values of train.parallel
 BUCKET_MB = 25.0  # MiB of gradients per all-reduce (DDP)
 HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
@@ -30,16 +34,18 @@ def wrap_model(
     parallel: str = "ddp",
     grad_compression: str = "none",
     shard_dtype: torch.dtype | None = None,
+    sync_once: bool = False,
 ) -> nn.Module:
-    """Wrap the module for training on all ranks; in a group of one, `ddp` and `fsdp` return the module itself.
+    """Wrap the module for training on all ranks, with rank 0's weights; in a group of one, return the module itself.
 
-    DDP broadcasts rank 0's weights. Under FSDP all ranks must pass equal weights, gathered in `shard_dtype` (None:
-    unchanged); a module that is already sharded is returned. Raises UsageError for `fsdp` in fp16.
+    A module that is already sharded is returned. shard_dtype, sync_once: of `shard`. Raises UsageError for `fsdp` and
+    `hsdp` in fp16.
     """
-    if parallel == "fsdp" and group.world_size > 1:
+    if parallel in SHARDED and group.world_size > 1:
         if shard_dtype == torch.float16:
-            raise UsageError("train.precision is fp16, which fsdp does not support: set --train.precision bf16 or fp32")
-        return module if is_sharded(module) else shard(module, group, shard_dtype)
+            problem = f"train.precision is fp16, which {parallel} does not support"
+            raise UsageError(f"{problem}: set --train.precision bf16 or fp32")
+        return module if is_sharded(module) else shard(module, group, shard_dtype, parallel == "hsdp", sync_once)
     if parallel == "branches":
         return module  # apply_transforms moved its branches to their devices
     module.to(group.device)
@@ -80,9 +86,24 @@ def unwrap(model: nn.Module) -> nn.Module:
 def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Scope of the forward and backward of one micro-batch; DDP reduces gradients only in the last one.
 
-    FSDP reduces them in each, because unreduced gradients would be unsharded and need the memory that sharding saves.
+    FSDP reduces them in each, because unreduced gradients would be unsharded and need the memory that sharding saves;
+    `train.fsdp_sync step` accepts that. HSDP adds up the shards of other nodes only in the last one.
     """
+    if is_sharded(model):
+        sharded: Any = model
+        sharded.set_requires_gradient_sync(last or not sharded.sync_once)
+        sharded.set_requires_all_reduce(last)
+        return nullcontext()
     return nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
+
+
+def find_blocks(module: nn.Module) -> Iterable[nn.Module]:
+    """Yield the blocks of a module, such as transformer layers: the members of its outermost lists."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from child
+        else:
+            yield from find_blocks(child)
 
 
 @contextmanager
@@ -149,28 +170,74 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     return hasattr(tensor, "placements")
 
 
-def shard(module: nn.Module, group: Group, dtype: torch.dtype | None) -> nn.Module:
+@torch.no_grad()
+def shard(
+    module: nn.Module, group: Group, dtype: torch.dtype | None, hybrid: bool = False, sync_once: bool = False
+) -> nn.Module:
     """Shard the module in place (Zhao et al. 2023), by block, by branch, and the rest; gather weights in `dtype`.
 
-    Gradients are averaged in float32. Scalars such as the temperature cannot be sharded and are replicated.
+    The weights are rank 0's, sent part by part, so parameters of other ranks may be on the meta device. If those of
+    rank 0 are too, the weights become zeros, to load a checkpoint into. hybrid: shard within a node, replicate across
+    nodes. sync_once: reduce gradients once per step. Gradients are averaged in float32. Scalars such as the temperature
+    cannot be sharded and are replicated.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    mesh = init_device_mesh(group.device.type, (group.world_size,))
+    mesh = _device_mesh(group, hybrid)
     reduce_dtype = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    replicated = set(_replicated(module))
-    for parameter in replicated:
-        parameter.data = parameter.data.to(group.device)  # fully_shard moves the others
-    lists = [submodule for submodule in module.modules() if isinstance(submodule, nn.ModuleList)]
-    blocks = [block for submodule in lists for block in submodule if next(block.parameters(), None) is not None]
+    has_weights = group.broadcast_object(not any(parameter.is_meta for parameter in module.parameters()))
+    # Without single layers, such as a BatchNorm in a Sequential: too small for collectives of their own.
+    blocks = [block for block in find_blocks(module) if next(block.children(), None) is not None]
     branches = module.branches().values() if hasattr(module, "branches") else ()  # type: ignore[operator]
-    for submodule in [*reversed(blocks), *branches, module]:  # inner ones first: fully_shard skips sharded weights
-        fully_shard(submodule, mesh=mesh, mp_policy=policy, ignored_params=replicated)
+    for part in [*reversed(blocks), *branches, module]:  # inner ones first: fully_shard skips sharded weights
+        full = {name: weight.detach() for name, weight in part.named_parameters() if not is_dtensor(weight)}
+        if part is not module and not full:
+            continue
+        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=set(_replicated(part)))
+        part._apply(lambda t: torch.zeros_like(t, device=group.device) if t.is_meta else t.to(group.device))
+        for name, weight in part.named_parameters():
+            if has_weights and name in full:
+                _copy_from_rank0(weight, full.pop(name), group)
+    buffers = dict(module.named_buffers())
+    for name, value in module.state_dict().items():
+        if has_weights and name in buffers:
+            group.broadcast(value)
     for name in EMBEDDING_METHODS:  # called by evaluation instead of forward
         if hasattr(module, name):
             register_fsdp_forward_method(module, name)
+    root: Any = module
+    root.sync_once = sync_once
     return module
+
+
+def _device_mesh(group: Group, hybrid: bool) -> DeviceMesh:
+    """All ranks in one dimension; hybrid: (replicas, shards), where the ranks of a replica are on one node."""
+    shards = group.world_size
+    if hybrid:
+        ranks_on_node = group.all_gather_objects(int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size)))
+        shards = math.gcd(*ranks_on_node)
+        if shards == 1:
+            text = ", ".join(map(str, sorted(set(ranks_on_node))))
+            raise UsageError(
+                f"train.parallel hsdp shards within a node: the numbers of workers on the nodes ({text}) need a common "
+                "divisor of 2 or more; use fsdp, or other --cluster.workers"
+            )
+    if shards == group.world_size:
+        return init_device_mesh(group.device.type, (shards,))
+    shape = group.world_size // shards, shards
+    return init_device_mesh(group.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _copy_from_rank0(weight: Tensor, full: Tensor, group: Group) -> None:
+    """Set a weight, or this rank's shard of it, to that of rank 0; `full` has the shape, on rank 0 also the values."""
+    full = full.to(group.device) if group.rank == 0 else torch.empty_like(full, device=group.device)
+    if is_dtensor(weight):
+        from torch.distributed.tensor import distribute_tensor
+
+        weight.to_local().copy_(distribute_tensor(full, weight.device_mesh, weight.placements).to_local())
+    else:
+        weight.copy_(group.broadcast(full))
 
 
 def _replicated(module: nn.Module) -> list[nn.Parameter]:

@@ -6,7 +6,7 @@ Parameter names do not change, so a checkpoint can be loaded with other settings
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import flop_registry
 
 from mmray.engine.optimizer import freeze_parameters
-from mmray.engine.parallel.strategy import place_branches, preserve_buffers
+from mmray.engine.parallel.strategy import SHARDED, find_blocks, place_branches, preserve_buffers
 from mmray.engine.precision import cast_weights
 from mmray.errors import UsageError
 
@@ -39,7 +39,8 @@ def apply_transforms(model: nn.Module, train: Train, optimizer: Optimizer, devic
     if device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
         raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
     cast_weights(model, train.precision)
-    model.to("cpu" if train.parallel == "fsdp" else device)  # the full model may not fit on a GPU
+    if train.parallel not in SHARDED:  # sharding moves the model part by part: all of it may not fit on a GPU
+        model.to(device)
     if train.parallel == "branches":
         place_branches(model, device)
     if train.channels_last:
@@ -163,13 +164,5 @@ def _may_draw_random_numbers(block: nn.Module) -> bool:
 
 
 def _blocks(branch: nn.Module) -> list[nn.Module]:
-    """Return the members of the outermost lists of a branch; without lists, the branch itself."""
-    return list(_list_members(branch)) or [branch]
-
-
-def _list_members(module: nn.Module) -> Iterable[nn.Module]:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            yield from child
-        else:
-            yield from _list_members(child)
+    """Return the blocks of a branch; without any, the branch itself."""
+    return list(find_blocks(branch)) or [branch]

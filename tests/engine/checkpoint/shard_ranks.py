@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from mmray.config import Batch, Config, Run, Train
+from mmray.config import Batch, Clip, Config, Run, Train
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import memory_probe
@@ -25,7 +25,8 @@ from mmray.engine.checkpoint import state_io
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
 from mmray.engine.parallel.strategy import shard, to_local
-from mmray.errors import MmrayError, OutOfMemoryError, StorageError
+from mmray.engine.worker import build_model
+from mmray.errors import MmrayError, OutOfMemoryError, StorageError, UsageError
 from mmray.objectives.contrastive import Contrastive
 from mmray.storage import storage
 from mmray.storage.lease import Lease
@@ -44,6 +45,7 @@ PROBED = {"probed": 6, "probed with little memory": 3}  # rows; of the latter, f
 def main(rank: int, folder: str, address: str) -> None:
     """Entry point of a rank: two ranks train and save, one to four resume, then one of two ranks fails."""
     storage.ATTEMPTS = 1
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks, for hsdp
     here, results = Path(folder), {}
     if rank >= WORLD:
         oom_in_probe(join_group(here, "oom", rank - WORLD, 2), here / f"oom-{rank - WORLD}.json")
@@ -54,6 +56,8 @@ def main(rank: int, folder: str, address: str) -> None:
         train_and_save(group, to_path(address) / "run", steps=4)
         results["full disk"] = save_on_full_disk(group, here / "full")
         results["worker"] = run_worker(group, here, "worker", "fsdp")
+        results["worker, ddp from the start"] = run_worker(group, here, "replicated", "ddp")
+        results["missing weights"] = build_without_files(group, here)
         for kind in KINDS:
             results[f"worker, {kind}"] = run_worker(group, here, kind, kind, here / "worker/checkpoints/step-3")
         for name, free in zip(PROBED, (1000, (1000, 4)[rank]), strict=True):
@@ -64,8 +68,13 @@ def main(rank: int, folder: str, address: str) -> None:
         if rank < world:
             group = join_group(here, f"at-{world}", rank, world)
             load = partial(state_io.load, here / "run" / "checkpoints" / "step-4")
-            for kind in KINDS:
+            for kind in (*KINDS, "hsdp")[: 3 if world == WORLD else 2]:
                 results[f"{kind} at {world}"] = train(group, kind, load, first=4)
+            if world == WORLD:
+                train_and_save(group, here / "hybrid", parallel="hsdp")
+                load = partial(state_io.load, here / "hybrid" / "checkpoints" / "step-4")
+                results["fsdp after hsdp"] = train(group, "fsdp", load, first=4)
+                results["hsdp after hsdp"] = train(group, "hsdp", load, first=4)
             dist.destroy_process_group()
     torch.save(results, here / f"rank-{rank}.pt")
     if rank < 2:
@@ -115,14 +124,14 @@ def full_scalar(tensor: DTensor, **options: Any) -> torch.Tensor:
     return FULL_TENSOR(tensor, **options)
 
 
-def train_and_save(group: Group, run: AnyPath, steps: int = 8) -> None:
+def train_and_save(group: Group, run: AnyPath, steps: int = 8, parallel: str = "fsdp") -> None:
     """Train with background saves."""
     manager, lease = manager_of(group, run)
 
     def save(step: int, state: dict[str, Any], metrics: dict[str, Any], last: bool) -> float | None:
         return manager.save(step, 12 * step, state, metrics, last)
 
-    train(group, "fsdp", steps=steps, save=save)
+    train(group, parallel, steps=steps, save=save)
     manager.close()
     if lease is not None:
         lease.release()
@@ -199,6 +208,16 @@ def run_worker(group: Group, folder: Path, name: str, kind: str, checkpoint: Pat
     train_set = PreparedSet.open(str(folder / "set"), "train")
     run_config(config, train_set, folder / name, checkpoint=checkpoint, group=group)
     return state_io.load_weights(folder / name / "checkpoints" / "step-6")
+
+
+def build_without_files(group: Group, folder: Path) -> str:
+    """The error of a sharded model whose pretrained weights do not exist; only rank 0 looks for them."""
+    model = Clip(weights=str(folder / "missing.pt"), vocab_size=9)
+    try:
+        build_model(Config(model=model, train=Train(parallel="fsdp")), group, None, resumes=False)
+    except UsageError as error:
+        return str(error)
+    return "no error"
 
 
 def die_while_saving(group: Group, run: Path) -> None:

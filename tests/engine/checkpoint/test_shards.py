@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,36 @@ def checkpoint(ranks, tmp_path):
 def test_checkpoint_of_two_ranks_resumes_at_any_number_of_ranks(ranks, expected, kind, world):
     for result in ranks[2][:world]:
         toy.assert_equal_weights(result[f"{kind} at {world}"], expected)
+
+
+@pytest.mark.parametrize("kind", ["hsdp at 4", "fsdp after hsdp", "hsdp after hsdp"])
+def test_checkpoints_of_fsdp_and_hsdp_resume_under_each_other(ranks, expected, kind):
+    for result in ranks[2]:
+        toy.assert_equal_weights(result[kind], expected)
+
+
+def test_replicas_of_hsdp_write_each_shard_once(ranks, expected):
+    """Together they write as many bytes as fsdp, and one process loads them."""
+    sizes = {
+        run: sum(file.stat().st_size for file in (ranks[0] / run / "checkpoints/step-4").glob("*.safetensors"))
+        for run in ("run", "hybrid")
+    }
+    assert files.shards_of(ranks[0] / "hybrid" / "checkpoints" / "step-4") == 4
+    assert sizes["hybrid"] == pytest.approx(sizes["run"], rel=0.2)  # more headers
+    load = partial(state_io.load, ranks[0] / "hybrid" / "checkpoints" / "step-4")
+    toy.assert_equal_weights(shard_ranks.train(Group(), "single", load, first=4), expected)
+
+
+def test_sharded_worker_starts_with_the_weights_of_a_replicated_one(ranks):
+    """Within float32 rounding after six steps; other ranks build the model without weights."""
+    for result in ranks[2][:2]:
+        for name, weight in result["worker, ddp from the start"].items():
+            torch.testing.assert_close(weight, result["worker"][name], rtol=1e-4, atol=1e-4)
+
+
+def test_error_of_the_rank_that_reads_weights_is_raised_on_all(ranks):
+    for result in ranks[2][:2]:
+        assert "missing.pt" in result["missing weights"]
 
 
 def test_workers_resume_from_shards_like_an_uninterrupted_run(ranks):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
+from torchvision import models
 
 from mmray.engine.collectives import Group
+from mmray.engine.parallel import strategy
+from mmray.errors import UsageError
 from tests.engine import ranks, toy
 from tests.engine.conftest import spawn_ranks
 
@@ -71,3 +75,32 @@ def test_branches_on_two_devices_equal_one_device(single, objective):
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-9)
     resumed = ranks.train_strategy(Group(), objective, result["state"], parallel="branches")
     toy.assert_equal_weights(resumed["weights"], expected["weights"])
+
+
+class Nodes(Group):
+    """A group whose nodes have 4, 4 and 2 ranks, or as many as `ranks`."""
+
+    ranks: tuple[int, ...] = (4, 4, 2)
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        return [number for number in self.ranks for _ in range(number)]
+
+
+def test_hsdp_shards_over_ranks_of_one_node(monkeypatch):
+    """As many as divide the number of ranks of every node; one node is sharded as by fsdp."""
+    monkeypatch.setattr(strategy, "init_device_mesh", lambda device, shape, **names: (device, shape))
+    monkeypatch.setattr(Nodes, "ranks", (4, 4, 2))
+    assert strategy._device_mesh(Nodes(0, 10), hybrid=True) == ("cpu", (5, 2))
+    assert strategy._device_mesh(Nodes(0, 10), hybrid=False) == ("cpu", (10,))
+    monkeypatch.setattr(Nodes, "ranks", (4,))
+    assert strategy._device_mesh(Nodes(0, 4), hybrid=True) == ("cpu", (4,))
+    monkeypatch.setattr(Nodes, "ranks", (3, 2))
+    with pytest.raises(UsageError, match=r"the numbers of workers on the nodes \(2, 3\) need a common divisor"):
+        strategy._device_mesh(Nodes(0, 5), hybrid=True)
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("vit_b_16", 12), ("resnet50", 16), ("resnet18", 8)])
+def test_blocks_of_sequential_encoders_are_found(name, blocks):
+    with torch.device("meta"):
+        model = models.get_model(name)
+    assert sum(next(block.children(), None) is not None for block in strategy.find_blocks(model)) == blocks
