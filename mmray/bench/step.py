@@ -1,13 +1,20 @@
-"""`mmray bench step`: cost of the training loop against a bare loop on the same synthetic batches."""
+"""`mmray bench step`: the training loop against two loops written by hand, on the same synthetic batches.
+
+`bare` is the loop without mmray at the same settings: what mmray's loop costs. `best` is the fastest loop one writes by
+hand for the device: the whole global batch in one pass, the precision of the device, compiled blocks, channels last,
+TF32, fused AdamW, and batches copied from pinned memory one step ahead. What mmray's defaults leave unused shows there.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -23,19 +30,20 @@ from mmray.bench.spawn import describe_machine, select_device, spawn_workers
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine import optimizer as optimizers
-from mmray.engine.batch import BatchShape, resolve_batch_shape
+from mmray.engine.batch import BatchShape, halve, resolve_batch_shape
 from mmray.engine.collectives import Group
+from mmray.engine.memory_probe import dry_run
+from mmray.engine.metrics.meters import model_flops, peak_flops
 from mmray.engine.metrics.writers import MetricsLog
-from mmray.engine.optimizer import lr_at
+from mmray.engine.optimizer import freeze_parameters, lr_at
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
 from mmray.engine.parallel.transforms import apply_transforms, compile_branches
-from mmray.engine.precision import seed_everything, select_precision
+from mmray.engine.precision import Precision, seed_everything, select_precision
 from mmray.engine.run_state import Callback, LoopResult, TrainSpec
-from mmray.errors import UsageError
+from mmray.errors import UsageError, is_out_of_memory
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
-from mmray.train.validate import unsupported_reasons
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -44,24 +52,28 @@ Batch = dict[str, Tensor]
 WARMUP_STEPS = 3  # not timed: allocation, DDP's buckets
 NUM_BATCHES = 4  # used in rotation
 VOCAB_SIZE = 30522  # of BERT; used if the config has none
+MODEL_INPUTS = ("image", "input_ids", "attention_mask")
+RATIOS = ("loop_vs_bare", "loop_vs_best")
 
 
-def train_baseline(
+def train_by_hand(
     model: nn.Module,
-    batches: list[Batch],
+    batches: Iterator[Batch],
     config: Config,
+    precision: Precision,
     device: torch.device,
     steps: int,
     on_step: Callable[[int], None],
 ) -> float:
-    """Run `steps` steps of a bare loop whose losses equal those of engine/loop.py; return the last loss."""
+    """Run `steps` steps of a loop of plain torch whose losses equal those of engine/loop.py; return the last loss.
+
+    batches: on the device, one per step.
+    """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    net = strategy.wrap_model(model.train(), Group.current(device))  # the same DDP in both loops
-    precision = select_precision(config.train.precision, device)
+    net = strategy.wrap_model(model.train(), Group.current(device))  # the same DDP in all loops
     optimizer, scaler = optimizers.build_optimizer(model, config.optimizer), precision.scaler()
-    for step, batch in enumerate(islice(cycle(batches), steps)):
+    for step, batch in enumerate(islice(batches, steps)):
         optimizers.set_lr(optimizer, lr_at(step, config.optimizer, steps))
-        batch = {name: batch[name].to(device, non_blocking=True) for name in ("image", "input_ids", "attention_mask")}
         with precision.autocast():
             outputs = net(batch)
         loss = baseline_loss(outputs, world)
@@ -93,32 +105,106 @@ def baseline_loss(outputs: dict[str, Tensor], world: int) -> Tensor:
     return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
 
 
+def copy_to(device: torch.device, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Copy each batch in the step that uses it."""
+    for batch in batches:
+        yield {name: batch[name].to(device, non_blocking=True) for name in MODEL_INPUTS}
+
+
+def copy_ahead(device: torch.device, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Copy each batch from pinned memory on a side stream, during the step before the one that uses it."""
+    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+
+    def start_copy(batch: Batch) -> tuple[Batch, torch.cuda.Event]:
+        with torch.cuda.stream(stream):
+            return {name: batch[name].to(device, non_blocking=True) for name in MODEL_INPUTS}, stream.record_event()
+
+    copied = start_copy(next(batches))
+    for following in batches:
+        (batch, arrived), copied = copied, start_copy(following)
+        current.wait_event(arrived)
+        for column in batch.values():
+            column.record_stream(current)  # otherwise the allocator would reuse its memory too early
+        yield batch
+
+
+def compile_blocks(model: nn.Module, device: torch.device) -> nn.Module:
+    """Compile each block of a list of blocks; equal ones share their code. Without effect on a CPU and before sm70."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0):  # Triton
+        for blocks in [part for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]:
+            for block in blocks:
+                block.compile()
+    return model
+
+
+@contextmanager
+def fast_kernels() -> Iterator[None]:
+    """Scope with TF32 products, and with the convolution algorithms that cuDNN measures as the fastest."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
 def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[str, Any]:
-    """Measure both loops in `pairs` pairs of windows with one micro-batch per step. Raises UsageError."""
+    """Measure the loops in `pairs` rounds of windows. Raises UsageError."""
+    from mmray.train.validate import unsupported_reasons
+
     if config.objective.kind != "contrastive":
         raise UsageError(f"bench step supports objective.kind `contrastive` only, got `{config.objective.kind}`")
     if reasons := unsupported_reasons(config):
         raise UsageError("\n".join(reasons))
-    micro, workers = resolve_batch_shape(config.batch, config.cluster.max_workers).micro, config.cluster.max_workers
-    rows = spawn_workers(partial(_measure_pairs, micro=micro, pairs=pairs, window_s=window_s), config)
-    ratios = [row["loop_vs_bare"] for row in rows]
-    return {
-        "machine": describe_machine(select_device(config)),
-        "batch": f"micro {micro} x accumulation 1 x workers {workers} = {micro * workers} rows per step",
-        "ratios": {"loop_vs_bare": statistics.median(ratios)},
-        "spread": {"loop_vs_bare": {"min": min(ratios), "max": max(ratios), "pairs": len(ratios)}},
-        "rows": rows,
-    }
+    shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
+    measured = spawn_workers(partial(_measure, shape=shape, pairs=pairs, window_s=window_s), config)
+    micro, workers = measured.pop("micro"), shape.workers
+    batch = f"micro {micro} x accumulation 1 x workers {workers} = {micro * workers} rows per step"
+    if micro * workers < shape.global_rows:
+        batch += f"; loop_vs_best: {shape.global_rows} rows per step"
+    return {"machine": describe_machine(select_device(config)), "batch": batch} | measured
 
 
-def _measure_pairs(
-    config: Config, group: Group, folder: Path, micro: int, pairs: int, window_s: float
-) -> list[dict[str, float]]:
+def _measure(
+    config: Config, group: Group, folder: Path, shape: BatchShape, pairs: int, window_s: float
+) -> dict[str, Any]:
     log = MetricsLog(folder) if group.rank == 0 else None
-    rows = time_pairs(build_bench(config, group, micro, log), pairs, window_s)
+    bench = build_bench(config, group, shape.micro, log, -(-shape.global_rows // shape.workers))
+    if shape.auto:
+        bench = replace(bench, micro=bench.probe_memory(shape)[0])
+    result = measure_loops(bench, pairs, window_s)
     if log is not None:
         log.close()
-    return rows
+    return result
+
+
+def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
+    """Return medians over `pairs` rounds: ratios of the loops, and model TFLOP/s and MFU per device of two of them."""
+    rows = time_pairs(bench, pairs, window_s)
+    ratios = {name: [row[name] for row in rows] for name in RATIOS}
+    loop = "accumulated" if "accumulated_samples_per_s" in rows[0] else "loop"
+    flops_of_row, peak = bench.flops_of_row(), bench.peak_flops()
+    flops = {
+        name: statistics.median(row[f"{arm}_samples_per_s"] for row in rows) * flops_of_row / bench.group.world_size
+        for name, arm in (("loop", loop), ("best", "best"))
+    }
+    text = ", ".join(
+        f"{name} {rate / 1e12:.3g} TFLOP/s" + (f" (MFU {rate / peak:.1%})" if peak else "")
+        for name, rate in flops.items()
+    )
+    return {
+        "micro": bench.micro,
+        "ratios": {name: statistics.median(values) for name, values in ratios.items()},
+        "spread": {
+            name: {"min": min(values), "max": max(values), "pairs": len(values)} for name, values in ratios.items()
+        },
+        "tflops": {name: rate / 1e12 for name, rate in flops.items()},
+        "mfu": {name: rate / peak if peak else None for name, rate in flops.items()},
+        "rows": rows,
+        "notes": [f"model FLOPs per device: {text}"],
+    }
 
 
 @dataclass
@@ -149,19 +235,17 @@ class Bench:
     config: Config
     group: Group
     model: nn.Module
-    batches: list[Batch]  # each is one micro-batch (bench step) or all rows of this rank in a step (bench strategies)
+    batches: list[Batch]  # each has at least `micro` rows, at most all rows of this rank in a step
+    micro: int
     log: MetricsLog | None = None
+
+    @property
+    def rank_rows(self) -> int:
+        return len(self.batches[0]["valid"])
 
     def train(self, model: nn.Module, shape: BatchShape, steps: int, callback: Callback, **options: Any) -> LoopResult:
         """Run `steps` steps of mmray's loop; `options` are fields of TrainSpec."""
-        plan = SamplePlan(
-            num_rows=2**30,
-            global_rows=shape.global_rows,
-            world_size=self.group.world_size,
-            micro=shape.micro,
-            seed=self.config.train.seed,
-            steps=steps,
-        )
+        plan = self._plan(shape, steps)
         spec = TrainSpec(
             model=model,
             objective=objectives.build(self.config.objective),
@@ -174,19 +258,86 @@ class Bench:
         )
         return loop.train_loop(spec, micro_batches(plan, self.group.rank, self.batches))
 
-    def loop_window(self, steps: int) -> tuple[float, float]:
-        """Return (seconds, last loss) of a window of mmray's loop on a copy of the model."""
-        micro, world = len(self.batches[0]["valid"]), self.group.world_size
+    def probe_memory(self, shape: BatchShape) -> tuple[int, dict[str, float]]:
+        """Return the rows of a micro-batch and the memory table of the dry run before a run."""
+        objective = objectives.build(self.config.objective)
+        return dry_run(self.config, self.model, objective, self.group, self._plan(shape, steps=1))
+
+    def loop_window(self, steps: int, accumulated: bool = False) -> tuple[float, float]:
+        """Return (seconds, last loss) of a window of mmray's loop on a copy of the model.
+
+        A step has one micro-batch, or (`accumulated`) all rows of this rank in such micro-batches.
+        """
+        world, rows = self.group.world_size, self.rank_rows if accumulated else self.micro
+        shape = BatchShape(rows * world, self.micro, -(-rows // self.micro), world)
         timer = StepTimer((self.group.device,), total_until=steps)
-        result = self.train(self._copy(), BatchShape(micro * world, micro, 1, world), steps, timer, log=self.log)
+        result = self.train(self._copy(), shape, steps, timer, log=self.log)
         return sum(timer.times_s), result.metrics["train/loss"]
 
     def bare_window(self, steps: int) -> tuple[float, float]:
-        """Return (seconds, last loss) of a window of the bare loop on a copy of the model."""
+        """Return (seconds, last loss) of a window of the bare loop on a copy of the model, a micro-batch per step."""
         device = self.group.device
-        timer = StepTimer((device,), total_until=steps)
-        loss = train_baseline(self._copy().to(device), self.batches, self.config, device, steps, timer.on_step)
+        precision = select_precision(self.config.train.precision, device)
+        return self._window_by_hand(self._copy().to(device), copy_to(device, self._rows(self.micro)), precision, steps)
+
+    def best_window(self, steps: int, rows: int) -> tuple[float, float]:
+        """Return (seconds, last loss) of a window of the best loop on a copy of the model, `rows` in one pass."""
+        device, spec = self.group.device, self.config.model
+        model = build(spec, spec.vocab_size, architecture={})  # without the transforms of the config
+        model.load_state_dict(self.model.state_dict())
+        freeze_parameters(model, self.config.optimizer.freeze)
+        model.to(device)
+        model.to(memory_format=torch.channels_last)
+        batches = (copy_ahead if device.type == "cuda" else copy_to)(device, self._rows(rows))
+        with fast_kernels():
+            return self._window_by_hand(compile_blocks(model, device), batches, select_precision("auto", device), steps)
+
+    def best_rows(self) -> int:
+        """Rows that fit in one pass of the best loop: all of this rank, or a half, a quarter, ... of them."""
+        rows = self.rank_rows
+        while True:
+            try:
+                self.best_window(WARMUP_STEPS + 1, rows)
+                return rows
+            except (RuntimeError, MemoryError) as error:
+                if self.group.world_size > 1 or rows == 1 or not is_out_of_memory(error):
+                    raise
+            rows = halve(rows)  # outside `except`: the traceback keeps the step's tensors alive
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def flops_of_row(self) -> float:
+        """FLOPs of the model for a forward and a backward of one row."""
+        batch = next(copy_to(self.group.device, self._rows(self.micro)))
+        precision = select_precision(self.config.train.precision, self.group.device)
+        return model_flops(self.model.to(self.group.device), batch, precision) / self.micro
+
+    def peak_flops(self) -> float | None:
+        """Peak FLOP/s of the device in its own precision; None for a CPU and an unknown GPU."""
+        device = self.group.device
+        peak = peak_flops(device, select_precision("auto", device)) if device.type == "cuda" else math.nan
+        return None if math.isnan(peak) else peak
+
+    def _window_by_hand(
+        self, model: nn.Module, batches: Iterator[Batch], precision: Precision, steps: int
+    ) -> tuple[float, float]:
+        timer = StepTimer((self.group.device,), total_until=steps)
+        loss = train_by_hand(model, batches, self.config, precision, self.group.device, steps, timer.on_step)
         return sum(timer.times_s), loss
+
+    def _rows(self, rows: int) -> Iterator[Batch]:
+        """Yield the first `rows` rows of each batch, in rotation."""
+        return ({name: column[:rows] for name, column in batch.items()} for batch in cycle(self.batches))
+
+    def _plan(self, shape: BatchShape, steps: int) -> SamplePlan:
+        return SamplePlan(
+            num_rows=2**30,
+            global_rows=shape.global_rows,
+            world_size=self.group.world_size,
+            micro=shape.micro,
+            seed=self.config.train.seed,
+            steps=steps,
+        )
 
     def _copy(self) -> nn.Module:
         return compile_branches(deepcopy(self.model), self.config.train)
@@ -206,37 +357,61 @@ def micro_batches(plan: SamplePlan, rank: int, batches: list[Batch]) -> Iterator
         yield micros
 
 
-def build_bench(config: Config, group: Group, micro: int, log: MetricsLog | None = None) -> Bench:
-    """Build the model of `config` as a worker does, with random weights, and this rank's synthetic batches."""
+def build_bench(
+    config: Config, group: Group, micro: int, log: MetricsLog | None = None, rank_rows: int | None = None
+) -> Bench:
+    """Build the model of `config` as a worker does, with random weights, and this rank's synthetic batches.
+
+    rank_rows: rows of this rank in a step, by default `micro`.
+    """
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
     vocab_size = config.model.vocab_size or trained or VOCAB_SIZE
+    config = config.replace(model=config.model.replace(vocab_size=vocab_size))
     seed_everything(config.train.seed, config.train.deterministic)
     config = config.replace(train=resolve_auto(config.train, group))
     configure_torch(config.train, group.device)
     model = build(config.model, vocab_size, architecture={})
     model = apply_transforms(model, config.train, config.optimizer, group.device)
     seeds = [group.rank * NUM_BATCHES + number for number in range(NUM_BATCHES)]
-    batches = [synthetic_batch(config.model.inputs, vocab_size, micro, "cpu", seed) for seed in seeds]
+    batches = [synthetic_batch(config.model.inputs, vocab_size, rank_rows or micro, "cpu", seed) for seed in seeds]
     if group.device.type == "cuda":
         batches = [{name: column.pin_memory() for name, column in batch.items()} for batch in batches]
-    return Bench(config, group, model, batches, log)
+    return Bench(config, group, model, batches, micro, log)
 
 
 def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]:
-    """Return one row per pair; all ranks run the same windows, timed on rank 0."""
-    log_every = bench.config.train.log_every
+    """Return one row per round; all ranks run the same windows, timed on rank 0.
+
+    With more than one micro-batch in a step of the config, `accumulated` is mmray's loop on whole steps, and the best
+    loop is compared with it: both see the global batch.
+    """
+    log_every, group = bench.config.train.log_every, bench.group
     took_s, _ = bench.bare_window(WARMUP_STEPS + 4)
-    min_steps = WARMUP_STEPS + max(4, round(window_s / (took_s / 4)))
-    steps = int(bench.group.broadcast_object(-(-min_steps // log_every) * log_every))
+    row_s, best_rows = took_s / 4 / bench.micro, bench.best_rows()
+
+    def steps_of(rows: int) -> int:
+        return int(group.broadcast_object(WARMUP_STEPS + max(4, round(window_s / (row_s * rows)))))
+
+    steps = -(-steps_of(bench.micro) // log_every) * log_every
+    windows: dict[str, tuple[int, int, Callable[[int], tuple[float, float]]]] = {  # rows and number of steps
+        "loop": (bench.micro, steps, bench.loop_window),
+        "bare": (bench.micro, steps, bench.bare_window),
+        "best": (best_rows, steps_of(best_rows), partial(bench.best_window, rows=best_rows)),
+    }
+    if bench.micro < bench.rank_rows:
+        whole = partial(bench.loop_window, accumulated=True)
+        windows["accumulated"] = (bench.rank_rows, steps_of(bench.rank_rows), whole)
     bench.loop_window(steps)  # the first window imports TensorBoard
-    timed_rows = len(bench.batches[0]["valid"]) * bench.group.world_size * (steps - WARMUP_STEPS)
     rows = []
     for pair in range(pairs):
-        results: dict[str, tuple[float, float]] = {}
-        for name in ("loop", "bare") if pair % 2 == 0 else ("bare", "loop"):
+        rates, losses = {}, {}
+        for name in windows if pair % 2 == 0 else reversed(windows):
             gc.collect()  # the previous window's DDP is a reference cycle
-            results[name] = bench.loop_window(steps) if name == "loop" else bench.bare_window(steps)
-        row = {f"{name}_samples_per_s": round(timed_rows / took_s, 2) for name, (took_s, _) in results.items()}
-        row |= {f"{name}_loss": round(loss, 6) for name, (_, loss) in results.items()}
-        rows.append({"pair": pair, "loop_vs_bare": round(results["bare"][0] / results["loop"][0], 4)} | row)
+            step_rows, num_steps, run = windows[name]
+            took_s, losses[name] = run(num_steps)
+            rates[name] = step_rows * group.world_size * (num_steps - WARMUP_STEPS) / took_s
+        row = {"pair": pair, "loop_vs_bare": round(rates["loop"] / rates["bare"], 4)}
+        row["loop_vs_best"] = round(rates.get("accumulated", rates["loop"]) / rates["best"], 4)
+        row |= {f"{name}_samples_per_s": round(rates[name], 2) for name in windows}
+        rows.append(row | {f"{name}_loss": round(losses[name], 6) for name in windows})
     return rows

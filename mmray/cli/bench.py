@@ -17,12 +17,15 @@ from mmray.errors import UsageError, suggest
 
 @dataclass(frozen=True)
 class StepCommand:
-    """Compare the training loop with a bare PyTorch loop, on synthetic batches and without Ray."""
+    """Compare the training loop with two PyTorch loops written by hand, on synthetic batches and without Ray.
+
+    `bare` has the settings of the recipe, `best` those that are fastest on this device, with the whole batch at once.
+    """
 
     recipe: Positional[str] = "sample"
     """Recipe whose model and batch are used."""
     pairs: int = 10
-    """Pairs of timed intervals, in alternating order (A B B A)."""
+    """Rounds of timed windows, one per loop, in alternating order (A B C C B A)."""
     window_s: float = 3.0
     """Approximate seconds per window."""
     json: str | None = None
@@ -94,11 +97,11 @@ def bench(argv: Sequence[str], terminal: Terminal) -> int:
 
 
 def _step(command: StepCommand, terminal: Terminal) -> tuple[dict[str, Any], Table]:
-    """compare the training loop with a bare one"""
+    """compare the training loop with two written by hand"""
     from mmray.bench.step import bench_step
 
-    total_s = 2 * command.pairs * command.window_s
-    terminal.status(f"{command.pairs} pairs of windows of {command.window_s:g} s, about {total_s:.0f} s in total")
+    total_s = 4 * command.pairs * command.window_s
+    terminal.status(f"{command.pairs} rounds of 3 or 4 windows of {command.window_s:g} s, at most {total_s:.0f} s")
     result = bench_step(recipes.load(command.recipe), command.pairs, command.window_s)
     first = result["rows"][0].items()
     columns = {name: (name.replace("_", " "), ",.3f" if isinstance(value, float) else "") for name, value in first}

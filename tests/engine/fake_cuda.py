@@ -7,7 +7,6 @@ covered: speed, memory, GPU arithmetic, stream ordering, and the autograd hooks 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -22,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmray.bench.device_checks import count_syncs
 from mmray.engine.prefetch import LocalBatch
 
 aten = torch.ops.aten
@@ -345,33 +345,12 @@ def has_gpus(count: int = 1) -> bool:
     return torch.cuda.device_count() >= count
 
 
-class WarningCounter:
-    """Counts synchronizations that torch warns about."""
-
-    def __init__(self, caught: list[warnings.WarningMessage]):
-        self.caught = caught
-
-    @property
-    def count(self) -> int:
-        return sum("synchronizing CUDA operation" in str(warning.message) for warning in self.caught)
-
-
 @contextmanager
-def gpus(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Iterator[type[SyncCounter] | WarningCounter]:
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Iterator[Any]:
     """`count` GPUs, real if this machine has enough, and a counter of host synchronizations."""
     if not has_gpus(count):
         with fake_gpus(monkeypatch) as syncs:
             yield syncs
         return
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield WarningCounter(caught)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def tolerance(kind: str = "") -> float:
-    """Of a float64 run on a GPU against a CPU; generative models have norms in float32."""
-    return 1e-5 if kind == "generative" and has_gpus() else 1e-9
+    with count_syncs() as syncs:
+        yield syncs

@@ -1,4 +1,4 @@
-"""Tiny models of each built-in kind, trained on any number of ranks under any strategy."""
+"""The tiny models of bench/device_checks.py, trained on any number of ranks under any strategy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mmray import config
+from mmray.bench.device_checks import CHAT, IMAGE, INPUTS, MODELS, TEXT, TOWERS, VOCAB  # noqa: F401 - for other tests
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
@@ -21,26 +22,13 @@ from mmray.models.build import build, build_without_weights
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import toy
 
-VOCAB, ROWS, STEPS = 40, 8, 2
-SHAPE = {"width": 16, "depth": 1, "heads": 2}
-INPUTS, CHAT = config.Inputs(image_side=16, max_tokens=6), config.ChatInputs(image_side=16, max_tokens=8)
-IMAGE, TEXT = config.ClipImage(**SHAPE, patch=8), config.ClipText(**SHAPE)
-TOWERS = {"image": config.ImageTower(name="convnet", width=8, depth=2), "text": config.TextTower(**SHAPE)}
+ROWS, STEPS = 8, 2
 WITH_DROPOUT = config.TwoTower(
     inputs=INPUTS,
     image=config.ImageTower(name="convnet", width=8, depth=1),
     text=config.TextTower(width=16, depth=2, heads=2, dropout=0.3),
     embed_dim=8,
 )
-MODELS: dict[str, tuple[config.Model, str]] = {
-    "clip": (config.Clip(inputs=INPUTS, image=IMAGE, text=TEXT, embed_dim=8), "contrastive"),
-    "siglip": (config.Siglip(inputs=INPUTS, image=IMAGE, text=TEXT), "sigmoid"),
-    "fusion": (
-        config.Fusion(inputs=INPUTS, **TOWERS, cross=config.CrossAttention(**SHAPE), embed_dim=8, classes=3),
-        "contrastive + 0.5 * matching + classification",
-    ),
-    "generative": (config.Generative(inputs=CHAT, image=IMAGE, text=config.Decoder(**SHAPE)), "language_modelling"),
-}
 RESNET = TOWERS["image"].model_copy(update={"name": "resnet18"})
 OTHER_MODELS: dict[str, tuple[config.Model, str]] = {
     "resnet18": (

@@ -1,76 +1,31 @@
-"""The engine on GPUs, real or fake, takes the steps of a CPU and synchronizes once per step."""
+"""The engine on GPUs, real or fake, takes the steps of a CPU and synchronizes once per step.
+
+The checks of bench/device_checks.py also run without pytest: `python -m mmray.bench.gpu`.
+"""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
+from mmray.bench import device_checks
+from mmray.bench.device_checks import MODELS
 from mmray.data.stream.order import SamplePlan
-from mmray.engine import loop
 from mmray.engine.checkpoint.state_io import HostStager
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
-from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.prefetch import DeviceCopier, make_local_batch
 from mmray.engine.step import accumulate_gradients, optimizer_step
 from mmray.errors import OutOfMemoryError
-from mmray.models.build import build
-from mmray.models.synthetic import synthetic_batch
-from tests.engine import recipe_models, toy
-from tests.engine.fake_cuda import CPU, DEVICES, DeviceTensor, fake_gpus, gpus, has_gpus, local_batch_on, tolerance
+from tests.engine import toy
+from tests.engine.fake_cuda import CPU, DEVICES, fake_gpus, gpus, has_gpus, local_batch_on
 from tests.engine.single_worker import make_prepared, run_worker
 
 GPU = DEVICES[0]
-PLAN = SamplePlan(num_rows=20, global_rows=8, world_size=1, micro=3, seed=1, steps=3)
-LONG_PLAN = replace(PLAN, steps=6)
-QUIET = {"log_every": 0, "checkpoint_every": 0}
-
-
-def steps_of(spec, first=0):
-    """The last step has invalid rows, and a micro-batch of only these."""
-    for step in range(first, PLAN.steps):
-        positions = torch.from_numpy(PLAN.positions(step, 0))
-        batch = synthetic_batch(spec.inputs, recipe_models.VOCAB, len(positions), CPU, seed=step)
-        yield toy.cut(batch | {"valid": positions < PLAN.num_rows, "pos": positions}, PLAN.micro)
-
-
-class SyncsPerStep:
-    """A callback that keeps the synchronizations of each step, and the logged metrics."""
-
-    def __init__(self, syncs):
-        self.syncs, self.counts, self.lines = syncs, [syncs.count], []
-
-    def on_step(self, step, metrics):
-        self.counts.append(self.syncs.count)
-        self.lines += [metrics] if metrics else []
-
-    def per_step(self):
-        return [after - before for before, after in pairwise(self.counts)]
-
-
-def spec_of(kind, device, double=True, options=None, **settings):
-    """A run of a built-in kind, with the same initial weights on each device."""
-    spec, objective = recipe_models.MODELS[kind]
-    train = toy.train_settings(**{"checkpoint_every": 0} | settings)
-    torch.manual_seed(3)
-    model = build(spec, recipe_models.VOCAB).train()
-    model = apply_transforms(model.double() if double else model, train, toy.OPTIMIZER, device)
-    options = {"objective": toy.objective(objective), "train": train} | (options or {})
-    return toy.train_spec(model, PLAN, Group(device=device), **options)
-
-
-def train(kind, device, **options):
-    """The final weights of a run, on the CPU."""
-    spec = spec_of(kind, device, **options)
-    outcome = loop.train_loop(spec, steps_of(recipe_models.MODELS[kind][0]))
-    assert (outcome.status, outcome.steps) == ("finished", PLAN.steps)
-    return toy.flat(spec.model)
+LONG_PLAN = SamplePlan(num_rows=20, global_rows=8, world_size=1, micro=3, seed=1, steps=6)
 
 
 def test_fake_gpus_refuse_mixed_devices_and_count_synchronizations(monkeypatch):
@@ -86,6 +41,7 @@ def test_fake_gpus_refuse_mixed_devices_and_count_synchronizations(monkeypatch):
             assert syncs.count == count
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["sigmoid", "language_modelling", "contrastive + 0.5 * matching + region_text"])
 def test_step_of_each_objective_synchronizes_once_with_gradients_of_a_cpu(monkeypatch, kind):
     batch = make_local_batch(toy.cut(toy.rows(9, 0, invalid=(4,)), 4))
@@ -104,23 +60,27 @@ def test_step_of_each_objective_synchronizes_once_with_gradients_of_a_cpu(monkey
         assert syncs.count == before + 1
 
 
-@pytest.mark.parametrize("kind", recipe_models.MODELS)
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MODELS)
 def test_run_on_gpu_equals_run_on_cpu_and_resumes(monkeypatch, kind):
-    """With EMA, activation checkpointing and channels-last."""
-    expected, states = train(kind, CPU), {}
-
-    def save(step, state, metrics, last):
-        states[step] = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-
-    settings = {"activation_checkpointing": ("image", "text"), "channels_last": True, "ema": 0.9}
     with gpus(monkeypatch):
-        whole = train(kind, GPU, options={"save": save}, checkpoint_every=2, **settings)
-        assert not any(isinstance(value, DeviceTensor) for value in tree_leaves(states[2]))
-        spec = spec_of(kind, GPU, **settings)
-        loop.train_loop(spec, steps_of(recipe_models.MODELS[kind][0], first=2), lambda _: states[2])
-        resumed = toy.flat(spec.model)
-    assert (whole - expected).abs().max() < tolerance(kind)
-    assert (resumed - whole).abs().max() <= (tolerance(kind) if has_gpus() else 0)
+        differences = device_checks.check_run(kind, GPU)
+    if not has_gpus():
+        assert differences["resumed"] == 0 and differences["from_cpu"] < 1e-9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MODELS)
+def test_accumulated_step_on_gpu_equals_whole_batch(monkeypatch, kind):
+    with gpus(monkeypatch):
+        device_checks.check_accumulation(kind, GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpus(), reason="a fake GPU cannot run compiled code; tests/engine/parallel does on a CPU")
+@pytest.mark.parametrize("kind", MODELS)
+def test_compiled_run_on_gpu_equals_eager_run(kind):
+    device_checks.check_compiled(kind, GPU)
 
 
 def test_oom_of_prefetched_batch_restarts(monkeypatch):
@@ -179,32 +139,21 @@ def test_copy_of_a_checkpoint_is_awaited_by_its_write_and_on_the_device_by_the_n
     assert calls == [compute, side, "host", "host"]
 
 
-@pytest.mark.parametrize("kind", recipe_models.MODELS)
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MODELS)
 def test_half_precision_synchronizes_once_per_step(monkeypatch, kind):
-    losses = {}
     with gpus(monkeypatch) as syncs:
-        for number in ("fp32", "bf16", "fp16"):
-            callback = SyncsPerStep(syncs)
-            options = {"options": {"callbacks": (callback,)}, "precision": number, "ema": 0.9}
-            weights = train(kind, GPU, double=False, **options, **QUIET)
-            assert callback.per_step()[1:-1] == [1] * (PLAN.steps - 2)  # the model moves in the first; the last logs
-            assert weights.dtype == torch.float32 and bool(weights.isfinite().all())
-            assert callback.lines[-1]["memory/peak_gib"] > 0
-            losses[number] = callback.lines[-1]["train/loss"]
-    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.05) and losses["bf16"] != losses["fp32"]
-    assert math.isfinite(losses["fp16"])  # its first steps may be skipped, until the loss scale fits
+        device_checks.check_half_precision(kind, GPU, syncs)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_branches_on_two_gpus_equal_one_device(monkeypatch, kind):
-    expected = train(kind, CPU)
     with gpus(monkeypatch, count=2):
-        weights = train(kind, GPU, parallel="branches")
-        half = [train(kind, GPU, double=False, precision=number, parallel="branches") for number in ("bf16", "fp16")]
-    assert (weights - expected).abs().max() < 1e-9
-    assert all(bool(weights.isfinite().all()) for weights in half)
+        device_checks.check_branches(kind, GPU)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "settings",
     [

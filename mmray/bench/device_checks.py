@@ -1,0 +1,217 @@
+"""Checks that a device takes the steps of a CPU: bench/gpu.py on a real one, tests/engine/test_on_gpu.py on fake GPUs.
+
+Runs in float64 of a tiny model of each kind. A check returns what it measured and raises AssertionError.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from mmray import config, objectives
+from mmray.data.stream.order import SamplePlan
+from mmray.engine import loop
+from mmray.engine.collectives import Group
+from mmray.engine.parallel.transforms import apply_transforms
+from mmray.engine.run_state import TrainSpec
+from mmray.models.build import build
+from mmray.models.synthetic import synthetic_batch
+from mmray.objectives.protocol import Batch
+
+VOCAB = 40
+SHAPE = {"width": 16, "depth": 1, "heads": 2}
+INPUTS, CHAT = config.Inputs(image_side=16, max_tokens=6), config.ChatInputs(image_side=16, max_tokens=8)
+IMAGE, TEXT = config.ClipImage(**SHAPE, patch=8), config.ClipText(**SHAPE)
+TOWERS = {"image": config.ImageTower(name="convnet", width=8, depth=2), "text": config.TextTower(**SHAPE)}
+MODELS: dict[str, tuple[config.Model, str]] = {
+    "clip": (config.Clip(inputs=INPUTS, image=IMAGE, text=TEXT, embed_dim=8), "contrastive"),
+    "siglip": (config.Siglip(inputs=INPUTS, image=IMAGE, text=TEXT), "sigmoid"),
+    "fusion": (
+        config.Fusion(inputs=INPUTS, **TOWERS, cross=config.CrossAttention(**SHAPE), embed_dim=8, classes=3),
+        "contrastive + 0.5 * matching + classification",
+    ),
+    "generative": (config.Generative(inputs=CHAT, image=IMAGE, text=config.Decoder(**SHAPE)), "language_modelling"),
+}
+PLAN = SamplePlan(num_rows=20, global_rows=8, world_size=1, micro=3, seed=1, steps=3)
+OPTIMIZER = config.Optimizer(lr=0.01, warmup_steps=2)
+CPU = torch.device("cpu")
+
+
+def tolerance(kind: str, device: torch.device) -> float:
+    """Of weights in float64 against those of a CPU; generative models have norms in float32."""
+    return 1e-5 if kind == "generative" and device.type == "cuda" else 1e-9
+
+
+def steps_of(kind: str, first: int = 0, plan: SamplePlan = PLAN) -> Iterator[list[Batch]]:
+    """Micro-batches of each step; the last has invalid rows, and a micro-batch of only these."""
+    for step in range(first, plan.steps):
+        positions = torch.from_numpy(plan.positions(step, 0))
+        batch = synthetic_batch(MODELS[kind][0].inputs, VOCAB, len(positions), CPU, seed=step)
+        batch |= {"valid": positions < plan.num_rows, "pos": positions}
+        columns = zip(*(column.split(plan.micro) for column in batch.values()), strict=True)
+        yield [dict(zip(batch, rows, strict=True)) for rows in columns]
+
+
+def spec_of(
+    kind: str,
+    device: torch.device,
+    double: bool = True,
+    plan: SamplePlan = PLAN,
+    options: dict[str, Any] | None = None,
+    **settings: Any,
+) -> TrainSpec:
+    """A run of a built-in kind, with the same initial weights on each device.
+
+    `options` are fields of TrainSpec, `settings` those of `train`.
+    """
+    train = config.Train(**{"precision": "fp32", "log_every": 2, "checkpoint_every": 0} | settings)
+    torch.manual_seed(3)
+    model = build(MODELS[kind][0], VOCAB).train()
+    model = apply_transforms(model.double() if double else model, train, OPTIMIZER, device)
+    objective = objectives.build(config.Objective(kind=MODELS[kind][1]))
+    return TrainSpec(model, objective, plan, Group(device=device), train, OPTIMIZER, **options or {})
+
+
+def train(kind: str, device: torch.device, plan: SamplePlan = PLAN, **options: Any) -> Tensor:
+    """The final weights of a run, on the CPU; the options are those of `spec_of`."""
+    spec = spec_of(kind, device, plan=plan, **options)
+    outcome = loop.train_loop(spec, steps_of(kind, plan=plan))
+    assert (outcome.status, outcome.steps) == ("finished", plan.steps)
+    return flat(spec.model)
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All weights in one vector on the CPU."""
+    return torch.cat([weight.detach().flatten().cpu() for weight in model.parameters()])
+
+
+def compare(limit: float, **pairs: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """Return the largest differences by name. Raises AssertionError for one above the limit, or NaN."""
+    differences = {name: (one - other).abs().max().item() for name, (one, other) in pairs.items()}
+    for name, difference in differences.items():
+        assert difference <= limit, f"{name}: weights differ by {difference:.3g}, at most {limit:g} expected"
+    return differences
+
+
+def check_run(kind: str, device: torch.device) -> dict[str, float]:
+    """A run equals that of a CPU, with EMA, activation checkpointing and channels-last, and when it is resumed."""
+    states: dict[int, Any] = {}
+
+    def save(step: int, state: dict[str, Any], _metrics: Any, _last: bool) -> None:
+        states[step] = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+
+    settings: dict[str, Any] = {"activation_checkpointing": ("image", "text"), "channels_last": True, "ema": 0.9}
+    whole = train(kind, device, options={"save": save}, checkpoint_every=2, **settings)
+    spec = spec_of(kind, device, **settings)
+    loop.train_loop(spec, steps_of(kind, first=2), lambda _: states[2])
+    limit = tolerance(kind, device)
+    return compare(limit, from_cpu=(whole, train(kind, CPU)), resumed=(flat(spec.model), whole))
+
+
+def check_accumulation(kind: str, device: torch.device) -> dict[str, float]:
+    """Accumulated micro-batches equal the whole batch in one pass."""
+    whole = train(kind, device, replace(PLAN, micro=PLAN.global_rows))
+    return compare(tolerance(kind, device), from_whole=(train(kind, device), whole))
+
+
+def check_compiled(kind: str, device: torch.device) -> dict[str, float]:
+    """Compiled branches equal eager ones."""
+    torch._dynamo.reset()
+    compiled = train(kind, device, compile=compile_backend(device))
+    return compare(tolerance(kind, device), from_eager=(compiled, train(kind, device)))
+
+
+def compile_backend(device: torch.device) -> str:
+    """The backend of torch.compile for a device; on a CPU one that needs no C++ compiler."""
+    return "inductor" if device.type == "cuda" else "aot_eager"
+
+
+def check_branches(kind: str, device: torch.device) -> dict[str, float]:
+    """An image and a text branch on two devices equal a model on the CPU; in half precision weights are finite."""
+    half = [train(kind, device, double=False, precision=name, parallel="branches") for name in ("bf16", "fp16")]
+    assert all(bool(weights.isfinite().all()) for weights in half), "weights are not finite"
+    return compare(1e-9, from_cpu=(train(kind, device, parallel="branches"), train(kind, CPU)))
+
+
+def check_half_precision(kind: str, device: torch.device, syncs: Any = None) -> dict[str, float]:
+    """Losses of bf16 are close to those of fp32, fp16 is finite, and the host waits for the device once in a step."""
+    losses = {}
+    for name in ("fp32", "bf16", "fp16"):
+        with nullcontext(syncs) if syncs else count_syncs() as counter:
+            callback = SyncsPerStep(counter)
+            settings: dict[str, Any] = {"precision": name, "ema": 0.9, "log_every": 100}
+            weights = train(kind, device, double=False, options={"callbacks": (callback,)}, **settings)
+        expected = [1 if device.type == "cuda" else 0] * (PLAN.steps - 2)
+        assert callback.per_step()[1:-1] == expected  # the model moves in the first step; the last one logs
+        assert weights.dtype == torch.float32 and bool(weights.isfinite().all())
+        assert callback.lines[-1]["memory/peak_gib"] > 0
+        losses[name] = callback.lines[-1]["train/loss"]
+    assert abs(losses["bf16"] / losses["fp32"] - 1) < 0.05 and losses["bf16"] != losses["fp32"], losses
+    assert math.isfinite(losses["fp16"])  # its first steps may be skipped, until the loss scale fits
+    return losses
+
+
+CHECKS: tuple[tuple[Callable[..., dict[str, float]], tuple[str, ...]], ...] = (
+    (check_run, tuple(MODELS)),
+    (check_accumulation, tuple(MODELS)),
+    (check_half_precision, tuple(MODELS)),
+    (check_branches, ("clip", "siglip")),
+    (check_compiled, tuple(MODELS)),
+)
+
+
+@dataclass
+class SyncCounter:
+    """Host synchronizations so far, and the lines of Python that caused them."""
+
+    caught: list[warnings.WarningMessage] = field(default_factory=list)
+
+    @property
+    def places(self) -> Counter[str]:
+        found = [warning for warning in self.caught if "synchronizing CUDA operation" in str(warning.message)]
+        return Counter(f"{'/'.join(Path(warning.filename).parts[-2:])}:{warning.lineno}" for warning in found)
+
+    @property
+    def count(self) -> int:
+        return self.places.total()
+
+
+@contextmanager
+def count_syncs() -> Iterator[SyncCounter]:
+    """Scope in which torch warns about each synchronization with a GPU; without CUDA there are none."""
+    if not torch.cuda.is_available():
+        yield SyncCounter()
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield SyncCounter(caught)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+class SyncsPerStep:
+    """A callback that keeps the synchronizations of each step, and the logged metrics."""
+
+    def __init__(self, syncs: Any) -> None:
+        self.syncs, self.counts = syncs, [syncs.count]
+        self.lines: list[dict[str, Any]] = []
+
+    def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
+        self.counts.append(self.syncs.count)
+        self.lines += [metrics] if metrics else []
+
+    def per_step(self) -> list[int]:
+        return [after - before for before, after in pairwise(self.counts)]

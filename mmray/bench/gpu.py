@@ -1,0 +1,147 @@
+"""`python -m mmray.bench.gpu --out DIR`: what a machine with a GPU shows about mmray, in at most 8 minutes.
+
+It needs torch, torchvision, transformers, Pillow and pyarrow: no Ray, no pydantic, no network. Each stage of
+gpu_stages.py runs in its own process with a time limit and writes DIR/STAGE.json after each case, so that a crash of
+the GPU, or a stop, loses one case. DIR/summary.json has all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mmray.bench import stand_ins
+
+MISSING = stand_ins.install()  # here, because processes that a stage spawns import this module first
+
+LIMITS_S = {  # the stages in their order; together 8 minutes. Time that a stage leaves is for the next
+    "environment": 35,
+    "checks": 60,
+    "step": 170,
+    "memory": 40,
+    "models": 90,
+    "gaps": 25,
+    "syncs": 20,
+    "distributed": 40,
+}
+COMMAND = [sys.executable, "-m", "mmray.bench.gpu"]
+CPU_FACTOR = 3  # of the limits: a run on a CPU measures nothing, and may share its cores
+LAST_CASE_S = 15  # no case of a stage starts later than this before its limit
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the stages; return 1 if a case failed."""
+    parser = argparse.ArgumentParser(prog="python -m mmray.bench.gpu", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same with tiny models")
+    parser.add_argument("--stages", nargs="+", choices=tuple(LIMITS_S), default=list(LIMITS_S), help="only these")
+    parser.add_argument("--child-limit-s", type=float, help=argparse.SUPPRESS)  # run one stage in this process
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    start_s = time.monotonic()
+    if args.child_limit_s is not None:
+        run_child(args.stages[0], args.device, args.out, start_s + args.child_limit_s)
+        os._exit(0)  # the end of an interpreter with compile workers takes seconds
+    stages: list[dict[str, Any]] = []
+    end_s = start_s
+    for name in args.stages:
+        end_s += LIMITS_S[name] * (1 if args.device == "cuda" else CPU_FACTOR)
+        stages.append(run_stage(name, args.device, args.out, end_s - time.monotonic()))
+        print(f"{name}: {count_text(stages[-1])} in {stages[-1]['seconds']:.0f} s", flush=True)
+    result = {"device": args.device, "stand_ins": MISSING, "seconds": time.monotonic() - start_s, "stages": stages}
+    write_json(args.out / "summary.json", result)
+    print("\n".join(format_table(stages)))
+    print(f"{result['seconds']:.0f} s; results in {args.out / 'summary.json'}")
+    return int(any("error" in row for stage in stages for row in stage["rows"]))
+
+
+def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
+    """Run a stage in this process; no case starts after `end_s` of the monotonic clock."""
+    import torch
+
+    from mmray.bench import gpu_stages
+
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU: install a CUDA build of torch and a driver, or pass --device cpu")
+    if device_type == "cpu":
+        torch.set_num_threads(1)  # tiny models are faster, above all if other processes use the cores
+    file = folder / f"{name}.json"
+    device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
+    gpu_stages.run_stage(name, device, lambda rows: write_json(file, {"rows": rows}), end_s)
+
+
+def run_stage(name: str, device_type: str, folder: Path, limit_s: float) -> dict[str, Any]:
+    """Run a stage in a new process, until its limit; return its result, which is in its file too."""
+    file, log, start_s = folder / f"{name}.json", folder / f"{name}.log", time.monotonic()
+    file.unlink(missing_ok=True)
+    options = ["--out", str(folder), "--device", device_type, "--stages", name]
+    command = [*COMMAND, *options, "--child-limit-s", str(limit_s - LAST_CASE_S)]
+    with log.open("w") as output:
+        # A session of its own, so that the processes that it spawns end with it.
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        error = ""
+        try:
+            if child.wait(limit_s) != 0:
+                lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+                error = f"the process ended with {child.returncode}: {lines[-1] if lines else 'no output'}"
+        except subprocess.TimeoutExpired:
+            error = f"stopped at the limit of {limit_s:.0f} s"
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    if error:
+        rows.append({"case": "stage", "error": f"{error} ({log})"})
+    stage = {"stage": name, "seconds": time.monotonic() - start_s, "rows": rows}
+    write_json(file, stage)
+    return stage
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write in one step, so that a reader sees a whole file; NaN and infinity become null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [finite(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    temporary = file.with_suffix(".new")
+    temporary.write_text(json.dumps(finite(value), indent=1))
+    temporary.replace(file)
+
+
+def count_text(stage: dict[str, Any]) -> str:
+    failed, skipped = (sum(key in row for row in stage["rows"]) for key in ("error", "skipped"))
+    return f"{len(stage['rows'])} results, {failed} failed, {skipped} skipped"
+
+
+def format_table(stages: list[dict[str, Any]]) -> list[str]:
+    """Lines of a table: stage, case, result."""
+    lines = [("stage", "case", "result")]
+    for stage in stages:
+        lines += [(stage["stage"], row["case"], format_result(row)) for row in stage["rows"]]
+    widths = [max(len(line[column]) for line in lines) for column in range(2)]
+    return [f"{stage:{widths[0]}}  {case:{widths[1]}}  {result}" for stage, case, result in lines]
+
+
+def format_result(row: dict[str, Any]) -> str:
+    for key in ("error", "skipped"):
+        if key in row:
+            return f"{key.upper()}: {row[key]}"
+    values = {name: value for name, value in row.items() if name != "case" and value is not None}
+    return ", ".join(f"{n} {value:.4g}" if isinstance(value, float) else f"{n} {value}" for n, value in values.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

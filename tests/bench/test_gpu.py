@@ -1,0 +1,109 @@
+"""The GPU benchmark: it needs few packages, a failure is a line of the result, and gaps are those between kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmray.bench import gpu, gpu_stages
+from mmray.bench.gpu_stages import STAGES, largest_gaps, run_stage
+from mmray.config import recipes
+from mmray.config.base import Section
+
+CPU = torch.device("cpu")
+ABSENT = ("ray", "pydantic", "orjson", "psutil", "rich", "simplejpeg", "tenacity", "tyro", "pytest")
+RECIPES = """
+from mmray.bench import stand_ins
+print(stand_ins.install())
+import json
+from mmray.config import recipes
+def plain(value):
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return {name: plain(item) for name, item in value} if hasattr(value, "model_fields") else value
+print(json.dumps({name: plain(recipe()) for name, recipe in recipes.RECIPES.items()}))
+"""
+
+
+@pytest.fixture
+def few_packages(tmp_path: Path) -> dict[str, str]:
+    """An environment in which the import of other packages than those of the GPU benchmark fails."""
+    for name in ABSENT:
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no package {name}')")
+    root = str(Path(__file__).parents[2])
+    return os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return {name: plain(item) for name, item in value} if isinstance(value, Section) else value
+
+
+def test_recipes_are_the_same_without_pydantic(few_packages: dict[str, str]) -> None:
+    output = subprocess.check_output([sys.executable, "-c", RECIPES], env=few_packages, text=True)
+    missing, read = output.splitlines()
+    assert missing == "['pydantic', 'psutil', 'orjson', 'simplejpeg', 'tenacity', 'tyro']"
+    assert json.loads(read) == {name: plain(recipe()) for name, recipe in recipes.RECIPES.items()}
+
+
+def test_stages_run_with_few_packages(few_packages: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mmray.bench.gpu", "--device", "cpu", "--stages", "environment", "gaps"]
+    done = subprocess.run([*command, "--out", str(tmp_path / "out")], env=few_packages, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    stages = {stage["stage"]: stage["rows"] for stage in summary["stages"]}
+    assert list(stages) == ["environment", "gaps"] and "pydantic" in summary["stand_ins"]
+    assert stages["environment"][0]["torch"] == torch.__version__
+    assert [row["case"] for row in stages["gaps"][:2]] == ["resnet50-bert", "resnet50-bert, gap 1"]
+    assert json.loads((tmp_path / "out" / "gaps.json").read_text())["rows"] == stages["gaps"]
+    assert "resnet50-bert, gap 1" in done.stdout
+
+
+def test_failed_case_is_a_line_and_late_cases_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, written = [0.0], []
+
+    def fail() -> dict[str, Any]:
+        raise RuntimeError("no kernel image\nis available")
+
+    def last_in_time() -> list[dict[str, Any]]:
+        now_s[0] = 11.0
+        return [{"case": "one", "value": 1}, {"case": "two", "value": 2}]
+
+    monkeypatch.setattr(gpu_stages.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setitem(STAGES, "gaps", lambda _: iter([("bad", fail), ("good", last_in_time), ("late", fail)]))
+    run_stage("gaps", CPU, lambda rows: written.append(list(rows)), end_s=10.0)
+    assert [len(rows) for rows in written] == [1, 3, 4]
+    bad, one, two, late = written[-1]
+    assert bad == {"case": "bad", "error": "RuntimeError: no kernel image", "seconds": 0.0}
+    assert (one["value"], one["seconds"], two) == (1, 11.0, {"case": "two", "value": 2})
+    assert late == {"case": "late", "skipped": "time limit of the stage"}
+
+
+def test_stage_that_crashes_or_hangs_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    child = "import os, sys, time; open(sys.argv[2] + '/gaps.json', 'w').write('{\"rows\": [{\"case\": \"kept\"}]}'); "
+    for end, expected in (
+        ("print('bad GPU', flush=True); os.abort()", "ended with -6: bad GPU"),
+        ("time.sleep(60)", "limit of 2 s"),
+    ):
+        monkeypatch.setattr(gpu, "COMMAND", [sys.executable, "-c", f"{child}{end}"])
+        rows = gpu.run_stage("gaps", "cpu", tmp_path, limit_s=2)["rows"]
+        assert [row["case"] for row in rows] == ["kept", "stage"] and expected in rows[1]["error"]
+
+
+def test_largest_gaps_are_between_spans_that_do_not_overlap() -> None:
+    spans = [(30.0, 40.0, "c"), (0.0, 10.0, "a"), (5.0, 8.0, "inside a"), (10.0, 12.0, "b"), (45.0, 50.0, "d")]
+    busy_share, rows = largest_gaps(spans, count=1)
+    assert busy_share == pytest.approx(1 - 23 / 50)
+    assert rows == [{"gap_us": 18.0, "after": "b", "before": "c"}]
+
+
+def test_limits_of_the_stages_are_eight_minutes() -> None:
+    assert sum(gpu.LIMITS_S.values()) == 480 and set(gpu.LIMITS_S) == set(STAGES)
