@@ -1,7 +1,9 @@
 r"""Search batch shapes or other settings; writes best.yaml, a recipe for jobs/train.py.
 
-    ray job submit --working-dir . -- python jobs/tune.py resnet50-bert --data.train /shared/prepared/my \
-      --run.storage /shared/runs --space batch.micro=16,32,64 --space batch.accumulation=1,2
+    ray job submit --working-dir . -- python jobs/tune.py resnet50-bert --batch.global 512,1024 \
+      --cluster.workers 4 --run.storage /shared/runs
+    ray job submit --working-dir . -- python jobs/tune.py resnet50-bert --goal loss --data.train /shared/prepared/my \
+      --run.storage /shared/runs --space optimizer.lr=3e-5,1e-4,3e-4
 
 As many trials run concurrently as fit on the cluster; `--concurrency` sets a limit.
 """

@@ -17,6 +17,7 @@ from mmray.cli.export import ExportCommand, run_export
 from mmray.cli.prepare import PrepareCommand, run_prepare
 from mmray.cli.train import run_training
 from mmray.cli.tune import TuneCommand, run_sweep
+from mmray.cli.tune_shape import run_probe
 from mmray.config import Config, EvalSettings, Prepare, override, recipes
 from mmray.config.base import Section
 from mmray.config.search_space import build_space
@@ -137,14 +138,15 @@ def export(run: Run | str | AnyPath, out: str | AnyPath, *, step: int | Literal[
 def tune(
     recipe: str | Path | Config = "sample",
     *,
-    space: Mapping[str, str | Sequence[Any]],
+    space: Mapping[str, str | Sequence[Any]] | None = None,
     goal: Literal["throughput", "loss", "recall", "memory"] = "throughput",
     samples: int | None = None,
     concurrency: int | None = None,
     **sections: Unpack[Sections],
 ) -> SweepRecord:
-    """Compare settings in short runs: `space={"batch.micro": [32, 64], "optimizer.lr": "loguniform(1e-5,1e-3)"}`.
+    """Find the fastest batch shape, or with another goal compare settings in short runs.
 
+    `space={"batch.global": [512, 1024], "optimizer.lr": "loguniform(1e-5,1e-3)"}` lists the settings to compare.
     `best.yaml` in the folder of the returned sweep is a recipe for `train`.
     """
     from mmray.tune import trials  # imports numpy
@@ -152,11 +154,14 @@ def tune(
     if goal not in GOALS:
         raise UsageError(f"goal: unknown goal `{goal}`; {suggest(goal, GOALS)}")
     base = _load(recipe)
-    settings = _override(trials.clear_length_and_derived_batch(base, list(space)), sections)
+    settings = _override(trials.clear_length_and_derived_batch(base, list(space or ())), sections)
     command = TuneCommand(settings, samples=samples, goal=goal, concurrency=concurrency)
     require_positive(command, "samples", "concurrency")
     base = trials.restore_length(settings, base)
-    folder, _ = run_sweep(command, base, build_space(space, samples, base.train.seed), Terminal())
+    if goal == "throughput":
+        axes = build_space(space, samples, base.train.seed) if space else None
+        return SweepRecord.read(Path(str(run_probe(base, axes, Terminal()))))
+    folder, _ = run_sweep(command, base, build_space(space or {}, samples, base.train.seed), Terminal())
     return SweepRecord.read(folder)
 
 

@@ -116,14 +116,17 @@ def test_config_objects_and_files_replace_recipe_names(commands, tmp_path):
         (lambda: mmray.evaluate("nowhere"), "nowhere does not exist"),
         (lambda: mmray.export(".", "out"), "is not a run: it has no config.yaml"),
         (lambda: mmray.Run("nowhere"), "is not a run: it has no config.yaml"),
-        (lambda: mmray.tune(space={}), "nothing to search"),
+        (lambda: mmray.tune(goal="loss"), "nothing to search"),
         (
             lambda: mmray.tune(space={"batch.micro": [8, 8]}),
             "--space batch.micro=8,8: a value is empty, or listed twice",
         ),
         (lambda: mmray.tune(space={"batch.micro": [8]}, goal="speed"), "unknown goal `speed`; known: throughput"),
         (lambda: mmray.tune(space={"batch.micro": [8]}, concurrency=0), "--concurrency: must be at least 1 (got 0)"),
-        (lambda: mmray.tune(space={"batch.micro": [0]}), "batch.micro: input should be greater than or equal to 1"),
+        (
+            lambda: mmray.tune(space={"batch.micro": [0]}, goal="loss"),
+            "batch.micro: input should be greater than or equal to 1",
+        ),
     ],
 )
 def test_errors_are_those_of_the_command_line(call, message):

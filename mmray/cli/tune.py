@@ -14,6 +14,7 @@ from tyro.conf import UseAppendAction
 
 from mmray.cli.args import flag_values, load_recipe, parse_args, require_positive, split_args
 from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table
+from mmray.cli.tune_shape import run_probe, split_global_list
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED, TrainingError
 
@@ -64,9 +65,14 @@ def trial_line(row: Row) -> str:
 
 
 DESCRIPTION = """
-Train short runs of the recipe `{name}` over a grid of settings and write the best one as a recipe file.
+Find the fastest batch shape (micro x accumulation x workers) of the recipe `{name}` from a few measured steps on
+synthetic batches, and write it as a recipe file:
 
-    mmray tune {name} --space batch.micro=8,16,32 --space batch.accumulation=1,2
+    mmray tune {name} --batch.global 512,1024
+
+With --goal loss, recall or memory: train short runs over a grid of settings and write the best one.
+
+    mmray tune {name} --goal loss --space optimizer.lr=1e-4,3e-4,1e-3
 
 All trials train the same number of samples: --train.samples N, or --train.steps N of the largest global batch
 (default 40). If accumulation is searched, the global batch is micro x accumulation x workers;
@@ -90,13 +96,15 @@ class TuneCommand:
 
 
 def tune(argv: Sequence[str], terminal: Terminal) -> int:
-    """mmray tune [RECIPE] --space SETTING=V1,V2 [--space ...] [--goal throughput] [--section.field value ...]"""
+    """mmray tune [RECIPE] [--goal throughput] [--space SETTING=V1,V2 ...] [--section.field value ...]"""
     name, rest, print_config = split_args(argv)
+    rest, listed = split_global_list(rest)
     from mmray.config import search_space  # these import numpy, which parsing errors do not need
     from mmray.tune import trials
 
     recipe = load_recipe(name, rest)
-    searched = [text.partition("=")[0].replace("-", "_") for text in flag_values("--space", rest)]
+    given = (*flag_values("--space", rest), *listed)
+    searched = [text.partition("=")[0].replace("-", "_") for text in given]
     default = TuneCommand(trials.clear_length_and_derived_batch(recipe, searched))
     command = parse_args(TuneCommand, rest, f"mmray tune {name}", default, DESCRIPTION.strip().format(name=name))
     require_positive(command, "samples", "concurrency")
@@ -104,7 +112,11 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     if print_config:
         print(to_yaml(base), end="")
         return 0
-    space = search_space.parse_space(command.space, command.samples, base.train.seed)
+    given = (*command.space, *listed)
+    if command.goal == "throughput":
+        run_probe(base, search_space.parse_space(given, command.samples, base.train.seed) if given else None, terminal)
+        return 0
+    space = search_space.parse_space(given, command.samples, base.train.seed)
     return run_sweep(command, base, space, terminal)[1]
 
 

@@ -44,8 +44,8 @@ class TrialRecord:
         return self.values.get(name)
 
     def measured(self, name: str) -> float | None:
-        """Return a value of a finished trial."""
-        return self.value(name) if self.status == "finished" else None
+        """Return a value of a finished trial or of a predicted batch shape."""
+        return self.value(name) if self.status in ("finished", "predicted") else None
 
     @property
     def shape(self) -> str:
@@ -73,6 +73,7 @@ class TrialRecord:
         if value is None:
             return STATUS_LABELS.get(self.status, self.status)
         text = f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
+        text = f"≈ {text}" if self.status == "predicted" else text
         return f"<b>★ {text}</b>" if best is not None and self.name == best.name else text
 
 

@@ -45,12 +45,7 @@ class LocalBackend:
         self._next: _Process | None = _Process()
 
     def check(self, config: Config, reporter: RunReporter) -> None:
-        needed, found = num_gpus(config), count_gpus()
-        if config.cluster.accelerator == "gpu" and found < needed:
-            raise ResourceError(
-                f"cluster.accelerator gpu: a worker needs {needed} GPU{'s' * (needed > 1)} and torch sees {found} on "
-                "this machine; set it to auto or cpu, or give --cluster.address"
-            )
+        check_gpus(config)
 
     def resolve(self, config: Config) -> Config:
         return resolve_on_this_machine(config)
@@ -99,6 +94,16 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def check_gpus(config: Config) -> None:
+    """Raise ResourceError if this machine has not the GPUs of a worker."""
+    needed, found = num_gpus(config), count_gpus()
+    if config.cluster.accelerator == "gpu" and found < needed:
+        raise ResourceError(
+            f"cluster.accelerator gpu: a worker needs {needed} GPU{'s' * (needed > 1)} and torch sees {found} on "
+            "this machine; set it to auto or cpu, or give --cluster.address"
+        )
 
 
 def resolve_on_this_machine(config: Config) -> Config:

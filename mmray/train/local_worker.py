@@ -60,12 +60,13 @@ def run_worker(connection: Connection) -> None:
             error = DeviceError(f"{first_line(error)} (on this machine)")
         if isinstance(error, DeviceError) or not isinstance(error, MmrayError):
             error.add_note(traceback.format_exc())
-        answer = "raised", _pickled(error)
+        answer = "raised", pickled(error)
     with lock:
         connection.send(answer)
 
 
-def _pickled(error: Exception) -> bytes:
+def pickled(error: Exception) -> bytes:
+    """Pickle an error, or its text if its class cannot be pickled."""
     try:
         pickle.loads(data := pickle.dumps(error))
         return data

@@ -129,7 +129,7 @@ class RayBackend:
         if not isinstance(error, ray.train.WorkerGroupError):
             return "lost", TrainingError(f"Ray Train failed: {error}")
         failures = [getattr(each, "health_check_failure", each) for each in error.worker_failures.values()]
-        raised = [each for each in failures if not _is_worker_lost(each)]
+        raised = [each for each in failures if not is_worker_lost(each)]
         oom_killed = next((each for each in failures if isinstance(each, ray.exceptions.OutOfMemoryError)), None)
         if oom_killed is not None and not raised:
             return "lost", _host_oom_error(oom_killed, monitor, resolved)
@@ -233,7 +233,7 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
     return done.result()
 
 
-def _is_worker_lost(error: BaseException) -> bool:
+def is_worker_lost(error: BaseException) -> bool:
     """Return whether a worker was lost; peers of a dead or slow rank only report a broken collective."""
     if isinstance(error, MmrayError):
         return False  # it may quote NCCL running out of memory

@@ -1,0 +1,222 @@
+"""Batch shapes are measured in real worker processes: files, out of memory, lost workers, communication."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from mmray import cli
+from mmray.bench.spawn import spawn_workers
+from mmray.cli.console import Terminal
+from mmray.cli.tune_shape import split_global_list
+from mmray.config import Batch, Cluster, Config, CustomModel, Optimizer, Run, Train, from_yaml, recipes, to_yaml
+from mmray.config.search_space import build_space, parse_space
+from mmray.engine.batch import BatchShape, resolve_batch_shape
+from mmray.engine.collectives import Group
+from mmray.errors import OutOfMemoryError, UsageError
+from mmray.models.two_tower import TwoTower
+from mmray.train.local import resolve_on_this_machine
+from mmray.tune import shape_worker
+from mmray.tune.shape import Sample, ShapeTask, fit, predict_rows
+from mmray.tune.shape_probe import best_recipe, candidate_workers, plan_probes, probe_shapes
+from mmray.tune.shape_worker import Stepper, build_model, measure_shapes
+from tests.bench.test_step import tiny
+from tests.train.runs import Silent
+
+MAX_ROWS = 4
+
+
+class Limited(TwoTower):
+    """Ends its process, or raises, in a forward of more than MAX_ROWS rows."""
+
+    def __init__(self, spec: Any, vocab_size: int) -> None:
+        super().__init__(tiny().model.replace(inputs=spec.inputs), vocab_size)
+        self.settings = spec.settings
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if len(batch["image"]) > self.settings["max_rows"]:
+            if self.settings["killed"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(batch)
+
+
+def limited(killed: bool = False, max_rows: int = MAX_ROWS, **sections: Any) -> Config:
+    settings = {"killed": killed, "max_rows": max_rows}
+    model = CustomModel(kind="tests.tune.test_shape_probe:Limited", inputs=tiny().model.inputs, settings=settings)
+    return tiny(model=model, **{"batch": Batch(micro=4, global_=16), **sections})
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape_worker, "WINDOW_S", 0.0)
+
+
+def at(folder: Path, base: Config) -> Config:
+    return base.replace(run=Run(storage=str(folder)))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+
+
+def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path) -> None:
+    """One worker, in a process of this machine, for two global batches."""
+    base = at(tmp_path, tiny(train=Train(steps=9), batch=Batch(micro=4, global_=16), optimizer=Optimizer(lr=0.25)))
+    (tmp_path / "mine.yaml").write_text(to_yaml(base))
+    text = io.StringIO()
+    words = ["tune", str(tmp_path / "mine.yaml"), "--batch.global", "8,12"]
+    assert cli.run(words, Terminal(Console(file=text, width=160))) == 0
+    folder = tmp_path / "custom-tune"
+    rows, summary = rows_of(folder), json.loads((folder / "sweep.json").read_text())
+    assert [(row["global"], row["micro"], row["accumulation"]) for row in rows] == [
+        *((8, micro, 8 // micro) for micro in (1, 2, 4, 8)),
+        *((12, micro, 12 // micro) for micro in (1, 2, 4, 6, 12)),
+    ]
+    for size in (8, 12):
+        statuses = [row["status"] for row in rows if row["global"] == size]
+        assert statuses.count("finished") >= 2 and set(statuses) == {"finished", "predicted"}
+    why = summary["recommendation"]["why"]
+    best = (folder / "best.yaml").read_text()
+    assert best.splitlines()[0] == f"# {why}" and "trains" in why
+    recipe = from_yaml(best, "best.yaml")
+    chosen = next(row for row in rows if row["trial"] == summary["recommendation"]["best"])
+    assert (recipe.batch.micro, recipe.batch.global_) == (chosen["micro"], chosen["global"])
+    assert recipe.replace(batch=base.batch, run=base.run) == base
+    assert "further micro-batch takes" in text.getvalue() and "best.yaml" in text.getvalue()
+    assert chosen["trial"] in (folder / "report.html").read_text()
+    measured = [sample[0] for sample in summary["probes"][0]["samples"]]
+    assert set(measured) == {1, 2, 4, 8, 12} and not (folder / "ray").exists()
+
+
+def test_killed_worker_is_out_of_memory_at_that_size(tmp_path: Path, quick: None) -> None:
+    reporter = Silent()
+    folder, summary, rows = probe_shapes(at(tmp_path, limited(killed=True)), None, reporter)
+    statuses = {row["micro"]: row["status"] for row in rows}
+    assert statuses[8] == statuses[16] == "out_of_memory" and statuses[1] != "out_of_memory"
+    assert "a micro-batch of 8 rows does not fit: the worker process was ended by SIGKILL" in rows[-1]["error"]
+    best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
+    assert best.batch.micro in (1, 2, 4) and summary["status"] == "finished"
+    assert any("measuring smaller micro-batches" in text for _, text in reporter.notes)
+
+
+def test_model_of_which_no_row_fits_is_an_error(tmp_path: Path, quick: None) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"a micro-batch of 1 row does not fit: CUDA out of memory \(rank 0\)"):
+        probe_shapes(at(tmp_path, limited(max_rows=0)), None, Silent())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_out_of_memory_ends_the_ascent(quick: None) -> None:
+    messages: list[dict[str, Any]] = []
+    base = limited().replace(model=limited().model.with_vocab(32, None))
+    task = ShapeTask(base, (16,), (1,))
+    found = measure_shapes(task, Group(), messages.append)
+    assert (found.too_large, found.reason) == (8, "CUDA out of memory (rank 0)")
+    assert {(sample.micro, sample.accumulation) for sample in found.samples} == {
+        (micro, accumulation) for micro in (1, 2, 4) for accumulation in (1, 3)
+    }
+    assert [message["trying"] for message in messages if "trying" in message][:4] == [1, 2, 4, 8]
+    rows = predict_rows(task, found, fit(found))
+    assert [row["status"] for row in rows] == ["predicted"] * 3 + ["out_of_memory"] * 2
+    assert len(found.pairs[16][0]) >= 2 and set(found.peak_gib[16]) <= {1, 2, 4}
+
+
+def _measure(base: Config, group: Group, folder: Path, global_rows: int) -> dict[str, Any]:
+    shape_worker.WINDOW_S = 0.0
+    base = base.replace(model=base.model.with_vocab(32, None))
+    return asdict(measure_shapes(ShapeTask(base, (global_rows,), (1, 2)), group, lambda _: None))
+
+
+def test_two_ranks_measure_communication_and_agree_on_sizes() -> None:
+    found = spawn_workers(partial(_measure, global_rows=16), tiny(workers=2))
+    assert list(found["sync_s"]) == ["2"] and found["sync_s"]["2"] >= 0
+    assert {sample[0] for sample in found["samples"]} == {1, 2, 4, 8, 16}  # 16 rows of one worker of an elastic run
+    assert len(found["pairs"]["16"]) >= 4 and all(int(micro) <= 8 for micro in found["peak_gib"]["16"])
+
+
+def test_settings_of_the_batch_are_refused_and_others_are_probed_in_turn() -> None:
+    base = recipes.load("sample")
+    for axis in ("batch.micro=8,16", "batch.accumulation=1,2"):
+        with pytest.raises(UsageError, match="--goal throughput measures every size"):
+            plan_probes(base, parse_space([axis]))
+    with pytest.raises(UsageError, match="--goal throughput takes no ranges; list the values"):
+        plan_probes(base, build_space({"optimizer.eps": "uniform(1e-8,1e-6)"}, 3))
+    probes = plan_probes(base, parse_space(["batch.global=64,256", "train.precision=fp32,bf16"]))
+    assert [probe.settings for probe in probes] == [{"train.precision": "fp32"}, {"train.precision": "bf16"}]
+    assert [probe.task.global_rows for probe in probes] == [(64, 256)] * 2
+    assert plan_probes(base, None)[0].task.global_rows == (128,)
+
+
+def test_fewer_workers_are_predicted_only_if_their_steps_are_equal() -> None:
+    elastic = tiny().with_cluster(workers="2-8", cpus_per_worker="auto")
+    assert candidate_workers(elastic, 6, "gpu") == (2, 4, 6, 8)
+    assert candidate_workers(elastic, 6, "cpu") == (6, 8)  # threads of a worker depend on the number of workers
+    sharded = elastic.replace(train=elastic.train.replace(parallel="fsdp"))
+    assert candidate_workers(sharded, 8, "gpu") == (8,)
+
+
+def test_best_recipe_keeps_an_elastic_range_and_the_length() -> None:
+    base = recipes.load("sample").with_cluster(workers="1-4")
+    best = {"settings": {"train.precision": "bf16"}, "global": 256, "micro": 32, "workers": 4}
+    recipe = best_recipe(base, best)
+    assert (recipe.cluster.workers, recipe.train.precision, recipe.train.steps) == ("1-4", "bf16", base.train.steps)
+    assert str(resolve_batch_shape(recipe.batch, 4)) == "micro 32 x accumulation 2 x workers 4 = 256 rows per step"
+    assert best_recipe(base, best | {"workers": 2}).cluster.workers == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--batch.global", "8,16", "--goal", "loss"], (["--goal", "loss"], ["batch.global=8,16"])),
+        (["--train.seed", "1", "--batch.global=8,16"], (["--train.seed", "1"], ["batch.global=8,16"])),
+        (["--batch.global", "8"], (["--batch.global", "8"], [])),
+    ],
+)
+def test_global_batch_can_be_a_list(words: list[str], expected: tuple[list[str], list[str]]) -> None:
+    assert split_global_list(words) == expected
+
+
+@pytest.mark.cluster
+def test_ray_workers_measure_and_are_replaced_after_out_of_memory(local_ray: None, tmp_path: Path) -> None:
+    base = at(tmp_path, limited(killed=True, cluster=Cluster(workers=2, accelerator="cpu", cpus_per_worker=1)))
+    folder, summary, rows = probe_shapes(base, None, Silent())
+    statuses = {row["micro"]: row["status"] for row in rows}
+    assert statuses[8] == "out_of_memory" and "finished" in statuses.values()
+    assert summary["probes"][0]["workers"] == 2 and set(summary["probes"][0]["sync_s"]) == {2}
+    assert from_yaml((folder / "best.yaml").read_text(), "best.yaml").cluster.workers == 2
+    assert not (folder / "ray").exists()
+
+
+@pytest.mark.slow
+def test_prediction_is_within_15_percent_of_measured_steps_of_the_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    """4 micro-batches x 3 accumulations on all cores; needs an idle machine. Prints the table."""
+    micros, accumulations, rounds = (8, 16, 32, 64), (1, 2, 4), 4
+    base = resolve_on_this_machine(recipes.load("sample"))
+    base = base.replace(model=base.model.with_vocab(512, None))
+    found = measure_shapes(ShapeTask(base, (64,), (1,)), Group(), lambda _: None)
+    stepper, model = Stepper.create(base, build_model(base, Group(), lambda _: None), Group()), fit(found)
+    shapes = [BatchShape(micro * many, micro, many, 1) for micro in micros for many in accumulations]
+    times_s: dict[BatchShape, list[float]] = {shape: [] for shape in shapes}
+    for number in range(rounds):  # in alternating order, as pairs
+        for shape in shapes if number % 2 == 0 else reversed(shapes):
+            sample = stepper.measure(shape.global_rows, shape.micro)
+            assert isinstance(sample, Sample)
+            times_s[shape].append(sample.step_s)
+    errors = {shape: model.step_s(shape) / min(times_s[shape]) - 1 for shape in shapes}
+    with capsys.disabled():
+        print(f"\n{model.format()}")
+        for shape, seconds in times_s.items():
+            noise = max(seconds) / min(seconds) - 1
+            ms = f"{1000 * min(seconds):.1f} ms, predicted {1000 * model.step_s(shape):.1f} ms ({errors[shape]:+.1%})"
+            print(f"{shape.micro:3} x {shape.accumulation}: {ms}, rounds differ by {noise:.1%}")
+    assert max(map(abs, errors.values())) < 0.15
