@@ -139,8 +139,11 @@ def tune(
     recipe: str | Path | Config = "sample",
     *,
     space: Mapping[str, str | Sequence[Any]] | None = None,
-    goal: Literal["throughput", "loss", "recall", "memory"] = "throughput",
+    goal: Literal["throughput", "loss", "recall", "time-to-quality", "memory"] = "throughput",
     samples: int | None = None,
+    search: Literal["random", "optuna"] = "random",
+    scheduler: Literal["halving", "asha"] = "halving",
+    budget: str | None = None,
     concurrency: int | None = None,
     **sections: Unpack[Sections],
 ) -> SweepRecord:
@@ -155,13 +158,16 @@ def tune(
         raise UsageError(f"goal: unknown goal `{goal}`; {suggest(goal, GOALS)}")
     base = _load(recipe)
     settings = _override(trials.clear_length_and_derived_batch(base, list(space or ())), sections)
-    command = TuneCommand(settings, samples=samples, goal=goal, concurrency=concurrency)
+    command = TuneCommand(
+        settings, samples=samples, goal=goal, search=search, scheduler=scheduler, budget=budget, concurrency=concurrency
+    )
     require_positive(command, "samples", "concurrency")
     base = trials.restore_length(settings, base)
     if goal == "throughput":
         axes = build_space(space, samples, base.train.seed) if space else None
-        return SweepRecord.read(Path(str(run_probe(base, axes, Terminal()))))
-    folder, _ = run_sweep(command, base, build_space(space or {}, samples, base.train.seed), Terminal())
+        return SweepRecord.read(run_probe(base, axes, Terminal()))
+    axes = trials.default_axes(base, goal) if space is None else space
+    folder, _ = run_sweep(command, base, build_space(axes, samples, base.train.seed), Terminal())
     return SweepRecord.read(folder)
 
 

@@ -21,6 +21,7 @@ from mmray.cli.export import ExportCommand
 from mmray.cli.prepare import PrepareCommand
 from mmray.config import Batch, Prepare, recipes, to_yaml
 from mmray.config.model import Clip
+from mmray.config.search_space import DEFAULT_SAMPLES, Range
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
@@ -150,7 +151,11 @@ def test_tune_has_base_trial_length_and_space_of_the_command(commands, monkeypat
     command, base, space = commands[0]
     assert (command.goal, command.samples, command.settings.train.steps) == ("loss", 3, 5)
     assert command.settings.batch.global_ is None and base.train == recipes.load("clip").train
-    assert space.axes["batch.micro"] == (8, 16) and len(space.combinations()) == 12
+    mmray.tune("clip", goal="recall", budget="2h", search="optuna")
+    command, _, rates = commands[1]
+    assert (command.budget, command.search) == ("2h", "optuna")
+    assert rates.axes == {"optimizer.lr": Range(1e-5, 1e-3, log=True)} and rates.num_samples == DEFAULT_SAMPLES
+    assert space.axes["batch.micro"] == (8, 16) and space.num_samples == 3
 
 
 def test_prepare_evaluate_and_export_pass_all_arguments(commands, tmp_path):

@@ -108,6 +108,7 @@ def test_model_kind_is_selected_by_name(typed, verb):
         (["bench", "everything"], "unknown benchmark `everything`"),
         (["bench", "step", "--pairs", "0"], "--pairs: must be at least 1 (got 0)"),
         (["bench", "strategies", "--only", "ddp fp8"], "unknown strategy `ddp fp8`; did you mean"),
+        (["tune", "sample", "--goal", "loss", "--budget", "2 hours"], "--budget 2 hours: write a time such as 2h"),
         (["tune", "sample", "--concurrency", "0"], "--concurrency: must be at least 1 (got 0)"),
         (["doctor", "--json", "no/such/x.json"], "--json no/such/x.json: folder no/such does not exist; create it"),
         (["train", "--optimizer.betas", "1.5", "0.9"], "optimizer.betas.0: input should be less than 1 (got 1.5)"),

@@ -3,14 +3,14 @@
 import pytest
 
 from mmray.config import Batch, Config
-from mmray.config.search_space import override_settings, parse_space, setting_value
+from mmray.config.search_space import DEFAULT_SAMPLES, override_settings, parse_space, setting_value
 from mmray.errors import UsageError
 
 
 def test_lists_are_crossed_with_the_last_fastest():
     space = parse_space(["batch.micro=8,16", "train.precision=fp32,bf16"])
     expected = [("8", "fp32"), ("8", "bf16"), ("16", "fp32"), ("16", "bf16")]
-    assert [tuple(each.values()) for each in space.combinations()] == expected
+    assert [tuple(each.values()) for each in space.corners()] == expected
 
 
 def test_settings_get_the_types_of_the_config():
@@ -20,17 +20,20 @@ def test_settings_get_the_types_of_the_config():
         changed = override_settings(base, typed)
         assert setting_value(changed, key) == value and type(setting_value(changed, key)) is type(value)
         assert setting_value(changed, "batch.global") == 64
-    betas = parse_space(["optimizer.betas=[0.9, 0.95],[0.9, 0.99]"]).combinations()
+    betas = parse_space(["optimizer.betas=[0.9, 0.95],[0.9, 0.99]"]).corners()
     assert [override_settings(base, each).optimizer.betas for each in betas] == [(0.9, 0.95), (0.9, 0.99)]
 
 
-def test_range_draws_depend_only_on_the_seed():
-    drawn = parse_space(["optimizer.lr=loguniform(1e-5,1e-3)"], num_samples=20, seed=3).combinations()
-    assert drawn == parse_space(["optimizer.lr=loguniform(1e-5,1e-3)"], num_samples=20, seed=3).combinations()
-    values = [each["optimizer.lr"] for each in drawn]
-    assert all(1e-5 <= value <= 1e-3 for value in values) and min(values) < 1e-4 < max(values)
-    crossed = parse_space(["optimizer.lr=loguniform(1e-5,1e-3)", "batch.micro=8,16"], 20, seed=3).combinations()
-    assert [each["optimizer.lr"] for each in crossed[::2]] == values
+def test_corners_have_both_ends_of_each_range():
+    space = parse_space(["optimizer.lr=loguniform(1e-5,1e-3)", "batch.micro=8,16"])
+    assert [tuple(each.values()) for each in space.corners()] == [(1e-5, "8"), (1e-5, "16"), (1e-3, "8"), (1e-3, "16")]
+    assert str(space.axes["optimizer.lr"]) == "loguniform(1e-05, 0.001)"
+
+
+def test_lists_are_a_grid_unless_a_number_of_samples_or_a_range_is_given():
+    assert parse_space(["batch.micro=8,16"]).num_samples is None
+    assert parse_space(["batch.micro=8,16"], num_samples=5).num_samples == 5
+    assert parse_space(["optimizer.lr=uniform(1,2)"]).num_samples == DEFAULT_SAMPLES
 
 
 def test_lists_accept_brackets_none_and_hyphens():
@@ -42,7 +45,6 @@ def test_lists_accept_brackets_none_and_hyphens():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("batch.micro=8", "--samples N"),
         ("optimizer.lr=loguniform(0,1e-3)", "above 0 for loguniform"),
         ("optimizer.lr=uniform(2,1)", "low < high"),
         ("optimizer.lr=uniform(a,1)", "must be numbers"),
@@ -78,7 +80,6 @@ def test_unknown_setting_is_named(key, message):
         (["batch.micro=8", "batch.micro=9"], "given twice"),
         (["train.steps=1,2"], "every trial trains as many samples"),
         (["run.name=a,b"], "belongs to the whole sweep"),
-        (["optimizer.lr=uniform(1,2)"], "--samples N"),
     ],
 )
 def test_invalid_space_is_refused(given, message):

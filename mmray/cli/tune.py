@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -17,30 +16,33 @@ from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table
 from mmray.cli.tune_shape import run_probe, split_global_list
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED, TrainingError
+from mmray.report.sweep import BATCH_SETTINGS, GOALS, LEARNING_GOALS
+from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
     from mmray.config.search_space import Space
 
 Row = dict[str, Any]
+SHORT_TITLES = {"loss": "held-out", "recall": "R@1", "time-to-quality": "s to target"}
 
 
 class ConsoleSweepReporter(Reporter):
-    """Prints one line per ended trial; implements mmray.tune.sweep.SweepReporter."""
+    """Prints one line per rung and ended trial; implements mmray.tune.sweep.SweepReporter."""
 
-    def ended(self, row: Row) -> None:
-        self.log(trial_line(row), row["trial"])
+    def progress(self, row: Row, rungs: tuple[int, ...]) -> None:
+        self.log(trial_line(row, rungs), row["trial"])
 
 
 def trials_table(rows: list[Row], goal: str, recommendation: Row | None) -> Table:
     """Return the table of trials; a star marks the best of each global batch."""
-    from mmray.report.sweep import BATCH_SETTINGS  # they are in the columns `batch` and `global`
-
     winners = set(recommendation["per_global"].values()) if recommendation else set()
+    # Settings of the batch are in the columns `batch` and `global`.
     searched = {key: (key.rpartition(".")[2], "") for key in rows[0]["settings"] if key not in BATCH_SETTINGS}
     columns = {"trial": ("trial", ""), **searched, "batch": ("batch", ""), "global": ("global", "d")}
     columns |= {"samples_per_s": ("samples/s", ",.0f"), "step_p50_s": ("p50 s", ".3f"), "step_p95_s": ("p95 s", ".3f")}
     columns |= {"peak_gib": ("GiB", ".2f"), "loss": ("loss", ".3f")}
-    columns |= {"recall_at_1": ("R@1", ".3f")} if goal == "recall" else {}
+    columns |= {"samples": ("samples", ",d")} if goal in LEARNING_GOALS else {}
+    columns |= {GOALS[goal].metric: (SHORT_TITLES[goal], ".3f")} if goal in SHORT_TITLES else {}
     shown = []
     for row in rows:
         shape = "x".join(str(row[key]) for key in ("micro", "accumulation", "workers")) if row["global"] else None
@@ -50,14 +52,19 @@ def trials_table(rows: list[Row], goal: str, recommendation: Row | None) -> Tabl
     return rows_table(shown, columns | {"status": ("status", "")})
 
 
-def trial_line(row: Row) -> str:
-    """Format a trial for a log."""
+def trial_line(row: Row, rungs: Sequence[int] = ()) -> str:
+    """Format a trial that reached a rung or ended."""
     settings = " ".join(f"{key}={value}" for key, value in row["settings"].items())
     took = f" in {row['elapsed_s']:.0f} s" if row["elapsed_s"] is not None else ""
+    reached = ""
+    if len(rungs) > 1 and row["rungs"]:
+        last = row["rungs"][-1]
+        reached = f"rung {len(row['rungs'])} of {len(rungs)}: {last['value']:.4g} after {last['samples']:,} samples"
     parts = [
         f"{settings}: {row['status'].replace('_', ' ')}{took}",
+        reached,
         f"{row['samples_per_s']:,.0f} samples/s" if row["samples_per_s"] is not None else "",
-        f"loss {row['loss']:.3f}" if row["loss"] is not None else "",
+        f"loss {row['loss']:.3f}" if row["loss"] is not None and not reached else "",
         f"{row['peak_gib']:.2f} GiB" if row["peak_gib"] is not None else "",
         relative_paths(row["error"] or ""),
     ]
@@ -70,27 +77,36 @@ synthetic batches, and write it as a recipe file:
 
     mmray tune {name} --batch.global 512,1024
 
-With --goal loss, recall or memory: train short runs over a grid of settings and write the best one.
+With another --goal: compare settings in trials, and write the best one.
 
-    mmray tune {name} --goal loss --space optimizer.lr=1e-4,3e-4,1e-3
+    mmray tune {name} --goal loss --budget 2h
+    mmray tune {name} --goal recall --space "optimizer.lr=loguniform(1e-5,1e-3)" --space batch.global=256,512,1024
 
-All trials train the same number of samples: --train.samples N, or --train.steps N of the largest global batch
-(default 40). If accumulation is searched, the global batch is micro x accumulation x workers;
-otherwise accumulation follows from --batch.global. --print-config prints the base settings of the trials and exits.
+Goals that depend on learning compare held-out metrics at rungs: the better quarter of the trials continues with four
+times the samples. A full trial has --train.samples N, default: the length of the recipe. For the other goals it
+has --train.steps N of the largest global batch (default 40). If accumulation is searched, the global batch is micro x
+accumulation x workers; otherwise accumulation follows from --batch.global. --print-config prints the base settings of
+the trials and exits.
 """
 
 
 @dataclass(frozen=True)
 class TuneCommand:
-    """Search batch shapes (micro x accumulation x workers) or other settings; the best trial is saved as a recipe."""
+    """Search learning rate, batch or any other settings; the best trial is saved as a recipe."""
 
     settings: Annotated[Config, tyro.conf.arg(name="")]
     space: UseAppendAction[tuple[str, ...]] = ()
-    """SETTING=V1,V2,... for any setting, repeatable for a grid; or =uniform(LOW,HIGH), =loguniform(LOW,HIGH)."""
+    """SETTING=V1,V2,..., repeatable; or =uniform(LOW,HIGH), =loguniform(LOW,HIGH). Learning goals: default the rate."""
     samples: int | None = None
-    """Number of draws from the ranges; each is combined with all listed values."""
-    goal: Literal["throughput", "loss", "recall", "memory"] = "throughput"
-    """What to optimize: samples/s, loss, recall@1 on held-out rows, or peak memory."""
+    """Configurations to sample from lists and ranges; None: 32 if there is a range, otherwise all combinations."""
+    goal: Literal["throughput", "loss", "recall", "time-to-quality", "memory"] = "throughput"
+    """What to optimize: samples/s, held-out loss or recall@1, seconds to the recipe's loss, or peak memory."""
+    search: Literal["random", "optuna"] = "random"
+    """How configurations are suggested: at random, or by Optuna's TPE (extra `optuna`)."""
+    scheduler: Literal["halving", "asha"] = "halving"
+    """When trials end early: successive halving, or Ray Tune's ASHA, which does not wait for the slowest trial."""
+    budget: str | None = None
+    """Time or GPU-hours after which running trials stop: 2h, 30m, 40gpu-hours. A repeated command continues."""
     concurrency: int | None = None
     """Trials at a time; None: one on a single machine, as many as fit on a cluster."""
 
@@ -112,33 +128,39 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     if print_config:
         print(to_yaml(base), end="")
         return 0
-    given = (*command.space, *listed)
     if command.goal == "throughput":
+        given = (*command.space, *listed)
         run_probe(base, search_space.parse_space(given, command.samples, base.train.seed) if given else None, terminal)
         return 0
+    given = (*command.space, *listed) or [
+        f"{key}={text}" for key, text in trials.default_axes(base, command.goal).items()
+    ]
     space = search_space.parse_space(given, command.samples, base.train.seed)
     return run_sweep(command, base, space, terminal)[1]
 
 
-def run_sweep(command: TuneCommand, base: Config, space: Space, terminal: Terminal) -> tuple[Path, int]:
+def run_sweep(command: TuneCommand, base: Config, space: Space, terminal: Terminal) -> tuple[AnyPath, int]:
     """Search the space; show progress and results, and return the sweep's folder and exit code. Raises MmrayError."""
     from mmray.tune import trials
+    from mmray.tune.sweep import Budget
 
-    trials.build_trials(base, space)  # report invalid values before Ray and torch are imported
+    trials.corner_trials(base, space)  # report invalid values before Ray and torch are imported
+    budget = Budget.parse(command.budget)
     from mmray.tune.search import Sweep, search
 
     terminal.note(f"mmray {version('mmray')}, sweep of recipe {base.recipe}")
     with terminal.progress("starting Ray"):
-        sweep = Sweep(base, command.settings, space, command.goal, command.concurrency)
-        path, summary, rows = search(sweep, ConsoleSweepReporter(terminal))
-    return path, _print_outcome(path, summary, rows, terminal)
+        options = command.goal, command.concurrency, command.search, command.scheduler, budget
+        folder, summary, rows = search(Sweep(base, command.settings, space, *options), ConsoleSweepReporter(terminal))
+    return folder.path, _print_outcome(folder.path, summary, rows, terminal)
 
 
-def _print_outcome(path: Path, summary: Row, rows: list[Row], terminal: Terminal) -> int:
-    recommendation, stopped = summary["recommendation"], summary["status"] == "stopped"
-    measured = sum(row["status"] == "finished" for row in rows)
+def _print_outcome(path: AnyPath, summary: Row, rows: list[Row], terminal: Terminal) -> int:
+    recommendation, stopped = summary["recommendation"], summary["status"] in ("stopped", "budget")
+    measured = sum(row["status"] in ("finished", "pruned") for row in rows)
     errors = {row["trial"]: f"{row['status'].replace('_', ' ')}: {row['error']}" for row in rows if row["error"]}
-    terminal.console.print(trials_table(rows, summary["goal"], recommendation))
+    if rows:
+        terminal.console.print(trials_table(rows, summary["goal"], recommendation))
     if recommendation is None and not stopped:
         reasons = [f"  {trial} {relative_paths(error)}" for trial, error in errors.items()]
         raise TrainingError(
@@ -149,7 +171,11 @@ def _print_outcome(path: Path, summary: Row, rows: list[Row], terminal: Terminal
         terminal.note(relative_paths(error), trial)
     took = f"{measured} of {len(rows)} trials measured in {summary['elapsed_s']:.0f} s"
     terminal.note(took + "; run the same command to resume" * stopped, summary["status"])
+    if saved := summary.get("saved_gpu_hours"):
+        terminal.note(f"{summary['gpu_hours']:.2g} worker-hours, {saved:.2g} saved by ending trials early", "cost")
     if recommendation is not None:
         terminal.note(recommendation["why"], "best")
+        if cooldown := recommendation.get("cooldown"):
+            terminal.note(f"{cooldown['value']:.4g} after a cooldown, at {cooldown['samples']:,} samples", "cooldown")
         terminal.note(f"mmray train {relative_paths(str(path / 'best.yaml'))}", "next")
-    return 0 if summary["status"] == "finished" else INTERRUPTED
+    return INTERRUPTED if summary["status"] == "stopped" else 0

@@ -1,10 +1,9 @@
-"""Search space of `--space key=values`: each random draw is combined with every point of the grid."""
+"""Search space of `--space key=values`: a grid of listed values, or values to sample from lists and ranges."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from mmray.errors import UsageError
 
 _RANGE = re.compile(r"(uniform|loguniform)\(([^,]+),([^,]+)\)")
 _COMMA = re.compile(r",(?![^\[]*\])")  # not inside [ ]
+DEFAULT_SAMPLES = 32  # configurations, if there is a range
+MAX_CORNERS = 1000  # more are not checked before the first trial
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,13 @@ class Range:
     high: float
     log: bool
 
-    def sample(self, rng: random.Random) -> float:
-        """Sample a value, rounded to four digits to keep recipes readable."""
-        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
-        value = rng.uniform(low, high)
-        return float(f"{math.exp(value) if self.log else value:.4g}")
+    def __str__(self) -> str:
+        return f"{'loguniform' if self.log else 'uniform'}({self.low:g}, {self.high:g})"
+
+
+def round_sampled(value: Any) -> Any:
+    """Round a sampled number to four digits to keep recipes readable; other values are unchanged."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 @dataclass(frozen=True)
@@ -39,17 +42,14 @@ class Space:
     """Searched settings in the order given: {`section.field`: listed values or a range}."""
 
     axes: dict[str, tuple[Any, ...] | Range]
-    num_samples: int = 1  # from the ranges
+    num_samples: int | None = None  # configurations to sample; None: the grid of the listed values
     seed: int = 0
 
-    def combinations(self) -> list[dict[str, Any]]:
-        """Return each combination as {`section.field`: value}; the last axis changes fastest."""
-        rng = random.Random(self.seed)
-        ranges = {key: axis for key, axis in self.axes.items() if isinstance(axis, Range)}
-        listed = {key: axis for key, axis in self.axes.items() if not isinstance(axis, Range)}
-        samples = [{key: axis.sample(rng) for key, axis in ranges.items()} for _ in range(self.num_samples)]
-        grid = [dict(zip(listed, values, strict=True)) for values in itertools.product(*listed.values())]
-        return [{key: (sample | lists)[key] for key in self.axes} for sample in samples for lists in grid]
+    def corners(self) -> list[dict[str, Any]]:
+        """Return the combinations of all listed values and both ends of each range; the last axis changes fastest."""
+        values = [(axis.low, axis.high) if isinstance(axis, Range) else axis for axis in self.axes.values()]
+        combinations = itertools.islice(itertools.product(*values), MAX_CORNERS)
+        return [dict(zip(self.axes, each, strict=True)) for each in combinations]
 
 
 def parse_space(given: Sequence[str], num_samples: int | None = None, seed: int = 0) -> Space:
@@ -78,9 +78,7 @@ def build_space(given: Mapping[str, str | Sequence[Any]], num_samples: int | Non
     if not axes:
         raise UsageError("nothing to search: give at least one --space, as in --space batch.micro=8,16,32")
     has_ranges = any(isinstance(axis, Range) for axis in axes.values())
-    if has_ranges != (num_samples is not None):
-        raise UsageError("--samples N is the number of draws from a range: give both, or neither")
-    return Space(axes, num_samples or 1, seed)
+    return Space(axes, num_samples or (DEFAULT_SAMPLES if has_ranges else None), seed)
 
 
 def override_settings(base: Config, settings: dict[str, Any]) -> Config:

@@ -138,6 +138,9 @@ class EvalSettings(Section, settings_prefix="evaluate"):
 
     batch: int = Field(128, ge=1, description="Rows per forward pass and worker.")
     limit: int | None = Field(None, ge=1, description="Evaluate on the first N rows only.")
+    loss_batch: int | None = Field(
+        None, ge=1, description="Rows among which the held-out contrastive loss is computed; None: the global batch."
+    )
     num_generations: int = Field(0, ge=0, description="Answers that a generative model writes, for BLEU and CIDEr.")
     classes: tuple[str, ...] = Field((), description="Names of the labels 0, 1, ...; empty: those of the set, if any.")
     prompts: tuple[Prompt, ...] = Field(

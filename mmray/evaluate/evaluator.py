@@ -50,7 +50,8 @@ class Evaluator(EvalDataset):
         if len(embedded.row) == 0:
             raise DataError(f"cannot read any of {bad_rows} evaluation rows: {'; '.join(batches.skipped[:1])}")
         retrieval_ranks = compute_retrieval_ranks(embedded, group)
-        metrics = retrieval_scores(embedded, retrieval_ranks, group, objective, global_rows)
+        loss_rows = settings.loss_batch or global_rows
+        metrics = retrieval_scores(embedded, retrieval_ranks, group, objective, loss_rows)
         if save_examples is not None:
             data = self.prepared, group.device, self.max_pixels
             save_examples(retrieval.retrieval_examples(embedded, retrieval_ranks, *data))

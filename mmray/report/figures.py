@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from mmray.report.run import DIRECTIONS, RunRecord
-from mmray.report.sweep import SweepRecord, TrialRecord
+from mmray.report.sweep import LEARNING_GOALS, RECIPE_TRIAL, SweepRecord, TrialRecord
 
 BLUE, ORANGE, TEAL, ROSE, GRAY = "#5b7cfa", "#e8833a", "#1fa58a", "#e0567a", "#8b93a7"
 COLORS = (BLUE, ORANGE, TEAL, ROSE, "#9b6bdf", "#b98a16", GRAY)
@@ -41,7 +43,7 @@ def make_figure(
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         hovermode="x unified",
-        showlegend=sum(trace.showlegend is not False for trace in traces) > 1,
+        showlegend=sum(getattr(trace, "showlegend", None) is not False for trace in traces) > 1,
         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "xanchor": "left"},
     )
     plot.update_xaxes(showgrid=False, zeroline=False, automargin=True)
@@ -135,14 +137,77 @@ def _chart(
 
 
 def sweep_figures(sweep: SweepRecord) -> dict[str, list[Figure]]:
-    """Return heat maps, throughput bars and memory bars of the measured trials."""
+    """Return learning curves, heat maps, throughput bars and memory bars of the measured trials."""
     shown = list(sweep.heat_maps().items())[:MAX_HEAT_MAPS]
     heat_maps = [_heat_map(f"grid-{number}", *each, sweep) for number, each in enumerate(shown, 1)]
     bars = [
         _bars(sweep, "throughput", "samples_per_s", "Samples per second, and range over logged intervals", ",.0f"),
         _bars(sweep, "memory", "peak_gib", "Peak memory of a worker, GiB", ".2f"),
     ]
-    return {"grids": heat_maps, "bars": [each for each in bars if each is not None]}
+    learning = (_curves(sweep, by_time=False), _curves(sweep, by_time=True), _parallel_coordinates(sweep))
+    parts: dict[str, Sequence[Figure | None]] = {"learning": learning, "grids": heat_maps, "bars": bars}
+    return {part: [each for each in figures if each is not None] for part, figures in parts.items()}
+
+
+def _curves(sweep: SweepRecord, by_time: bool) -> Figure | None:
+    """Return the held-out values of the trials over their samples, or over seconds at their own samples/s."""
+    traces, best = [], sweep.best
+    for trial in sweep.trials:
+        rate, curve = trial.value("samples_per_s"), trial.values.get("curve") or []
+        if not curve or (by_time and not rate):
+            continue
+        x, y = zip(*curve, strict=True)
+        role = "best" if best and trial.name == best.name else "recipe" if trial.name == RECIPE_TRIAL else "others"
+        color, width = {"best": (BLUE, 3), "recipe": (ORANGE, 3), "others": (GRAY, 1)}[role]
+        name = f"{trial.name} ({role})" if role != "others" else f"{trial.name} {trial.status}"
+        line = go.Scatter(x=[each / rate for each in x] if by_time else x, y=y, name=name, mode="lines+markers")
+        traces.append(line.update(line={"color": color, "width": width}, showlegend=role != "others"))
+    if not traces:
+        return None
+    value = "recall@1" if sweep.summary.get("goal") == "recall" else "held-out loss"
+    axis = "seconds of training" if by_time else "samples"
+    return make_figure(
+        f"curves-{'time' if by_time else 'samples'}",
+        f"{value} by {axis}",
+        f"{value} by {axis} of {len(traces)} trials; the table of trials has the last values",
+        traces,
+        320,
+        hovermode="closest",
+        xaxis={"title": {"text": axis, "standoff": 6}, "nticks": MAX_TICKS},
+    )
+
+
+def _parallel_coordinates(sweep: SweepRecord) -> Figure | None:
+    """Return a line per trial of a learning goal through its settings and its value; None with fewer than two."""
+    metric = sweep.goal.metric
+    trials = [trial for trial in sweep.trials if trial.value(metric) is not None]
+    names = [name for name in sweep.summary.get("space", {}) if trials and name in trials[0].values["settings"]]
+    if len(trials) < 2 or not names or sweep.summary.get("goal") not in LEARNING_GOALS:
+        return None
+    dimensions = [_dimension(name, [trial.values["settings"].get(name) for trial in trials]) for name in names]
+    values = [trial.value(metric) for trial in trials]
+    color = {"color": values, "colorscale": COLORSCALE, "reversescale": not sweep.goal.maximize}
+    plot = go.Parcoords(dimensions=[*dimensions, {"label": sweep.goal.title, "values": values}], line=color)
+    summary = f"{sweep.goal.title} by {', '.join(names)} of {len(trials)} trials, which ended at different rungs"
+    margin = {"l": 70, "r": 50, "t": 50, "b": 20}
+    return make_figure("settings", "Settings and results", summary, [plot], 340, wide=True, margin=margin)
+
+
+def _dimension(name: str, values: list[Any]) -> dict[str, Any]:
+    """Return an axis of parallel coordinates: logarithmic for positive numbers, otherwise one tick per value."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) and value > 0 for value in values):
+        ticks = sorted(set(values))[:: max(1, len(set(values)) // MAX_TICKS)]
+        logs = [math.log10(value) for value in values]
+        return {
+            "label": name,
+            "values": logs,
+            "tickvals": [math.log10(tick) for tick in ticks],
+            "ticktext": [f"{tick:.4g}" for tick in ticks],
+        }
+    texts = [str(value) for value in values]
+    ticks = sorted(set(texts))
+    numbers = [ticks.index(text) for text in texts]
+    return {"label": name, "values": numbers, "tickvals": list(range(len(ticks))), "ticktext": ticks}
 
 
 def _heat_map(name: str, title: str, trials: dict[tuple[int, int], TrialRecord], sweep: SweepRecord) -> Figure:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from mmray.errors import UsageError
@@ -37,7 +36,7 @@ def _summarize(folder: AnyPath) -> dict[str, Any] | None:
     for name in FILES:
         with suppress(OSError):
             changed_s.append((folder / name).stat().st_mtime)
-    if isinstance(folder, Path) and (folder / SWEEP).is_file():
+    if (folder / SWEEP).is_file():
         row = _sweep_row(SweepRecord.read(folder))
     elif (folder / "config.yaml").is_file():
         row = _run_row(folder)

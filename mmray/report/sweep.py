@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmray.report.run import read_json, read_lines
+from mmray.storage.paths import AnyPath
 
 SWEEP, TRIALS = "sweep.json", "trials.jsonl"
 BATCH_SETTINGS = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")
@@ -24,10 +24,13 @@ class Goal(NamedTuple):
 
 GOALS = {
     "throughput": Goal("samples_per_s", "samples/s", True),
-    "loss": Goal("loss", "loss", False),
+    "loss": Goal("eval_loss", "held-out loss", False),
     "recall": Goal("recall_at_1", "recall@1", True),
+    "time-to-quality": Goal("quality_s", "seconds to the target loss", False),
     "memory": Goal("peak_gib", "peak GiB", False),
 }
+LEARNING_GOALS = ("loss", "recall", "time-to-quality")  # compared by held-out metrics at rungs
+RECIPE_TRIAL = "t001"  # with the recipe's own settings, if they are in the search space
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,12 @@ class TrialRecord:
 class SweepRecord:
     """A sweep and its trials in order."""
 
-    folder: Path
+    folder: AnyPath
     summary: dict[str, Any]
     trials: list[TrialRecord]
 
     @classmethod
-    def read(cls, folder: Path) -> SweepRecord:
+    def read(cls, folder: AnyPath) -> SweepRecord:
         """Read the sweep in `folder`; the last row of each trial is used."""
         lines = {str(line["trial"]): line for line in read_lines(folder / TRIALS) if "trial" in line}
         trials = {
@@ -142,7 +145,7 @@ class SweepRecord:
         return {title: cells for title, cells in maps.items() if len(cells) > 1}
 
 
-def _report_link(folder: Path, run: Any) -> str | None:
+def _report_link(folder: AnyPath, run: Any) -> str | None:
     """Return the relative path of a trial's report if it is inside the sweep folder."""
     page = f"{run}/report.html"
     return page if run and ".." not in page and not page.startswith("/") and (folder / page).is_file() else None

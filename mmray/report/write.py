@@ -30,7 +30,7 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
     folder, out = folder.expanduser().resolve(), (out or folder / REPORT).expanduser()
     if not folder.is_dir():
         raise UsageError(f"folder {folder} does not exist; give a run (runs/NAME) or a sweep")
-    if isinstance(folder, Path) and (folder / SWEEP).exists():
+    if (folder / SWEEP).exists():
         sweep = SweepRecord.read(folder)
         page = _render("sweep.html", sweep=sweep, title=folder.name, parts=sweep_figures(sweep))
     elif (folder / "config.yaml").exists():

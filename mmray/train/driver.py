@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -36,10 +37,15 @@ class RunOutcome:
     already_done: bool = False
 
 
-def train(config: Config, reporter: RunReporter, start_s: float | None = None) -> RunOutcome:
+def train(
+    config: Config,
+    reporter: RunReporter,
+    start_s: float | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> RunOutcome:
     """Train `config`, or resume its run. Raises MmrayError with its exit code.
 
-    start_s: time.monotonic() at the command; None: now.
+    start_s: time.monotonic() at the command; None: now. should_stop: polled each second; True stops like Ctrl-C.
     """
     timeline = StartTimeline(reporter, time.monotonic() if start_s is None else start_s)
     validate_settings(config)
@@ -47,14 +53,14 @@ def train(config: Config, reporter: RunReporter, start_s: float | None = None) -
         timeline.status("checking the settings")
         with closing(LocalBackend()) as backend:
             check_classes(config)
-            return _train(config, timeline, backend)
+            return _train(config, timeline, backend, should_stop)
     timeline.status("starting Ray")
     actors = 1 if config.data.workers == "auto" else config.data.workers
     # Classes of the user may import torch, which takes seconds: they are loaded while Ray starts.
     with ray_session(config.cluster, actors, while_starting=partial(check_classes, config)):
         from mmray.train.ray_backend import RayBackend  # late: it imports Ray Train
 
-        outcome = _train(config, timeline, RayBackend())
+        outcome = _train(config, timeline, RayBackend(), should_stop)
         timeline.phase("stopping Ray")
         return outcome
 
@@ -84,7 +90,7 @@ def check_classes(config: Config) -> None:
         plugins.load_class(config.model.kind, "model.kind")
 
 
-def _train(config: Config, reporter: StartTimeline, backend: Backend) -> RunOutcome:
+def _train(config: Config, reporter: StartTimeline, backend: Backend, should_stop: Callable[[], bool]) -> RunOutcome:
     reporter.status("checking the data")
     backend.check(config, reporter)
     resolved, given = resolve_run(backend.resolve(config), reporter), config.cluster
@@ -105,7 +111,7 @@ def _train(config: Config, reporter: StartTimeline, backend: Backend) -> RunOutc
             reporter.log(idle, "idle")
         try:
             with trackers.TrackingReporter(resolved.config, run.path, reporter) as tracking:
-                supervisor = Supervisor(resolved, run, lease, tracking, backend, reporter.starts)
+                supervisor = Supervisor(resolved, run, lease, tracking, backend, reporter.starts, should_stop)
                 result = supervisor.train()
                 tracking.run_status = result["status"]
         except ForceExit:

@@ -186,6 +186,7 @@ class AttemptMonitor:
     progress: RunProgress
     retried_errors: tuple[type[Exception], ...] = (OSError,)  # of checks of the cluster
     failed_resizes: int = 0  # resizes from this number of workers after which no larger group started
+    should_stop: Callable[[], bool] = lambda: False  # of the caller of train()
     hang: str | None = None  # names the ranks
     preempted: bool = False  # a node of the group is being preempted
     stop_reason: StopReason | None = None
@@ -214,6 +215,9 @@ class AttemptMonitor:
         if self.heartbeats and now_s >= self._next_memory_s:
             self._sample_memory(now_s)
         try:
+            if self.stop_reason != "user" and self.should_stop():
+                self.stop_reason = None  # overrides a resize or a preemption
+                self.request_stop("user", "stopping after this step, with a checkpoint")
             self._check_hang(now_s)
             self._log_data_wait()
             self._check_preemption()

@@ -330,6 +330,13 @@ def request_nodes(
         autoscaler.request(demand.per_worker, demand.worker_label_selector, demand.workers - running)
 
 
+def ray_storage(folder: AnyPath) -> dict[str, Any]:
+    """Return the options of Ray's RunConfig for its files in `folder`."""
+    if isinstance(folder, RemotePath):
+        return {"storage_path": folder.fs_path, "storage_filesystem": folder.storage.filesystem[0]}
+    return {"storage_path": str(folder)}
+
+
 class ProcessGroupConfig(TorchConfig):
     """Ray's process group, on the network interface that Ray uses, or the loopback if all workers are on one node."""
 
@@ -360,9 +367,6 @@ def torch_trainer(
     """Return Ray Train's trainer of `loop`, without retries; its small files are written to `folder`/ray."""
     os.environ[START_TIMEOUT_VARIABLE] = str(config.cluster.start_timeout_s)  # Ray would wait forever
     demand = resource_demand(config, with_data=False)
-    storage: dict[str, Any] = {"storage_path": str(folder / "ray")}
-    if isinstance(folder, RemotePath):
-        storage = {"storage_path": (folder / "ray").fs_path, "storage_filesystem": folder.storage.filesystem[0]}
     no_retries: Any = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
     selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}  # missing in Ray's stub
     return TorchTrainer(
@@ -378,7 +382,7 @@ def torch_trainer(
             resources_per_worker=demand.per_worker,
             **selector,
         ),
-        run_config=RunConfig(name=name, failure_config=FailureConfig(**no_retries), **storage),
+        run_config=RunConfig(name=name, failure_config=FailureConfig(**no_retries), **ray_storage(folder / "ray")),
         **trainer_options,
     )
 

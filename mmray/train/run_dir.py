@@ -94,7 +94,10 @@ def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection
                 raise UsageError(f"{path} exists and is not an mmray run; choose another --run.name")
             return None
         run, before = RunDir(path), yaml.safe_load((path / "config.yaml").read_text())
-        changes = forbidden_changes(before, config.model_dump(mode="json", by_alias=True))
+        schedules = (flatten(before).get("optimizer.schedule"), config.optimizer.schedule)
+        cooldown = ("optimizer.schedule",) * (schedules == ("constant", "cooldown"))  # equal until the rate decays
+        after = config.model_dump(mode="json", by_alias=True)
+        changes = forbidden_changes(before, after, RESUMABLE_CHANGES + cooldown)
         old, result = run.read_json("data.json") or {}, run.read_json("result.json") or {}
         changes += [f"data {key}: {old.get(key)!r} -> {new!r}" for key, new in data.items() if old.get(key) != new]
         return changes, result.get("status") == "finished" and result["steps"] >= steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,8 +36,9 @@ class Supervisor:
         reporter: RunReporter,
         backend: Backend,
         starts: list[Any] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """starts: of StartTimeline, for result.json."""
+        """starts: of StartTimeline, for result.json. should_stop: polled each second; True stops like Ctrl-C."""
         self.resolved, self.run, self.lease, self.reporter = resolved, run, lease, reporter
         self.config, self.backend, self.starts = resolved.config, backend, starts or []
         self.start_s, self.earlier = time.monotonic(), run.read_json("result.json") or {}  # of earlier commands
@@ -46,6 +48,7 @@ class Supervisor:
         self.reduced_micro: dict[int, int] = {}  # after OOM: number of workers -> rows of a micro-batch
         self.unconfirmed_resizes: list[int] = []  # one each: the workers of the group that stopped for a larger one
         self.progress = RunProgress()
+        self.should_stop = should_stop
 
     def train(self) -> dict[str, Any]:
         """Run attempts until one finishes, recovery fails or the user stops it. Writes and returns result.json."""
@@ -75,6 +78,7 @@ class Supervisor:
                 progress=self.progress,
                 retried_errors=self.backend.errors,
                 failed_resizes=self.unconfirmed_resizes.count(world),
+                should_stop=self.should_stop,
             )
             try:
                 with signal_handlers(monitor.on_signal):

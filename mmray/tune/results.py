@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from mmray.errors import first_line, is_out_of_memory
+from mmray.errors import UsageError, first_line, is_out_of_memory
 from mmray.report.run import DIRECTIONS
-from mmray.report.sweep import GOALS
-from mmray.tune.trials import Trial
+from mmray.report.sweep import GOALS, LEARNING_GOALS, RECIPE_TRIAL
+from mmray.tune.trials import REDUCTION, Trial
 
-Status = Literal["finished", "out_of_memory", "failed", "stopped", "infeasible"]
+# `paused`: at a rung; `pruned`: not continued there; `stopped`: by the user or the budget.
+Status = Literal["running", "paused", "finished", "pruned", "out_of_memory", "failed", "stopped", "infeasible"]
 Row = dict[str, Any]
-REUSABLE = ("finished", "out_of_memory")  # not repeated by a resumed sweep
+ENDED = ("finished", "out_of_memory")  # not continued by a resumed sweep
 MAX_ERROR_CHARS = 240
+MIN_PROMOTED = 2
+EVAL_METRICS = {"recall": "evaluate/recall_at_1/mean"}  # by goal; of the others: the held-out loss
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")  # the exception line of a traceback
 
 
 class TrialOutcome(NamedTuple):
-    """Outcome of a trial: status, error and duration."""
+    """Outcome of a trial: status, and error or reason."""
 
     status: Status
     error: str | None = None
-    elapsed_s: float | None = None
 
 
-def classify_error(error: BaseException, elapsed_s: float | None = None) -> TrialOutcome:
+def classify_error(error: BaseException) -> TrialOutcome:
     """Return the outcome for an error; the error of a run quotes that of its worker."""
-    status: Status = "out_of_memory" if is_out_of_memory(error) else "failed"
-    return TrialOutcome(status, summarize_error(error), elapsed_s)
+    if isinstance(error, KeyboardInterrupt):
+        return TrialOutcome("stopped")
+    if is_out_of_memory(error):
+        return TrialOutcome("out_of_memory", summarize_error(error))
+    return TrialOutcome("infeasible" if isinstance(error, UsageError) else "failed", summarize_error(error))
 
 
 def summarize_error(error: BaseException) -> str:
@@ -40,30 +47,62 @@ def summarize_error(error: BaseException) -> str:
     return text[:MAX_ERROR_CHARS]
 
 
-def build_row(trial: Trial, outcome: TrialOutcome, lines: list[Row] | None = None, result: Row | None = None) -> Row:
-    """Return one object of trials.jsonl; a run that continued with smaller micro-batches is out_of_memory."""
-    shape, lines = trial.shape, lines or []
+def eval_metric(goal: str) -> str:
+    """Return the name of the held-out metric by which the trials of a learning goal are compared."""
+    return EVAL_METRICS.get(goal, "evaluate/loss")
+
+
+def rung_value(lines: Sequence[Row], goal: str) -> float | str:
+    """Return the newest value of the goal's metric, or why there is none."""
+    if goal not in LEARNING_GOALS:
+        value = aggregate_metrics(lines)[GOALS[goal].metric]
+        return f"no {GOALS[goal].title} was measured" if value is None else value
+    name = eval_metric(goal)
+    value = next((line[name] for line in reversed(lines) if name in line), "missing")
+    if value == "missing":
+        return f"{name} was not measured; use another --goal for this objective"
+    return value if value is not None and math.isfinite(value) else f"{name} is not finite"
+
+
+def build_row(
+    trial: Trial,
+    outcome: TrialOutcome,
+    goal: str,
+    lines: Sequence[Row] = (),
+    result: Row | None = None,
+    rungs: Sequence[Row] = (),
+    elapsed_s: float | None = None,
+) -> Row:
+    """Return one object of trials.jsonl.
+
+    A run that continued with smaller micro-batches is out_of_memory, unless the goal does not depend on them.
+    """
+    shape, name = trial.shape, eval_metric(goal)
     row: Row = {"trial": trial.name, "status": outcome.status, "settings": trial.settings}
     row |= dict.fromkeys(("micro", "accumulation", "workers", "global"))
-    row |= aggregate_metrics(lines) | {"recall_at_1": None, "error": outcome.error, "elapsed_s": outcome.elapsed_s}
-    row["run"] = None if trial.infeasible else f"trials/{trial.name}"
+    row |= aggregate_metrics(lines) | {"recall_at_1": None, "error": outcome.error, "elapsed_s": elapsed_s}
+    row |= {"rungs": list(rungs), "eval_loss": None, "quality_s": None}
+    row["curve"] = [[line["rows_stop"], line[name]] for line in lines if line.get(name) is not None]
+    row["run"] = f"trials/{trial.name}" if lines else None
     if shape is not None:
         row |= {"micro": shape.micro, "accumulation": shape.accumulation}
         row |= {"workers": shape.workers, "global": shape.global_rows}
         actual_micro = min(shape.micro, int(lines[-1].get("batch/micro") or shape.micro)) if lines else shape.micro
-        if actual_micro < shape.micro and shape.auto:
+        if actual_micro < shape.micro and (shape.auto or goal in LEARNING_GOALS):
             row |= {"micro": actual_micro, "accumulation": -(-shape.global_rows // (shape.workers * actual_micro))}
         elif actual_micro < shape.micro and outcome.status == "finished":
             advice = f"the run continued with {actual_micro}: search {actual_micro} or use `auto`"
             row |= {"status": "out_of_memory", "error": f"out of memory at micro-batch {shape.micro}; {advice}"}
-    scores = (result or {}).get("scores", {})
+    scores = (result or {}).get("scores") or {}
     recalls = [scores.get(f"recall_at_1/{direction}") for direction in DIRECTIONS]
     if None not in recalls:
         row["recall_at_1"] = sum(recalls) / 2
+    if rungs and goal in LEARNING_GOALS:
+        row["recall_at_1" if goal == "recall" else "eval_loss"] = rungs[-1]["value"]
     return row
 
 
-def aggregate_metrics(lines: list[Row]) -> Row:
+def aggregate_metrics(lines: Sequence[Row]) -> Row:
     """Aggregate the logged metrics: samples/s of steps without the first window, mean loss of the last quarter.
 
     Not the logged rate, which has evaluations and checkpoints: these are not what a sweep compares.
@@ -93,52 +132,115 @@ def aggregate_metrics(lines: list[Row]) -> Row:
     }
 
 
-# A contrastive loss grows with the global batch, because each row is classified among all rows of the batch. So trials
-# are ranked within each global batch, and losses of different global batches are compared by ln(global) - loss, a lower
-# bound on mutual information (van den Oord et al. 2018, equation 5).
+# Trials are ranked within each global batch too, because their training losses are not comparable.
 TOLERANCE = 0.02  # relative; the noise of a trial is rarely smaller
 _FORMATS = {
     "samples_per_s": "{:,.0f} samples/s",
-    "loss": "loss {:.3f}",
+    "eval_loss": "held-out loss {:.3f}",
     "recall_at_1": "recall@1 {:.3f}",
     "peak_gib": "{:.2f} GiB",
+    "quality_s": "{:,.0f} s of training to the target",
 }
 
 
-def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> Row | None:
-    """Return {best, per_global, why} of the finished trials that measured the goal; None without any."""
+def promoted(rows: Sequence[Row], rung: int, maximize: bool) -> list[str]:
+    """Return the trials that continue after the rung (counted from 0): the best quarter, but at least two."""
+    reached = [row for row in rows if len(row["rungs"]) > rung]
+    reached.sort(key=lambda row: row["rungs"][rung]["value"], reverse=maximize)
+    return [row["trial"] for row in reached[: max(MIN_PROMOTED, len(reached) // REDUCTION)]]
+
+
+def select_best(rows: list[Row], goal: str) -> Row | None:
+    """Return {best, per_global, why} of the trials that measured the goal; None without any.
+
+    Learning goals compare the trials with the most samples. Sets `quality_s` of the rows for `time-to-quality`.
+    """
     metric, _, maximize = GOALS[goal]
+    learning = goal in LEARNING_GOALS
+    target = set_time_to_quality(rows) if goal == "time-to-quality" else None
     measured = [row for row in rows if row["status"] == "finished" and row[metric] is not None]
+    if learning and not measured:  # the budget ended before the last rung
+        reached = [row for row in rows if row["rungs"] and row[metric] is not None]
+        top = max((row["rungs"][-1]["samples"] for row in reached), default=0)
+        measured = [row for row in reached if row["rungs"][-1]["samples"] == top]
     if not measured:
         return None
     per_global = {
         str(size): _pick([row for row in measured if row["global"] == size], goal)[0]
         for size in sorted({row["global"] for row in measured})
     }
-    if goal == "loss" and relative_to_chance and len(per_global) > 1:
-        best = max(per_global.values(), key=lambda row: math.log(row["global"]) - row["loss"])
-        why = (
-            f"{best['trial']} ends {math.log(best['global']) - best['loss']:.2f} nats below chance, more than the best "
-            f"of the other global batches (loss {best['loss']:.3f}, chance ln {best['global']}): contrastive losses "
-            "are comparable only within one global batch."
-        )
-    else:
-        best, leader = _pick(measured, goal)
-        value = f"{best['trial']} has {_FORMATS[metric].format(best[metric])}"
-        order = "highest" if maximize else "lowest"
-        why = f"{value}, the {order} of {len(measured)} trials."
-        if best is not leader:
-            reason = "uses less memory" if goal == "throughput" else "is faster"
-            top = _FORMATS[metric].format(leader[metric])
-            why = f"{value}, within {TOLERANCE:.0%} of the {order} ({top} of {leader['trial']}), and {reason}."
-        why += _close_rival(best, measured) if goal == "throughput" and best["samples_per_s_min"] else ""
+    best, leader = _pick(measured, goal)
+    value = f"{best['trial']} has {_FORMATS[metric].format(best[metric])}"
+    order = "highest" if maximize else "lowest"
+    why = f"{value}, the {order} of {len(measured)} trials."
+    if best is not leader:
+        reason = "uses less memory" if goal == "throughput" else "is faster"
+        top_value = _FORMATS[metric].format(leader[metric])
+        why = f"{value}, within {TOLERANCE:.0%} of the {order} ({top_value} of {leader['trial']}), and {reason}."
+    if learning:
+        why += _against_recipe(best, rows, goal, target)
+    why += _close_rival(best, measured) if goal == "throughput" and best["samples_per_s_min"] else ""
     return {"best": best["trial"], "per_global": {size: row["trial"] for size, row in per_global.items()}, "why": why}
+
+
+def set_time_to_quality(rows: list[Row]) -> float | None:
+    """Set `quality_s`, the seconds of training to the target, of all rows that reached it; return the target.
+
+    The target is the last loss of the recipe's own settings, or else the highest loss of a finished trial.
+    """
+    measured = [row for row in rows if row["eval_loss"] is not None]
+    own = [row["eval_loss"] for row in measured if row["trial"] == RECIPE_TRIAL]
+    target = max(own or [row["eval_loss"] for row in measured if row["status"] == "finished"], default=None)
+    for row in rows if target is not None else ():
+        samples = samples_to(row["curve"], target)
+        row["quality_s"] = samples / row["samples_per_s"] if samples is not None and row["samples_per_s"] else None
+    return target
+
+
+def samples_to(curve: Sequence[Sequence[float]], target: float, maximize: bool = False) -> float | None:
+    """Return the samples at which a curve of (samples, value) first reaches the target, interpolated; None if never."""
+    sign = -1.0 if maximize else 1.0
+    if curve and sign * curve[0][1] <= sign * target:
+        return curve[0][0]
+    for (before, high), (after, low) in pairwise(curve):
+        if sign * low <= sign * target:
+            return before + (after - before) * (high - target) / (high - low)
+    return None
+
+
+def _against_recipe(best: Row, rows: list[Row], goal: str, target: float | None) -> str:
+    """Compare the best trial with the recipe's own settings, and name what the comparison does not show."""
+    metric, _, maximize = GOALS["loss" if goal == "time-to-quality" else goal]
+    own = next((row for row in rows if row["trial"] == RECIPE_TRIAL and row["rungs"]), None)
+    text = ""
+    if own is not None and own is not best:
+        reached = own["rungs"][-1]
+        samples = samples_to(best["curve"], reached["value"], maximize)
+        own_value = _FORMATS[metric].format(reached["value"])
+        text = f" The recipe's own settings ({own['trial']}) have {own_value} after {reached['samples']:,} samples; "
+        text += (
+            f"{best['trial']} never reached it."
+            if samples is None
+            else f"{best['trial']} reached it in {samples:,.0f}."
+        )
+    elif own is best:
+        text = " These are the recipe's own settings: no other trial was better."
+    close = [
+        row["trial"]
+        for row in rows
+        if row is not best and row["status"] == best["status"] and row[metric] and best[metric]
+        if abs(row[metric] - best[metric]) <= TOLERANCE * abs(best[metric])
+    ]
+    text += f" Not certain: {', '.join(close[:3])} differ by less than {TOLERANCE:.0%}." if close else ""
+    return text + ("" if best["status"] == "finished" else f" It has {best['rungs'][-1]['samples']:,} samples only.")
 
 
 def _pick(rows: list[Row], goal: str) -> tuple[Row, Row]:
     """Return the best row and the leader by the metric alone: near the leader, less memory or more speed is better."""
     metric, _, maximize = GOALS[goal]
     leader = (max if maximize else min)(rows, key=lambda row: row[metric])
+    if goal in LEARNING_GOALS:
+        return leader, leader
     tie_breaker = "peak_gib" if goal == "throughput" else "samples_per_s"
     margin = abs(leader[metric]) * TOLERANCE
     near = [row for row in rows if abs(row[metric] - leader[metric]) <= margin and row[tie_breaker] is not None]

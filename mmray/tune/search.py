@@ -1,40 +1,71 @@
-"""Run a sweep on a Ray cluster: Ray Tune starts `mmray train` in actors on the head node; results are in its folder."""
+"""Run a sweep on a Ray cluster: Ray Tune suggests, schedules and stops trials; each is a run of `mmray train`.
+
+A trial trains to its next rung, ends its worker group with a checkpoint, reports, and resumes if it is promoted: by
+successive halving with one `Tuner.fit` per rung, which has a fixed cost (Jamieson & Talwalkar 2016), or by Ray Tune's
+ASHA, which does not wait for the slowest trial, but continues the first ones without a comparison. A repeated command
+runs Ray Tune anew: finished rungs are reported again from trials.jsonl, which restores searcher and scheduler.
+`Tuner.restore` is not used, because it forgets the rungs of the scheduler and reads pickles.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
-import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray import tune
+from ray.tune.schedulers import ASHAScheduler
+from ray.tune.search import ConcurrencyLimiter
+from ray.tune.search.basic_variant import BasicVariantGenerator
+from ray.tune.search.optuna import OptunaSearch
 
 from mmray.cluster import placement
 from mmray.cluster.capacity import fits
 from mmray.cluster.connect import ray_session
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Config, to_yaml
-from mmray.config.search_space import Space
-from mmray.errors import ResourceError, TrainingError, UsageError
+from mmray.config.search_space import Range, Space, setting_value
+from mmray.errors import MmrayError, ResourceError, TrainingError, UsageError
+from mmray.report.run import read_lines
+from mmray.report.sweep import GOALS, LEARNING_GOALS, TRIALS
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
+from mmray.storage.paths import remove_tree
+from mmray.train.backend import num_gpus
 from mmray.train.driver import train
 from mmray.train.monitor import signal_handlers
-from mmray.train.ray_backend import check_capacity, is_single_node, num_decode_actors, resource_demand, run_in_thread
+from mmray.train.ray_backend import (
+    check_capacity,
+    is_single_node,
+    num_decode_actors,
+    ray_storage,
+    resource_demand,
+    run_in_thread,
+)
 from mmray.train.resolve import resolve_run
 from mmray.train.run_dir import collect_environment
 from mmray.tune import trials as trial_module
-from mmray.tune.results import Row, TrialOutcome, build_row, classify_error, select_best
-from mmray.tune.sweep import SweepDir, SweepReporter, SweepState, resolve_sweep_dir
-from mmray.tune.trials import Trial
+from mmray.tune.results import ENDED, Row, TrialOutcome, classify_error, promoted, rung_value, select_best
+from mmray.tune.sweep import STOP_FILE, Budget, SweepDir, SweepReporter, SweepState, resolve_sweep_dir
+from mmray.tune.trials import SweepPlan, Trial
 
 FREE_WAIT_S = 10.0  # decode actors release their CPUs with a delay
-# `verbose=0` disables only the older reporter of Ray Tune; trials must keep the working directory.
-_ENVIRONMENT = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1"}
+MAX_CONCURRENT = 64
+DRIVER_GIB = 1.0  # memory of the driver process of a trial, on the head node
+# `verbose=0` disables only the older reporter of Ray Tune; trials must keep the working directory. A trial that ends
+# with an error reports no metric.
+_ENVIRONMENT = {
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_FORCE_TRIAL_CLEANUP_S": "10",
+}
 # The driver of a trial runs on the head node and requests no CPU, because a small machine needs all of them for data.
 _DRIVER_RESOURCES = {HEAD_RESOURCE: 0.001}
+METRIC = "value"  # what trials report to Ray Tune; `samples` is its time
+PROMOTED = "trial"  # parameter with the name of a trial that continues; other trials have settings, with a `.`
 
 
 @dataclass(frozen=True)
@@ -46,102 +77,91 @@ class Sweep:
     space: Space
     goal: str = "throughput"
     concurrency: int | None = None  # None: 1 on a single machine, as many as fit on a cluster
+    searcher: str = "random"  # or `optuna`
+    scheduler: str = "halving"  # or `asha`
+    budget: Budget = field(default_factory=Budget)
 
 
-def search(sweep: Sweep, reporter: SweepReporter) -> tuple[Path, dict[str, Any], list[Row]]:
+def search(sweep: Sweep, reporter: SweepReporter) -> tuple[SweepDir, dict[str, Any], list[Row]]:
     """Run all trials, of which some may fail, and recommend the best measured one. Raises MmrayError.
 
     Returns the folder, the content of sweep.json, and the rows of the trials.
     """
-    trials = trial_module.build_trials(sweep.base, sweep.space)
+    sweep = replace(sweep, space=trial_module.parse_values(sweep.base, sweep.space))
+    corners = trial_module.corner_trials(sweep.base, sweep.space)
+    build_searcher(sweep.searcher, [], 0, 1)  # raises if it is not installed
     os.environ.update(_ENVIRONMENT)
-    with ray_session(trial_module.largest_cluster(trials)):
-        trials = mark_infeasible(trials)
-        trials, feasible_trials, num_rows = resolve_trials(trials, sweep, reporter)
-        samples = trial_module.samples_per_trial(sweep.trial_settings, trials, num_rows)
-        identity = {"space": trial_module.searched_values(trials), "samples_per_trial": samples}
+    with ray_session(trial_module.largest_cluster(corners)):
+        corners, data_sets, num_rows = check_corners(corners, sweep.goal, reporter)
+        searched = sweep.trial_settings, sweep.base, sweep.space, sweep.goal
+        plan = trial_module.build_plan(*searched, corners, num_rows, data_sets)
+        identity = {"space": trial_module.describe_space(sweep.space), "samples_per_trial": plan.rungs[-1]}
         folder = resolve_sweep_dir(sweep.base, identity)
         with Lease(folder.path, activity="in use for a sweep"):
             folder.write("recipe.yaml", to_yaml(sweep.base))
-            trial_configs = {
-                name: trial_module.trial_config(trial, samples, num_rows, folder.path, sweep.goal)
-                for name, trial in feasible_trials.items()
-            }
-            if warning := trial_module.warmup_warning(list(trial_configs.values()), num_rows, sweep.goal):
+            num_concurrent, actors = plan_concurrency([trial.config for trial in corners], sweep)
+            plan = replace(plan, folder=folder.path, decode_actors=actors)
+            if warning := trial_module.warmup_warning(plan):
                 reporter.log(warning, "warm-up")
-            return _search(sweep, trials, trial_configs, identity, folder, reporter)
+            return _search(sweep, plan, num_concurrent, identity, folder, reporter)
 
 
-def mark_infeasible(trials: list[Trial]) -> list[Trial]:
-    """Mark trials that do not fit the cluster. Raises ResourceError if no trial is feasible."""
-    checked, error = [], None
-    for trial in trials:
-        try:
-            if not trial.infeasible:
-                check_capacity(trial.config.with_cluster(workers=trial.config.cluster.max_workers))  # as in the trial
-        except ResourceError as caught:
-            trial, error = replace(trial, infeasible=str(caught)), caught
-        checked.append(trial)
-    if error is not None and all(trial.infeasible for trial in checked):
-        raise error
-    return checked
+def check_corners(
+    corners: list[Trial], goal: str, reporter: SweepReporter
+) -> tuple[list[Trial], dict[str, dict[str, str | None]], int]:
+    """Prepare each distinct data set once. Raises the last error if no trial of the space is feasible.
 
-
-def resolve_trials(
-    trials: list[Trial], sweep: Sweep, reporter: SweepReporter
-) -> tuple[list[Trial], dict[str, Trial], int]:
-    """Prepare each distinct data set once. Raises UsageError if no trial is feasible with its data.
-
-    Returns all trials with the infeasible ones marked, the feasible ones with prepared data, and the number of rows.
+    Returns the feasible trials, the prepared sets by `data_key`, and the number of rows.
     """
-    checked: list[Trial] = []
-    error: UsageError | None = None
-    feasible_trials: dict[str, Trial] = {}
+    feasible: list[Trial] = []
+    error: MmrayError | None = None
     sets: dict[str, dict[str, str | None]] = {}
+    checked: set[str] = set()
     num_rows = 0
-    for trial in trials:
-        checked.append(trial)
+    for trial in corners:
         if trial.infeasible:
             continue
-        data = trial.config.data
-        key = f"{data.train} {data.eval} {trial.config.prepare.model_dump_json()}"
+        key, data = trial_module.data_key(trial.config), trial.config.data
         config = trial.config.replace(data=data.replace(**sets.get(key, {})))
         try:
-            resolved_run = resolve_run(config, reporter)
-        except UsageError as caught:
-            checked[-1], error = replace(trial, infeasible=str(caught)), caught
-            continue
-        if sweep.goal == "recall" and resolved_run.eval_set is None:
-            raise UsageError("--goal recall: the set holds no rows out; prepare it with --holdout, or give --data.eval")
-        held_out = resolved_run.eval_set.storage.address if resolved_run.eval_set and data.eval else None
-        sets[key] = {"train": resolved_run.data_identity["train"], "eval": held_out}
-        feasible_trials[trial.name] = replace(trial, config=config.replace(data=config.data.replace(**sets[key])))
-        num_rows = max(num_rows, resolved_run.data_identity["num_rows"])
-    if error is not None and not feasible_trials:
+            check_capacity(config.with_cluster(workers=config.cluster.max_workers))  # as in the trial
+            if (need := f"{key} {trial.shape and trial.shape.global_rows}") not in checked:
+                resolved = resolve_run(config, reporter)
+                checked.add(need)
+                if goal in LEARNING_GOALS and resolved.eval_set is None:
+                    advice = "prepare it with --holdout, or give --data.eval"
+                    raise UsageError(f"--goal {goal}: the set holds no rows out; {advice}")
+                held_out = resolved.eval_set.storage.address if resolved.eval_set and data.eval else None
+                sets[key] = {"train": resolved.data_identity["train"], "eval": held_out}
+                num_rows = max(num_rows, resolved.data_identity["num_rows"])
+            feasible.append(replace(trial, config=config))
+        except (ResourceError, UsageError) as caught:
+            error = caught
+    if not feasible and error is not None:
         raise error
-    return checked, feasible_trials, num_rows
+    return feasible, sets, num_rows
 
 
 def _search(
     sweep: Sweep,
-    trials: list[Trial],
-    trial_configs: dict[str, Config],
+    plan: SweepPlan,
+    num_concurrent: int,
     identity: dict[str, Any],
     folder: SweepDir,
     reporter: SweepReporter,
-) -> tuple[Path, dict[str, Any], list[Row]]:
-    """Run the remaining trials and rank all; update sweep.json and trials.jsonl after each trial."""
-    start_s, earlier_s = time.monotonic(), (folder.read_json("sweep.json") or {}).get("elapsed_s", 0.0)
-    infeasible = {t.name: build_row(t, TrialOutcome("infeasible", t.infeasible)) for t in trials if t.infeasible}
-    measured = folder.reusable_rows(trials)
-    state = SweepState(folder, {trial.name: trial for trial in trials}, infeasible | measured, reporter)
-    pending = {name: config for name, config in trial_configs.items() if name not in measured}
-    num_concurrent, remaining = plan_concurrency(pending, sweep.concurrency)
+) -> tuple[SweepDir, dict[str, Any], list[Row]]:
+    """Run the remaining trials, cool the best one down and rank all; trials.jsonl is updated after each rung."""
+    earlier_s = (folder.read_json("sweep.json") or {}).get("elapsed_s", 0.0)
+    state = SweepState(folder, plan, reporter, folder.read_rows(), sweep.budget, earlier_s)
+    ended = sum(row["status"] in ENDED for row in state.rows.values())
     summary = {
         "kind": "sweep",
         "recipe": sweep.base.recipe,
         **identity,
+        "rungs": plan.rungs,
         "goal": sweep.goal,
+        "searcher": sweep.searcher,
+        "scheduler": sweep.scheduler,
         "status": "running",
         "concurrency": num_concurrent,
         "elapsed_s": earlier_s,
@@ -149,64 +169,158 @@ def _search(
         "recommendation": None,
     }
     folder.write_json("sweep.json", summary)
-    folder.write_rows(list(state.rows.values()))
     reporter.log(str(folder.path), "sweep")
-    samples, skipped = identity["samples_per_trial"], f"{len(measured)} already measured, {len(infeasible)} infeasible"
-    reporter.log(f"{len(trials)} with {samples:,} samples each, {num_concurrent} at a time, {skipped}", "trials")
+    count = sweep.space.num_samples or len(sweep.space.corners())
+    rungs = " to ".join(f"{samples:,}" for samples in plan.rungs)
+    reporter.log(f"{count} with {rungs} samples each, {num_concurrent} at a time, {ended} already measured", "trials")
     reporter.log(sweep.goal, "goal")
     failure: TrainingError | None = None
-    if remaining:
-        reporter.status(f"running {len(remaining)} trials")
-        try:
-            run_trials(state, remaining, num_concurrent)
-        except TrainingError as error:  # raised after the results so far are written
-            failure = error
-    rows = [state.rows[trial.name] for trial in trials]
-    best = select_best(rows, sweep.goal, sweep.base.objective.kind == "contrastive")
-    elapsed_s, statuses = earlier_s + time.monotonic() - start_s, {row["status"] for row in rows}
-    status = "failed" if failure else next((each for each in ("stopped", "finished") if each in statuses), "failed")
-    summary |= {"status": status, "elapsed_s": elapsed_s, "recommendation": best}
+    try:
+        run_trials(state, sweep, num_concurrent)
+    except TrainingError as error:  # raised after the results so far are written
+        failure = error
+    rows = sorted(state.rows.values(), key=lambda row: row["trial"])
+    best = select_best(rows, sweep.goal)
     if best is not None:
-        folder.write("best.yaml", to_yaml(trial_module.to_recipe(state.trials[best["best"]])))
+        trial = plan.trial(best["best"], state.rows[best["best"]]["settings"])
+        folder.write("best.yaml", to_yaml(plan.recipe(trial)))
+        if plan.learning and failure is None and state.stop_reason is None:
+            best["cooldown"] = cool_down(trial, plan, reporter)
+    folder.write_rows(rows)
+    status = "failed" if failure else state.stop_reason or ("finished" if best else "failed")
+    hours = {"gpu_hours": state.gpu_seconds / 3600, "saved_gpu_hours": saved_gpu_seconds(rows, plan) / 3600}
+    summary |= {"status": status, "elapsed_s": state.elapsed_s, "recommendation": best, **hours}
     folder.write_json("sweep.json", summary)
     write_report_safely(folder.path, reporter.log)
     if failure is not None:
         raise failure
-    return folder.path, summary, rows
+    return folder, summary, rows
 
 
-def plan_concurrency(trial_configs: dict[str, Config], limit: int | None) -> tuple[int, dict[str, Config]]:
-    """Return the number of concurrent trials and their configs with decode actors."""
-    if not trial_configs:
-        return 1, trial_configs
-    demands = [resource_demand(config) for config in trial_configs.values()]
+def saved_gpu_seconds(rows: list[Row], plan: SweepPlan) -> float:
+    """Return the estimated seconds of GPUs (workers, on CPUs) that full trials of the pruned ones would have taken."""
+    return sum(
+        (plan.rungs[-1] - row["rungs"][-1]["samples"]) / row["samples_per_s"] * row["workers"] * num_gpus(plan.base)
+        for row in rows
+        if row["status"] == "pruned" and row["samples_per_s"]
+    )
+
+
+def cool_down(trial: Trial, plan: SweepPlan, reporter: SweepReporter) -> Row | None:
+    """Continue the best trial's run with a decaying learning rate; return {samples, value}, or None if it failed."""
+    config = sized(plan.config(trial, plan.cooldown_samples(trial), cooldown=True), plan)
+    reporter.status(f"cooldown of {trial.name}")
+    try:
+        run = train(config, reporter)
+    except MmrayError as error:
+        reporter.log(f"{error}; best.yaml is valid without it", "cooldown")
+        return None
+    if run.result["status"] != "finished":
+        return None
+    lines = list(read_lines(run.path / "metrics.jsonl"))
+    value = rung_value(lines, plan.goal)
+    return {"samples": lines[-1]["rows_stop"], "value": value} if isinstance(value, float) else None
+
+
+def plan_concurrency(configs: list[Config], sweep: Sweep) -> tuple[int, int]:
+    """Return the number of concurrent trials and the decode actors of each."""
+    count = sweep.space.num_samples or len(configs)
+    demands = [resource_demand(config) for config in configs]
     demand = max(demands, key=lambda each: each.workers * sum(each.per_worker.values()) + each.data_cpus)
-    single_node = all(is_single_node(config) for config in trial_configs.values())  # trials would slow each other
-    wanted = min(limit or (1 if single_node else len(trial_configs)), len(trial_configs))
+    single_node = all(is_single_node(config) for config in configs)  # trials would slow each other
     total, pools = placement.alive_nodes(), placement.autoscaling_pools()
+    head_gib = max((node.resources.get("memory", 0.0) for node in total if HEAD_RESOURCE in node.resources), default=0)
+    drivers = max(1, int(head_gib / 2**30 / DRIVER_GIB)) if head_gib else MAX_CONCURRENT
+    wanted = min(count, sweep.concurrency or (1 if single_node else min(drivers, MAX_CONCURRENT)))
     free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if fits(demand, total) else 0.0)
-    num_concurrent, actors = trial_module.trial_concurrency(free, total, demand, wanted, pools)
-    return num_concurrent, {
-        name: config  # concurrent trials share the cluster, so each gets a fixed number of decode actors
-        if isinstance(config.data.workers, int)
-        else config.replace(data=config.data.replace(workers=min(num_decode_actors(config), actors)))
-        for name, config in trial_configs.items()
-    }
+    return trial_module.trial_concurrency(free, total, demand, wanted, pools)
 
 
-def run_trials(state: SweepState, trial_configs: dict[str, Config], num_concurrent: int) -> None:
-    """Run Ray Tune in a thread while this thread handles signals. Each trial gets a row."""
-    callback, scratch = _TuneCallback(state), state.folder.path / "ray"
-    for folder in (scratch, *(state.folder.path / "trials" / name for name in trial_configs)):  # trials do not resume
-        shutil.rmtree(folder, ignore_errors=True)
+def sized(config: Config, plan: SweepPlan) -> Config:
+    """Return the config with its number of decode actors, because concurrent trials share the cluster."""
+    if isinstance(config.data.workers, int) or plan.decode_actors is None:
+        return config
+    return config.replace(data=config.data.replace(workers=min(num_decode_actors(config), plan.decode_actors)))
+
+
+def tune_space(base: Config, space: Space) -> dict[str, Any]:
+    """Return the search space of Ray Tune: a grid, or what it samples from; ranges of integer settings are integer."""
+    domains: dict[str, Any] = {}
+    for key, axis in space.axes.items():
+        if not isinstance(axis, Range):
+            domains[key] = tune.grid_search(list(axis)) if space.num_samples is None else tune.choice(list(axis))
+        elif isinstance(setting_value(base, key), int):
+            domains[key] = (tune.lograndint if axis.log else tune.randint)(round(axis.low), round(axis.high) + 1)
+        else:
+            domains[key] = (tune.loguniform if axis.log else tune.uniform)(axis.low, axis.high)
+    return domains
+
+
+def build_searcher(
+    name: str, points: list[dict[str, Any]], seed: int, num_concurrent: int
+) -> ConcurrencyLimiter | BasicVariantGenerator:
+    """Return Ray Tune's searcher that tries `points` first. Raises UsageError if it is not installed."""
+    if name == "random":
+        return BasicVariantGenerator(points, num_concurrent, random_state=seed)
+    try:
+        searcher = OptunaSearch(points_to_evaluate=points, seed=seed)
+    except AssertionError:  # of Ray, without the package
+        raise UsageError('--search optuna: optuna is not installed; run pip install "mmray[optuna]"') from None
+    return ConcurrencyLimiter(searcher, num_concurrent)
+
+
+def build_scheduler(plan: SweepPlan) -> ASHAScheduler | None:
+    """Return the scheduler that ends trials at rungs (ASHA, Li et al. 2020); None without rungs."""
+    if len(plan.rungs) == 1:
+        return None
+    shape: dict[str, Any] = {"grace_period": plan.rungs[0], "reduction_factor": trial_module.REDUCTION}
+    return ASHAScheduler(time_attr="samples", max_t=plan.rungs[-1], **shape)
+
+
+def run_trials(state: SweepState, sweep: Sweep, num_concurrent: int) -> None:
+    """Train all trials to the first rung and the promoted ones on, or leave the promotion to Ray Tune's ASHA."""
+    plan, maximize = state.plan, GOALS[state.plan.goal].maximize
+    (state.folder.path / STOP_FILE).unlink(missing_ok=True)
+    if sweep.scheduler == "asha":
+        fit(state, sweep, num_concurrent, len(plan.rungs))
+    else:
+        for rung, samples in enumerate(plan.rungs):
+            names = promoted(list(state.rows.values()), rung - 1, maximize) if rung else None
+            if names == [] or state.stop_reason is not None:
+                break
+            title = f"training to {samples:,} samples"
+            state.reporter.status(f"{title}: {', '.join(names)}" if names else title)
+            fit(state, sweep, num_concurrent, rung + 1, names)
+    if state.stop_reason is None:
+        state.prune_paused()
+
+
+def fit(state: SweepState, sweep: Sweep, num_concurrent: int, num_rungs: int, names: list[str] | None = None) -> None:
+    """Run Ray Tune in a thread while this thread handles signals: new trials, or `names`, up to a rung."""
+    plan, callback = state.plan, _TuneCallback(state)
+    recorded, scratch = dict(state.rows), state.folder.path / "ray"
+    points = trial_module.starting_points(sweep.base, sweep.space)
+    if sweep.searcher != "random":  # its suggestions depend on results; random ones come again by their seed
+        earlier = [row["settings"] for row in recorded.values()]
+        points = earlier + [point for point in points if point not in earlier]
+    searcher = None if names else build_searcher(sweep.searcher, points, sweep.space.seed, num_concurrent)
+    remove_tree(scratch)
+    arguments = {"plan": plan, "recorded": recorded, "num_rungs": num_rungs}
     tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(_run_trial, configs=trial_configs), _DRIVER_RESOURCES),
-        param_space={"trial": tune.grid_search(list(trial_configs))},
-        # Actors are reused because importing torch takes several seconds.
-        tune_config=tune.TuneConfig(max_concurrent_trials=num_concurrent, reuse_actors=True),
+        tune.with_resources(tune.with_parameters(_run_trial, **arguments), _DRIVER_RESOURCES),
+        param_space={PROMOTED: tune.grid_search(names)} if names else tune_space(sweep.base, sweep.space),
+        tune_config=tune.TuneConfig(
+            metric=METRIC,
+            mode="max" if GOALS[plan.goal].maximize else "min",
+            num_samples=1 if names else sweep.space.num_samples or 1,
+            search_alg=searcher or BasicVariantGenerator(max_concurrent=num_concurrent),
+            scheduler=build_scheduler(plan) if sweep.scheduler == "asha" else None,
+            trial_name_creator=callback.name,
+            reuse_actors=True,  # importing torch takes several seconds
+        ),
         run_config=tune.RunConfig(
             name="tune",
-            storage_path=str(scratch),
+            **ray_storage(scratch),
             verbose=0,
             stop=callback,
             callbacks=[callback],
@@ -219,36 +333,74 @@ def run_trials(state: SweepState, trial_configs: dict[str, Config], num_concurre
     except Exception as error:
         raise TrainingError(f"Ray Tune failed: {error}. Rerun the same command; measured trials are kept") from error
     finally:
-        for name in trial_configs:
+        for name in names or state.trials:
             state.end(name, TrialOutcome("stopped"))
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove_tree(scratch)
 
 
-def _run_trial(params: dict[str, Any], configs: dict[str, Config]) -> None:
-    """Train one config and report the outcome to Ray Tune; a failure is reported instead of raised."""
-    start_s = time.monotonic()
+def _run_trial(params: dict[str, Any], plan: SweepPlan, recorded: dict[str, Row], num_rungs: int) -> None:
+    """Train from rung to rung and report each to Ray Tune, which may end this function in a report.
+
+    Rungs that were finished before are only reported. A failure is reported instead of raised.
+    """
+    name = tune.get_context().get_trial_name()
+    row = recorded.get(name, {"status": "new", "rungs": [], "settings": params})
+    last: dict[str, Any] = {}
+
+    def report(result: dict[str, Any]) -> None:
+        last.update(result)
+        tune.report(result)
+
+    for rung in row["rungs"]:
+        report({"samples": rung["samples"], METRIC: rung["value"]})
+    outcome = TrialOutcome(row["status"], row.get("error"))
+    if outcome.status not in (*ENDED, *(() if PROMOTED in params else ("pruned",))):
+        try:
+            trial = plan.trial(name, row["settings"])
+            outcome = train_rungs(trial, plan, len(row["rungs"]), num_rungs, report)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - any error is the outcome of this trial only
+            outcome = classify_error(error)
+    tune.report(last | {"outcome": outcome._asdict()})  # with the last value, for the searcher
+
+
+def train_rungs(
+    trial: Trial, plan: SweepPlan, done: int, num_rungs: int, report: Callable[[dict[str, Any]], None]
+) -> TrialOutcome:
+    """Train to each rung after the first `done`; return how the trial ended. Raises what its run raises."""
+    if trial.infeasible:
+        return TrialOutcome("infeasible", trial.infeasible)
+    if reason := trial_module.larger_than_out_of_memory(trial, list(read_lines(plan.folder / TRIALS))):
+        return TrialOutcome("infeasible", reason)
     try:
-        train(configs[params["trial"]], _TrialReporter())
-        outcome = TrialOutcome("finished", None, time.monotonic() - start_s)
-    except Exception as error:  # noqa: BLE001 - any error is the outcome of this trial only
-        outcome = classify_error(error, time.monotonic() - start_s)
-    tune.report({"outcome": outcome._asdict()})
+        check_capacity(trial.config.with_cluster(workers=trial.config.cluster.max_workers))
+    except ResourceError as error:
+        return TrialOutcome("infeasible", str(error))
+    stop = (plan.folder / STOP_FILE).exists
+    for samples in plan.rungs[done:num_rungs]:
+        if stop():
+            return TrialOutcome("stopped")
+        run = train(sized(plan.config(trial, samples), plan), _TrialReporter(), should_stop=stop)
+        if run.result["status"] != "finished":
+            return TrialOutcome("stopped")
+        value = rung_value(list(read_lines(run.path / "metrics.jsonl")), plan.goal)
+        if isinstance(value, str):
+            return TrialOutcome("failed", value)
+        report({"samples": samples, METRIC: value})
+    return TrialOutcome("finished" if num_rungs == len(plan.rungs) else "paused")
 
 
 class _TrialReporter:
-    """RunReporter of a trial: lets Ray Tune stop it at each step; its metrics are read from its folder."""
+    """RunReporter of a trial without output: its metrics are read from its folder."""
 
     def log(self, *_: Any) -> None: ...
     def status(self, *_: Any) -> None: ...
     def phase(self, *_: Any) -> None: ...
     def prepare_progress(self, *_: Any) -> None: ...
-
-    def step(self, metrics: dict[str, Any], total_steps: int) -> None:
-        tune.report({"step": metrics["step"]})
+    def step(self, *_: Any) -> None: ...
 
 
 class _TuneCallback(tune.Stopper, tune.Callback):
-    """Passes outcomes of trials to the sweep; pickled without state, because Ray Tune's restore is not used."""
+    """Connects Ray Tune with the state of the sweep; pickled without state, because Ray Tune's restore is not used."""
 
     def __init__(self, state: SweepState):
         self._state = state
@@ -256,18 +408,32 @@ class _TuneCallback(tune.Stopper, tune.Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
+    def __deepcopy__(self, _: Any) -> _TuneCallback:
+        return self  # Ray Tune copies what names its trials
+
+    def name(self, trial: Any) -> str:
+        return trial.config.get(PROMOTED) or self._state.add(trial.config)
+
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        return False
+        return "outcome" in result  # the last result of a trial, without a metric
 
     def stop_all(self) -> bool:
-        return self._state.stop.is_set()
+        return self._state.is_stopped()
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._state.start(str(trial))
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         if "outcome" in result:
-            self._state.end(trial.config["trial"], TrialOutcome(**result["outcome"]))
+            self._state.end(str(trial), TrialOutcome(**result["outcome"]))
+        else:
+            self._state.reach(str(trial), {"samples": result["samples"], "value": result[METRIC]})
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._state.end(str(trial))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         error = trial.get_pickled_error() or TrainingError("its driver process died; see the logs of the head node")
-        self._state.end(trial.config["trial"], classify_error(error))
+        self._state.end(str(trial), classify_error(error))

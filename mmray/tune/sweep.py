@@ -1,4 +1,4 @@
-"""Folder and state of a sweep, without Ray.
+"""Folder, state and budget of a sweep, without Ray.
 
 STORAGE/NAME/  recipe.yaml (base of all trials)  sweep.json  trials.jsonl (one row per trial)  best.yaml
                trials/tNNN/ (run folders)
@@ -7,9 +7,10 @@ STORAGE/NAME/  recipe.yaml (base of all trials)  sweep.json  trials.jsonl (one r
 from __future__ import annotations
 
 import json
-import threading
+import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -19,45 +20,63 @@ from mmray.report.run import read_lines
 from mmray.report.sweep import TRIALS
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
+from mmray.train.backend import num_gpus
 from mmray.train.monitor import RunReporter
 from mmray.train.run_dir import RunDir, forbidden_changes, has_other_files, select_folder
-from mmray.tune.results import REUSABLE, Row, TrialOutcome, build_row
-from mmray.tune.trials import Trial
+from mmray.tune.results import ENDED, Row, TrialOutcome, build_row
+from mmray.tune.trials import SweepPlan, Trial
 
 # Settings of the recipe that a resumed sweep may change.
 _RESUMABLE_DATA = ("data.cache", "data.local_cache", "data.local_cache_gb")
 RESUMABLE_CHANGES = ("run", "cluster.address", "cluster.start_timeout_s", *_RESUMABLE_DATA)
+STOP_FILE = "stop"  # its existence makes running trials stop at a checkpoint
+STOP_WAIT_S = 60.0  # for their checkpoints; then they are killed
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of a sweep over all its commands; None: no limit."""
+
+    seconds: float | None = None
+    gpu_seconds: float | None = None
+
+    @classmethod
+    def parse(cls, text: str | None) -> Budget:
+        """Parse `2h`, `30m`, `90s` or `40gpu-hours`. Raises UsageError."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|gpu-hours)", text or "")
+        if text and (match is None or not float(match[1])):
+            raise UsageError(f"--budget {text}: write a time such as 2h or 30m, or GPU-hours such as 40gpu-hours")
+        if match is None:
+            return cls()
+        unit_s = {"s": 1, "m": 60, "h": 3600, "gpu-hours": 3600}[match[2]]
+        seconds = float(match[1]) * unit_s
+        return cls(gpu_seconds=seconds) if match[2] == "gpu-hours" else cls(seconds)
+
+    def is_spent(self, seconds: float, gpu_seconds: float) -> bool:
+        spent = ((seconds, self.seconds), (gpu_seconds, self.gpu_seconds))
+        return any(limit is not None and value >= limit for value, limit in spent)
 
 
 @dataclass(frozen=True)
 class SweepDir(RunDir):
-    """Paths and files of one sweep, on a file system that all nodes share."""
-
-    path: Path
+    """Paths and files of one sweep, on storage that all nodes share."""
 
     def write_rows(self, rows: list[Row]) -> None:
         """Write all rows in trial order."""
         self.write(TRIALS, "".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda row: row["trial"])))
 
-    def reusable_rows(self, trials: list[Trial]) -> dict[str, Row]:
-        """Return rows of earlier commands by trial, if the trial still has the same settings."""
-        settings = {trial.name: trial.settings for trial in trials}
-        rows = {row["trial"]: row for row in read_lines(self.path / TRIALS) if row["status"] in REUSABLE}
-        return {name: row for name, row in rows.items() if settings.get(name) == row["settings"]}
+    def read_rows(self) -> dict[str, Row]:
+        """Return the rows of earlier commands by trial."""
+        return {row["trial"]: {"rungs": []} | row for row in read_lines(self.path / TRIALS)}
 
 
 def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
     """Return the folder of this sweep, whose sweep.json must match `identity`. Raises UsageError."""
-    if "://" in base.run.storage:
-        raise UsageError(
-            f"run.storage: {base.run.storage} is on an object store; a sweep needs a folder that all nodes share, "
-            "such as a network mount"
-        )
 
     def inspect(path: AnyPath) -> tuple[list[str], bool] | None:
         before = RunDir(path).read_json("sweep.json")
         if before is None:
-            if has_other_files(path, (lease.FOLDER, "recipe.yaml")):
+            if has_other_files(path, (lease.FOLDER, "recipe.yaml", STOP_FILE)):
                 raise UsageError(f"{path} exists and is not a sweep; choose another --run.name")
             return None
         changes = [f"{key}: {before.get(key)} -> {now}" for key, now in identity.items() if before.get(key) != now]
@@ -65,40 +84,119 @@ def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
         old, new = (config.model_dump(mode="json", by_alias=True) for config in (recipe, base))
         return changes + forbidden_changes(old, new, RESUMABLE_CHANGES), before["status"] == "finished"
 
-    return SweepDir(Path(str(select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep").path)))
+    return SweepDir(select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep").path)
 
 
 class SweepReporter(RunReporter, Protocol):
     """Receives the progress of data preparation, then of the trials."""
 
-    def ended(self, row: Row) -> None:
-        """Receive the row of an ended trial."""
+    def progress(self, row: Row, rungs: tuple[int, ...]) -> None:
+        """Receive the row of a trial that reached a rung or ended; `rungs` are those of a full trial, in samples."""
 
 
 @dataclass
 class SweepState:
-    """The rows of a running sweep by trial."""
+    """The rows of a running sweep by trial. Called by Ray Tune in its thread, and by signal handlers."""
 
     folder: SweepDir
-    trials: dict[str, Trial]
-    rows: dict[str, Row]
+    plan: SweepPlan
     reporter: SweepReporter
-    stop: threading.Event = field(default_factory=threading.Event)
+    rows: dict[str, Row]  # of earlier commands too
+    budget: Budget = field(default_factory=Budget)
+    earlier_s: float = 0.0  # of earlier commands
+    trials: dict[str, Trial] = field(default_factory=dict)  # of this command
+    running: dict[str, float] = field(default_factory=dict)  # trial: its start by `clock`
+    stop_reason: str | None = None  # `stopped` by the user, or `budget`
+    clock: Callable[[], float] = time.monotonic
 
-    def end(self, name: str, outcome: TrialOutcome) -> None:
-        """Write the row of an ended trial from the files of its run."""
-        if name in self.rows:
+    def __post_init__(self) -> None:
+        self._start_s, self._stop_s = self.clock(), 0.0
+        self._spent_s = {name: row["elapsed_s"] or 0.0 for name, row in self.rows.items()}  # by earlier commands
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of all commands of this sweep."""
+        return self.earlier_s + self.clock() - self._start_s
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Seconds of all trials times their GPUs (workers, if they train on CPUs)."""
+        gpus = num_gpus(self.plan.base)
+        return sum(self._trial_s(name) * (row["workers"] or 0) * gpus for name, row in self.rows.items())
+
+    def _trial_s(self, name: str) -> float:
+        running_s = self.clock() - self.running[name] if name in self.running else 0.0
+        return self._spent_s.get(name, 0.0) + running_s
+
+    def add(self, settings: dict[str, Any]) -> str:
+        """Return the name of a suggested trial: that of an earlier command with the same settings, or the next."""
+        trial = self.plan.trial("", settings)
+        names = (
+            name for name, row in self.rows.items() if name not in self.trials and row["settings"] == trial.settings
+        )
+        name = next(names, None) or f"t{max((int(each[1:]) for each in {*self.rows, *self.trials}), default=0) + 1:03}"
+        self.trials[name] = self.plan.trial(name, settings)
+        return name
+
+    def start(self, name: str) -> None:
+        """Write the row of a started trial, so that the next command finds its run."""
+        self.running[name] = self.clock()
+        if self.rows.get(name, {}).get("status") not in ENDED:
+            self._write_row(name, TrialOutcome("running"))
+
+    def reach(self, name: str, rung: Row) -> None:
+        """Add a rung that a trial has reached; a trial of an earlier command reports its rungs again."""
+        if name not in self.running:
+            self.start(name)
+        rungs = self.rows[name]["rungs"]
+        if all(rung["samples"] != each["samples"] for each in rungs):
+            rungs.append(rung | {"elapsed_s": self._trial_s(name)})
+            self._write_row(name, TrialOutcome("running"))
+            self.reporter.progress(self.rows[name], self.plan.rungs)
+
+    def end(self, name: str, outcome: TrialOutcome | None = None) -> None:
+        """Write the row of an ended trial. Without an outcome the scheduler ended it, unless it was complete."""
+        self._spent_s[name] = self._trial_s(name)
+        self.running.pop(name, None)
+        row = self.rows.get(name)
+        if row is not None and row["status"] != "running":  # ended before
             return
-        run = RunDir(self.folder.path / "trials" / name)
-        lines = list(read_lines(run.path / "metrics.jsonl"))
-        self.rows[name] = build_row(self.trials[name], outcome, lines, run.read_json("result.json"))
+        if outcome is None:
+            rungs = row["rungs"] if row is not None else []
+            complete = bool(rungs) and rungs[-1]["samples"] >= self.plan.rungs[-1]
+            outcome = TrialOutcome("finished" if complete else "pruned" if rungs else "stopped")
+        self._write_row(name, outcome)
+        if outcome.status not in ("stopped", "paused"):
+            self.reporter.progress(self.rows[name], self.plan.rungs)
+
+    def prune_paused(self) -> None:
+        """Mark the trials that no later rung continued."""
+        for name in [name for name, row in self.rows.items() if row["status"] == "paused"]:
+            self.rows[name]["status"] = "pruned"
         self.folder.write_rows(list(self.rows.values()))
-        if outcome.status != "stopped":
-            self.reporter.ended(self.rows[name])
+
+    def _write_row(self, name: str, outcome: TrialOutcome) -> None:
+        """Write the row of a trial from the files of its run."""
+        run, rungs = RunDir(self.folder.path / "trials" / name), self.rows.get(name, {}).get("rungs", [])
+        lines, result = list(read_lines(run.path / "metrics.jsonl")), run.read_json("result.json")
+        elapsed_s, goal = self._trial_s(name), self.plan.goal
+        self.rows[name] = build_row(self.trials[name], outcome, goal, lines, result, rungs, elapsed_s)
+        self.folder.write_rows(list(self.rows.values()))
+
+    def is_stopped(self) -> bool:
+        """Stop when the budget is spent. Return whether no trial runs, or one does not stop, after a request."""
+        if self.stop_reason is None and self.budget.is_spent(self.elapsed_s, self.gpu_seconds):
+            self.request_stop("budget", "the budget is spent; stopping the running trials")
+        return self.stop_reason is not None and (not self.running or self.clock() > self._stop_s + STOP_WAIT_S)
+
+    def request_stop(self, reason: str, message: str) -> None:
+        """Make running trials stop at a checkpoint, and those that start now at once."""
+        self.stop_reason, self._stop_s = reason, self.clock()
+        self.folder.write(STOP_FILE, reason)
+        self.reporter.log(message, "stop")
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
-        """End the running trials on the first Ctrl-C or SIGTERM, and keep the results; exit on the second."""
-        if self.stop.is_set():
+        """Stop the running trials on the first Ctrl-C or SIGTERM, and keep the results; exit on the second."""
+        if self.stop_reason == "stopped":
             raise ForceExit
-        self.stop.set()
-        self.reporter.log("stopping the running trials; press Ctrl-C again to exit immediately", "stop")
+        self.request_stop("stopped", "stopping the running trials; press Ctrl-C again to exit immediately")

@@ -1,23 +1,31 @@
-"""Trials of a recipe and a search space: valid configs, or the reason why a trial is infeasible. Pure functions."""
+"""Trials of a recipe and a search space: valid configs, rungs, starting points. Pure functions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mmray.cluster.capacity import Demand, Node, Pool, max_cluster, max_concurrent
 from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.config import LENGTHS, Cluster, Config
-from mmray.config.search_space import Space, override_settings, setting_value
+from mmray.config.search_space import Range, Space, override_settings, round_sampled, setting_value
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import UsageError
+from mmray.report.sweep import LEARNING_GOALS
+from mmray.storage.paths import AnyPath
 from mmray.train.validate import unsupported_reasons
 
-DEFAULT_STEPS = 40  # default length, in steps of the largest global batch
-LOG_LINES = 10  # metrics lines per trial; the first is warm-up, the others give the spread
-EVAL_ROWS = 512  # held-out rows for the final evaluation, unless the goal is recall
+DEFAULT_STEPS = 40  # default length, in steps of the largest global batch; of learning goals: that of the recipe
+LOG_LINES = 10  # metrics lines of the shortest trial; the first is warm-up, the others give the spread
+EVAL_ROWS = 512  # held-out rows of a trial that is not compared by them
+REDUCTION = 4  # eta of successive halving: a quarter of the trials continues, with four times the samples
+MAX_RUNGS = 3
+MIN_RUNG_STEPS = 4  # of the largest global batch
+MIN_RUNG_WARMUPS = 2  # losses are compared after the warm-up only
+LR_FACTOR = 10.0  # half the width of the default range of the learning rate
 
 
 @dataclass(frozen=True)
@@ -42,36 +50,87 @@ def restore_length(trial_settings: Config, recipe: Config) -> Config:
     return trial_settings.replace(train=trial_settings.train.replace(**length))
 
 
-def build_trials(base: Config, space: Space) -> list[Trial]:
-    """Return one trial per combination. Raises UsageError for an invalid setting, and if no trial is feasible."""
-    trials = []
-    for number, combination in enumerate(space.combinations(), 1):
-        config = override_settings(base, combination)
-        trial = Trial(f"t{number:03}", {key: setting_value(config, key) for key in combination}, config)
-        micro, workers = config.batch.micro, config.cluster.max_workers
-        try:
-            shape = resolve_batch_shape(config.batch, workers)
-            if conflicts := unsupported_reasons(config.with_cluster(workers=workers)):  # as in the trial
-                raise UsageError("; ".join(conflicts))
-            if isinstance(micro, int) and shape.micro < micro:
-                limit = f"{shape.micro} rows per worker (batch.global {shape.global_rows} on {workers} workers)"
-                raise UsageError(f"batch.micro {micro} is more than {limit}")
-            trials.append(replace(trial, shape=shape))
-        except UsageError as error:
-            trials.append(replace(trial, infeasible=str(error)))
+def default_axes(base: Config, goal: str) -> dict[str, str]:
+    """Return the space of a sweep without `--space`: the learning rate, for goals that depend on learning."""
+    lr = base.optimizer.lr
+    return {"optimizer.lr": f"loguniform({lr / LR_FACTOR:g},{lr * LR_FACTOR:g})"} if goal in LEARNING_GOALS else {}
+
+
+def build_trial(base: Config, name: str, settings: dict[str, Any], keep_micro: bool = True) -> Trial:
+    """Return the trial of these settings. Raises UsageError for an invalid setting.
+
+    keep_micro: whether a micro-batch above a worker's share of the global batch is infeasible, instead of reduced.
+    """
+    config = override_settings(base, settings)
+    trial = Trial(name, {key: setting_value(config, key) for key in settings}, config)
+    micro, workers = config.batch.micro, config.cluster.max_workers
+    try:
+        shape = resolve_batch_shape(config.batch, workers)
+        if conflicts := unsupported_reasons(config.with_cluster(workers=workers)):  # as in the trial
+            raise UsageError("; ".join(conflicts))
+        if keep_micro and isinstance(micro, int) and shape.micro < micro:
+            limit = f"{shape.micro} rows per worker (batch.global {shape.global_rows} on {workers} workers)"
+            raise UsageError(f"batch.micro {micro} is more than {limit}")
+    except UsageError as error:
+        return replace(trial, infeasible=str(error))
+    return replace(trial, shape=shape)
+
+
+def corner_trials(base: Config, space: Space) -> list[Trial]:
+    """Return trials of all listed values and both ends of each range. Raises UsageError if none is feasible."""
+    keep = "batch.micro" in space.axes
+    trials = [build_trial(base, f"c{number}", each, keep) for number, each in enumerate(space.corners())]
     if all(trial.infeasible for trial in trials):
         reasons = "\n  ".join(f"{trial.settings}: {trial.infeasible}" for trial in trials)
         raise UsageError(f"no combination is feasible:\n  {reasons}")
     return trials
 
 
-def searched_values(trials: Sequence[Trial]) -> dict[str, list[Any]]:
-    """Return {setting: distinct values over all trials} in order."""
-    space: dict[str, list[Any]] = {}
-    for key, value in (item for trial in trials for item in trial.settings.items()):
-        if value not in space.setdefault(key, []):
-            space[key].append(value)
-    return space
+def parse_values(base: Config, space: Space) -> Space:
+    """Return the space with the listed values as JSON data of the settings' types, as in rows of trials."""
+    axes = {
+        key: axis
+        if isinstance(axis, Range)
+        else tuple(setting_value(override_settings(base, {key: value}), key) for value in axis)
+        for key, axis in space.axes.items()
+    }
+    return replace(space, axes=axes)
+
+
+def describe_space(space: Space) -> dict[str, list[Any]]:
+    """Return {setting: listed values, or the range as text} for sweep.json."""
+    return {key: [str(axis)] if isinstance(axis, Range) else list(axis) for key, axis in space.axes.items()}
+
+
+def starting_points(base: Config, space: Space) -> list[dict[str, Any]]:
+    """Return the first configurations to try: the recipe's own, then other global batches with scaled learning rates.
+
+    The rate follows the square root of the global batch (Malladi et al. 2022), then the batch itself (Goyal et al.
+    2017). At most half of the samples, so that the others explore. A grid has none.
+    """
+    if space.num_samples is None:
+        return []
+    own = {key: setting_value(base, key) for key in space.axes}
+    points = [own]
+    lr_range, sizes = space.axes.get("optimizer.lr"), space.axes.get("batch.global")
+    if isinstance(lr_range, Range) and sizes is not None and (size := own["batch.global"]):
+        candidates = sizes
+        if isinstance(sizes, Range):
+            candidates = [round(each) for each in (sizes.low, math.sqrt(sizes.low * sizes.high), sizes.high)]
+        for exponent in (0.5, 1.0):
+            for other in sorted(candidates, key=lambda each: abs(math.log(each / size))):
+                lr = own["optimizer.lr"] * (other / size) ** exponent
+                clipped = round_sampled(float(min(max(lr, lr_range.low), lr_range.high)))
+                points.append(own | {"batch.global": other, "optimizer.lr": clipped})
+    unique = [point for number, point in enumerate(points) if point not in points[:number]]
+    inside = [point for point in unique if all(_contains(space.axes[key], value) for key, value in point.items())]
+    return inside[: max(1, space.num_samples // 2)]
+
+
+def _contains(axis: tuple[Any, ...] | Range, value: Any) -> bool:
+    if isinstance(axis, Range):
+        return isinstance(value, int | float) and axis.low <= value <= axis.high
+    return value in axis
 
 
 def largest_cluster(trials: Sequence[Trial]) -> Cluster:
@@ -80,52 +139,174 @@ def largest_cluster(trials: Sequence[Trial]) -> Cluster:
     return max(configs, key=lambda config: config.max_workers * config.num_cpus)
 
 
-def samples_per_trial(trial_settings: Config, trials: Sequence[Trial], num_rows: int) -> int:
-    """Return the equal number of samples per trial; default: DEFAULT_STEPS steps of the largest global batch."""
-    largest = max(trial.shape.global_rows for trial in trials if trial.shape)
-    if trial_settings.train.samples is not None:
-        return trial_settings.train.samples
-    if trial_settings.train.epochs is not None:
-        return max(largest, round(trial_settings.train.epochs * num_rows))
-    return (trial_settings.train.steps or DEFAULT_STEPS) * largest
+def samples_per_trial(
+    settings: Config, recipe: Config, goal: str, recipe_rows: int, largest: int, num_rows: int
+) -> int:
+    """Return the samples of a full trial: as given, else those of the recipe, or DEFAULT_STEPS steps for its speed.
+
+    recipe_rows, largest: the recipe's and the largest global batch.
+    """
+    train = settings.train
+    if goal in LEARNING_GOALS and (train.steps, train.samples, train.epochs) == (None, None, None):
+        return max(largest, total_steps(recipe.train, num_rows, recipe_rows) * recipe_rows)
+    if train.samples is not None:
+        return train.samples
+    if train.epochs is not None:
+        return max(largest, round(train.epochs * num_rows))
+    return (train.steps or DEFAULT_STEPS) * largest
 
 
-def trial_config(trial: Trial, samples: int, num_rows: int, folder: Path, goal: str) -> Config:
-    """Return the config of the trial's run: its length, about ten lines of metrics, no retries, maximum workers."""
-    assert trial.shape is not None
-    config = trial.config
-    train = config.train.replace(steps=None, samples=samples, epochs=None, log_every=1, checkpoint_every=0)
-    steps = total_steps(train, num_rows, trial.shape.global_rows)
-    limit = config.evaluate.limit if goal == "recall" else min(config.evaluate.limit or EVAL_ROWS, EVAL_ROWS)
-    return config.replace(
-        train=train.replace(log_every=max(1, steps // LOG_LINES)),
-        evaluate=config.evaluate.replace(every=0, limit=limit),
-        cluster=config.cluster.replace(workers=config.cluster.max_workers, max_failures=0),
-        run=config.run.replace(name=trial.name, storage=str(folder / "trials"), resume="auto"),
-    )
+def rungs_of(samples: int, shortest: int) -> tuple[int, ...]:
+    """Return the samples after which trials are compared: `samples`, and parts of it of at least `shortest`."""
+    rungs = (samples,)
+    while len(rungs) < MAX_RUNGS and rungs[0] // REDUCTION >= shortest:
+        rungs = (rungs[0] // REDUCTION, *rungs)
+    return rungs
 
 
-def warmup_warning(trial_configs: Sequence[Config], num_rows: int, goal: str) -> str | None:
-    """Return a warning if a trial ends during warm-up, for goals that depend on the loss."""
-    for config in trial_configs if goal in ("loss", "recall") else ():
-        shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
-        steps = total_steps(config.train, num_rows, shape.global_rows)
-        if steps <= config.optimizer.warmup_steps:
-            return (
-                f"{config.run.name} ends during warm-up ({steps} of {config.optimizer.warmup_steps} steps), so its "
-                f"{goal} is not meaningful; use longer trials (--train.samples) or fewer --optimizer.warmup-steps"
-            )
+@dataclass(frozen=True)
+class SweepPlan:
+    """What every trial trains and measures; the trials get it from the driver."""
+
+    base: Config
+    goal: str
+    rungs: tuple[int, ...]  # samples; the last is the length of a full trial
+    num_rows: int
+    folder: AnyPath
+    recipe_rows: int  # global batch of the recipe: unit of `warmup_steps`, and batch of the held-out loss
+    keep_micro: bool = True  # see `build_trial`
+    sampled: tuple[str, ...] = ()  # settings with a range; their values are rounded to keep recipes readable
+    decode_actors: int | None = None  # limit of a trial, because concurrent trials share the cluster
+    data_sets: dict[str, dict[str, str | None]] = field(default_factory=dict)  # `data_key`: prepared sets
+
+    @property
+    def learning(self) -> bool:
+        return self.goal in LEARNING_GOALS
+
+    @property
+    def warmup_samples(self) -> int:
+        return self.base.optimizer.warmup_steps * self.recipe_rows
+
+    def trial(self, name: str, settings: dict[str, Any]) -> Trial:
+        settings = {key: round_sampled(value) if key in self.sampled else value for key, value in settings.items()}
+        try:
+            return build_trial(self.base, name, settings, self.keep_micro)
+        except UsageError as error:
+            return Trial(name, settings, self.base, infeasible=str(error))
+
+    def config(self, trial: Trial, samples: int, cooldown: bool = False) -> Config:
+        """Return the config of a trial's run up to `samples`: no retries, maximum workers.
+
+        For learning goals: the warm-up in samples, a constant rate after it so that rungs are comparable, and with
+        `cooldown` a linear decay after the samples of the last rung.
+        """
+        assert trial.shape is not None
+        config, rows = trial.config, trial.shape.global_rows
+        shortest = math.ceil(self.rungs[0] / rows)
+        train = config.train.replace(steps=None, samples=samples, epochs=None, checkpoint_every=0)
+        evaluate = config.evaluate.replace(every=0, limit=min(config.evaluate.limit or EVAL_ROWS, EVAL_ROWS))
+        optimizer = config.optimizer
+        if self.learning:
+            loss_batch = config.evaluate.loss_batch or self.recipe_rows
+            evaluate = config.evaluate.replace(every=shortest, loss_batch=loss_batch)
+            warmup_steps = math.ceil(optimizer.warmup_steps * self.recipe_rows / rows)
+            optimizer = optimizer.replace(schedule="cooldown" if cooldown else "constant", warmup_steps=warmup_steps)
+        return config.replace(
+            train=train.replace(log_every=max(1, shortest // LOG_LINES)),
+            evaluate=evaluate,
+            optimizer=optimizer,
+            data=config.data.replace(**self.data_sets.get(data_key(config), {})),
+            cluster=config.cluster.replace(workers=config.cluster.max_workers, max_failures=0),
+            run=config.run.replace(name=trial.name, storage=str(self.folder / "trials"), resume="auto"),
+        )
+
+    def cooldown_samples(self, trial: Trial) -> int:
+        """Return the samples of a run of schedule `cooldown` whose rate decays after the samples of the last rung."""
+        from mmray.engine.optimizer import COOLDOWN_FRACTION  # imports torch
+
+        assert trial.shape is not None
+        rows, full = trial.shape.global_rows, self.rungs[-1]
+        warmup = self.config(trial, full).optimizer.warmup_steps
+        steps = math.ceil(full / rows)
+        return math.ceil((steps - COOLDOWN_FRACTION * warmup) / (1 - COOLDOWN_FRACTION)) * rows
+
+    def recipe(self, trial: Trial) -> Config:
+        """Return the trial as a recipe, with the recipe's length and the batch as `global` and `micro`."""
+        assert trial.shape is not None
+        config, micro = trial.config, "auto" if trial.shape.auto else trial.shape.micro
+        if self.learning:
+            warmup_steps = self.config(trial, self.rungs[-1]).optimizer.warmup_steps
+            config = config.replace(optimizer=config.optimizer.replace(schedule="cooldown", warmup_steps=warmup_steps))
+        return config.replace(
+            batch=config.batch.replace(micro=micro, accumulation=None, global_=trial.shape.global_rows),
+            run=config.run.replace(name=None, resume="auto"),
+        )
+
+
+def data_key(config: Config) -> str:
+    """Return what the prepared sets of a trial depend on."""
+    return f"{config.data.train} {config.data.eval} {config.prepare.model_dump_json()}"
+
+
+def build_plan(
+    settings: Config,
+    base: Config,
+    space: Space,
+    goal: str,
+    corners: Sequence[Trial],
+    num_rows: int,
+    data_sets: dict[str, dict[str, str | None]],
+    folder: AnyPath = Path(),
+) -> SweepPlan:
+    """Return the plan of a sweep. `settings` has the length of a trial, if the user gave one; see `SweepPlan`."""
+    sizes = [trial.shape.global_rows for trial in corners if trial.shape]
+    recipe = build_trial(base, "recipe", {}, keep_micro=False).shape
+    recipe_rows = recipe.global_rows if recipe else min(sizes)
+    samples = samples_per_trial(settings, base, goal, recipe_rows, max(sizes), num_rows)
+    shortest = samples
+    if goal in LEARNING_GOALS:
+        warmup_steps = max(trial.config.optimizer.warmup_steps for trial in corners)
+        shortest = max(MIN_RUNG_WARMUPS * warmup_steps * recipe_rows, MIN_RUNG_STEPS * max(sizes))
+    rungs, keep_micro = rungs_of(samples, shortest), "batch.micro" in space.axes
+    sampled = tuple(key for key, axis in space.axes.items() if isinstance(axis, Range))
+    return SweepPlan(base, goal, rungs, num_rows, folder, recipe_rows, keep_micro, sampled, data_sets=data_sets)
+
+
+def warmup_warning(plan: SweepPlan) -> str | None:
+    """Return a warning if a full trial ends during warm-up, or there is no rung before its end."""
+    if plan.learning and plan.rungs[-1] <= plan.warmup_samples:
+        return (
+            f"trials end during warm-up ({plan.rungs[-1]:,} of {plan.warmup_samples:,} samples), so their {plan.goal} "
+            "is not meaningful; use longer trials (--train.samples) or fewer --optimizer.warmup-steps"
+        )
+    if plan.learning and len(plan.rungs) == 1:
+        return (
+            f"no trial ends early, because {plan.rungs[0]:,} samples are less than {REDUCTION * MIN_RUNG_WARMUPS} "
+            "warm-ups; use longer trials (--train.samples) or fewer --optimizer.warmup-steps"
+        )
     return None
 
 
-def to_recipe(trial: Trial) -> Config:
-    """Return the trial as a recipe, with the recipe's length and the batch as `global` and `micro`."""
+def larger_than_out_of_memory(trial: Trial, rows: Sequence[dict[str, Any]]) -> str | None:
+    """Return why a trial needs at least the memory of one that ran out of it; None if unknown.
+
+    Settings of the optimizer do not change the memory of a micro-batch.
+    """
+
+    def other(settings: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in settings.items() if not key.startswith(("optimizer.", "batch."))}
+
     assert trial.shape is not None
-    config, micro = trial.config, "auto" if trial.shape.auto else trial.shape.micro
-    return config.replace(
-        batch=config.batch.replace(micro=micro, accumulation=None, global_=trial.shape.global_rows),
-        run=config.run.replace(name=None, resume="auto"),
-    )
+    for row in rows:
+        same = row["status"] == "out_of_memory" and other(row["settings"]) == other(trial.settings)
+        if (
+            same
+            and not trial.shape.auto
+            and trial.shape.micro >= row["micro"]
+            and trial.shape.workers == row["workers"]
+        ):
+            return f"not started: {row['trial']} ran out of memory with micro-batches of {row['micro']} rows"
+    return None
 
 
 def trial_concurrency(

@@ -165,6 +165,26 @@ def test_sweep_page_has_all_sections(tmp_path):
     assert ranks == [("16", "1"), ("32", "1"), ("32", "2"), ("64", "–")]
 
 
+def test_page_of_a_learning_sweep_has_curves_and_settings(tmp_path):
+    def learned(name, lr, status="finished", **changes):
+        settings = {"optimizer.lr": lr, "train.precision": "fp32"}
+        values = {"settings": settings, "curve": [[64, 3.0], [256, 2.5]], "eval_loss": 2.5, "status": status}
+        return trial(name, 8, 1, 100.0) | values | changes
+
+    rows = [
+        learned("t001", 1e-3),
+        learned("t002", 1e-4, "pruned"),
+        learned("t003", 1e-2, "failed", curve=[], eval_loss=None),
+    ]
+    space = {"optimizer.lr": ["loguniform(1e-05, 0.1)"], "train.precision": ["fp32"]}
+    best = {"best": "t001", "per_global": {"16": "t001"}, "why": "why", "cooldown": {"samples": 320, "value": 2.25}}
+    about = {"space": space, "recommendation": best, "rungs": [64, 256], "gpu_hours": 0.5, "saved_gpu_hours": 1.5}
+    page = page_of(make_sweep(tmp_path / "sweep", rows, goal="loss", **about))
+    assert plots(page)[:3] == ["curves-samples", "curves-time", "settings"]
+    assert "After a cooldown at 320 samples: 2.250." in page and "compared after 64, 256 samples" in page
+    assert "1.50 saved by ending trials early" in page and "1 ended early" in page
+
+
 @pytest.mark.parametrize("status", ["out_of_memory", "failed", "infeasible"])
 def test_sweep_without_measured_trial_has_a_page(tmp_path, status):
     nothing = trial("t001", 8, 1, None, status=status, peak_gib=None, step_p50_s=None)

@@ -253,6 +253,17 @@ def test_attempt_that_only_imports_has_not_started():
     assert monitor.started
 
 
+def test_caller_stops_the_attempt_as_ctrl_c_does():
+    requests, workers = [], FakeWorkers(1)
+    workers.request_stop = lambda: requests.append("stop")
+    monitor = monitored(workers, Silent())
+    monitor.should_stop, monitor.stop_reason = lambda: True, "resize"
+    for _ in range(2):
+        monitor._next_check_s = 0.0
+        monitor.poll()
+    assert (monitor.stop_reason, requests) == ("user", ["stop"])
+
+
 @pytest.mark.parametrize("is_child", [True, False])
 def test_memory_of_all_processes_is_measured_if_the_driver_started_them(monkeypatch, is_child):
     monkeypatch.setattr("mmray.train.monitor.process_memory", lambda: {os.getpid(): 2**30, 4711: 2**29})

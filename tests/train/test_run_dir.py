@@ -100,6 +100,16 @@ def test_run_refuses_changed_setting(tmp_path, setting):
     assert len(lines) == 3 and lines[1].startswith(f"  {setting}: ") and lines[1].endswith(f"-> {FORBIDDEN[setting]!r}")
 
 
+def test_constant_rate_can_end_with_a_cooldown(tmp_path):
+    def scheduled(schedule):
+        return changed(config(tmp_path, name="mine"), "optimizer.schedule", schedule)
+
+    write_run_files(tmp_path / "mine", scheduled("constant"), DATA, "{}")
+    assert select_run(scheduled("cooldown"), DATA, 20).action == "resume"
+    with pytest.raises(UsageError, match=r"optimizer\.schedule: 'constant' -> 'cosine'"):
+        select_run(scheduled("cosine"), DATA, 20)
+
+
 def test_resume_modes(tmp_path):
     with pytest.raises(UsageError, match="no run at"):
         select_run(config(tmp_path, resume="must"), DATA, 10)

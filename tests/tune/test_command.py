@@ -1,6 +1,7 @@
 """Output and exit code of the command for each outcome of a sweep, without Ray."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,12 @@ from rich.console import Console
 
 from mmray import cli
 from mmray.cli.console import Terminal
-from mmray.cli.tune import _print_outcome
+from mmray.cli.tune import _print_outcome, trial_line
 from mmray.config import from_yaml, recipes
 from mmray.config.search_space import parse_space
 from mmray.errors import TrainingError
 from mmray.tune.results import TrialOutcome, build_row, select_best
-from mmray.tune.trials import build_trials
+from mmray.tune.trials import build_trial, corner_trials
 
 LINES = [
     {"step": step, "rows_stop": 128 * step, "throughput/samples_per_s": rate, "time/step_s": 0.2, "train/loss": 2.0}
@@ -22,16 +23,20 @@ LINES = [
 ]
 
 
-FINISHED = TrialOutcome("finished", None, 9.0)
-OOM = TrialOutcome("out_of_memory", "CUDA out of memory", 3.0)
+FINISHED = TrialOutcome("finished")
+OOM = TrialOutcome("out_of_memory", "CUDA out of memory")
 STOPPED = TrialOutcome("stopped")
 
 
 def outcome(status, *outcomes):
     """The outcome of a sweep of two trials."""
-    trials = build_trials(recipes.load("sample"), parse_space(["batch.micro=32,64"]))
-    rows = [build_row(t, o, LINES if o.status == "finished" else []) for t, o in zip(trials, outcomes, strict=True)]
-    best = select_best(rows, "throughput", True)
+    trials = corner_trials(recipes.load("sample"), parse_space(["batch.micro=32,64"]))
+    trials = [replace(trial, name=f"t00{number}") for number, trial in enumerate(trials, 1)]
+    rows = [
+        build_row(t, o, "throughput", LINES if o.status == "finished" else [], elapsed_s=9.0)
+        for t, o in zip(trials, outcomes, strict=True)
+    ]
+    best = select_best(rows, "throughput")
     summary = {"status": status, "goal": "throughput", "elapsed_s": 61.2, "recommendation": best}
     return Path("runs/sample-tune"), summary, rows
 
@@ -73,3 +78,16 @@ def test_print_config_prints_the_base_recipe(capfd):
     words = ["tune", "sample", "--space", "batch.micro=32", "--train.steps", "5", "--print-config"]
     assert cli.run(words, Terminal()) == 0
     assert from_yaml(capfd.readouterr().out, "printed") == recipes.load("sample")
+
+
+def test_rungs_budget_and_saved_hours_are_printed():
+    settings, rungs = {"optimizer.lr": 1e-3}, [{"samples": 100, "value": 2.0, "elapsed_s": 5.0}]
+    trial = build_trial(recipes.load("sample"), "t001", settings)
+    row = build_row(trial, TrialOutcome("pruned"), "loss", LINES, rungs=rungs, elapsed_s=5.0)
+    assert "optimizer.lr=0.001: pruned in 5 s  rung 1 of 2: 2 after 100 samples" in trial_line(row, (100, 400))
+    summary = {"status": "budget", "goal": "loss", "elapsed_s": 61.2, "recommendation": select_best([row], "loss")}
+    summary |= {"gpu_hours": 0.5, "saved_gpu_hours": 1.5}
+    code, text = print_outcome((Path("runs/sample-tune"), summary, [row]))
+    assert code == 0 and "run the same command to resume" in text
+    assert "0.5 worker-hours, 1.5 saved by ending trials early" in text
+    assert "t001 has held-out loss 2.000" in text and "It has 100 samples only." in text

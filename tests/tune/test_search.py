@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 
 import pytest
 import torch
@@ -23,7 +22,8 @@ from tests.train.runs import Silent, config, lines, make_data
 
 pytestmark = pytest.mark.cluster
 OOM = "tests.tune.test_search:OutOfMemory"
-SPACE = ["batch.micro=4,64", f"train.callbacks=[],[{OOM}]"]  # 64 rows exceed a worker's share of 16
+SPACE = ["optimizer.lr=1e-3,1e-6,1e-7", f"train.callbacks=[],[{OOM}]"]
+RUNGS = (64, 256)  # samples: 4 and 16 steps of 16 rows
 
 
 class OutOfMemory:
@@ -35,15 +35,17 @@ class OutOfMemory:
 
 
 class Watching(Silent):
-    """Keeps the rows and requests a stop, like Ctrl-C, after the first trial."""
+    """Keeps the rows and requests a stop, like Ctrl-C, after the first rung."""
 
     def __init__(self, stop=False):
         super().__init__()
         self.stop, self.rows = stop, []
 
-    def ended(self, row):
+    def progress(self, row, rungs):
+        assert rungs == RUNGS or len(rungs) == 1
         self.rows.append(row)
-        if self.stop and row["status"] == "finished":
+        if self.stop and row["rungs"]:
+            self.stop = False
             os.kill(os.getpid(), 2)
 
 
@@ -55,21 +57,22 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stopped(local_ray, recipe):
-    typed = clear_length_and_derived_batch(recipe, ["batch.micro", "train.callbacks"])
-    length = typed.replace(train=typed.train.replace(steps=4))
+    typed = clear_length_and_derived_batch(recipe, [])
+    length = typed.replace(train=typed.train.replace(samples=RUNGS[-1]))
     listener = Watching(stop=True)
-    return search(Sweep(recipe, length, parse_space(SPACE)), listener), listener
+    return search(Sweep(recipe, length, parse_space(SPACE), goal="loss"), listener), listener
 
 
 @pytest.fixture(scope="module")
 def finished(stopped, recipe):
     """The same command again: exit code, output, sweep folder."""
-    (folder, *_), _ = stopped
+    folder = stopped[0][0].path
     file = folder.parent / "mine.yaml"
     file.write_text(to_yaml(recipe))
     words = [word for space in SPACE for word in ("--space", space)]
     text = io.StringIO()
-    code = cli.run(["tune", str(file), *words, "--train.steps", "4"], Terminal(Console(file=text, width=100)))
+    options = ["--goal", "loss", "--train.samples", str(RUNGS[-1])]
+    code = cli.run(["tune", str(file), *words, *options], Terminal(Console(file=text, width=100)))
     return code, text.getvalue(), folder
 
 
@@ -77,46 +80,44 @@ def rows_of(folder):
     return {row["trial"]: row for row in map(json.loads, (folder / "trials.jsonl").read_text().splitlines())}
 
 
-def test_stopped_sweep_keeps_finished_rows(stopped):
+def test_stopped_sweep_keeps_rungs(stopped):
     (_, summary, rows), listener = stopped
     assert summary["status"] == "stopped"
     assert ("stop", "stopping the running trials; press Ctrl-C again to exit immediately") in listener.notes
-    assert listener.rows[0]["trial"] == "t001"
-    assert [row["status"] for row in rows][2:] == ["infeasible", "infeasible"]
-    assert summary["recommendation"]["best"] == "t001"
+    assert rows[0]["status"] == "paused" and [rung["samples"] for rung in rows[0]["rungs"]] == [64]
+    assert summary["recommendation"]["best"] == "t001" and "It has 64 samples only" in summary["recommendation"]["why"]
 
 
-def test_same_command_runs_the_remaining_trials(stopped, finished):
+def test_same_command_repeats_no_finished_rung(stopped, finished):
     code, text, folder = finished
     assert code == 0
-    assert re.search("4 with 64 samples each, . at a time, 1 already measured, 2 infeasible", text)
-    assert "t002       batch.micro=4 train.callbacks" in text and "t001       batch.micro" not in text
     before, after = stopped[0][2][0], rows_of(folder)
-    assert after["t001"] == before  # measured once
-    statuses = [after[name]["status"] for name in sorted(after)]
-    assert statuses == ["finished", "out_of_memory", "infeasible", "infeasible"]
-    assert "CUDA out of memory" in after["t002"]["error"]
+    assert after["t001"]["rungs"][0] == before["rungs"][0] and "rung 1 of 2" not in text.split("t002")[0]
+    assert [rung["samples"] for rung in after["t001"]["rungs"]] == list(RUNGS)
+    logged = lines(folder / "trials" / "t001")
+    assert [line["step"] for line in logged if line["step"] <= 16] == list(range(1, 17))  # each step once
 
 
-def test_row_holds_metrics_of_its_run(finished):
+def test_each_trial_has_a_row_with_its_end(finished):
     _, _, folder = finished
-    measured = rows_of(folder)["t001"]
-    logged = lines(folder / measured["run"])
-    assert (measured["micro"], measured["accumulation"], measured["workers"], measured["global"]) == (4, 2, 2, 16)
-    assert (measured["steps"], measured["samples"]) == (logged[-1]["step"], logged[-1]["rows_stop"])
-    assert measured["samples"] == 64
-    assert measured["loss"] == logged[-1]["train/loss"] and measured["peak_gib"] > 0
-    assert 0 < measured["samples_per_s_min"] <= measured["samples_per_s"] <= measured["samples_per_s_max"]
-    assert 0 < measured["step_p50_s"] <= measured["step_p95_s"] == logged[-1]["time/step_p95_s"]
-    result = json.loads((folder / "trials" / "t001" / "result.json").read_text())
-    assert result["status"] == "finished"
-    both = [result["scores"][f"recall_at_1/{way}"] for way in ("image_to_text", "text_to_image")]
-    assert measured["recall_at_1"] == sum(both) / 2
+    rows = list(rows_of(folder).values())
+    good, *others = (row for row in rows if not row["settings"]["train.callbacks"])
+    failed, *skipped = (row for row in rows if row["settings"]["train.callbacks"])
+    assert good["settings"]["optimizer.lr"] == 1e-3 and good["status"] == "finished"
+    assert sorted((row["status"], len(row["rungs"])) for row in others) == [("finished", 2), ("pruned", 1)]
+    assert failed["status"] == "out_of_memory" and "CUDA out of memory" in failed["error"]
+    assert [row["status"] for row in skipped] == ["infeasible", "infeasible"]
+    assert all(f"{failed['trial']} ran out of memory" in row["error"] for row in skipped)
+    assert good["eval_loss"] == good["rungs"][-1]["value"] < min(row["eval_loss"] for row in others)
+    assert [samples for samples, _ in good["curve"]] == [64, 128, 192, 256]
+    assert (good["micro"], good["accumulation"], good["workers"], good["global"]) == (4, 2, 2, 16)
+    assert 0 < good["samples_per_s_min"] <= good["samples_per_s"] <= good["samples_per_s_max"] and good["peak_gib"] > 0
 
 
 def test_error_of_user_code_ends_the_run_with_its_message(finished):
     """In result.json and in the report of the run; the error is raised by a callback on every rank."""
-    failed = finished[2] / "trials" / "t002"
+    rows = rows_of(finished[2]).values()
+    failed = finished[2] / next(row["run"] for row in rows if row["status"] == "out_of_memory")
     result = json.loads((failed / "result.json").read_text())
     assert result["status"] == "failed" and "CUDA out of memory" in result["error"]
     assert "Traceback" in result["error"] and "in on_step" in result["error"]
@@ -126,12 +127,24 @@ def test_error_of_user_code_ends_the_run_with_its_message(finished):
 def test_sweep_folder_has_the_files_of_the_report(finished):
     _, text, folder = finished
     summary = json.loads((folder / "sweep.json").read_text())
-    assert (summary["kind"], summary["status"], summary["goal"]) == ("sweep", "finished", "throughput")
-    assert summary["space"] == {"batch.micro": [4, 64], "train.callbacks": [[], [OOM]]}
-    assert (summary["samples_per_trial"], summary["concurrency"]) == (64, 1)
+    assert (summary["kind"], summary["status"], summary["goal"]) == ("sweep", "finished", "loss")
+    assert summary["space"] == {"optimizer.lr": [1e-3, 1e-6, 1e-7], "train.callbacks": [[], [OOM]]}
+    assert (summary["samples_per_trial"], summary["concurrency"], summary["rungs"]) == (256, 1, list(RUNGS))
     assert summary["recommendation"]["best"] == "t001" and summary["recommendation"]["per_global"] == {"16": "t001"}
     assert summary["recommendation"]["why"] in text and summary["environment"]["packages"]["ray"]
+    assert summary["gpu_hours"] > 0 and summary["saved_gpu_hours"] > 0
     assert not (folder / "ray").exists()
+    page = (folder / "report.html").read_text()
+    assert "held-out loss by samples" in page and "held-out loss by seconds of training" in page
+
+
+def test_best_trial_ends_with_a_cooldown(finished):
+    _, text, folder = finished
+    summary = json.loads((folder / "sweep.json").read_text())
+    cooldown, logged = summary["recommendation"]["cooldown"], lines(folder / "trials" / "t001")
+    assert cooldown["samples"] == logged[-1]["rows_stop"] > RUNGS[-1]
+    assert {line["train/lr"] for line in logged if 2 < line["step"] <= 16} == {1e-3}
+    assert logged[-1]["train/lr"] < 5e-4 and "after a cooldown" in text
 
 
 def test_best_config_is_the_recipe_that_the_trial_trained(finished, recipe):
@@ -167,6 +180,6 @@ def test_two_trials_run_concurrently_on_two_nodes(tmp_path):
         length = typed.replace(train=typed.train.replace(steps=4))
         folder, summary, _ = search(Sweep(recipe, length, parse_space(["batch.micro=4,8"])), listener)
     assert (summary["status"], summary["concurrency"]) == ("finished", 2)
-    split, whole = rows_of(folder).values()
+    split, whole = rows_of(folder.path).values()
     assert (split["accumulation"], whole["accumulation"]) == (2, 1)
     assert split["loss"] == pytest.approx(whole["loss"], rel=1e-4)  # one global batch for any split

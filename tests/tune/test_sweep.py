@@ -1,30 +1,30 @@
 """Sweep folder: which one a command uses, which rows it keeps; signals during a sweep."""
 
-import json
 import signal
 
 import pytest
 
 from mmray.config import recipes, to_yaml
+from mmray.config.search_space import Space
 from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.train.monitor import signal_handlers
 from mmray.tune import search
-from mmray.tune.results import TrialOutcome
-from mmray.tune.sweep import SweepState, resolve_sweep_dir
-from mmray.tune.trials import Trial
+from mmray.tune.results import TrialOutcome, promoted, select_best
+from mmray.tune.sweep import STOP_FILE, STOP_WAIT_S, Budget, SweepState, resolve_sweep_dir
+from mmray.tune.trials import SweepPlan
 from tests.train.runs import Silent
 
+SAMPLE = recipes.load("sample")
 IDENTITY = {"space": {"batch.micro": [8, 16]}, "samples_per_trial": 64}
 
 
 def base(storage, **run):
-    sample = recipes.load("sample")
-    return sample.replace(run=sample.run.replace(storage=str(storage), **run))
+    return SAMPLE.replace(run=SAMPLE.run.replace(storage=str(storage), **run))
 
 
 def started(config, status="stopped", identity=IDENTITY):
     sweep = resolve_sweep_dir(config, identity)
-    sweep.path.mkdir(exist_ok=True)
+    sweep.path.mkdir(parents=True, exist_ok=True)
     sweep.write("recipe.yaml", to_yaml(config))
     sweep.write_json("sweep.json", {"kind": "sweep", "status": status, **identity})
     return sweep
@@ -39,18 +39,158 @@ def test_unnamed_sweep_resumes_until_finished(tmp_path):
     assert resolve_sweep_dir(base(tmp_path), IDENTITY).path.name == "sample-tune-2"
 
 
+def plan_for(folder, goal="loss", rungs=(100, 400, 1600)):
+    return SweepPlan(SAMPLE, goal, rungs, 3000, folder, recipe_rows=128)
+
+
+class Reporter(Silent):
+    """Keeps trial, status and number of rungs of each reported row."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def progress(self, row, rungs):
+        self.rows.append((row["trial"], row["status"], len(row["rungs"])))
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Start the state of a command of one sweep."""
+    sweep = started(base(tmp_path))
+
+    def begin(goal="loss", **options):
+        plan = plan_for(sweep.path, goal)
+        return SweepState(sweep, plan, Reporter(), sweep.read_rows(), clock=Clock(), **options)
+
+    return begin
+
+
+def test_rows_have_rungs_and_the_way_each_trial_ended(begin):
+    state = begin()
+    names = [state.add({"optimizer.lr": lr}) for lr in (1e-3, 1e-2, 1e-1, 1.0)]
+    assert names == ["t001", "t002", "t003", "t004"]
+    for name in names[:3]:
+        state.start(name)
+        state.clock.now_s += 10
+        state.reach(name, {"samples": 100, "value": 2.0})
+    state.end("t002")  # by the scheduler
+    state.clock.now_s += 5
+    state.reach("t001", {"samples": 400, "value": 1.5})
+    state.reach("t001", {"samples": 1600, "value": 1.0})
+    state.end("t001")
+    state.end("t003", TrialOutcome("failed", "evaluate/loss is not finite"))
+    rows = state.folder.read_rows()
+    assert [(row["status"], len(row["rungs"])) for row in rows.values()] == [
+        ("finished", 3),
+        ("pruned", 1),
+        ("failed", 1),
+    ]
+    assert [each["elapsed_s"] for each in rows["t001"]["rungs"]] == [10, 35, 35]
+    assert (rows["t001"]["eval_loss"], rows["t002"]["eval_loss"], rows["t003"]["error"]) == (
+        *(1.0, 2.0),
+        "evaluate/loss is not finite",
+    )
+    assert state.reporter.rows[-2:] == [("t001", "finished", 3), ("t003", "failed", 1)]
+    assert select_best(list(rows.values()), "loss")["best"] == "t001"
+
+
+def test_same_command_keeps_names_rungs_and_time_of_trials(begin):
+    first = begin()
+    for lr in (1e-3, 1e-2):
+        first.start(name := first.add({"optimizer.lr": lr}))
+        first.clock.now_s += 10
+        first.reach(name, {"samples": 100, "value": 2.0})
+    first.end("t001")
+    # Killed while t002 runs. The second command gets its trials in another order.
+    second = begin()
+    assert [second.add({"optimizer.lr": lr}) for lr in (1e-2, 1e-3, 1e-3)] == ["t002", "t001", "t003"]
+    for name in ("t002", "t001"):
+        second.start(name)
+        second.reach(name, {"samples": 100, "value": 2.0})  # reported again without training
+    second.end("t001")
+    second.clock.now_s += 7
+    second.reach("t002", {"samples": 400, "value": 1.5})
+    assert second.reporter.rows == [("t001", "pruned", 1), ("t002", "running", 2)]
+    assert second.rows["t001"] == first.rows["t001"]
+    assert [each["samples"] for each in second.rows["t002"]["rungs"]] == [100, 400]
+
+
+@pytest.mark.parametrize(
+    ("text", "budget", "spent"),
+    [
+        ("2h", Budget(seconds=7200), (7200, 0)),
+        ("30m", Budget(seconds=1800), (1800, 0)),
+        ("0.5gpu-hours", Budget(gpu_seconds=1800), (9, 1800)),
+        (None, Budget(), None),
+    ],
+)
+def test_budget_is_a_time_or_gpu_hours(text, budget, spent):
+    assert Budget.parse(text) == budget and not budget.is_spent(8, 8)
+    assert spent is None or budget.is_spent(*spent)
+    for wrong in ("2", "h", "0h", "2 hours"):
+        with pytest.raises(UsageError, match="write a time such as 2h"):
+            Budget.parse(wrong)
+
+
+@pytest.mark.parametrize(
+    ("count", "maximize", "names"),
+    [(8, False, ["t1", "t2"]), (12, False, ["t1", "t2", "t3"]), (12, True, ["t12", "t11", "t10"]), (1, False, ["t1"])],
+)
+def test_best_quarter_of_the_trials_that_reached_a_rung_continues(count, maximize, names):
+    rows = [{"trial": f"t{n}", "rungs": [{"samples": 100, "value": float(n)}]} for n in range(1, count + 1)]
+    assert promoted([{"trial": "failed", "rungs": []}, *rows], 0, maximize) == names
+    assert promoted(rows, 1, maximize) == []
+
+
+def test_spent_budget_stops_running_trials_and_kills_one_that_does_not_stop(begin):
+    state = begin(budget=Budget(gpu_seconds=30))
+    for lr in (1e-3, 1e-2):
+        state.start(state.add({"optimizer.lr": lr}))
+    stop = state.folder.path / STOP_FILE
+    state.clock.now_s += 14
+    assert not state.is_stopped() and not stop.exists() and state.gpu_seconds == 28
+    state.clock.now_s += 1
+    assert not state.is_stopped() and stop.exists()  # requested; two trials run
+    state.end("t001", TrialOutcome("stopped"))
+    assert not state.is_stopped() and state.stop_reason == "budget"
+    state.clock.now_s += STOP_WAIT_S + 1
+    assert state.is_stopped()
+    state.end("t002", TrialOutcome("stopped"))
+    assert [row["status"] for row in state.rows.values()] == ["stopped", "stopped"]
+
+
+def test_sweep_can_be_on_an_object_store(s3):
+    sweep = started(base(f"{s3.address}/runs"))
+    state = SweepState(sweep, plan_for(sweep.path), Reporter(), sweep.read_rows(), clock=Clock())
+    state.start(name := state.add({"optimizer.lr": 1e-3}))
+    state.reach(name, {"samples": 100, "value": 2.0})
+    state.request_stop("stopped", "stopping")
+    assert (sweep.path / STOP_FILE).exists() and state.plan.folder == sweep.path
+    state.end(name, TrialOutcome("paused"))
+    assert resolve_sweep_dir(base(f"{s3.address}/runs"), IDENTITY).read_rows() == state.rows
+    config = state.plan.config(state.trials[name], 100)
+    assert config.run.storage.startswith(f"{s3.address.partition('?')[0]}/runs/sample-tune/trials")
+
+
 def test_failure_of_ray_tune_is_recorded_and_raised(tmp_path, monkeypatch):
     def fail(state, *_):
-        state.end("t001", TrialOutcome("stopped"))
         raise TrainingError("Ray Tune failed")
 
     monkeypatch.setattr(search, "run_trials", fail)
-    monkeypatch.setattr(search, "plan_concurrency", lambda runs, _: (1, runs))
-    config, trials = base(tmp_path), [Trial("t001", {}, None)]
-    sweep = started(config)
+    config = base(tmp_path)
+    sweep, folder = search.Sweep(config, config, Space({"optimizer.lr": (1, 2)})), started(config)
     with pytest.raises(TrainingError, match="Ray Tune failed"):
-        search._search(search.Sweep(config, config, None), trials, {"t001": config}, IDENTITY, sweep, Silent())
-    assert sweep.read_json("sweep.json")["status"] == "failed" and (sweep.path / "report.html").exists()
+        search._search(sweep, plan_for(folder.path), 1, IDENTITY, folder, Reporter())
+    assert folder.read_json("sweep.json")["status"] == "failed" and (folder.path / "report.html").exists()
 
 
 def test_named_sweep_with_other_settings_is_refused_with_differences(tmp_path):
@@ -63,7 +203,6 @@ def test_named_sweep_with_other_settings_is_refused_with_differences(tmp_path):
         (changed, IDENTITY, r"optimizer.lr: 0.002 -> 0.5"),
         (base(tmp_path, name="mine", resume="never"), IDENTITY, r"choose another --run\.name"),
         (base(tmp_path, name="other", resume="must"), IDENTITY, "no sweep at"),
-        (base("s3://bucket/runs"), IDENTITY, "a sweep needs a folder that all nodes share"),
     ):
         with pytest.raises(UsageError, match=message):
             resolve_sweep_dir(other, identity)
@@ -87,22 +226,11 @@ def test_unrelated_folder_is_not_changed(tmp_path):
         resolve_sweep_dir(base(tmp_path, name="mine"), IDENTITY)
 
 
-def test_finished_rows_are_kept_if_settings_match(tmp_path):
-    sweep = started(base(tmp_path))
-    statuses = ["finished", "out_of_memory", "failed", "stopped", "infeasible"]
-    rows = [{"trial": f"t{n}", "status": status, "settings": {"batch.micro": n}} for n, status in enumerate(statuses)]
-    sweep.write_rows(rows[::-1])
-    assert [json.loads(line) for line in (sweep.path / "trials.jsonl").read_text().splitlines()] == rows
-    trials = [Trial(row["trial"], row["settings"], None) for row in rows]
-    assert list(sweep.reusable_rows(trials)) == ["t0", "t1"]
-    assert list(sweep.reusable_rows([Trial("t0", {"batch.micro": 99}, None), *trials[1:]])) == ["t1"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_second_ctrl_c_exits_without_interpreter_shutdown(number):
-    state = SweepState(None, {}, {}, Silent())
+def test_second_ctrl_c_exits_without_interpreter_shutdown(number, begin):
+    state = begin()
     with signal_handlers(state.on_signal):
         signal.raise_signal(number)
-        assert state.stop.is_set()
+        assert state.is_stopped() and (state.folder.path / STOP_FILE).read_text() == "stopped"
         with pytest.raises(ForceExit):
             signal.raise_signal(number)

@@ -1,6 +1,8 @@
 """From recipe and space to trials and back to a recipe; the number of concurrent trials."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -11,18 +13,24 @@ from mmray.cluster.placement import ROLE_LABEL, parse_launcher_config
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Cluster, Config, recipes
 from mmray.config.search_space import Space, parse_space
+from mmray.engine.optimizer import lr_at
 from mmray.errors import ResourceError, UsageError
-from mmray.tune.search import Sweep, mark_infeasible, plan_concurrency, resolve_trials
+from mmray.tune.search import Sweep, check_corners, plan_concurrency, train_rungs, tune_space
 from mmray.tune.trials import (
     DEFAULT_STEPS,
-    Trial,
-    build_trials,
+    EVAL_ROWS,
+    build_plan,
+    build_trial,
     clear_length_and_derived_batch,
+    corner_trials,
+    default_axes,
+    larger_than_out_of_memory,
+    parse_values,
     restore_length,
-    samples_per_trial,
-    to_recipe,
+    rungs_of,
+    starting_points,
     trial_concurrency,
-    trial_config,
+    warmup_warning,
 )
 from tests.train import runs
 
@@ -37,7 +45,15 @@ GPU_WORKERS = Demand(2, {"CPU": 1.0, "GPU": 1.0}, data_cpus=3)
 
 
 def trials(*given, base=SAMPLE):
-    return build_trials(base, parse_space(given, None))
+    return corner_trials(base, parse_space(given, None))
+
+
+def plan_of(*given, goal="loss", base=SAMPLE, num_rows=3000, settings=None):
+    """The plan of a sweep; `settings` has the length of a trial."""
+    space = parse_space(given, None)
+    corners = corner_trials(base, space)
+    length = clear_length_and_derived_batch(base, []) if settings is None else settings
+    return build_plan(length, base, space, goal, corners, num_rows, {}, FOLDER)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +79,12 @@ def test_impossible_batch_arithmetic_makes_only_its_trial_infeasible():
         trials("batch.micro=128,256")
 
 
+def test_micro_batch_follows_a_searched_global_batch():
+    small, large = trials("batch.global=32,256", base=SAMPLE.replace(batch=SAMPLE.batch.replace(micro=64)))
+    assert (small.shape.micro, small.shape.accumulation) == (16, 1)
+    assert (large.shape.micro, large.shape.accumulation) == (64, 2)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -76,48 +98,167 @@ def test_value_invalid_in_all_trials_is_a_usage_error(given, message):
         trials(given, "optimizer.lr=1e-4,3e-4")
 
 
-def test_global_batch_above_the_rows_of_the_set_makes_only_its_trial_infeasible(tmp_path):
+def test_global_batch_above_the_rows_of_the_set_makes_only_its_trial_infeasible(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmray.tune.search.check_capacity", lambda config: None)
     base = runs.config(runs.make_data(tmp_path / "set"), tmp_path, "sweep")  # 50 rows
-    sweep, both = Sweep(base, base, Space({})), trials("batch.global=32,64", base=base)
-    checked, feasible, num_rows = resolve_trials(both, sweep, runs.Silent())
-    assert (list(feasible), num_rows, checked[0]) == (["t001"], 50, both[0])
-    assert "64 rows per step are more than the 50 rows" in checked[1].infeasible
+    both = trials("batch.global=32,64", base=base)
+    feasible, sets, num_rows = check_corners(both, "loss", runs.Silent())
+    assert ([trial.settings for trial in feasible], num_rows) == ([{"batch.global": 32}], 50)
+    assert [each["train"] for each in sets.values()] == [str(tmp_path / "set")]
     with pytest.raises(UsageError, match="64 rows per step are more than the 50 rows"):
-        resolve_trials(both[1:], sweep, runs.Silent())
+        check_corners(both[1:], "loss", runs.Silent())
 
 
 def test_all_trials_train_on_the_same_number_of_samples():
     base = clear_length_and_derived_batch(SAMPLE, ["batch.micro", "batch.accumulation"])
-    result = trials("batch.micro=16,64", "batch.accumulation=1,2", base=base)  # global 32, 64, 128, 256
+    axes = ("batch.micro=16,64", "batch.accumulation=1,2")  # global 32, 64, 128, 256
     lengths = [({}, DEFAULT_STEPS * 256), ({"steps": 6}, 6 * 256), ({"samples": 1000}, 1000), ({"epochs": 2}, 6000)]
     for length, samples in lengths:
-        assert samples_per_trial(base.replace(train=base.train.replace(**length)), result, 3000) == samples
-    runs = [trial_config(trial, 6 * 256, 10_000, FOLDER, "throughput") for trial in result]
-    assert {run.train.samples for run in runs} == {6 * 256} and {run.train.steps for run in runs} == {None}
-    assert [run.train.log_every for run in runs] == [4, 2, 1, 1]  # 48, 24, 12, 6 steps: about ten log lines each
-    assert (runs[0].run.storage, runs[0].run.name) == ("/sweeps/one/trials", "t001")
-    assert runs[0].cluster.max_failures == 0 and runs[0].evaluate.limit == 512
-    assert trial_config(result[0], 100, 1000, FOLDER, "recall").evaluate.limit is None
+        settings = base.replace(train=base.train.replace(**length))
+        assert plan_of(*axes, goal="throughput", base=base, settings=settings).rungs == (samples,)
+    plan = plan_of(*axes, goal="throughput", base=base, settings=base.replace(train=base.train.replace(steps=6)))
+    result = [
+        plan.config(replace(trial, name=f"t{number}"), 6 * 256) for number, trial in enumerate(trials(*axes, base=base))
+    ]
+    assert {run.train.samples for run in result} == {6 * 256} and {run.train.steps for run in result} == {None}
+    assert [run.train.log_every for run in result] == [4, 2, 1, 1]  # 48, 24, 12, 6 steps: about ten log lines each
+    assert (result[0].run.storage, result[0].run.name) == ("/sweeps/one/trials", "t0")
+    assert result[0].cluster.max_failures == 0 and result[0].evaluate.limit == EVAL_ROWS
+    assert result[0].optimizer == base.optimizer
+
+
+def test_learning_trials_have_rungs_and_warmup_in_samples_and_a_constant_rate():
+    """The recipe: 350 steps of 128 rows, 30 of them warm-up. A rung has at least two warm-ups."""
+    plan = plan_of("batch.global=64,128,512")
+    assert plan.rungs == (350 * 128 // 4, 350 * 128) and plan.rungs[0] >= 2 * 30 * 128 > plan.rungs[0] // 4
+    for rows, steps in ((64, 60), (128, 30), (512, 8)):
+        trial = plan.trial("t001", {"batch.global": rows})
+        config = plan.config(trial, plan.rungs[0])
+        assert (config.optimizer.warmup_steps, config.optimizer.schedule) == (steps, "constant")
+        assert config.evaluate.loss_batch == 128  # so that losses of different global batches are comparable
+        assert (config.train.samples, config.evaluate.every * rows >= plan.rungs[0]) == (plan.rungs[0], True)
+        assert config.evaluate.limit == SAMPLE.evaluate.limit
+    searched = plan.trial("t001", {"batch.global": 64, "optimizer.warmup_steps": 10})
+    assert plan.config(searched, plan.rungs[0]).optimizer.warmup_steps == 20
+
+
+def test_rate_decays_only_after_the_last_rung():
+    plan = plan_of("batch.global=64,128")
+    trial = plan.trial("t001", {"batch.global": 128})
+    full = plan.config(trial, plan.rungs[-1])
+    cooled = plan.config(trial, plan.cooldown_samples(trial), cooldown=True)
+    steps, total = (-(-config.train.samples // 128) for config in (full, cooled))
+    rates = [
+        [lr_at(step, config.optimizer, last) for step in range(steps)]
+        for config, last in ((full, steps), (cooled, total))
+    ]
+    assert rates[0] == pytest.approx(rates[1])
+    assert lr_at(steps + 2, cooled.optimizer, total) < full.optimizer.lr and total < 1.26 * steps
+
+
+@pytest.mark.parametrize(
+    ("samples", "shortest", "rungs"),
+    [(1600, 100, (100, 400, 1600)), (1600, 101, (400, 1600)), (1600, 1, (100, 400, 1600)), (1600, 401, (1600,))],
+)
+def test_each_rung_has_four_times_the_samples(samples, shortest, rungs):
+    assert rungs_of(samples, shortest) == rungs
+
+
+def test_trials_without_a_rung_after_the_warmup_are_reported():
+    assert warmup_warning(plan_of("batch.global=64,128")) is None
+    long = clear_length_and_derived_batch(SAMPLE, [])
+    short = plan_of("batch.global=64,128", settings=long.replace(train=long.train.replace(samples=3000)))
+    assert "trials end during warm-up (3,000 of 3,840 samples)" in warmup_warning(short)
+    single = plan_of("batch.global=64,128", settings=long.replace(train=long.train.replace(samples=20_000)))
+    assert single.rungs == (20_000,) and "no trial ends early" in warmup_warning(single)
+
+
+def test_starting_points_scale_the_rate_with_the_global_batch():
+    space = parse_space(["optimizer.lr=loguniform(1e-5,1e-1)", "batch.global=32,128,512"], 24)
+    points = starting_points(SAMPLE, parse_values(SAMPLE, space))
+    assert points[0] == {"optimizer.lr": 1e-3, "batch.global": 128}
+    rates = {(point["batch.global"], point["optimizer.lr"]) for point in points[1:]}
+    assert rates == {(512, 2e-3), (32, 5e-4), (512, 4e-3), (32, 2.5e-4)}
+    assert starting_points(SAMPLE, parse_space(["batch.global=32,128"])) == []  # a grid has them all
+    narrow = parse_space(["optimizer.lr=loguniform(2e-3,1e-1)"], 24)
+    assert starting_points(SAMPLE, narrow) == []  # the recipe's own rate is outside
+    few = parse_space(["optimizer.lr=loguniform(1e-5,1e-1)", "batch.global=32,128,512"], 4)
+    assert len(starting_points(SAMPLE, parse_values(SAMPLE, few))) == 2
+
+
+def test_space_of_ray_tune_is_a_grid_or_sampled():
+    assert tune_space(SAMPLE, parse_space(["batch.micro=8,16"])) == {"batch.micro": {"grid_search": ["8", "16"]}}
+    sampled = tune_space(SAMPLE, parse_space(["batch.global=uniform(8,16)", "optimizer.lr=loguniform(1e-4,1e-2)"]))
+    assert all(isinstance(sampled["batch.global"].sample(), int) for _ in range(5))
+    assert 1e-4 <= sampled["optimizer.lr"].sample() <= 1e-2
+    assert default_axes(SAMPLE, "loss") == {"optimizer.lr": "loguniform(0.0001,0.01)"}
+    assert default_axes(SAMPLE, "throughput") == {}
+
+
+def test_trial_as_large_as_one_that_ran_out_of_memory_does_not_start():
+    def oom(micro, **settings):
+        return {"trial": "t001", "status": "out_of_memory", "micro": micro, "workers": 2, "settings": settings}
+
+    base = SAMPLE.replace(batch=SAMPLE.batch.replace(micro=32))
+    trial = build_trial(base, "t002", {"optimizer.lr": 1e-3})
+    assert "t001 ran out of memory with micro-batches of 32" in larger_than_out_of_memory(trial, [oom(32)])
+    assert larger_than_out_of_memory(trial, [oom(16, **{"optimizer.lr": 1.0, "batch.micro": 16})])
+    assert larger_than_out_of_memory(trial, [oom(64)]) is None
+    assert larger_than_out_of_memory(trial, [oom(32, **{"train.precision": "fp32"})]) is None
+    assert larger_than_out_of_memory(trial, [oom(32) | {"status": "failed"}]) is None
 
 
 def test_trial_of_elastic_recipe_has_fixed_workers():
     elastic = SAMPLE.with_cluster(workers="1-4")
-    trial = trials("batch.micro=16", base=elastic)[0]
-    run = trial_config(trial, 1000, 10_000, FOLDER, "throughput")
+    plan = plan_of("batch.micro=16", goal="throughput", base=elastic)
+    trial = plan.trial("t001", {"batch.micro": 16})
+    run = plan.config(trial, 1000)
     assert (run.cluster.min_workers, run.cluster.max_workers, trial.shape.workers) == (4, 4, 4)
-    assert to_recipe(trial).cluster == elastic.cluster
+    assert plan.recipe(trial).cluster == elastic.cluster
 
 
 def test_best_recipe_keeps_the_original_length():
     typed = clear_length_and_derived_batch(SAMPLE, ["batch.accumulation"])
     base = restore_length(typed.replace(train=typed.train.replace(steps=6)), SAMPLE)
     assert base.train == SAMPLE.train
-    trial = trials("batch.micro=16", "batch.accumulation=2", "optimizer.lr=1e-4", base=base)[0]
-    best = to_recipe(trial)
+    axes = ("batch.micro=16", "batch.accumulation=2", "optimizer.lr=1e-4")
+    settings = {"batch.micro": 16, "batch.accumulation": 2, "optimizer.lr": 1e-4}
+    plan = plan_of(*axes, goal="throughput", base=base)
+    best = plan.recipe(plan.trial("t001", settings))
     assert (best.batch.micro, best.batch.global_, best.batch.accumulation) == (16, 64, None)
     assert (best.train.steps, best.optimizer.lr, best.run.name) == (SAMPLE.train.steps, 1e-4, None)
     assert best.data == SAMPLE.data and best.evaluate == SAMPLE.evaluate and best.cluster == SAMPLE.cluster
+    assert best.optimizer.schedule == SAMPLE.optimizer.schedule
     assert Config.model_validate(best.model_dump(mode="json", by_alias=True)) == best
+    learned = plan_of("batch.global=64,128")
+    recipe = learned.recipe(learned.trial("t001", {"batch.global": 64}))
+    assert (recipe.optimizer.schedule, recipe.optimizer.warmup_steps) == ("cooldown", 60)  # as it was searched
+
+
+class Ended(NamedTuple):
+    path: Path
+    result: dict[str, str]
+
+
+def test_trial_trains_from_rung_to_rung_and_skips_those_that_are_done(tmp_path, monkeypatch):
+    trained, reported, statuses = [], [], iter(["finished", "finished", "stopped"])
+
+    def train(config, reporter, should_stop):
+        trained.append((config.train.samples, should_stop()))
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "rows_stop": 1, "evaluate/loss": {len(trained)}}}\n')
+        return Ended(tmp_path, {"status": next(statuses)})
+
+    monkeypatch.setattr("mmray.tune.search.train", train)
+    monkeypatch.setattr("mmray.tune.search.check_capacity", lambda config: None)
+    plan = replace(plan_of("batch.global=64,128"), folder=tmp_path, rungs=(100, 400, 1600))
+    trial = plan.trial("t001", {"batch.global": 64})
+    assert train_rungs(trial, plan, 1, 3, reported.append).status == "finished"
+    assert reported == [{"samples": 400, "value": 1}, {"samples": 1600, "value": 2}]
+    assert train_rungs(trial, plan, 0, 1, reported.append).status == "stopped"
+    assert train_rungs(trial, plan, 1, 1, reported.append).status == "paused"
+    assert trained == [(400, False), (1600, False), (100, False)] and len(reported) == 2
+    (tmp_path / "stop").touch()
+    assert train_rungs(trial, plan, 0, 3, reported.append).status == "stopped" and len(trained) == 3
 
 
 def nodes(count, group=None, role=None, **resources):
@@ -160,21 +301,28 @@ def place_nodes(monkeypatch):
 
 
 def test_head_with_empty_pools_is_not_a_single_machine(place_nodes):
-    runs = {f"t{number:03}": Config(cluster=Cluster(workers=1)) for number in range(1, 7)}
+    configs = [Config(cluster=Cluster(workers=1))]
+    sweep = Sweep(SAMPLE, SAMPLE, Space({}, num_samples=6))
     place_nodes([HEAD], POOLS)
-    at_once, sized = plan_concurrency(runs, None)
-    assert at_once == 4
-    assert {config.data.workers for config in sized.values()} == {15}  # one CPU for the controller
+    assert plan_concurrency(configs, sweep) == (4, 31)
     place_nodes(CPUS_16)
-    assert (plan_concurrency(runs, None)[0], plan_concurrency(runs, 3)[0]) == (1, 3)
+    assert [plan_concurrency(configs, replace(sweep, concurrency=limit))[0] for limit in (None, 3)] == [1, 3]
 
 
-def test_trial_with_too_few_gpus_is_infeasible_and_others_run(place_nodes):
+def test_drivers_of_trials_fit_the_memory_of_the_head(place_nodes):
+    sweep = Sweep(SAMPLE, SAMPLE, Space({}, num_samples=6))
+    place_nodes([replace(HEAD, resources=HEAD.resources | {"memory": 2.5 * 2**30})], POOLS)
+    assert plan_concurrency([Config(cluster=Cluster(workers=1))], sweep)[0] == 2
+
+
+def test_trial_with_too_few_gpus_is_infeasible_and_others_run(place_nodes, tmp_path):
     place_nodes([Node({"CPU": 16.0, "GPU": 2.0})])
-    sizes = {"t001": 1, "t002": 2, "t003": 4, "t004": "1-4"}
-    trials = [Trial(name, {}, Config(cluster=Cluster(workers=size))) for name, size in sizes.items()]
-    checked = mark_infeasible(trials)
-    assert [trial.infeasible is None for trial in checked] == [True, True, False, False]
-    assert "4 training workers of 1 CPU and 1 GPU each" in checked[2].infeasible
+    base = runs.config(runs.make_data(tmp_path / "set"), tmp_path, "sweep")
+    corners = trials("cluster.workers=1,2,4,1-4", base=base)
+    feasible, _, _ = check_corners(corners, "throughput", runs.Silent())
+    assert [trial.config.cluster.max_workers for trial in feasible] == [1, 2]
+    plan = replace(plan_of("cluster.workers=1,2", goal="throughput", base=base), folder=tmp_path)
+    outcome = train_rungs(corners[2], plan, 0, 1, lambda result: None)
+    assert outcome.status == "infeasible" and "4 training workers of 1 CPU and 1 GPU each" in outcome.error
     with pytest.raises(ResourceError, match=r"--cluster.workers 2 would fit"):
-        mark_infeasible(trials[2:])
+        check_corners(corners[2:], "throughput", runs.Silent())
