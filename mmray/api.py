@@ -164,10 +164,10 @@ def tune(
     require_positive(command, "samples", "concurrency")
     base = trials.restore_length(settings, base)
     if goal == "throughput":
-        axes = build_space(space, samples, base.train.seed) if space else None
+        axes = None if not space else build_space(space, samples, base.train.seed)
         return SweepRecord.read(run_probe(base, axes, Terminal()))
-    axes = trials.default_axes(base, goal) if space is None else space
-    folder, _ = run_sweep(command, base, build_space(axes, samples, base.train.seed), Terminal())
+    given = trials.default_axes(base, goal) if space is None else space
+    folder, _ = run_sweep(command, base, build_space(given, samples, base.train.seed), Terminal())
     return SweepRecord.read(folder)
 
 

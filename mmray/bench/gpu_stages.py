@@ -310,6 +310,6 @@ def run_stage(name: str, device: torch.device, write: Callable[[list[dict[str, A
 
 def describe_error(error: BaseException) -> str:
     """Type, first line, and the innermost line of mmray in the traceback."""
-    frames = [frame for frame in extract_tb(error.__traceback__) if "mmray" in Path(frame.filename).parts]
+    frames = [frame for frame in extract_tb(error.__traceback__)[1:] if "mmray" in Path(frame.filename).parts]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {first_line(error)}{place}"

@@ -128,13 +128,13 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     if print_config:
         print(to_yaml(base), end="")
         return 0
+    given = (*command.space, *listed)
     if command.goal == "throughput":
-        given = (*command.space, *listed)
-        run_probe(base, search_space.parse_space(given, command.samples, base.train.seed) if given else None, terminal)
+        space = search_space.parse_space(given, command.samples, base.train.seed) if given else None
+        run_probe(base, space, terminal)
         return 0
-    given = (*command.space, *listed) or [
-        f"{key}={text}" for key, text in trials.default_axes(base, command.goal).items()
-    ]
+    default_axes = trials.default_axes(base, command.goal).items()
+    given = given or tuple(f"{key}={text}" for key, text in default_axes)
     space = search_space.parse_space(given, command.samples, base.train.seed)
     return run_sweep(command, base, space, terminal)[1]
 

@@ -58,10 +58,10 @@ def rung_value(lines: Sequence[Row], goal: str) -> float | str:
         value = aggregate_metrics(lines)[GOALS[goal].metric]
         return f"no {GOALS[goal].title} was measured" if value is None else value
     name = eval_metric(goal)
-    value = next((line[name] for line in reversed(lines) if name in line), "missing")
-    if value == "missing":
+    values = [line[name] for line in lines if name in line]
+    if not values:
         return f"{name} was not measured; use another --goal for this objective"
-    return value if value is not None and math.isfinite(value) else f"{name} is not finite"
+    return values[-1] if values[-1] is not None and math.isfinite(values[-1]) else f"{name} is not finite"
 
 
 def build_row(
@@ -94,7 +94,7 @@ def build_row(
             advice = f"the run continued with {actual_micro}: search {actual_micro} or use `auto`"
             row |= {"status": "out_of_memory", "error": f"out of memory at micro-batch {shape.micro}; {advice}"}
     scores = (result or {}).get("scores") or {}
-    recalls = [scores.get(f"recall_at_1/{direction}") for direction in DIRECTIONS]
+    recalls: list[Any] = [scores.get(f"recall_at_1/{direction}") for direction in DIRECTIONS]
     if None not in recalls:
         row["recall_at_1"] = sum(recalls) / 2
     if rungs and goal in LEARNING_GOALS:
@@ -157,7 +157,8 @@ def select_best(rows: list[Row], goal: str) -> Row | None:
     """
     metric, _, maximize = GOALS[goal]
     learning = goal in LEARNING_GOALS
-    target = set_time_to_quality(rows) if goal == "time-to-quality" else None
+    if goal == "time-to-quality":
+        set_time_to_quality(rows)
     measured = [row for row in rows if row["status"] == "finished" and row[metric] is not None]
     if learning and not measured:  # the budget ended before the last rung
         reached = [row for row in rows if row["rungs"] and row[metric] is not None]
@@ -178,23 +179,25 @@ def select_best(rows: list[Row], goal: str) -> Row | None:
         top_value = _FORMATS[metric].format(leader[metric])
         why = f"{value}, within {TOLERANCE:.0%} of the {order} ({top_value} of {leader['trial']}), and {reason}."
     if learning:
-        why += _against_recipe(best, rows, goal, target)
+        why += _against_recipe(best, rows, goal)
     why += _close_rival(best, measured) if goal == "throughput" and best["samples_per_s_min"] else ""
     return {"best": best["trial"], "per_global": {size: row["trial"] for size, row in per_global.items()}, "why": why}
 
 
-def set_time_to_quality(rows: list[Row]) -> float | None:
-    """Set `quality_s`, the seconds of training to the target, of all rows that reached it; return the target.
+def set_time_to_quality(rows: list[Row]) -> None:
+    """Set `quality_s`, the seconds of training to the target, of all rows that reached it.
 
     The target is the last loss of the recipe's own settings, or else the highest loss of a finished trial.
     """
     measured = [row for row in rows if row["eval_loss"] is not None]
     own = [row["eval_loss"] for row in measured if row["trial"] == RECIPE_TRIAL]
-    target = max(own or [row["eval_loss"] for row in measured if row["status"] == "finished"], default=None)
-    for row in rows if target is not None else ():
+    finished = [row["eval_loss"] for row in measured if row["status"] == "finished"]
+    if not own and not finished:
+        return
+    target: float = max(own or finished)
+    for row in rows:
         samples = samples_to(row["curve"], target)
         row["quality_s"] = samples / row["samples_per_s"] if samples is not None and row["samples_per_s"] else None
-    return target
 
 
 def samples_to(curve: Sequence[Sequence[float]], target: float, maximize: bool = False) -> float | None:
@@ -208,7 +211,7 @@ def samples_to(curve: Sequence[Sequence[float]], target: float, maximize: bool =
     return None
 
 
-def _against_recipe(best: Row, rows: list[Row], goal: str, target: float | None) -> str:
+def _against_recipe(best: Row, rows: list[Row], goal: str) -> str:
     """Compare the best trial with the recipe's own settings, and name what the comparison does not show."""
     metric, _, maximize = GOALS["loss" if goal == "time-to-quality" else goal]
     own = next((row for row in rows if row["trial"] == RECIPE_TRIAL and row["rungs"]), None)

@@ -17,8 +17,7 @@ from mmray.storage.paths import AnyPath
 from mmray.train.coordinator import Coordinator
 from mmray.train.local import WorkerFailed
 from mmray.train.monitor import RunReporter
-from mmray.train.ray_backend import RayBackend, is_worker_lost, run_in_thread, start_timeout_error
-from mmray.train.resources import torch_trainer
+from mmray.train.ray_backend import RayBackend, is_worker_lost, run_in_thread, start_timeout_error, torch_trainer
 from mmray.tune.shape import Measurements, ShapeTask
 
 

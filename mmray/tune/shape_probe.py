@@ -75,7 +75,9 @@ def candidate_workers(config: Config, world: int, device: str) -> tuple[int, ...
     """Return the numbers of workers to predict: of an elastic range 1, 2, 4, ...; `world` workers measure."""
     low, high = config.cluster.min_workers, config.cluster.max_workers
     threads_depend = device == "cpu" and config.cluster.cpus_per_worker == "auto"
-    if config.train.parallel == "fsdp" or threads_depend:  # a step of fewer workers differs in more than communication
+    if (
+        config.train.parallel in ("fsdp", "hsdp") or threads_depend
+    ):  # a step of fewer workers differs in more than communication
         return tuple(sorted({world, high}))
     return tuple(
         sorted({world, high, *(1 << shift for shift in range(high.bit_length()) if low <= 1 << shift <= high)})

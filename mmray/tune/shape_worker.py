@@ -24,10 +24,11 @@ from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.oom import RecoverableOom
 from mmray.engine.optimizer import build_optimizer, set_lr
 from mmray.engine.parallel import strategy
+from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.prefetch import LocalBatch, make_local_batch
 from mmray.engine.run_state import TrainState
-from mmray.engine.step import optimizer_step
+from mmray.engine.step import optimizer_step, zero_gradients
 from mmray.errors import OutOfMemoryError, UsageError, first_line, is_out_of_memory
 from mmray.machine import free_memory
 from mmray.models.build import build
@@ -53,7 +54,7 @@ MIN_STEPS, MAX_STEPS, WINDOW_S = 3, 20, 0.6  # timed steps of a visit
 MAX_PAIRS_S = 60.0  # the rounds of a global batch end after about this time
 ALL_REDUCES = 5
 LABEL_TOKENS = 4  # of a synthetic label name
-Report = Callable[[dict[str, Any]], Any]  # of rank 0: {status} or {trying: rows of a micro-batch}
+Report = Callable[[dict[str, Any]], Any]  # of rank 0: status, note, trying (rows of a micro-batch)
 
 
 def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurements:
@@ -62,13 +63,12 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
     Raises OutOfMemoryError if this rank runs out of memory where the others wait for it.
     """
     config, device = task.config, group.device
-    torch.set_num_threads(max(1, int(config.cluster.num_cpus)))
+    torch.set_num_threads(config.cluster.num_threads)
     if device.type == "cpu":
         keep_freed_memory()
     precision.seed_everything(config.train.seed, config.train.deterministic)
-    config = config.replace(
-        train=config.train.replace(precision=precision.common_precision(config.train.precision, group))
-    )
+    config = config.replace(train=resolve_auto(config.train, group))
+    configure_torch(config.train, device)
     report({"status": "building the model"})
     model = build_model(config, group, report)
     stepper = Stepper.create(config, model, group)
@@ -78,7 +78,8 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
     found.reason = task.reason
 
     def measure(micro: int, accumulation: int) -> Sample | str:
-        report({"status": f"{micro} rows per micro-batch" + " x 3" * (accumulation > 1), "trying": micro})
+        first = accumulation == 1 and not found.samples
+        report({"trying": micro} | ({"status": f"micro-batches of {micro}"} if first else {}))
         return stepper.measure(micro * accumulation, micro)
 
     sizes = micro_sizes(task.global_rows, [world for world in task.workers if world <= group.world_size])
@@ -111,9 +112,9 @@ def build_model(config: Config, group: Group, report: Report) -> nn.Module:
         ids = lambda names: (np.ones((len(names), LABEL_TOKENS), int), [LABEL_TOKENS] * len(names))  # noqa: E731
         label_texts.tokenize(SimpleNamespace(encode=ids))
     model = apply_transforms(model, config.train, config.optimizer, group.device)
-    if config.train.parallel == "fsdp":
-        dtype = precision.DTYPES[config.train.precision]
-        model = strategy.wrap_model(model, group, "fsdp", shard_dtype=dtype)
+    if config.train.parallel in strategy.SHARDED:
+        dtype, sync_once = precision.DTYPES[config.train.precision], config.train.fsdp_sync == "step"
+        model = strategy.wrap_model(model, group, config.train.parallel, shard_dtype=dtype, sync_once=sync_once)
     return model.train()
 
 
@@ -186,9 +187,7 @@ class Stepper:
                 raise OutOfMemoryError(f"out of memory with micro-batches of {micro} rows: {error}") from raised
         if error:  # outside `except`: the traceback would keep the step's tensors alive
             batch = reserved = None
-            state.optimizer.zero_grad(set_to_none=True)
-            model = strategy.rewrap(state.model, self.group, self.config.train.grad_compression)
-            self.state = replace(self.state, model=model)
+            zero_gradients(state)
         outcomes = self.group.all_gather_objects(error or took_s)
         if reasons := [f"{outcome} (rank {rank})" for rank, outcome in enumerate(outcomes) if isinstance(outcome, str)]:
             return reasons[0]
@@ -240,10 +239,11 @@ def _measure_pairs(
     """Measure shapes of one global batch in alternating order, with communication, until one does not fit."""
     rows, pairs = ceil(global_rows / stepper.group.world_size), list[dict[int, float]]()
     peaks = found.peak_gib.setdefault(global_rows, {})
+    report({"status": f"global batch of {global_rows} in micro-batches of {' and '.join(map(str, micros))}"})
     while len(pairs) < ROUNDS and sum(sum(pair.values()) for pair in pairs) < MAX_PAIRS_S / (1 + MIN_STEPS):
         pair: dict[int, float] = {}
         for micro in micros if len(pairs) % 2 == 0 else reversed(micros):
-            report({"status": f"global batch {global_rows}, micro-batch {micro}", "trying": micro})
+            report({"trying": micro})
             sample = stepper.measure(rows, micro)
             if isinstance(sample, str):
                 found.failed[global_rows] = micro, sample

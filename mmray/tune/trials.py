@@ -114,9 +114,8 @@ def starting_points(base: Config, space: Space) -> list[dict[str, Any]]:
     points = [own]
     lr_range, sizes = space.axes.get("optimizer.lr"), space.axes.get("batch.global")
     if isinstance(lr_range, Range) and sizes is not None and (size := own["batch.global"]):
-        candidates = sizes
-        if isinstance(sizes, Range):
-            candidates = [round(each) for each in (sizes.low, math.sqrt(sizes.low * sizes.high), sizes.high)]
+        ends = (sizes.low, math.sqrt(sizes.low * sizes.high), sizes.high) if isinstance(sizes, Range) else ()
+        candidates = [round(each) for each in ends] if isinstance(sizes, Range) else list(sizes)
         for exponent in (0.5, 1.0):
             for other in sorted(candidates, key=lambda each: abs(math.log(each / size))):
                 lr = own["optimizer.lr"] * (other / size) ** exponent
@@ -158,7 +157,7 @@ def samples_per_trial(
 
 def rungs_of(samples: int, shortest: int) -> tuple[int, ...]:
     """Return the samples after which trials are compared: `samples`, and parts of it of at least `shortest`."""
-    rungs = (samples,)
+    rungs: tuple[int, ...] = (samples,)
     while len(rungs) < MAX_RUNGS and rungs[0] // REDUCTION >= shortest:
         rungs = (rungs[0] // REDUCTION, *rungs)
     return rungs

@@ -82,7 +82,7 @@ def test_failed_case_is_a_line_and_late_cases_are_skipped(monkeypatch: pytest.Mo
     run_stage("gaps", CPU, lambda rows: written.append(list(rows)), end_s=10.0)
     assert [len(rows) for rows in written] == [1, 3, 4]
     bad, one, two, late = written[-1]
-    assert bad == {"case": "bad", "error": "RuntimeError: no kernel image", "seconds": 0.0}
+    assert (bad["case"], bad["seconds"]) == ("bad", 0.0) and bad["error"].startswith("RuntimeError: no kernel image")
     assert (one["value"], one["seconds"], two) == (1, 11.0, {"case": "two", "value": 2})
     assert late == {"case": "late", "skipped": "time limit of the stage"}
 
