@@ -75,7 +75,10 @@ def spec_of(
 
     `options` are fields of TrainSpec, `settings` those of `train`.
     """
-    train = config.Train(**{"precision": "fp32", "log_every": 2, "checkpoint_every": 0} | settings)
+    train = config.Train(
+        **{"precision": "fp32", "compile": "none", "channels_last": False, "log_every": 2, "checkpoint_every": 0}
+        | settings
+    )
     torch.manual_seed(3)
     model = build(MODELS[kind][0], VOCAB).train()
     model = apply_transforms(model.double() if double else model, train, OPTIMIZER, device)

@@ -28,7 +28,7 @@ from mmray.models.fusion import LabelTexts
 from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row
 
-SETTINGS = SimpleNamespace(batch=4, limit=None, classes=(), prompts=("{}",), language=None)
+SETTINGS = SimpleNamespace(batch=4, limit=None, classes=(), prompts=("{}",), language=None, loss_batch=None)
 INPUTS = Inputs(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16)
 NUM_ROWS = 23
 

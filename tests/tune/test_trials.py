@@ -176,11 +176,11 @@ def test_trials_without_a_rung_after_the_warmup_are_reported():
 def test_starting_points_scale_the_rate_with_the_global_batch():
     space = parse_space(["optimizer.lr=loguniform(1e-5,1e-1)", "batch.global=32,128,512"], 24)
     points = starting_points(SAMPLE, parse_values(SAMPLE, space))
-    assert points[0] == {"optimizer.lr": 1e-3, "batch.global": 128}
+    assert points[0] == {"optimizer.lr": 2e-3, "batch.global": 128}
     rates = {(point["batch.global"], point["optimizer.lr"]) for point in points[1:]}
-    assert rates == {(512, 2e-3), (32, 5e-4), (512, 4e-3), (32, 2.5e-4)}
+    assert rates == {(512, 4e-3), (32, 1e-3), (512, 8e-3), (32, 5e-4)}
     assert starting_points(SAMPLE, parse_space(["batch.global=32,128"])) == []  # a grid has them all
-    narrow = parse_space(["optimizer.lr=loguniform(2e-3,1e-1)"], 24)
+    narrow = parse_space(["optimizer.lr=loguniform(5e-3,1e-1)"], 24)
     assert starting_points(SAMPLE, narrow) == []  # the recipe's own rate is outside
     few = parse_space(["optimizer.lr=loguniform(1e-5,1e-1)", "batch.global=32,128,512"], 4)
     assert len(starting_points(SAMPLE, parse_values(SAMPLE, few))) == 2
@@ -191,7 +191,7 @@ def test_space_of_ray_tune_is_a_grid_or_sampled():
     sampled = tune_space(SAMPLE, parse_space(["batch.global=uniform(8,16)", "optimizer.lr=loguniform(1e-4,1e-2)"]))
     assert all(isinstance(sampled["batch.global"].sample(), int) for _ in range(5))
     assert 1e-4 <= sampled["optimizer.lr"].sample() <= 1e-2
-    assert default_axes(SAMPLE, "loss") == {"optimizer.lr": "loguniform(0.0001,0.01)"}
+    assert default_axes(SAMPLE, "loss") == {"optimizer.lr": "loguniform(0.0002,0.02)"}
     assert default_axes(SAMPLE, "throughput") == {}
 
 
