@@ -98,7 +98,6 @@ def test_model_kind_is_selected_by_name(typed, verb):
         (["train", "--batch.micr", "3"], "--batch.micro"),
         (["train", "--train.steps", "3", "--train.epochs", "2"], "give one of steps, samples, epochs"),
         (["train", "--batch.global", "1", "--cluster.workers", "2"], "1 rows are fewer than 2 workers"),
-        (["tune", "sample", "--goal", "loss"], "nothing to search: give at least one --space"),
         (
             ["tune", "sample", "--goal", "loss", "--cluster.workers", "2", "--space", "batch.micro=128"],
             "64 rows per worker (batch.global 128 on 2 workers)",

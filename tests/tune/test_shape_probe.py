@@ -26,7 +26,7 @@ from mmray.engine.collectives import Group
 from mmray.errors import OutOfMemoryError, UsageError
 from mmray.models.two_tower import TwoTower
 from mmray.train.local import resolve_on_this_machine
-from mmray.tune import shape_worker
+from mmray.tune import shape_probe, shape_worker
 from mmray.tune.shape import Sample, ShapeTask, fit, predict_rows
 from mmray.tune.shape_probe import best_recipe, candidate_workers, plan_probes, probe_shapes
 from mmray.tune.shape_worker import Stepper, build_model, measure_shapes
@@ -59,7 +59,9 @@ def limited(killed: bool = False, max_rows: int = MAX_ROWS, **sections: Any) -> 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few steps, and one worker without Ray, which other tests of this process may have started."""
     monkeypatch.setattr(shape_worker, "WINDOW_S", 0.0)
+    monkeypatch.setattr(shape_probe, "needs_ray", lambda cluster: cluster.max_workers > 1)
 
 
 def at(folder: Path, base: Config) -> Config:
