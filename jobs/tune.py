@@ -2,10 +2,9 @@ r"""Search batch shapes or other settings; writes best.yaml, a recipe for jobs/t
 
     ray job submit --working-dir . -- python jobs/tune.py resnet50-bert --batch.global 512,1024 \
       --cluster.workers 4 --run.storage /shared/runs
-    ray job submit --working-dir . -- python jobs/tune.py resnet50-bert --goal loss --data.train /shared/prepared/my \
-      --run.storage /shared/runs --space optimizer.lr=3e-5,1e-4,3e-4
 
-As many trials run concurrently as fit on the cluster; `--concurrency` sets a limit.
+`--goal loss --data.train SET --budget 2h` searches the learning rate instead; `--space` names other settings. As many
+trials run concurrently as fit on the cluster; `--concurrency` sets a limit.
 """
 
 import sys

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 
 import pytest
 import torch
@@ -52,6 +53,7 @@ def rows_with_words():
 def test_example_model_trains_evaluates_and_exports(tmp_path, monkeypatch):
     (tmp_path / "my_pkg.py").write_text(EXAMPLE)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_pkg", raising=False)  # of another test
     config, _ = parse_config(own_model_flags(), "train")
     spec = config.model.model_copy(update={"inputs": runs.config("made", tmp_path, "run").model.inputs})
     state, lines, _ = run_worker(

@@ -182,9 +182,12 @@ def select_queries(ranks: Tensor) -> Tensor:
 def full_precision(device: torch.device | str) -> Iterator[None]:
     """Disable TF32, whose error of 1e-3 would change ranks, and autocast, in which an evaluation runs."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    changes = before != "highest"  # otherwise unset may become set: a global state that compiled code depends on
+    if changes:
+        torch.set_float32_matmul_precision("highest")
     try:
         with torch.autocast(torch.device(device).type, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if changes:
+            torch.set_float32_matmul_precision(before)

@@ -52,7 +52,7 @@ def train_kind(
     model = build_fn(spec, VOCAB, {}).double().train()
     for branch in model.branches().values():
         if checkpointing:
-            checkpoint_activations(branch)
+            checkpoint_activations(branch, compiles=backend is not None)
     compile_branches(model, toy.train_settings(compile=backend or "none"))
     state = toy.train_state(model, group, toy.objective(objective), parallel=parallel)
     share = ROWS // group.world_size

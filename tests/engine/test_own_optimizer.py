@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ def ranks(folder):
 def single(folder, tmp_path, monkeypatch):
     """Return the results of one process."""
     monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "my_pkg", raising=False)  # of another test
     return lambda settings, **train: optimizer_ranks.train_twice(Group(), tmp_path, settings, **train)
 
 

@@ -72,6 +72,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow  # a minute or two, as in use
 def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path) -> None:
     """One worker, in a process of this machine, for two global batches."""
     base = at(tmp_path, tiny(train=Train(steps=9), batch=Batch(micro=4, global_=16), optimizer=Optimizer(lr=0.25)))

@@ -52,7 +52,7 @@ def apply_transforms(model: nn.Module, train: Train, optimizer: Optimizer, devic
                 f"train.activation_checkpointing: the model has no branch `{name}`; it has "
                 f"{', '.join(branches) or 'none'}"
             )
-        checkpoint_activations(branches[name], selective=mode == "selective")
+        checkpoint_activations(branches[name], mode == "selective", train.compile != "none")
     return compile_branches(model, train)
 
 
@@ -72,7 +72,8 @@ def compile_branches(model: nn.Module, train: Train) -> nn.Module:
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for name, branch in _branches(model).items():
-        for block in _blocks(branch):
+        # Without layers that have no weights: for an empty graph (nn.Identity) torch skips the code that blocks share.
+        for block in [block for block in _blocks(branch) if next(block.parameters(), None) is not None]:
             block.compile(backend=train.compile, dynamic=None if name == "image" else True)
             if name == "image":
                 compiled: Any = block._compiled_call_impl
@@ -104,24 +105,25 @@ def num_compiled_graphs() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
-def checkpoint_activations(branch: nn.Module, selective: bool = False) -> None:
+def checkpoint_activations(branch: nn.Module, selective: bool = False, compiles: bool = False) -> None:
     """Save only the inputs of a branch's blocks and recompute them in backward (Chen et al. 2016).
 
     selective: also save the outputs of matrix products, convolutions and attention, which take most of the time.
+    compiles: the branch will be compiled.
 
     The recomputation draws the same dropout masks and does not update running statistics. torch.compile requires that
-    it equals the forward, so blocks with running statistics are excluded from its graphs.
+    it equals the forward, so blocks with running statistics are excluded from its graphs; so are those with dropout,
+    because inductor would draw other masks than without gradients (the first pass of GradCache).
     """
     for block in _blocks(branch):
         draws = _may_draw_random_numbers(block)
         settings: dict[str, Any] = {"preserve_rng_state": draws}
         if selective:
             settings |= HOOKS | {"context_fn": partial(create_selective_checkpoint_contexts, partial(_policy, draws))}
-        if next(block.buffers(), None) is None:
-            block.forward = partial(_recomputed, block.forward, settings)
-        else:  # partials: deepcopy (EMA) binds them to the copy
+        if has_buffers := next(block.buffers(), None) is not None:
             settings["context_fn"] = partial(_contexts, block, settings.get("context_fn", noop_context_fn))
-            block.forward = partial(torch.compiler.disable(_recomputed), block.forward, settings)
+        recomputed = torch.compiler.disable(_recomputed) if compiles and (draws or has_buffers) else _recomputed
+        block.forward = partial(recomputed, block.forward, settings)  # a partial: deepcopy (EMA) binds it to the copy
 
 
 def _recomputed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

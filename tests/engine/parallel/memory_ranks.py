@@ -26,7 +26,10 @@ DEPTH, WIDTH = 8, 1024  # a block has 12 x width^2 weights
 def config_of(depth: int, width: int) -> Config:
     inputs = Inputs(image_side=16, max_tokens=8)
     towers = {"image": ImageTower(name="convnet", width=8, depth=1), "text": TextTower(width=width, depth=depth)}
-    return Config(model=TwoTower(inputs=inputs, **towers, embed_dim=8, vocab_size=64), train=Train(parallel="fsdp"))
+    return Config(
+        model=TwoTower(inputs=inputs, **towers, embed_dim=8, vocab_size=64),
+        train=Train(parallel="fsdp", compile="none", channels_last=False),
+    )
 
 
 def main(rank: int, folder: str, scenario: str) -> None:
