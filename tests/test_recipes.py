@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from mmray.bench.step import Bench, build_bench
+from mmray.cli.args import parse_config
 from mmray.config import Batch, Config, Train, recipes, to_yaml
 from mmray.config.search_space import override_settings
+from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.errors import UsageError
 from mmray.models.build import build
@@ -59,6 +61,15 @@ def test_full_recipe_yaml_round_trip_is_equal(name, tmp_path):
 def test_short_yaml_overrides_the_named_recipe(text, expected, tmp_path):
     (tmp_path / "short.yaml").write_text(f"recipe: clip\n{text}\n")
     assert recipes.load(str(tmp_path / "short.yaml")) == override_settings(recipes.clip(), expected)
+
+
+def test_accumulation_replaces_the_automatic_micro_batch_of_a_recipe(tmp_path):
+    (tmp_path / "mine.yaml").write_text("recipe: clip\nbatch: {accumulation: 4}\n")
+    for config in (
+        recipes.load(str(tmp_path / "mine.yaml")),
+        parse_config(["clip", "--batch.accumulation", "4"], "train")[0],
+    ):
+        assert resolve_batch_shape(config.batch, 2) == BatchShape(1024, 128, 4, 2)
 
 
 def test_short_yaml_may_change_model_kind(tmp_path):

@@ -71,12 +71,14 @@ class Config(Section):
         return self.replace(model=section(kind=kind, inputs=inputs(**shared)))
 
     def without_overridden_length_and_batch(self, given: Collection[str]) -> Config:
-        """Return a copy without the length and global batch that the settings `given` override."""
+        """Return a copy without the length and the batch settings that the settings `given` override."""
         update: dict[str, Any] = {}
         if any(name in LENGTHS for name in given):
             update["train"] = self.train.replace(**dict.fromkeys(name.partition(".")[2] for name in LENGTHS))
         if {"batch.micro", "batch.accumulation"} <= set(given) and "batch.global" not in given:
             update["batch"] = self.batch.replace(global_=None)
+        elif "batch.accumulation" in given and "batch.micro" not in given and self.batch.micro == "auto":
+            update["batch"] = self.batch.replace(micro=None)  # derived from the accumulation
         return self.replace(**update)
 
 

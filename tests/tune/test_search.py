@@ -22,7 +22,7 @@ from tests.train.runs import Silent, config, lines, make_data
 
 pytestmark = pytest.mark.cluster
 OOM = "tests.tune.test_search:OutOfMemory"
-SPACE = ["optimizer.lr=1e-3,1e-6,1e-7", f"train.callbacks=[],[{OOM}]"]
+SPACE = ["optimizer.lr=1e-6,1e-3,1e-7", f"train.callbacks=[],[{OOM}]"]
 RUNGS = (64, 256)  # samples: 4 and 16 steps of 16 rows
 
 
@@ -103,7 +103,7 @@ def test_each_trial_has_a_row_with_its_end(finished):
     rows = list(rows_of(folder).values())
     good, *others = (row for row in rows if not row["settings"]["train.callbacks"])
     failed, *skipped = (row for row in rows if row["settings"]["train.callbacks"])
-    assert good["settings"]["optimizer.lr"] == 1e-3 and good["status"] == "finished"
+    assert good["settings"]["optimizer.lr"] == 1e-6 and good["status"] == "finished"
     assert sorted((row["status"], len(row["rungs"])) for row in others) == [("finished", 2), ("pruned", 1)]
     assert failed["status"] == "out_of_memory" and "CUDA out of memory" in failed["error"]
     assert [row["status"] for row in skipped] == ["infeasible", "infeasible"]
@@ -128,10 +128,10 @@ def test_sweep_folder_has_the_files_of_the_report(finished):
     _, text, folder = finished
     summary = json.loads((folder / "sweep.json").read_text())
     assert (summary["kind"], summary["status"], summary["goal"]) == ("sweep", "finished", "loss")
-    assert summary["space"] == {"optimizer.lr": [1e-3, 1e-6, 1e-7], "train.callbacks": [[], [OOM]]}
+    assert summary["space"] == {"optimizer.lr": [1e-6, 1e-3, 1e-7], "train.callbacks": [[], [OOM]]}
     assert (summary["samples_per_trial"], summary["concurrency"], summary["rungs"]) == (256, 1, list(RUNGS))
     assert summary["recommendation"]["best"] == "t001" and summary["recommendation"]["per_global"] == {"16": "t001"}
-    assert summary["recommendation"]["why"] in text and summary["environment"]["packages"]["ray"]
+    assert summary["recommendation"]["why"] in " ".join(text.split()) and summary["environment"]["packages"]["ray"]
     assert summary["gpu_hours"] > 0 and summary["saved_gpu_hours"] > 0
     assert not (folder / "ray").exists()
     page = (folder / "report.html").read_text()
@@ -143,8 +143,8 @@ def test_best_trial_ends_with_a_cooldown(finished):
     summary = json.loads((folder / "sweep.json").read_text())
     cooldown, logged = summary["recommendation"]["cooldown"], lines(folder / "trials" / "t001")
     assert cooldown["samples"] == logged[-1]["rows_stop"] > RUNGS[-1]
-    assert {line["train/lr"] for line in logged if 2 < line["step"] <= 16} == {1e-3}
-    assert logged[-1]["train/lr"] < 5e-4 and "after a cooldown" in text
+    assert {line["train/lr"] for line in logged if 2 < line["step"] <= 16} == {1e-6}
+    assert logged[-1]["train/lr"] < 5e-7 and "after a cooldown" in text
 
 
 def test_best_config_is_the_recipe_that_the_trial_trained(finished, recipe):

@@ -102,6 +102,7 @@ def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path) -> N
     assert set(measured) == {1, 2, 4, 8, 12} and not (folder / "ray").exists()
 
 
+@pytest.mark.cluster
 def test_killed_worker_is_out_of_memory_at_that_size(tmp_path: Path, quick: None) -> None:
     reporter = Silent()
     folder, summary, rows = probe_shapes(at(tmp_path, limited(killed=True)), None, reporter)

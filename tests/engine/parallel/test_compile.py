@@ -124,6 +124,7 @@ def test_captions_padded_to_a_multiple_change_no_step(kind: str) -> None:
     toy.assert_equal_weights(weights[1], weights[0])
 
 
+@pytest.mark.inductor
 @NEEDS_COMPILER
 @pytest.mark.parametrize("branches", [(), ("image", "text")])
 def test_inductor_draws_equal_dropout_with_and_without_gradients(branches: tuple[str, ...]) -> None:
@@ -139,6 +140,7 @@ def test_inductor_draws_equal_dropout_with_and_without_gradients(branches: tuple
     assert not torch.allclose(other["text_embed"], second["text_embed"], rtol=0, atol=1e-2)
 
 
+@pytest.mark.inductor
 @NEEDS_COMPILER
 def test_sample_recipe_compiles_nothing_after_the_first_epoch(tmp_path) -> None:
     """With captions of different lengths, a smaller last micro-batch and an evaluation in each epoch."""

@@ -46,7 +46,7 @@ def test_ranks_with_compiled_branches_equal_eager_ones_with_dropout(two, name):
         toy.assert_equal_weights(result["weights"], result["eager"], result["start"])
 
 
-@pytest.mark.slow  # two minutes without a cache of compiled code
+@pytest.mark.inductor
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_ranks_with_inductor_equal_eager_ones_and_both_passes_have_equal_dropout(tmp_path):
     for result in spawn_ranks(ranks.main_inductor, tmp_path, 2):
