@@ -42,7 +42,7 @@ def run_probe(base: Config, space: Space | None, terminal: Terminal) -> AnyPath:
         if settings:
             terminal.note(settings, "settings")
         terminal.console.print(micro_table(probe["samples"]))
-        terminal.note(fitted, "fit")
+        terminal.note(fitted["text"], "fit")
     terminal.console.print(shapes_table(rows, summary["recommendation"]))
     if summary["recommendation"] is None:
         raise TrainingError(
@@ -53,16 +53,13 @@ def run_probe(base: Config, space: Space | None, terminal: Terminal) -> AnyPath:
     return path
 
 
-def micro_table(samples: Sequence[Any]) -> Table:
-    """Return the table of one worker's steps without accumulation: the fastest visit of each size."""
-    best: dict[int, Any] = {}
-    for micro, accumulation, step_s, _, peak_gib in samples:
-        if accumulation == 1 and step_s < best.get(micro, (float("inf"),))[0]:
-            best[micro] = step_s, min(peak_gib, best.get(micro, (0, peak_gib))[1])
-    rows = [
-        {"micro": micro, "step_s": step_s, "samples_per_s": micro / step_s, "peak_gib": peak_gib}
-        for micro, (step_s, peak_gib) in best.items()
-    ]
+def micro_table(samples: Sequence[Row]) -> Table:
+    """Return the table of one worker's steps without accumulation: the least time and memory of each size."""
+    rows = []
+    for micro in sorted({sample["micro"] for sample in samples}):
+        visits = [sample for sample in samples if (sample["micro"], sample["accumulation"]) == (micro, 1)]
+        row = {name: min(sample[name] for sample in visits) for name in ("micro", "step_s", "peak_gib")}
+        rows.append(row | {"samples_per_s": micro / row["step_s"]})
     columns = {"micro": ("rows of a micro-batch", "d"), "step_s": ("step s", ".4f")}
     return rows_table(rows, columns | {"samples_per_s": ("samples/s of a worker", ",.0f"), "peak_gib": ("GiB", ".2f")})
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,6 +71,10 @@ class Measurements:
     # Of each global batch: {micro: seconds} of each round, and {micro: GiB}.
     pairs: dict[int, list[dict[int, float]]] = field(default_factory=dict)
     peak_gib: dict[int, dict[int, float]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields, with each sample as a dictionary."""
+        return asdict(self) | {"samples": [sample._asdict() for sample in self.samples]}
 
 
 Measure = Callable[[int, int], Sample | str]  # (micro, accumulation) -> a sample, or why it does not fit

@@ -112,8 +112,8 @@ def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> tu
             "elapsed_s": time.monotonic() - start_s,
             "environment": collect_environment(),
             "recommendation": recommendation,
-            "probes": [{"settings": probe.settings, **asdict(found)} for probe, found in results],
-            "fits": [fit(found).format() for _, found in results],
+            "probes": [{"settings": probe.settings, **found.to_json()} for probe, found in results],
+            "fits": [{"text": fit(found).format(), **asdict(fit(found))} for _, found in results],
         }
         folder.write(TRIALS, "".join(json.dumps(row) + "\n" for row in rows))
         folder.write_json(SWEEP, summary)

@@ -98,8 +98,8 @@ def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path) -> N
     assert recipe.replace(batch=base.batch, run=base.run) == base
     assert "further micro-batch takes" in text.getvalue() and "best.yaml" in text.getvalue()
     assert chosen["trial"] in (folder / "report.html").read_text()
-    measured = [sample[0] for sample in summary["probes"][0]["samples"]]
-    assert set(measured) == {1, 2, 4, 8, 12} and not (folder / "ray").exists()
+    measured = {sample["micro"]: sample["step_s"] for sample in summary["probes"][0]["samples"]}
+    assert set(measured) == set(summary["fits"][0]["micros"]) == {1, 2, 4, 8, 12} and not (folder / "ray").exists()
 
 
 @pytest.mark.cluster
