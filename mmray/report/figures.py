@@ -150,17 +150,17 @@ def sweep_figures(sweep: SweepRecord) -> dict[str, list[Figure]]:
 
 
 def _curves(sweep: SweepRecord, by_time: bool) -> Figure | None:
-    """Return the held-out values of the trials over their samples, or over seconds at their own samples/s."""
+    """Return the held-out values of the trials over their samples, or over their seconds of training."""
     traces, best = [], sweep.best
     for trial in sweep.trials:
-        rate, curve = trial.value("samples_per_s"), trial.values.get("curve") or []
-        if not curve or (by_time and not rate):
+        curve = trial.values.get("curve")
+        if not curve:
             continue
-        x, y = zip(*curve, strict=True)
+        samples, values, seconds = zip(*curve, strict=True)
         role = "best" if best and trial.name == best.name else "recipe" if trial.name == RECIPE_TRIAL else "others"
         color, width = {"best": (BLUE, 3), "recipe": (ORANGE, 3), "others": (GRAY, 1)}[role]
         name = f"{trial.name} ({role})" if role != "others" else f"{trial.name} {trial.status}"
-        line = go.Scatter(x=[each / rate for each in x] if by_time else x, y=y, name=name, mode="lines+markers")
+        line = go.Scatter(x=seconds if by_time else samples, y=values, name=name, mode="lines+markers")
         traces.append(line.update(line={"color": color, "width": width}, showlegend=role != "others"))
     if not traces:
         return None

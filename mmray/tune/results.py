@@ -82,7 +82,7 @@ def build_row(
     row |= dict.fromkeys(("micro", "accumulation", "workers", "global"))
     row |= aggregate_metrics(lines) | {"recall_at_1": None, "error": outcome.error, "elapsed_s": elapsed_s}
     row |= {"rungs": list(rungs), "eval_loss": None, "quality_s": None}
-    row["curve"] = [[line["rows_stop"], line[name]] for line in lines if line.get(name) is not None]
+    row["curve"] = learning_curve(lines, name)
     row["run"] = f"trials/{trial.name}" if lines else None
     if shape is not None:
         row |= {"micro": shape.micro, "accumulation": shape.accumulation}
@@ -100,6 +100,17 @@ def build_row(
     if rungs and goal in LEARNING_GOALS:
         row["recall_at_1" if goal == "recall" else "eval_loss"] = rungs[-1]["value"]
     return row
+
+
+def learning_curve(lines: Sequence[Row], name: str) -> list[list[float]]:
+    """Return [samples, held-out value, seconds of training without evaluations and checkpoints] per evaluation."""
+    curve, seconds, step = [], 0.0, 0
+    for line in lines:
+        seconds += (line.get("time/step_s") or 0.0) * (line["step"] - step)
+        step = line["step"]
+        if line.get(name) is not None:
+            curve.append([line["rows_stop"], line[name], seconds])
+    return curve
 
 
 def aggregate_metrics(lines: Sequence[Row]) -> Row:
@@ -201,11 +212,11 @@ def set_time_to_quality(rows: list[Row]) -> None:
 
 
 def samples_to(curve: Sequence[Sequence[float]], target: float, maximize: bool = False) -> float | None:
-    """Return the samples at which a curve of (samples, value) first reaches the target, interpolated; None if never."""
+    """Return the samples at which a learning curve first reaches the target, interpolated; None if never."""
     sign = -1.0 if maximize else 1.0
     if curve and sign * curve[0][1] <= sign * target:
         return curve[0][0]
-    for (before, high), (after, low) in pairwise(curve):
+    for (before, high, *_), (after, low, *_) in pairwise(curve):
         if sign * low <= sign * target:
             return before + (after - before) * (high - target) / (high - low)
     return None

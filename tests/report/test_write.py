@@ -168,7 +168,7 @@ def test_sweep_page_has_all_sections(tmp_path):
 def test_page_of_a_learning_sweep_has_curves_and_settings(tmp_path):
     def learned(name, lr, status="finished", **changes):
         settings = {"optimizer.lr": lr, "train.precision": "fp32"}
-        values = {"settings": settings, "curve": [[64, 3.0], [256, 2.5]], "eval_loss": 2.5, "status": status}
+        values = {"settings": settings, "curve": [[64, 3.0, 0.6], [256, 2.5, 2.5]], "eval_loss": 2.5, "status": status}
         return trial(name, 8, 1, 100.0) | values | changes
 
     rows = [

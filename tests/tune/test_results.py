@@ -9,6 +9,7 @@ from mmray.tune.results import (
     aggregate_metrics,
     build_row,
     classify_error,
+    learning_curve,
     rung_value,
     samples_to,
     select_best,
@@ -33,6 +34,12 @@ def test_figures_exclude_the_first_window_and_a_short_last_one_from_the_spread()
     assert (result["step_p50_s"], result["step_p95_s"]) == (0.5, 0.9)
     assert set(aggregate_metrics([]).values()) == {None}
     assert aggregate_metrics([line(1, None, None)])["samples_per_s"] is None
+
+
+def test_learning_curve_has_samples_values_and_seconds_without_the_first_step():
+    lines = [line(1, None, None), line(4, 10, 0.5), line(8, 10, 0.25, **{"evaluate/loss": 2.0})]
+    lines += [line(12, 10, 0.25), line(16, 10, 1.0, **{"evaluate/loss": None}), line(17, 10, 1, **{"evaluate/loss": 1})]
+    assert learning_curve(lines, "evaluate/loss") == [[80, 2.0, 2.5], [170, 1, 8.5]]
 
 
 def test_loss_is_the_mean_of_the_last_quarter():

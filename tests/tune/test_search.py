@@ -109,7 +109,9 @@ def test_each_trial_has_a_row_with_its_end(finished):
     assert [row["status"] for row in skipped] == ["infeasible", "infeasible"]
     assert all(f"{failed['trial']} ran out of memory" in row["error"] for row in skipped)
     assert good["eval_loss"] == good["rungs"][-1]["value"] < min(row["eval_loss"] for row in others)
-    assert [samples for samples, _ in good["curve"]] == [64, 128, 192, 256]
+    samples, losses, seconds = zip(*good["curve"], strict=True)
+    assert samples == (64, 128, 192, 256) and losses[-1] == good["eval_loss"]
+    assert 0 < seconds[0] < seconds[-1] < good["elapsed_s"]
     assert (good["micro"], good["accumulation"], good["workers"], good["global"]) == (4, 2, 2, 16)
     assert 0 < good["samples_per_s_min"] <= good["samples_per_s"] <= good["samples_per_s_max"] and good["peak_gib"] > 0
 
