@@ -119,6 +119,14 @@ def test_invalid_arguments_exit_with_2(typed, words, said):
     assert said in " ".join(err.split())
 
 
+def test_storage_errors_exit_with_4(typed, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device", "runs/x")
+
+    monkeypatch.setitem(cli.COMMANDS, "runs", full)
+    assert typed("runs")[::2] == (4, "error: [Errno 28] No space left on device: 'runs/x'\n")
+
+
 ENDLESS = """
 import time
 from mmray import cli

@@ -93,6 +93,9 @@ def test_last_evaluation_is_shown_once(clock):
 
 def test_prepare_shows_a_growing_count_until_the_total_is_known(clock):
     terminal, log = FakeTerminal(), FakeLog()
+    log.reporter.prepare_progress(PrepareProgress("scan", 0, 0))
+    log.reporter.prepare_progress(PrepareProgress("scan", 512, 0))  # less than a second later
+    clock.s += 10.0
     scan, pack = PrepareProgress("scan", 12_000, 0), PrepareProgress("pack", 300, 36_000, 2)
     estimate = PrepareProgress("pack", 300, 35_000, is_estimate=True)
     with terminal.terminal.progress("starting"):

@@ -24,7 +24,7 @@ from mmray.cli.report import report
 from mmray.cli.runs import runs
 from mmray.cli.train import train
 from mmray.cli.tune import tune
-from mmray.errors import INTERRUPTED, ForceExit, MmrayError, UsageError, suggest
+from mmray.errors import INTERRUPTED, ForceExit, MmrayError, ResourceError, UsageError, suggest
 from mmray.machine import process_age_s
 
 _FUNCTIONS = (train, prepare, tune, evaluate, export, report, runs, bench, doctor)
@@ -71,6 +71,9 @@ def run(argv: list[str], terminal: Terminal) -> int:
     except MmrayError as error:
         terminal.error(str(error))
         return error.exit_code
+    except OSError as error:  # of a disk or the network
+        terminal.error(str(error))
+        return ResourceError.exit_code
     except ForceExit:
         raise
     except KeyboardInterrupt:

@@ -93,7 +93,9 @@ class Terminal:
             self._live.update(self._task, completed=done, total=total or None, **values)
             return
         now = time.monotonic()
-        if not self._is_live and (now - self._printed_s >= LOG_INTERVAL_S or done >= total > 0):
+        if not done:  # the start of a stage, which may end before its first line
+            self._printed_s = now
+        elif not self._is_live and (now - self._printed_s >= LOG_INTERVAL_S or done >= total > 0):
             self._printed_s = now
             self.console.print(f"{label} {count}  {details}")
 

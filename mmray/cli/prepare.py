@@ -72,9 +72,10 @@ def run_prepare(command: PrepareCommand, terminal: Terminal) -> Manifest:
         report = (reporter.prepare_progress, reporter.log)
         manifest = prepare_rows(command.source, command.out, command.settings, *report, command.retry_quarantined)
     splits = ", ".join(f"{name} {rows:,}" for name, rows in sorted(manifest.splits.items())) or "no splits"
-    terminal.note(f"{manifest.num_read:,} rows read in {time.monotonic() - start_s:.0f} s", "read")
+    terminal.note(f"{manifest.num_read:,} rows in {time.monotonic() - start_s:.0f} s", "read")
     terminal.note(f"{manifest.num_rows:,} rows ({splits}) in {command.out}", "prepared")
-    terminal.note(f"{manifest.num_quarantined:,} rows; reasons are in {command.out}/quarantine.jsonl", "quarantined")
+    reasons = f"; reasons are in {command.out}/quarantine.jsonl" * bool(manifest.num_quarantined)
+    terminal.note(f"{manifest.num_quarantined:,} rows{reasons}", "quarantined")
     for label, line in _findings(manifest, command.out):
         terminal.note(line, label)
     terminal.note(f"mmray train --data.train {command.out}", "next")

@@ -96,12 +96,14 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def from_yaml(text: str, where: str, recipes: Mapping[str, Callable[[], Config]] = MappingProxyType({})) -> Config:
+def from_yaml(
+    text: str | bytes, where: str, recipes: Mapping[str, Callable[[], Config]] = MappingProxyType({})
+) -> Config:
     """Parse a config; missing settings come from its recipe if in `recipes`, else defaults. Raises UsageError."""
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"{where} is not valid YAML: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
+        raise UsageError(f"{where} is not valid YAML in UTF-8: {error}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{where} contains no settings; write `section: {{field: value}}`, as --print-config does")
     try:

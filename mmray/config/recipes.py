@@ -154,7 +154,7 @@ def load(name: str) -> Config:
     file = Path(name)
     if file.suffix in (".yaml", ".yml"):
         try:
-            return from_yaml(file.read_text(), str(file), RECIPES)
+            return from_yaml(file.read_bytes(), str(file), RECIPES)
         except OSError as error:
             raise UsageError(f"cannot read the recipe {file}: {error.strerror}") from None
     raise UsageError(f"there is no recipe `{name}`; {suggest(name, RECIPES)} (or give the path of a .yaml file)")

@@ -115,7 +115,7 @@ class RayBackend:
     def exclude_node(self, config: Config, node: str) -> bool:
         try:
             check_capacity(config, excluded={*self._excluded, node})
-        except ResourceError:
+        except (ResourceError, ray.exceptions.RayError):
             return False
         self._excluded |= {node}
         return True

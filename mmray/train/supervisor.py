@@ -16,7 +16,7 @@ from mmray.errors import DeviceError, MmrayError, ResourceError, StorageError, T
 from mmray.evaluate.build import best_metric
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines
-from mmray.train.backend import Attempt, Backend
+from mmray.train.backend import Attempt, Backend, Workers
 from mmray.train.monitor import WASTED_STEPS, AttemptMonitor, RunProgress, RunReporter, signal_handlers
 from mmray.train.recovery import Failure, Restart, classify_failure, count_failures, decide_recovery
 from mmray.train.resolve import ResolvedRun
@@ -61,13 +61,8 @@ class Supervisor:
                     f"--run.resume must: no valid checkpoint in {self.run.checkpoints}; "
                     "--run.resume auto starts from step 0"
                 )
-            world = self._choose_world_size()
-            self.reporter.status(f"starting {world} worker{'s' * (world > 1)}")
+            world, workers = self._start_workers(checkpoint, bad_rows)
             start_step = files.step_of(checkpoint) if checkpoint is not None else 0
-            config = self.config.with_cluster(workers=world)
-            self.resolved = replace(self.resolved, micro=self.reduced_micro.get(world, 0))
-            token = self.lease.fencing_token
-            workers = self.backend.start(Attempt(self.resolved, self.run.path, token, config, checkpoint, bad_rows))
             monitor = AttemptMonitor(
                 config=self.config,
                 world=world,
@@ -156,12 +151,20 @@ class Supervisor:
         else:
             self.reporter.log(f"no other node has what the run needs, retrying on the same: {error}", "device")
 
-    def _choose_world_size(self) -> int:
-        """The number of workers of the next attempt. Raises TrainingError if the cluster ended."""
+    def _start_workers(self, checkpoint: AnyPath | None, bad_rows: set[int]) -> tuple[int, Workers]:
+        """Start the workers of the next attempt; return their number too. Raises TrainingError if the cluster ended."""
         if self.config.cluster.elastic:
             self.reporter.status("counting the workers that fit")
         try:
-            return self.backend.choose_world_size(self.config)
+            world = self.backend.choose_world_size(self.config)
+            self.reporter.status(f"starting {world} worker{'s' * (world > 1)}")
+            config = self.config.with_cluster(workers=world)
+            self.resolved = replace(self.resolved, micro=self.reduced_micro.get(world, 0))
+            token = self.lease.fencing_token
+            attempt = Attempt(self.resolved, self.run.path, token, config, checkpoint, bad_rows)
+            return world, self.backend.start(attempt)
+        except UsageError:  # of a checkpoint that the settings do not fit
+            raise
         except self.backend.errors as error:
             before = f"{self.restart.reason}; then " if self.restart is not None else ""
             message = f"{before}Ray did not respond: {error}. Rerun the same command to resume {self.run.path}"

@@ -181,12 +181,14 @@ def test_reduced_micro_batch_is_kept_for_its_number_of_workers(supervised, monke
     assert attempts == [(4, 0), (4, 32), (3, 0), (4, 32)]
 
 
-def test_lost_cluster_error_includes_first_failure(supervised, fails, tmp_path):
+@pytest.mark.parametrize("lost_at", ["choose_world_size", "start"])
+def test_lost_cluster_error_includes_first_failure(supervised, fails, tmp_path, lost_at):
     def gone(*_):
         raise ray.exceptions.RaySystemError("the head does not answer")
 
-    supervised.backend.choose_world_size = gone
+    supervised.backend.choose_world_size = lambda _: 2
+    setattr(supervised.backend, lost_at, gone)
     fails(RuntimeError("a worker died"))
     with pytest.raises(TrainingError, match=r"a worker died; then Ray did not respond: .*the head"):
-        supervised._choose_world_size()
+        supervised.train()
     assert result_of(tmp_path)["status"] == "failed"

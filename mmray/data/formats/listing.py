@@ -31,14 +31,11 @@ class ListingSource(Source):
         raise NotImplementedError
 
     def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
-        count = 0
         with self.prepared_folder.open_output(LISTING) as file:
             for row in self.list_rows():
-                count += 1
                 file.write(json.dumps(row).encode() + b"\n")  # in ASCII, because names may contain lone surrogates
-        if not count:
-            raise DataError(f"{self.storage.address} holds no rows of {self.title}")
-        yield from JsonlSource(self.prepared_folder, LISTING, {}).scan(rows_per_chunk, previous_chunk_ends)
+        if self.prepared_folder.size(LISTING):
+            yield from JsonlSource(self.prepared_folder, LISTING, {}).scan(rows_per_chunk, previous_chunk_ends)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         for line, _, data in JsonlSource(self.prepared_folder, LISTING, {}).records(chunk):

@@ -102,6 +102,8 @@ class ParquetSource(Source):
         """Return the columns to read. Raises DataError if no column has images or none has text."""
         names = {self.columns.get(column, column) for column in COLUMNS}
         known = [column for column in schema.names if column in names]
+        if len(set(known)) < len(known):
+            raise DataError(f"{self.storage.address}/{name}: duplicate column name: {', '.join(known)}")
         renamed = rename_columns(dict.fromkeys(known, True), self.columns)
         for kind, columns in (("image", ("image", "image_path", "images")), ("text", ("text", "texts", "messages"))):
             if not renamed.keys() & columns:

@@ -25,14 +25,14 @@ MAX_FIELD_BYTES = 1024 * 1024  # of a CSV, so that a missing quote does not cons
 _PIECE_BYTES = 1024 * 1024
 BOM = b"\xef\xbb\xbf"
 _LIST_COLUMNS = ("images", "texts", "boxes", "box_labels", "messages")  # JSON lists in a field of a CSV
-_NOT_JSONL = (
+_NOT_TEXT = (
     (b"\x1f\x8b", "is gzip: unpack it first"),
     (b"PK\x03\x04", "is a zip archive: unpack it first"),
     (b"PAR1", "is Parquet: prepare it with --format parquet"),
     (b"\xff\xfe", "is UTF-16: convert it to UTF-8"),
     (b"\xfe\xff", "is UTF-16: convert it to UTF-8"),
-    (b"[", "is a JSON array: write one object a line, without brackets around them (jq -c '.[]' does)"),
 )
+_JSON_ARRAY = (b"[", "is a JSON array: write one object a line, without brackets around them (jq -c '.[]' does)")
 
 
 class LineReader(Iterator[bytes]):
@@ -62,6 +62,7 @@ class JsonlSource(Source):
     """A .jsonl file; images are paths relative to it."""
 
     title = "JSON lines"
+    other_formats: ClassVar[tuple[tuple[bytes, str], ...]] = (*_NOT_TEXT, _JSON_ARRAY)
 
     def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
         """Yield chunks of `rows_per_chunk` records, or up to a previous end: a file that grew keeps its chunks."""
@@ -91,11 +92,9 @@ class JsonlSource(Source):
             raise changed_error(chunk.file)
 
     def check(self) -> None:
-        """Raise DataError if the file is missing, empty, or clearly of another format."""
+        """Raise DataError if the file is missing or clearly of another format."""
         head, path = read_head(self.storage, self.name), f"{self.storage.address}/{self.name}"
-        if not head:
-            raise DataError(f"{path} is empty: it must hold one JSON object a line, with `image` and `text`")
-        for mark, advice in _NOT_JSONL:
+        for mark, advice in self.other_formats:
             if head.removeprefix(BOM).lstrip().startswith(mark):
                 raise DataError(f"{path} {advice}")
 
@@ -111,11 +110,8 @@ class CsvSource(JsonlSource):
     """A .csv file; images are paths relative to it."""
 
     title = "CSV"
+    other_formats = _NOT_TEXT
     dialect: ClassVar[dict[str, Any]] = {"strict": True}
-
-    def check(self) -> None:
-        if not self._header[0]:
-            raise DataError(f"{self.storage.address}/{self.name} has no line of column names")
 
     def iter_records(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
         """Yield the fields of each record, each UTF-8 byte as one character; the header is empty."""
@@ -131,7 +127,8 @@ class CsvSource(JsonlSource):
             except StopIteration:
                 return
             except csv.Error as error:
-                detail = f"not {self.title}: {error} (quote fields with a newline or a carriage return)"
+                problem = str(error).partition(" - ")[0]  # after it, Python's advice to programmers
+                detail = f"not {self.title}: {problem} (quote fields with a newline or a carriage return)"
                 yield BadRow("parse", "csv", detail)
 
     @cached_property
@@ -141,6 +138,8 @@ class CsvSource(JsonlSource):
         with self.storage.open(self.name) as file:
             lines = LineReader(file)
             record = next((record for record in self._read_fields(lines) if record), [])
+        if not record:
+            raise DataError(f"{path} is empty: its first line must name the columns, such as image,text")
         try:
             names = [name.strip() for name in _decode_fields(record)]
         except BadRow as bad:
@@ -156,7 +155,7 @@ class CsvSource(JsonlSource):
         values: dict[str, Any] = {name: field for name, field in zip(names, fields, strict=True) if field != ""}
         for column in _LIST_COLUMNS:
             if (name := self.columns.get(column, column)) in values:
-                values[name] = parse_json(b'{"list": %s}' % values[name].encode())["list"]
+                values[name] = load_json(values[name].encode())
         if (name := self.columns.get("label", "label")) in values:
             with suppress(ValueError):  # parse_row rejects a text
                 values[name] = int(values[name])
@@ -181,18 +180,23 @@ def _decode_fields(record: list[str] | BadRow) -> list[str]:
 
 def parse_json(data: bytes, strict: bool = True) -> dict[str, Any]:
     """Parse a JSON object; if `strict`, without NaN and repeated names. Raises BadRow."""
+    values = load_json(data, strict)
+    if not isinstance(values, dict):
+        raise BadRow("parse", "json", f"must be an object {{...}} (got {type(values).__name__})")
+    return values
+
+
+def load_json(data: bytes, strict: bool = True) -> Any:
+    """Parse any JSON value, like `parse_json`. Raises BadRow."""
     if len(data) > MAX_LINE_BYTES:
         raise BadRow("parse", "too-long", f"the line is over {MAX_LINE_BYTES} bytes")
     hooks: dict[str, Any] = {"object_pairs_hook": _unique_pairs, "parse_constant": _refuse_constant} if strict else {}
     try:
-        values = json.loads(data.decode(), **hooks)
+        return json.loads(data.decode(), **hooks)
     except UnicodeDecodeError as error:
         raise BadRow("parse", "encoding", f"not UTF-8 at byte {error.start} of the line") from None
     except (ValueError, RecursionError) as error:
         raise BadRow("parse", "json", f"not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise BadRow("parse", "json", f"must be an object {{...}} (got {type(values).__name__})")
-    return values
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

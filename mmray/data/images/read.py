@@ -85,7 +85,7 @@ def _check_reference(image: ImageRef) -> None:
     """Raise BadRow if the reference leaves the folder of the source, because a set may be from an untrusted one."""
     if not is_safe_path(str(image.file)):
         raise BadRow("read", "path", f"{str(image.file)[:200]!r} is not a path inside the folder of the source")
-    if image.offset < 0 or not 0 <= (image.length or 0) <= MAX_IMAGE_BYTES:
+    if not isinstance(image.offset, int) or image.offset < 0 or not 0 <= (image.length or 0) <= MAX_IMAGE_BYTES:
         what = f"{image.length} bytes from byte {image.offset}"
         raise BadRow("read", "path", f"{image.file}: {what} is not a byte range of at most {MAX_IMAGE_BYTES} bytes")
 

@@ -2,7 +2,8 @@
 
 Exact matches have the same image bytes; near matches have similar perceptual hashes. Between two splits of one set, the
 training row counts as contaminated. Ray tasks hash one shard each. Hash files are stored in the set that is being
-prepared and named by the digest of the shard, so an unchanged shard is hashed once.
+prepared and named by the digest of the shard, so an unchanged shard is hashed once. The digest covers no images of an
+index-only set that was prepared without a check, so such a set is hashed each time.
 """
 
 from __future__ import annotations
@@ -97,7 +98,10 @@ def check_contamination(
         splits += [record["shards"][number]["split"] for number in shard_of]
         shard_rows.append(np.empty_like(shard_of))
         shard_rows[-1][np.argsort(shard_of, kind="stable")] = np.arange(start, start + len(shard_of))
-    shard_row_of, own = np.concatenate(shard_rows), _undeduplicated_set(out.address, image_folder, shards)
+    shard_row_of = np.concatenate(shard_rows)
+    own = _undeduplicated_set(
+        out.address, image_folder, shards, {"index_only": settings.index_only, "check": settings.check}
+    )
     _hash_shards(out, [own, *others], settings, on_rows)
     use_phash = settings.phash_distance >= 0
     own_hashes = _load_hashes(out, own, use_phash)[shard_row_of]
@@ -115,11 +119,13 @@ def check_contamination(
     }
 
 
-def _undeduplicated_set(address: str, image_folder: str, shards: Sequence[Shard]) -> PreparedSet:
+def _undeduplicated_set(
+    address: str, image_folder: str, shards: Sequence[Shard], settings: dict[str, Any]
+) -> PreparedSet:
     """Return all rows of these shards, including dropped ones."""
     full_shards = tuple(replace(shard, dropped=(), split=None) for shard in shards)
     count, source = sum(shard.num_rows for shard in full_shards), {"address": image_folder}
-    return PreparedSet(Storage(address), Manifest(count, count, 0, {}, {}, "", None, source, {}, full_shards))
+    return PreparedSet(Storage(address), Manifest(count, count, 0, {}, {}, "", None, source, settings, full_shards))
 
 
 def _hash_file(shard: Shard, use_phash: bool) -> str:
@@ -308,7 +314,7 @@ def _hash_shards(
         | {"file": file, "set": each.storage.address, "image_folder": each.manifest.source.get("address") or ""}
         | {"shard": asdict(shard)}
         for file, (each, shard) in wanted.items()
-        if file not in existing
+        if file not in existing or not each.manifest.has_image_checksums
     ]
     done, total = 0, sum(item["shard"]["num_rows"] for item in items)
     on_rows(done, total)
@@ -321,7 +327,7 @@ def _hash_shards(
 def _hash_task(item: dict[str, Any]) -> Result:
     """Ray task: write the image hashes of a shard. An unreadable row matches nothing."""
     shard, out = Shard.from_json(item["shard"]), Storage(item["out"])
-    prepared, name = _undeduplicated_set(item["set"], item["image_folder"], [shard]), f"{item['set']}/{shard.file}"
+    prepared, name = _undeduplicated_set(item["set"], item["image_folder"], [shard], {}), f"{item['set']}/{shard.file}"
 
     def hash_rows(subprocess_decoder: SubprocessDecoder | None) -> None:
         hashes = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE)

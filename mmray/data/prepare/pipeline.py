@@ -101,22 +101,26 @@ def prepare(
     DataError (invalid source, or more bad rows than `settings` allow), UsageError, ResourceError for failures that may
     be temporary, and TrainingError if another process has taken over the folder.
     """
-    contamination.validate(settings, out)
-    job = PrepareJob(detect_source(source, settings.format), Storage(out).address, settings, retry)
-    folder = Storage(job.out)
     try:
-        names = set(folder.listdir()) - {lease.FOLDER}
-        if names and not names & {MANIFEST, CHUNK_RECORDS}:
-            raise UsageError(f"{folder.address} is not empty and is not a prepared set: choose another folder")
-        folder.mkdir(CHUNK_RECORDS)
-        folder.mkdir(SHARDS)
-    except OSError as error:
-        raise UsageError(f"cannot write to {folder.address} ({error}): choose another folder") from None
-    with lease.Lease(to_path(folder.address), activity="being prepared", advice="choose another folder") as write_lease:
-        try:
+        contamination.validate(settings, out)
+        job = PrepareJob(detect_source(source, settings.format), Storage(out).address, settings, retry)
+        _create_folders(Storage(job.out))
+        with lease.Lease(to_path(job.out), activity="being prepared", advice="choose another folder") as write_lease:
             return _prepare(job, write_lease, progress or (lambda _: None), log or (lambda _, __: None))
-        except OSError as error:
-            raise ResourceError(f"prepare failed: {error}. {RESUME_HINT}") from error
+    except OSError as error:
+        raise ResourceError(f"prepare failed: {error}. {RESUME_HINT}") from error
+
+
+def _create_folders(out: Storage) -> None:
+    """Create the folders of a prepared set. Raises UsageError if it is not writable, or has other files."""
+    try:
+        names = set(out.listdir()) - {lease.FOLDER}
+        if names and not names & {MANIFEST, CHUNK_RECORDS}:
+            raise UsageError(f"{out.address} is not empty and is not a prepared set: choose another folder")
+        out.mkdir(CHUNK_RECORDS)
+        out.mkdir(SHARDS)
+    except OSError as error:
+        raise UsageError(f"cannot write to {out.address} ({error}): choose another folder") from None
 
 
 def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, log: Log) -> Manifest:
@@ -141,7 +145,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     done, num_packed, is_over_limit = _pack(job, chunks, earlier, total, progress)
     total = num_packed if total is None else total
     if not total:
-        raise DataError(f"{source_path} holds no rows of {source.title}")
+        raise DataError(f"{source_path} has no rows (it was read as {source.title}; --format sets another format)")
     progress(PrepareProgress("deduplicate", total, total))
     dedup = assemble.find_duplicates(out, done, settings.duplicates)
     leakage: dict[str, Any] = {}

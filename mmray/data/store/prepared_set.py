@@ -219,7 +219,7 @@ class PreparedSet:
                 raise DataError(f"{path} is not complete: rerun the same `mmray prepare` command to finish it")
             raise DataError(f"{path} is not a prepared set (no {MANIFEST}): run `mmray prepare SOURCE {path}`")
         if "address" in manifest.source:
-            Storage(manifest.source["address"])  # raises UsageError for an invalid one
+            Storage(str(manifest.source["address"]))  # raises UsageError for an invalid one
         if storage.local_path is not None:  # only range reads need the offsets, and they are most of a pickled manifest
             manifest = replace(manifest, shards=tuple(replace(shard, batches="") for shard in manifest.shards))
         split = split if manifest.splits else None

@@ -201,6 +201,18 @@ def test_csv_keeps_quoted_fields_and_reports_bad_lines(tmp_path):
     assert faults == {"a.csv:5": "columns", "a.csv:6": "encoding", "a.csv:7": "label", "a.csv:8": "csv"}
 
 
+def test_csv_list_is_one_json_value(tmp_path):
+    folder = images(tmp_path / "raw")
+    texts = ('["a", "b"]', '["a"], "x": 1', '["a"] "b"', '{"a": 1}')
+    with (folder / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [["image", "texts"], *([f"{number}.png", text] for number, text in enumerate(texts))]
+        )
+    _, rows, faults = prepared(folder / "a.csv", tmp_path / "out")
+    assert [row.texts for row in rows] == [["a", "b"]]
+    assert faults == {"a.csv:3": "json", "a.csv:4": "json", "a.csv:5": "type"}
+
+
 def test_csv_drops_its_header_only_once(tmp_path):
     folder = images(tmp_path / "raw")
     (folder / "a.csv").write_bytes(b"\n\n\n\nimage,text\n0.png,x\nimage,text\n")  # rows_per_shard is 3
@@ -333,7 +345,7 @@ def test_unsupported_sources_are_refused(tmp_path):
     with pytest.raises(UsageError, match="is a folder, and csv is a file"):
         detect_source(str(tmp_path), "csv")
     assert detect_source(str(tmp_path / "rows.csv"), "tsv").format == "tsv"
-    with pytest.raises(DataError, match="holds no rows of CSV"):
+    with pytest.raises(DataError, match=r"has no rows \(it was read as CSV"):
         prepared(tmp_path / "rows.csv", tmp_path / "out")
 
 

@@ -102,13 +102,15 @@ def test_endless_line_costs_one_row_and_no_memory(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "is empty"), (b"\x1f\x8b\x08rest", "is gzip"), (b"PK\x03\x04rest", "zip archive"),
+        (b"\x1f\x8b\x08rest", "is gzip"), (b"PK\x03\x04rest", "zip archive"),
         (b"PAR1rest", "is Parquet"), ('{"a": 1}'.encode("utf-16"), "is UTF-16"), (b'\n [{}]', "is a JSON array"),
     ],
 )  # fmt: skip
 def test_files_other_than_jsonl_are_refused(tmp_path, data, message):
-    with pytest.raises(DataError, match=message):
-        JsonlSource(*write(tmp_path, data), {}).check()
+    place, name = write(tmp_path, data)
+    for kind in (JsonlSource,) if message == "is a JSON array" else (JsonlSource, CsvSource):
+        with pytest.raises(DataError, match=message):
+            kind(place, name, {}).check()
 
 
 def test_valid_row_is_parsed():

@@ -101,6 +101,20 @@ def test_leaks_are_quarantined_and_other_rows_kept(tmp_path, two, in_process):
     assert exact.reasons == {"overlap": 2}
 
 
+def test_changed_images_without_checksums_are_hashed_again(tmp_path, two):
+    """Neither the rows nor the other set, both index-only and unchecked, have digests of their images."""
+    eval_set, index_only = tmp_path / "index", LAX.model_copy(update={"index_only": True, "check": "none"})
+    mine = make_source(tmp_path / "mine", [encode(patches_image(number)) for number in range(40, 44)])
+    other = make_source(tmp_path / "other", [encode(patches_image(number)) for number in range(50, 54)])
+    prepare(other, str(eval_set), index_only)
+    settings = index_only.model_copy(update={"check_contamination": (two[1], str(eval_set))})
+    assert prepare(mine, str(tmp_path / "out"), settings).leakage["exact"] == 0
+    (tmp_path / "mine" / "1.img").write_bytes(encode(patches_image(3)))
+    assert prepare(mine, str(tmp_path / "out"), settings).leakage["found_in"][two[1]] == 1
+    (tmp_path / "other" / "2.img").write_bytes(encode(patches_image(40)))
+    assert prepare(mine, str(tmp_path / "out"), settings).leakage["found_in"][str(eval_set)] == 1
+
+
 def test_training_row_is_the_leak_between_splits(tmp_path, in_process):
     images = [encode(patches_image(number)) for number in range(8)]
     images[6] = encode(patches_image(1), "JPEG", quality=80)  # of test, after its copy in train

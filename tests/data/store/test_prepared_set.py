@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -97,6 +98,10 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
     manifest = Path(make_set(tmp_path / "set", [(make_rows(2), None, ())])) / MANIFEST
     newer = manifest.read_bytes().replace(b'"schema_version": 3', b'"schema_version": 7')
     damaged = [(data, "damaged") for data in (b"", b"{", b"[]", b"{}", b'{"schema_version": 3}', b"\xff")]
+    values = json.loads(manifest.read_bytes())
+    for name, value in {"file": "shards/../../x", "num_rows": "x", "dropped": [2]}.items():
+        damaged.append((json.dumps(values | {"shards": [values["shards"][0] | {name: value}]}).encode(), "damaged"))
+    damaged.append((json.dumps(values | {"source": 5}).encode(), r"damaged \(source: .*dictionary"))
     for data, message in [(newer, "schema version 7"), *damaged]:
         manifest.write_bytes(data)
         with pytest.raises(DataError, match=message):
