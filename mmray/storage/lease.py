@@ -74,8 +74,8 @@ class Lease:
                     file.unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(
-                f"Cannot write the lease {self._folder}: {error.strerror or error}. Make the folder writable, or "
-                f"{self._advice}."
+                f"Cannot write the lease {self._folder}: {error.strerror or error}. Make the folder writable, free "
+                f"disk space, or {self._advice}."
             ) from error
         self._released.clear()
         self._thread = threading.Thread(target=self._renew, name="mmray-lease", daemon=True)
