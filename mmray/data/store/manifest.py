@@ -103,8 +103,6 @@ def read_manifest(storage: Storage) -> Manifest | None:
     """Read the manifest of a prepared set; None if there is none. Raises DataError if it is damaged or outdated."""
     if storage.size(MANIFEST) is None:
         return None
-    from pydantic import TypeAdapter, ValidationError  # only the driver reads manifests
-
     try:
         values = orjson.loads(storage.read(MANIFEST))
         if values["schema_version"] != SCHEMA_VERSION:
@@ -112,19 +110,18 @@ def read_manifest(storage: Storage) -> Manifest | None:
                 f"{storage.address} has schema version {values['schema_version']}, this version of mmray reads "
                 f"{SCHEMA_VERSION}. Prepare the source again into another folder."
             )
-        manifest = TypeAdapter(Manifest).validate_python(values)
-        for shard in manifest.shards:
+        values = {name: value for name, value in values.items() if name in Manifest.__dataclass_fields__}
+        values["shards"] = tuple(Shard.from_json(item) for item in values["shards"])
+        for shard in values["shards"]:
+            rows = range(shard.num_rows)
             if not is_safe_path(shard.file):
                 raise ValueError(f"the shard {shard.file!r} is outside the folder of the set")
-            if min(shard.dropped, default=0) < 0 or max(shard.dropped, default=-1) >= shard.num_rows:
-                raise ValueError(f"the shard {shard.file} drops rows that it does not have")
-        return manifest
+            if not all(row in rows for row in shard.dropped):
+                raise ValueError(f"the shard {shard.file!r} drops rows that it does not have")
+        if not isinstance(values["source"], dict):
+            raise TypeError(f"its source is {values['source']!r}")
+        return Manifest(**values | {"class_names": tuple(values["class_names"])})
     except (ValueError, TypeError, KeyError) as error:
-        problem: object = error
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise DataError(
-            f"{storage.address}/{MANIFEST} is damaged ({problem}). Delete it and rerun the same `mmray prepare` "
-            "command."
+            f"{storage.address}/{MANIFEST} is damaged ({error}). Delete it and rerun the same `mmray prepare` command."
         ) from None

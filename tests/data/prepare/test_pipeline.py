@@ -295,7 +295,7 @@ def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypa
     [
         ([{"caption": "x", "url": "y"}] * 3, r"none is good\n.*3 no-image, .*\(the row has caption, url\)"),
         ([{"image": "gone.png", "text": "x"}], r"there is no file gone\.png"),
-        ([b"\n", b"  "], "holds no rows"),
+        ([b"\n", b"  "], "has no rows"),
         ([b"id,image,text", b"1,a.png,x"], "not JSON"),
     ],
 )
