@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +47,7 @@ ROLE_LABEL = "mmray/role"
 LAUNCHER_FILE = Path("~/ray_bootstrap_config.yaml")
 UNLIMITED = 10_000  # maximum of a pool without a limit
 EXPIRES_S, REFRESH_S, REQUEST_TIMEOUT_S = 60.0, 15.0, 5.0  # for requests to the autoscaler
-CONNECT_TIMEOUT_S, FREE_INTERVAL_S = 1.0, 0.25
+CONNECT_TIMEOUT_S, FREE_INTERVAL_S, MAX_PROBES = 1.0, 0.25, 32
 START_TOLERANCE_S = 2.0  # process start times shift with system clock corrections
 
 
@@ -84,7 +85,11 @@ def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
 def schedulable_nodes() -> SchedulableNodes:
     """Return the nodes that accept connections and are not draining, with their free resources."""
     draining, alive = draining_nodes(), [node for node in ray.nodes() if node["Alive"]]
-    unavailable = {node["NodeID"] for node in alive if node["NodeID"] in draining or not _is_reachable(node)}
+    with ThreadPoolExecutor(MAX_PROBES) as threads:  # a lost node takes seconds
+        reachable = {
+            node["NodeID"] for node, answers in zip(alive, threads.map(_is_reachable, alive), strict=True) if answers
+        }
+    unavailable = {node["NodeID"] for node in alive} - (reachable - draining.keys())
     nodes = [node for node in free_nodes() if (node.labels or {})[NODE_ID] not in unavailable]
     return SchedulableNodes(nodes, tuple(sorted(unavailable)))
 

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from mmray.data.formats.rows import COLUMNS, BadRow, is_safe_path, rename_columns
 from mmray.data.formats.source import Source, SourceChunk, check_unchanged, file_signature, list_files
 from mmray.errors import DataError
+from mmray.storage.storage import iter_parallel
 
 _ROWS_PER_BATCH = 32  # inline images held as Python bytes
 _BUFFER_BYTES = 4 << 20  # of a column; without a buffer size pyarrow reads the whole column chunk
@@ -54,14 +55,9 @@ class ParquetSource(Source):
             yield from _slice_rows(rows, start - (ends[first - 1] if first else 0), stop - start)
 
     def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
-        index = 0
-        for name in self.names():
-            try:
-                ends, schema = self.cumulative_rows(name)
-            except (pa.ArrowException, OSError) as error:
-                raise DataError(f"{self.storage.address}/{name} cannot be read as {self.title}: {error}") from None
-            self._known_columns(schema, name)
-            signature, start = file_signature(self.storage, name), 0
+        index, names = 0, self.names()
+        for name, (ends, signature) in zip(names, iter_parallel(self._check_file, names), strict=True):
+            start = 0
             for end, following in zip(ends, [*ends[1:], None], strict=True):
                 if following is not None and following - start <= rows_per_chunk:
                     continue
@@ -71,6 +67,15 @@ class ParquetSource(Source):
                     yield SourceChunk(index, name, first, stop, first + 1, stop - first, signature)
                     index += 1
                 start = end
+
+    def _check_file(self, name: str) -> tuple[list[int], str]:
+        """Return cumulative rows and signature of a file. Raises DataError if it is damaged or lacks columns."""
+        try:
+            ends, schema = self.cumulative_rows(name)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{self.storage.address}/{name} cannot be read as {self.title}: {error}") from None
+        self._known_columns(schema, name)
+        return ends, file_signature(self.storage, name)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         check_unchanged(self.storage, chunk)

@@ -27,7 +27,7 @@ from mmray.data.formats.source import (
 from mmray.data.formats.text_lines import parse_json
 from mmray.data.images.read import MAX_IMAGE_BYTES
 from mmray.errors import DataError
-from mmray.storage.storage import Storage
+from mmray.storage.storage import Storage, iter_parallel
 
 TarMember = ImageRef  # with `data`; for members of all extensions
 Sample = dict[str, TarMember | BadRow]  # by extension; a bad member rejects its sample
@@ -43,11 +43,15 @@ class WebDatasetSource(Source):
     title = "WebDataset"
 
     def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
-        for index, name in enumerate(list_files(self.storage, self.name, ".tar")):
-            if read_head(self.storage, name).startswith(b"\x1f\x8b"):
-                raise DataError(f"{self.storage.address}/{name} is gzip: unpack it to a plain tar first")
-            size = self.storage.size(name) or 0
-            yield SourceChunk(index, name, 0, size, 1, None, file_signature(self.storage, name))
+        names = list_files(self.storage, self.name, ".tar")
+        for index, (size, signature) in enumerate(iter_parallel(self._check_tar, names)):
+            yield SourceChunk(index, names[index], 0, size, 1, None, signature)
+
+    def _check_tar(self, name: str) -> tuple[int, str]:
+        """Return the size and the signature of a tar. Raises DataError if it is compressed."""
+        if read_head(self.storage, name).startswith(b"\x1f\x8b"):
+            raise DataError(f"{self.storage.address}/{name} is gzip: unpack it to a plain tar first")
+        return self.storage.size(name) or 0, file_signature(self.storage, name)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         for number, (stem, sample) in enumerate(_group_samples(_iter_members(self.storage, chunk.file)), 1):

@@ -235,15 +235,13 @@ def write_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> bool:
     used = [shard for shard in shards if shard.split not in HELD_OUT_SPLITS and shard.num_kept]
     only_texts = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index("texts")])
 
-    def captions() -> Iterator[str]:
-        for shard in used:
-            with pa.ipc.open_file(out.open(shard.file, mapped=True), options=only_texts) as reader:
-                rows = chain.from_iterable(
-                    reader.get_batch(number).column("texts").to_pylist() for number in range(reader.num_record_batches)
-                )
-                dropped = set(shard.dropped)
-                yield from chain.from_iterable(texts for row, texts in enumerate(rows) if row not in dropped)
+    def captions_of(shard: Shard) -> Iterator[str]:
+        with pa.ipc.open_file(out.open(shard.file, mapped=True), options=only_texts) as reader:
+            rows = reader.read_all().column("texts").to_pylist()
+        dropped = set(shard.dropped)
+        return chain.from_iterable(texts for row, texts in enumerate(rows) if row not in dropped)
 
     if vocab_size and used:
-        out.write(TOKENIZER, train_tokenizer(captions(), vocab_size).encode())
+        captions = chain.from_iterable(iter_parallel(captions_of, used))
+        out.write(TOKENIZER, train_tokenizer(captions, vocab_size).encode())
     return bool(vocab_size and used)

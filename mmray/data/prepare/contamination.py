@@ -30,7 +30,7 @@ from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
 from mmray.data.store.manifest import Manifest, Shard
 from mmray.data.store.prepared_set import PreparedSet, read_each
 from mmray.errors import DataError, UsageError
-from mmray.storage.storage import Storage
+from mmray.storage.storage import Storage, iter_parallel
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -134,11 +134,12 @@ def _hash_file(shard: Shard, use_phash: bool) -> str:
 
 def _load_hashes(out: Storage, prepared: PreparedSet, use_phash: bool) -> np.ndarray:
     """Return the hashes of the rows of a set; 97 bytes each."""
-    parts = [np.zeros(0, IMAGE_HASH_DTYPE)]
-    for shard in prepared.manifest.shards:
+
+    def load(shard: Shard) -> np.ndarray:
         hashes = np.load(io.BytesIO(out.read(_hash_file(shard, use_phash))), allow_pickle=False)
-        parts.append(np.delete(hashes, shard.dropped) if shard.dropped else hashes)
-    return np.concatenate(parts)
+        return np.delete(hashes, shard.dropped) if shard.dropped else hashes
+
+    return np.concatenate([np.zeros(0, IMAGE_HASH_DTYPE), *iter_parallel(load, prepared.manifest.shards)])
 
 
 def find_contaminated_rows(
