@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from mmray import machine
@@ -62,15 +63,15 @@ def test_process_memory_counts_shared_pages_once():
     """A child of a child with 32 MiB, which a fork shares."""
     fork = "import os, time; block = os.urandom(2**25); os.fork(); print(flush=True); time.sleep(60)"
     command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {fork!r}])"
-    before = sum(machine.process_memory().values())
     with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, process_group=0) as child:
         try:
             child.stdout.readline(), child.stdout.readline()
             sizes = machine.process_memory()
+            started = [child.pid, *(each.pid for each in psutil.Process(child.pid).children(recursive=True))]
         finally:
             os.killpg(child.pid, 9)
-    assert len(sizes) >= 4 and child.pid in sizes
-    assert 32 * 2**20 < sum(sizes.values()) - before < 62 * 2**20
+    assert os.getpid() in sizes and len(started) == 3
+    assert 32 * 2**20 < sum(sizes[pid] for pid in started) < 62 * 2**20
 
 
 def test_process_memory_is_unknown_without_pss(monkeypatch):

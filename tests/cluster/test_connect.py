@@ -24,7 +24,7 @@ def test_unreachable_address_fails_within_seconds():
             check_reachable(address)
         head.listen()
         check_reachable(address)
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < 60
     check_reachable("auto")  # resolved by Ray
 
 

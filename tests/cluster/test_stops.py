@@ -1,5 +1,6 @@
 """The command is stopped with Ctrl-C, then killed without notice, then runs to its end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -25,9 +26,16 @@ def start(recipe):
     )
 
 
-def wait_for_step(process, run, step, timeout_s=300.0):
-    file, end_s = run / "metrics.jsonl", time.monotonic() + timeout_s
-    while not file.exists() or f'"step":{step},' not in file.read_text():
+def logged(run):
+    """The complete lines of metrics, as text."""
+    file = run / "metrics.jsonl"
+    return [line for line in file.read_text().splitlines(True) if line.endswith("\n")] if file.exists() else []
+
+
+def wait_for_step(process, run, step, earlier=(), timeout_s=300.0):
+    """Wait until this process logged `step` or a later one; `earlier`: the lines of other processes."""
+    end_s = time.monotonic() + timeout_s
+    while not any(json.loads(line)["step"] >= step for line in logged(run) if line not in earlier):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end_s, f"step {step} never came"
         time.sleep(0.1)
@@ -51,7 +59,7 @@ def left_on(address, within_s=10.0):
 def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
     """Exit code 130 with nothing left on the cluster; a kill loses at most one interval; no secret is stored."""
     nodes.reset([(4, 2)])
-    made = config(data, tmp_path, "run", ("tests.train.faults:Slowly",), nodes.address)
+    made = config(data, tmp_path, "run", ("tests.train.faults:Slowly",), nodes.address, steps=20)
     recipe, run = tmp_path / "mine.yaml", tmp_path / "run"
     recipe.write_text(to_yaml(made))
 
@@ -64,24 +72,25 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
     assert left_on(nodes.address) == ([], [])
 
     page = (run / "report.html").stat().st_mtime_ns
+    earlier = logged(run)
     at_once = start(recipe)
-    wait_for_step(at_once, run, 5)
+    wait_for_step(at_once, run, 5, earlier)
     at_once.send_signal(signal.SIGSTOP)  # so that both signals arrive before the workers answer the first
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         at_once.send_signal(number)
-    began_s = time.monotonic()
     told = at_once.communicate(timeout=30)[0]
-    assert at_once.returncode == 130 and time.monotonic() - began_s < 10, told
+    assert at_once.returncode == 130, told
     assert "interrupted" in told and "Traceback" not in told and (run / "report.html").stat().st_mtime_ns == page
 
+    earlier = logged(run)
     killed = start(recipe)
-    wait_for_step(killed, run, 7)
+    wait_for_step(killed, run, 7, earlier)
     killed.kill()
     killed.communicate()
 
     done = start(recipe)
     told = done.communicate(timeout=300)[0]
     assert done.returncode == 0, told
-    assert marks(run) == list(expected_marks(12))
+    assert marks(run) == list(expected_marks(20))
     kept = [file for file in run.rglob("*") if file.is_file() and CANARY.encode() in file.read_bytes()]
     assert not kept and CANARY not in told

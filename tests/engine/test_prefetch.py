@@ -40,8 +40,9 @@ def test_data_wait_is_measured():
             time.sleep(0.05)
             yield micro_batches
 
+    start_s = time.perf_counter()
     waits = [batch.wait_s for batch in local_batches(slow())]
-    assert len(waits) == 2 and all(0.05 <= wait < 0.5 for wait in waits)
+    assert len(waits) == 2 and min(waits) >= 0.05 and sum(waits) <= time.perf_counter() - start_s
 
 
 def test_error_in_the_thread_is_raised_in_the_caller():
@@ -61,15 +62,14 @@ def test_exit_does_not_wait_for_a_stalled_stream():
     def items():
         yield 1
         stalled.set()
-        release.wait(20)
+        ends.append(release.wait(60))
 
+    ends: list[bool] = []
     ahead = prefetch._prefetch_in_thread(items(), lambda number: number, CPU)
-    assert next(ahead) == 1 and stalled.wait(5)
-    start_s = time.monotonic()
+    assert next(ahead) == 1 and stalled.wait(60)
     ahead.close()
-    took_s = time.monotonic() - start_s
+    assert not ends
     release.set()
-    assert took_s < 5
 
 
 def test_rows_bucketed_by_length_are_those_of_the_plan():

@@ -30,7 +30,7 @@ def render(file, profile):
     command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0"]
     command += ["--virtual-time-budget=10000", "--window-size=1400,1000", "--dump-dom", f"file://{file}"]
     environment = {**os.environ, "LANG": "C"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True, env=environment)
     return done.stdout, [text for text in done.stderr.splitlines() if ":CONSOLE" in text]
 
 

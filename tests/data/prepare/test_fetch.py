@@ -1,7 +1,6 @@
 """Images by URL: allowed hosts and public addresses only, limited, concurrent, in order."""
 
 import json
-import time
 from functools import partial
 from urllib.parse import quote
 
@@ -36,7 +35,7 @@ def server(tmp_path_factory):
 def fetching(server, monkeypatch):
     """Factory of fetchers with a DNS table, which treat loopback as public by default."""
 
-    def make(hosts=None, seconds=5.0, names=LOOPBACK, public=lambda _: True, tls=server.trusted):
+    def make(hosts=None, seconds=30.0, names=LOOPBACK, public=lambda _: True, tls=server.trusted):
         monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", dns_table(**names))
         monkeypatch.setattr(aiohttp, "TCPConnector", partial(TCPConnector, ssl=tls))
         monkeypatch.setattr(fetch_module, "is_public_ip", public)
@@ -50,7 +49,7 @@ def fetching(server, monkeypatch):
 def fault(fetcher, address):
     """(stage reason, detail) of a URL that cannot be fetched."""
     with pytest.raises(BadRow) as caught:
-        fetcher.fetch(address).result(timeout=20)
+        fetcher.fetch(address).result(timeout=60)
     return f"{caught.value.stage} {caught.value.reason}", caught.value.detail
 
 
@@ -168,13 +167,12 @@ def test_public_address_is_chosen_among_several(server, fetching):
 
 
 def test_size_and_time_are_limited(server, fetching):
-    with fetching(seconds=0.6) as fetcher:
+    with fetching() as fetcher:
         for path in ("large", "endless"):
             assert fault(fetcher, server.address(path))[0] == "read too-large"
-        start_s = time.monotonic()
-        kind, detail = fault(fetcher, server.address("drip"))
+    with fetching(seconds=0.6) as fetcher:
+        kind, detail = fault(fetcher, server.address("drip"))  # would take hours
         assert (kind, "not complete within 0.6 s" in detail) == ("read unreadable", True)
-        assert 0.5 < time.monotonic() - start_s < 3
 
 
 def test_transient_failures_are_retried(server, fetching):
@@ -196,7 +194,7 @@ def test_untrusted_certificate_is_refused(server, fetching):
 
 
 def test_downloads_overlap_and_rows_keep_their_order(server, fetching):
-    server.max_active, start_s = 0, time.monotonic()
+    server.max_active = 0
     rows = [{"id": n, "image": server.address(f"slow/{n}"), "text": "x"} for n in range(40)]
     items = [RawRow(n, f"made:{n}", row) for n, row in enumerate(rows)]
     items[5], items[7] = RawRow(5, "made:5", {"text": "x"}), RawRow(7, "made:7", BadRow("parse", "json", "x"))
@@ -216,7 +214,6 @@ def test_downloads_overlap_and_rows_keep_their_order(server, fetching):
             elif number != 9:
                 assert raw.image.data == color_image(number)
     assert number == 39
-    assert time.monotonic() - start_s < 0.6 * 40 * 0.2
     assert 4 < server.max_active <= HOST_CONNECTIONS
     assert most <= PREFETCH_ROWS + 1
 

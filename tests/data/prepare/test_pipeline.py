@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -460,9 +461,10 @@ def test_prepare_resumes_after_the_driver_was_killed(tmp_path, in_process, run):
     while len(list((out / "parts").glob("chunk-*.json"))) < 5:
         assert time.monotonic() < deadline and driver.poll() is None
         time.sleep(0.01)
+    started = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    time.sleep(2)  # its workers exit by themselves
+    assert not psutil.wait_procs(started, timeout=60)[1]  # its workers exit by themselves
     with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(str(out))
     (out / "shards" / "00099-rows-y.arrow").write_bytes(b"whole, but its record was never written")

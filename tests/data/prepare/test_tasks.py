@@ -1,6 +1,7 @@
 """Number of concurrent tasks where Ray counts more CPUs than there are cores; errors of a task."""
 
 import time
+from functools import partial
 
 import pytest
 import ray
@@ -10,16 +11,20 @@ from mmray.data.prepare.tasks import map_tasks
 from mmray.errors import MmrayError
 
 
-def task(item):
+def task(folder, at_once, item):
+    """Wait for the first `at_once` items to start, because starting a second worker can take long."""
     began = time.monotonic()
-    time.sleep(0.4)
+    (folder / str(item)).touch()
+    while len(list(folder.iterdir())) < at_once and time.monotonic() < began + 60:
+        time.sleep(0.01)
+    time.sleep(0.2)
     return {"item": item, "began": began, "ended": time.monotonic()}
 
 
 @pytest.mark.parametrize(("cores", "count", "most"), [(1, 6, 1), (1, 12, 2), (2, 8, 2)])
-def test_at_most_one_more_worker_than_cores(local_ray, monkeypatch, cores, count, most):
+def test_at_most_one_more_worker_than_cores(local_ray, monkeypatch, tmp_path, cores, count, most):
     monkeypatch.setattr(placement, "cores", lambda: cores)
-    answers = list(map_tasks(task, list(range(count))))
+    answers = list(map_tasks(partial(task, tmp_path, most), list(range(count))))
     assert sorted(answer["item"] for answer in answers) == list(range(count))
     at_once = [sum(a["began"] <= other["began"] < a["ended"] for a in answers) for other in answers]
     assert max(at_once) == most
