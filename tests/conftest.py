@@ -10,7 +10,14 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# The same examples in each run, and no limits of time, which a loaded machine does not keep.
+hypothesis.settings.register_profile(
+    "tests", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 
 # Set before the first Ray import: one authentication mode for heads and clients, and short health-check intervals.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -121,6 +128,22 @@ def s3(s3_server, tmp_path, monkeypatch):
     system.create_dir(name)
     yield Bucket(f"s3://{name}/runs", s3_server)
     s3_server.unlink(missing_ok=True)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Run the tests of a folder in one process, so that they share its Ray, its rank processes and their results.
+
+    Tests marked `cluster` start their own, so those are divided by file.
+    """
+    if "not cluster" not in config.option.markexpr:
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadFolderScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return "/".join(nodeid.split("::")[0].split("/")[:2])
+
+    return LoadFolderScheduling(config, log)
 
 
 def pytest_sessionfinish():

@@ -151,7 +151,7 @@ def test_stopped_data_actor_is_waited_for_and_named(nodes, data, tmp_path, monke
         os.kill(int(mark.read_text()), signal.SIGCONT)
 
     threading.Thread(target=resume, daemon=True).start()
-    reporter, cluster = Silent(), {"hang_timeout_s": HANG_TIMEOUT_S, "max_failures": 0}
+    reporter, cluster = Silent(), {"workers": 1, "hang_timeout_s": HANG_TIMEOUT_S, "max_failures": 0}
     outcome = train(settings(data, tmp_path, "stopped", nodes, steps=8, cluster=cluster), reporter)
     assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)
     assert outcome.result["elapsed_s"] > STOPPED_S and marks(outcome.path) == list(expected_marks(8))

@@ -105,7 +105,11 @@ def map_tensors(function: Callable[[Tensor], Any], values: Any) -> Any:
 
 def tensors_in(values: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
-    map_tensors(tensors.append, values)
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple | dict):
+            tensors += tensors_in(value)
     return tensors
 
 
@@ -127,9 +131,11 @@ def _synchronizes(
 
 def _check_devices(func: Any, tensors: list[Tensor], indices: list[Tensor]) -> None:
     """Raise RuntimeError for mixed devices; scalars and indices may be on the host."""
+    if func in COPIES or len({tensor.device for tensor in tensors}) < 2:
+        return
     exempt = {id(tensor) for tensor in [*indices, *(t for t in tensors if t.ndim == 0 and t.device == CPU)]}
     devices = sorted({str(tensor.device) for tensor in tensors if id(tensor) not in exempt})
-    if len(devices) > 1 and func not in COPIES:
+    if len(devices) > 1:
         raise RuntimeError(f"expected all tensors on the same device, but {func} has tensors on {devices}")
 
 

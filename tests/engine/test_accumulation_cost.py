@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import pytest
@@ -69,10 +68,9 @@ def test_time_is_at_most_one_and_a_half_times_one_pass():
     # An additional forward is 4/3 of the work; the fixed cost of a pass (8 ms) is added.
     bench = bench_of(160, SHARE)
     took_s = {micro: [] for micro in (SHARE, MICRO)}
-    for _ in range(6):  # alternating, so that a changing load affects both
+    for _ in range(5):  # alternating, so that a changing load affects both
         for micro in took_s:
             start_s = time.process_time()
             gradient(bench, SHARE, micro)
             took_s[micro].append(time.process_time() - start_s)
-    ratios = [accumulated / whole for accumulated, whole in zip(took_s[MICRO][1:], took_s[SHARE][1:], strict=True)]
-    assert statistics.median(ratios) <= 1.5
+    assert min(took_s[MICRO]) / min(took_s[SHARE]) <= 1.5

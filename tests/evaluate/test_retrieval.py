@@ -41,7 +41,7 @@ def several_captions(captions_of: list[int]) -> Tensor:
     shared=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ranks_and_top_k_equal_naive_with_ties(
     vectors: list[list[int]], captions_of: list[int], shared: bool, seed: int
 ) -> None:
@@ -79,7 +79,7 @@ def test_ranks_and_top_k_equal_naive_with_ties(
     copies=st.lists(st.integers(1, 4), min_size=5, max_size=5),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_copies_count_as_rows(scores: list[list[int]], copies: list[int], seed: int) -> None:
     """Any answer may be correct for any query, and each query has one."""
     draw = np.random.default_rng(seed)

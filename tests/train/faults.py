@@ -56,7 +56,7 @@ def _fail_device():
     raise RuntimeError(ECC_ERROR)
 
 
-FailDeviceOnce = _once("device", 5, _fail_device)
+FailDeviceOnce = _once("device", 8, _fail_device)
 
 
 class BadNode:

@@ -88,34 +88,18 @@ def test_each_evaluation_is_made_once(calm_run):
     assert notes(reporter, "phase") == ["evaluating", "evaluating", "saving the last checkpoint", "writing the report"]
 
 
-def test_killed_and_hung_workers_are_replaced_with_equal_weights(data, tmp_path, calm):
-    reporter, wanted = Silent(), one_worker(data, tmp_path, "run", ["KillRankOneOnce", "HangOnce"])
-    outcome = driver.train(wanted.with_cluster(hang_timeout_s=4.0), reporter)
-    assert outcome.result["wasted_steps"] >= 2  # each ended after step 5 and restarted from step 3
-    assert outcome.result["restarts"] == 2 and marks(outcome.path) == marks(calm.path)
+def test_killed_hung_and_failing_workers_are_replaced_with_equal_weights(data, tmp_path, calm):
+    reporter, faults = Silent(), ["KillRankOneOnce", "HangOnce", "FailDeviceOnce"]
+    outcome = driver.train(one_worker(data, tmp_path, "run", faults).with_cluster(hang_timeout_s=8.0), reporter)
+    assert outcome.result["wasted_steps"] >= 2  # the first two ended after step 5 and restarted from step 3
+    assert outcome.result["restarts"] == 3 and marks(outcome.path) == marks(calm.path)
     assert same_weights(weights(outcome.path), weights(calm.path))
-    killed, hung = notes(reporter, "failure")
+    (killed, hung, failed), (kept,) = notes(reporter, "failure"), notes(reporter, "device")
     assert "SIGKILL" in killed and "faults.py" in hung
+    assert "device failed after step 7: DeviceError: CUDA error: uncorrectable ECC error encountered (on this" in failed
+    assert "retrying on the same" in kept
     stages = ["verifying the checkpoint", *FOR_WORKER, "loading the checkpoint", *FOR_STEP]
     assert [each["stage"] for each in outcome.result["starts"][1]] == stages
-
-
-def test_failed_device_is_retried_on_this_machine(data, tmp_path, calm):
-    reporter, wanted = Silent(), one_worker(data, tmp_path, "run", ["FailDeviceOnce"])
-    outcome = driver.train(wanted, reporter)
-    assert outcome.result["restarts"] == 1 and same_weights(weights(outcome.path), weights(calm.path))
-    ((failed,), (kept,)) = notes(reporter, "failure"), notes(reporter, "device")
-    assert "device failed after step 4: DeviceError: CUDA error: uncorrectable ECC error encountered (on this" in failed
-    assert "retrying on the same" in kept
-
-
-def test_stopped_run_resumes_with_equal_weights(data, tmp_path, calm):
-    stopped = driver.train(one_worker(data, tmp_path, "run", ["Slowly"]), Stopping(at=4))
-    assert stopped.result["status"] == "stopped" and 4 <= stopped.result["steps"] < STEPS
-    reporter = Silent()
-    done = driver.train(one_worker(data, tmp_path, "run"), reporter)
-    assert done.result["status"] == "finished" and notes(reporter, "resume")
-    assert same_weights(weights(done.path), weights(calm.path))
 
 
 def test_error_of_user_code_ends_the_run_with_its_traceback(data, tmp_path):
@@ -123,8 +107,8 @@ def test_error_of_user_code_ends_the_run_with_its_traceback(data, tmp_path):
         driver.train(one_worker(data, tmp_path, "run", ["RaiseAtStepThree"], checkpoint_every=0), Silent())
 
 
-class KillingDataProcess(Silent):
-    """Sends SIGKILL to the data processes of the worker at step 3."""
+class KillingDataProcess(Stopping):
+    """Sends SIGKILL to the data processes of the worker at step 3, and stops the run later."""
 
     def step(self, metrics, total_steps):
         super().step(metrics, total_steps)
@@ -137,7 +121,7 @@ class KillingDataProcess(Silent):
 WORKERS: set[int] = set()
 
 
-def test_killed_data_process_is_replaced(data, tmp_path, calm, monkeypatch):
+def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weights(data, tmp_path, calm, monkeypatch):
     from mmray.train import local
 
     class Process(local._Process):
@@ -146,12 +130,17 @@ def test_killed_data_process_is_replaced(data, tmp_path, calm, monkeypatch):
             WORKERS.add(self.process.pid)
 
     monkeypatch.setattr(local, "_Process", Process)
-    reporter = KillingDataProcess()
-    outcome = driver.train(one_worker(data, tmp_path, "run", ["Slowly"]), reporter)
-    assert outcome.result["restarts"] == 0 and same_weights(weights(outcome.path), weights(calm.path))
+    reporter = KillingDataProcess(at=7)
+    stopped = driver.train(one_worker(data, tmp_path, "run", ["Slowly"]), reporter)
+    assert stopped.result["status"] == "stopped" and 7 <= stopped.result["steps"] < STEPS
+    assert stopped.result["restarts"] == 0
     assert any("data process died" in text for text in notes(reporter, "data"))
-    worker_peak_gib = max(line["memory/peak_gib"] for line in lines(outcome.path))
-    assert outcome.result["all_processes_peak_gib"] > worker_peak_gib  # of the driver, the worker and its data process
+    worker_peak_gib = max(line["memory/peak_gib"] for line in lines(stopped.path))
+    assert stopped.result["all_processes_peak_gib"] > worker_peak_gib  # of the driver, the worker and its data process
+    reporter = Silent()
+    done = driver.train(one_worker(data, tmp_path, "run"), reporter)
+    assert done.result["status"] == "finished" and notes(reporter, "resume")
+    assert same_weights(weights(done.path), weights(calm.path))
 
 
 def test_children_end_with_a_killed_driver(data, tmp_path):

@@ -59,7 +59,7 @@ def config_of(source: Path, storage: Path) -> settings.Config:
         optimizer=settings.Optimizer(lr=3e-3, warmup_steps=5),
         train=settings.Train(steps=60, log_every=20),
         evaluate=settings.Evaluate(batch=16),
-        cluster=settings.Cluster(workers=2),
+        cluster=settings.Cluster(workers=1),
         run=settings.Run(name="regions", storage=str(storage / "runs")),
     )
 

@@ -7,7 +7,7 @@ import os
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmray.data.formats import text_lines as lines_module
@@ -202,13 +202,11 @@ def written(rows, **options):
     return out.getvalue().encode()
 
 
-@settings(deadline=None)
 @given(rows=st.lists(FIELDS, max_size=6), quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]))
 def test_csv_output_is_read_back(tmp_path_factory, rows, quoting):
     assert rows_of(tmp_path_factory.mktemp("csv"), written(rows, quoting=quoting)) == rows
 
 
-@settings(deadline=None)
 @given(rows=st.lists(st.lists(PLAIN, min_size=3, max_size=3), max_size=6), end=st.sampled_from(ENDS))
 def test_unquoted_fields_parse_like_python_csv(tmp_path_factory, rows, end):
     text = "".join(",".join(row) + end for row in [NAMES, *rows])

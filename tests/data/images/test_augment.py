@@ -59,7 +59,7 @@ def test_uniform_is_flat_and_depends_only_on_its_arguments():
     assert (numbers != hash_uniform(4, np.zeros(2000, np.int64), key, 5)).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 500), st.integers(1, 500), st.integers(0, 2**62), st.floats(0.01, 1.0))
 def test_random_crop_is_inside_the_image_and_within_limits(width, height, key, low):
     augment = Augment(crop_scale=(low, 1.0))

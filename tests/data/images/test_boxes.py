@@ -43,7 +43,7 @@ def square_with_box(image, fit, *augmented):
     return bright(255 - transform(255 - pixels, inputs(fit), *augmented))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(20, 120), st.integers(20, 120), st.integers(0, 2**62), st.sampled_from(["squash", "crop", "pad"]),
     st.sampled_from([0.0, 1.0]), st.sampled_from([(1.0, 1.0), (0.3, 0.9)]),

@@ -125,7 +125,7 @@ def test_bad_bytes_raise_with_reason(data, reason):
     assert caught.value.detail
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(name=st.sampled_from(sorted(FORMATS)), data=st.data())
 def test_damaged_bytes_decode_or_raise_bad_image(name, data):
     damaged = bytearray(FORMATS[name])

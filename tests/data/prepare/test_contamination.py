@@ -151,7 +151,7 @@ def random_hashes(rng, count, base=None):
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 40), st.integers(0, 40), st.integers(0, 31))
 def test_band_search_equals_search_of_all_pairs(seed, num_queries, num_references, most_bits):
     rng = np.random.default_rng(seed)

@@ -59,7 +59,7 @@ def make_index_only_set(store, images, rows, size=300, per_tar=512):
     return PreparedSet.open(store.address)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SPANS, st.integers(0, 40), st.integers(1, 200))
 def test_coalesced_ranges_cover_each_span_once_within_the_gap(spans, gap, most):
     with pytest.MonkeyPatch.context() as patch:

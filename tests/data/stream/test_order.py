@@ -33,14 +33,14 @@ def epoch_of(p, number):
     return p.row_ids_at(np.arange(number * p.num_rows, (number + 1) * p.num_rows))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.integers(1, 3000), BLOCKS, WINDOWS, st.integers(0, 2**63 - 1), st.integers(0, 5))
 def test_each_epoch_is_a_permutation(num_rows, shuffle_block, window, seed, epoch):
     rows = epoch_of(plan(num_rows, shuffle_block, window, seed=seed), epoch)
     assert np.array_equal(np.sort(rows), np.arange(num_rows))
 
 
-@settings(max_examples=140, deadline=None)
+@settings(max_examples=140)
 @given(st.just(()) | COMPONENTS, ROWS, BLOCKS, WINDOWS, GLOBAL_ROWS, WORLDS, st.integers(0, 100))
 def test_step_takes_same_rows_at_any_world_size(components, num_rows, shuffle_block, window, global_rows, world, step):
     """Of a set or a mixture; these are the rows that the number of rows consumed before the step determines."""
@@ -51,7 +51,7 @@ def test_step_takes_same_rows_at_any_world_size(components, num_rows, shuffle_bl
     assert np.array_equal(whole[one.rows_start(step) :], rows_of_step(one, step))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ROWS, GLOBAL_ROWS, WORLDS)
 def test_steps_of_equal_size_take_each_row_once_per_epoch(num_rows, global_rows, world):
     p = plan(num_rows, global_rows=global_rows, world=world)
@@ -85,7 +85,7 @@ def test_rank_rows_and_accumulation():
     assert [column.tolist() for column in p.row_ids_and_pass_indices_at(np.array([PADDING]))] == [[PADDING], [0]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(COMPONENTS, BLOCKS, WINDOWS, st.integers(1, 5), st.booleans())
 def test_mixture_takes_exact_shares_and_each_row_and_pass_once(components, shuffle_block, window, epochs, shuffle):
     p = mixture(components, shuffle_block, window, shuffle=shuffle)

@@ -78,15 +78,16 @@ def expected(plan):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "global_rows", "stops", "pause_s", "block_mb"),  # stops: {number of workers: last step}
+    # stops: {number of workers: last step}
+    ("num_rows", "global_rows", "first_step", "stops", "pause_s", "block_mb"),
     [
-        pytest.param(117, 1, {3: 65, 2: 125}, 0.005, 0.01, id="one row a step"),
-        pytest.param(117, 4, {1: 11, 3: 37, 2: 70}, 0.01, 0.01, id="four rows, which do not divide the set"),
-        pytest.param(5000, 250, {1: 7, 3: 24}, 0.03, 0.04, id="5000 rows, blocks of a part of a step"),
+        pytest.param(117, 1, 0, {3: 125}, 0.005, 0.01, id="one row a step"),
+        pytest.param(117, 4, 0, {1: 11, 3: 37, 2: 70}, 0.01, 0.01, id="four rows, which do not divide the set"),
+        pytest.param(5000, 250, 7, {3: 24}, 0.03, 0.04, id="5000 rows, blocks of a part of a step"),
     ],
 )
 def test_changing_worker_groups_take_same_rows(
-    local_ray, readers, monkeypatch, num_rows, global_rows, stops, pause_s, block_mb
+    local_ray, readers, monkeypatch, num_rows, global_rows, first_step, stops, pause_s, block_mb
 ):
     """Groups of one to three workers stop in mid-epoch; the next starts at the step where the last one stopped.
 
@@ -94,13 +95,13 @@ def test_changing_worker_groups_take_same_rows(
     """
     # Two streams of 5,000 rows have more blocks, as long runs do.
     monkeypatch.setattr("mmray.data.stream.stream.MAX_INLINE_BLOCKS", 40)
-    first_step, found, plans, last_step = 0, [], [], max(stops.values())
-    for world, stop in stops.items():
-        plan = SamplePlan(num_rows, global_rows, world, micro=1 if global_rows < 16 else 32, seed=3, steps=last_step)
+    micro, last_step = 1 if global_rows < 16 else 32, max(stops.values())
+    plans = [SamplePlan(num_rows, global_rows, world, micro, seed=3, steps=last_step) for world in stops]
+    found = expected(plans[0])[:first_step]
+    for plan, stop in zip(plans, stops.values(), strict=True):
         steps = stop - first_step if stop < plan.steps else None
         found += stream(readers[num_rows], plan, first_step, pause_s, steps, block_mb)
         first_step = stop
-        plans.append(plan)
     assert all(expected(plan) == found for plan in plans)
     everyone = sorted(hash_key(f"row-{number}") for number in range(num_rows))
     assert {len(step) for step in found} == {global_rows}
