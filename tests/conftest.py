@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,12 +26,10 @@ os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-with socket.socket() as _free:
-    _free.bind(("127.0.0.1", 0))
-    S3_PORT = _free.getsockname()[1]
-# Address of the test S3 server, set before it starts (`s3` starts it); tests use no other server.
+# Address of the test S3 server (`s3` starts it); tests use no other one. No other process can take the port meanwhile.
+S3_SOCKET = socket.create_server(("127.0.0.1", 0))
 os.environ |= {
-    "AWS_ENDPOINT_URL": f"http://127.0.0.1:{S3_PORT}",
+    "AWS_ENDPOINT_URL": f"http://127.0.0.1:{S3_SOCKET.getsockname()[1]}",
     "AWS_ACCESS_KEY_ID": "tests",
     "AWS_SECRET_ACCESS_KEY": "canary-of-the-tests",
     "AWS_REGION": "us-east-1",
@@ -101,16 +100,11 @@ def s3_server(tmp_path_factory):
     """S3 server on loopback in a separate process; returns it and its fault file."""
     pytest.importorskip("moto")
     folder = tmp_path_factory.mktemp("s3")
+    file = S3_SOCKET.fileno()
     with (folder / "log").open("w") as log:
-        command = [sys.executable, "-m", "tests.storage.s3_server", str(S3_PORT), str(folder / "faults")]
-        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-    until = time.monotonic() + 60
-    while time.monotonic() < until and server.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", S3_PORT), 1).close()
-            break
-        except OSError:
-            time.sleep(0.1)
+        command = [sys.executable, "-m", "tests.storage.s3_server", str(file), str(folder / "faults")]
+        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, pass_fds=[file])
+    urllib.request.urlopen(os.environ["AWS_ENDPOINT_URL"], timeout=120).close()  # waits for the start
     yield folder / "faults"
     server.kill()
     server.wait()

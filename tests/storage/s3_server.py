@@ -1,4 +1,6 @@
-"""S3 server on loopback (moto) with fault injection: python -m tests.storage.s3_server PORT FAULTS.
+"""S3 server on loopback (moto) with fault injection: python -m tests.storage.s3_server SOCKET FAULTS.
+
+SOCKET is the file descriptor of a listening socket.
 
 The file FAULTS, if present, holds `METHOD TEXT COUNT STATUS`: the next COUNT requests of this method with TEXT in
 their path are answered with STATUS, 503 (Slow Down) or 400; COUNT is decremented in the file. If the file `requests` is
@@ -8,10 +10,11 @@ next to it, each request is appended as `METHOD PATH REQUESTED-BYTES`.
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 from moto.server import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import run_simple
+from werkzeug.serving import make_server
 
 BODY = "<?xml version='1.0'?><Error><Code>{}</Code><Message>{}</Message></Error>"
 BODIES = {
@@ -22,11 +25,13 @@ BODIES = {
 
 class FaultInjector:
     def __init__(self, app, faults):
-        self.app, self.faults = app, faults
+        self.app, self.faults, self.lock = app, faults, threading.Lock()
 
     def __call__(self, environ, start_response):
-        self._note(environ)
-        if status := self._failure(environ):
+        with self.lock:
+            self._note(environ)
+            status = self._failure(environ)
+        if status:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response(f"{status} Failing", [("Content-Type", "application/xml")])
             return [BODIES[status]]
@@ -53,4 +58,5 @@ class FaultInjector:
 
 if __name__ == "__main__":
     app = DomainDispatcherApplication(create_backend_app)
-    run_simple("127.0.0.1", int(sys.argv[1]), FaultInjector(app, Path(sys.argv[2])), threaded=True)
+    injector = FaultInjector(app, Path(sys.argv[2]))
+    make_server("127.0.0.1", 0, injector, threaded=True, fd=int(sys.argv[1])).serve_forever()
