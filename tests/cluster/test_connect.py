@@ -79,4 +79,4 @@ def test_local_cluster_requires_the_users_token(tmp_path):
         without = subprocess.run(asked, env=own | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True)
         assert without.returncode != 0 and "nauthenticated" in without.stdout + without.stderr
     finally:
-        cluster.communicate("", timeout=60)
+        cluster.communicate("", timeout=180)

@@ -106,6 +106,7 @@ class FullDiskAtStepSix:
 
     def on_step(self, step, metrics):
         if dist.get_rank() == 0 and step in (5, 8):
+            time.sleep(3.0 * (step == 8))  # until the write in the background has failed
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (2048 if step == 5 else hard, hard))
 
