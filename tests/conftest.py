@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -127,9 +128,10 @@ def s3(s3_server, tmp_path, monkeypatch):
 def pytest_xdist_make_scheduler(config, log):
     """Run the tests of a folder in one process, so that they share its Ray, its rank processes and their results.
 
-    Tests marked `cluster` start their own, so those are divided by file.
+    Tests marked `cluster` start their own, so those are divided by file, the longest first.
     """
     if "not cluster" not in config.option.markexpr:
+        config.option.loadscopereorder = False  # by the number of tests
         return None
     from xdist.scheduler import LoadFileScheduling
 
@@ -138,6 +140,14 @@ def pytest_xdist_make_scheduler(config, log):
             return "/".join(nodeid.split("::")[0].split("/")[:2])
 
     return LoadFolderScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """Start with the files that have the longest limits of time, so that both processes end at about the same time."""
+    limits_s = defaultdict(int)
+    for item in items:
+        limits_s[item.path] = max([limits_s[item.path], *(mark.args[0] for mark in item.iter_markers("timeout"))])
+    items.sort(key=lambda item: -limits_s[item.path])
 
 
 def pytest_sessionfinish():
