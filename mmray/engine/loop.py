@@ -18,6 +18,7 @@ from mmray.engine.batch import halve
 from mmray.engine.checkpoint import state_dict
 from mmray.engine.checkpoint.manager import CheckpointSchedule, steps_between_checkpoints
 from mmray.engine.metrics.meters import Meter, padding_fractions, reduce_over_ranks, rows_sha
+from mmray.engine.metrics.noise_scale import average_noise, is_additive
 from mmray.engine.metrics.timers import PhaseTimers, Throughput
 from mmray.engine.metrics.writers import Metrics, profile_steps
 from mmray.engine.oom import RecoverableOom
@@ -43,6 +44,7 @@ class _Run:
     meter: Meter
     schedule: CheckpointSchedule
     ema: ExponentialMovingAverage | None
+    measures_noise: bool
 
 
 def train_loop(
@@ -63,6 +65,7 @@ def train_loop(
         while progress.step < plan.steps and not stop:
             batch = _next_batch(run, batches)
             set_lr(run.state.optimizer, lr_at(progress.step, spec.optimizer, plan.steps))
+            run.state.noise.due = run.measures_noise and _is_due(progress.step + 1, spec.train.log_every)
             result = _take_step(run, batch)
             progress.step += 1
             if run.ema is not None and result.is_finite:
@@ -109,7 +112,10 @@ def _start(spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> _Run:
     if (progress.world, progress.planned_micro) != (spec.group.world_size, planned):
         progress.world, progress.planned_micro, progress.micro = spec.group.world_size, planned, planned
     meter = Meter(Throughput(timers), 2 if train.parallel == "branches" else 1, train.compile != "none")
-    return _Run(spec, state, progress, meter, CheckpointSchedule(train.checkpoint_every, progress.step), ema)
+    # FSDP reduces the gradient of each micro-batch; those sorted by length are not random samples.
+    measures_noise = is_additive(spec.objective) and not spec.group_by_length and not strategy.is_sharded(model)
+    schedule = CheckpointSchedule(train.checkpoint_every, progress.step)
+    return _Run(spec, state, progress, meter, schedule, ema, measures_noise)
 
 
 def _load(
@@ -224,7 +230,10 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
     """Metrics of the step just taken. Takes three small collectives, so only for steps that are logged."""
     spec, state, step = run.spec, run.state, run.progress.step - 1
     means = [(value / result.counts).sum() for value in result.sums.values()]
-    sums, reduced = reduce_over_ranks(spec.group, [*means, *run.meter.token_counts], run.meter.compute(state))
+    noise = state.noise.estimate(result.grad_norm, spec.plan.global_rows, spec.group.world_size)
+    local_sums = [*noise, *means, *run.meter.token_counts]
+    sums, reduced = reduce_over_ranks(spec.group, local_sums, run.meter.compute(state))
+    noise_scale, sums = average_noise(run.progress.gradient_noise, sums[: len(noise)]), sums[len(noise) :]
     run.meter.token_counts.zero_()
     return (
         {
@@ -239,6 +248,7 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
         | {"train/lr": lr_at(step, spec.optimizer, spec.plan.steps), "train/grad_norm": result.grad_norm}
         | {"train/skipped_steps": run.progress.skipped, "batch/micro": run.progress.micro}
         | padding_fractions(sums[len(means) :], spec.group_by_length)
+        | noise_scale
         | spec.static_metrics
         | reduced
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mmray.engine.collectives import Group
+from mmray.engine.metrics.noise_scale import NoiseMeter
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.metrics.writers import Metrics, MetricsLog
 from mmray.engine.precision import Precision
@@ -86,6 +87,7 @@ class LoopProgress:
     world: int = 0  # ranks that `micro` was found with
     planned_micro: int = 0  # at the start of the attempt
     micro: int = 0  # now, after reductions for OOM; kept by later attempts with equal `world` and `planned_micro`
+    gradient_noise: list[float] = field(default_factory=lambda: [0.0, 0.0])  # averages of trace and squared mean
 
 
 @dataclass(frozen=True)
@@ -99,5 +101,6 @@ class TrainState:
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     timers: PhaseTimers
+    noise: NoiseMeter = field(default_factory=NoiseMeter)
     clip_norm: float = 0.0
     can_recover_oom: bool = True  # False if a forward has collectives, or on a CPU by default

@@ -41,6 +41,7 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.contrastive import Contrastive, Sigmoid
 from tests.checkpoints import save_checkpoint
 from tests.engine import recipe_models, toy
+from tests.engine.metrics import test_noise_scale
 
 ROWS = 21  # the second of two ranks has one row of padding, the last of four has three rows
 INVALID = (2, 5, 6, 7)
@@ -209,6 +210,11 @@ def collectives(group: Group) -> dict[str, Any]:
         "uneven": group.all_gather_variable(torch.full((2 + group.rank,), group.rank)),
         "reduced": reduce_over_ranks(group, [torch.tensor(1.0 + group.rank)], own),
     }
+
+
+def noise_scale(group: Group) -> float:
+    plan = replace(test_noise_scale.PLAN, world_size=group.world_size, steps=50)
+    return float(test_noise_scale.log_of(plan, group)[-1][test_noise_scale.SCALE])
 
 
 def stopped_loop(group: Group) -> dict[str, Any]:
@@ -447,6 +453,7 @@ SCENARIOS = (
     collectives,
     common_defaults,
     skipped_step,
+    noise_scale,
     stopped_loop,
     overflow,
     recovered_oom,

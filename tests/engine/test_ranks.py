@@ -15,6 +15,7 @@ from mmray.engine.batch import halve
 from mmray.engine.collectives import Group
 from mmray.train.ray_backend import COLLECTIVE_ERRORS
 from tests.engine import ranks, toy
+from tests.engine.metrics import test_noise_scale
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,11 @@ def test_non_finite_step_on_one_rank_is_skipped_on_both(two):
         assert result["skipped"] == 1
         toy.assert_equal_weights(result["weights"], expected["weights"])
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-9, nan_ok=True)
+
+
+def test_noise_scale_on_two_ranks_is_that_of_known_gradients(two):
+    one, other = (result["noise_scale"] for result in two)
+    assert one == other == pytest.approx(test_noise_scale.true_noise_scale(), rel=0.4)
 
 
 def test_fp16_overflow_is_skipped_on_both_ranks_and_halves_the_scale(two):
