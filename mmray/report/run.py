@@ -14,6 +14,7 @@ from mmray.storage.paths import AnyPath, local_copy
 
 EXAMPLES = "examples.json"  # hits and misses of the newest evaluation
 DIRECTIONS = ("image_to_text", "text_to_image")
+NOISE_SCALE = "train/noise_scale"
 Line = dict[str, Any]
 
 
@@ -90,6 +91,15 @@ def read_lines(file: AnyPath) -> Iterator[Line]:
 def format_number(value: float | None, digits: int = 3) -> str:
     """Format with `digits` decimals and thousands separators; a missing or non-finite value is a dash."""
     return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def format_setting(value: Any) -> str:
+    """Format the value of a setting, which may be a list."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(format_setting(item) for item in value) or "none"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def recall_rows(scores: Mapping[str, float | None]) -> list[dict[str, str]]:

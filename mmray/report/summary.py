@@ -13,7 +13,15 @@ from mmray.config.data import format_mixture, parse_mixture
 from mmray.config.recipes import RECIPES
 from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
-from mmray.report.run import DIRECTIONS, RunRecord, format_number, non_retrieval_metrics, read_json, read_lines
+from mmray.report.run import (
+    DIRECTIONS,
+    RunRecord,
+    format_number,
+    format_setting,
+    non_retrieval_metrics,
+    read_json,
+    read_lines,
+)
 from mmray.storage.paths import AnyPath, to_path
 
 DATA_WAIT_WARNING = 0.2  # fraction of the step time
@@ -108,17 +116,9 @@ def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
     """Return name, value and recipe value of all settings."""
     recipe = flatten(RECIPES.get(str(config.get("recipe")), Config)().model_dump(mode="json", by_alias=True))
     return [
-        {"name": name, "value": _text(value), "recipe": _text(recipe[name]) if name in recipe else ""}
+        {"name": name, "value": format_setting(value), "recipe": format_setting(recipe[name]) if name in recipe else ""}
         for name, value in flatten(config).items()
     ]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(_text(item) for item in value) or "none"
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 MAX_LEAK_LINES = 100_000  # lines of leaks.jsonl

@@ -1,12 +1,12 @@
-"""Read a sweep folder: trials, ranks within each global batch, and the cells of heat maps."""
+"""Read a sweep folder: trials, their table, ranks within each global batch, and the cells of heat maps."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from mmray.report.run import read_json, read_lines
+from mmray.report.run import format_number, format_setting, read_json, read_lines
 from mmray.storage.paths import AnyPath
 
 SWEEP, TRIALS = "sweep.json", "trials.jsonl"
@@ -23,14 +23,68 @@ class Goal(NamedTuple):
 
 
 GOALS = {
-    "throughput": Goal("samples_per_s", "samples/s", True),
+    "throughput": Goal("samples_per_s", "samples per second", True),
     "loss": Goal("eval_loss", "held-out loss", False),
     "recall": Goal("recall_at_1", "recall@1", True),
     "time-to-quality": Goal("quality_s", "seconds to the target loss", False),
-    "memory": Goal("peak_gib", "peak GiB", False),
+    "memory": Goal("peak_gib", "peak memory in GiB", False),
 }
 LEARNING_GOALS = ("loss", "recall", "time-to-quality")  # compared by held-out metrics at rungs
 RECIPE_TRIAL = "t001"  # with the recipe's own settings, if they are in the search space
+
+
+class Column(NamedTuple):
+    """A column of the table of trials: a field, or the searched setting of that name."""
+
+    field: str
+    title: str
+    digits: int = 0
+    scale: float = 1.0
+
+    def text(self, trial: TrialRecord) -> str:
+        """Return the cell of a trial."""
+        if self.field in trial.settings:
+            return format_setting(trial.settings[self.field])
+        value = trial.value(self.field)
+        return format_number(None if value is None else self.scale * value, self.digits)
+
+
+COLUMNS = (
+    Column("rank", "rank"),
+    Column("samples", "samples"),
+    Column("eval_loss", "held-out loss", 3),
+    Column("recall_at_1", "recall@1", 3),
+    Column("quality_s", "s to target"),
+    Column("noise_scale", "noise scale"),
+    Column("global", "global batch"),
+    Column("micro", "micro"),
+    Column("accumulation", "accum."),
+    Column("workers", "workers"),
+    Column("samples_per_s", "samples/s"),
+    Column("samples_per_s_min", "slowest"),
+    Column("samples_per_s_max", "fastest"),
+    Column("step_p50_s", "ms per step", scale=1000.0),
+    Column("peak_gib", "peak GiB", 2),
+    Column("loss", "training loss", 3),
+)
+
+
+class Probe(NamedTuple):
+    """Measured steps of a worker group, and the fit to them (tune/README.md has their fields)."""
+
+    number: int
+    settings: str
+    samples: list[dict[str, Any]]
+    limit_gib: float
+    fit: dict[str, Any]
+
+
+class HeatMap(NamedTuple):
+    """The best trial of each (micro-batch, row of the map), with titles of the map and of its rows."""
+
+    title: str
+    axis: str
+    cells: dict[tuple[int, tuple[Any, ...]], TrialRecord]
 
 
 @dataclass(frozen=True)
@@ -40,7 +94,6 @@ class TrialRecord:
     name: str
     status: str
     values: dict[str, Any] = field(repr=False)
-    rank: int | None = None  # among measured trials of the same global batch; 1 is best
     page: str | None = None  # report of the trial, relative to the sweep's
 
     def value(self, name: str) -> float | None:
@@ -56,28 +109,29 @@ class TrialRecord:
         return " × ".join(str(self.values.get(name, "?")) for name in ("micro", "accumulation", "workers"))
 
     @property
-    def label(self) -> str:
-        return f"{self.name}  {self.shape}"
+    def settings(self) -> dict[str, Any]:
+        """The searched settings."""
+        return self.values.get("settings") or {}
 
     @property
     def others(self) -> str:
         """The searched settings that are not of the batch."""
-        settings = (self.values.get("settings") or {}).items()
-        return ", ".join(f"{name} {value}" for name, value in settings if name not in BATCH_SETTINGS)
+        return _format_settings({name: self.settings[name] for name in self.settings if name not in BATCH_SETTINGS})
 
     @property
-    def details(self) -> str:
-        """Details below the row: other searched settings, and the error."""
-        return "; ".join(part for part in (self.others, self.values.get("error")) if part)
+    def rung_values(self) -> list[float]:
+        """The held-out values at the rungs that were reached."""
+        return [rung["value"] for rung in self.values.get("rungs") or []]
 
     def cell_text(self, name: str, best: TrialRecord | None) -> str:
         """Return the text of a heat map cell: the value, or why there is none."""
         value = self.measured(name)
         if value is None:
             return STATUS_LABELS.get(self.status, self.status)
-        text = f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
-        text = f"≈ {text}" if self.status == "predicted" else text
-        return f"<b>★ {text}</b>" if best is not None and self.name == best.name else text
+        text = f"<b>{_short(value)}</b>" if self.status == "finished" else f"≈ {_short(value)}"
+        text = f"★ {text}" if best is not None and self.name == best.name else text
+        predicted = self.value(f"predicted_{name}")
+        return f"{text}<br>≈ {_short(predicted)}" if predicted and self.status == "finished" else text
 
 
 @dataclass(frozen=True)
@@ -97,12 +151,11 @@ class SweepRecord:
             for name, line in lines.items()
         }
         sweep = cls(folder, read_json(folder / SWEEP), list(trials.values()))
-        by_global: dict[Any, list[TrialRecord]] = defaultdict(list)
-        for trial in sorted(trials.values(), key=sweep.sort_key):
+        ranks: Counter[Any] = Counter()
+        for trial in sorted(trials.values(), key=sweep.sort_key) if not sweep.is_learning else ():
             if trial.measured(sweep.goal.metric) is not None:
-                by_global[trial.values.get("global")].append(trial)
-        for group in by_global.values():
-            trials |= {trial.name: replace(trial, rank=rank) for rank, trial in enumerate(group, 1)}
+                ranks[size := trial.values.get("global")] += 1
+                trials[trial.name] = replace(trial, values=trial.values | {"rank": ranks[size]})
         return replace(sweep, trials=list(trials.values()))
 
     @property
@@ -115,12 +168,37 @@ class SweepRecord:
         return value is None, (value or 0.0) * (-1 if self.goal.maximize else 1)
 
     @property
+    def columns(self) -> list[Column]:
+        """The searched settings, and the columns of which some trial has a value."""
+        names = dict.fromkeys(name for trial in self.trials for name in trial.settings if name not in BATCH_SETTINGS)
+        fields = [column for column in COLUMNS if any(trial.value(column.field) is not None for trial in self.trials)]
+        return [*(Column(name, name) for name in names), *fields]
+
+    @property
+    def table(self) -> list[TrialRecord]:
+        """The trials by global batch and rank, or by the last rung and the value there."""
+
+        def key(trial: TrialRecord) -> tuple[float, bool, float]:
+            if not self.is_learning:
+                return (trial.value("global") or 0, *self.sort_key(trial))
+            last = trial.rung_values[-1:]
+            return (-len(trial.rung_values), not last, sum(last) * (-1 if self.curve_title == "recall@1" else 1))
+
+        return sorted(self.trials, key=key)
+
+    @property
     def recommendation(self) -> dict[str, Any]:
         return self.summary.get("recommendation") or {}
 
     @property
     def best(self) -> TrialRecord | None:
         return self.trial(self.recommendation.get("best"))
+
+    @property
+    def best_value(self) -> str:
+        """The goal's value of the best trial, formatted."""
+        column = next(column for column in COLUMNS if column.field == self.goal.metric)
+        return column.text(self.best) if self.best else ""
 
     def trial(self, name: Any) -> TrialRecord | None:
         return next((trial for trial in self.trials if trial.name == name), None)
@@ -131,18 +209,83 @@ class SweepRecord:
         trials = [(size, self.trial(name)) for size, name in (self.recommendation.get("per_global") or {}).items()]
         return sorted(((size, trial) for size, trial in trials if trial), key=lambda item: (len(item[0]), item[0]))
 
-    def count(self, status: str) -> int:
-        return sum(trial.status == status for trial in self.trials)
+    @property
+    def counts(self) -> str:
+        """How many trials ended with each status."""
+        counts = Counter(map(self.status_label, self.trials))
+        return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
-    def heat_maps(self) -> dict[str, dict[tuple[int, int], TrialRecord]]:
-        """Return {title: {(micro, accumulation): its best trial}}, without heat maps of one cell."""
-        maps: dict[str, dict[tuple[int, int], TrialRecord]] = defaultdict(dict)
+    def status_label(self, trial: TrialRecord) -> str:
+        """Format the status of a trial."""
+        labels = {"finished": "measured"} if self.is_probe else {"pruned": "ended early"}
+        return labels.get(trial.status, trial.status).replace("_", " ")
+
+    @property
+    def noise_sentence(self) -> str:
+        """What the gradient noise of the best trial means for the global batch; empty if it was not measured."""
+        if self.best is None or not (rows := self.best.value("noise_scale")):
+            return ""
+        return (
+            f"The gradient noise scale of {self.best.name} is {rows:,.0f} rows: global batches up to about that size "
+            f"save steps, larger ones hardly do. {self.best.name} trains {self.best.values['global']:,} rows per step."
+        )
+
+    @property
+    def rungs(self) -> str:
+        """The samples after which trials are compared."""
+        *first, last = [f"{samples:,}" for samples in self.summary.get("rungs", [0])]
+        return f"{', '.join(first)} and {last}" if first else last
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether trials are compared by held-out metrics at rungs."""
+        return self.summary.get("goal") in LEARNING_GOALS
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether batch shapes were measured on synthetic batches instead of trained in trials."""
+        return self.summary.get("measures") == "shapes"
+
+    @property
+    def probes(self) -> list[Probe]:
+        """Return the measurements and the fit of each worker group of a probe."""
+        pairs = zip(self.summary.get("probes") or [], self.summary.get("fits") or [], strict=True)
+        return [
+            Probe(number, _format_settings(probe["settings"]), probe["samples"], probe["limit_gib"], fit)
+            for number, (probe, fit) in enumerate(pairs, 1)
+            if probe["samples"]
+        ]
+
+    @property
+    def curve_title(self) -> str:
+        """What the learning curves of the trials show."""
+        return "recall@1" if self.summary.get("goal") == "recall" else "held-out loss"
+
+    def heat_maps(self) -> list[HeatMap]:
+        """Return the heat maps of more than one cell.
+
+        Rows are accumulation, which trials search; of a probe, where it follows from the global batch, they are the
+        global batch and the workers.
+        """
+        names = ["global", "workers"] if self.is_probe else ["accumulation"]
+        varying = [name for name in names if len({trial.value(name) for trial in self.trials}) > 1] or names[:1]
+        axis = ", ".join({"global": "global batch"}.get(name, name) for name in varying)
+        maps: dict[str, HeatMap] = {}
         for trial in sorted(self.trials, key=self.sort_key):
-            micro, accumulation = (trial.values.get(name) for name in ("micro", "accumulation"))
-            if isinstance(micro, int) and isinstance(accumulation, int):
-                title = ", ".join(filter(None, [f"workers {trial.values.get('workers')}", trial.others]))
-                maps[title].setdefault((micro, accumulation), trial)
-        return {title: cells for title, cells in maps.items() if len(cells) > 1}
+            micro, *row = (trial.values.get(name) for name in ("micro", *varying))
+            if isinstance(micro, int) and all(isinstance(value, int) for value in row):
+                workers = "" if self.is_probe else f"workers {trial.values.get('workers')}"
+                title = ", ".join(filter(None, [self.goal.title, workers, trial.others]))
+                maps.setdefault(title, HeatMap(title, axis, {})).cells.setdefault((micro, tuple(row)), trial)
+        return [heat_map for heat_map in maps.values() if len(heat_map.cells) > 1]
+
+
+def _format_settings(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {format_setting(value)}" for name, value in settings.items())
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _report_link(folder: AnyPath, run: Any) -> str | None:

@@ -16,9 +16,11 @@ from plotly.offline import get_plotlyjs
 
 from mmray.errors import UsageError
 from mmray.report import summary
-from mmray.report.figures import run_figures, sweep_figures
+from mmray.report.figures import run_figures
+from mmray.report.importance import rank_settings
 from mmray.report.run import RunRecord, format_number, recall_rows
 from mmray.report.sweep import SWEEP, SweepRecord
+from mmray.report.sweep_figures import sweep_figures
 from mmray.storage.paths import AnyPath, write_atomic
 
 REPORT = "report.html"
@@ -32,7 +34,9 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
         raise UsageError(f"folder {folder} does not exist; give a run (runs/NAME) or a sweep")
     if (folder / SWEEP).exists():
         sweep = SweepRecord.read(folder)
-        page = _render("sweep.html", sweep=sweep, title=folder.name, parts=sweep_figures(sweep))
+        found, explanation = rank_settings(sweep)
+        parts = sweep_figures(sweep, found)
+        page = _render("sweep.html", sweep=sweep, title=folder.name, parts=parts, explanation=explanation)
     elif (folder / "config.yaml").exists():
         run = RunRecord.read(folder)
         settings = summary.settings_table(run.config)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from mmray.errors import UsageError, first_line, is_out_of_memory
-from mmray.report.run import DIRECTIONS
+from mmray.report.run import DIRECTIONS, NOISE_SCALE
 from mmray.report.sweep import GOALS, LEARNING_GOALS, RECIPE_TRIAL
 from mmray.tune.trials import REDUCTION, Trial
 
@@ -140,6 +140,7 @@ def aggregate_metrics(lines: Sequence[Row]) -> Row:
         "step_p95_s": last.get("time/step_p95_s"),
         "peak_gib": max((line["memory/peak_gib"] for line in lines if line.get("memory/peak_gib")), default=None),
         "loss": None if not losses or None in losses else sum(losses) / len(losses),
+        "noise_scale": next((line[NOISE_SCALE] for line in reversed(lines) if line.get(NOISE_SCALE)), None),
     }
 
 

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from mmray.report.write import write_report
-from tests.report.factories import line, make_run, make_whole_run, make_whole_sweep
+from tests.report.factories import line, make_learning_sweep, make_probe, make_run, make_whole_run, make_whole_sweep
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium (or google-chrome) on PATH")
@@ -42,7 +42,7 @@ def charts_without_trace(dom):
     return [n for n, part in charts.items() if "main-svg" not in part or not any(mark in part for mark in marks)]
 
 
-@pytest.mark.parametrize("make", [make_whole_run, make_whole_sweep])
+@pytest.mark.parametrize("make", [make_whole_run, make_whole_sweep, make_learning_sweep, make_probe])
 def test_every_chart_is_drawn_without_console_errors(tmp_path, make):
     dom, messages = render(write_report(make(tmp_path / "folder")), tmp_path / "profile")
     assert 'data-drawn="yes"' in dom
@@ -58,11 +58,12 @@ def test_broken_page_is_detected(tmp_path):
 
 def test_page_fits_420_pixels_without_horizontal_scroll(tmp_path):
     """A run, a sweep, and a one-step run with a NaN loss; wide tables scroll inside their own element."""
-    folders = [make_whole_run(tmp_path / "run"), make_whole_sweep(tmp_path / "sweep")]
+    makers = (make_whole_run, make_whole_sweep, make_learning_sweep, make_probe)
+    folders = [make(tmp_path / make.__name__) for make in makers]
     folders.append(make_run(tmp_path / "bare", [line(1), line(2, **{"train/loss": None})]))
     pages = [html.escape(write_report(folder).read_text()) for folder in folders]
     frames = "".join(f'<iframe style="width: 420px; height: 900px" srcdoc="{page}"></iframe>' for page in pages)
     (tmp_path / "frames.html").write_text("<title>none</title>" + frames + MEASURE)
     dom, messages = render(tmp_path / "frames.html", tmp_path / "profile")
-    assert re.search("<title>(.*)</title>", dom).group(1) == "yes 0 0, yes 0 0, yes 0 0"
+    assert re.search("<title>(.*)</title>", dom).group(1) == ", ".join(["yes 0 0"] * len(folders))
     assert messages == []

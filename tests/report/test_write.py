@@ -13,7 +13,10 @@ from mmray.storage.paths import to_path
 from mmray.storage.storage import Storage
 from tests.report.factories import (
     examples,
+    learned,
     line,
+    make_learning_sweep,
+    make_probe,
     make_run,
     make_sweep,
     make_whole_run,
@@ -71,7 +74,7 @@ def test_user_text_is_escaped(tmp_path, where):
     if where == "answer":
         shown["image_to_text"][0]["answers"][1]["caption"] = hostile
     if where == "trial":
-        folder = make_sweep(tmp_path / "sweep", [trial(hostile, 8, 1, 10.0), trial("t002", 16, 1, 20.0)])
+        folder = make_sweep(tmp_path / "sweep", [learned(hostile, 0.1), learned("t002", 0.2)], goal="loss", rungs=[64])
     else:
         name = hostile if where == "name" else "run"  # no flag accepts such a name, but a folder may be renamed
         folder = make_run(tmp_path / name, [line(1, **scores(0.5))], shown=shown)
@@ -156,33 +159,39 @@ def test_sweep_page_has_all_sections(tmp_path):
     (folder / "trials" / "t001").mkdir(parents=True)
     (folder / "trials" / "t001" / "report.html").touch()
     page = page_of(folder)
-    assert plots(page) == ["grid-1", "throughput", "memory"]
+    assert plots(page) == ["grid-1"]
     assert "t002 is the fastest." in page and "★" in page and f"mmray train {folder}/best.yaml" in page
     assert "out of\\u003cbr\\u003ememory" in page
     assert '<a href="trials/t001/report.html">' in page and "trials/t002/" not in page
     # Two trials share the global batch of 32: one is its best, the other its second.
-    ranks = re.findall(r'</span></td>\n<td class="num">(\d+)</td>\n<td class="num">(\d|–)</td>', page)
-    assert ranks == [("16", "1"), ("32", "1"), ("32", "2"), ("64", "–")]
+    ranks = re.findall(r'</span></td><td class="num">(\d|–)</td><td class="num">(\d+)</td>', page)
+    assert ranks == [("1", "16"), ("1", "32"), ("2", "32"), ("–", "64")]
 
 
 def test_page_of_a_learning_sweep_has_curves_and_settings(tmp_path):
-    def learned(name, lr, status="finished", **changes):
-        settings = {"optimizer.lr": lr, "train.precision": "fp32"}
-        values = {"settings": settings, "curve": [[64, 3.0, 0.6], [256, 2.5, 2.5]], "eval_loss": 2.5, "status": status}
-        return trial(name, 8, 1, 100.0) | values | changes
+    page = page_of(make_learning_sweep(tmp_path / "sweep"))
+    assert plots(page) == ["curves-samples", "curves-time", "importance", "settings"]
+    assert "After a cooldown to 320 samples" in page and "compared after 64 and 256 samples" in page
+    assert "2.00 if every trial had run in full" in page and "1 ended early" in page
+    assert "No setting explains the differences between the 3 trials better than chance." in page
+    assert "The gradient noise scale of t001 is 330 rows" in page
+    rows = re.findall(r'<th scope="row">(t\d+)', page)
+    assert rows == ["t001", "t002", "t003"] and '<td class="num">0.9, 0.98</td>' in page
 
-    rows = [
-        learned("t001", 1e-3),
-        learned("t002", 1e-4, "pruned"),
-        learned("t003", 1e-2, "failed", curve=[], eval_loss=None),
-    ]
-    space = {"optimizer.lr": ["loguniform(1e-05, 0.1)"], "train.precision": ["fp32"]}
-    best = {"best": "t001", "per_global": {"16": "t001"}, "why": "why", "cooldown": {"samples": 320, "value": 2.25}}
-    about = {"space": space, "recommendation": best, "rungs": [64, 256], "gpu_hours": 0.5, "saved_gpu_hours": 1.5}
-    page = page_of(make_sweep(tmp_path / "sweep", rows, goal="loss", **about))
-    assert plots(page)[:3] == ["curves-samples", "curves-time", "settings"]
-    assert "After a cooldown at 320 samples: 2.250." in page and "compared after 64, 256 samples" in page
-    assert "1.50 saved by ending trials early" in page and "1 ended early" in page
+
+def test_loss_of_exactly_zero_is_a_value(tmp_path):
+    rungs = [{"samples": 64, "value": 0.0}]
+    rows = [learned(f"t00{n}", 10.0**-n, rungs=rungs, eval_loss=0.0, curve=[[64, 0.0, 0.0]]) for n in (1, 2)]
+    page = page_of(make_sweep(tmp_path / "sweep", rows, goal="loss", rungs=[64]))
+    assert plots(page) == ["curves-samples", "curves-time", "settings"] and page.count(">0.000</td>") == 2
+
+
+def test_page_of_a_probe_has_measured_steps_and_predictions(tmp_path):
+    page = page_of(make_probe(tmp_path / "probe"))
+    assert plots(page) == ["grid-1", "probe-time-1", "probe-memory-1"]
+    assert "900\\u003c/b\\u003e\\u003cbr\\u003e\\u2248 880" in page and "\\u2248 500" in page
+    assert "Fit: a further micro-batch takes 1.25 x the time of the first." in page
+    assert "1 predicted, 1 measured, 1 out of memory" in page
 
 
 @pytest.mark.parametrize("status", ["out_of_memory", "failed", "infeasible"])

@@ -45,7 +45,7 @@ class NoiseMeter:
     def estimate(self, norm: float, global_rows: int, world_size: int) -> list[Tensor]:
         """Return this rank's unbiased estimates of trace and squared mean gradient, divided by the number of ranks.
 
-        norm: of the gradient of the global batch. Empty if the step was not measured. Equations A.2 and A.3.
+        norm: of the gradient of the global batch. Empty if the step was not measured.
         """
         if self.squared_norm is None:
             return []
