@@ -10,16 +10,15 @@ import json
 import re
 import string
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import BertWordPieceTokenizer, Regex, Tokenizer, normalizers
+from tokenizers import AddedToken, BertWordPieceTokenizer, Regex, Tokenizer, normalizers, processors
 
 from mmray.data.text.tokenizer import declared_pad_id
 from mmray.errors import UsageError, first_line
 
 TOKENIZER, VOCABULARY = "tokenizer.json", "vocab.txt"
-TOKENIZER_CONFIG, MODEL_CONFIG = "tokenizer_config.json", "config.json"
+TOKENIZER_CONFIG, MODEL_CONFIG, OPEN_CLIP_CONFIG = "tokenizer_config.json", "config.json", "open_clip_config.json"
 BPE_VOCABULARY, BPE_MERGES = "vocab.json", "merges.txt"
 CLIP_BPE = "bpe_simple_vocab_16e6.txt.gz"
 CLIP_MERGES = 49152 - 256 - 2  # the file has more lines than CLIP's vocabulary has merges
@@ -27,6 +26,15 @@ SENTENCEPIECE = ".model"
 TOKENIZER_FILES = (TOKENIZER, VOCABULARY, BPE_VOCABULARY, BPE_MERGES, CLIP_BPE, f"*{SENTENCEPIECE}")
 _FORMATS = f"{TOKENIZER}, {VOCABULARY}, {BPE_VOCABULARY} with {BPE_MERGES}, {CLIP_BPE}, or one *{SENTENCEPIECE}"
 _SETTING = "model.inputs.tokenizer"
+# Tokenizers with a SentencePiece model: whether they add its first and its last special token to a text, by default.
+_SPECIAL_TOKENS = {
+    "t5": (False, True),
+    "siglip": (False, True),
+    "xlmroberta": (True, True),
+    "llama": (True, False),
+    "gemma": (True, False),
+    "sentencepiece": (False, False),  # a BPE model alone: the ids of the library
+}
 
 
 def load_tokenizer(name: str, trained_tokenizer_json: str | None) -> str:
@@ -78,16 +86,19 @@ def _load_folder(folder: Path) -> str:
 
 
 def _load_file(file: Path) -> str:
-    """Load a file. As in transformers, tokenizer_config.json next to it may override the pad token."""
+    """Load a file, with the pad token of tokenizer_config.json and the cleaning of open_clip_config.json next to it."""
     settings = _read_settings(file.with_name(TOKENIZER_CONFIG))
     tokenizer_json = _convert_file(file, settings)
     pad = settings.get("pad_token")
     pad = pad.get("content") if isinstance(pad, dict) else pad  # a token is a string or a serialized AddedToken
     tokenizer = Tokenizer.from_str(tokenizer_json)
     pad_id = tokenizer.token_to_id(pad) if isinstance(pad, str) else None
-    if pad_id is None or pad_id == declared_pad_id(tokenizer_json):
-        return tokenizer_json
-    tokenizer.enable_padding(pad_id=pad_id, pad_token=pad)
+    if pad_id is not None and pad_id != declared_pad_id(tokenizer_json):
+        tokenizer.enable_padding(pad_id=pad_id, pad_token=pad)
+    open_clip = _read_settings(file.with_name(OPEN_CLIP_CONFIG))
+    text = open_clip.get("model_cfg", open_clip).get("text_cfg", {})
+    if text.get("tokenizer_kwargs", {}).get("clean") == "canonicalize":
+        _canonicalize(tokenizer, underscore=" ")
     return str(tokenizer.to_str())
 
 
@@ -109,8 +120,7 @@ def _convert_file(path: Path, settings: dict[str, Any]) -> str:
         if path.suffix == ".gz":
             return _clip_bpe(path)
         if path.suffix == SENTENCEPIECE:
-            kind = settings.get("tokenizer_class") or _read_settings(path.with_name(MODEL_CONFIG)).get("model_type")
-            return _sentencepiece(path, str(kind or ""), settings.get("do_lower_case", True))
+            return _sentencepiece(path, settings)
         text = path.read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):
             return str(Tokenizer.from_str(text).to_str())
@@ -158,33 +168,48 @@ def _byte_level_bpe(vocabulary: dict[str, int], merges: list[str]) -> str:
     )
 
 
-def _sentencepiece(path: Path, kind: str, lowercase: bool) -> str:
-    """A SentencePiece unigram model as T5, SigLIP or XLM-RoBERTa reads it; `kind`: tokenizer_class or model_type."""
-    from transformers.convert_slow_tokenizer import T5Converter, XLMRobertaConverter
+def _sentencepiece(path: Path, settings: dict[str, Any]) -> str:
+    """A SentencePiece model, unigram or BPE, as the tokenizer class of its settings reads it."""
+    from transformers.convert_slow_tokenizer import SpmConverter, import_protobuf
 
-    converters: Any = {"t5": T5Converter, "siglip": T5Converter, "xlmroberta": XLMRobertaConverter}
-    save_elsewhere = f"save it as {TOKENIZER} with transformers' AutoTokenizer and the package sentencepiece"
-    name = re.sub("tokenizer|fast|-", "", kind.lower())
+    proto: Any = import_protobuf().ModelProto.FromString(path.read_bytes())
+    trainer, is_bpe = proto.trainer_spec, proto.trainer_spec.model_type == proto.trainer_spec.BPE
+    kind = settings.get("tokenizer_class") or _read_settings(path.with_name(MODEL_CONFIG)).get("model_type") or ""
+    name = re.sub("tokenizer|fast|-", "", str(kind).lower())
     if not name and path.name != "sentencepiece.bpe.model":  # of XLM-RoBERTa or CamemBERT, whose ids differ
-        name = "t5"
-    if name not in converters:
+        name = "sentencepiece" if is_bpe else "t5"
+    if name not in _SPECIAL_TOKENS or not (is_bpe or trainer.model_type == trainer.UNIGRAM):
         raise UsageError(
-            f"{_SETTING}: {path} belongs to a tokenizer of type `{name or 'unknown'}`; supported are "
-            f"{', '.join(converters)} (tokenizer_class in {TOKENIZER_CONFIG}); {save_elsewhere}"
+            f"{_SETTING}: {path} belongs to a tokenizer of type `{name or 'unknown'}`; supported are unigram and BPE "
+            f"models of {', '.join(_SPECIAL_TOKENS)} (tokenizer_class in {TOKENIZER_CONFIG}); save it as {TOKENIZER} "
+            "with transformers' AutoTokenizer and the package sentencepiece"
         )
-    ids: dict[str, int] = {}  # filled before the converter's last part, the post-processor, reads it
-    slow = SimpleNamespace(vocab_file=str(path), _extra_ids=0, convert_tokens_to_ids=ids.get)
-    converter = converters[name](slow)
-    trainer_spec = converter.proto.trainer_spec
-    if trainer_spec.model_type != trainer_spec.UNIGRAM:
-        raise UsageError(f"{_SETTING}: {path} is not a unigram model; {save_elsewhere}")
-    converter.handle_byte_fallback = trainer_spec.byte_fallback
-    ids |= {piece: index for index, (piece, _) in enumerate(converter.vocab(converter.proto))}
-    tokenizer = converter.converted()
-    if name == "siglip":  # SiglipTokenizer.canonicalize_text
-        punctuation = normalizers.Replace(Regex(f"[{re.escape(string.punctuation)}]"), "")
-        cleaning = [punctuation, normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
-        tokenizer.normalizer = normalizers.Sequence(
-            [*([normalizers.Lowercase()] if lowercase else []), *cleaning, tokenizer.normalizer]
-        )
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    special = [piece.piece for piece in proto.pieces if piece.type == piece.CONTROL]
+    if name == "xlmroberta":  # fairseq's order
+        special, trainer.unk_id = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"], 3
+        pieces = [*((token, 0.0) for token in special[:4]), *pieces[3:], (special[4], 0.0)]
+    ids = {piece: index for index, (piece, _) in enumerate(pieces)}
+    legacy = settings.get("legacy") is not False
+    tokenizer: Tokenizer = SpmConverter.build_tokenizer_from_spm_proto(proto, ids if is_bpe else pieces, legacy=legacy)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    adds_bos, adds_eos = _SPECIAL_TOKENS[name]
+    bos = [trainer.bos_piece] if settings.get("add_bos_token", adds_bos) else []
+    eos = [trainer.eos_piece] if settings.get("add_eos_token", adds_eos) else []
+    ends = [(token, ids[token]) for token in bos + eos]
+    tokenizer.post_processor = processors.TemplateProcessing(single=[*bos, "$A", *eos], special_tokens=ends)
+    if name == "siglip":
+        _canonicalize(tokenizer, lowercase=settings.get("do_lower_case", True))
     return str(tokenizer.to_str())
+
+
+def _canonicalize(tokenizer: Tokenizer, lowercase: bool = True, underscore: str = "") -> None:
+    """Remove punctuation and capitals from texts, as canonicalize_text of SiglipTokenizer and of open_clip does."""
+    cleaning = [normalizers.Lowercase()] if lowercase else []
+    cleaning += [
+        normalizers.Replace("_", underscore),
+        normalizers.Replace(Regex(f"[{re.escape(string.punctuation)}]"), ""),
+        normalizers.Replace(Regex(r"\s+"), " "),
+        normalizers.Strip(),
+    ]
+    tokenizer.normalizer = normalizers.Sequence([*cleaning, *([tokenizer.normalizer] if tokenizer.normalizer else [])])

@@ -159,18 +159,58 @@ def test_sentencepiece_of_t5_and_siglip_has_the_ids_of_transformers(tmp_path: Pa
     assert ids_of(siglip, texts) == reference(cleaned)["input_ids"]
     assert declared_pad_id(siglip) == 1
 
+    kwargs = {"text_cfg": {"tokenizer_kwargs": {"clean": "canonicalize"}}}  # of open_clip's SigLIP
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": kwargs}))
+    texts = ["A  CAT!?", "a_cat", "a cat"]
+    assert ids_of(load_tokenizer(str(tmp_path), None), texts) == reference(["a cat"] * 3)["input_ids"]
+
 
 def test_sentencepiece_of_xlm_roberta_shifts_the_ids(tmp_path: Path) -> None:
     sentencepiece_model(tmp_path / "sentencepiece.bpe.model", ["<unk>", "<s>", "</s>"])
-    with pytest.raises(UsageError, match=r"type `unknown`; supported are t5, siglip, xlmroberta"):
+    with pytest.raises(UsageError, match=r"type `unknown`; supported .* t5, siglip, xlmroberta"):
         load_tokenizer(str(tmp_path), None)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlm-roberta"}))
     assert ids_of(load_tokenizer(str(tmp_path), None), ["a cat"]) == [[0, 5, 6, 2]]  # fairseq: <s> <pad> </s> <unk>
 
 
+def test_sentencepiece_bpe_merges_by_score(tmp_path: Path) -> None:
+    file = tmp_path / "a.model"
+    names = [piece for piece, _ in sentencepiece_model(file, ["<unk>", "<s>", "</s>"], model_type=2)]
+    pieces = ["▁a", "▁", "c", "a", "t"]  # ▁cat is no merge of two pieces
+    assert ids_of(load_tokenizer(str(file), None), ["a cat"]) == [[names.index(piece) for piece in pieces]]
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "add_eos_token": true}')
+    llama = load_tokenizer(str(file), None)
+    assert ids_of(llama, ["a cat"]) == [[names.index(piece) for piece in ["<s>", *pieces, "</s>"]]]
+    assert Tokenizer.from_str(llama).encode("a</s>", add_special_tokens=False).tokens == ["▁a", "</s>"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model_type": "bpe"},
+        {"model_type": "bpe", "byte_fallback": True, "split_digits": True, "normalization_rule_name": "identity"},
+        {"model_type": "bpe", "add_dummy_prefix": False, "user_defined_symbols": ["<image>"]},
+        {"model_type": "bpe", "normalization_rule_name": "nmt_nfkc_cf", "remove_extra_whitespaces": False},
+        {"model_type": "unigram", "remove_extra_whitespaces": False},
+    ],
+)
+def test_sentencepiece_models_have_the_ids_of_the_library(options: dict[str, Any], tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    texts = [text for text in CAPTIONS if "<|" not in text] + ["a <image> b", "1,234.5  x", "ａｂｃ ﬁ", "▁ under"]
+    model = str(tmp_path / "a.model")
+    options |= {"vocab_size": 400, "hard_vocab_limit": False, "num_threads": 1, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts * 20), model_prefix=model.removesuffix(".model"), **options
+    )
+    (tmp_path / "tokenizer_config.json").write_text('{"add_eos_token": false}')
+    expected = sentencepiece.SentencePieceProcessor(model_file=model).encode(texts)
+    assert ids_of(load_tokenizer(model, None), texts) == expected
+
+
 def test_unsupported_tokenizer_files_are_refused(tmp_path: Path) -> None:
-    sentencepiece_model(tmp_path / "a.model", ["<unk>"], model_type=2)
-    with pytest.raises(UsageError, match=r"not a unigram model; save it as tokenizer\.json .* package sentencepiece"):
+    sentencepiece_model(tmp_path / "a.model", ["<unk>"], model_type=3)
+    with pytest.raises(UsageError, match=r"unigram and BPE models of .* save it as tokenizer\.json .* sentencepiece"):
         load_tokenizer(str(tmp_path / "a.model"), None)
     (tmp_path / "b.model").write_bytes(b"\x00junk")
     with pytest.raises(UsageError, match=r"holds several models, a\.model, b\.model; name one"):
