@@ -277,7 +277,8 @@ class HfModel(Model):
     """Base of models that are one class of transformers."""
 
     weights: Weights = Field(
-        "none", description="`none`, a folder saved by transformers, a hub name, or an open_clip checkpoint (clip)."
+        "none",
+        description="`none`, a folder saved by transformers, a hub name, or an open_clip checkpoint (clip, siglip).",
     )
 
     @property
@@ -288,8 +289,8 @@ class HfModel(Model):
 
     def unsupported_reasons(self) -> list[str]:
         model: Any = self
-        if self.is_checkpoint_file and self.kind != "clip":
-            problem = "is a checkpoint file, which only model.kind `clip` loads; set a folder or a hub name"
+        if self.is_checkpoint_file and self.kind == "generative":
+            problem = "is a checkpoint file, which only model.kind `clip` and `siglip` load; set a folder or a hub name"
             return [f"model.weights: {self.weights} {problem}"]
         if self.weights != "none":  # the weights define the shape
             return _pretrained_reasons("model.weights", self.weights)

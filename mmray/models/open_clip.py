@@ -1,4 +1,4 @@
-"""Checkpoints of open_clip and OpenAI -> config and weights of transformers' CLIPModel.
+"""Checkpoints of open_clip and OpenAI -> config and weights of transformers' CLIPModel or SiglipModel.
 
 Shapes come from the tensors, activation and heads from open_clip_config.json or config.json next to the file.
 """
@@ -10,12 +10,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from mmray.errors import UsageError
+from mmray.errors import UsageError, first_line
+from mmray.plugins import check_installed
 
-# Names in checkpoints -> transformers' CLIPModel, replaced in this order. Only ViT models with CLIP's text
-# transformer; projections are transposed and q, k and v are one tensor.
+# Names in checkpoints -> transformers, replaced in this order: ViT models with CLIP's text transformer, then those of
+# timm's ViT with attention pooling (SigLIP). In blocks, q, k and v are one tensor.
 OPEN_CLIP_NAMES = {
     "visual.transformer.resblocks.": "vision_model.encoder.layers.",
     "transformer.resblocks.": "text_model.encoder.layers.",
@@ -24,21 +26,35 @@ OPEN_CLIP_NAMES = {
     "visual.conv1.": "vision_model.embeddings.patch_embedding.",
     "visual.ln_pre.": "vision_model.pre_layrnorm.",
     "visual.ln_post.": "vision_model.post_layernorm.",
-    "visual.proj": "visual_projection.weight",
     "positional_embedding": "text_model.embeddings.position_embedding.weight",
     "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
     "ln_final.": "text_model.final_layer_norm.",
-    "text_projection": "text_projection.weight",
     ".ln_1.": ".layer_norm1.",
     ".ln_2.": ".layer_norm2.",
-    ".attn.": ".self_attn.",
     ".mlp.c_fc.": ".mlp.fc1.",
     ".mlp.c_proj.": ".mlp.fc2.",
+    "visual.trunk.blocks.": "vision_model.encoder.layers.",
+    "visual.trunk.pos_embed": "vision_model.embeddings.position_embedding.weight",
+    "visual.trunk.patch_embed.proj.": "vision_model.embeddings.patch_embedding.",
+    "visual.trunk.norm.": "vision_model.post_layernorm.",
+    "visual.trunk.attn_pool.latent": "vision_model.head.probe",
+    "visual.trunk.attn_pool.proj.": "vision_model.head.attention.out_proj.",
+    "visual.trunk.attn_pool.norm.": "vision_model.head.layernorm.",
+    "visual.trunk.attn_pool.": "vision_model.head.",
+    ".norm1.": ".layer_norm1.",
+    ".norm2.": ".layer_norm2.",
+    ".attn.qkv.": ".attn.in_proj_",
+    ".attn.proj.": ".attn.out_proj.",
+    ".attn.": ".self_attn.",
 }
-_TRANSPOSED = ("visual_projection.weight", "text_projection.weight")  # x @ P, not P @ x
+_PROJECTIONS = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}  # x @ P
+_IMAGE_POSITIONS = "vision_model.embeddings.position_embedding.weight"
+_TEXT_POSITIONS = "text_model.embeddings.position_embedding.weight"
+_PROBE = "vision_model.head.probe"  # of attention pooling, which only SigLIP has
 _OPENAI_ENTRIES = ("input_resolution", "context_length", "vocab_size")  # further entries of OpenAI's files
 HEAD_WIDTH = 64  # of all published models up to width 1024; wider image encoders have 16 heads
 FIT = {"shortest": "crop", "squash": "squash", "longest": "pad"}  # open_clip's resize_mode
+_TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh"}  # classes of timm -> names of transformers
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -64,65 +80,132 @@ def rename_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename a state_dict for transformers; unknown names are kept."""
     out: dict[str, Tensor] = {}
     for given, tensor in state.items():
-        name = given.removeprefix("module.")  # of DDP
+        name, tensor = given.removeprefix("module.").removeprefix("text."), tensor.float()  # of DDP; of custom text
         if name in (*_OPENAI_ENTRIES, "attn_mask"):
+            continue
+        if name in _PROJECTIONS:
+            out[_PROJECTIONS[name]] = tensor.T.contiguous()
             continue
         for theirs, ours in OPEN_CLIP_NAMES.items():
             name = name.replace(theirs, ours)
         prefix, packed, suffix = name.partition("in_proj_")
         if packed:
-            out |= zip((f"{prefix}{part}_proj.{suffix}" for part in "qkv"), tensor.float().chunk(3), strict=True)
+            out |= zip((f"{prefix}{part}_proj.{suffix}" for part in "qkv"), tensor.chunk(3), strict=True)
         else:
-            out[name] = tensor.float().T.contiguous() if name in _TRANSPOSED else tensor.float()
-    return out
+            out[name] = tensor
+    return _to_siglip(out) if _PROBE in out else out
+
+
+def _to_siglip(hf: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename and reshape what CLIP has in another form, or not at all."""
+    for kv in [name for name in hf if name.startswith("vision_model.head.kv.")]:
+        packed = torch.cat([hf.pop(name) for name in (kv.replace("kv", "q"), kv) if name in hf])
+        hf[f"vision_model.head.attention.in_proj_{kv.rpartition('.')[2]}"] = packed
+    width = hf[_TEXT_POSITIONS].shape[1] if _TEXT_POSITIONS in hf else 0
+    head = {"weight": torch.eye(width), "bias": torch.zeros(width)}  # of models without a projection, or without a bias
+    hf |= {f"text_model.head.{name}": hf.pop(f"text_projection.{name}", tensor) for name, tensor in head.items()}
+    if _IMAGE_POSITIONS in hf:
+        hf[_IMAGE_POSITIONS] = hf[_IMAGE_POSITIONS].flatten(0, 1)
+    return hf | {name: hf[name].reshape(1) for name in ("logit_scale", "logit_bias") if name in hf}
+
+
+def model_kind(hf: dict[str, Tensor]) -> str:
+    """`clip` or `siglip`, the `model.kind` of a renamed state_dict."""
+    return "siglip" if _PROBE in hf else "clip"
 
 
 def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
     """`image_side`, `patch`, `max_tokens` and `vocab_size` of a renamed state_dict. Raises UsageError."""
-    names = (*(OPEN_CLIP_NAMES[f"{name}positional_embedding"] for name in ("visual.", "")), "visual_projection.weight")
-    names += (
-        f"{OPEN_CLIP_NAMES['visual.conv1.']}weight",
-        OPEN_CLIP_NAMES["token_embedding.weight"],
-        "text_projection.weight",
-    )
-    if missing := [name for name in names if name not in hf]:
-        renamed = [name for name in hf if not name.startswith(("vision_model.", "text_model."))]
+    patches, tokens = "vision_model.embeddings.patch_embedding.weight", "text_model.embeddings.token_embedding.weight"
+    if tokens not in hf:
         raise UsageError(
-            f"model.weights: {weights} is not an open_clip ViT checkpoint: it lacks {missing[0]}, and has "
-            f"{', '.join(renamed[:1]) or 'no other names'}. Give a model of transformers by its folder"
+            f"model.weights: {weights} has no text encoder (no token_embedding.weight). Train a model with it as its "
+            "image encoder: --model.image.name transformers --model.image.weights DIR, a folder of timm or "
+            "transformers with config.json (or a ResNet of torchvision: --model.image.name resnet50 and the file)"
         )
-    class_and_patches, max_tokens, _, patch, rows = (hf[name].shape for name in names[:5])
-    side = patch[-1] * math.isqrt(class_and_patches[0] - 1)
-    return {"image_side": side, "patch": patch[-1], "max_tokens": max_tokens[0], "vocab_size": rows[0]}
+    is_siglip = model_kind(hf) == "siglip"
+    projections = () if is_siglip else ("visual_projection.weight", "text_projection.weight")
+    if missing := [name for name in (_IMAGE_POSITIONS, _TEXT_POSITIONS, patches, *projections) if name not in hf]:
+        raise UsageError(
+            f"model.weights: {weights} is not a checkpoint of open_clip with a ViT: it has no {missing[0]} (its name "
+            "in transformers). Give a model of transformers by its folder"
+        )
+    num_patches, patch = len(hf[_IMAGE_POSITIONS]) - (not is_siglip), hf[patches].shape[-1]  # without the class token
+    side, max_tokens = patch * math.isqrt(num_patches), len(hf[_TEXT_POSITIONS])
+    return {"image_side": side, "patch": patch, "max_tokens": max_tokens, "vocab_size": len(hf[tokens])}
 
 
 def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dict[str, Any]:
-    """Values of CLIPConfig for a state_dict of open_clip and its renamed form. Raises UsageError.
+    """Values of CLIPConfig or SiglipConfig for a state_dict of open_clip and its renamed form. Raises UsageError.
 
     spec: the `model` section; its `heads` count if its `width` is that of the checkpoint.
     """
+    if (kind := model_kind(hf)) != spec.kind:
+        raise UsageError(f"model.kind: {spec.weights} is a {kind} checkpoint, not {spec.kind}; set model.kind {kind}")
     size, config = infer_sizes(spec.weights, hf), read_config(Path(spec.weights).expanduser())
     model = config.get("model_cfg", config)
-    embed_dim = len(hf["text_projection.weight"])
-    shared = {"hidden_act": _activation(state, spec, config, model), "projection_dim": embed_dim}
+    vision: dict[str, Any] = {"image_size": size["image_side"], "patch_size": size["patch"]}
+    text: dict[str, Any] = {"vocab_size": size["vocab_size"], "max_position_embeddings": size["max_tokens"]}
+    text |= {"bos_token_id": None, "eos_token_id": None}
+    shared: dict[str, Any] = {}
+    if kind == "siglip":
+        vision |= _siglip_image(spec.weights, model)
+        text |= _siglip_text(spec.weights, model) | {"projection_size": len(hf["text_model.head.weight"])}
+    else:
+        shared = {"projection_dim": len(hf["text_projection.weight"])}
+        activation = shared | {"hidden_act": _activation(state, spec, config, model)}
+        vision, text = vision | activation, text | activation
 
-    def tower(part: str, section: Any, most_heads: int | None) -> dict[str, Any]:
+    def tower(part: str, section: Any, most_heads: int | None, values: dict[str, Any]) -> dict[str, Any]:
         width = hf[f"{part}_model.embeddings.position_embedding.weight"].shape[1]
         first = f"{part}_model.encoder.layers.0.mlp.fc1.weight"
-        return shared | {
+        return {
             "hidden_size": width,
             "num_hidden_layers": sum(n.startswith(part) and n.endswith(".layer_norm1.weight") for n in hf),
             "num_attention_heads": _num_heads(section, width, model.get(f"{part}_cfg", {}), most_heads),
             "intermediate_size": len(hf[first]) if first in hf else 4 * width,
-        }
+        } | values
 
-    text = {"vocab_size": size["vocab_size"], "max_position_embeddings": size["max_tokens"]}
-    return {
-        "vision_config": tower("vision", spec.image, 16)
-        | {"image_size": size["image_side"], "patch_size": size["patch"]},
-        "text_config": tower("text", spec.text, None) | text | {"bos_token_id": None, "eos_token_id": None},
-        "projection_dim": embed_dim,
+    return shared | {
+        "vision_config": tower("vision", spec.image, 16, vision),
+        "text_config": tower("text", spec.text, None, text),
     }
+
+
+def _siglip_image(weights: str, model: dict[str, Any]) -> dict[str, Any]:
+    """Activation and heads of SigLIP's image encoder, which only timm defines. Raises UsageError."""
+    if not (name := model.get("vision_cfg", {}).get("timm_model_name")):
+        raise UsageError(
+            f"model.weights: {weights} is a SigLIP checkpoint of open_clip, whose config is not next to it; copy it "
+            "there as open_clip_config.json (it is model_configs/NAME.json in the package open_clip)"
+        )
+    check_installed("timm", "model.weights", "timm")
+    import timm
+
+    try:
+        with torch.device("meta"):
+            trunk: Any = timm.create_model(name, global_pool="map", num_classes=0)
+        block = trunk.blocks[0]
+        activation = _TIMM_ACTIVATIONS[type(block.mlp.act).__name__]
+    except (RuntimeError, AttributeError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"model.weights: {weights} has the image encoder {name}, which is not a ViT of timm that SigLIP uses: "
+            f"{first_line(error)}"
+        ) from None
+    return {"hidden_act": activation, "num_attention_heads": block.attn.num_heads}
+
+
+def _siglip_text(weights: str, model: dict[str, Any]) -> dict[str, Any]:
+    """Activation and epsilon of SigLIP's text encoder. Raises UsageError for another kind of text encoder."""
+    text = model.get("text_cfg", {})
+    if not text.get("no_causal_mask") or text.get("pool_type") != "last":
+        raise UsageError(
+            f"model.weights: the text encoder of {weights} is not that of SigLIP, which has no_causal_mask true and "
+            "pool_type last in open_clip_config.json"
+        )
+    tanh = text.get("act_kwargs", {}).get("approximate") == "tanh"
+    activation = "quick_gelu" if model.get("quick_gelu") else "gelu_pytorch_tanh" if tanh else "gelu"
+    return {"hidden_act": activation, "layer_norm_eps": text.get("norm_kwargs", {}).get("eps", 1e-5)}
 
 
 def _num_heads(section: Any, width: int, given: dict[str, Any], most: int | None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,13 @@ from mmray.data.text.tokenizer_files import tokenizer_file
 from mmray.errors import UsageError
 from mmray.models import open_clip
 from mmray.models.encoders.image import HF_TYPES
-from mmray.models.weights import load_config, read_state_dict
+from mmray.models.weights import load_config, load_local_or_hub, read_state_dict
 
 SETTING = "--weights"
 KINDS = {"clip": "clip", "siglip": "siglip", "llava": "generative"}  # model_type of transformers -> model.kind
 RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")  # no hub name has one
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def pretrained_settings(weights: str) -> dict[str, Any]:
@@ -23,11 +25,12 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
     Settings that the weights do not define are absent. Raises UsageError.
     """
     path = Path(weights).expanduser()
-    if path.is_file():
+    if path.is_file() or (path.suffix in SUFFIXES and not path.is_dir()):
         shapes = {name: tensor.to("meta") for name, tensor in read_state_dict(SETTING, weights).items()}
-        size = open_clip.infer_sizes(weights, open_clip.rename_to_hf(shapes))
+        hf = open_clip.rename_to_hf(shapes)
+        size, kind = open_clip.infer_sizes(weights, hf), open_clip.model_kind(hf)
         inputs = {name: size[name] for name in ("image_side", "max_tokens")} | open_clip.preprocessing(path)
-        folder, kind, rows = path.parent, "clip", size["vocab_size"]
+        folder, rows = path.parent, size["vocab_size"]
     else:
         config = load_config(SETTING, weights, (*KINDS, *HF_TYPES))
         if config.model_type in HF_TYPES:
@@ -47,15 +50,31 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
 
 
 def _preprocessing(weights: str) -> dict[str, Any]:
-    """The settings of `model.inputs` that preprocessor_config.json defines."""
-    from transformers.image_processing_base import ImageProcessingMixin
-
-    given: dict[str, Any] = {}
-    with suppress(OSError):  # without the file
-        given, _ = ImageProcessingMixin.get_image_processor_dict(weights)
+    """The settings of `model.inputs` that preprocessor_config.json defines. Raises UsageError if it is unreachable."""
+    given = load_local_or_hub(SETTING, weights, _read_processor)
     inputs = {name: given[f"image_{name}"] for name in ("mean", "std") if f"image_{name}" in given}
     if given.get("resample") in RESAMPLING:
         inputs["interpolation"] = RESAMPLING[given["resample"]]
     if given:
         inputs["fit"] = given.get("fit") or ("crop" if given.get("do_center_crop") else "squash")
     return inputs
+
+
+def _read_processor(name: str, local_files_only: bool = False) -> dict[str, Any]:
+    """Settings of the image processor in a folder or on the hub; {} without a file. Raises OSError or ValueError."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    for file_name in PROCESSOR_FILES:
+        path = Path(name) / file_name
+        if not Path(name).is_dir():
+            try:
+                path = Path(hf_hub_download(name, file_name, local_files_only=local_files_only))
+            except LocalEntryNotFoundError:  # not in the cache, and the hub cannot be reached
+                raise
+            except EntryNotFoundError:
+                continue
+        if path.is_file():
+            values = dict(json.loads(path.read_text(encoding="utf-8")))
+            return dict(values.get("image_processor", values))
+    return {}

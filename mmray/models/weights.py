@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, ClassVar
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +24,16 @@ from mmray.plugins import check_installed
 
 WEIGHTS_SETTING = "model.weights"
 HAVE_POOLER_OPTION = ("vit", "bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert")
-READ_ERRORS = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError)
+READ_ERRORS = (
+    OSError,
+    SafetensorError,
+    pickle.UnpicklingError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    KeyError,
+    BadZipFile,
+)
 
 
 def save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
@@ -41,14 +52,14 @@ def save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, str
 
 
 def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
-    """Read a state_dict from a .safetensors file, or with torch.load(weights_only=True). Raises UsageError."""
+    """Read a state_dict (.safetensors, torch.save, TorchScript) without running code. Raises UsageError."""
     path = Path(file).expanduser()
     if not path.is_file():
-        raise UsageError(f"{setting}: no file {path}; set `none`, or a file of weights")
+        raise UsageError(f"{setting}: no file {path}; check the path")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+        state: Any = _read_torchscript(path) or torch.load(path, map_location="cpu", weights_only=True)
     except READ_ERRORS as error:
         raise UsageError(f"{setting}: cannot read weights from {path}: {first_line(error)}") from None
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
@@ -56,6 +67,64 @@ def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise UsageError(f"{setting}: {path} is not a state_dict (names to tensors); save `model.state_dict()`")
     return state
+
+
+class _ScriptModule:
+    """Any class of a TorchScript archive; unpickling sets its attributes."""
+
+
+class _ScriptUnpickler(pickle.Unpickler):
+    """Reads the modules of a TorchScript archive, whose own code torch.jit.load would compile and run."""
+
+    DTYPES: ClassVar = {
+        "HalfStorage": torch.float16,
+        "BFloat16Storage": torch.bfloat16,
+        "FloatStorage": torch.float32,
+        "DoubleStorage": torch.float64,
+        "IntStorage": torch.int32,
+        "LongStorage": torch.int64,
+        "BoolStorage": torch.bool,
+    }
+
+    def __init__(self, archive: ZipFile, root: str) -> None:
+        super().__init__(io.BytesIO(archive.read(f"{root}/data.pkl")))
+        self._archive, self._root = archive, root
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] == "__torch__":
+            return _ScriptModule
+        if module == "torch" and name in self.DTYPES:
+            return self.DTYPES[name]
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, offset, size, stride, *_: storage.as_strided(size, stride, offset)
+        if (module, name) == ("collections", "OrderedDict"):  # backward hooks
+            return dict
+        if module == "torch.jit._pickle" and name.startswith(("build_", "restore_")):  # typed lists and dictionaries
+            return lambda value, *_: value
+        raise pickle.UnpicklingError(f"the TorchScript archive contains {module}.{name}, which is not a tensor")
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        """Return the storage of a tensor, [elements]. pid: ("storage", dtype, key, device, elements)."""
+        data = self._archive.read(f"{self._root}/data/{pid[2]}")
+        return torch.frombuffer(bytearray(data), dtype=pid[1]) if data else torch.empty(0, dtype=pid[1])
+
+
+def _read_torchscript(path: Path) -> dict[str, Tensor]:
+    """The state_dict of a TorchScript archive; {} for another file."""
+    if not is_zipfile(path):
+        return {}
+    with ZipFile(path) as archive:
+        constants = [name for name in archive.namelist() if name.endswith("/constants.pkl")]  # only TorchScript has it
+        root = constants[0].rpartition("/")[0] if constants else None
+        return dict(_named_tensors(_ScriptUnpickler(archive, root).load())) if root else {}
+
+
+def _named_tensors(module: _ScriptModule, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor):
+            yield prefix + name, value
+        elif isinstance(value, _ScriptModule):
+            yield from _named_tensors(value, f"{prefix}{name}.")
 
 
 def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
@@ -67,7 +136,7 @@ def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
         raise UsageError(f"{problem}: {'; '.join(details)}") from None
 
 
-def _load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **options: Any) -> Any:
+def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **options: Any) -> Any:
     """Call `read` for a directory, the hub cache, or the hub, in this order. Raises UsageError."""
     path = Path(name).expanduser()
     try:
@@ -89,12 +158,13 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = _load_local_or_hub(setting, name, AutoConfig.from_pretrained)
+        config = load_local_or_hub(setting, name, AutoConfig.from_pretrained)
     except ImportError:  # transformers needs it for the config of a timm model
         check_installed("timm", setting, "timm")
         raise
     if config.model_type == "timm_wrapper":
         check_installed("timm", setting, "timm")
+        (config.model_args or {}).pop("num_classes", None)  # transformers passes 0, for a model without its head
     if config.model_type not in supported:
         raise UsageError(
             f"{setting}: {name} holds a model of type {config.model_type!r}; supported are {', '.join(supported)}"
@@ -105,7 +175,7 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
 def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **options: Any) -> Any:
     """Load a saved model in float32. Raises UsageError if weights are missing."""
     options |= {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    net, report = _load_local_or_hub(setting, name, model_class.from_pretrained, **options)
+    net, report = load_local_or_hub(setting, name, model_class.from_pretrained, **options)
     if missing := sorted(report["missing_keys"]):
         raise UsageError(f"{setting}: {name} lacks {len(missing)} weights of a {config.model_type}, first {missing[0]}")
     return net
@@ -179,7 +249,7 @@ class HfModel:
             state = read_state_dict(WEIGHTS_SETTING, spec.weights)
             hf_state = open_clip.rename_to_hf(state)
             net = model_class(model_class.config_class.from_dict(open_clip.hf_config(state, hf_state, spec)))
-            problem = f"{WEIGHTS_SETTING}: {spec.weights} is not an open_clip ViT checkpoint"
+            problem = f"{WEIGHTS_SETTING}: {spec.weights} is not a checkpoint of open_clip with a ViT"
             load_state(net, hf_state, problem)
             add_language_rows(net, vocab_size, token)
         vision, text, inputs = net.config.vision_config, net.config.text_config, spec.inputs

@@ -156,3 +156,12 @@ def test_timm_features_are_those_of_the_wrapped_model(name: str, args: Any, pool
     tower: Any = build_image_tower(spec_of(tmp_path), SIDE, "local").eval()
     torch.testing.assert_close(tower(pixels), pooled(net(pixel_values=pixels).last_hidden_state))
     assert tower.grid(tower.features(pixels)).shape == (2, tower.width, 2, 2)
+
+
+def test_folder_that_timm_saved_is_an_image_tower(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    net = timm.create_model("test_resnet", num_classes=3).eval()
+    timm.models.save_for_hf(net, tmp_path)
+    tower, pixels = build_image_tower(spec_of(tmp_path), 64, "local").eval(), torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(tower(pixels), net.forward_head(net.forward_features(pixels), pre_logits=True))
