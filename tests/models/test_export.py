@@ -160,6 +160,11 @@ def test_invalid_input_is_named(exported: Exported, tmp_path: Path) -> None:
         loaded.embed_texts("a bare string")
 
 
+def test_no_images_and_no_texts_have_no_embeddings(exported: Exported) -> None:
+    loaded = mmray.load(exported[2])
+    assert loaded.embed_images([]).shape == loaded.embed_texts([]).shape == (0, 12)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [("thesis.tex", "years")] + [("config.json", text) for text in ('{"model_type": "clip"}', "[]", "{broken")],
@@ -185,9 +190,12 @@ def test_interrupted_export_keeps_the_earlier_one(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(export_module, "move_tree", Mock(side_effect=KeyboardInterrupt))
         save(model, spec, out)
+    (tmp_path / ".model.1234abcd").mkdir()  # of an export that was killed
+    (tmp_path / ".model.1234abcd" / "processor_config.json").write_text("{}")
     for expected in (before, model.text.project.weight):
         assert torch.equal(mmray.load(out).model.text.project.weight, expected)
-        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".model.1234abcd", "model"]
+        assert not (out / "processor_config.json").exists()
         save(model, spec, out)
 
 

@@ -159,5 +159,5 @@ def test_exported_region_head_equals_trained(tmp_path: Path) -> None:
     torch.testing.assert_close(named, expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(loaded.classify_boxes(photo, boxes, LABELS[1:]), named[:, 1:], rtol=0, atol=1e-5)
     assert loaded.classify_boxes(photo, []).shape == (0, len(LABELS))
-    with pytest.raises(DataError, match=r"box 1 \(40, 0, 4, 4\) lies outside"):
+    with pytest.raises(DataError, match=r"box 1 \(40, 0, 4, 4\) is outside"):
         loaded.classify_boxes(photo, [boxes[0], (40, 0, 4, 4)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -39,7 +40,7 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
     not writable.
     """
     out = to_path(out)
-    staging = out if isinstance(out, RemotePath) else out.with_name(f".{out.name}.exporting")
+    staging = out if isinstance(out, RemotePath) else out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
     architecture = model.architecture() if hasattr(model, "architecture") else None
     hf = transformers_config(model, tokenizer_json)
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])

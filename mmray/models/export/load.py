@@ -103,8 +103,8 @@ class Embedder:
         if not is_visible.all():
             first = int(np.flatnonzero(~is_visible)[0])
             raise DataError(
-                f"box {first} {tuple(boxes[first])} lies outside the part of the {width} x {height} image that the "
-                f"model sees (model.inputs.fit {self.inputs.fit})"
+                f"box {first} {tuple(boxes[first])} is outside the part of the {width} x {height} image that the "
+                f"model gets (model.inputs.fit {self.inputs.fit})"
             )
         pixels = self._pixels(0, [image])
         model_boxes = torch.from_numpy(square.astype(np.float32))[None].to(self.device)
@@ -132,20 +132,23 @@ class Embedder:
 
     @torch.no_grad()
     def _in_batches(self, compute: Callable[..., Tensor], batch: int, *columns: Sequence[Any]) -> Tensor:
-        """Concatenate `compute(start, *slices of the columns)`, float32 on the CPU; at least one row is required."""
+        """Concatenate `compute(start, *slices of the columns)`, float32 on the CPU.
+
+        Without rows it is called once, for the shape: `_pixels` and `_tokens` then return one row.
+        """
         if any(isinstance(column, str | bytes) for column in columns):
             raise TypeError("pass a list, even for a single item")
-        starts = range(0, len(columns[0]), batch)
+        starts = range(0, max(1, len(columns[0])), batch)
         slices = ((start, *(column[start : start + batch] for column in columns)) for start in starts)
-        return torch.cat([compute(*args).float().cpu() for args in slices])
+        return torch.cat([compute(*args).float().cpu() for args in slices])[: len(columns[0])]
 
     def _pixels(self, start: int, images: Sequence[ImageInput]) -> Tensor:
-        return load_images(images, self.inputs, start).to(self.device)
+        return load_images(list(images) or [Image.new("RGB", (8, 8))], self.inputs, start).to(self.device)
 
     def _tokens(self, start: int, texts: Sequence[str], language: str | None) -> list[Tensor]:
         """Ids and mask [B, T] on the device; `start` is the index of the first text, for errors."""
         captions = []
-        for index, text in enumerate(texts, start):
+        for index, text in enumerate(list(texts) or ["a"], start):
             try:
                 captions.append(self._encoder.format_caption(clean_caption(text), language))
             except BadRow as bad:
