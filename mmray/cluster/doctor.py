@@ -50,6 +50,7 @@ def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
     """Check this machine and the Ray cluster at `address` (default: RAY_ADDRESS, otherwise one started here)."""
     yield _check_packages()
     yield from _check_torch()
+    yield check_cpus(cores(), psutil.cpu_count() or 1, psutil.cpu_count(logical=False))
     yield check_memory(free_memory() / GIB)
     if Path("/dev/shm").exists():
         yield check_shm(shutil.disk_usage("/dev/shm").total / GIB, psutil.virtual_memory().total / GIB)
@@ -101,10 +102,16 @@ def check_gpus(listed: int, usable: list[str], visible: str | None = None) -> Fi
     return Finding("warning", "GPUs", observed, fix)
 
 
+def check_cpus(usable: int, logical: int, physical: int | None) -> Finding:
+    """Report the CPUs of this machine, and how many affinity and quotas leave to this process."""
+    cores = "" if physical is None else f" on {physical} physical core{'s' * (physical > 1)}"
+    return Finding("ok", "CPUs", f"{usable} of {logical} logical CPUs{cores} can be used")
+
+
 def check_memory(available_gib: float) -> Finding:
     """Check the free memory of this machine."""
     fix = "close other programs, or use fewer --cluster.workers and --data.workers"
-    return _warn_if(available_gib < MIN_MEMORY_GIB, "memory", f"{available_gib:.1f} GiB free, {cores()} cores", fix)
+    return _warn_if(available_gib < MIN_MEMORY_GIB, "memory", f"{available_gib:.1f} GiB free", fix)
 
 
 def check_shm(size_gib: float, memory_gib: float) -> Finding:
@@ -155,9 +162,10 @@ def _check_ray(address: str | None) -> Iterator[Finding]:
             import ray
 
             total, free = ray.cluster_resources(), ray.available_resources()
-            yield check_nodes([node for node in ray.nodes() if node["Alive"]], free)
+            alive = [node for node in ray.nodes() if node["Alive"]]
+            yield check_nodes(alive, free, None if address else cores())
             try:
-                yield check_interfaces(_interfaces([node for node in ray.nodes() if node["Alive"]]))
+                yield check_interfaces(_interfaces(alive))
             except ray.exceptions.RayError as error:  # a node was lost, or did not answer in time
                 yield Finding("warning", "network", f"{type(error).__name__}: {error}", "see `ray status`, and repeat")
             start_s = time.monotonic()
@@ -199,10 +207,15 @@ def check_interfaces(interfaces: dict[str, str | None]) -> Finding:
     return _warn_if(bool(missing), "network", observed, fix)
 
 
-def check_nodes(alive: list[dict[str, Any]], free: dict[str, float]) -> Finding:
-    """Report the resources of the cluster; warn if training workers leave no CPU for data."""
+def check_nodes(alive: list[dict[str, Any]], free: dict[str, float], local_cpus: int | None = None) -> Finding:
+    """Report the resources of the cluster; warn if training workers leave no CPU for data.
+
+    local_cpus: of this machine, if mmray started Ray here: Ray then counts more, because workers and data share them.
+    """
     cpus, gpus = (sum(node["Resources"].get(name, 0) for node in alive) for name in ("CPU", "GPU"))
     resources = f"{free.get('CPU', 0):g} of {cpus:g} CPU, {free.get('GPU', 0):g} of {gpus:g} GPU"
     observed = f"{len(alive)} node{'s' * (len(alive) > 1)}; free resources: {resources}"
+    if local_cpus is not None and local_cpus < cpus:
+        observed += f"; the {cpus:g} CPUs of Ray share the {local_cpus} of this machine"
     fix = "data needs CPUs in addition to one per training worker: add CPU nodes"
     return _warn_if(0 < gpus >= cpus, "cluster", observed, fix)

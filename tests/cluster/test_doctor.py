@@ -25,6 +25,9 @@ CPU_NODE = {"Resources": {"CPU": 8.0}}
 @pytest.mark.parametrize(
     ("finding", "level", "text"),
     [
+        (doctor.check_cpus(2, 8, 4), "ok", "2 of 8 logical CPUs on 4 physical cores can be used"),
+        (doctor.check_cpus(2, 2, None), "ok", "2 of 2 logical CPUs can be used"),
+        (doctor.check_nodes([CPU_NODE], {}, 2), "ok", "the 8 CPUs of Ray share the 2 of this machine"),
         (doctor.check_memory(64.0), "ok", "64.0 GiB"),
         (doctor.check_memory(1.0), "warning", "1.0 GiB"),
         (doctor.check_shm(0.0625, 24.0), "warning", "--shm-size=7g"),
