@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -38,7 +38,10 @@ class EvalRow(NamedTuple):
 
 
 class EvalDataset:
-    """Held-out rows and the settings that turn them into model inputs; base class of the evaluators."""
+    """Held-out rows and the settings that turn them into model inputs; base class of the evaluators.
+
+    on_rows: called with the rows of each batch when it is done, to show progress.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,9 @@ class EvalDataset:
         tokenizer_json: str,
         settings: Evaluate,
         max_pixels: int = MAX_PIXELS,
+        on_rows: Callable[[int], None] | None = None,
     ) -> None:
+        self.on_rows = on_rows or (lambda _: None)
         self.prepared, self.inputs, self.settings, self.max_pixels = prepared, inputs, settings, max_pixels
         self.reader = RowReader(prepared, inputs, tokenizer_json, max_pixels)
         self.encoder = self.reader.encoder
@@ -115,6 +120,7 @@ class EvalBatches:
                         logging.getLogger(__name__).warning("evaluation skips %s", self.skipped[-1])
                 if readable:
                     yield readable
+                self.data.on_rows(len(part))
 
     def _read(self, rows: np.ndarray) -> list[EvalRow | Exception]:
         """Read rows; a row that fails becomes its exception."""

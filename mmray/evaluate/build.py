@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mmray.data.store.prepared_set import PreparedSet
@@ -13,13 +14,22 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 
-def build_evaluator(config: Config, prepared: PreparedSet, tokenizer_json: str) -> Any:
-    """Build the evaluator for this run's kind of model over a set of held-out rows."""
+def build_evaluator(
+    config: Config, prepared: PreparedSet, tokenizer_json: str, on_rows: Callable[[int], None] | None = None
+) -> Any:
+    """Build the evaluator for this run's kind of model over a set of held-out rows; on_rows: see EvalDataset."""
     from mmray.evaluate.evaluator import Evaluator
     from mmray.evaluate.generation import GenerationEvaluator
 
     evaluator_class = GenerationEvaluator if is_generative(config) else Evaluator
-    return evaluator_class(prepared, config.model.inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
+    inputs, max_pixels = config.model.inputs, config.prepare.max_pixels
+    return evaluator_class(prepared, inputs, tokenizer_json, config.evaluate, max_pixels, on_rows)
+
+
+def num_evaluated_rows(config: Config, prepared: PreparedSet) -> int:
+    """Return how many rows `score` reads, those of generated answers twice."""
+    rows = min(prepared.num_rows, config.evaluate.limit or prepared.num_rows)
+    return rows + (min(rows, config.evaluate.num_generations) if is_generative(config) else 0)
 
 
 def check_evaluable(config: Config, model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from mmray import objectives
 from mmray.cluster.connect import needs_ray, ray_session
 from mmray.config import Config, EvalSettings, Lora, from_yaml, recipes
 from mmray.config.data import parse_mixture
-from mmray.data.prepare.pipeline import ensure_prepared
+from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.chat import build_encoder, extend_tokenizer
@@ -25,14 +26,14 @@ from mmray.engine.checkpoint import files
 from mmray.engine.collectives import Group
 from mmray.engine.run_state import EMA_KEY
 from mmray.errors import TrainingError, UsageError
-from mmray.evaluate.build import best_metric, build_evaluator, check_evaluable
+from mmray.evaluate.build import best_metric, build_evaluator, check_evaluable, num_evaluated_rows
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.models.pretrained import pretrained_settings
 from mmray.storage.paths import AnyPath, to_path
 from mmray.train import validate
-from mmray.train.local import resolve_on_this_machine
+from mmray.train.local import count_gpus, resolve_on_this_machine
 from mmray.train.monitor import RunReporter
 from mmray.train.run_dir import RunDir
 
@@ -136,27 +137,74 @@ def _evaluate(
         held_out = _open_held_out(config, folder, data, split, reporter)
         if tokenizer_json is None:
             config, tokenizer_json = _with_tokenizer(config, held_out.tokenizer_json, reporter.log)
+        total = num_evaluated_rows(config, held_out)
+        progress = RowProgress(lambda done: reporter.prepare_progress(PrepareProgress("evaluate", done, total)))
         if on_ray:
-            return _score_on_ray(config, tokenizer_json, held_out, checkpoint, folder)
+            return _score_on_ray(config, tokenizer_json, held_out, checkpoint, folder, reporter, progress)
         config = resolve_on_this_machine(config)
-        device = torch.device("cuda" if config.cluster.accelerator == "gpu" else "cpu")
-        return _score(config, tokenizer_json, held_out, checkpoint, device)
+        on_gpu = config.cluster.accelerator == "gpu"
+        _log_idle_gpus(on_gpu, count_gpus(), reporter)
+        device = torch.device("cuda" if on_gpu else "cpu")
+        return _score(config, tokenizer_json, held_out, checkpoint, progress.add, device)
+
+
+@dataclass
+class RowProgress:
+    """Adds up the rows of all workers and reports the sum."""
+
+    report: Callable[[int], None]
+    done_rows: int = 0
+
+    def add(self, num_rows: int) -> None:
+        self.done_rows += num_rows
+        self.report(self.done_rows)
+
+
+def _log_idle_gpus(on_gpu: bool, num_gpus: float, reporter: RunReporter) -> None:
+    if num_gpus and not on_gpu:
+        reporter.log(f"evaluating on the CPU; --accelerator gpu uses the {num_gpus:g} GPUs", "warning")
 
 
 def _score_on_ray(
-    config: Config, tokenizer_json: str, held_out: PreparedSet, checkpoint: AnyPath | None, folder: AnyPath
+    config: Config,
+    tokenizer_json: str,
+    held_out: PreparedSet,
+    checkpoint: AnyPath | None,
+    folder: AnyPath,
+    reporter: RunReporter,
+    progress: RowProgress,
 ) -> dict[str, float]:
     import ray.train
 
-    from mmray.train.ray_backend import num_free_workers, start_timeout_error, torch_trainer
+    from mmray.cluster.placement import alive_nodes
+    from mmray.train import ray_backend
 
-    config = config.with_cluster(workers=num_free_workers(config))
-    score = partial(_score, config, tokenizer_json, held_out, checkpoint)
-    trainer = torch_trainer(score, config, folder.resolve())
+    config = config.with_cluster(workers=ray_backend.num_free_workers(config))
+    on_gpu = "GPU" in ray_backend.resource_demand(config, with_data=False).per_worker
+    _log_idle_gpus(on_gpu, sum(node.resources.get("GPU", 0) for node in alive_nodes()), reporter)
+    coordinator, num_received = ray_backend.start_coordinator(set()), 0
+
+    def poll() -> None:
+        nonlocal num_received
+        messages, _ = ray.get(coordinator.drain.remote(num_received))
+        num_received += len(messages)
+        for message in messages:
+            progress.add(message["rows"])
+
+    score = partial(_score, config, tokenizer_json, held_out, checkpoint, partial(_send_rows, coordinator))
+    trainer = ray_backend.torch_trainer(score, config, folder.resolve())
+    reporter.status(f"starting {config.cluster.max_workers} workers")
     try:
-        return dict(trainer.fit().return_value)  # type: ignore[attr-defined]
+        result: Any = ray_backend.run_in_thread(trainer.fit, poll)
+        return dict(result.return_value)
     except ray.train.TrainingFailedError as error:
-        raise start_timeout_error(error) or TrainingError(f"the evaluation failed: {error}") from error
+        raise ray_backend.start_timeout_error(error) or TrainingError(f"the evaluation failed: {error}") from error
+    finally:
+        ray.kill(coordinator)
+
+
+def _send_rows(coordinator: Any, num_rows: int) -> None:
+    coordinator.push.remote({"rows": num_rows})
 
 
 def _with_tokenizer(
@@ -208,6 +256,7 @@ def _score(
     tokenizer_json: str,
     held_out: PreparedSet,
     checkpoint: AnyPath | None,
+    on_rows: Callable[[int], None],
     device: torch.device | None = None,
 ) -> dict[str, Any]:
     """The metrics, on `device` or (None) in a worker of Ray Train."""
@@ -218,7 +267,7 @@ def _score(
     group = Group.current(device)
     model = load_model(config, checkpoint)
     check_evaluable(config, model)
-    evaluator = build_evaluator(config, held_out, tokenizer_json)
+    evaluator = build_evaluator(config, held_out, tokenizer_json, on_rows)
     loss_batch_size = config.batch.global_  # as in training, because the loss depends on it
     assert loss_batch_size is not None, "resolved when the run started"
     with precision.select_precision(config.train.precision, group.device).autocast():

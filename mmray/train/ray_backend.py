@@ -156,9 +156,7 @@ class RayWorkers:
     ) -> None:
         self.config, self._excluded, self.autoscaler = attempt.resolved.config, excluded, autoscaler
         self.world = attempt.config.cluster.max_workers
-        driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=driver_node)
-        self.coordinator: Any = actor.remote(attempt.bad_rows)
+        self.coordinator = start_coordinator(attempt.bad_rows)
         demand, start = resource_demand(attempt.config, excluded=excluded), attempt.resume_point()
         # Counted for the largest group, so that CPUs for the workers of a later, larger group stay free.
         actors = num_decode_actors(self.config.with_cluster(accelerator=attempt.config.cluster.accelerator))
@@ -211,6 +209,12 @@ class RayWorkers:
     def close(self) -> None:
         self.autoscaler.cancel()
         ray.kill(self.coordinator)
+
+
+def start_coordinator(bad_rows: set[int]) -> Any:
+    """Start the actor for messages of the workers, on the driver's node."""
+    driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=driver_node).remote(bad_rows)
 
 
 def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:

@@ -57,10 +57,12 @@ class Supervisor:
             if checkpoint is not None:
                 self.reporter.log(f"from {checkpoint}", "resume")
             elif self.config.run.resume == "must":
-                raise UsageError(
+                missing = UsageError(
                     f"--run.resume must: no valid checkpoint in {self.run.checkpoints}; "
                     "--run.resume auto starts from step 0"
                 )
+                self._write_ended("failed", missing)
+                raise missing
             world, workers = self._start_workers(checkpoint, bad_rows)
             start_step = files.step_of(checkpoint) if checkpoint is not None else 0
             monitor = AttemptMonitor(

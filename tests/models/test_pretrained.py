@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from mmray import cli
 from mmray.cli.console import Terminal
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
+from mmray.models import pretrained
 from mmray.models.build import build
+from mmray.models.weights import read_state_dict
 from mmray.train import evaluate_export
 from mmray.train.evaluate_export import export_pretrained, pretrained_config
 from tests.data.text.test_tokenizer_files import small_clip_bpe
@@ -86,7 +89,7 @@ class OpenClip(nn.Module):
         return F.normalize(self.ln_final(x)[:, -1] @ self.text_projection, dim=-1)
 
 
-def saved(folder: Path, theirs: OpenClip, config: dict[str, Any] | None = None, **extra: Tensor) -> Path:
+def saved(folder: Path, theirs: nn.Module, config: dict[str, Any] | None = None, **extra: Tensor) -> Path:
     """Save the checkpoint with CLIP's tokenizer next to it, and open_clip_config.json if given."""
     folder.mkdir(exist_ok=True)
     small_clip_bpe(folder)
@@ -139,6 +142,131 @@ def test_open_clip_checkpoint_is_exported_with_equal_embeddings(quick: bool, sou
     assert out.logits_per_text.shape == (2, 2) and hf.logit_scale.item() == 3.0
 
 
+class OpenClipSiglip(nn.Module):
+    """SigLIP in the layout of open_clip: timm's ViT with attention pooling, a text transformer without a mask."""
+
+    def __init__(self, timm_name: str, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.visual, self.text = nn.Module(), nn.Module()
+        self.visual.trunk = timm_vit(timm_name)
+        self.text.token_embedding = nn.Embedding(ROWS, 64)
+        self.text.positional_embedding = nn.Parameter(torch.randn(TOKENS, 64))
+        self.text.transformer = nn.Module()
+        self.text.transformer.resblocks = nn.ModuleList(Block(64, 4, False) for _ in range(2))
+        self.text.ln_final = nn.LayerNorm(64, eps=1e-6)
+        self.text.text_projection = nn.Linear(64, 64) if bias else nn.Parameter(torch.randn(64, 64))
+        self.logit_scale, self.logit_bias = nn.Parameter(torch.tensor(3.0)), nn.Parameter(torch.tensor(-9.0))
+        for name, weight in self.named_parameters():
+            if "logit" not in name and (name.endswith("bias") or "norm" in name or "latent" in name):
+                nn.init.normal_(weight)  # zeros and ones would hide a wrong name
+
+    @torch.no_grad()
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        return F.normalize(self.visual.trunk(pixels))
+
+    @torch.no_grad()
+    def encode_text(self, ids: Tensor) -> Tensor:
+        x = self.text.token_embedding(ids) + self.text.positional_embedding
+        for block in self.text.transformer.resblocks:
+            x = block(x)
+        last, project = self.text.ln_final(x)[:, -1], self.text.text_projection
+        return F.normalize(project(last) if isinstance(project, nn.Linear) else last @ project)
+
+
+def timm_vit(name: str, **options: Any) -> nn.Module:
+    import timm
+
+    sizes = {"img_size": SIDE, "patch_size": 16, "embed_dim": 64, "depth": 2, "num_heads": 2}
+    siglip = {"class_token": False, "global_pool": "map", "num_classes": 0}
+    act_layer = "gelu_tanh" if name.endswith("tanh") else None
+    return timm.models.vision_transformer.VisionTransformer(**sizes, **siglip, act_layer=act_layer)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "tanh"])
+def test_open_clip_siglip_is_exported_with_equal_embeddings(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModel
+
+    timm = pytest.importorskip("timm")
+    monkeypatch.setattr(timm, "create_model", timm_vit)
+    theirs = OpenClipSiglip(f"vit_{kind}", bias=kind == "gelu").eval()
+    text = {"heads": 4, "no_causal_mask": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
+    config = {"model_cfg": {"vision_cfg": {"timm_model_name": f"vit_{kind}"}, "text_cfg": text}}
+    file = saved(tmp_path / "in", theirs, config)
+    assert cli.run(["export", "--weights", str(file), str(tmp_path / "out")], Terminal()) == 0
+    loaded, hf = mmray.load(tmp_path / "out"), AutoModel.from_pretrained(tmp_path / "out")
+    assert (loaded.inputs.fit, loaded.inputs.mean, loaded.inputs.image_side) == ("squash", [0.5, 0.5, 0.5], SIDE)
+    ids = torch.randint(0, ROWS, (3, TOKENS), generator=torch.Generator().manual_seed(1))
+    expected, pixels = theirs.encode_text(ids), loaded.model.image.pixels(PIXELS)
+    torch.testing.assert_close(loaded.model.embed_text(ids, torch.ones_like(ids)), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(loaded.model.embed_image(PIXELS), theirs.encode_image(pixels), rtol=0, atol=1e-6)
+    with torch.no_grad():
+        out = hf(input_ids=ids, pixel_values=pixels)
+    torch.testing.assert_close(out.text_embeds, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(out.image_embeds, theirs.encode_image(pixels), rtol=0, atol=1e-6)
+    assert (hf.logit_scale.item(), hf.logit_bias.item()) == (3.0, -9.0)
+
+    with pytest.raises(UsageError, match=r"model\.kind: .* is a siglip checkpoint, not clip"):
+        build(pretrained_config(str(saved(tmp_path / "c", OpenClip(False)))).model.replace(weights=str(file)), ROWS)
+    (file.parent / "open_clip_config.json").write_text(json.dumps(config["model_cfg"] | {"text_cfg": {}}))
+    with pytest.raises(UsageError, match="not that of SigLIP, which has no_causal_mask true"):
+        build(pretrained_config(str(file)).model, ROWS)
+    (file.parent / "open_clip_config.json").unlink()
+    with pytest.raises(UsageError, match=r"whose config is not next to it; copy it there as open_clip_config\.json"):
+        build(pretrained_config(str(file)).model, ROWS)
+
+
+def test_torchscript_archive_has_the_settings_and_weights_of_its_state_dict(tmp_path: Path) -> None:
+    theirs = OpenClip(True).half()
+    for name in ("input_resolution", "context_length", "vocab_size"):  # of OpenAI's files
+        theirs.register_buffer(name, torch.tensor(1))
+    file = saved(tmp_path, theirs)
+    plain = pretrained_config(str(file))
+    torch.jit.script(ScriptedClip(theirs)).save(file)
+    assert pretrained_config(str(file)) == plain
+    read = read_state_dict("model.weights", str(file))
+    expected = torch.jit.load(file).state_dict()
+    assert read.keys() == expected.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(read[name], expected[name]) for name in expected) and read["visual.proj"].dtype == torch.half
+    build(plain.model, ROWS)
+
+
+class ScriptedClip(nn.Module):
+    """The same modules and a method that torch.jit.script compiles."""
+
+    def __init__(self, clip: nn.Module) -> None:
+        super().__init__()
+        self._modules, self._parameters, self._buffers = clip._modules, clip._parameters, clip._buffers
+        self.sizes = [1, 2]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.token_embedding(ids)
+
+
+def test_torchscript_archive_with_other_objects_is_refused(tmp_path: Path) -> None:
+    file, ran = tmp_path / "clip.pt", tmp_path / "ran"
+    with ZipFile(file, "w") as archive:
+        archive.writestr("clip/constants.pkl", b"")
+        archive.writestr("clip/data.pkl", b"cos\nsystem\n(S'touch %s'\ntR." % str(ran).encode())
+    with pytest.raises(UsageError, match=r"cannot read weights from .*: the TorchScript archive contains os\.system"):
+        pretrained_config(str(file))
+    assert not ran.exists()
+
+
+def test_training_checkpoint_gets_rows_for_language_tokens(tmp_path: Path) -> None:
+    """The weights in a checkpoint of open_clip that trained on several GPUs."""
+    file, theirs = saved(tmp_path, OpenClip(True)), OpenClip(True).eval()
+    torch.save({"epoch": 3, "state_dict": {f"module.{n}": t for n, t in theirs.state_dict().items()}}, file)
+    model = pretrained_config(str(file)).model.replace(activation="quick_gelu", vocab_size=0)
+    built = build(model.replace(inputs=model.inputs.replace(language_token="[{}]")), ROWS + 2).eval()
+    assert built.log_scale.item() == 3.0 and len(built.text.tower.embeddings.token_embedding.weight) == ROWS + 2
+    ids = torch.randint(0, ROWS, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    expected = theirs.encode_text(ids[0].tolist())
+    torch.testing.assert_close(built.embed_text(ids, torch.ones_like(ids)), expected, rtol=0, atol=2e-6)
+
+
 def test_activation_that_nothing_defines_must_be_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = saved(tmp_path / "in", OpenClip(False))
     assert cli.run(["export", "--weights", str(file), str(tmp_path / "out")], Terminal()) == 2
@@ -164,7 +292,7 @@ def test_setting_that_contradicts_the_weights_is_refused(tmp_path: Path) -> None
     state = torch.load(tmp_path / "clip.pt")
     del state["visual.ln_pre.weight"]
     torch.save(state, tmp_path / "clip.pt")
-    with pytest.raises(UsageError, match=r"not an open_clip ViT checkpoint.*Missing.*pre_layrnorm"):
+    with pytest.raises(UsageError, match=r"not a checkpoint of open_clip with a ViT: Missing.*pre_layrnorm"):
         build(config.model, ROWS)
 
 
@@ -207,6 +335,34 @@ def test_transformers_folder_is_exported_with_equal_embeddings(kind: str, tmp_pa
             build(config.model.replace(activation="quick_gelu"), ROWS)
 
 
+def test_unreachable_hub_is_not_a_missing_preprocessor_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from httpx import Request, Response
+    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+
+    def download(name: str, file_name: str, local_files_only: bool = False) -> str:
+        if local_files_only or not reachable:
+            raise LocalEntryNotFoundError("cannot find the file on the local disk")
+        if file_name == files[0]:
+            (tmp_path / file_name).write_text(json.dumps({"image_processor": {"image_mean": [0.1, 0.2, 0.3]}}))
+            return str(tmp_path / file_name)
+        raise RemoteEntryNotFoundError("404", response=Response(404, request=Request("GET", "https://host/x")))
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    reachable, files = True, ["processor_config.json"]
+    assert pretrained._preprocessing("a/b") == {"mean": [0.1, 0.2, 0.3], "fit": "squash"}
+    files = ["none"]
+    assert pretrained._preprocessing("a/b") == {}
+    reachable = False
+    with pytest.raises(UsageError, match=r"--weights: cannot load `a/b` .*the hub: cannot find .*hf download a/b"):
+        pretrained._preprocessing("a/b")
+
+
+def test_missing_file_is_not_searched_on_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--weights: no file .*clip\.pt; check the path"):
+        pretrained_config(str(tmp_path / "clip.pt"))
+
+
 def test_image_encoder_alone_is_refused(tmp_path: Path) -> None:
     from transformers import ViTConfig, ViTModel
 
@@ -214,17 +370,22 @@ def test_image_encoder_alone_is_refused(tmp_path: Path) -> None:
     ViTModel(ViTConfig(**small)).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=r"image encoder \(vit\) without a text encoder; .*--model\.image\.weights"):
         pretrained_config(str(tmp_path))
+    torch.save({"patch_embed.proj.weight": torch.zeros(3, 3, 4, 4)}, tmp_path / "timm.pth")
+    with pytest.raises(
+        UsageError, match=r"timm\.pth has no text encoder .*--model\.image\.weights DIR, a folder of timm"
+    ):
+        pretrained_config(str(tmp_path / "timm.pth"))
 
 
 def test_pretrained_weights_are_scored_as_their_model_ranks(tmp_path: Path) -> None:
     """A worker's part of `mmray evaluate --weights`."""
     held_out = make_set(tmp_path / "set", [row(number) for number in range(7)])
     config = pretrained_config(str(saved(tmp_path / "in", OpenClip(False), {"model_cfg": GELU})))
-    logged: list[str] = []
+    logged, progress = list[str](), list[int]()
     config, tokenizer_json = evaluate_export._with_tokenizer(config, None, lambda text, _: logged.append(text))
     assert logged == [] and config.model.vocab_size == ROWS
-    scores = evaluate_export._score(config, tokenizer_json, held_out, None, torch.device("cpu"))
-    assert scores["rows"] == 7 and scores["loss"] > 0 and 0 <= scores["recall_at_1/mean"] <= 1
+    scores = evaluate_export._score(config, tokenizer_json, held_out, None, progress.append, torch.device("cpu"))
+    assert sum(progress) == 7 == scores["rows"] and scores["loss"] > 0 and 0 <= scores["recall_at_1/mean"] <= 1
     other = config.model.replace(inputs=config.model.inputs.replace(tokenizer="trained"))
     evaluate_export._with_tokenizer(
         config.replace(model=other), held_out.tokenizer_json, lambda text, _: logged.append(text)

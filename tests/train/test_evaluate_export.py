@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,11 +73,14 @@ def test_default_set_is_what_the_run_held_out(tmp_path: Path, monkeypatch: pytes
 
 def test_evaluation_of_branches_needs_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: False)
-    monkeypatch.setattr(evaluate_export, "_open_held_out", lambda *_: None)
+    monkeypatch.setattr(evaluate_export, "_open_held_out", lambda *_: SimpleNamespace(num_rows=1))
     monkeypatch.setattr(evaluate_export, "_score", lambda config, *_: config)
-    config = runs.config("none", tmp_path, "one", parallel="branches")
-    found: Any = evaluate_export._evaluate(config, tmp_path, None, "{}", None, None, runs.Silent())
+    monkeypatch.setattr(evaluate_export, "count_gpus", lambda: 2)
+    config = runs.config("none", tmp_path, "one", parallel="branches").with_cluster(accelerator="cpu")
+    reporter = runs.Silent()
+    found: Any = evaluate_export._evaluate(config, tmp_path, None, "{}", None, None, reporter)
     assert (config.train.parallel, found.train.parallel) == ("branches", "single")
+    assert reporter.notes == [("warning", "evaluating on the CPU; --accelerator gpu uses the 2 GPUs")]
 
 
 def made_run(folder: AnyPath, tmp_path: Path, **recalls: float | None) -> AnyPath:
@@ -136,5 +140,8 @@ def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path) -> None:
     config = config.model_copy(update={"model": model, "batch": Batch(micro=4, accumulation=2, global_=16)})
     built = build(config.model, 60)
     found = save_checkpoint(tmp_path, 3, {"model": built.state_dict()}, {"architecture": built.architecture()})
-    scores = evaluate_export._score(config, held_out.tokenizer_json or "", held_out, found, torch.device("cpu"))
-    assert scores["rows"] == 5 and scores["loss"] > 0
+    progress: list[int] = []
+    scores = evaluate_export._score(
+        config, held_out.tokenizer_json or "", held_out, found, progress.append, torch.device("cpu")
+    )
+    assert scores["rows"] == sum(progress) == 5 and scores["loss"] > 0

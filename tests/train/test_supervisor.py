@@ -8,7 +8,7 @@ import ray.exceptions
 import torch
 
 from mmray.engine.checkpoint import files
-from mmray.errors import DeviceError, OutOfMemoryError, ResourceError, StorageError, TrainingError
+from mmray.errors import DeviceError, OutOfMemoryError, ResourceError, StorageError, TrainingError, UsageError
 from mmray.storage.lease import Lease
 from mmray.train import driver, supervisor
 from mmray.train.recovery import Failure
@@ -52,6 +52,14 @@ def test_failed_device_is_logged_with_what_follows(supervised, fails, excluded, 
 
 def result_of(folder):
     return json.loads((folder / "result.json").read_text())
+
+
+def test_resume_without_a_checkpoint_is_recorded_as_failed(supervised, tmp_path):
+    run = supervised.config.run.replace(resume="must")
+    supervised.config = supervised.config.replace(run=run)
+    with pytest.raises(UsageError, match=r"--run\.resume must: no valid checkpoint in"):
+        supervised.train()
+    assert result_of(tmp_path)["status"] == "failed" and "no valid checkpoint" in result_of(tmp_path)["error"]
 
 
 def test_no_restart_after_user_requested_stop(supervised, fails, tmp_path):
