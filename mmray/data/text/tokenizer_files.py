@@ -205,7 +205,7 @@ def _sentencepiece(path: Path, settings: dict[str, Any]) -> str:
 
 def _canonicalize(tokenizer: Tokenizer, lowercase: bool = True, underscore: str = "") -> None:
     """Remove punctuation and capitals from texts, as canonicalize_text of SiglipTokenizer and of open_clip does."""
-    cleaning = [normalizers.Lowercase()] if lowercase else []
+    cleaning: list[Any] = [normalizers.Lowercase()] if lowercase else []
     cleaning += [
         normalizers.Replace("_", underscore),
         normalizers.Replace(Regex(f"[{re.escape(string.punctuation)}]"), ""),
