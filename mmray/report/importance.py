@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mmray.report.sweep import SweepRecord
 
+MIN_TRIALS = 8  # of fewer, no order of the results is significant
 NUM_PERMUTATIONS = 2000
 SIGNIFICANCE = 0.05  # of all settings together
 TRIALS_PER_GROUP, MAX_GROUPS = 3, 4  # of a setting with many values
@@ -35,7 +36,7 @@ def rank_settings(sweep: SweepRecord) -> tuple[list[Importance], str]:
     """
     if not sweep.is_learning:
         return [], ""
-    worst = -np.inf if sweep.summary["goal"] == "recall" else np.inf
+    worst = -np.inf if sweep.goal.maximize else np.inf
     values = [
         (trial.settings, trial.rung_values[0] if trial.rung_values else worst)
         for trial in sweep.trials
@@ -46,13 +47,13 @@ def rank_settings(sweep: SweepRecord) -> tuple[list[Importance], str]:
 
 
 def importance(settings: Sequence[dict[str, Any]], results: Sequence[float]) -> list[Importance]:
-    """Return each setting with two or more values, the most important first.
+    """Return each setting with two or more values, the most important first; empty for too few trials.
 
     The share is eta squared of an analysis of variance of ranks (Kruskal & Wallis 1952) over the values of the setting;
     many values are grouped by size, so that an optimum inside a range counts too. A permutation test gives its
     distribution without the setting's influence, which is far from zero for few trials.
     """
-    if len(results) < 2:
+    if len(results) < MIN_TRIALS:
         return []
     ranks = _ranks(np.asarray(results, dtype=np.float64))
     ranks -= ranks.mean()

@@ -178,11 +178,10 @@ class SweepRecord:
     def table(self) -> list[TrialRecord]:
         """The trials by global batch and rank, or by the last rung and the value there."""
 
-        def key(trial: TrialRecord) -> tuple[float, bool, float]:
+        def key(trial: TrialRecord) -> tuple[float, ...]:
             if not self.is_learning:
                 return (trial.value("global") or 0, *self.sort_key(trial))
-            last = trial.rung_values[-1:]
-            return (-len(trial.rung_values), not last, sum(last) * (-1 if self.curve_title == "recall@1" else 1))
+            return -len(trial.rung_values), sum(trial.rung_values[-1:]) * (-1 if self.goal.maximize else 1)
 
         return sorted(self.trials, key=key)
 

@@ -66,7 +66,7 @@ def _curves(sweep: SweepRecord, by_time: bool) -> Figure | None:
         traces,
         320,
         hovermode="closest",
-        xaxis={"title": {"text": axis, "standoff": 6}, "nticks": MAX_TICKS, "rangemode": "tozero"},
+        xaxis={"title": {"text": axis, "standoff": 6}, "nticks": MAX_TICKS, "rangemode": "tozero", "tickformat": ",~r"},
     )
 
 
@@ -110,9 +110,8 @@ def _parallel_coordinates(sweep: SweepRecord) -> Figure | None:
 
     Not Plotly's own chart of this kind, which needs WebGL.
     """
-    trials = sorted((trial for trial in sweep.trials if trial.rung_values), key=lambda trial: trial.rung_values[0])
-    if sweep.curve_title == "recall@1":
-        trials.reverse()
+    trials = [trial for trial in sweep.trials if trial.rung_values]
+    trials.sort(key=lambda trial: trial.rung_values[0], reverse=sweep.goal.maximize)
     names = list(dict.fromkeys(name for trial in trials for name in trial.settings))
     if len(trials) < 2 or not sweep.is_learning:
         return None

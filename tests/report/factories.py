@@ -114,9 +114,10 @@ def learned(name, lr, status="finished", **changes):
 
 
 def make_learning_sweep(folder):
-    """Three learning rates: finished, ended early, and diverged."""
+    """Eight learning rates: finished, ended early, and diverged."""
     diverged = {"curve": [], "rungs": [], "eval_loss": None, "error": "evaluate/loss is not finite"}
-    rows = [learned("t001", 1e-3), learned("t002", 1e-4, "pruned"), learned("t003", 1e-2, "failed", **diverged)]
+    rows = [learned("t001", 1e-3), learned("t002", 0.1, "failed", **diverged)]
+    rows += [learned(f"t{number:03}", number * 1e-4, "pruned") for number in (4, 3, 5, 6, 7, 8)]
     space = {"optimizer.lr": ["loguniform(1e-05, 0.1)"], "optimizer.betas": [[0.9, 0.98]]}
     best = {"best": "t001", "per_global": {"16": "t001"}, "why": "why", "cooldown": {"samples": 320, "value": 2.25}}
     hours = {"gpu_hours": 0.5, "saved_gpu_hours": 1.5}

@@ -172,11 +172,14 @@ def test_page_of_a_learning_sweep_has_curves_and_settings(tmp_path):
     page = page_of(make_learning_sweep(tmp_path / "sweep"))
     assert plots(page) == ["curves-samples", "curves-time", "importance", "settings"]
     assert "After a cooldown to 320 samples" in page and "compared after 64 and 256 samples" in page
-    assert "2.00 if every trial had run in full" in page and "1 ended early" in page
-    assert "No setting explains the differences between the 3 trials better than chance." in page
+    assert "2.00 if every trial had run in full" in page and "6 ended early" in page
+    assert "Of the differences in rank between the 8 trials, optimizer.lr explains" in page
     assert "The gradient noise scale of t001 is 330 rows" in page
     rows = re.findall(r'<th scope="row">(t\d+)', page)
-    assert rows == ["t001", "t002", "t003"] and '<td class="num">0.9, 0.98</td>' in page
+    assert (
+        rows == ["t001", "t003", "t004", "t005", "t006", "t007", "t008", "t002"]
+        and '<td class="num">0.9, 0.98</td>' in page
+    )
 
 
 def test_loss_of_exactly_zero_is_a_value(tmp_path):
