@@ -55,12 +55,13 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.stages:
         end_s += LIMITS_S[name] * (1 if args.device == "cuda" else CPU_FACTOR)
         stages.append(run_stage(name, args.device, args.out, end_s - time.monotonic()))
-        print(f"{name}: {count_text(stages[-1])} in {stages[-1]['seconds']:.0f} s", flush=True)
-    result = {"device": args.device, "stand_ins": MISSING, "seconds": time.monotonic() - start_s, "stages": stages}
-    write_json(args.out / "summary.json", result)
+        print(f"{name}: {format_counts(stages[-1]['counts'])} in {stages[-1]['seconds']:.0f} s", flush=True)
+    counts = count_outcomes([row for stage in stages for row in stage["rows"]])
+    result = {"device": args.device, "stand_ins": MISSING, "seconds": time.monotonic() - start_s, "counts": counts}
+    write_json(args.out / "summary.json", result | {"stages": stages})
     print("\n".join(format_table(stages)))
-    print(f"{result['seconds']:.0f} s; results in {args.out / 'summary.json'}")
-    return int(any("error" in row for stage in stages for row in stage["rows"]))
+    print(f"{format_counts(counts)} in {result['seconds']:.0f} s; results in {args.out / 'summary.json'}")
+    return int(counts["failed"] > 0)
 
 
 def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
@@ -101,7 +102,7 @@ def run_stage(name: str, device_type: str, folder: Path, limit_s: float) -> dict
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
     if error:
         rows.append({"case": "stage", "error": f"{error} ({log})"})
-    stage = {"stage": name, "seconds": time.monotonic() - start_s, "rows": rows}
+    stage = {"stage": name, "seconds": time.monotonic() - start_s, "counts": count_outcomes(rows), "rows": rows}
     write_json(file, stage)
     return stage
 
@@ -121,9 +122,14 @@ def write_json(file: Path, value: Any) -> None:
     temporary.replace(file)
 
 
-def count_text(stage: dict[str, Any]) -> str:
-    failed, skipped = (sum(key in row for row in stage["rows"]) for key in ("error", "skipped"))
-    return f"{len(stage['rows'])} results, {failed} failed, {skipped} skipped"
+def count_outcomes(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Return how many rows passed, failed, and were skipped."""
+    failed, skipped = (sum(key in row for row in rows) for key in ("error", "skipped"))
+    return {"passed": len(rows) - failed - skipped, "failed": failed, "skipped": skipped}
+
+
+def format_counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
 
 
 def format_table(stages: list[dict[str, Any]]) -> list[str]:

@@ -45,7 +45,7 @@ def sample() -> Config:
             embed_dim=128,
         ),
         prepare=Prepare(max_bad_fraction=0.05, vocab_size=512),
-        batch=Batch(micro=64, global_=128),
+        batch=Batch(micro=128, global_=128),
         optimizer=Optimizer(lr=2e-3, warmup_steps=30, weight_decay=0.05),
         train=Train(steps=300, log_every=10, checkpoint_every=150),
         evaluate=Evaluate(every=150),

@@ -22,10 +22,8 @@ from mmray.objectives.protocol import (
     Batch,
     HardNegativeMining,
     Objective,
-    ObjectiveParts,
     Outputs,
     PairwiseLoss,
-    split_objective,
 )
 
 
@@ -50,26 +48,21 @@ class GradCache:
             self.sums[name] = self.sums[name] + padded if name in self.sums else padded
 
     def backward_inputs(
-        self, parts: ObjectiveParts, outputs: Outputs, index: int
+        self, objective: Objective | None, outputs: Outputs, index: int
     ) -> list[tuple[Tensor, Tensor | None]]:
         """Outputs of micro-batch `index` with their cached gradients, except those of frozen branches.
 
         Scalar outputs such as the temperature take their gradient once, in the last micro-batch.
         """
-        if parts.global_loss is None:
+        if objective is None:
             return []
         is_last = index == len(self.micro_batches) - 1
-        names = parts.global_loss.gathered_outputs + (parts.global_loss.scalar_output_names if is_last else ())
+        names = objective.gathered_outputs + (objective.scalar_output_names if is_last else ())
         return [(outputs[name], self.gradients[index][name]) for name in names if outputs[name].requires_grad]
 
 
 def build_grad_cache(
-    state: TrainState,
-    parts: ObjectiveParts,
-    batch: LocalBatch,
-    detached: list[Outputs],
-    counts: Tensor,
-    guard: OomGuard,
+    state: TrainState, batch: LocalBatch, detached: list[Outputs], counts: Tensor, guard: OomGuard
 ) -> GradCache:
     """Gather the outputs, sample hard negatives, and compute the gradient of the global loss at each output.
 
@@ -78,7 +71,8 @@ def build_grad_cache(
     otherwise 0. After an OOM there are no gradients, but this rank still takes part in the collectives, because others
     wait in them.
     """
-    group, objective, mining, ring = state.group, parts.global_loss, parts.mining_loss, parts.ring_loss
+    group, parts = state.group, state.parts
+    objective, mining, ring = parts.global_loss, parts.mining_loss, parts.ring_loss
     with state.timers("sync"):
         if detached and ring is None:
             gathered = gather_outputs(group, detached, batch, counts, parts.gathered_names)
@@ -287,7 +281,7 @@ def attach_negatives(
 
 def attach_own_negatives(state: TrainState, batch: LocalBatch) -> list[Batch]:
     """A micro-batch, the only one of `batch`, with hard negatives among its own rows; without collectives."""
-    mining, model = split_objective(state.objective).mining_loss, strategy.unwrap(state.model)
+    mining, model = state.parts.mining_loss, strategy.unwrap(state.model)
     if mining is None:
         return batch.micro_batches
     with torch.no_grad(), strategy.preserve_buffers(model), state.precision.autocast():

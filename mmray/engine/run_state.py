@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -19,7 +20,7 @@ from mmray.engine.metrics.noise_scale import NoiseMeter
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.metrics.writers import Metrics, MetricsLog
 from mmray.engine.precision import Precision
-from mmray.objectives.protocol import Objective
+from mmray.objectives.protocol import Objective, ObjectiveParts, split_objective
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer as OptimizerConfig
@@ -104,3 +105,8 @@ class TrainState:
     noise: NoiseMeter = field(default_factory=NoiseMeter)
     clip_norm: float = 0.0
     can_recover_oom: bool = True  # False if a forward has collectives, or on a CPU by default
+
+    @cached_property
+    def parts(self) -> ObjectiveParts:
+        """The global and the local loss of the objective."""
+        return split_objective(self.objective)

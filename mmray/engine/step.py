@@ -22,7 +22,7 @@ from mmray.engine.precision import fork_seeded_rng
 from mmray.engine.prefetch import LocalBatch, dummy_batch
 from mmray.engine.run_state import SeedFn, TrainState
 from mmray.errors import first_line, is_out_of_memory
-from mmray.objectives.protocol import Batch, ObjectiveParts, Outputs, split_objective
+from mmray.objectives.protocol import Batch, Outputs
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ def accumulate_gradients(
 
     Return the GradCache, which has the sums and counts of the loss, and the scalar outputs.
     """
-    parts = split_objective(state.objective)
-    guard = guard or OomGuard(state.group)
+    parts, guard = state.parts, guard or OomGuard(state.group)
     objectives = [loss for loss in (parts.global_loss, parts.local_loss) if loss is not None]
     counts = [
         torch.stack([objective.count(micro_batch) for micro_batch in batch.micro_batches]).double().sum(0)
@@ -83,11 +82,11 @@ def accumulate_gradients(
     first_outputs: Outputs | None = None
     detached: list[Outputs] = []
     if parts.global_loss is not None or parts.mining_loss is not None:
-        first_outputs, detached = guard.run(lambda: first_pass(state, parts, batch, seed_of)) or (None, [])
+        first_outputs, detached = guard.run(lambda: first_pass(state, batch, seed_of)) or (None, [])
         if guard.error is not None:
             batch = dummy_batch(batch)
-            first_outputs, detached = first_pass(state, parts, batch, seed_of, keep_graph=False)
-    cache = build_grad_cache(state, parts, batch, detached, local_counts, guard)
+            first_outputs, detached = first_pass(state, batch, seed_of, keep_graph=False)
+    cache = build_grad_cache(state, batch, detached, local_counts, guard)
     scalars: Outputs = {}
 
     def forward(index: int) -> list[tuple[Tensor, Tensor | None]]:
@@ -98,7 +97,7 @@ def accumulate_gradients(
         if outputs is None:
             outputs = forward_micro_batch(state, state.model, micro_batch, batch, index, seed_of)
         scalars.update({name: outputs[name].detach() for name in state.objective.scalar_output_names})
-        backward_inputs = cache.backward_inputs(parts, outputs, index)
+        backward_inputs = cache.backward_inputs(parts.global_loss, outputs, index)
         if parts.local_loss is not None:
             loss_sum, _, metrics = parts.local_loss.compute_loss(outputs, micro_batch)
             cache.add({"loss": loss_sum, **metrics}, local_loss=True)
@@ -147,13 +146,13 @@ def nan_gradients(state: TrainState, dummy: LocalBatch, seed_of: SeedFn) -> list
 
 
 def first_pass(
-    state: TrainState, parts: ObjectiveParts, batch: LocalBatch, seed_of: SeedFn, keep_graph: bool = True
+    state: TrainState, batch: LocalBatch, seed_of: SeedFn, keep_graph: bool = True
 ) -> tuple[Outputs | None, list[Outputs]]:
     """First pass: return the outputs of the first micro-batch with its graph, and those of all without.
 
     With hard negatives the former are None, because the model has not seen the negatives yet.
     """
-    model, micro_batches = state.model, batch.micro_batches
+    model, parts, micro_batches = state.model, state.parts, batch.micro_batches
     names = dict.fromkeys((*parts.gathered_names, *state.objective.scalar_output_names))
     first: Outputs | None = None
     detached: list[Outputs] = []

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmray.objectives.protocol import Batch, LossSums, Outputs, RowLoss, at_least_float32
 
 CHUNK = 4096  # remote texts scored at once
+IGNORED = -100  # target of an invalid row
 
 
 class Contrastive(RowLoss):
@@ -35,9 +36,13 @@ class Contrastive(RowLoss):
             columns, offset = gathered["valid"], gathered["offset"]
             to_text = scale * image @ mask_invalid(gathered["text_embed"], columns).T
             to_image = scale * text @ mask_invalid(gathered["image_embed"], columns).T
-        targets = torch.arange(offset, offset + len(valid), device=valid.device)
-        image_to_text = _cross_entropy_sum(to_text, targets, valid, columns)
-        text_to_image = _cross_entropy_sum(to_image, targets, valid, columns)
+        targets = torch.arange(offset, offset + len(valid), device=valid.device).masked_fill(~valid, IGNORED)
+        # The lowest finite number instead of -inf: a rank without any valid row then yields 0, not NaN.
+        excluded = to_text.new_zeros(len(columns)).masked_fill(~columns, torch.finfo(to_text.dtype).min)
+        image_to_text, text_to_image = (
+            F.cross_entropy(logits + excluded, targets, reduction="sum", ignore_index=IGNORED)
+            for logits in (to_text, to_image)
+        )
         metric_sums = {"loss_image_to_text": image_to_text.detach(), "loss_text_to_image": text_to_image.detach()}
         return (image_to_text + text_to_image) / 2, self.count(batch), metric_sums
 
@@ -82,11 +87,3 @@ class Sigmoid(RowLoss):
 def mask_invalid(embed: Tensor, valid: Tensor) -> Tensor:
     """Embeddings in at least float32, invalid rows zero, so a NaN in padding cannot reach a gradient."""
     return torch.where(valid[:, None], at_least_float32(embed), 0)
-
-
-def _cross_entropy_sum(logits: Tensor, targets: Tensor, valid: Tensor, columns: Tensor) -> Tensor:
-    """Cross-entropy summed over the valid rows; invalid columns are excluded from the softmax."""
-    # The lowest finite number instead of -inf: a rank without any valid row then yields 0, not NaN.
-    logits = logits.masked_fill(~columns, torch.finfo(logits.dtype).min)
-    losses = F.cross_entropy(logits, targets, reduction="none")
-    return torch.where(valid, losses, 0).sum()

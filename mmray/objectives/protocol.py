@@ -8,6 +8,7 @@ rows, computed in each micro-batch. `build.py` adds up objectives of both kinds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -96,18 +97,18 @@ class ObjectiveParts:
     global_loss: Objective | None
     local_loss: Objective | None
 
-    @property
+    @cached_property
     def mining_loss(self) -> HardNegativeMining | None:
         """The local loss, if it needs hard negatives."""
         local = self.local_loss
         return local if isinstance(local, HardNegativeMining) and local.score_outputs else None
 
-    @property
+    @cached_property
     def ring_loss(self) -> PairwiseLoss | None:
         """The global loss, if its outputs are sent around a ring of ranks instead of gathered."""
         return self.global_loss if isinstance(self.global_loss, PairwiseLoss) and self.mining_loss is None else None
 
-    @property
+    @cached_property
     def gathered_names(self) -> tuple[str, ...]:
         """Outputs that are needed from all ranks."""
         of_loss = () if self.global_loss is None else self.global_loss.gathered_outputs

@@ -64,7 +64,9 @@ def test_stages_run_with_few_packages(few_packages: dict[str, str], tmp_path: Pa
     assert stages["environment"][0]["torch"] == torch.__version__
     assert [row["case"] for row in stages["gaps"][:2]] == ["resnet50-bert", "resnet50-bert, gap 1"]
     assert json.loads((tmp_path / "out" / "gaps.json").read_text())["rows"] == stages["gaps"]
-    assert "resnet50-bert, gap 1" in done.stdout
+    passed = sum(map(len, stages.values()))
+    assert summary["counts"] == {"passed": passed, "failed": 0, "skipped": 0}
+    assert "resnet50-bert, gap 1" in done.stdout and f"{passed} passed, 0 failed, 0 skipped" in done.stdout
 
 
 def test_failed_case_is_a_line_and_late_cases_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +96,10 @@ def test_stage_that_crashes_or_hangs_keeps_its_rows(monkeypatch: pytest.MonkeyPa
         ("time.sleep(60)", "limit of 2 s"),
     ):
         monkeypatch.setattr(gpu, "COMMAND", [sys.executable, "-c", f"{child}{end}"])
-        rows = gpu.run_stage("gaps", "cpu", tmp_path, limit_s=2)["rows"]
+        stage = gpu.run_stage("gaps", "cpu", tmp_path, limit_s=2)
+        rows = stage["rows"]
         assert [row["case"] for row in rows] == ["kept", "stage"] and expected in rows[1]["error"]
+        assert stage["counts"] == {"passed": 1, "failed": 1, "skipped": 0}
 
 
 def test_largest_gaps_are_between_spans_that_do_not_overlap() -> None:

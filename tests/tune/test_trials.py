@@ -34,7 +34,7 @@ from mmray.tune.trials import (
 )
 from tests.train import runs
 
-SAMPLE = recipes.load("sample").with_cluster(workers=2)  # micro 64, global 128, 300 steps
+SAMPLE = recipes.load("sample").with_cluster(workers=2)  # micro and global 128, 300 steps
 FOLDER = Path("/sweeps/one")
 CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())  # 8 x 16 CPUs, 4 x 1 GPU
 POOLS = parse_launcher_config(CLUSTER_YAML)
