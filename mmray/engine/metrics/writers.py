@@ -150,16 +150,16 @@ def _drop_after(path: Path, start_step: int) -> int:
     if not path.exists():
         return 0
     lines, last_step = [], start_step
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():  # a kill may have cut the last one, even inside a character
         try:
             step = int(orjson.loads(line)["step"])
         except (ValueError, KeyError, TypeError):
-            continue  # truncated
+            continue
         last_step = max(last_step, step)
         if step <= start_step:
-            lines.append(line + "\n")
+            lines.append(line + b"\n")
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text("".join(lines), encoding="utf-8")
+    temporary.write_bytes(b"".join(lines))
     temporary.replace(path)
     return last_step - start_step
 

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from mmray.engine.metrics import writers
 from mmray.engine.metrics.writers import LogUploader, MetricsLog, profile_steps
@@ -22,13 +23,15 @@ def lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_lines_after_the_resumed_step_are_dropped_and_counted(tmp_path):
+def test_lines_after_the_resumed_step_are_dropped_and_counted(tmp_path, monkeypatch):
+    # Part of the names of event files, which TensorBoard reads in the order of their text: 9 would come after 10.
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(0))
     log = MetricsLog(tmp_path)
     for step in (10, 20, 30):
         log.write({"step": step, "rows_sha": "ab", "train/loss": 1 / step})
     log.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 40, "trai')  # killed in the middle of a line
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write('{"step": 40, "train/é'.encode()[:-1])  # killed in the middle of a character
     resumed = MetricsLog(tmp_path, start_step=20)
     assert resumed.wasted_steps == 10
     resumed.write({"step": 25, "train/loss": 0.5})
