@@ -25,7 +25,7 @@ class DeviceDefaults:
     precision: str  # of train.precision auto
     compile: str  # of train.compile auto
     channels_last: bool  # of train.channels_last auto: tensor cores convolve in this layout
-    tf32: bool  # in float32 matrix products
+    tf32: bool  # in float32 matrix products and convolutions
     cudnn_benchmark: bool
     expandable_segments: bool  # of torch's allocator: batches of different caption lengths fragment fixed ones
 
@@ -70,6 +70,7 @@ def configure_torch(train: Train, device: torch.device) -> str:
     torch.backends.cudnn.benchmark = defaults.cudnn_benchmark and not train.deterministic
     tf32 = defaults.tf32 and train.precision != "fp32"  # a user who chooses fp32 gets all its digits
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32  # by default convolutions use TF32, whatever the precision of matmul
     if defaults.expandable_segments and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.11 does not have the replacement yet

@@ -41,6 +41,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", flags.allocator.append)
         monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda value: setattr(flags, "matmul", value))
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
         monkeypatch.setattr(device_defaults, "_has_compiler", lambda: True)
         for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             monkeypatch.delenv(variable, raising=False)
@@ -58,6 +59,7 @@ def test_defaults_of_gpus(gpu, name, capability, gib, defaults):
     text = configure_torch(train, GPU)
     assert text == f"{name}, {gib} GiB: {train.precision}, compile {train.compile}, channels-last convolutions"
     assert flags.matmul == ("high" if defaults.tf32 else "highest") and torch.backends.cudnn.benchmark
+    assert torch.backends.cudnn.allow_tf32 == defaults.tf32
     assert flags.allocator == ["expandable_segments:True"]
 
 
@@ -75,7 +77,8 @@ def test_given_settings_win(gpu, monkeypatch):
     train = resolve_auto(Train(**given), Group(device=GPU))
     assert train == Train(**given)
     configure_torch(train, GPU)
-    assert flags == SimpleNamespace(allocator=[], matmul="highest") and not torch.backends.cudnn.benchmark
+    assert flags == SimpleNamespace(allocator=[], matmul="highest")
+    assert not torch.backends.cudnn.benchmark and not torch.backends.cudnn.allow_tf32
 
 
 def test_gpu_without_a_compiler_or_under_fsdp_keeps_what_works(gpu, monkeypatch):
