@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 SPAWN = multiprocessing.get_context("spawn")
+# For multiprocessing's cleanup process, which reports the semaphores of a killed process as leaked.
+sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _work: Callable[..., Any]  # of this child process

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
-from mmray.processes import map_in_processes
+from mmray.processes import SPAWN, map_in_processes
 
 
 def square(number, after_crash):
@@ -23,6 +25,18 @@ def test_results_are_in_order_and_survive_a_killed_process():
     results = list(map_in_processes(square, range(12), 2, 4, lambda: crashes.append(1)))
     assert [value for value, _ in results] == [number**2 for number in range(12)]
     assert crashes == [1] and results[5] == (25, True)
+
+
+def die_with_a_semaphore():
+    semaphore = SPAWN.Semaphore()
+    os.kill(os.getpid(), signal.SIGKILL)
+    semaphore.release()
+
+
+def test_semaphores_of_a_killed_process_are_not_reported():
+    code = f"import {__name__} as t; p = t.SPAWN.Process(target=t.die_with_a_semaphore); p.start(); p.join()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_error_of_the_work_is_raised():

@@ -28,9 +28,8 @@ class Coordinator:
         """
         del self._messages[: num_received - self._num_received]
         self._num_received = num_received
-        now_s = time.monotonic()
-        heartbeats = [{**record, "age_s": now_s - received_s} for record, received_s in self._heartbeats.values()]
-        return list(self._messages), heartbeats
+        now_s, latest = time.monotonic(), list(self._heartbeats.values())  # a copy: without Ray, threads share this
+        return list(self._messages), [{**record, "age_s": now_s - received_s} for record, received_s in latest]
 
     def heartbeat(self, record: dict[str, Any]) -> tuple[bool, bool]:
         """Store a rank's heartbeat, or remove a rank that ended; return whether a stop and stacks are requested."""
