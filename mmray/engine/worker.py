@@ -75,22 +75,11 @@ def _train(
     seed_everything(config.train.seed, config.train.deterministic)
     group = Group.current(device, config.cluster.collective_timeout_s)
     config = config.replace(train=resolve_auto(config.train, group))
-    context, precision_name = replace(context, config=config), config.train.precision
+    context = replace(context, config=config)
     if text := configure_torch(config.train, device):
         driver.notify("device", text)
     checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
-    architecture = None if checkpoint is None else files.load_meta(checkpoint)["architecture"]
-    model = build_model(config, group, architecture, resumes=checkpoint is not None)
-    label_texts = getattr(model, "label_texts", None)
-    if isinstance(label_texts, LabelTexts) and label_texts.token_ids is None:  # otherwise they come from a checkpoint
-        label_texts.tokenize(build_encoder(context.tokenizer_json, config.model.inputs))
-    model = apply_transforms(model, config.train, config.optimizer, device)
-    if context.eval_set is not None:
-        check_evaluable(config, model)
-    objective = objectives.build(config.objective)
-    if config.train.parallel in strategy.SHARDED:
-        dtype, sync_once = precision.DTYPES[precision_name], config.train.fsdp_sync == "step"
-        model = strategy.wrap_model(model, group, config.train.parallel, shard_dtype=dtype, sync_once=sync_once)
+    model, objective = _prepare_model(context, group, checkpoint), objectives.build(config.objective)
     if device.type == "cpu":
         keep_freed_memory()  # after sharding, which frees most of rank 0's weights
     driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
@@ -119,7 +108,7 @@ def _train(
         train=config.train,
         optimizer=config.optimizer,
         save=save,
-        evaluate=_evaluate_fn(context, group, objective, plan.global_rows, driver, precision_name, log),
+        evaluate=_evaluate_fn(context, group, objective, plan.global_rows, driver, log),
         evaluate_every=config.evaluate.every,
         log=log,
         callbacks=tuple(callbacks),
@@ -142,10 +131,27 @@ def _train(
             driver.stage("loading the checkpoint")
         load = None if checkpoint is None else partial(_load, checkpoint)
         outcome = loop.train_loop(spec, _report_first(steps, driver), load)
-    prefix = "evaluate/"
-    metrics = {name.removeprefix(prefix): value for name, value in outcome.metrics.items()}
-    scores = {name.removeprefix(prefix): value for name, value in outcome.metrics.items() if name.startswith(prefix)}
+    prefix, logged = "evaluate/", outcome.metrics.items()
+    metrics = {name.removeprefix(prefix): value for name, value in logged}
+    scores = {name.removeprefix(prefix): value for name, value in logged if name.startswith(prefix)}
     return vars(outcome) | {"metrics": metrics, "scores": scores}
+
+
+def _prepare_model(context: WorkerContext, group: Group, checkpoint: AnyPath | None) -> nn.Module:
+    """Build the model and apply the settings of `train`; sharded if it will be, otherwise not wrapped yet."""
+    config, train = context.config, context.config.train
+    architecture = None if checkpoint is None else files.load_meta(checkpoint)["architecture"]
+    model = build_model(config, group, architecture, resumes=checkpoint is not None)
+    label_texts = getattr(model, "label_texts", None)
+    if isinstance(label_texts, LabelTexts) and label_texts.token_ids is None:  # otherwise they come from a checkpoint
+        label_texts.tokenize(build_encoder(context.tokenizer_json, config.model.inputs))
+    model = apply_transforms(model, train, config.optimizer, group.device)
+    if context.eval_set is not None:
+        check_evaluable(config, model)
+    if train.parallel in strategy.SHARDED:
+        dtype, sync_once = precision.DTYPES[train.precision], train.fsdp_sync == "step"
+        model = strategy.wrap_model(model, group, train.parallel, shard_dtype=dtype, sync_once=sync_once)
+    return model
 
 
 def build_model(config: Config, group: Group, architecture: Architecture, resumes: bool) -> nn.Module:
@@ -230,13 +236,12 @@ def _evaluate_fn(
     objective: Any,
     global_rows: int,
     driver: DriverHandle,
-    precision_name: str,
     log: MetricsLog | None,
 ) -> Callable[[int, nn.Module], dict[str, float]] | None:
     if context.eval_set is None:
         return None
     evaluator = build_evaluator(context.config, context.eval_set, context.tokenizer_json)
-    mixed_precision = precision.select_precision(precision_name, group.device)
+    mixed_precision = precision.select_precision(context.config.train.precision, group.device)
 
     def evaluate(step: int, model: nn.Module) -> dict[str, float]:
         def save_examples(examples: dict[str, Any]) -> None:

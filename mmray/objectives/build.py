@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,13 +18,13 @@ from mmray.objectives.protocol import Batch, HardNegativeMining, LossSums, Objec
 if TYPE_CHECKING:
     from mmray.config import Objective as ObjectiveConfig
 
-BUILT_IN: dict[str, Callable[[ObjectiveConfig], Any]] = {
-    "contrastive": lambda _: Contrastive(),
-    "sigmoid": lambda _: Sigmoid(),
-    "matching": lambda _: Matching(),
-    "classification": lambda _: Classification(),
-    "region_text": lambda _: RegionText(),
-    "language_modelling": lambda _: LanguageModelling(),
+BUILT_IN: dict[str, type] = {
+    "contrastive": Contrastive,
+    "sigmoid": Sigmoid,
+    "matching": Matching,
+    "classification": Classification,
+    "region_text": RegionText,
+    "language_modelling": LanguageModelling,
 }
 REQUIRED = ("gathered_outputs", "scalar_output_names", "count", "compute_loss")
 
@@ -34,7 +34,7 @@ def build(config: ObjectiveConfig) -> Any:
     terms = []
     for name, weight in config.terms.items():
         if name in BUILT_IN:
-            objective = BUILT_IN[name](config)
+            objective = BUILT_IN[name]()
         else:
             objective = plugins.load_class(name, "objective.kind")(config)
             if missing := [part for part in REQUIRED if not hasattr(objective, part)]:
