@@ -31,6 +31,9 @@ class MmrayError(Exception):
 
     exit_code = 1
 
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""  # the others are fields of a subclass, kept when it is pickled
+
 
 class ForceExit(KeyboardInterrupt):
     """Second Ctrl-C: exit immediately, without report and trackers."""
@@ -59,9 +62,6 @@ class OutOfMemoryError(TrainingError):
         super().__init__(message, retry_micro)
         self.retry_micro = retry_micro
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class DeviceError(TrainingError):
     """A GPU, its memory or its link failed; `node` is its node in Ray, empty for this machine."""
@@ -69,9 +69,6 @@ class DeviceError(TrainingError):
     def __init__(self, message: str, node: str = ""):
         super().__init__(message, node)
         self.node = node
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class ResourceError(MmrayError):

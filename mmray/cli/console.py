@@ -97,7 +97,7 @@ class Terminal:
             self._printed_s = now
         elif not self._is_live and (now - self._printed_s >= LOG_INTERVAL_S or done >= total > 0):
             self._printed_s = now
-            self.console.print(f"{label} {count}  {details}")
+            self.console.print(f"{label} {count}  {details}".rstrip())
 
 
 def language_note(metrics: dict[str, Any]) -> str:
@@ -162,7 +162,7 @@ class Reporter:
             "memory/all_processes_peak_gib": "all processes {:.2f} GiB",
         }
         parts = [pattern.format(metrics[name]) for name, pattern in formats.items() if metrics.get(name) is not None]
-        parts += [] if left_s is None else [f"{left_s:.0f} s left"]
+        parts += [f"{left_s:.0f} s left"] if left_s else []
         self.terminal.update(metrics["step"], total_steps, "  ".join(parts), "step")
 
     def _log_evaluation(self, metrics: dict[str, Any]) -> None:

@@ -32,10 +32,6 @@ class Attempt:
     checkpoint: AnyPath | None
     bad_rows: set[int]  # rows that earlier attempts could not read
 
-    def resume_point(self) -> ResumePoint:
-        """Return the resume point, the same for every rank. Raises UsageError."""
-        return resume_point(self.resolved, self.checkpoint, self.config.cluster.max_workers)
-
     def worker_context(self, decoders: int) -> WorkerContext:
         """Return the context of each worker; `decoders` processes decode for all of them."""
         resolved, config = self.resolved, self.resolved.config
@@ -65,7 +61,7 @@ def num_gpus(config: Config) -> int:
 
 
 def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) -> ResumePoint:
-    """Return the resume point of `world` workers. Raises UsageError."""
+    """Return the resume point of `world` workers, the same for every rank. Raises UsageError."""
     config, (rows_per_block, blocks_per_window) = resolved.config, resolved.config.data.shuffle_shape
     assert rows_per_block and blocks_per_window, "resolve_run leaves no `auto`"
     plan = SamplePlan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -114,12 +115,9 @@ def _train(config: Config, reporter: StartTimeline, backend: Backend, should_sto
                 supervisor = Supervisor(resolved, run, lease, tracking, backend, reporter.starts, should_stop)
                 result = supervisor.train()
                 tracking.run_status = result["status"]
-        except ForceExit:
-            raise
-        except BaseException:
-            _finalize_run_dir(run, lease, reporter)
-            raise
-        _finalize_run_dir(run, lease, reporter)
+        finally:
+            if not isinstance(sys.exception(), ForceExit):
+                _finalize_run_dir(run, lease, reporter)
         return RunOutcome(run.path, result)
 
 
@@ -133,7 +131,10 @@ def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: RunReporter) 
     except OSError as error:
         reporter.log(f"{QUARANTINE} could not be merged from its parts: {error}", "storage")
     reporter.phase("writing the report")
-    write_report_safely(run.path, reporter.log)
+    try:
+        write_report_safely(run.path, reporter.log)
+    except KeyboardInterrupt:  # the run has ended, so its outcome is shown
+        reporter.log(f"interrupted; `mmray report {run.path}` writes it", "report")
 
 
 def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReporter) -> None:
@@ -150,7 +151,7 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
     epochs = resolved.steps * resolved.shape.global_rows / num_rows
     cluster, gpus = resolved.config.cluster, num_gpus(resolved.config)
     count, device = (gpus, "GPU") if cluster.accelerator == "gpu" else (cluster.num_threads, "CPU thread")
-    devices = f"with {count} {device}{'s' * (count > 1)} each"
+    devices = f"with {count} {device}{'s' * (count > 1)}{' each' * (cluster.max_workers > 1)}"
     reporter.log(f"{cluster.workers} {devices}{', elastic' * cluster.elastic}", "workers")
     reporter.log(str(resolved.shape), "batch")
     reporter.log(f"{resolved.steps:,} steps, about {epochs:.1f} epochs", "schedule")

@@ -15,7 +15,7 @@ from mmray.config import Config
 from mmray.errors import DeviceError, MmrayError, ResourceError
 from mmray.machine import cores
 from mmray.processes import SPAWN, children_ignore_interrupts, describe_signal
-from mmray.train.backend import Attempt, Cause, format_counts, num_gpus
+from mmray.train.backend import Attempt, Cause, format_counts, num_gpus, resume_point
 from mmray.train.coordinator import Coordinator
 from mmray.train.local_worker import run_worker
 from mmray.train.resolve import ResolvedRun
@@ -122,14 +122,16 @@ class LocalWorkers:
         self._process, self._coordinator = process, Coordinator(attempt.bad_rows)
         self._result: tuple[str, Any] | None = None
         decoders = num_decode_processes(attempt.resolved.config, attempt.config.cluster.accelerator)
-        process.connection.send((attempt.worker_context(decoders), attempt.resume_point(), attempt.config))
-        self._receiver = threading.Thread(target=self._receive, name="mmray-receiver", daemon=True)
+        start = resume_point(attempt.resolved, attempt.checkpoint, world=1)
+        arguments = attempt.worker_context(decoders), start, attempt.config
+        self._receiver = threading.Thread(target=self._serve, args=(arguments,), name="mmray-receiver", daemon=True)
         self._receiver.start()
 
-    def _receive(self) -> None:
-        """Serve the calls of the worker until it sends its result, or ends."""
+    def _serve(self, arguments: tuple[Any, ...]) -> None:
+        """Send the arguments, and serve the calls of the worker until it sends its result, or ends."""
         connection = self._process.connection
         try:
+            connection.send(arguments)  # here, because it waits for the worker's imports, and fails if it has died
             while self._result is None:
                 name, argument = connection.recv()
                 if name in ("returned", "raised"):

@@ -20,7 +20,6 @@ from mmray.config import Config
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit
 from mmray.machine import process_memory
-from mmray.train.coordinator import IMPORTING
 
 if TYPE_CHECKING:
     from mmray.data.prepare.pipeline import PrepareProgress
@@ -190,7 +189,8 @@ class AttemptMonitor:
     hang: str | None = None  # names the ranks
     preempted: bool = False  # a node of the group is being preempted
     stop_reason: StopReason | None = None
-    started: bool = False  # a worker has reported
+    started: bool = False  # a worker has sent a heartbeat
+    trained: bool = False  # the first step has been taken
     heartbeats: list[HeartbeatRecord] = field(default_factory=list)
     _num_received: int = 0  # messages
     _next_check_s: float = 0.0
@@ -235,8 +235,8 @@ class AttemptMonitor:
             self.workers.request_stop()
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
-        """Stop at a checkpoint on the first Ctrl-C or SIGTERM; exit on the second, or if no worker has started."""
-        if self._signalled or not self.started:
+        """Stop at a checkpoint on the first Ctrl-C or SIGTERM; exit on the second, or before the first step."""
+        if self._signalled or not self.trained:
             raise ForceExit
         self._signalled, self.stop_reason = True, None  # overrides a resize or a preemption
         self.request_stop("user", "stopping after this step, with a checkpoint; press Ctrl-C again to exit immediately")
@@ -245,10 +245,11 @@ class AttemptMonitor:
         messages, records = self.workers.drain(self._num_received)
         self._num_received += len(messages)
         self.heartbeats = [HeartbeatRecord(**record) for record in records]
-        self.started |= bool(records) or any(message.get("stage") != IMPORTING for message in messages)
+        self.started |= bool(records)
         for message in messages:
             self.progress.update(message)
             if "stage" in message:  # of DriverHandle.stage
+                self.trained |= message["stage"] == TRAINING
                 self.reporter.status(message["stage"])
             if "phase" in message:
                 self.reporter.phase(message["phase"])

@@ -37,10 +37,18 @@ from mmray.config import Config
 from mmray.data.stream.stream import StreamDataConfig
 from mmray.engine.batch import halve
 from mmray.engine.collectives import BACKENDS
-from mmray.errors import DeviceError, MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
+from mmray.errors import (
+    DeviceError,
+    MmrayError,
+    OutOfMemoryError,
+    ResourceError,
+    StorageError,
+    TrainingError,
+    first_line,
+)
 from mmray.machine import LOOPBACK, cores, free_memory, set_network_interface
 from mmray.storage.paths import AnyPath, RemotePath
-from mmray.train.backend import Attempt, Cause, format_counts, num_gpus
+from mmray.train.backend import Attempt, Cause, format_counts, num_gpus, resume_point
 from mmray.train.coordinator import Coordinator
 from mmray.train.resolve import ResolvedRun
 from mmray.train.worker import train_loop_per_worker
@@ -157,7 +165,8 @@ class RayWorkers:
         self.config, self._excluded, self.autoscaler = attempt.resolved.config, excluded, autoscaler
         self.world = attempt.config.cluster.max_workers
         self.coordinator = start_coordinator(attempt.bad_rows)
-        demand, start = resource_demand(attempt.config, excluded=excluded), attempt.resume_point()
+        demand = resource_demand(attempt.config, excluded=excluded)
+        start = resume_point(attempt.resolved, attempt.checkpoint, self.world)
         # Counted for the largest group, so that CPUs for the workers of a later, larger group stay free.
         actors = num_decode_actors(self.config.with_cluster(accelerator=attempt.config.cluster.accelerator))
         context = attempt.worker_context(actors)
@@ -250,7 +259,7 @@ def _host_oom_error(error: BaseException, monitor: AttemptMonitor, resolved: Res
     rows_per_rank = -(-resolved.shape.global_rows // monitor.world)
     micro = min(rows for rows in (monitor.progress.micro, resolved.micro, resolved.shape.micro, rows_per_rank) if rows)
     smaller = halve(micro)
-    what = f"a node ran out of memory with micro-batches of {micro} rows ({str(error).splitlines()[0]})"
+    what = f"a node ran out of memory with micro-batches of {micro} rows ({first_line(error)})"
     fix = f"Retrying with micro-batches of {smaller}" if smaller else "Check what else uses memory on that node"
     return OutOfMemoryError(f"{what}. {fix}", retry_micro=smaller)
 

@@ -60,7 +60,9 @@ def decide_recovery(failure: Failure, before: Failure | None, failures: int, max
         return Restart(str(error), micro)
     if isinstance(error, MmrayError) and failure.kind == "raised":
         return error
-    message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+    message = str(error).strip() or type(error).__name__
+    if failure.kind == "raised":
+        message = f"{type(error).__name__}: {message}"
     repeated = (
         before is not None
         and failure.kind == before.kind == "raised"

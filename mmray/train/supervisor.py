@@ -52,54 +52,63 @@ class Supervisor:
 
     def train(self) -> dict[str, Any]:
         """Run attempts until one finishes, recovery fails or the user stops it. Writes and returns result.json."""
-        while True:
-            checkpoint, bad_rows = self._prepare_attempt()
-            if checkpoint is not None:
-                self.reporter.log(f"from {checkpoint}", "resume")
-            elif self.config.run.resume == "must":
-                missing = UsageError(
-                    f"--run.resume must: no valid checkpoint in {self.run.checkpoints}; "
-                    "--run.resume auto starts from step 0"
-                )
-                self._write_ended("failed", missing)
-                raise missing
-            world, workers = self._start_workers(checkpoint, bad_rows)
-            start_step = files.step_of(checkpoint) if checkpoint is not None else 0
-            monitor = AttemptMonitor(
-                config=self.config,
-                world=world,
-                workers=workers,
-                reporter=self.reporter,
-                total_steps=self.resolved.steps,
-                start_step=start_step,
-                progress=self.progress,
-                retried_errors=self.backend.errors,
-                failed_resizes=self.unconfirmed_resizes.count(world),
-                should_stop=self.should_stop,
-            )
-            try:
-                with signal_handlers(monitor.on_signal):
-                    outcome = workers.wait(monitor.poll)
-                if outcome["status"] == "finished" or monitor.stop_reason == "user":
-                    break
-                self.restart = None
-                if self._latest_step() > start_step:
-                    self.failures = 0
-                self.preemptions += monitor.stop_reason == "preempted"
-                if monitor.stop_reason == "resize":
-                    self.resizes += 1
-                    self.unconfirmed_resizes.append(world)
-            except self.backend.errors as error:
-                self._handle_failure(error, monitor)
-            except Exception as error:
-                self._write_ended("failed", error)
-                raise
-            finally:
-                if monitor.started:
-                    # A group of `world` workers started, so resizes from fewer succeeded.
-                    self.unconfirmed_resizes = [workers for workers in self.unconfirmed_resizes if workers >= world]
-                workers.close()
+        try:
+            while (outcome := self._run_attempt()) is None:
+                pass
+        except KeyboardInterrupt:
+            step = files.latest_complete_step(self.run.checkpoints)
+            resume = f"run the same command to resume from step {step:,}, the latest checkpoint"
+            self.reporter.log(resume if step else "before the first checkpoint", "stopped")
+            raise
+        except Exception as error:
+            self._write_ended("failed", error)
+            raise
         return self._write_result(outcome)
+
+    def _run_attempt(self) -> dict[str, Any] | None:
+        """Start an attempt and wait for its end; return its outcome, None if another attempt follows."""
+        checkpoint, bad_rows = self._prepare_attempt()
+        if checkpoint is not None:
+            self.reporter.log(f"from {checkpoint}", "resume")
+        elif self.config.run.resume == "must":
+            raise UsageError(
+                f"--run.resume must: no valid checkpoint in {self.run.checkpoints}; "
+                "--run.resume auto starts from step 0"
+            )
+        world, workers = self._start_workers(checkpoint, bad_rows)
+        monitor = AttemptMonitor(
+            config=self.config,
+            world=world,
+            workers=workers,
+            reporter=self.reporter,
+            total_steps=self.resolved.steps,
+            start_step=files.step_of(checkpoint) if checkpoint is not None else 0,
+            progress=self.progress,
+            retried_errors=self.backend.errors,
+            failed_resizes=self.unconfirmed_resizes.count(world),
+            should_stop=self.should_stop,
+        )
+        try:
+            with signal_handlers(monitor.on_signal):
+                outcome = workers.wait(monitor.poll)
+            if outcome["status"] == "finished" or monitor.stop_reason == "user":
+                return outcome
+            self.restart = None
+            if files.latest_complete_step(self.run.checkpoints) > monitor.start_step:
+                self.failures = 0
+            self.preemptions += monitor.stop_reason == "preempted"
+            if monitor.stop_reason == "resize":
+                self.resizes += 1
+                self.unconfirmed_resizes.append(world)
+        except self.backend.errors as error:
+            self._handle_failure(error, monitor)
+        finally:
+            if monitor.started:
+                # A group of `world` workers started, so resizes from fewer succeeded.
+                self.unconfirmed_resizes = [workers for workers in self.unconfirmed_resizes if workers >= world]
+            with suppress(*self.backend.errors):  # Ray may have ended
+                workers.close()
+        return None
 
     def _prepare_attempt(self) -> tuple[AnyPath | None, set[int]]:
         """The checkpoint for the next attempt and the known bad rows; a storage that fails in between is retried."""
@@ -109,7 +118,7 @@ class Supervisor:
             try:
                 if self.attempts > 1:
                     self.lease.claim_next_token()
-                if self._latest_step():
+                if files.latest_complete_step(self.run.checkpoints):
                     self.reporter.status("verifying the checkpoint")
                 checkpoint = files.latest_valid_checkpoint(
                     self.run.checkpoints, partial(self.reporter.log, label="checkpoint")
@@ -120,20 +129,18 @@ class Supervisor:
                 pause_s = next(pauses_s, None)
                 message = f"cannot access the storage of {self.run.path}: {error}"
                 if pause_s is None:
-                    failed = StorageError(f"{message}. Fix it and rerun the same command to resume")
-                    self._write_ended("failed", failed)
-                    raise failed from error
+                    raise StorageError(f"{message}. Fix it and rerun the same command to resume") from error
             self.reporter.log(f"{message}; retrying in {pause_s:g} s", "storage")
             time.sleep(pause_s)
 
     def _handle_failure(self, error: Exception, monitor: AttemptMonitor) -> None:
-        """Decide what follows a failure: set `restart`, or write result.json and raise."""
-        failure, latest_step = classify_failure(error, monitor, self.resolved, self.backend), self._latest_step()
+        """Decide what follows a failure: set `restart`, or raise."""
+        failure = classify_failure(error, monitor, self.resolved, self.backend)
+        latest_step = files.latest_complete_step(self.run.checkpoints)
         self.failures = count_failures(self.failures, failure, latest_step > monitor.start_step)
         self.preemptions += failure.kind == "preempted"
         decision = decide_recovery(failure, self.last_failure, self.failures, self.config.cluster.max_failures)
         if isinstance(decision, MmrayError):
-            self._write_ended("failed", decision)
             raise decision from error
         if monitor.stop_reason == "user":  # the group failed before it could stop
             self._write_ended("stopped", steps=latest_step)
@@ -143,36 +150,29 @@ class Supervisor:
             self.reduced_micro[monitor.world] = decision.micro
         start = f"the checkpoint of step {latest_step:,}" if latest_step else "step 0, as there is no checkpoint yet"
         self.reporter.log(f"{decision.reason}; restarting from {start}", "failure")
-        if isinstance(failure.error, DeviceError):
-            self._exclude_node(failure.error)
-
-    def _exclude_node(self, error: DeviceError) -> None:
-        """Keep workers off the node of a failed device, if the run fits on the other nodes."""
-        if self.backend.exclude_node(self.config, error.node):
-            self.reporter.log(f"node {error.node[:8]} gets no more workers of this run: {error}", "device")
-        else:
-            self.reporter.log(f"no other node has what the run needs, retrying on the same: {error}", "device")
+        if isinstance(bad := failure.error, DeviceError):
+            excluded = self.backend.exclude_node(self.config, bad.node)
+            node = f"node {bad.node[:8]} gets no more workers of this run"
+            kept = "no other node has what the run needs, retrying on the same"
+            self.reporter.log(f"{node if excluded else kept}: {bad}", "device")
 
     def _start_workers(self, checkpoint: AnyPath | None, bad_rows: set[int]) -> tuple[int, Workers]:
-        """Start the workers of the next attempt; return their number too. Raises TrainingError if the cluster ended."""
+        """Start as many workers as the next attempt can have; return their number, too."""
         if self.config.cluster.elastic:
             self.reporter.status("counting the workers that fit")
         try:
             world = self.backend.choose_world_size(self.config)
             self.reporter.status(f"starting {world} worker{'s' * (world > 1)}")
-            config = self.config.with_cluster(workers=world)
             self.resolved = replace(self.resolved, micro=self.reduced_micro.get(world, 0))
-            token = self.lease.fencing_token
+            config, token = self.config.with_cluster(workers=world), self.lease.fencing_token
             attempt = Attempt(self.resolved, self.run.path, token, config, checkpoint, bad_rows)
             return world, self.backend.start(attempt)
-        except UsageError:  # of a checkpoint that the settings do not fit
-            raise
         except self.backend.errors as error:
+            if isinstance(error, MmrayError):
+                raise
             before = f"{self.restart.reason}; then " if self.restart is not None else ""
-            message = f"{before}Ray did not respond: {error}. Rerun the same command to resume {self.run.path}"
-            failed = TrainingError(message)
-            self._write_ended("failed", failed)
-            raise failed from error
+            message = f"{before}workers could not start: {error}. Rerun the same command to resume {self.run.path}"
+            raise TrainingError(message) from error
 
     def _write_result(self, outcome: dict[str, Any]) -> dict[str, Any]:
         """Write and return result.json of a run that finished or was stopped."""
@@ -212,10 +212,3 @@ class Supervisor:
         result |= {"all_processes_peak_gib": peak_gib or None}
         self.run.write_json("result.json", result)
         return result
-
-    def _latest_step(self) -> int:
-        """The step of the latest complete checkpoint, which is verified when it is loaded; 0 without one."""
-        with suppress(TrainingError):
-            if (path := files.latest_complete_checkpoint(self.run.checkpoints)) is not None:
-                return files.step_of(path)
-        return 0

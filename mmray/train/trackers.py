@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mmray import plugins
 from mmray.config import flatten
-from mmray.errors import ForceExit, UsageError
+from mmray.errors import ForceExit, UsageError, first_line
 from mmray.storage.paths import AnyPath, write_atomic
 from mmray.train.run_dir import redact, redact_text
 
@@ -162,8 +162,7 @@ class TrackerThread(threading.Thread):
             self._warn("could not finish the run", error)
 
     def _warn(self, what: str, error: BaseException) -> None:
-        message = (str(error).splitlines() or [""])[0][:300]
-        self.warnings.append(redact_text(f"{what}: {type(error).__name__}: {message}"))
+        self.warnings.append(redact_text(f"{what}: {type(error).__name__}: {first_line(error)[:300]}"))
 
 
 class WandbTracker:

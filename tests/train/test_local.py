@@ -1,7 +1,6 @@
 """A run of one worker without Ray: same rows and weights as ever, and what happens if its processes fail."""
 
-import os
-import signal
+import multiprocessing
 import time
 
 import psutil
@@ -9,7 +8,7 @@ import pytest
 
 from mmray.config import from_yaml
 from mmray.errors import TrainingError
-from mmray.train import driver
+from mmray.train import driver, local
 from tests.train.runs import (
     STEPS,
     Silent,
@@ -88,15 +87,35 @@ def test_each_evaluation_is_made_once(calm_run):
     assert notes(reporter, "phase") == ["evaluating", "evaluating", "saving the last checkpoint", "writing the report"]
 
 
-def test_killed_hung_and_failing_workers_are_replaced_with_equal_weights(data, tmp_path, calm):
-    reporter, faults = Silent(), ["KillRankOneOnce", "HangOnce", "FailDeviceOnce"]
+def worker():
+    """The worker process of the current attempt."""
+    (process,) = (each for each in multiprocessing.active_children() if each.name == "mmray-worker")
+    return process
+
+
+class KillingWorker(Silent):
+    """Sends SIGKILL to the worker in its first evaluation."""
+
+    killed = False
+
+    def phase(self, title):
+        super().phase(title)
+        if title == "evaluating" and not self.killed:
+            self.killed = True
+            worker().kill()
+
+
+def test_hung_killed_and_failing_workers_are_replaced_with_equal_weights(data, tmp_path, calm):
+    reporter, faults = KillingWorker(), ["HangOnce", "FailDeviceOnce"]
     outcome = driver.train(one_worker(data, tmp_path, "run", faults).with_cluster(hang_timeout_s=8.0), reporter)
     assert outcome.result["wasted_steps"] >= 2  # the first two ended after step 5 and restarted from step 3
     assert outcome.result["restarts"] == 3 and marks(outcome.path) == marks(calm.path)
     assert same_weights(weights(outcome.path), weights(calm.path))
-    (killed, hung, failed), (kept,) = notes(reporter, "failure"), notes(reporter, "device")
-    assert "SIGKILL" in killed and "faults.py" in hung
-    assert "device failed after step 7: DeviceError: CUDA error: uncorrectable ECC error encountered (on this" in failed
+    (hung, killed, failed), (kept,) = notes(reporter, "failure"), notes(reporter, "device")
+    ended = "the worker process was ended by SIGKILL (the kernel sends it when the machine is out of memory)"
+    assert killed == f"worker lost after step 5: {ended}; restarting from the checkpoint of step 3"
+    assert "faults.py" in hung
+    assert "device failed after step 7: CUDA error: uncorrectable ECC error encountered (on this" in failed
     assert "retrying on the same" in kept
     stages = ["verifying the checkpoint", *FOR_WORKER, "loading the checkpoint", *FOR_STEP]
     assert [each["stage"] for each in outcome.result["starts"][1]] == stages
@@ -107,29 +126,33 @@ def test_error_of_user_code_ends_the_run_with_its_traceback(data, tmp_path):
         driver.train(one_worker(data, tmp_path, "run", ["RaiseAtStepThree"], checkpoint_every=0), Silent())
 
 
-class KillingDataProcess(Stopping):
-    """Sends SIGKILL to the data processes of the worker at step 3, and stops the run later."""
-
-    def step(self, metrics, total_steps):
-        super().step(metrics, total_steps)
-        if metrics["step"] == 3:
-            (worker,) = [each for each in psutil.Process().children() if each.pid in WORKERS]
-            for process in worker.children():
-                os.kill(process.pid, signal.SIGKILL)
-
-
-WORKERS: set[int] = set()
-
-
-def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weights(data, tmp_path, calm, monkeypatch):
-    from mmray.train import local
-
-    class Process(local._Process):
+def test_worker_that_dies_before_its_attempt_is_replaced(data, tmp_path, monkeypatch):
+    class Dying(local.LocalBackend):
         def __init__(self):
             super().__init__()
-            WORKERS.add(self.process.pid)
+            self._next.kill()
 
-    monkeypatch.setattr(local, "_Process", Process)
+    monkeypatch.setattr(driver, "LocalBackend", Dying)
+    reporter = Silent()
+    outcome = driver.train(one_worker(data, tmp_path, "run", steps=1), reporter)
+    assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 1)
+    (failure,) = notes(reporter, "failure")
+    assert "the worker process was ended by SIGKILL" in failure and "restarting from step 0" in failure
+
+
+class KillingDataProcess(Stopping):
+    """Kills the data processes at step 3; later stops the run by SIGTERM to all, as Slurm and systemd do."""
+
+    def step(self, metrics, total_steps):
+        if metrics["step"] == 3:
+            for process in psutil.Process(worker().pid).children():
+                process.kill()
+        if self.at and metrics["step"] >= self.at:
+            worker().terminate()
+        super().step(metrics, total_steps)
+
+
+def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weights(data, tmp_path, calm):
     reporter = KillingDataProcess(at=7)
     stopped = driver.train(one_worker(data, tmp_path, "run", ["Slowly"]), reporter)
     assert stopped.result["status"] == "stopped" and 7 <= stopped.result["steps"] < STEPS

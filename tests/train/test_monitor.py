@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from mmray.config import Cluster
-from mmray.train.coordinator import IMPORTING, Coordinator
+from mmray.engine.worker_context import TRAINING
+from mmray.errors import ForceExit
+from mmray.train.coordinator import Coordinator
 from mmray.train.monitor import (
     AttemptMonitor,
     HangDetector,
     HeartbeatRecord,
     RunProgress,
-    StartTimeline,
     checkpoint_request_time_s,
     stuck_ranks,
 )
@@ -206,51 +207,19 @@ def monitored(workers, reporter):
     return AttemptMonitor(settings, 2, workers, reporter, total_steps=3, start_step=0, progress=RunProgress())
 
 
-def test_stages_until_the_first_step_of_each_start_are_recorded(monkeypatch):
-    now = SimpleNamespace(s=100.0)
-    monkeypatch.setattr("mmray.train.monitor.time", SimpleNamespace(monotonic=lambda: now.s, time=lambda: now.s))
-    shown = Silent()
-    timeline = StartTimeline(shown, start_s=98.0)
-    timeline.status("checking the data")
-    for _ in range(2):  # a start and a restart
-        now.s += 10.0
-        timeline.status("starting 2 workers")
-        monitor = monitored(
-            FakeWorkers(1, {"stage": "dry run"}, {"stage": "training"}, {"phase": "evaluating"}), timeline
-        )
-        now.s += 0.5
-        monitor.read_updates()
-    assert timeline.starts == [
-        [
-            {"stage": "importing", "at_s": 0.0},
-            {"stage": "checking the data", "at_s": 2.0},
-            {"stage": "starting 2 workers", "at_s": 12.0},
-            {"stage": "dry run", "at_s": 12.5},
-            {"stage": "training", "at_s": 12.5},
-        ],
-        [
-            {"stage": "starting 2 workers", "at_s": 22.5},
-            {"stage": "dry run", "at_s": 23.0},
-            {"stage": "training", "at_s": 23.0},
-        ],
-    ]
-    stages = ["dry run", "training"]
-    assert [text for label, text in shown.notes if label == "status"][2:4] == stages and (
-        "phase",
-        "evaluating",
-    ) in shown.notes
-
-
-def test_attempt_that_only_imports_has_not_started():
-    """Ctrl-C then exits at once, as there is no step to wait for."""
-    workers = FakeWorkers(1, {"stage": IMPORTING})
-    workers.coordinator.heartbeat({"rank": 0, "ended": True})
-    monitor = monitored(workers, Silent())
+def test_ctrl_c_exits_at_once_before_the_first_step_and_at_the_second():
+    workers, reporter = FakeWorkers(1, {"stage": "dry run"}), Silent()
+    workers.request_stop = lambda: None
+    monitor = monitored(workers, reporter)
     monitor.read_updates()
-    assert not monitor.started
-    workers.coordinator.push({"stage": "building the model"})
+    with pytest.raises(ForceExit):
+        monitor.on_signal(2, None)
+    workers.coordinator.push({"stage": TRAINING})
     monitor.read_updates()
-    assert monitor.started
+    monitor.on_signal(2, None)
+    assert monitor.stop_reason == "user" and "press Ctrl-C again" in reporter.notes[-1][1]
+    with pytest.raises(ForceExit):
+        monitor.on_signal(15, None)
 
 
 def test_caller_stops_the_attempt_as_ctrl_c_does():

@@ -7,11 +7,12 @@ import pytest
 import ray.exceptions
 import torch
 
+from mmray.config import Run
 from mmray.engine.checkpoint import files
 from mmray.errors import DeviceError, OutOfMemoryError, ResourceError, StorageError, TrainingError, UsageError
 from mmray.storage.lease import Lease
 from mmray.train import driver, supervisor
-from mmray.train.recovery import Failure
+from mmray.train.recovery import Failure, Restart
 from mmray.train.resolve import ResolvedRun
 from mmray.train.run_dir import RunDir
 from mmray.train.supervisor import Supervisor
@@ -24,7 +25,8 @@ def supervised(tmp_path):
     """The supervisor of a run that has started its first attempt."""
     resolved = ResolvedRun(config("none", tmp_path, "one"), None, None, "", "16 rows per step", 3, {})
     with Lease(tmp_path) as lease:
-        backend = SimpleNamespace(errors=(RuntimeError, ray.exceptions.RayError), resolve=lambda config: config)
+        errors = RuntimeError, ray.exceptions.RayError, OutOfMemoryError
+        backend = SimpleNamespace(errors=errors, resolve=lambda config: config, choose_world_size=lambda _: 2)
         made = Supervisor(resolved, RunDir(tmp_path), lease, Silent(), backend)
         made.attempts = 1
         yield made
@@ -32,11 +34,14 @@ def supervised(tmp_path):
 
 @pytest.fixture
 def fails(supervised, monkeypatch):
-    """fails(error, kind, stop_reason): an attempt of two workers ends with the error at step 7."""
+    """fails(error, kind, stop_reason): an attempt of two workers ends with the error at step 7; the next finishes."""
 
     def after(error, kind="lost", stop_reason=None):
+        monitor = SimpleNamespace(stop_reason=stop_reason, world=2, start_step=0)
+        attempts = iter([lambda: supervised._handle_failure(error, monitor), lambda: {"status": "finished"}])
         monkeypatch.setattr(supervisor, "classify_failure", lambda *_: Failure(kind, error, 7))
-        supervised._handle_failure(error, SimpleNamespace(stop_reason=stop_reason, world=2, start_step=0))
+        monkeypatch.setattr(supervised, "_run_attempt", lambda: next(attempts)())
+        supervised.train()
 
     return after
 
@@ -69,6 +74,7 @@ def test_no_restart_after_user_requested_stop(supervised, fails, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fails(RuntimeError("a rank hangs"), stop_reason="user")
     assert result_of(tmp_path)["status"] == "stopped"
+    assert supervised.reporter.notes[-1] == ("stopped", "before the first checkpoint")
 
 
 def test_result_contains_no_secrets_of_environment(fails, tmp_path, monkeypatch):
@@ -148,7 +154,7 @@ def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monke
     assert supervised.lease.fencing_token >= 2
     left[0] = 10**6
     with pytest.raises(StorageError, match="rerun the same command to resume"):
-        supervised._prepare_attempt()
+        supervised.train()
     assert result_of(tmp_path)["status"] == "failed"
 
 
@@ -157,7 +163,7 @@ def test_only_failed_resizes_delay_the_next_one(supervised, monkeypatch):
 
     def monitor(failed_resizes, **_):
         counts.append(failed_resizes)
-        return SimpleNamespace(started=True, stop_reason=next(stop_reasons), poll=None, on_signal=print)
+        return SimpleNamespace(started=True, stop_reason=next(stop_reasons), poll=None, on_signal=print, start_step=0)
 
     monkeypatch.setattr(supervisor, "AttemptMonitor", monitor)
     workers = SimpleNamespace(wait=lambda _: {"status": "stopped", "steps": 0}, close=lambda: None)
@@ -183,20 +189,25 @@ def test_reduced_micro_batch_is_kept_for_its_number_of_workers(supervised, monke
     monkeypatch.setattr(supervisor, "AttemptMonitor", monitor)
     failure_of = lambda error, *_: Failure("raised" if isinstance(error, OutOfMemoryError) else "lost", error, 0)  # noqa: E731
     monkeypatch.setattr(supervisor, "classify_failure", failure_of)
-    supervised.backend.errors += (OutOfMemoryError,)
     supervised.backend.start, supervised.backend.choose_world_size = start, lambda _: next(worlds)
     assert supervised.train()["status"] == "finished"
     assert attempts == [(4, 0), (4, 32), (3, 0), (4, 32)]
 
 
-@pytest.mark.parametrize("lost_at", ["choose_world_size", "start"])
-def test_lost_cluster_error_includes_first_failure(supervised, fails, tmp_path, lost_at):
+@pytest.mark.parametrize("lost_in", ["choose_world_size", "start"])
+def test_error_of_the_cluster_between_attempts_names_the_first_failure(supervised, tmp_path, lost_in):
     def gone(*_):
         raise ray.exceptions.RaySystemError("the head does not answer")
 
-    supervised.backend.choose_world_size = lambda _: 2
-    setattr(supervised.backend, lost_at, gone)
-    fails(RuntimeError("a worker died"))
-    with pytest.raises(TrainingError, match=r"a worker died; then Ray did not respond: .*the head"):
+    setattr(supervised.backend, lost_in, gone)
+    supervised.restart = Restart("worker lost after step 7: a worker died")
+    with pytest.raises(TrainingError, match=r"a worker died; then workers could not start: .*the head"):
+        supervised.train()
+    assert result_of(tmp_path)["status"] == "failed"
+
+
+def test_run_that_must_resume_fails_without_a_checkpoint(supervised, tmp_path):
+    supervised.config = config("none", tmp_path, "one", steps=3).replace(run=Run(name="one", resume="must"))
+    with pytest.raises(UsageError, match=r"no valid checkpoint in .*--run.resume auto starts from step 0"):
         supervised.train()
     assert result_of(tmp_path)["status"] == "failed"

@@ -76,7 +76,6 @@ LLAVA = {"recipe": "llava", "workers": 2}
         ({"recipe": "fusion", "model": {"classes": 3}}, "or set --model.classes 0"),
         ({"recipe": "llava", "workers": 2, "objective": {"kind": "contrastive"}}, "such as language_modelling"),
         ({"train": {"activation_checkpointing": ("vision=selective",)}}, "has no branch `vision`; it has image, text"),
-        ({"train": {"activation_checkpointing": ("vision",)}}, "has no branch `vision`; it has image, text"),
         (RESNET | {"model": {"batch_norm": "synced"}, "cluster": {"accelerator": "cpu"}}, "`synced` needs GPUs"),
         (RESNET | {"model": {"image": ImageTower(name="resnet50")}}, "model.batch_norm: `frozen`"),
         ({"recipe": "fusion", "objective": {"kind": "matching + region_text"}}, "set --model.regions True"),

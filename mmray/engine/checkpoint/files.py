@@ -53,17 +53,20 @@ def latest_valid_checkpoint(
     return None
 
 
-def latest_complete_checkpoint(folder: AnyPath) -> AnyPath | None:
-    """Return the newest complete checkpoint, unverified; None without one."""
-    return next(reversed(_step_folders(folder, complete=True)), None)
+def latest_complete_step(folder: AnyPath) -> int:
+    """Return the step of the newest complete checkpoint, unverified; 0 without one, or if the storage fails."""
+    with suppress(StorageError):
+        return max(map(step_of, _step_folders(folder, complete=True)), default=0)
+    return 0
 
 
 def list_checkpoint_names(folder: AnyPath) -> list[str]:
-    """Names of all checkpoints, also incomplete and damaged ones, for messages."""
+    """Names of all checkpoints by step, also incomplete and damaged ones, for messages."""
     try:
-        return sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
+        names = [path.name for path in folder.iterdir() if path.name.startswith("step-")]
     except OSError:
         return []
+    return sorted(names, key=lambda name: (len(name.partition(".")[0]), name))  # step-9 before step-10
 
 
 def step_of(path: AnyPath) -> int:

@@ -173,11 +173,11 @@ def store(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_object_store_keeps_checkpoints_like_a_disk(store: Any) -> None:
     folder = to_path(store.address) / "checkpoints"
-    assert files.latest_valid_checkpoint(folder) is None and files.latest_complete_checkpoint(folder) is None
+    assert files.latest_valid_checkpoint(folder) is None and files.latest_complete_step(folder) == 0
     for step, recall in ((3, 0.5), (6, 0.9), (9, 0.1), (12, 0.2)):
         save(folder, step, recall=recall)
         files.prune(folder, 2, "recall")
-    assert files.list_checkpoint_names(folder) == ["step-12", "step-6", "step-9"]
+    assert files.list_checkpoint_names(folder) == ["step-6", "step-9", "step-12"]
     latest = files.latest_valid_checkpoint(folder)
     assert files.step_of(latest) == 12 and files.load_meta(latest)["metrics"] == {"recall": 0.2}
     loaded = state_io.load(latest)
