@@ -61,7 +61,7 @@ class Supervisor:
             self.reporter.log(resume if step else "before the first checkpoint", "stopped")
             raise
         except Exception as error:
-            self._write_ended("failed", error)
+            self._write_ended("failed", error=redact_text(str(error)))
             raise
         return self._write_result(outcome)
 
@@ -188,10 +188,8 @@ class Supervisor:
                 "and rerun the same command; completed steps are not repeated"
             ) from error
 
-    def _write_ended(self, status: str, error: Exception | None = None, **fields: Any) -> None:
+    def _write_ended(self, status: str, **fields: Any) -> None:
         """Write result.json unless another process owns the run; a failing storage is logged, not raised."""
-        if error is not None:
-            fields["error"] = redact_text(str(error))
         try:
             self._write_json({"status": status, **fields})
         except (OSError, TrainingError) as failed:
