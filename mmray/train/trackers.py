@@ -56,9 +56,6 @@ def check_trackers(config: Config) -> None:
         plugins.check_installed(name, "run.trackers", name)
         if name == "mlflow" and "://" in config.run.storage and not os.environ.get("MLFLOW_TRACKING_URI"):
             raise UsageError("run.trackers: mlflow cannot write to an object store; set MLFLOW_TRACKING_URI")
-    files = {name.rpartition(":")[2].removesuffix("Tracker").lower() for name in config.run.trackers}
-    if len(files) < len(config.run.trackers):
-        raise UsageError("run.trackers: two trackers have the same class name, and so the same file; rename one")
 
 
 class TrackingReporter:
@@ -112,7 +109,7 @@ class TrackerThread(threading.Thread):
         self.warnings: deque[str] = deque(maxlen=20)
         self.num_put = self.num_done = 0  # lines of metrics; done: accepted, or by an earlier attempt
         self._spec = BUILT_IN.get(tracker, tracker)
-        self._file = folder / f"tracker-{tracker.rpartition(':')[2].removesuffix('Tracker').lower()}.json"
+        self._file = folder / f"tracker-{tracker.replace(':', '.')}.json"
         self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()  # None: the end
         self._success = False
         self.start()

@@ -315,6 +315,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SyncCounter]]:
         patch.setattr(nn.Module, "to", _move_module)
         patch.setattr("torch.backends.cudnn.enabled", False)
         patch.setattr("torch.backends.cudnn.benchmark", False)
+        patch.setattr("torch.backends.cudnn.allow_tf32", True)
         patch.setattr("torch.set_float32_matmul_precision", ignore)
         patch.setattr("torch.autograd.graph._engine_run_backward", backward)
         patch.setattr("torch.autograd._engine_run_backward", backward)
