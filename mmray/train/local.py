@@ -29,7 +29,7 @@ EXIT_TIMEOUT_S = 10.0  # after the result; then the process is killed
 
 
 class WorkerFailed(Exception):
-    """The worker raised `cause`, whose kind is `raised` or `device`, or ended without a result (`lost`)."""
+    """The worker raised `cause` (kind `raised` or `device`), exited (`raised`), or was killed (`lost`)."""
 
     def __init__(self, kind: str, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -147,7 +147,9 @@ class LocalWorkers:
             poll()
         self._process.process.join(EXIT_TIMEOUT_S)
         if self._result is None:
-            raise WorkerFailed("lost", RuntimeError(describe_exit(self._process.process.exitcode or 0)))
+            code = self._process.process.exitcode or 0
+            # An import failed, or user code called exit: not a lost process, which is replaced several times.
+            raise WorkerFailed("raised" if code > 0 else "lost", RuntimeError(describe_exit(code)))
         kind, value = self._result
         if kind == "raised":
             error = pickle.loads(value)

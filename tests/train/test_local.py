@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -138,6 +139,16 @@ def test_worker_that_dies_before_its_attempt_is_replaced(data, tmp_path, monkeyp
     assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 1)
     (failure,) = notes(reporter, "failure")
     assert "the worker process was ended by SIGKILL" in failure and "restarting from step 0" in failure
+
+
+@pytest.mark.parametrize(("code", "kind"), [(-11, "lost"), (1, "raised")])
+def test_worker_that_exits_has_a_bug_and_one_that_is_killed_is_lost(code, kind):
+    workers = object.__new__(local.LocalWorkers)
+    workers._result, workers._receiver = None, SimpleNamespace(is_alive=lambda: False)
+    workers._process = SimpleNamespace(process=SimpleNamespace(join=lambda _: None, exitcode=code))
+    with pytest.raises(local.WorkerFailed, match="SIGSEGV" if kind == "lost" else "exited with code 1") as failed:
+        workers.wait(lambda: None)
+    assert failed.value.kind == kind
 
 
 class KillingDataProcess(Stopping):
