@@ -43,7 +43,8 @@ def _print_outcome(outcome: RunOutcome, terminal: Terminal) -> None:
         )
         return
     took = f"{result['steps']:,} steps in {result['elapsed_s']:.0f} s"
-    restarts = f", restarted {result['restarts']} x, {result['wasted_steps']} steps repeated" * bool(result["restarts"])
+    count, wasted = result["restarts"], result["wasted_steps"]
+    restarts = f", {count} restart{'s' * (count > 1)} ({wasted} steps repeated)" if count else ""
     if result["status"] == "stopped":
         terminal.note(f"{took}; run the same command to resume from step {result['steps']:,}", "stopped")
         _print_best(outcome, terminal)
