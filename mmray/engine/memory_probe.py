@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from math import ceil, sqrt
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 HOST_FRACTION = 0.8  # of a host's free memory, available to its ranks
 HEADROOM = 0.05  # of a GPU's memory, left free by `batch.micro auto` for fragmentation and longer captions
+PEAK_PER_SAVED = 1.2  # peak memory of a row : bytes that autograd saves; on a CPU 1.05 (resnet50-bert) to 1.2 (sample)
 REFINEMENTS = 2  # sizes tried between the largest that fits and the smallest that does not
 MakeBatch = Callable[[int], Batch]  # rows -> a synthetic micro-batch on the training device
 
@@ -116,7 +118,7 @@ def probe_memory(
 
     # Searched in eager code, which saves more activations: graphs of each size tried would take minutes to compile.
     with force_eager() if micro is None else nullcontext():
-        largest = _largest_micro_that_fits(group, try_rows, rows_per_rank, micro, together)
+        largest = _largest_micro_that_fits(group, try_rows, rows_per_rank, micro, together, headroom)
     if not once:
         saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, 0, False, largest, largest, check)
     if saved_bytes is None:
@@ -176,17 +178,19 @@ def _oom_error(group: Group, size: int, fallback_size: int) -> OutOfMemoryError:
 
 
 def _largest_micro_that_fits(
-    group: Group, try_rows: Callable[[int, int], int | None], rows_per_rank: int, micro: int | None, together: bool
+    group: Group,
+    try_rows: Callable[[int, int], int | None],
+    rows_per_rank: int,
+    micro: int | None,
+    together: bool,
+    headroom: int,
 ) -> int:
-    """Rows of a micro-batch that fit on every rank: `micro`, or the largest found by a search.
-
-    The search tries 1, ..., 1/4, 1/2 and all of a rank's rows, then bisects between the last that fits and the first
-    that does not, on a geometric scale. A step's rows are divided evenly: 10 rows at most 7 at a time are 5 and 5.
+    """Rows of a micro-batch that fit on every rank: `micro`, or the largest found by `search_size` after 1 and 2 rows.
 
     try_rows: `_try_step` for (rows, rows of a micro-batch). Each rank probes on its own, then all take the minimum. If
     a forward has collectives, they probe together, because the unsharded model need not fit on one device. Then a
-    rank that runs out of memory leaves the others in a collective, and they cannot agree to retry: its error has the
-    previous size, with which the group restarts. Sizes ascend, so it restarts only once.
+    rank that runs out of memory leaves the others in a collective, and they cannot agree to retry: its error has a
+    smaller size, with which the group restarts. So that this is rare, they start at half the expected size.
     """
 
     def bytes_if_fits(rows: int, size: int, fallback_size: int) -> int | None:
@@ -195,27 +199,29 @@ def _largest_micro_that_fits(
             raise _oom_error(group, size, fallback_size)
         return saved
 
+    def expected_rows(one_row: int, two_rows: int) -> int:
+        rows = min(rows_per_rank, rows_in_memory(_free_bytes(group, headroom), one_row, two_rows))
+        return group.all_reduce_min(rows) if together else rows
+
+    def fits(size: int) -> bool:
+        nonlocal largest
+        if bytes_if_fits(2 * size, size, max(largest, halve(size))) is None:
+            return False
+        largest = size
+        return True
+
     largest = micro or 1
     saved = bytes_if_fits(1 if micro is None else 2 * micro, largest, halve(largest))
     if saved is not None and micro is None:
-        limit = _host_limit(group, saved)
-        limit = group.all_reduce_min(limit) if together else limit
-
-        def fits(size: int) -> bool:
-            nonlocal largest
-            if size > limit or bytes_if_fits(2 * size, size, largest) is None:
-                return False
-            largest = size
-            return True
-
-        halvings = (-(-rows_per_rank >> shift) for shift in reversed(range((rows_per_rank - 1).bit_length())))
-        too_large = next((size for size in halvings if not fits(size)), rows_per_rank)
-        for _ in range(REFINEMENTS):
-            size = ceil(rows_per_rank / ceil(rows_per_rank / sqrt(largest * too_large)))
-            if largest < size < too_large and not fits(size):
-                too_large = size
-        # The outputs of all rows are in memory at once. Tried so far: 2 x largest rows, or only one.
-        tried = 2 * largest if largest > 1 else 1
+        on_host, two = group.device.type == "cpu", None  # where the kernel kills a process that has too much memory
+        if rows_per_rank > 1 and (not on_host or expected_rows(saved, 2 * saved) > 1):
+            two = bytes_if_fits(2, 2, 1)
+        if two is not None:
+            largest, guess = 2, expected_rows(saved, two)
+            start = halve(guess) if together and guess < rows_per_rank else guess
+            largest = search_size(rows_per_rank, start, guess if on_host else rows_per_rank, fits)
+        # The outputs of all rows are in memory at once. Tried so far: 2 x largest rows, or only one or two.
+        tried = 2 * largest if largest > 2 else largest
         while largest and tried < rows_per_rank and bytes_if_fits(rows_per_rank, largest, halve(largest)) is None:
             largest = halve(largest)
     largest = 0 if saved is None else largest
@@ -231,12 +237,40 @@ def _largest_micro_that_fits(
     raise OutOfMemoryError(next(filter(None, group.all_gather_objects(cause))))  # another rank's, if this one fits
 
 
-def _host_limit(group: Group, bytes_of_one_row: int) -> int:
-    """Rows that fit in the host's free memory, beyond which the kernel kills the process; no limit on a GPU."""
+def search_size(rows: int, start: int, limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest size from 2 to `limit` that fits, near enough. 2 fits.
+
+    The search doubles `start` until it does not fit, or halves it until it does; then it bisects on a geometric scale.
+    The rows of a step are divided evenly: 10 rows at most 7 at a time are 5 and 5.
+    """
+
+    def even(size: float) -> int:
+        return ceil(rows / ceil(rows / size))
+
+    largest, too_large, size = 2, limit + 1, even(start)
+    while largest < size and not fits(size):
+        too_large, size = size, even(halve(size))
+    largest = max(largest, size)
+    while too_large > limit and largest < (size := even(min(2 * largest, limit))):
+        largest, too_large = (size, too_large) if fits(size) else (largest, size)
+    for _ in range(REFINEMENTS):
+        if largest < (size := even(sqrt(largest * too_large))) < too_large:
+            largest, too_large = (size, too_large) if fits(size) else (largest, size)
+    return largest
+
+
+def rows_in_memory(free_bytes: float, one_row: int, two_rows: int) -> int:
+    """Rows of a micro-batch that are expected to fit, from the bytes that autograd saves of one row and of two."""
+    row = max(1, two_rows - one_row)
+    return max(1, int((free_bytes / PEAK_PER_SAVED - (one_row - row)) / row))
+
+
+def _free_bytes(group: Group, headroom: int) -> float:
+    """Return the bytes that a rank's micro-batch may use."""
     if group.device.type == "cuda":
-        return 2**31
+        return torch.cuda.mem_get_info(group.device)[0] - headroom
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
-    return max(1, int(HOST_FRACTION * free_memory() / ranks / max(1, bytes_of_one_row)))
+    return HOST_FRACTION * free_memory() / ranks
 
 
 def _try_step(
@@ -249,12 +283,13 @@ def _try_step(
     micro: int,
     check: Callable[[], None] = lambda: None,
 ) -> int | None:
-    """Take a synthetic step of `rows` rows; return the bytes that autograd saves per micro-batch, None without memory.
+    """Take a synthetic step of `rows` rows; return the bytes that autograd saves at a time, None without memory.
 
     rows_per_rank: rows of a step; a GPU holds those of two steps at once (prefetch.py). headroom: bytes to leave free.
     """
     sizes, fits = [min(micro, rows - first) for first in range(0, rows, micro)], False
-    with strategy.preserve_buffers(state.model), _saved_bytes(state.model) as saved:
+    saved = SavedBytes(state.model)
+    with strategy.preserve_buffers(state.model), saved.scope():
         try:
             for weight in state.model.parameters():
                 weight.grad = torch.zeros_like(weight) if ddp_buckets and weight.requires_grad else None
@@ -275,24 +310,47 @@ def _try_step(
             state.model.zero_grad(set_to_none=True)
     if state.group.device.type == "cuda":
         torch.cuda.empty_cache()
-    return saved[0] // len(sizes) if fits else None
+    return saved.peak if fits else None
 
 
-@contextmanager
-def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
-    """Count the bytes of tensors that autograd saves in the scope, except weights, each storage once; a list of one."""
-    weights, seen, total = strategy.parameter_storages(model), set(), [0]
+class SavedBytes:
+    """Counts the bytes that autograd keeps for backward, except weights, within `scope`; `peak` is the most at a time.
 
-    def pack(tensor: Tensor) -> Tensor:
+    A storage counts once while a graph keeps it. An address alone does not identify it, because later micro-batches
+    reuse those of freed tensors.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights, self._references = strategy.parameter_storages(model), Counter[int]()
+        self._bytes = self.peak = 0
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+
+    def _pack(self, tensor: Tensor) -> _Saved:
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address not in seen and address not in weights():
-            seen.add(address)
-            total[0] += storage.nbytes()
-        return tensor
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address in self._weights():
+            return _Saved(tensor, lambda: None)
+        self._add(address, size, 1)
+        return _Saved(tensor, lambda: self._add(address, size, -1))
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield total
+    def _add(self, address: int, size: int, references: int) -> None:
+        before = self._references[address]
+        self._references[address] += references
+        self._bytes += size * (bool(before + references) - bool(before))
+        self.peak = max(self.peak, self._bytes)
+
+
+@dataclass
+class _Saved:
+    """A tensor that a graph keeps."""
+
+    tensor: Tensor
+    release: Callable[[], None]
+
+    def __del__(self) -> None:
+        self.release()
 
 
 def keep_freed_memory() -> bool:

@@ -36,11 +36,55 @@ def test_auto_micro_is_an_even_part_of_a_ranks_rows_near_the_limit(limit, rows, 
     assert probe(state_with(limit), rows)[0] == micro
 
 
-def test_search_doubles_then_bisects_geometrically(monkeypatch):
+@pytest.mark.parametrize(
+    ("memory", "start", "limit", "tried", "largest"),
+    [
+        (40, 41, 256, [37, 64, 43], 37),
+        (40, 20, 256, [20, 37, 64, 43], 37),
+        (40, 256, 256, [256, 128, 64, 32, 43, 37], 37),
+        (999, 100, 256, [86, 128, 256], 256),
+        (999, 41, 41, [37], 37),
+        (999, 256, 256, [256], 256),
+        (2, 2, 2, [], 2),
+        (2, 9, 256, [9, 5, 3], 2),
+    ],
+)
+def test_search_doubles_or_halves_the_start_then_bisects(memory, start, limit, tried, largest):
+    """256 rows on a device that fits `memory` of them."""
+    sizes = []
+    assert memory_probe.search_size(256, start, limit, lambda size: sizes.append(size) or size <= memory) == largest
+    assert sizes == tried
+
+
+def test_host_is_not_given_more_rows_than_expected_to_fit(monkeypatch):
+    """Not even two, because the kernel would kill the process."""
     tried, try_step = [], memory_probe._try_step
-    monkeypatch.setattr(memory_probe, "_try_step", lambda *args: tried.append(args[6]) or try_step(*args))
-    assert probe(state_with(40), 256)[0] == 37
-    assert tried == [1, 2, 4, 8, 16, 32, 64, 43, 37, 37, 37]  # then all rows, and the memory table
+    monkeypatch.setattr(memory_probe, "_try_step", lambda *args: tried.append(args[5:7]) or try_step(*args))
+    monkeypatch.setattr(memory_probe, "free_memory", lambda: 1)
+    assert probe(state_with(), 12)[0] == 1
+    assert tried == [(1, 1), (12, 1), (1, 1)]
+
+
+def test_rows_in_memory_are_linear_in_the_saved_bytes():
+    """1,000 bytes and 100 a row."""
+    ratio = memory_probe.PEAK_PER_SAVED
+    assert memory_probe.rows_in_memory(ratio * 5049, 1100, 1200) == 40
+    assert memory_probe.rows_in_memory(0, 1100, 1200) == memory_probe.rows_in_memory(ratio * 5000, 0, 9999) == 1
+
+
+def test_storages_at_reused_addresses_count_again_and_shared_ones_once():
+    """A later micro-batch gets the addresses of tensors that the first one freed."""
+    model, sizes = torch.nn.Linear(4, 4), []
+    saved = memory_probe.SavedBytes(model)
+    with saved.scope():
+        for _ in range(3):
+            inputs = torch.ones(1000, 4)
+            outputs = model(inputs).exp().sum() + model(inputs).exp().sum()
+            sizes.append(saved._bytes)
+            outputs.backward()
+            assert saved._bytes == 0
+    assert sizes == [3 * 16_000] * 3  # the inputs, and both outputs; not the weights
+    assert saved.peak == 3 * 16_000
 
 
 class TwoRanks(Group):

@@ -32,7 +32,7 @@ def test_worker_records_probed_micro_batch_and_trains_with_it(prepared, tmp_path
     fixed, lines, notes = run_worker(prepared, tmp_path / "fixed", 4, group_by_length=group_by_length)
     assert not any("rows fit" in note for note in notes)
     one_row = lines[0]["memory/activations_gib"] / 4 * 2**30
-    memory = SimpleNamespace(available=5.5 * one_row / memory_probe.HOST_FRACTION, used=0)
+    memory = SimpleNamespace(available=5.5 * one_row * memory_probe.PEAK_PER_SAVED / memory_probe.HOST_FRACTION, used=0)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     auto, auto_lines, notes = run_worker(prepared, tmp_path / "auto", "auto", group_by_length=group_by_length)
     assert "micro-batches of 4 rows fit" in notes

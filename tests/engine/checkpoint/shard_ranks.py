@@ -151,7 +151,8 @@ def probe_and_train(group: Group, micro: int = 0, free: int = 1000) -> dict[str,
     model = shard(copy.deepcopy(full), group, None)
     before = [to_local(weight).clone() for weight in model.state_dict().values()]
     one_row = probe(Group(group.rank, 1), full, 1)[1]["memory/activations_gib"] * memory_probe.GIB
-    memory = SimpleNamespace(available=(free + 0.5) * one_row * group.world_size / memory_probe.HOST_FRACTION)
+    row = one_row * memory_probe.PEAK_PER_SAVED
+    memory = SimpleNamespace(available=(free + 0.5) * row * group.world_size / memory_probe.HOST_FRACTION)
     with patch.object(psutil, "virtual_memory", lambda: memory):
         micro, table = probe(group, model, micro)
     unchanged = all(map(torch.equal, map(to_local, model.state_dict().values()), before))
