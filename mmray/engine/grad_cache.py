@@ -22,6 +22,7 @@ from mmray.objectives.protocol import (
     Batch,
     HardNegativeMining,
     Objective,
+    ObjectiveParts,
     Outputs,
     PairwiseLoss,
 )
@@ -62,17 +63,17 @@ class GradCache:
 
 
 def build_grad_cache(
-    state: TrainState, batch: LocalBatch, detached: list[Outputs], counts: Tensor, guard: OomGuard
+    state: TrainState, batch: LocalBatch, detached: list[Outputs], stop: bool, guard: OomGuard
 ) -> GradCache:
     """Gather the outputs, sample hard negatives, and compute the gradient of the global loss at each output.
 
-    detached: outputs of the first pass; empty if there is only a local loss (then only counts are
-    reduced). counts: this rank's, float64 [K + 1], the objective's K counts, then 1 if this rank requests a stop,
-    otherwise 0. After an OOM there are no gradients, but this rank still takes part in the collectives, because others
-    wait in them.
+    detached: outputs of the first pass; empty if there is only a local loss (then only counts are reduced). stop: this
+    rank's request, reduced with the counts. After an OOM there are no gradients, but this rank still takes part in the
+    collectives, because others wait in them.
     """
     group, parts = state.group, state.parts
     objective, mining, ring = parts.global_loss, parts.mining_loss, parts.ring_loss
+    num_global, counts = _local_counts(parts, batch.micro_batches, stop)
     with state.timers("sync"):
         if detached and ring is None:
             gathered = gather_outputs(group, detached, batch, counts, parts.gathered_names)
@@ -81,7 +82,6 @@ def build_grad_cache(
     loss_counts, num_stop_requests = gathered.counts[:-1].clamp(min=1), gathered.counts[-1:]
     # loss_sum * weight = this rank's part of the global mean, times world size, because DDP averages over ranks.
     weights = state.scaler.scale(group.world_size / loss_counts)
-    num_global = 0 if objective is None else objective.count(batch.micro_batches[0]).numel()
     cache = GradCache(loss_counts, num_stop_requests, batch.micro_batches, (weights[:num_global], weights[num_global:]))
     if mining is not None:
         with state.timers("sync"):
@@ -105,6 +105,14 @@ def build_grad_cache(
     if cache.gradients:
         cache.add({"loss": loss.loss_sum, **loss.metric_sums}, local_loss=False)
     return cache
+
+
+def _local_counts(parts: ObjectiveParts, micro_batches: list[Batch], stop: bool) -> tuple[int, Tensor]:
+    """Number of counts of the global loss; float64 [K + 1]: those of this rank, then of the local loss, then `stop`."""
+    losses = [loss for loss in (parts.global_loss, parts.local_loss) if loss is not None]
+    counts = [torch.stack([loss.count(rows).reshape(-1) for rows in micro_batches]).double().sum(0) for loss in losses]
+    num_global = 0 if parts.global_loss is None else len(counts[0])
+    return num_global, torch.cat([*counts, counts[0].new_full((1,), stop)])
 
 
 class GlobalLossResult(NamedTuple):

@@ -73,12 +73,6 @@ def accumulate_gradients(
     Return the GradCache, which has the sums and counts of the loss, and the scalar outputs.
     """
     parts, guard = state.parts, guard or OomGuard(state.group)
-    objectives = [loss for loss in (parts.global_loss, parts.local_loss) if loss is not None]
-    counts = [
-        torch.stack([objective.count(micro_batch) for micro_batch in batch.micro_batches]).double().sum(0)
-        for objective in objectives
-    ]
-    local_counts = torch.cat([*(count.reshape(-1) for count in counts), counts[0].new_full((1,), stop)])
     first_outputs: Outputs | None = None
     detached: list[Outputs] = []
     if parts.global_loss is not None or parts.mining_loss is not None:
@@ -86,7 +80,7 @@ def accumulate_gradients(
         if guard.error is not None:
             batch = dummy_batch(batch)
             first_outputs, detached = first_pass(state, batch, seed_of, keep_graph=False)
-    cache = build_grad_cache(state, batch, detached, local_counts, guard)
+    cache = build_grad_cache(state, batch, detached, stop, guard)
     scalars: Outputs = {}
 
     def forward(index: int) -> list[tuple[Tensor, Tensor | None]]:
