@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -138,26 +137,19 @@ def _evaluate(
         if tokenizer_json is None:
             config, tokenizer_json = _with_tokenizer(config, held_out.tokenizer_json, reporter.log)
         total = num_evaluated_rows(config, held_out)
-        progress = RowProgress(lambda done: reporter.prepare_progress(PrepareProgress("evaluate", done, total)))
+        rows: list[int] = []  # of the batches that are done
+
+        def on_rows(num_rows: int) -> None:
+            rows.append(num_rows)
+            reporter.prepare_progress(PrepareProgress("evaluate", sum(rows), total))
+
         if on_ray:
-            return _score_on_ray(config, tokenizer_json, held_out, checkpoint, folder, reporter, progress)
+            return _score_on_ray(config, tokenizer_json, held_out, checkpoint, folder, reporter, on_rows)
         config = resolve_on_this_machine(config)
         on_gpu = config.cluster.accelerator == "gpu"
         _log_idle_gpus(on_gpu, count_gpus(), reporter)
         device = torch.device("cuda" if on_gpu else "cpu")
-        return _score(config, tokenizer_json, held_out, checkpoint, progress.add, device)
-
-
-@dataclass
-class RowProgress:
-    """Adds up the rows of all workers and reports the sum."""
-
-    report: Callable[[int], None]
-    done_rows: int = 0
-
-    def add(self, num_rows: int) -> None:
-        self.done_rows += num_rows
-        self.report(self.done_rows)
+        return _score(config, tokenizer_json, held_out, checkpoint, on_rows, device)
 
 
 def _log_idle_gpus(on_gpu: bool, num_gpus: float, reporter: RunReporter) -> None:
@@ -172,7 +164,7 @@ def _score_on_ray(
     checkpoint: AnyPath | None,
     folder: AnyPath,
     reporter: RunReporter,
-    progress: RowProgress,
+    on_rows: Callable[[int], None],
 ) -> dict[str, float]:
     import ray.train
 
@@ -189,11 +181,15 @@ def _score_on_ray(
         messages, _ = ray.get(coordinator.drain.remote(num_received))
         num_received += len(messages)
         for message in messages:
-            progress.add(message["rows"])
+            on_rows(message["rows"])
 
-    score = partial(_score, config, tokenizer_json, held_out, checkpoint, partial(_send_rows, coordinator))
+    def send_rows(num_rows: int) -> None:
+        coordinator.push.remote({"rows": num_rows})
+
+    score = partial(_score, config, tokenizer_json, held_out, checkpoint, send_rows)
     trainer = ray_backend.torch_trainer(score, config, folder.resolve())
-    reporter.status(f"starting {config.cluster.max_workers} workers")
+    workers = config.cluster.max_workers
+    reporter.status(f"starting {workers} worker{'s' * (workers > 1)}")
     try:
         result: Any = ray_backend.run_in_thread(trainer.fit, poll)
         return dict(result.return_value)
@@ -201,10 +197,6 @@ def _score_on_ray(
         raise ray_backend.start_timeout_error(error) or TrainingError(f"the evaluation failed: {error}") from error
     finally:
         ray.kill(coordinator)
-
-
-def _send_rows(coordinator: Any, num_rows: int) -> None:
-    coordinator.push.remote({"rows": num_rows})
 
 
 def _with_tokenizer(
