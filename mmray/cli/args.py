@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -16,6 +16,9 @@ from mmray.errors import UsageError
 
 BOOLS = {"True": True, "False": False, "true": True, "false": False}  # Python's and YAML's spelling
 Command = TypeVar("Command")
+RunPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
+SourcePath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
+OutPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
 
 _REGISTRY = ConstructorRegistry()
 

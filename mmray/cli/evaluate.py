@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tyro.conf import Positional
-
-from mmray.cli.args import flag_values, parse_args, require_positive, write_json
+from mmray.cli.args import RunPath, flag_values, parse_args, require_positive, write_json
 from mmray.cli.console import Reporter, Terminal, scores_tables
 from mmray.config import Config, EvalSettings
 from mmray.config.model import AnyModel, TwoTower
@@ -38,7 +36,7 @@ class EvaluateCommand(_Options):
     `--weights FILE --data SET` instead of RUN evaluates pretrained weights.
     """
 
-    run: Positional[str]
+    run: RunPath
     """Folder (or URI, s3://...) of the run."""
     data: str | None = None
     """Prepared set or raw source; None: the run's held-out rows."""

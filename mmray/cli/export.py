@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from tyro.conf import Positional
-
-from mmray.cli.args import flag_values, parse_args
-from mmray.cli.console import Terminal
+from mmray.cli.args import OutPath, RunPath, flag_values, parse_args
+from mmray.cli.console import Terminal, relative_paths
 from mmray.config.model import AnyModel, TwoTower
 from mmray.errors import UsageError
 
@@ -24,9 +22,9 @@ class ExportCommand:
     `--weights FILE` instead of RUN exports pretrained weights.
     """
 
-    run: Positional[str]
+    run: RunPath
     """Folder (or address, s3://...) of the run."""
-    out: Positional[str]
+    out: OutPath
     """Folder (or address, s3://...) to write."""
     step: int | Literal["best"] | None = None
     """Step of the checkpoint, or `best`; None: the newest valid one."""
@@ -36,7 +34,7 @@ class ExportCommand:
 class ExportWeightsCommand:
     """Write pretrained weights to a folder for `mmray.load`; the defaults of `--model` are those of the weights."""
 
-    out: Positional[str]
+    out: OutPath
     """Folder (or address, s3://...) to write."""
     weights: str
     """Folder saved by transformers, a hub name, or an open_clip checkpoint."""
@@ -65,9 +63,10 @@ def run_export(command: ExportCommand, terminal: Terminal) -> AnyPath:
 def _print_exported(out: AnyPath, terminal: Terminal) -> None:
     from mmray.models.export.export import PROCESSOR
 
-    terminal.note(str(out), "exported")
+    folder = relative_paths(str(out))
+    terminal.note(folder, "exported")
     call = 'model.answer(["photo.jpg"])' if (out / PROCESSOR).exists() else 'model.embed_texts(["a red circle"])'
-    terminal.note(f'import mmray; model = mmray.load("{out}"); {call}', "next")
+    terminal.note(f'import mmray; model = mmray.load("{folder}"); {call}', "next")
 
 
 def _export_weights(weights: str, argv: Sequence[str], terminal: Terminal) -> AnyPath:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tyro.conf import OmitArgPrefixes, Positional
+from tyro.conf import OmitArgPrefixes
 
-from mmray.cli.args import parse_args
+from mmray.cli.args import OutPath, SourcePath, parse_args
 from mmray.cli.console import Reporter, Terminal
 from mmray.config import Cluster, Prepare
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 class PrepareCommand:
     """Validate, deduplicate and pack image-text rows into a set that any run can use."""
 
-    source: Positional[str]
+    source: SourcePath
     """A file or folder: JSON lines, CSV, TSV, Parquet, WebDataset tars, a folder per class, image files with
     text files of the same name, or a saved Hugging Face dataset. COCO: one document, or captions.json,instances.json
     of the same images. The format is detected."""
-    out: Positional[str]
+    out: OutPath
     """Folder of the prepared set; the same command again resumes, or adds new rows."""
     settings: OmitArgPrefixes[Prepare] = field(default_factory=Prepare)
     retry_quarantined: bool = False

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tyro.conf import Positional
-
-from mmray.cli.args import parse_args
+from mmray.cli.args import RunPath, parse_args
 from mmray.cli.console import Terminal
 
 
@@ -15,7 +13,7 @@ from mmray.cli.console import Terminal
 class ReportCommand:
     """Write a self-contained HTML page about a run or a sweep, finished or not."""
 
-    run: Positional[str]
+    run: RunPath
     """Folder (or address, s3://...) of the run, or folder of the sweep."""
     out: str | None = None
     """File to write; None: report.html in the folder."""

@@ -46,7 +46,7 @@ def load_run_config(folder: AnyPath) -> Config:
     file = folder.expanduser().resolve() / "config.yaml"
     if not file.exists():
         problem = "is not a run: it has no config.yaml" if file.parent.exists() else "does not exist"
-        raise UsageError(f"{file.parent} {problem}")
+        raise UsageError(f"{file.parent} {problem}; `mmray runs` lists the runs of a folder")
     return from_yaml(file.read_text(), str(file))
 
 
@@ -62,11 +62,14 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
         )
         if checkpoint is None:
             faults = [f"none has {metric}: the run holds out no rows, or was never evaluated at a checkpoint"]
+        elif not checkpoint.exists():
+            faults, checkpoint = [], None
         elif (fault := files.verify(checkpoint)) is not None:
             faults, checkpoint = [f"checkpoint {checkpoint} is not valid: {fault}"], None
     if checkpoint is None:
         existing = ", ".join(files.list_checkpoint_names(run.checkpoints)) or "none"
-        raise UsageError("\n".join([f"{run.path} has no such valid checkpoint; checkpoints: {existing}", *faults]))
+        which = "valid checkpoint" if step is None else f"valid checkpoint for --step {step}"
+        raise UsageError("\n".join([f"{run.path} has no {which}; checkpoints: {existing}", *faults]))
     return config, (run.path / "tokenizer.json").read_text(), checkpoint
 
 
@@ -137,6 +140,8 @@ def _evaluate(
         if tokenizer_json is None:
             config, tokenizer_json = _with_tokenizer(config, held_out.tokenizer_json, reporter.log)
         total = num_evaluated_rows(config, held_out)
+        model: Any = config.model
+        reporter.log(f"{checkpoint or model.weights} on {total:,} rows of {held_out.storage.address}", "evaluate")
         rows: list[int] = []  # of the batches that are done
 
         def on_rows(num_rows: int) -> None:

@@ -158,6 +158,10 @@ def test_invalid_input_is_named(exported: Exported, tmp_path: Path) -> None:
         loaded.embed_texts(["good", " \n"])
     with pytest.raises(TypeError, match="list"):
         loaded.embed_texts("a bare string")
+    with pytest.raises(UsageError, match=r"no token for language 'de'; it was trained without model\.inputs"):
+        loaded.embed_texts(["a"], language="de")
+    with pytest.raises(UsageError, match="no class_head; train a model of kind `fusion`"):
+        loaded.classify([good], ["a"])
 
 
 def test_no_images_and_no_texts_have_no_embeddings(exported: Exported) -> None:

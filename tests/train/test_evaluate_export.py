@@ -23,6 +23,7 @@ from mmray.engine.run_state import EMA_KEY
 from mmray.evaluate.build import best_metric
 from mmray.models.build import build
 from mmray.storage.paths import AnyPath, to_path
+from mmray.storage.storage import Storage
 from mmray.train import evaluate_export, run_dir
 from mmray.train.evaluate_export import load_model
 from tests.checkpoints import save_checkpoint
@@ -73,14 +74,15 @@ def test_default_set_is_what_the_run_held_out(tmp_path: Path, monkeypatch: pytes
 
 def test_evaluation_of_branches_needs_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: False)
-    monkeypatch.setattr(evaluate_export, "_open_held_out", lambda *_: SimpleNamespace(num_rows=1))
+    held_out = SimpleNamespace(num_rows=1, storage=Storage(str(tmp_path)))
+    monkeypatch.setattr(evaluate_export, "_open_held_out", lambda *_: held_out)
     monkeypatch.setattr(evaluate_export, "_score", lambda config, *_: config)
     monkeypatch.setattr(evaluate_export, "count_gpus", lambda: 2)
     config = runs.config("none", tmp_path, "one", parallel="branches").with_cluster(accelerator="cpu")
     reporter = runs.Silent()
-    found: Any = evaluate_export._evaluate(config, tmp_path, None, "{}", None, None, reporter)
+    found: Any = evaluate_export._evaluate(config, tmp_path, tmp_path / "step-1", "{}", None, None, reporter)
     assert (config.train.parallel, found.train.parallel) == ("branches", "single")
-    assert reporter.notes == [("warning", "evaluating on the CPU; --accelerator gpu uses the 2 GPUs")]
+    assert reporter.notes[1:] == [("warning", "evaluating on the CPU; --accelerator gpu uses the 2 GPUs")]
 
 
 def made_run(folder: AnyPath, tmp_path: Path, **recalls: float | None) -> AnyPath:
@@ -126,7 +128,7 @@ def test_export_of_best_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert torch.equal(exported("--step", "3"), saved(3))
     (folder / "checkpoints" / "step-6" / "shard-1-of-1.safetensors").write_bytes(b"")
     assert cli.run(["export", str(folder), str(tmp_path / "other"), "--step", "best"], Terminal()) == 2
-    assert re.search(r"no such valid checkpoint; checkpoints: .*\n.*step-6 is not valid", capfd.readouterr().err)
+    assert re.search(r"no valid .* --step best; checkpoints: .*\n.*step-6 is not valid", capfd.readouterr().err)
     never = made_run(tmp_path / "two", tmp_path, step_3=None)
     assert cli.run(["export", str(never), str(tmp_path / "other"), "--step", "best"], Terminal()) == 2
     assert "none has evaluate/recall_at_1/mean: the run holds out no rows" in capfd.readouterr().err

@@ -83,8 +83,9 @@ class TextEncoder:
     def format_caption(self, text: str, language: str | None = None) -> str:
         """Return a text as a caption of this language. Raises UsageError if the language has no token."""
         if language is not None and language not in self._language_tokens:
-            known = ", ".join(self.languages) or "none: it was trained without model.inputs.language_token"
-            raise UsageError(f"the model has no token for language {language!r}; its language tokens are {known}")
+            without = "it was trained without model.inputs.language_token"
+            known = f"its language tokens are {', '.join(self.languages)}" if self.languages else without
+            raise UsageError(f"the model has no token for language {language!r}; {known}")
         return self._language_tokens.get(language or "", "") + remove_tokens(text, self._language_tokens.values())
 
     def encode_batch(self, texts: list[str]) -> dict[str, np.ndarray]:

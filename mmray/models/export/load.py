@@ -48,7 +48,8 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         spec.settings = config["model"].get("settings", {})  # of a user's own model
         encoder = build_encoder(tokenizer_json, spec.inputs)
     except Exception as error:  # the tokenizers package raises bare Exception
-        raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {reason}") from error
     model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"])
     model.load_state_dict(from_hf_state(model, weights) if "model_type" in config else weights)
     wrapper = Generator if hasattr(spec.inputs, "chat") else Embedder
@@ -78,13 +79,15 @@ class Embedder:
         self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64, language: str | None = None
     ) -> Tensor:
         """Probability float32 [N] that image i and text i match. Raises UsageError without a matching head."""
-        return self._pair_logits("match_head", images, texts, batch, language).sigmoid().squeeze(1)
+        head = self._require_head("match_head", "model.matching True")
+        return self._pair_logits(head, images, texts, batch, language).sigmoid().squeeze(1)
 
     def classify(
         self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64, language: str | None = None
     ) -> Tensor:
         """Class probabilities float32 [N, C] of each pair. Raises UsageError without a classification head."""
-        return self._pair_logits("class_head", images, texts, batch, language).softmax(dim=1)
+        head = self._require_head("class_head", "model.classes")
+        return self._pair_logits(head, images, texts, batch, language).softmax(dim=1)
 
     @torch.no_grad()
     def classify_boxes(
@@ -95,8 +98,7 @@ class Embedder:
         boxes: (left, top, width, height) in pixels, as in COCO. texts: default is the labels of training, in order.
         Raises UsageError without a region head, and DataError for an unreadable image or an invisible box.
         """
-        if getattr(self.model, "region_head", None) is None:
-            raise UsageError("this model has no region_head: it was not trained to classify boxes")
+        self._require_head("region_head", "model.regions True")
         height, width = _decode_image(0, image).shape[:2]
         corners = np.reshape([[x, y, x + w, y + h] for x, y, w, h in boxes], (-1, 4)) / (width, height, width, height)
         square, is_visible = clip_boxes(to_model_coords(corners, (width, height), self.inputs, None, None))
@@ -116,11 +118,14 @@ class Embedder:
             logits = region_logits(regions, text, self.model.scalar_outputs()["logit_scale"])
         return logits[0].softmax(dim=1).float().cpu()
 
+    def _require_head(self, name: str, setting: str) -> Any:
+        if (head := getattr(self.model, name, None)) is None:
+            raise UsageError(f"this model has no {name}; train a model of kind `fusion` with {setting}")
+        return head
+
     def _pair_logits(
-        self, head_name: str, images: Sequence[ImageInput], texts: Sequence[str], batch: int, language: str | None
+        self, head: Any, images: Sequence[ImageInput], texts: Sequence[str], batch: int, language: str | None
     ) -> Tensor:
-        if (head := getattr(self.model, head_name, None)) is None:
-            raise UsageError(f"this model has no {head_name}: it was not trained with it")
         if len(images) != len(texts):
             raise UsageError(f"got {len(images)} images and {len(texts)} texts: pass as many of each")
 
@@ -196,4 +201,4 @@ def _decode_image(index: int, image: ImageInput) -> np.ndarray:
         return decode(image if isinstance(image, bytes) else Path(image).read_bytes(), MAX_PIXELS)
     except (OSError, ValueError) as error:
         name = f" ({image})" if isinstance(image, str | Path) else ""
-        raise DataError(f"image {index}{name}: {error}") from error
+        raise DataError(f"image {index}{name}: {getattr(error, 'strerror', None) or error}") from error
