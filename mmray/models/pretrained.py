@@ -16,6 +16,7 @@ SETTING = "--weights"
 KINDS = {"clip": "clip", "siglip": "siglip", "llava": "generative"}  # model_type of transformers -> model.kind
 RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")  # no hub name has one
+OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # in a repository of the hub
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -25,6 +26,15 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
     Settings that the weights do not define are absent. Raises UsageError.
     """
     path = Path(weights).expanduser()
+    given = open_clip.read_config(path / "config.json")
+    if "mmray" in given and "model_type" not in given:
+        raise UsageError(
+            f"{SETTING}: {weights} is an export of kind {given['model']['kind']}, which only mmray.load opens; "
+            "evaluate its run instead: mmray evaluate RUN --data SET"
+        )
+    if "model_type" not in given and (files := [path / name for name in OPEN_CLIP_FILES if (path / name).is_file()]):
+        path = files[0]
+        weights = str(path)
     if path.is_file() or (path.suffix in SUFFIXES and not path.is_dir()):
         shapes = {name: tensor.to("meta") for name, tensor in read_state_dict(SETTING, weights).items()}
         hf = open_clip.rename_to_hf(shapes)

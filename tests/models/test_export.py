@@ -26,6 +26,7 @@ from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.export import export as export_module
 from mmray.models.export.export import export
+from mmray.models.pretrained import pretrained_settings
 from tests.made import encode
 from tests.models.test_clip import TEXTS, TOKENIZER, VOCAB
 
@@ -160,6 +161,8 @@ def test_invalid_input_is_named(exported: Exported, tmp_path: Path) -> None:
         loaded.embed_texts("a bare string")
     with pytest.raises(UsageError, match=r"no token for language 'de'; it was trained without model\.inputs"):
         loaded.embed_texts(["a"], language="de")
+    with pytest.raises(UsageError, match=r"model is an export of kind two_tower, .* mmray evaluate RUN --data SET"):
+        pretrained_settings(str(exported[2]))
     with pytest.raises(UsageError, match="no class_head; train a model of kind `fusion`"):
         loaded.classify([good], ["a"])
 

@@ -358,6 +358,11 @@ def test_unreachable_hub_is_not_a_missing_preprocessor_file(tmp_path: Path, monk
         pretrained._preprocessing("a/b")
 
 
+def test_folder_of_the_hub_has_its_open_clip_file(tmp_path: Path) -> None:
+    file = saved(tmp_path, OpenClip(False), {"model_cfg": GELU}).rename(tmp_path / "open_clip_pytorch_model.bin")
+    assert pretrained_config(str(tmp_path)) == pretrained_config(str(file))
+
+
 def test_missing_file_is_not_searched_on_the_hub(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--weights: no file .*clip\.pt; check the path"):
         pretrained_config(str(tmp_path / "clip.pt"))
