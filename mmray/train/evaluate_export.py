@@ -91,7 +91,7 @@ def export_run(folder: AnyPath, out: str | AnyPath, step: Step) -> AnyPath:
 
 def export_pretrained(config: Config, out: str | AnyPath, log: Callable[[str, str], None]) -> AnyPath:
     """Export the model of `model.weights` to `out`, for `mmray.load`. Raises UsageError."""
-    config, tokenizer_json = _with_tokenizer(config, None, log)
+    config, tokenizer_json = _with_tokenizer(config, log)
     return export(load_model(config, None), config.model.model_dump(mode="json"), tokenizer_json, out)
 
 
@@ -116,14 +116,15 @@ def evaluate_run(
 
 def evaluate_pretrained(config: Config, data: str, split: str | None, reporter: RunReporter) -> dict[str, float]:
     """Return the metrics of the model of `model.weights` on a set; Ray Train's small files are in run.storage/ray."""
-    return _evaluate(config, to_path(config.run.storage), None, None, data, split, reporter)
+    config, tokenizer_json = _with_tokenizer(config, reporter.log)
+    return _evaluate(config, to_path(config.run.storage), None, tokenizer_json, data, split, reporter)
 
 
 def _evaluate(
     config: Config,
     folder: AnyPath,
     checkpoint: AnyPath | None,
-    tokenizer_json: str | None,
+    tokenizer_json: str,
     data: str | None,
     split: str | None,
     reporter: RunReporter,
@@ -137,8 +138,6 @@ def _evaluate(
 
             check_capacity(config, with_data=False)
         held_out = _open_held_out(config, folder, data, split, reporter)
-        if tokenizer_json is None:
-            config, tokenizer_json = _with_tokenizer(config, held_out.tokenizer_json, reporter.log)
         total = num_evaluated_rows(config, held_out)
         model: Any = config.model
         reporter.log(f"{checkpoint or model.weights} on {total:,} rows of {held_out.storage.address}", "evaluate")
@@ -204,12 +203,15 @@ def _score_on_ray(
         ray.kill(coordinator)
 
 
-def _with_tokenizer(
-    config: Config, trained_tokenizer_json: str | None, log: Callable[[str, str], None]
-) -> tuple[Config, str]:
+def _with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Config, str]:
     """Load the tokenizer of pretrained weights; return it and the config with its padding token. Raises UsageError."""
     inputs = config.model.inputs
-    tokenizer_json = extend_tokenizer(load_tokenizer(inputs.tokenizer, trained_tokenizer_json), inputs)
+    if inputs.tokenizer == "trained":
+        raise UsageError(
+            "model.inputs.tokenizer: `trained` is the tokenizer of a prepared set; name the file, folder or hub name "
+            "of the tokenizer that the weights were trained with"
+        )
+    tokenizer_json = extend_tokenizer(load_tokenizer(inputs.tokenizer, None), inputs)
     num_tokens, rows = build_encoder(tokenizer_json, inputs).vocab_size, config.model.vocab_size
     if num_tokens < rows:
         log(f"{inputs.tokenizer} has {num_tokens:,} tokens, the weights {rows:,}: is it their tokenizer?", "warning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import mmray
 from mmray import cli
 from mmray.cli.console import Terminal
+from mmray.data.text.tokenizer import train_tokenizer
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 from mmray.models import pretrained
@@ -387,12 +389,13 @@ def test_pretrained_weights_are_scored_as_their_model_ranks(tmp_path: Path) -> N
     held_out = make_set(tmp_path / "set", [row(number) for number in range(7)])
     config = pretrained_config(str(saved(tmp_path / "in", OpenClip(False), {"model_cfg": GELU})))
     logged, progress = list[str](), list[int]()
-    config, tokenizer_json = evaluate_export._with_tokenizer(config, None, lambda text, _: logged.append(text))
+    config, tokenizer_json = evaluate_export._with_tokenizer(config, lambda text, _: logged.append(text))
     assert logged == [] and config.model.vocab_size == ROWS
     scores = evaluate_export._score(config, tokenizer_json, held_out, None, progress.append, torch.device("cpu"))
     assert sum(progress) == 7 == scores["rows"] and scores["loss"] > 0 and 0 <= scores["recall_at_1/mean"] <= 1
-    other = config.model.replace(inputs=config.model.inputs.replace(tokenizer="trained"))
-    evaluate_export._with_tokenizer(
-        config.replace(model=other), held_out.tokenizer_json, lambda text, _: logged.append(text)
-    )
+    (tmp_path / "other.json").write_text(train_tokenizer(TEXTS, 60))
+    for tokenizer in (str(tmp_path / "other.json"), "trained"):
+        model = config.model.replace(inputs=config.model.inputs.replace(tokenizer=tokenizer))
+        with pytest.raises(UsageError, match="`trained` is") if tokenizer == "trained" else nullcontext():
+            evaluate_export._with_tokenizer(config.replace(model=model), lambda text, _: logged.append(text))
     assert "tokens, the weights 520: is it their tokenizer?" in logged[0]
