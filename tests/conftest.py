@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -166,6 +167,17 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Fork processes of a benchmark from the server of the rank scenarios; spawned ones import torch for seconds."""
+    import torch.multiprocessing as mp
+
+    from tests.engine.conftest import preload
+
+    preload()
+    monkeypatch.setattr(mp, "spawn", partial(mp.start_processes, start_method="forkserver"))
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from mmray.errors import ResourceError, UsageError
 from tests.engine.fake_cuda import DEVICES, gpus
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 def tiny(workers: int = 1, **sections: object) -> Config:

@@ -19,12 +19,17 @@ PRELOADED = (
 )
 
 
+def preload():
+    """Let the fork server import all this when it starts."""
+    get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+
+
 def spawn_ranks(run, folder, world, *args, others=0):
     """Call `run` in `world` processes and load the result of each rank; `others` leave no results.
 
     Processes are forked from one server that imports everything once.
     """
-    get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+    preload()
     mp.start_processes(run, args=(str(folder), *args), nprocs=world + others, start_method="forkserver")
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(world)]
 

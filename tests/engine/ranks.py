@@ -154,7 +154,9 @@ TWO_RANKS: dict[str, tuple[Train, Train]] = {
     **{kind: variant(train_objective(kind), micro=4) for kind in KINDS},
     **{f"clipped, {way}": variant(CLIPPED, parallel=way) for way in ("ddp", "fsdp")},
     "fsdp, reduced once per step": variant(CLIPPED, parallel="fsdp", sync_once=True),
-    "resnet18, fsdp": variant(partial(recipe_models.train_kind, "resnet18", parallel="single"), parallel="fsdp"),
+    "resnet18, fsdp": variant(
+        partial(recipe_models.train_kind, "resnet18", parallel="single", steps=1), parallel="fsdp"
+    ),
     **{
         f"{kind}, {way}{', activation checkpointing' * checkpointing}": variant(
             partial(recipe_models.train_kind, kind, parallel="single"), parallel=way, checkpointing=checkpointing

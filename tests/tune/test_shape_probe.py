@@ -141,7 +141,7 @@ def _measure(base: Config, group: Group, folder: Path, global_rows: int) -> dict
     return asdict(measure_shapes(ShapeTask(base, (global_rows,), (1, 2)), group, lambda _: None))
 
 
-def test_two_ranks_measure_communication_and_agree_on_sizes() -> None:
+def test_two_ranks_measure_communication_and_agree_on_sizes(forked_workers: None) -> None:
     found = spawn_workers(partial(_measure, global_rows=16), tiny(workers=2))
     assert list(found["sync_s"]) == ["2"] and found["sync_s"]["2"] >= 0
     assert {sample[0] for sample in found["samples"]} == {1, 2, 4, 8, 16}  # 16 rows of one worker of an elastic run
