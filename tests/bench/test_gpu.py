@@ -93,10 +93,10 @@ def test_stage_that_crashes_or_hangs_keeps_its_rows(monkeypatch: pytest.MonkeyPa
     child = "import os, sys, time; open(sys.argv[2] + '/gaps.json', 'w').write('{\"rows\": [{\"case\": \"kept\"}]}'); "
     for end, expected in (
         ("print('bad GPU', flush=True); os.abort()", "ended with -6: bad GPU"),
-        ("time.sleep(60)", "limit of 2 s"),
+        ("time.sleep(60)", "limit of 5 s"),
     ):
         monkeypatch.setattr(gpu, "COMMAND", [sys.executable, "-c", f"{child}{end}"])
-        stage = gpu.run_stage("gaps", "cpu", tmp_path, limit_s=2)
+        stage = gpu.run_stage("gaps", "cpu", tmp_path, limit_s=5)
         rows = stage["rows"]
         assert [row["case"] for row in rows] == ["kept", "stage"] and expected in rows[1]["error"]
         assert stage["counts"] == {"passed": 1, "failed": 1, "skipped": 0}

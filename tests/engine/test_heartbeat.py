@@ -82,7 +82,7 @@ def test_wait_for_rows_is_reported_on_a_cpu(tmp_path, monkeypatch):
     release, messages = threading.Event(), []
 
     def slow_blocks():
-        release.wait(30)
+        release.wait(120)
         yield from ()
 
     def train():
@@ -91,7 +91,7 @@ def test_wait_for_rows_is_reported_on_a_cpu(tmp_path, monkeypatch):
 
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while not any(message.get("state") == "waiting_for_data" for message in messages):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

@@ -120,7 +120,7 @@ def test_wandb_logs_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SOME_API_KEY", "hush-hush")
     assert run_with_trackers(config_of("wandb", data=Data(train="s3://me:hush-hush@host/set")), tmp_path).notes == []
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    until = time.monotonic() + 30  # the service of wandb writes the file after `finish` has returned
+    until = time.monotonic() + 120  # the service of wandb writes the file after `finish` has returned
     while b"train/loss" not in (written := file.read_bytes()) and time.monotonic() < until:
         time.sleep(0.1)
     assert b"train/loss" in written and b"s3://***@host/set" in written
