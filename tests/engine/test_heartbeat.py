@@ -6,8 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch._dynamo import convert_frame
-from torch._inductor import compile_fx
 
 from mmray.config import Cluster
 from mmray.data.stream.collate import iter_micro_batches
@@ -20,6 +18,9 @@ from tests.engine import toy
 
 def test_names_of_loop_functions_match():
     """The heartbeat recognizes phases of the loop by these names."""
+    from torch._dynamo import convert_frame
+    from torch._inductor import compile_fx  # here, because it takes seconds
+
     assert all(hasattr(loop, name) for name in {heartbeat.LOOP_FUNCTION, *heartbeat.FUNCTIONS_WITHOUT_STEPS})
     assert all(any(hasattr(file, name) for file in (convert_frame, compile_fx)) for name in heartbeat.COMPILE_FUNCTIONS)
     assert all(Path(file.__file__).as_posix().endswith(heartbeat.COMPILE_PATHS) for file in (convert_frame, compile_fx))

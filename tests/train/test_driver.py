@@ -72,7 +72,9 @@ def run_command(*words):
     assert ended.value.code == 0
 
 
-def test_evaluate_command_gives_same_metrics_as_training(unkilled, tmp_path, capfd):
+def test_evaluate_command_gives_same_metrics_as_training(unkilled, tmp_path, capfd, monkeypatch):
+    """Without Ray; tests/cluster/test_object_store.py evaluates on it."""
+    monkeypatch.setattr("mmray.train.evaluate_export.needs_ray", lambda _: False)
     outcome, _ = unkilled
     make_set(tmp_path / "set", HELD_OUT)
     run_command("evaluate", outcome.path, "--data", tmp_path / "set", "--json", tmp_path / "scores.json")
