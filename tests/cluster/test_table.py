@@ -48,9 +48,11 @@ class StartingTwice(Silent):
             self.refusal = str(refused.value)
 
 
-def test_full_disk_skips_a_checkpoint_and_second_process_is_refused(local_ray, data, tmp_path):
+def test_full_disk_skips_a_checkpoint_and_second_process_is_refused(data, tmp_path, monkeypatch):
+    """Without Ray, which takes no part in this."""
+    monkeypatch.setattr("mmray.train.driver.needs_ray", lambda _: False)
     faults = ("tests.train.faults:FullDiskAtStepSix", "tests.train.faults:Slowly")
-    wanted = config(data, tmp_path, "full", callbacks=faults, keep_checkpoints=9)
+    wanted = config(data, tmp_path, "full", callbacks=faults, keep_checkpoints=9).with_cluster(workers=1)
     reporter = StartingTwice(wanted)
     outcome = train(wanted, reporter)
     assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)

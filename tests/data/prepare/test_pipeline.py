@@ -461,10 +461,11 @@ def test_prepare_resumes_after_the_driver_was_killed(tmp_path, in_process, run):
     while len(list((out / "parts").glob("chunk-*.json"))) < 5:
         assert time.monotonic() < deadline and driver.poll() is None
         time.sleep(0.01)
-    started = psutil.Process(driver.pid).children(recursive=True)
+    workers = [each for each in psutil.Process(driver.pid).children(recursive=True) if each.name().startswith("ray::")]
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    assert not psutil.wait_procs(started, timeout=60)[1]  # its workers exit by themselves
+    _, left = psutil.wait_procs(workers, timeout=60)  # they exit by themselves
+    assert not left
     with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(str(out))
     (out / "shards" / "00099-rows-y.arrow").write_bytes(b"whole, but its record was never written")
