@@ -66,7 +66,7 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
             _chart(run, "gradient", "Gradient norm", {"train/grad_norm": _line("before clipping", ROSE)}),
             _chart(run, "noise", "Gradient noise scale, rows", {NOISE_SCALE: _line("rows", ORANGE)}, type="log"),
         ],
-        "recall": [_chart(run, "recall", "Recall over the run: R@1, dashed R@5, dotted R@10", recall, 320, **percent)],
+        "recall": [_chart(run, "recall", "Recall over the run (R@5 dashed, R@10 dotted)", recall, 320, **percent)],
         "speed": [
             _chart(run, "throughput", "Samples per second", rate, rangemode="tozero", tickformat=","),
             _chart(run, "step", "Where a step's time goes", step, rangemode="tozero", ticksuffix=" s"),

@@ -56,9 +56,9 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         note = f"{scores['token_accuracy']:.1%} of next tokens predicted correctly"
         figures.append(("Perplexity", format_number(scores["perplexity"]), note))
     if losses := run.values("train/loss"):
-        figures.append(("Loss", format_number(losses[-1]), f"{format_number(losses[0])} at first"))
+        figures.append(("Loss", format_number(losses[-1]), f"{format_number(losses[0])} at the start"))
     if rates := run.values("throughput/samples_per_s"):
-        note = f"{min(rates):,.0f} to {max(rates):,.0f}"
+        note = f"from {min(rates):,.0f} to {max(rates):,.0f}"
         figures.append(("Samples/s, median", format_number(median(rates), 0), note))
     if waits := run.values("time/data_wait_share"):
         figures.append(("Data wait, median", f"{median(waits):.1%}", "of a step's time"))
@@ -86,9 +86,9 @@ def eval_summary(run: RunRecord) -> list[tuple[str, str]]:
     if not scores:
         return []
     at = next(line["step"] for line in reversed(run.lines) if any(name.startswith("evaluate/") for name in line))
-    facts = [("at step", format_number(at, 0)), *non_retrieval_metrics(scores)]
+    facts = [("step", format_number(at, 0)), *non_retrieval_metrics(scores)]
     facts.append(("evaluations", format_number(len(spent_s), 0)))
-    return [*facts, ("each took", f"{median(spent_s):.1f} s")] if spent_s else facts
+    return [*facts, ("time per evaluation", f"{median(spent_s):.1f} s")] if spent_s else facts
 
 
 def run_warnings(run: RunRecord) -> list[tuple[str, str]]:

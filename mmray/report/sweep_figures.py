@@ -101,7 +101,7 @@ def _importance(found: Sequence[Importance]) -> Figure | None:
         hovermode="closest",
         bargap=0.4,
         xaxis={"range": [0, 1.02], "tickformat": ".0%", "showgrid": True},
-        yaxis={"autorange": "reversed", "showgrid": False, "nticks": len(names)},
+        yaxis={"autorange": "reversed", "showgrid": False, "dtick": 1},
     )
 
 
@@ -137,7 +137,7 @@ def _parallel_coordinates(sweep: SweepRecord) -> Figure | None:
     ticks = [(number, position, text) for number, (_, ticks) in enumerate(axes) for position, text in ticks]
     x, y, texts = zip(*ticks, strict=True)
     sides = [_tick_side(number, position, len(axes) - 1) for number, position, _ in ticks]
-    labels = {"text": [f" {text} " for text in texts], "textposition": sides, "mode": "text"}
+    labels = {"text": [f" {text} " for text in texts], "textposition": sides, "mode": "text", "cliponaxis": False}
     traces.append(go.Scatter(x=x, y=y, **labels, hoverinfo="skip", showlegend=False))
     rung = f"after {sweep.summary['rungs'][0]:,} samples"
     return make_figure(

@@ -60,7 +60,7 @@ def test_every_score_of_the_newest_evaluation_is_shown(tmp_path, has_recall):
     page = page_of(make_run(tmp_path / "run", [line(1, **metrics), line(2)]))
     section = re.search(r'<section id="held-out">.*?</section>', page, re.DOTALL)[0]
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", section))
-    wanted = {"at step": "1", "perplexity": "4.500", "cider": "0.125", "zero shot, top 1": "0.375"}
+    wanted = {"step": "1", "perplexity": "4.500", "cider": "0.125", "zero shot, top 1": "0.375"}
     assert facts.items() >= (wanted | {"regions, boxes": "1,234"}).items()
     assert ("recall" in plots(page)) == ("R@1" in section) == has_recall and "bad rows" not in facts
     assert 'href="#held-out"' in page
@@ -141,7 +141,7 @@ def quarantined(tmp_path):
 
 def test_quarantined_rows_are_shown(quarantined):
     page = page_of(quarantined)
-    assert "60 rows of 500 read by prepare" in page and "; 1 in training" in page
+    assert "Prepare quarantined 60 of 500 rows" in page and "training 1 (" in page
     assert page.index("in training</span>") < page.index("duplicate</span><p>")  # one of each reason in turn
     assert "its images changed" in page and "about truncated" in page
 
