@@ -17,7 +17,7 @@ from mmray.engine.metrics.writers import Metrics
 from mmray.engine.optimizer import grad_norm
 from mmray.objectives.protocol import Objective, split_objective
 
-DECAY = 0.9  # of the averages, per measured step
+DECAY = 0.95  # of the averages, per measured step
 
 
 def is_additive(objective: Objective) -> bool:
