@@ -203,6 +203,8 @@ def _largest_micro_that_fits(
         rows = min(rows_per_rank, rows_in_memory(_free_bytes(group, headroom), one_row, two_rows))
         return group.all_reduce_min(rows) if together else rows
 
+    largest = micro or 1
+
     def fits(size: int) -> bool:
         nonlocal largest
         if bytes_if_fits(2 * size, size, max(largest, halve(size))) is None:
@@ -210,7 +212,6 @@ def _largest_micro_that_fits(
         largest = size
         return True
 
-    largest = micro or 1
     saved = bytes_if_fits(1 if micro is None else 2 * micro, largest, halve(largest))
     if saved is not None and micro is None:
         on_host, two = group.device.type == "cpu", None  # where the kernel kills a process that has too much memory
