@@ -128,10 +128,10 @@ class TrialRecord:
         value = self.measured(name)
         if value is None:
             return STATUS_LABELS.get(self.status, self.status)
-        text = f"<b>{_short(value)}</b>" if self.status == "finished" else f"≈ {_short(value)}"
+        text = f"<b>{format_compact(value)}</b>" if self.status == "finished" else f"≈ {format_compact(value)}"
         text = f"★ {text}" if best is not None and self.name == best.name else text
         predicted = self.value(f"predicted_{name}")
-        return f"{text}<br>≈ {_short(predicted)}" if predicted and self.status == "finished" else text
+        return f"{text}<br>≈ {format_compact(predicted)}" if predicted and self.status == "finished" else text
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,8 @@ def _format_settings(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name} {format_setting(value)}" for name, value in settings.items())
 
 
-def _short(value: float) -> str:
+def format_compact(value: float) -> str:
+    """Format with about three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

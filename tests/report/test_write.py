@@ -8,6 +8,7 @@ import pytest
 from mmray import cli
 from mmray.cli.console import Terminal
 from mmray.errors import UsageError
+from mmray.report.sweep_figures import log_ticks
 from mmray.report.write import write_report
 from mmray.storage.paths import to_path
 from mmray.storage.storage import Storage
@@ -152,6 +153,19 @@ def test_leaked_pairs_are_shown_side_by_side(quarantined):
     assert page.count('alt="its duplicate"') == 1 and page.count('alt="the row"') == 2
     assert "3 bits</span>" in page and "&lt;i&gt;k8&lt;/i&gt;" in page
     assert "k10" not in page  # no images
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.0001, 0.01, [0.0001, 0.001, 0.01]),
+        (12, 130, [20, 50, 100]),
+        (30, 55, [30, 40, 50]),
+        (31, 39, [31, 39]),
+    ],
+)
+def test_logarithmic_axis_has_round_ticks(low, high, ticks):
+    assert log_ticks(low, high) == pytest.approx(ticks)
 
 
 def test_sweep_page_has_all_sections(tmp_path):
