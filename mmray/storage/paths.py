@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -96,17 +96,9 @@ class RemotePath:
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
         self.write_bytes(text.encode(encoding))
 
-    def download(self, file: Path) -> None:
-        """Copy the object to a local file."""
-        _copy(lambda: self.storage.open(self.relative), lambda: file.open("wb"))
-
-    def upload(self, file: Path) -> None:
-        """Write the object from a local file."""
-        _copy(lambda: file.open("rb"), lambda: self.storage.open_output(self.relative))
-
-    def copy(self, other: RemotePath) -> None:
-        """Write another object with the same bytes."""
-        _copy(lambda: self.storage.open(self.relative), lambda: other.storage.open_output(other.relative))
+    def open(self, mode: str) -> Any:
+        """Open the object, `rb` or `wb`, as a context manager."""
+        return self.storage.open(self.relative) if mode == "rb" else self.storage.open_output(self.relative)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing, because stores have no folders."""
@@ -122,17 +114,17 @@ class RemotePath:
         return with_retries(lambda: self.storage.filesystem[0].get_file_info(self.fs_path))
 
 
-def _copy(open_source: Callable[[], Any], open_target: Callable[[], Any]) -> None:
+AnyPath = Path | RemotePath
+
+
+def copy_file(source: AnyPath, target: AnyPath) -> None:
     """Copy with retries, as streams: pyarrow's copy_files drops the last error, and S3's copies are limited to 5 GB."""
 
     def copy() -> None:
-        with open_source() as source, open_target() as target:
-            shutil.copyfileobj(source, target, CHUNK_BYTES)
+        with source.open("rb") as reader, target.open("wb") as writer:
+            shutil.copyfileobj(reader, writer, CHUNK_BYTES)
 
     with_retries(copy)
-
-
-AnyPath = Path | RemotePath
 
 
 def to_path(address: str | AnyPath) -> AnyPath:
@@ -167,7 +159,7 @@ def local_copy(path: AnyPath) -> Iterator[Path]:
         yield path
         return
     with temp_dir() as folder:
-        path.download(folder / path.name)
+        copy_file(path, folder / path.name)
         yield folder / path.name
 
 
@@ -182,12 +174,12 @@ def staged_upload(path: AnyPath, names: Sequence[str]) -> Iterator[Path]:
         yield folder
         *first, last = names
         for name in first:
-            (path / name).upload(folder / name)
+            copy_file(folder / name, path / name)
         for name in first:
             size, expected = (path / name).stat().st_size, (folder / name).stat().st_size
             if size != expected:
                 raise OSError(f"{path / name} has {size:,} bytes after its upload, expected {expected:,}")
-        (path / last).upload(folder / last)
+        copy_file(folder / last, path / last)
 
 
 def remove_tree(path: AnyPath) -> None:
@@ -206,7 +198,7 @@ def move_tree(path: AnyPath, target: AnyPath) -> None:
     remove_tree(target)
     if isinstance(path, RemotePath) and isinstance(target, RemotePath):
         for file in path.iterdir():
-            file.copy(target / file.name)
+            copy_file(file, target / file.name)
         remove_tree(path)
     elif isinstance(path, Path) and isinstance(target, Path):
         path.rename(target)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmray.storage.paths import to_path
+from mmray.storage.paths import copy_file, to_path
 from mmray.storage.storage import Storage
 from mmray.train.driver import train
 from mmray.train.evaluate_export import evaluate_run, export_run
@@ -35,7 +35,7 @@ def copied(run, folder):
     files = ("shard-1-of-1.safetensors", "state.json", "SHA256SUMS")
     for name in ("metrics.jsonl", *(f"checkpoints/step-{STEPS}/{file}" for file in files)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        to_path(f"{run}/{name}").download(folder / name)
+        copy_file(to_path(f"{run}/{name}"), folder / name)
     return folder
 
 

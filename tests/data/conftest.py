@@ -7,7 +7,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs
 
 from mmray.data.prepare import pipeline
-from mmray.data.prepare.pack import pack_chunk
 from mmray.storage import storage
 
 
@@ -36,12 +35,12 @@ def in_process(monkeypatch):
     """Pack without Ray; the fixture lists the chunks that were packed."""
     packed = []
 
-    def run(job, chunks):
-        for chunk in chunks:
-            packed.append(chunk.index)
-            yield pack_chunk(job, chunk)
+    def run(work, items):
+        for item in items:
+            packed.append(item["index"])
+            yield work(item)
 
-    monkeypatch.setattr(pipeline, "pack_chunks", run)
+    monkeypatch.setattr(pipeline, "map_tasks", run)
     return packed
 
 

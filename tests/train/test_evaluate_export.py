@@ -54,7 +54,7 @@ def test_ema_weights_are_used_if_present(tmp_path: Path, ema: float) -> None:
 
 
 def test_default_set_is_what_the_run_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare_module, "pack_chunks", run_here)
+    monkeypatch.setattr(prepare_module, "map_tasks", run_here)
     monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: False)
     monkeypatch.chdir(tmp_path)
     trained_on = make_set(tmp_path / "set", [row(number) for number in range(6)], [row(number) for number in (7, 8)])

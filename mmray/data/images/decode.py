@@ -25,15 +25,8 @@ WHITE = (255, 255, 255)
 _EXIF_ORIENTATION = 0x0112
 # EXIF orientation -> transposition to upright. ImageOps.exif_transpose is not used: it raises for damaged EXIF, and
 # rewrites the EXIF block after the rotation.
-_TRANSPOSE = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_MOVES = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+_TRANSPOSE = {orientation: Image.Transpose[name] for orientation, name in enumerate(_MOVES, 2)}
 _MAGIC = {b"\xff\xd8\xff": "JPEG", b"\x89PNG\r\n\x1a\n": "PNG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
 # PNG raw mode -> factor from the transparent gray value in the file to the value in Pillow's pixels.
 _GRAY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -253,8 +253,9 @@ def _pack(
         else:
             done.append(chunk.index)
             rows, bad = rows + before.num_rows, bad + before.num_bad
-    with closing(pack_chunks(job, todo)) as results:  # an error in `progress` also stops the job
-        for index, num_rows, num_bad in chain([(None, 0, 0)], results):
+    tasks = map_tasks(partial(_pack_task, job=job), [asdict(chunk) for chunk in todo])
+    with closing(tasks):  # an error in `progress` also stops the job
+        for index, num_rows, num_bad in chain([(None, 0, 0)], (result["chunk"] for result in tasks)):
             done += [] if index is None else [index]
             rows, bad = rows + num_rows, bad + num_bad
             # an estimate, if the total is unknown
@@ -263,14 +264,6 @@ def _pack(
             if total is not None and bad > assemble.max_bad_rows(max_bad_fraction, total):
                 return sorted(done), rows, True
     return sorted(done), rows, False
-
-
-def pack_chunks(job: PrepareJob, chunks: list[SourceChunk]) -> Generator[tuple[int, int, int], None, None]:
-    """Yield (index, rows, bad rows) of each chunk, in order of completion."""
-    with closing(map_tasks(partial(_pack_task, job=job), [asdict(chunk) for chunk in chunks])) as results:
-        for result in results:
-            index, num_rows, num_bad = result["chunk"]
-            yield index, num_rows, num_bad
 
 
 def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:

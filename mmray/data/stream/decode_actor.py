@@ -8,13 +8,9 @@ import ray
 
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.order import BlockPlan
-from mmray.data.stream.reader import Block, RowReader
+from mmray.data.stream.reader import CRASH_NOTE, Block, RowReader
 
 CHECKED_BLOCKS = 8
-WORKER_DIED_MESSAGE = (
-    "a decode actor on {node} died and was restarted; its block is read again. If no image is named as the cause, the "
-    "node may have run out of memory: lower --data.workers or --data.block-mb"
-)
 
 
 class DecodeActor:
@@ -30,9 +26,8 @@ class DecodeActor:
         self.checked_blocks_left = CHECKED_BLOCKS if was_restarted else 0
         reader.subprocess_decoder = SubprocessDecoder() if was_restarted else None
         if was_restarted and coordinator is not None:
-            coordinator.push.remote(
-                {"note": WORKER_DIED_MESSAGE.format(node=ray.util.get_node_ip_address()), "label": "data"}
-            )
+            process = f"a decode actor on {ray.util.get_node_ip_address()}"
+            coordinator.push.remote({"note": CRASH_NOTE.format(process=process), "label": "data"})
 
     def __call__(self, batch: Block) -> Block:
         """Return the block with the number `batch["id"]`."""

@@ -6,16 +6,12 @@ from collections.abc import Callable, Generator
 
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.order import BlockPlan, ResumePoint
-from mmray.data.stream.reader import Block, RowReader
+from mmray.data.stream.reader import CRASH_NOTE, Block, RowReader
 from mmray.errors import ResourceError
 from mmray.processes import map_in_processes
 
 BLOCK_MB = 8.0  # at most: blocks are copied through a pipe, which a larger one would occupy for long
 MAX_CRASHES = 5
-CRASH_MESSAGE = (
-    "a data process died and was restarted; its blocks are read again. If no image is named as the cause, the machine "
-    "may have run out of memory: lower --data.workers or --data.block-mb"
-)
 
 
 class BlockReader:
@@ -42,7 +38,7 @@ def iter_local_blocks(
         crashes += 1
         if crashes > MAX_CRASHES:
             raise ResourceError(f"data processes died {crashes} times; the machine has probably run out of memory")
-        warn(CRASH_MESSAGE)
+        warn(CRASH_NOTE.format(process="a data process"))
 
     work, in_flight = BlockReader(reader, blocks), 2 * num_processes + 1
     return map_in_processes(work, range(blocks.count), min(num_processes, blocks.count), in_flight, on_crash)

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
 
 IMAGE_CACHE_MB = 256.0  # decoded images cached by a worker, if the full set fits and is not augmented
+CRASH_NOTE = (
+    "{process} died and was restarted; its blocks are read again. If no image is named as the cause, the machine may "
+    "have run out of memory: lower --data.workers or --data.block-mb"
+)
 Block = dict[str, np.ndarray]
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from mmray.errors import StorageError, TrainingError
-from mmray.storage.paths import AnyPath, RemotePath, temp_dir, write_atomic
+from mmray.storage.paths import AnyPath, RemotePath, copy_file, temp_dir, write_atomic
 
 Metrics = dict[str, Any]
 METRICS = "metrics.jsonl"
@@ -182,7 +182,7 @@ class LogUploader:
         self._temporary = ExitStack()
         self.local_folder = self._temporary.enter_context(temp_dir())
         if (folder / METRICS).exists():
-            (folder / METRICS).download(self.local_folder / METRICS)
+            copy_file(folder / METRICS, self.local_folder / METRICS)
         self._thread = threading.Thread(target=self._upload_loop, name="mmray-uploader", daemon=True)
         self._thread.start()
 
@@ -196,7 +196,7 @@ class LogUploader:
             for file in sorted(path for path in files if not path.name.startswith(".")):  # these are being written
                 state = (file.stat().st_size, file.stat().st_mtime_ns)
                 if self._uploaded.get(file) != state:
-                    (self._folder / file.relative_to(self.local_folder).as_posix()).upload(file)
+                    copy_file(file, self._folder / file.relative_to(self.local_folder).as_posix())
                     self._uploaded[file] = state
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ def outcomes(tmp_path_factory):
 def faults_of(source, out):
     """Stage and reason of the quarantined rows by location; all other rows are kept."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, "pack_chunks", run_here)
+        patch.setattr(prepare_module, "map_tasks", run_here)
         settings = Prepare(max_bad_fraction=1.0, vocab_size=0, duplicates="keep")
         manifest = prepare(str(source), str(out), settings)
     faults = quarantine(out)

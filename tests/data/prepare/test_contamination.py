@@ -32,7 +32,7 @@ def in_process(monkeypatch):
         hashed.extend(item["shard"]["file"] for item in items)
         yield from map(work, items)
 
-    monkeypatch.setattr(prepare_module, "pack_chunks", run_here)
+    monkeypatch.setattr(prepare_module, "map_tasks", run_here)
     monkeypatch.setattr(contamination, "map_tasks", tasks)
     return hashed
 

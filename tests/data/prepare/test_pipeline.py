@@ -34,8 +34,8 @@ from tests.made import encode
 LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=4, vocab_size=100)
 
 
-def run_here(job, chunks):
-    yield from (pack_chunk(job, chunk) for chunk in chunks)
+def run_here(work, items):
+    yield from map(work, items)
 
 
 @pytest.fixture
@@ -331,12 +331,12 @@ def test_another_source_does_not_replace_a_set(tmp_path, in_process, run):
 def test_concurrent_prepare_is_refused(tmp_path, in_process, monkeypatch, run):
     make_source(tmp_path / "raw", 8)
 
-    def meanwhile(job, chunks):
+    def meanwhile(work, items):
         with pytest.raises(UsageError, match=f"being prepared by process {os.getpid()} on"):
             run()
-        return run_here(job, chunks)
+        return run_here(work, items)
 
-    monkeypatch.setattr(prepare_module, "pack_chunks", meanwhile)
+    monkeypatch.setattr(prepare_module, "map_tasks", meanwhile)
     assert run().num_rows == 8
 
 
