@@ -55,6 +55,7 @@ def ray_session(
 ) -> Iterator[None]:
     """Connect to Ray, or start it here; runs `while_starting`, which must not import Ray, in a thread meanwhile."""
     import ray.data  # here: `mmray --help` must not import Ray
+    import ray.exceptions
 
     from mmray.cluster.placement import set_data_placement
     from mmray.cluster.ray_internals import ENVIRONMENT
@@ -82,6 +83,10 @@ def ray_session(
             logging.getLogger(name).setLevel(logging.ERROR)
         set_data_placement(cluster_config)
         yield
+    except ray.exceptions.RayTaskError:  # also a RayError; the task has a bug
+        raise
+    except ray.exceptions.RayError as error:
+        raise ResourceError(f"Ray failed: {error}. Check `ray status`, and rerun the same command to resume") from error
     finally:
         ray.shutdown()
 

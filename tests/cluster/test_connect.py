@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import ray.exceptions
 from ray._private.worker import _merge_runtime_env
 
 from mmray.cluster import connect
@@ -48,6 +49,20 @@ def test_environment_of_submitted_job_is_kept(monkeypatch):
     merged = _merge_runtime_env({"env_vars": job}, arguments["runtime_env"], override=override)
     assert merged["env_vars"].items() >= job.items()
     assert merged["env_vars"]["RAY_TRAIN_ENABLE_PRINT_PATCH"] == "0"
+
+
+def test_error_of_ray_outside_a_task_names_ray(monkeypatch):
+    """For example the head ends while nodes are counted; an error inside a task is a bug and keeps its type."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr(connect, "_start", lambda *_: None)
+    monkeypatch.setattr("mmray.cluster.placement.set_data_placement", lambda _: None)
+    for error, expected in (
+        (ray.exceptions.RaySystemError("the head does not answer"), ResourceError),
+        (ray.exceptions.RayTaskError("work", "traceback", ValueError("x")), ray.exceptions.RayTaskError),
+    ):
+        with pytest.raises(expected), connect.ray_session(Cluster()):
+            raise error
 
 
 STARTED = """
