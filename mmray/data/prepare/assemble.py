@@ -9,7 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -60,34 +60,6 @@ def first_occurrence(values: np.ndarray) -> np.ndarray:
     return out
 
 
-def match_duplicates(
-    keys: np.ndarray,
-    images: np.ndarray,
-    rows: np.ndarray,
-    texts: np.ndarray,
-    rule: Literal["image", "row", "text", "keep"],
-    held_out: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each row the kept row that it duplicates, int64 [N], -1 for none, and the index in REASONS, uint8 [N].
-
-    Arguments are digests [N, 2] in source order (of keys, images, images with captions, captions) and which rows are in
-    a held-out split, bool [N]. Of equal rows a held-out one is kept, otherwise the earliest. A duplicate key is an
-    error under each rule, and no row is a duplicate of such a row.
-    """
-    duplicate_of = first_occurrence(keys)
-    reason = np.where(duplicate_of != NO_ROW, SAME_KEY, 0).astype(np.uint8)
-    unique = np.flatnonzero(duplicate_of == NO_ROW)
-    unique = unique[np.argsort(~held_out[unique], kind="stable")]
-    first, reason_code = np.full(len(unique), NO_ROW), np.full(len(unique), SAME_CONTENT, np.uint8)
-    if rule == "text":
-        first, reason_code = _first_kept_occurrence(images[unique], texts[unique])
-    elif rule != "keep":
-        first = first_occurrence((images if rule == "image" else rows)[unique])
-    repeats = first != NO_ROW
-    duplicate_of[unique[repeats]], reason[unique[repeats]] = unique[first[repeats]], reason_code[repeats]
-    return duplicate_of, reason
-
-
 def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the earlier kept row with the same image, otherwise the one with the same captions, and which it is.
 
@@ -111,8 +83,8 @@ def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.nd
 class DedupResult:
     """Duplicate rows, and contaminated rows that are dropped."""
 
-    duplicate_of: np.ndarray  # see match_duplicates
-    reason: np.ndarray
+    duplicate_of: np.ndarray  # int64 [N]: the kept row that each row duplicates, or NO_ROW
+    reason: np.ndarray  # uint8 [N]: index in REASONS
     num_same_text: int = 0  # kept rows with the captions of an earlier one
     contaminated: dict[int, str] = field(default_factory=dict)  # row -> detail in the quarantine
 
@@ -124,45 +96,84 @@ class DedupResult:
         return dropped
 
 
-def find_duplicates(out: Storage, chunks: Sequence[int], rule: Any) -> DedupResult:
-    """Find duplicates in the rows of these chunks, in source order."""
+@dataclass(frozen=True)
+class PackedRows:
+    """Columns of the rows of all chunks in source order: digests uint64 [N, 2], and their shards."""
+
+    keys: np.ndarray
+    images: np.ndarray
+    rows: np.ndarray  # images with captions
+    texts: np.ndarray
+    shard_of: np.ndarray  # int32 [N]: index in `shards`
+    shards: list[Shard]
+
+    @cached_property
+    def by_shard(self) -> np.ndarray:
+        """The row numbers [N] in the order in which the shards store them."""
+        return np.argsort(self.shard_of, kind="stable")
+
+
+def read_packed_rows(out: Storage, chunks: Sequence[int]) -> PackedRows:
+    """Read the columns of the rows of these chunks."""
     columns: list[tuple[np.ndarray, ...]] = []
+    shards: list[Shard] = []
     for _, record in iter_chunk_records(out, chunks):
         rows = record["rows"]
         hashes = [hashlib.blake2b(key.encode(), digest_size=16).hexdigest() for key in rows["key"]]
         digests = map(parse_digests, (hashes, rows["image_digest"], rows["row_digest"], rows["text_digest"]))
-        held_out = [record["shards"][shard]["split"] in HELD_OUT_SPLITS for shard in rows["shard"]]
-        columns.append((*digests, np.array(held_out, bool)))
-    keys, images, rows, texts, held_out_rows = (np.concatenate(column) for column in zip(*columns, strict=True))
-    result = DedupResult(*match_duplicates(keys, images, rows, texts, rule, held_out_rows))
-    return replace(result, num_same_text=int((first_occurrence(texts[~result.dropped]) != NO_ROW).sum()))
+        columns.append((*digests, np.array(rows["shard"], np.int32) + len(shards)))
+        shards += map(Shard.from_json, record["shards"])
+    keys, images, texted, texts, shard_of = (np.concatenate(column) for column in zip(*columns, strict=True))
+    return PackedRows(keys, images, texted, texts, shard_of, shards)
+
+
+def find_duplicates(packed: PackedRows, rule: Literal["image", "row", "text", "keep"]) -> DedupResult:
+    """Find the rows that repeat another one: of equal rows a held-out one is kept, otherwise the earliest.
+
+    A duplicate key is an error under each rule, and no row is a duplicate of such a row.
+    """
+    duplicate_of = first_occurrence(packed.keys)
+    reason = np.where(duplicate_of != NO_ROW, SAME_KEY, 0).astype(np.uint8)
+    unique = np.flatnonzero(duplicate_of == NO_ROW)
+    held_out = np.array([shard.split in HELD_OUT_SPLITS for shard in packed.shards], bool)
+    unique = unique[np.argsort(~held_out[packed.shard_of[unique]], kind="stable")]
+    first, reason_code = np.full(len(unique), NO_ROW), np.full(len(unique), SAME_CONTENT, np.uint8)
+    if rule == "text":
+        first, reason_code = _first_kept_occurrence(packed.images[unique], packed.texts[unique])
+    elif rule != "keep":
+        first = first_occurrence((packed.images if rule == "image" else packed.rows)[unique])
+    repeats = first != NO_ROW
+    duplicate_of[unique[repeats]], reason[unique[repeats]] = unique[first[repeats]], reason_code[repeats]
+    result = DedupResult(duplicate_of, reason)
+    return replace(result, num_same_text=int((first_occurrence(packed.texts[~result.dropped]) != NO_ROW).sum()))
 
 
 @dataclass
 class PrepareResult:
     """The shards with their dropped rows; counts by quarantine reason, with an example; kept rows by language."""
 
-    shards: list[Shard] = field(default_factory=list)
+    shards: list[Shard]
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     languages: Counter[str] = field(default_factory=Counter)
 
 
-def quarantine_rows(out: Storage, chunks: Sequence[int], dedup: DedupResult) -> PrepareResult:
+def quarantine_rows(out: Storage, chunks: Sequence[int], packed: PackedRows, dedup: DedupResult) -> PrepareResult:
     """Write bad and dropped rows to quarantine.jsonl, in source order; return the shards without the dropped rows."""
-    result, dropped = PrepareResult(), dedup.dropped
-    wanted = set(dedup.duplicate_of[dedup.duplicate_of != NO_ROW].tolist())
-    originals: dict[int, tuple[str, str | None]] = {}  # key and split
-    for start, record in iter_chunk_records(out, chunks if wanted else ()):
-        for row, (key, shard) in enumerate(zip(record["rows"]["key"], record["rows"]["shard"], strict=True), start):
-            if row in wanted:
-                originals[row] = (key, record["shards"][shard]["split"])
+    dropped = dedup.dropped
+    result = PrepareResult(list(_drop_rows(packed, dropped)))
+    wanted = np.unique(dedup.duplicate_of[dedup.duplicate_of != NO_ROW])
+    originals: dict[int, str] = {}  # key by row
+    for start, record in iter_chunk_records(out, chunks if wanted.size else ()):
+        names = record["rows"]["key"]
+        first, last = np.searchsorted(wanted, (start, start + len(names)))
+        originals |= {row: names[row - start] for row in wanted[first:last].tolist()}
     with out.open_output(QUARANTINE) as file:
         for start, record in iter_chunk_records(out, chunks):
-            rows, shards, entries = record["rows"], [*map(Shard.from_json, record["shards"])], record["bad_rows"]
-            drops, shard_of = dropped[start : start + len(rows["key"])], np.asarray(rows["shard"], np.int64)
+            rows, entries = record["rows"], record["bad_rows"]
+            drops = dropped[start : start + len(rows["key"])]
             for index in np.flatnonzero(drops).tolist():
-                reason = _drop_reason(dedup, start + index, shards[shard_of[index]].split, originals)
+                reason = _drop_reason(packed, dedup, start + index, originals)
                 names = {"line": "line", "key": "key", "source": "location"}
                 entries.append({name: rows[column][index] for name, column in names.items()} | reason)
             for entry in sorted(entries, key=lambda entry: entry["line"]):
@@ -170,22 +181,26 @@ def quarantine_rows(out: Storage, chunks: Sequence[int], dedup: DedupResult) -> 
                 file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
                 result.reasons[entry["reason"]] += 1
                 result.examples.setdefault(entry["reason"], f"{entry['source']}: {entry['detail'][:160]}")
-            for number, shard in enumerate(shards):
-                in_shard = np.flatnonzero(drops[shard_of == number])
-                result.shards.append(replace(shard, dropped=tuple(in_shard.tolist())))
             languages = zip(rows["language"], drops, strict=True)
             result.languages.update(name for name, is_dropped in languages if name and not is_dropped)
     return result
 
 
-def _drop_reason(
-    dedup: DedupResult, row: int, split: str | None, originals: dict[int, tuple[str, str | None]]
-) -> dict[str, str]:
+def _drop_rows(packed: PackedRows, dropped: np.ndarray) -> Iterator[Shard]:
+    """Yield the shards without the rows that are `dropped` [N]."""
+    in_shards, end = dropped[packed.by_shard], 0
+    for shard in packed.shards:
+        start, end = end, end + shard.num_rows
+        yield replace(shard, dropped=tuple(np.flatnonzero(in_shards[start:end]).tolist()))
+
+
+def _drop_reason(packed: PackedRows, dedup: DedupResult, row: int, originals: dict[int, str]) -> dict[str, str]:
     """Return the quarantine entry of a packed row: why it is dropped."""
-    if dedup.duplicate_of[row] == NO_ROW:
+    original, reason = int(dedup.duplicate_of[row]), int(dedup.reason[row])
+    if original == NO_ROW:
         return {"stage": "leakage", "reason": OVERLAP, "detail": dedup.contaminated[row]}
-    key, original_split = originals[int(dedup.duplicate_of[row])]
-    reason = int(dedup.reason[row])
+    key = originals[original]
+    split, original_split = (packed.shards[packed.shard_of[each]].split for each in (row, original))
     detail = ("", "an earlier row has this id", f"duplicate of row {key}", f"same captions as row {key}")[reason]
     if reason != SAME_KEY and split != original_split:
         detail += f" (in split {original_split})"

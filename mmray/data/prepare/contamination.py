@@ -25,7 +25,7 @@ from PIL import Image
 from mmray.data.formats.rows import HELD_OUT_SPLITS, BadRow
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
-from mmray.data.prepare.assemble import NO_ROW, DedupResult, first_occurrence, iter_chunk_records
+from mmray.data.prepare.assemble import NO_ROW, DedupResult, PackedRows, first_occurrence
 from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
 from mmray.data.store.manifest import Manifest, Shard
 from mmray.data.store.prepared_set import PreparedSet, read_each
@@ -77,7 +77,7 @@ def validate(settings: Prepare, out: str) -> None:
 
 def check_contamination(
     out: Storage,
-    chunks: Sequence[int],
+    packed: PackedRows,
     image_folder: str,
     dedup: DedupResult,
     settings: Prepare,
@@ -85,23 +85,14 @@ def check_contamination(
 ) -> tuple[dict[int, str], dict[str, Any]]:
     """Write leaks.jsonl; return {row: description} of the contaminated rows, and the summary for the manifest.
 
-    `image_folder` is that of an index-only set's source. `on_rows` gets the hashed rows and their total. Raises
+    `image_folder` is that of the source. `on_rows` gets the hashed rows and their total. Raises
     DataError, or ResourceError if tasks die.
     """
     others = [PreparedSet.open(address) for address in settings.check_contamination]
-    shards: list[Shard] = []
-    splits: list[str | None] = []
-    shard_rows = [np.zeros(0, np.int64)]  # row in the shards of each row of the source
-    for start, record in iter_chunk_records(out, chunks):
-        shard_of = np.asarray(record["rows"]["shard"], np.int64)
-        shards += map(Shard.from_json, record["shards"])
-        splits += [record["shards"][number]["split"] for number in shard_of]
-        shard_rows.append(np.empty_like(shard_of))
-        shard_rows[-1][np.argsort(shard_of, kind="stable")] = np.arange(start, start + len(shard_of))
-    shard_row_of = np.concatenate(shard_rows)
-    own = _undeduplicated_set(
-        out.address, image_folder, shards, {"index_only": settings.index_only, "check": settings.check}
-    )
+    splits = [packed.shards[number].split for number in packed.shard_of]
+    shard_row_of = np.argsort(packed.by_shard)  # row in the shards of each row of the source
+    checks = {"index_only": settings.index_only, "check": settings.check}
+    own = _undeduplicated_set(out.address, image_folder, packed.shards, checks)
     _hash_shards(out, [own, *others], settings, on_rows)
     use_phash = settings.phash_distance >= 0
     own_hashes = _load_hashes(out, own, use_phash)[shard_row_of]

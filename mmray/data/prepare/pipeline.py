@@ -147,15 +147,15 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     if not total:
         raise DataError(f"{source_path} has no rows (it was read as {source.title}; --format sets another format)")
     progress(PrepareProgress("deduplicate", total, total))
-    dedup = assemble.find_duplicates(out, done, settings.duplicates)
+    packed = assemble.read_packed_rows(out, done)
+    dedup = assemble.find_duplicates(packed, settings.duplicates)
     leakage: dict[str, Any] = {}
     if contamination.is_enabled(settings) and not is_over_limit:
-        folder = job.source.address if settings.index_only else ""
         contaminated, leakage = contamination.check_contamination(
-            out, done, folder, dedup, settings, lambda rows, all_rows: progress(PrepareProgress("hash", rows, all_rows))
+            out, packed, job.source.address, dedup, settings, lambda *rows: progress(PrepareProgress("hash", *rows))
         )
         dedup = replace(dedup, contaminated=contaminated) if settings.drop_overlap else dedup
-    result = assemble.quarantine_rows(out, done, dedup)
+    result = assemble.quarantine_rows(out, done, packed, dedup)
     num_rows, num_bad = sum(shard.num_kept for shard in result.shards), result.reasons.total()
     assemble.check_bad_rows(source_path, out, num_rows + num_bad, total, result, settings.max_bad_fraction)
     progress(PrepareProgress("tokenize", num_rows + num_bad, total, num_bad))
