@@ -91,11 +91,11 @@ def parse_args(
 
 
 def require_positive(command: Any, *names: str) -> None:
-    """Raise UsageError if one of these numbers of the command is below 1."""
+    """Raise UsageError if one of these numbers of the command is not above 0."""
     for name in names:
         value = getattr(command, name, None)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name}: must be at least 1 (got {value})")
+        if value is not None and value <= 0:
+            raise UsageError(f"--{name.replace('_', '-')}: must be above 0 (got {value})")
 
 
 def write_json(file: str | None, value: dict[str, Any]) -> None:

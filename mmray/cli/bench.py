@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from rich.table import Table
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from mmray.cli.args import parse_args, require_positive, write_json
 from mmray.cli.console import Terminal, rows_table
@@ -22,7 +22,7 @@ class StepCommand:
     `bare` has the settings of the recipe, `best` those that are fastest on this device, with the whole batch at once.
     """
 
-    recipe: Positional[str] = "sample"
+    recipe: Positional[Annotated[str, arg(metavar="[RECIPE]")]] = "sample"
     """Recipe whose model and batch are used."""
     pairs: int = 10
     """Rounds of timed windows, one per loop, in alternating order (A B C C B A)."""
@@ -58,7 +58,7 @@ class LoaderCommand:
 class StrategiesCommand:
     """Compare every parallel strategy and precision that this machine supports, on one model and global batch."""
 
-    recipe: Positional[str] = "sample"
+    recipe: Positional[Annotated[str, arg(metavar="[RECIPE]")]] = "sample"
     """Recipe whose model and batch are used."""
     steps: int = 10
     """Timed steps, after 3 warm-up steps."""
@@ -79,7 +79,7 @@ def bench(argv: Sequence[str], terminal: Terminal) -> int:
         raise UsageError(f"unknown benchmark `{what}`; {suggest(what, BENCHES)}")
     command_type, run = BENCHES[what]
     command = parse_args(command_type, rest, f"mmray bench {what}")
-    require_positive(command, "pairs", "images", "rounds", "steps")
+    require_positive(command, "pairs", "images", "rounds", "steps", "window_s", "block_mb", "gpu_rate")
     with terminal.progress("measuring"):
         result, table = run(command, terminal)
     machine = result["machine"]

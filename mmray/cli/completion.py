@@ -52,7 +52,7 @@ complete -o default -F _mmray mmray
 def completion_script(shell: str, commands: Iterable[str]) -> str:
     """Return the script for bash or zsh. Raises UsageError."""
     if shell not in SHELLS:
-        raise UsageError(f"--print-completion {shell}: unknown shell; {suggest(shell, SHELLS)}")
+        raise UsageError(f"--print-completion: unknown shell `{shell}`; {suggest(shell, SHELLS)}")
     cases = []
     for command, kinds in SETTINGS.items():
         own = {flag for kind in kinds for flag in _flags(kind)} | {"--help"}

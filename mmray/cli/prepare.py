@@ -22,9 +22,7 @@ class PrepareCommand:
     """Validate, deduplicate and pack image-text rows into a set that any run can use."""
 
     source: SourcePath
-    """A file or folder: JSON lines, CSV, TSV, Parquet, WebDataset tars, a folder per class, image files with
-    text files of the same name, or a saved Hugging Face dataset. COCO: one document, or captions.json,instances.json
-    of the same images. The format is detected."""
+    """JSON lines, CSV, TSV, Parquet, tars, class folders, images with texts, COCO or a saved dataset; detected."""
     out: OutPath
     """Folder of the prepared set; the same command again resumes, or adds new rows."""
     settings: OmitArgPrefixes[Prepare] = field(default_factory=Prepare)

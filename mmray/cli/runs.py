@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from mmray.cli.args import parse_args, write_json
 from mmray.cli.console import Terminal, rows_table
@@ -21,7 +21,7 @@ class RunsCommand:
     recall@1, or the lowest loss of a generative model; of a sweep, the recommended trial's value of its goal.
     """
 
-    folder: Positional[str] = "runs"
+    folder: Positional[Annotated[str, arg(metavar="[FOLDER]")]] = "runs"
     """Folder (or address, s3://...) of the runs, as in run.storage; for the trials of a sweep, runs/NAME/trials."""
     json: str | None = None
     """Write the list to this JSON file; `-`: print it instead of the table."""

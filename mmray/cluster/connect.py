@@ -134,7 +134,7 @@ def check_reachable(address: str) -> None:
     except OSError as error:
         raise ResourceError(
             f"no response from Ray at {address} ({error}). Check that the head is running (`ray status` there), that "
-            "its port (6379 by default) is reachable, and the address (--cluster.address or RAY_ADDRESS)"
+            "its port (6379 by default) is reachable, and the address (--address, --cluster.address or RAY_ADDRESS)"
         ) from None
 
 

@@ -73,7 +73,7 @@ class Prepare(Section, settings_prefix="prepare"):
     check: Literal["full", "header", "none"] = Field("full", description="Validate images fully, by header, or not.")
     index_only: bool = Field(False, description="Index the images in the source, which must stay, instead of copying.")
     check_contamination: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = Field(
-        (), description="Count rows whose image is also in this prepared set, such as a benchmark (repeatable)."
+        (), description="Count rows whose image is also in this prepared set, such as a benchmark."
     )
     phash_distance: int = Field(
         7, ge=-1, le=31, description="Maximum distance of near-duplicates' 256-bit perceptual hashes; -1: exact only."
