@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -196,15 +196,16 @@ def check_data_capacity(cluster_config: Cluster) -> None:
         )
 
 
+def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Start a Ray task on the node with this ID, without CPUs and without retries; return its reference."""
+    affinity = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=affinity).remote(*args)
+
+
 def actor_states(class_name: str, timeout_s: float = 5.0) -> list[str]:
     """Return the state of each of this job's actors: of its process (psutil's), with the node, otherwise Ray's."""
-    read = ray.remote(num_cpus=0, max_retries=0)(process_state)
     actors = actors_of_job(class_name)
-    tasks = {
-        read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pid): node
-        for state, node, pid in actors
-        if state == "ALIVE"
-    }
+    tasks = {run_on_node(node, process_state, pid): node for state, node, pid in actors if state == "ALIVE"}
     done, pending = ray.wait(list(tasks), num_returns=len(tasks), timeout=timeout_s) if tasks else ([], [])
     states = [f"{ray.get(task)} on node {tasks[task][:8]}" for task in done]
     states += [f"on node {tasks[task][:8]}, which does not answer" for task in pending]
@@ -220,11 +221,7 @@ def process_state(pid: int) -> str:
 
 def kill_processes(processes: Iterable[tuple[str, int, float]], timeout_s: float = 10.0) -> None:
     """Send SIGKILL to processes (node ID, PID, start time in epoch seconds); skips unreachable nodes."""
-    kill = ray.remote(num_cpus=0, max_retries=0)(kill_process)
-    tasks = [
-        kill.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pid, started_s)
-        for node, pid, started_s in processes
-    ]
+    tasks = [run_on_node(node, kill_process, pid, started_s) for node, pid, started_s in processes]
     ray.wait(tasks, num_returns=len(tasks), timeout=timeout_s)
 
 

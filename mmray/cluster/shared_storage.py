@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.cluster import ray_internals
 from mmray.cluster.capacity import NODE_ID, Node
+from mmray.cluster.placement import run_on_node
 from mmray.errors import ResourceError, UsageError
 from mmray.storage.storage import Storage
 
@@ -41,12 +40,8 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
     except OSError as error:
         hint = CREDENTIALS if "://" in storage else "Make it writable, or choose another --run.storage."
         raise ResourceError(f"run.storage {storage} is not writable: {error}. {hint}") from error
-    probe: Any = ray.remote(num_cpus=0, max_retries=0)(_read_and_write)
-    tasks = {}
-    for node in nodes:
-        node_id = str((node.labels or {})[NODE_ID])
-        affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        tasks[node_id] = probe.options(scheduling_strategy=affinity).remote(storage, folder, node_id)
+    node_ids = [str((node.labels or {})[NODE_ID]) for node in nodes]
+    tasks = {node_id: run_on_node(node_id, _read_and_write, storage, folder, node_id) for node_id in node_ids}
     faults = []
     try:
         if tasks:

@@ -43,7 +43,6 @@ def lines_of(place, name, chunks):
     return [(line, data) for chunk in chunks for line, _, data in Lines(place, name, {}).records(chunk)]
 
 
-@settings(deadline=None)
 @given(
     lines=st.lists(st.sampled_from([b"", b"  ", b"{}", b'{"a":1}', b"x" * 40, b"\r"]), max_size=30),
     last=st.sampled_from([b"", b"{}", b"\n"]),
