@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
@@ -20,8 +19,6 @@ from pyarrow import fs
 from mmray.storage.storage import Storage, with_retries
 
 CHUNK_BYTES = 8 << 20
-TEMP_DIR_PREFIX = "mmray-transfer-"  # temporary folders of uploads and downloads
-STALE_AFTER_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -229,22 +226,6 @@ def _line_folder(path: RemotePath) -> RemotePath:
 
 @contextmanager
 def temp_dir() -> Iterator[Path]:
-    """Yield a local folder that is deleted after the block, or by a call a day after this process was killed."""
-    with tempfile.TemporaryDirectory(prefix=TEMP_DIR_PREFIX) as name, _locked(Path(name)):
-        for old in Path(name).parent.glob(f"{TEMP_DIR_PREFIX}*"):
-            with suppress(OSError):  # in use, just deleted, or owned by another user
-                if time.time() - old.stat().st_mtime > STALE_AFTER_S:
-                    with _locked(old):
-                        shutil.rmtree(old)
+    """Yield a local folder that is deleted after the block."""
+    with tempfile.TemporaryDirectory(prefix="mmray-") as name:
         yield Path(name)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder, until the end of the block or of this process. Raises OSError if it is locked, or a link."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)

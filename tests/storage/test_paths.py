@@ -1,8 +1,6 @@
 """Remote paths and file operations on an object store: pathlib interface, whole objects, retries."""
 
-import os
 import socket
-import tempfile
 
 import pytest
 
@@ -11,7 +9,7 @@ from mmray.cli.console import Terminal
 from mmray.cluster import connect
 from mmray.config import Run
 from mmray.errors import UsageError
-from mmray.storage import paths, storage
+from mmray.storage import storage
 from mmray.storage.paths import (
     RemotePath,
     append_line,
@@ -157,17 +155,3 @@ def test_prepare_of_an_unknown_scheme_connects_to_nothing(capfd, monkeypatch):
             assert f"{address} cannot be opened: use a local path" in " ".join(capfd.readouterr().err.split())
         with pytest.raises(BlockingIOError):
             server.accept()
-
-
-def test_temp_dir_in_use_is_kept_and_that_of_a_dead_process_deleted(tmp_path, monkeypatch):
-    """A run on an object store keeps its log in one for days."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    old = tmp_path / f"{paths.TEMP_DIR_PREFIX}dead"
-    old.mkdir()
-    (tmp_path / f"{paths.TEMP_DIR_PREFIX}link").symlink_to(tmp_path, target_is_directory=True)
-    with paths.temp_dir() as used:
-        for folder in (old, used, tmp_path):
-            os.utime(folder, (0, 0))
-        with paths.temp_dir():
-            assert used.exists() and not old.exists() and tmp_path.exists()
-    assert not used.exists()
