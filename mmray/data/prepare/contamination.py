@@ -89,7 +89,6 @@ def check_contamination(
     DataError, or ResourceError if tasks die.
     """
     others = [PreparedSet.open(address) for address in settings.check_contamination]
-    splits = [packed.shards[number].split for number in packed.shard_of]
     shard_row_of = np.argsort(packed.by_shard)  # row in the shards of each row of the source
     checks = {"index_only": settings.index_only, "check": settings.check}
     own = _undeduplicated_set(out.address, image_folder, packed.shards, checks)
@@ -97,7 +96,7 @@ def check_contamination(
     use_phash = settings.phash_distance >= 0
     own_hashes = _load_hashes(out, own, use_phash)[shard_row_of]
     other_hashes = [_load_hashes(out, each, use_phash) for each in others]
-    contaminated = find_contaminated_rows(own_hashes, ~dedup.dropped, splits, other_hashes, settings.phash_distance)
+    contaminated = find_contaminated_rows(own_hashes, ~dedup.dropped, packed, other_hashes, settings.phash_distance)
     exact = sum(each.hamming_distance == EXACT for each in contaminated)
     names = (*settings.check_contamination, "splits")
     by_set = Counter(names[each.set_index] for each in contaminated)  # SAME_SET is the last index
@@ -134,7 +133,7 @@ def _load_hashes(out: Storage, prepared: PreparedSet, use_phash: bool) -> np.nda
 
 
 def find_contaminated_rows(
-    own: np.ndarray, kept: np.ndarray, splits: Sequence[str | None], others: Sequence[np.ndarray], phash_distance: int
+    own: np.ndarray, kept: np.ndarray, packed: PackedRows, others: Sequence[np.ndarray], phash_distance: int
 ) -> list[ContaminatedRow]:
     """Return the rows of `own` [N] that match a row of the sets `others` or of another split, in source order.
 
@@ -143,9 +142,9 @@ def find_contaminated_rows(
     """
     rows, is_contaminated = np.flatnonzero(kept), np.zeros(len(own), bool)
     # Held-out splits first, training last: the later row counts as contaminated.
-    used = {name or "train" for name in splits}
-    names = sorted(used, key=lambda name: (name == "train", name not in HELD_OUT_SPLITS, name))
-    priority = np.array([names.index(name or "train") for name in splits], np.int64)[rows]
+    splits = [shard.split or "train" for shard in packed.shards]
+    names = sorted(set(splits), key=lambda name: (name == "train", name not in HELD_OUT_SPLITS, name))
+    priority = np.array([names.index(name) for name in splits], np.int64)[packed.shard_of[rows]]
     # Each search: set index, rows to search for, and the rows and hashes to search in.
     in_others = ((number, rows, np.arange(len(hashes)), hashes) for number, hashes in enumerate(others))
     earlier_rows = (rows[priority < each] for each in range(1, len(names)))
