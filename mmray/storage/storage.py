@@ -46,7 +46,8 @@ class Storage:
             raise UsageError(f"{self.address.partition('?')[0].rpartition('@')[2]}: {CREDENTIALS_REFUSED}")
         scheme, separator, _ = self.address.partition("://")
         if not separator:  # absolute, because another process may have another working directory
-            object.__setattr__(self, "address", str(Path(self.address).expanduser().absolute()))
+            path = os.path.expanduser(self.address)  # noqa: PTH111 - Path's raises for a file named ~x
+            object.__setattr__(self, "address", str(Path(path).absolute()))
         elif scheme not in SCHEMES:  # the address may come from the manifest of somebody else's set
             raise UsageError(
                 f"{redact_url(self.address)} cannot be opened: use a local path or a URI with {', '.join(SCHEMES)}"

@@ -54,6 +54,7 @@ def test_address_may_have_spaces_and_non_ascii_letters():
 def test_file_uri_is_a_local_path(tmp_path):
     assert to_path(f"file://{tmp_path}/a%20b") == to_path(f"file://{tmp_path}/a b") == tmp_path / "a b"
     assert Storage(f"file://{tmp_path}/x") == Storage(str(tmp_path / "x"))
+    assert to_path("~backup.jsonl").name == "~backup.jsonl", "no user has this name"
 
 
 def test_options_stay_at_the_end_of_an_address():
