@@ -30,20 +30,20 @@ def map_in_processes(
     items: Iterable[Item],
     num_processes: int,
     max_in_flight: int,
-    on_crash: Callable[[], None],
+    on_crash: Callable[[int], None],
 ) -> Generator[Result, None, None]:
     """Yield `work(item, after_crash)` of each item, in order; `work` is pickled once per process.
 
     After a process died all are replaced, and items without a result are repeated with after_crash True. `on_crash` is
-    called before, and ends the repetition by raising. Raises what `work` raises.
+    called before with the number of crashes, and ends the repetition by raising. Raises what `work` raises.
     """
-    unsent, pending, crashed = iter(items), deque[tuple[Item, Future[Result]]](), False
+    unsent, pending, crashes = iter(items), deque[tuple[Item, Future[Result]]](), 0
     pool = ProcessPoolExecutor(num_processes, SPAWN, _init_map, (work,))
 
     def submit(item: Item) -> tuple[Item, Future[Result]]:
         try:
             with children_ignore_interrupts():
-                return item, pool.submit(_call, item, crashed)
+                return item, pool.submit(_call, item, crashes > 0)
         except BrokenProcessPool as error:
             failed: Future[Result] = Future()
             failed.set_exception(error)
@@ -58,9 +58,10 @@ def map_in_processes(
             try:
                 result = pending[0][1].result()
             except BrokenProcessPool:
-                on_crash()
+                crashes += 1
+                on_crash(crashes)
                 pool.shutdown()
-                pool, crashed = ProcessPoolExecutor(num_processes, SPAWN, _init_map, (work,)), True
+                pool = ProcessPoolExecutor(num_processes, SPAWN, _init_map, (work,))
                 pending = deque(submit(item) for item, _ in pending)
                 continue
             pending.popleft()

@@ -22,7 +22,7 @@ def fail(number, after_crash):
 
 def test_results_are_in_order_and_survive_a_killed_process():
     crashes = []
-    results = list(map_in_processes(square, range(12), 2, 4, lambda: crashes.append(1)))
+    results = list(map_in_processes(square, range(12), 2, 4, crashes.append))
     assert [value for value, _ in results] == [number**2 for number in range(12)]
     assert crashes == [1] and results[5] == (25, True)
 
@@ -41,11 +41,11 @@ def test_semaphores_of_a_killed_process_are_not_reported():
 
 def test_error_of_the_work_is_raised():
     with pytest.raises(KeyError, match="0"):
-        list(map_in_processes(fail, range(3), 1, 2, lambda: None))
+        list(map_in_processes(fail, range(3), 1, 2, print))
 
 
 def test_crash_handler_can_end_the_map():
-    def give_up():
+    def give_up(_):
         raise MemoryError
 
     with pytest.raises(MemoryError):

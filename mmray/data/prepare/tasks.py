@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,10 +50,8 @@ def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]
 
 
 def _map_in_processes(run_item: Callable[..., Result], items: Sequence[Any]) -> Generator[Result, None, None]:
-    crashes = count(1)
-
-    def on_crash() -> None:
-        if next(crashes) > MAX_RETRIES:
+    def on_crash(crashes: int) -> None:
+        if crashes > MAX_RETRIES:
             raise ResourceError(f"prepare processes died {MAX_RETRIES} times; check the memory. {RESUME_HINT}")
 
     processes = min(len(items), cores())

@@ -31,11 +31,9 @@ def iter_local_blocks(
 ) -> Generator[Block, None, None]:
     """Yield the blocks of the only worker. Raises ResourceError if data processes keep dying."""
     assert start.plan.world_size == 1, "the ranks of a group need Ray"
-    blocks, crashes = BlockPlan.sized(start.plan, start.step, reader.row_bytes, min(block_mb, BLOCK_MB)), 0
+    blocks = BlockPlan.sized(start.plan, start.step, reader.row_bytes, min(block_mb, BLOCK_MB))
 
-    def on_crash() -> None:
-        nonlocal crashes
-        crashes += 1
+    def on_crash(crashes: int) -> None:
         if crashes > MAX_CRASHES:
             raise ResourceError(f"data processes died {crashes} times; the machine has probably run out of memory")
         warn(CRASH_NOTE.format(process="a data process"))
