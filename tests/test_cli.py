@@ -232,5 +232,5 @@ def test_evaluation_flags_override_run_settings(tmp_path):
     assert command.workers == 1 and command.accelerator is None
     assert command.evaluate == own.without_interval.model_copy(update={"classes": ("fox", "dog"), "batch": 3})
     assert parse_evaluate([str(tmp_path)]).evaluate == own.without_interval
-    with pytest.raises(UsageError, match=r"--workers: must be at least 1 \(got 0\)"):
+    with pytest.raises(UsageError, match=r"--workers: must be above 0 \(got 0\)"):
         parse_evaluate([str(tmp_path), "--workers", "0"])
