@@ -1,4 +1,4 @@
-"""COCO instances are prepared, train a region head on Ray, and are evaluated, exported and predicted."""
+"""COCO instances are prepared, train a region head, and are evaluated, exported and predicted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from mmray.train.driver import train
 from mmray.train.evaluate_export import export_run
 from tests.train.runs import Silent, lines
 
-pytestmark = pytest.mark.cluster
 COLORS = {"ruby": (220, 20, 30), "leaf": (20, 200, 40), "ocean": (20, 40, 220)}
 IDS = {"ruby": 3, "leaf": 7, "ocean": 8}  # with gaps, as COCO's
 
@@ -64,7 +63,9 @@ def config_of(source: Path, storage: Path) -> settings.Config:
     )
 
 
-def test_coco_instances_train_a_model_that_names_boxes(local_ray: None, tmp_path: Path) -> None:
+def test_coco_instances_train_a_model_that_names_boxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("cluster.connect", "train.driver"):  # other tests may have started Ray
+        monkeypatch.setattr(f"mmray.{module}.needs_ray", lambda _: False)
     run = train(config_of(instances(tmp_path / "coco"), tmp_path), Silent())
     metrics = run.result["metrics"]
     assert (run.result["status"], run.result["skipped_steps"]) == ("finished", 0)
