@@ -123,15 +123,15 @@ class LocalWorkers:
         self._result: tuple[str, Any] | None = None
         decoders = num_decode_processes(attempt.resolved.config, attempt.config.cluster.accelerator)
         start = resume_point(attempt.resolved, attempt.checkpoint, world=1)
-        arguments = attempt.worker_context(decoders), start, attempt.config
+        arguments = pickle.dumps((attempt.worker_context(decoders), start, attempt.config))
         self._receiver = threading.Thread(target=self._serve, args=(arguments,), name="mmray-receiver", daemon=True)
         self._receiver.start()
 
-    def _serve(self, arguments: tuple[Any, ...]) -> None:
+    def _serve(self, arguments: bytes) -> None:
         """Send the arguments, and serve the calls of the worker until it sends its result, or ends."""
         connection = self._process.connection
         try:
-            connection.send(arguments)  # here, because it waits for the worker's imports, and fails if it has died
+            connection.send_bytes(arguments)  # here: it waits for the worker's imports, and fails if it has died
             while self._result is None:
                 name, argument = connection.recv()
                 if name in ("returned", "raised"):
