@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import plotly.graph_objects as go
 
-from mmray.report.run import DIRECTIONS, NOISE_SCALE, RunRecord
+from mmray.report.run import DIRECTIONS, NOISE_SCALE, RunRecord, format_compact
 
 BLUE, ORANGE, TEAL, ROSE, GRAY = "#5b7cfa", "#e8833a", "#1fa58a", "#e0567a", "#8b93a7"
 MAX_TICKS, FEW_POINTS = 8, 25
@@ -46,6 +48,23 @@ def make_figure(
     return Figure(name, title[0].upper() + title[1:], summary, plot.to_plotly_json(), height, wide)
 
 
+def log_axis(values: Sequence[float], unit: str = "") -> dict[str, Any]:
+    """Return a logarithmic axis with round ticks."""
+    ticks = log_ticks(min(values), max(values))
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{format_compact(tick)}{unit}" for tick in ticks]}
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers from `low` to `high` for a logarithmic axis, or only these two if there are too few."""
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in ((1,), (1, 2, 5), range(1, 10)):
+        ticks = [digit * 10.0**exponent for exponent in exponents for digit in digits]
+        ticks = [tick for tick in ticks if 0.99 * low <= tick <= 1.01 * high]
+        if len(ticks) > 2:
+            return ticks
+    return [low, high]
+
+
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     """Return the charts of the measured metrics by page section."""
     loss = {"train/loss": _line("training", BLUE), "evaluate/loss": _line("held out", ORANGE)}
@@ -58,13 +77,15 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
         for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items()
         for direction, color in zip(DIRECTIONS, (BLUE, ORANGE), strict=True)
     }
+    noise_scales = run.values(NOISE_SCALE)
+    noise_axis = log_axis(noise_scales) if noise_scales else {}
     percent = {"range": [0, 1.03], "tickformat": ".0%"}
     parts = {
         "learning": [
             _chart(run, "loss", "Loss", loss),
             _chart(run, "lr", "Learning rate", {"train/lr": _line("rate", TEAL)}, exponentformat="power"),
             _chart(run, "gradient", "Gradient norm", {"train/grad_norm": _line("before clipping", ROSE)}),
-            _chart(run, "noise", "Gradient noise scale, rows", {NOISE_SCALE: _line("rows", ORANGE)}, type="log"),
+            _chart(run, "noise", "Gradient noise scale, rows", {NOISE_SCALE: _line("rows", ORANGE)}, **noise_axis),
         ],
         "recall": [_chart(run, "recall", "Recall over the run (R@5 dashed, R@10 dotted)", recall, 320, **percent)],
         "speed": [

@@ -93,6 +93,11 @@ def format_number(value: float | None, digits: int = 3) -> str:
     return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
 
 
+def format_compact(value: float) -> str:
+    """Format with about three significant digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def format_setting(value: Any) -> str:
     """Format the value of a setting, which may be a list."""
     if isinstance(value, bool):

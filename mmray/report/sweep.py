@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from mmray.report.run import format_number, format_setting, read_json, read_lines
+from mmray.report.run import format_compact, format_number, format_setting, read_json, read_lines
 from mmray.storage.paths import AnyPath
 
 SWEEP, TRIALS = "sweep.json", "trials.jsonl"
@@ -281,11 +281,6 @@ class SweepRecord:
 
 def _format_settings(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name} {format_setting(value)}" for name, value in settings.items())
-
-
-def format_compact(value: float) -> str:
-    """Format with about three significant digits."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _report_link(folder: AnyPath, run: Any) -> str | None:

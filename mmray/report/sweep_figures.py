@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from mmray.report.figures import BLUE, GRAY, MAX_TICKS, ORANGE, ROSE, Figure, make_figure
+from mmray.report.figures import BLUE, GRAY, MAX_TICKS, ORANGE, ROSE, Figure, log_axis, log_ticks, make_figure
 from mmray.report.importance import Importance
-from mmray.report.run import format_setting
-from mmray.report.sweep import RECIPE_TRIAL, HeatMap, Probe, SweepRecord, format_compact
+from mmray.report.run import format_compact, format_setting
+from mmray.report.sweep import RECIPE_TRIAL, HeatMap, Probe, SweepRecord
 
 COLORSCALE = [[0, "#dbe4ff"], [0.35, "#9db4fb"], [0.7, "#5b7cfa"], [1, "#2c3fb1"]]  # Plotly derives the text color
 MAX_HEAT_MAPS, MAX_PROBES = 12, 4  # longer lists are only in the table
@@ -183,17 +183,6 @@ def _axis(values: list[Any]) -> tuple[list[float], list[tuple[float, str]]]:
     return [(each - start) / width for each in scaled], [((each - start) / width, text) for each, text in ticks]
 
 
-def log_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers from `low` to `high` for a logarithmic axis, or only these two if there are too few."""
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for digits in ((1,), (1, 2, 5), range(1, 10)):
-        ticks = [digit * 10.0**exponent for exponent in exponents for digit in digits]
-        ticks = [tick for tick in ticks if 0.99 * low <= tick <= 1.01 * high]
-        if len(ticks) > 2:
-            return ticks
-    return [low, high]
-
-
 def _step_times(probe: Probe) -> Figure:
     """Return the measured times of single and accumulated steps over the rows of a micro-batch, with the fit."""
     fit = probe.fit
@@ -206,9 +195,7 @@ def _step_times(probe: Probe) -> Figure:
         fitted = {micro: 1000 * step_s for micro, step_s in zip(fit["micros"], times_s, strict=True)}
         traces += _with_fit("1 micro-batch" if number == 1 else f"{number} micro-batches", color, measured, fitted)
     times_ms = [1000 * sample["step_s"] for sample in probe.samples]
-    ticks = log_ticks(min(times_ms), max(times_ms))
-    yaxis = {"type": "log", "tickvals": ticks, "ticktext": [f"{format_compact(tick)} ms" for tick in ticks]}
-    return _probe_chart(probe, "time", "Time of a step, without communication", traces, yaxis)
+    return _probe_chart(probe, "time", "Time of a step, without communication", traces, log_axis(times_ms, " ms"))
 
 
 def _memory(probe: Probe) -> Figure:

@@ -8,7 +8,7 @@ import pytest
 from mmray import cli
 from mmray.cli.console import Terminal
 from mmray.errors import UsageError
-from mmray.report.sweep_figures import log_ticks
+from mmray.report.figures import log_ticks
 from mmray.report.write import write_report
 from mmray.storage.paths import to_path
 from mmray.storage.storage import Storage
