@@ -117,18 +117,19 @@ def model_kind(hf: dict[str, Tensor]) -> str:
 def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
     """`image_side`, `patch`, `max_tokens` and `vocab_size` of a renamed state_dict. Raises UsageError."""
     patches, tokens = "vision_model.embeddings.patch_embedding.weight", "text_model.embeddings.token_embedding.weight"
-    if tokens not in hf:
-        raise UsageError(
-            f"model.weights: {weights} has no text encoder (no token_embedding.weight). Train a model with it as its "
-            "image encoder: --model.image.name transformers --model.image.weights DIR, a folder of timm or "
-            "transformers with config.json (or a ResNet of torchvision: --model.image.name resnet50 and the file)"
-        )
     is_siglip = model_kind(hf) == "siglip"
     projections = () if is_siglip else ("visual_projection.weight", "text_projection.weight")
-    if missing := [name for name in (_IMAGE_POSITIONS, _TEXT_POSITIONS, patches, *projections) if name not in hf]:
+    missing = [name for name in (_IMAGE_POSITIONS, _TEXT_POSITIONS, patches, tokens, *projections) if name not in hf]
+    if missing and not any(name.startswith(("vision_model.", "text_model.")) for name in hf):
         raise UsageError(
-            f"model.weights: {weights} is not a checkpoint of open_clip with a ViT: it has no {missing[0]} (its name "
-            "in transformers). Give a model of transformers by its folder"
+            f"model.weights: {weights} is not a checkpoint of open_clip. If it is an image encoder without a text "
+            "encoder, train a model with it: --model.image.name transformers --model.image.weights DIR, a folder of "
+            "timm or transformers with config.json (for a torchvision ResNet: --model.image.name resnet50 and the file)"
+        )
+    if missing:
+        raise UsageError(
+            f"model.weights: {weights} is not a checkpoint of open_clip with a ViT and a text transformer of its own: "
+            f"it has no {missing[0]} (its name in transformers). Give a model of transformers by its folder"
         )
     num_patches, patch = len(hf[_IMAGE_POSITIONS]) - (not is_siglip), hf[patches].shape[-1]  # without the class token
     side, max_tokens = patch * math.isqrt(num_patches), len(hf[_TEXT_POSITIONS])

@@ -233,8 +233,8 @@ def test_incompatible_weights_raise(tmp_path: Path) -> None:
     torch.save(resnet, tmp_path / "resnet.pt")
     torch.save({"visual.proj": torch.zeros(3, 3)}, tmp_path / "other.pt")
     for name, message in (
-        ("resnet.pt", r"is not a checkpoint of open_clip with a ViT: it has no vision_model"),
-        ("other.pt", "has no text encoder"),
+        ("resnet.pt", r"a text transformer of its own: it has no vision_model"),
+        ("other.pt", "is not a checkpoint of open_clip. If it is an image encoder"),
     ):
         with pytest.raises(UsageError, match=message):
             build(spec_with("clip", weights=str(tmp_path / name)), VOCAB)

@@ -379,7 +379,7 @@ def test_image_encoder_alone_is_refused(tmp_path: Path) -> None:
         pretrained_config(str(tmp_path))
     torch.save({"patch_embed.proj.weight": torch.zeros(3, 3, 4, 4)}, tmp_path / "timm.pth")
     with pytest.raises(
-        UsageError, match=r"timm\.pth has no text encoder .*--model\.image\.weights DIR, a folder of timm"
+        UsageError, match=r"timm\.pth is not a checkpoint of open_clip.*--model\.image\.weights DIR, a folder of timm"
     ):
         pretrained_config(str(tmp_path / "timm.pth"))
 
