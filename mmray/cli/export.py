@@ -55,7 +55,8 @@ def run_export(command: ExportCommand, terminal: Terminal) -> AnyPath:
     from mmray.storage.paths import to_path
     from mmray.train.evaluate_export import export_run
 
-    out = export_run(to_path(command.run), command.out, command.step)
+    with terminal.progress("exporting"):
+        out = export_run(to_path(command.run), command.out, command.step)
     _print_exported(out, terminal)
     return out
 
@@ -77,4 +78,5 @@ def _export_weights(weights: str, argv: Sequence[str], terminal: Terminal) -> An
     command = parse_args(ExportWeightsCommand, argv, "mmray export", own)
     if not command.out:
         raise UsageError("mmray export --weights FILE OUT: the folder OUT is missing")
-    return export_pretrained(config.replace(model=command.model), command.out, terminal.note)
+    with terminal.progress("exporting"):
+        return export_pretrained(config.replace(model=command.model), command.out, terminal.note)

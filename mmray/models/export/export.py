@@ -177,7 +177,7 @@ tags: [{tags}]
 
 # {name}
 
-{purpose} Kind {spec["kind"]}, {num_parameters:,} parameters, trained with mmray.
+{purpose} Kind {spec["kind"]}, {num_parameters:,} parameters, exported by mmray.
 
 ```python
 import mmray
