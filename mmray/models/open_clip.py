@@ -137,10 +137,7 @@ def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
 
 
 def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dict[str, Any]:
-    """Values of CLIPConfig or SiglipConfig for a state_dict of open_clip and its renamed form. Raises UsageError.
-
-    spec: the `model` section; its `heads` count if its `width` is that of the checkpoint.
-    """
+    """Values of CLIPConfig or SiglipConfig for a state_dict of open_clip and its renamed form. Raises UsageError."""
     if (kind := model_kind(hf)) != spec.kind:
         raise UsageError(f"model.kind: {spec.weights} is a {kind} checkpoint, not {spec.kind}; set model.kind {kind}")
     size, config = infer_sizes(spec.weights, hf), read_config(Path(spec.weights).expanduser())
@@ -157,19 +154,20 @@ def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dic
         activation = shared | {"hidden_act": _activation(state, spec, config, model)}
         vision, text = vision | activation, text | activation
 
-    def tower(part: str, section: Any, most_heads: int | None, values: dict[str, Any]) -> dict[str, Any]:
+    def tower(part: str, values: dict[str, Any]) -> dict[str, Any]:
         width = hf[f"{part}_model.embeddings.position_embedding.weight"].shape[1]
         first = f"{part}_model.encoder.layers.0.mlp.fc1.weight"
         return {
             "hidden_size": width,
             "num_hidden_layers": sum(n.startswith(part) and n.endswith(".layer_norm1.weight") for n in hf),
-            "num_attention_heads": _num_heads(section, width, model.get(f"{part}_cfg", {}), most_heads),
+            "num_attention_heads": values.get("num_attention_heads")
+            or _num_heads(part, width, model.get(f"{part}_cfg", {})),
             "intermediate_size": len(hf[first]) if first in hf else 4 * width,
         } | values
 
     return shared | {
-        "vision_config": tower("vision", spec.image, 16, vision),
-        "text_config": tower("text", spec.text, None, text),
+        "vision_config": tower("vision", vision),
+        "text_config": tower("text", text),
     }
 
 
@@ -209,20 +207,17 @@ def _siglip_text(weights: str, model: dict[str, Any]) -> dict[str, Any]:
     return {"hidden_act": activation, "layer_norm_eps": text.get("norm_kwargs", {}).get("eps", 1e-5)}
 
 
-def _num_heads(section: Any, width: int, given: dict[str, Any], most: int | None) -> int:
-    """Heads of a tower: of the config file, of settings with this width, or by open_clip's convention."""
+def _num_heads(part: str, width: int, given: dict[str, Any]) -> int:
+    """Heads of the `vision` or `text` encoder: of the config file, or by open_clip's convention."""
     if "heads" in given:
         return int(given["heads"])
-    if "head_width" in given:
-        return width // int(given["head_width"])
-    if section.width == width:
-        return int(section.heads)
-    if width % HEAD_WIDTH:
+    head_width = int(given.get("head_width", HEAD_WIDTH))
+    if width % head_width:
         raise UsageError(
-            f"{section.settings_prefix}.heads: the weights have width {width}, which is no multiple of {HEAD_WIDTH}, "
-            f"so set {section.settings_prefix}.width {width} and {section.settings_prefix}.heads"
+            f"model.weights: the {part} encoder has width {width}, which is no multiple of {head_width}, so its heads "
+            f'are unknown; write {{"{part}_cfg": {{"heads": N}}}} to open_clip_config.json next to the file'
         )
-    return min(width // HEAD_WIDTH, most or width)
+    return width // head_width if part == "text" or "head_width" in given else min(width // head_width, 16)
 
 
 def _activation(state: dict[str, Tensor], spec: Any, config: dict[str, Any], model: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from mmray.cli.console import Terminal
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
-from mmray.models import pretrained
+from mmray.models import open_clip, pretrained
 from mmray.models.build import build
 from mmray.models.weights import read_state_dict
 from mmray.train import evaluate_export
@@ -267,6 +267,15 @@ def test_training_checkpoint_gets_rows_for_language_tokens(tmp_path: Path) -> No
     ids = torch.randint(0, ROWS, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     expected = theirs.encode_text(ids[0].tolist())
     torch.testing.assert_close(built.embed_text(ids, torch.ones_like(ids)), expected, rtol=0, atol=2e-6)
+
+
+def test_heads_follow_open_clip_unless_its_config_has_them() -> None:
+    assert [open_clip._num_heads("vision", width, {}) for width in (768, 1024, 1152, 1664)] == [12, 16, 16, 16]
+    assert [open_clip._num_heads("text", width, {}) for width in (512, 1280)] == [8, 20]
+    assert open_clip._num_heads("vision", 1408, {"head_width": 88}) == 16
+    assert open_clip._num_heads("text", 100, {"heads": 5}) == 5
+    with pytest.raises(UsageError, match=r"the text encoder has width 100, .*text_cfg.*open_clip_config\.json"):
+        open_clip._num_heads("text", 100, {})
 
 
 def test_activation_that_nothing_defines_must_be_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
