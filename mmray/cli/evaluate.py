@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from mmray.cli.args import RunPath, flag_values, parse_args, require_positive, write_json
 from mmray.cli.console import Reporter, Terminal, scores_tables
@@ -75,14 +75,15 @@ def load_settings(run: str) -> EvalSettings:
 
 def evaluate(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray evaluate RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...] [--json FILE]"""
-    command: EvaluateCommand | EvaluateWeightsCommand
     if weights := flag_values("--weights", argv):
-        command, config = parse_evaluate_weights(weights[-1], argv)
-        metrics = run_weights_evaluation(command, config, terminal)
+        from mmray.train.evaluate_export import evaluate_pretrained
+
+        given, config = parse_evaluate_weights(weights[-1], argv)
+        metrics = _show(lambda reporter: evaluate_pretrained(config, given.data, given.split, reporter), terminal)
+        write_json(given.json, {"metrics": metrics})
     else:
         command = parse_evaluate(argv)
-        metrics = run_evaluation(command, terminal)
-    write_json(command.json, {"metrics": metrics})
+        write_json(command.json, {"metrics": run_evaluation(command, terminal)})
     return 0
 
 
@@ -91,18 +92,18 @@ def run_evaluation(command: EvaluateCommand, terminal: Terminal) -> dict[str, fl
     from mmray.storage.paths import to_path
     from mmray.train.evaluate_export import evaluate_run
 
+    cluster: dict[str, Any] = {"workers": command.workers, "accelerator": command.accelerator}
+
+    def call(reporter: Reporter) -> dict[str, float]:
+        given = to_path(command.run), command.data, command.split, command.step, command.address
+        return evaluate_run(*given, reporter, command.evaluate, **cluster)
+
+    return _show(call, terminal)
+
+
+def _show(call: Callable[[Reporter], dict[str, float]], terminal: Terminal) -> dict[str, float]:
     with terminal.progress("evaluating"):
-        metrics = evaluate_run(
-            to_path(command.run),
-            command.data,
-            command.split,
-            command.step,
-            command.address,
-            Reporter(terminal),
-            command.evaluate,
-            workers=command.workers,
-            accelerator=command.accelerator,
-        )
+        metrics = call(Reporter(terminal))
     terminal.console.print(*scores_tables(metrics))
     return metrics
 
@@ -126,13 +127,3 @@ def parse_evaluate_weights(weights: str, argv: Sequence[str]) -> tuple[EvaluateW
     )
     accelerator = command.accelerator or config.cluster.accelerator
     return command, config.with_cluster(address=command.address, workers=command.workers or 1, accelerator=accelerator)
-
-
-def run_weights_evaluation(command: EvaluateWeightsCommand, config: Config, terminal: Terminal) -> dict[str, float]:
-    """Evaluate pretrained weights; show and return the metrics. Raises MmrayError."""
-    from mmray.train.evaluate_export import evaluate_pretrained
-
-    with terminal.progress("evaluating"):
-        metrics = evaluate_pretrained(config, command.data, command.split, Reporter(terminal))
-    terminal.console.print(*scores_tables(metrics))
-    return metrics
