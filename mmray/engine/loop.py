@@ -112,8 +112,9 @@ def _start(spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> _Run:
     if (progress.world, progress.planned_micro) != (spec.group.world_size, planned):
         progress.world, progress.planned_micro, progress.micro = spec.group.world_size, planned, planned
     meter = Meter(Throughput(timers), 2 if train.parallel == "branches" else 1, train.compile != "none")
-    # FSDP reduces the gradient of each micro-batch; those sorted by length are not random samples.
-    measures_noise = is_additive(spec.objective) and not spec.group_by_length and not strategy.is_sharded(model)
+    # Micro-batches sorted by length are not random samples; HSDP and `fsdp_sync step` reduce only the last gradient.
+    is_random = not spec.group_by_length and train.parallel != "hsdp" and train.fsdp_sync != "step"
+    measures_noise = is_random and is_additive(spec.objective)
     schedule = CheckpointSchedule(train.checkpoint_every, progress.step)
     return _Run(spec, state, progress, meter, schedule, ema, measures_noise)
 

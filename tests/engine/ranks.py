@@ -214,9 +214,11 @@ def collectives(group: Group) -> dict[str, Any]:
     }
 
 
-def noise_scale(group: Group) -> float:
+def noise_scale(group: Group) -> list[float]:
+    """Of a replicated and of a sharded run."""
     plan = replace(test_noise_scale.PLAN, world_size=group.world_size, steps=50)
-    return float(test_noise_scale.log_of(plan, group)[-1][test_noise_scale.SCALE])
+    trains = [toy.train_settings(log_every=1, parallel=parallel) for parallel in ("ddp", "fsdp")]
+    return [float(test_noise_scale.log_of(plan, group, train=train)[-1][test_noise_scale.SCALE]) for train in trains]
 
 
 def stopped_loop(group: Group) -> dict[str, Any]:

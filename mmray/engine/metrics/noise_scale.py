@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from mmray.engine.metrics.writers import Metrics
-from mmray.engine.optimizer import grad_norm
+from mmray.engine.parallel import strategy
 from mmray.objectives.protocol import Objective, split_objective
 
 DECAY = 0.95  # of the averages, per measured step
@@ -35,26 +36,31 @@ class NoiseMeter:
 
     due: bool = False  # whether the next step is measured
     rows: int = 0  # of the first micro-batch of this rank
-    squared_norm: Tensor | None = None  # float64 on the device: of the gradient of these rows
+    is_sharded: bool = False  # FSDP has reduced it over ranks, and this rank has a shard of the gradient
+    squared_norm: Tensor | None = None  # float64 on the device
 
     def measure(self, model: nn.Module, rows: int, scaler: torch.amp.GradScaler) -> None:
         """Keep the norm of the gradients, which are those of the first `rows` rows of this rank so far."""
-        norm = grad_norm(list(model.parameters())).double()
-        self.rows, self.squared_norm = rows, (norm / scaler.scale(torch.ones_like(norm))) ** 2
+        self.rows, self.is_sharded = rows, strategy.is_sharded(model)
+        weights = [weight for weight in model.parameters() if weight.ndim or not self.is_sharded]  # scalars are not
+        gradients = [strategy.to_local(weight.grad) for weight in weights if weight.grad is not None]
+        norm = get_total_norm(gradients).double()
+        self.squared_norm = (norm / scaler.scale(torch.ones_like(norm))) ** 2
 
     def estimate(self, norm: float, global_rows: int, world_size: int) -> list[Tensor]:
-        """Return this rank's unbiased estimates of trace and squared mean gradient, divided by the number of ranks.
+        """Return estimates of trace and squared mean gradient whose sums over ranks are unbiased.
 
         norm: of the gradient of the global batch. Empty if the step was not measured.
         """
         if self.squared_norm is None:
             return []
         share = self.rows * world_size / global_rows  # the loss of a rank is weighted by the number of ranks
-        small, big = self.squared_norm / share**2, norm**2
+        small, big, rows = self.squared_norm / share**2 / world_size, norm**2 / world_size, self.rows
+        if self.is_sharded:
+            small, rows = small * world_size, rows * world_size
         self.squared_norm = None
-        trace = (small - big) / (1 / self.rows - 1 / global_rows)
-        square = (global_rows * big - self.rows * small) / (global_rows - self.rows)
-        return [trace / world_size, square / world_size]
+        trace = (small - big) / (1 / rows - 1 / global_rows)
+        return [trace, (global_rows * big - rows * small) / (global_rows - rows)]
 
 
 def average_noise(average: list[float], estimates: list[float]) -> Metrics:

@@ -73,6 +73,6 @@ def test_noise_scale_of_dependent_micro_batches_is_not_reported(options):
 
 def test_only_logged_steps_are_measured():
     plan = SamplePlan(num_rows=32, global_rows=8, world_size=1, micro=2, seed=1, steps=12)
-    with patch.object(noise_scale, "grad_norm", side_effect=noise_scale.grad_norm) as spy:
+    with patch.object(noise_scale, "get_total_norm", side_effect=noise_scale.get_total_norm) as spy:
         log_of(plan, train=toy.train_settings(log_every=4))
     assert spy.call_count == 3
