@@ -60,6 +60,7 @@ def test_run_on_object_store_resumes_after_kill_and_stop(calm, data, s3, tmp_pat
     copy = copied(outcome.path, tmp_path / "copy")
     assert marks(copy) == marks(calm.path) and same_weights(weights(copy), weights(calm.path))
     scores = evaluate_run(outcome.path, None, "test", None, None, reporter)
+    assert ("prepare", "evaluate") in reporter.notes
     told = {name: outcome.result["metrics"][name] for name in scores if name in outcome.result["metrics"]}
     assert {"recall_at_1/image_to_text", "median_rank/text_to_image", "rows"} <= told.keys() and scores["rows"] == 20
     assert {name: scores[name] for name in told} == pytest.approx(told)
