@@ -23,7 +23,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from mmray.errors import StorageError, TrainingError, first_line
-from mmray.storage.paths import AnyPath, local_copy, move_tree, remove_tree
+from mmray.storage.paths import CHUNK_BYTES, AnyPath, local_copy, move_tree, remove_tree
+from mmray.storage.storage import with_retries
 
 STATE, META, SUMS = "state.json", "meta.json", "SHA256SUMS"
 LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that should fall
@@ -179,9 +180,16 @@ def read_checksums(path: AnyPath) -> dict[str, str]:
 
 
 def sha256(file: AnyPath) -> str:
-    """The digest of a file in hexadecimal."""
-    with local_copy(file) as local, local.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    """The digest of a file in hexadecimal; one on an object store is not copied, because it may not fit on the disk."""
+
+    def digest() -> str:
+        total = hashlib.sha256()
+        with file.open("rb") as stream:
+            while data := stream.read(CHUNK_BYTES):
+                total.update(data)
+        return total.hexdigest()
+
+    return with_retries(digest)
 
 
 def fsync(path: Path) -> None:

@@ -184,8 +184,9 @@ def test_object_store_keeps_checkpoints_like_a_disk(store: Any) -> None:
     assert torch.equal(loaded["model"]["w"], torch.full((5,), 12.0)) and loaded["progress"] == {"step": 12}
 
 
-def test_damaged_objects_are_quarantined(store: Any) -> None:
+def test_damaged_objects_are_quarantined_without_local_copies(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, logged = to_path(store.address) / "checkpoints", []
+    monkeypatch.setattr(files, "local_copy", lambda _: pytest.fail("a checkpoint may not fit on the disk"))
     for step in (1, 2, 3, 4):
         save(folder, step)
     (folder / "step-4" / files.SUMS).unlink()  # killed before its last object
