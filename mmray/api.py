@@ -16,7 +16,7 @@ from mmray.cli.evaluate import EvaluateCommand, load_settings, run_evaluation
 from mmray.cli.export import ExportCommand, run_export
 from mmray.cli.prepare import PrepareCommand, run_prepare
 from mmray.cli.train import run_training
-from mmray.cli.tune import TuneCommand, run_sweep
+from mmray.cli.tune import TuneCommand, check_no_trials, run_sweep
 from mmray.cli.tune_shape import run_probe
 from mmray.config import Config, EvalSettings, Prepare, override, recipes
 from mmray.config.base import Section
@@ -142,7 +142,7 @@ def tune(
     goal: Literal["throughput", "loss", "recall", "time-to-quality", "memory"] = "throughput",
     samples: int | None = None,
     search: Literal["random", "optuna"] = "random",
-    scheduler: Literal["halving", "asha"] = "halving",
+    scheduler: Literal["halving", "asha", "pbt"] = "halving",
     budget: str | None = None,
     concurrency: int | None = None,
     **sections: Unpack[Sections],
@@ -164,10 +164,11 @@ def tune(
     require_positive(command, "samples", "concurrency")
     base = trials.restore_length(settings, base)
     if goal == "throughput":
+        check_no_trials(command)
         axes = None if not space else build_space(space, samples, base.train.seed)
         return SweepRecord.read(run_probe(base, axes, Terminal()))
     given = trials.default_axes(base, goal) if space is None else space
-    folder, _ = run_sweep(command, base, build_space(given, samples, base.train.seed), Terminal())
+    folder, _ = run_sweep(command, base, build_space(given, command.num_samples, base.train.seed), Terminal())
     return SweepRecord.read(folder)
 
 

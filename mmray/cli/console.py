@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
@@ -21,6 +21,17 @@ LOG_INTERVAL_S = 5.0  # interval of progress lines in a log
 LOG_WIDTH = 200
 
 
+class _Display(Progress):
+    """A progress bar, and above it a table that changes."""
+
+    table: Table | None = None
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        if self.table is not None:
+            yield self.table
+        yield from super().get_renderables()
+
+
 class Terminal:
     """Prints notes, tables and errors, and shows the progress of the current work."""
 
@@ -28,10 +39,10 @@ class Terminal:
         self.start_s = time.monotonic() if start_s is None else start_s  # of the command
         self.console = console or Console(highlight=False, soft_wrap=True)
         notebook = self.console.is_jupyter  # rich needs ipywidgets to update a bar in Jupyter
-        self._is_live = find_spec("ipywidgets") is not None if notebook else self.console.is_terminal
+        self.is_live = find_spec("ipywidgets") is not None if notebook else self.console.is_terminal
         if console is None and not (notebook or self.console.is_terminal):
             self.console.width = LOG_WIDTH  # tables in a log cannot be resized later
-        self._live: Progress | None = None
+        self._live: _Display | None = None
         self._task: Any = None
         self._printed_s = 0.0
 
@@ -52,11 +63,11 @@ class Terminal:
             TextColumn("{task.fields[details]}", style="cyan", table_column=Column()),  # wraps if it is narrow
             TimeElapsedColumn(),
         )
-        if not self._is_live:
+        if not self.is_live:
             self.status(title)
             yield
             return
-        with Progress(*columns, console=self.console, transient=True) as live_display:
+        with _Display(*columns, console=self.console, transient=True) as live_display:
             self._live = live_display
             self._add_task(title)
             try:
@@ -69,7 +80,7 @@ class Terminal:
         if self._live is not None:
             self._live.remove_task(self._task)  # rich cannot reset a known total
             self._add_task(title)
-        elif not self._is_live:
+        elif not self.is_live:
             self.note(title, f"{time.monotonic() - self.start_s:.1f} s")
 
     def phase(self, title: str) -> None:
@@ -78,6 +89,12 @@ class Terminal:
             self._live.update(self._task, description=title)
         else:
             self.status(title)
+
+    def show(self, table: Table, details: str) -> None:
+        """Show a table above the bar of `progress`, and details in the bar."""
+        if self._live is not None:
+            self._live.table = table
+            self._live.update(self._task, details=details)
 
     def _add_task(self, title: str) -> None:
         assert self._live is not None
@@ -95,7 +112,7 @@ class Terminal:
         now = time.monotonic()
         if not done:  # the start of a stage, which may end before its first line
             self._printed_s = now
-        elif not self._is_live and (now - self._printed_s >= LOG_INTERVAL_S or done >= total > 0):
+        elif not self.is_live and (now - self._printed_s >= LOG_INTERVAL_S or done >= total > 0):
             self._printed_s = now
             self.console.print(f"{label} {count}  {details}".rstrip())
 

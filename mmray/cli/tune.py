@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,22 +17,68 @@ from mmray.cli.args import flag_values, load_recipe, parse_args, require_positiv
 from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table
 from mmray.cli.tune_shape import run_probe, split_global_list
 from mmray.config import Config, to_yaml
-from mmray.errors import INTERRUPTED, TrainingError
+from mmray.errors import INTERRUPTED, TrainingError, UsageError
 from mmray.report.sweep import BATCH_SETTINGS, GOALS, LEARNING_GOALS
 from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
     from mmray.config.search_space import Space
+    from mmray.tune.sweep import TimeLeft
 
 Row = dict[str, Any]
+POPULATION = 8  # trials of population based training
+MIN_LIVE_ROWS, LIVE_MARGIN = 5, 12  # rows of the live table, and lines of the terminal for everything else
 SHORT_TITLES = {"loss": "held-out", "recall": "R@1", "time-to-quality": "s to target"}
 
 
 class ConsoleSweepReporter(Reporter):
-    """Prints one line per rung and ended trial; implements mmray.tune.sweep.SweepReporter."""
+    """Prints a line per rung and ended trial, and a live table; implements mmray.tune.sweep.SweepReporter."""
+
+    def __init__(self, terminal: Terminal, goal: str):
+        super().__init__(terminal)
+        self.goal = goal
 
     def progress(self, row: Row, rungs: tuple[int, ...]) -> None:
-        self.log(trial_line(row, rungs), row["trial"])
+        if not self.terminal.is_live or row["status"] in ("failed", "out_of_memory", "infeasible"):
+            self.log(trial_line(row, rungs), row["trial"])
+
+    def table(self, rows: Sequence[Row], rungs: tuple[int, ...], time_left: TimeLeft) -> None:
+        if self.terminal.is_live:
+            most = max(MIN_LIVE_ROWS, self.terminal.console.height - LIVE_MARGIN)
+            self.terminal.show(live_table(rows, rungs, self.goal, most), format_time_left(time_left))
+
+
+def live_table(rows: Sequence[Row], rungs: Sequence[int], goal: str, most: int) -> Table:
+    """Return the table of a running sweep: running trials, then the best ones; `most` limits its rows."""
+    sign = -1 if GOALS[goal].maximize else 1
+
+    def order(row: Row) -> tuple[bool, int, float]:
+        return row["status"] != "running", -len(row["rungs"]), sign * row["rungs"][-1]["value"] if row["rungs"] else 0.0
+
+    shown = [
+        row
+        | {key: str(value) for key, value in row["settings"].items()}
+        | {"rung": f"{len(row['rungs'])}/{len(rungs)}", "status": row["status"].replace("_", " ")}
+        | {"value": row["rungs"][-1]["value"] if row["rungs"] else None}
+        for row in sorted(rows, key=order)
+    ]
+    searched = {key: (key.rpartition(".")[2], "") for key in (rows[0]["settings"] if rows else ())}
+    columns = {"trial": ("trial", ""), **searched, "rung": ("rung", ""), "value": (GOALS[goal].title, ".4g")}
+    table = rows_table(shown[:most], columns | {"status": ("status", ""), "elapsed_s": ("s", ",.0f")})
+    if hidden := Counter(row["status"] for row in shown[most:]):
+        table.caption = "and " + ", ".join(f"{count} {status}" for status, count in hidden.items())
+    return table
+
+
+def format_time_left(time_left: TimeLeft) -> str:
+    """Format as `5:10 elapsed, about 12:00 left, budget 4:50`."""
+
+    def clock(seconds: float) -> str:
+        return str(timedelta(seconds=round(seconds))).removeprefix("0:")
+
+    parts = [f"{clock(time_left.elapsed_s)} elapsed"]
+    parts += [f"about {clock(time_left.estimated_s)} left"] if time_left.estimated_s is not None else []
+    return ", ".join(parts + ([f"budget {clock(time_left.budget_s)}"] if time_left.budget_s is not None else []))
 
 
 def trials_table(rows: list[Row], goal: str, recommendation: Row | None) -> Table:
@@ -98,17 +146,21 @@ class TuneCommand:
     space: UseAppendAction[tuple[str, ...]] = ()
     """SETTING=V1,V2,..., repeatable; or =uniform(LOW,HIGH), =loguniform(LOW,HIGH). Learning goals: default the rate."""
     samples: int | None = None
-    """Configurations to sample from lists and ranges; None: 32 if there is a range, otherwise all combinations."""
+    """Configurations to sample; None: 32 if there is a range (8 for pbt), otherwise all combinations of the lists."""
     goal: Literal["throughput", "loss", "recall", "time-to-quality", "memory"] = "throughput"
     """What to optimize: samples/s, held-out loss or recall@1, seconds to the recipe's loss, or peak memory."""
     search: Literal["random", "optuna"] = "random"
     """How configurations are suggested: at random, or by Optuna's TPE (extra `optuna`)."""
-    scheduler: Literal["halving", "asha"] = "halving"
-    """When trials end early: successive halving, or Ray Tune's ASHA, which does not wait for the slowest trial."""
+    scheduler: Literal["halving", "asha", "pbt"] = "halving"
+    """When trials end early: successive halving, Ray Tune's ASHA, or population based training (changes the rate)."""
     budget: str | None = None
     """Time or GPU-hours after which running trials stop: 2h, 30m, 40gpu-hours. A repeated command continues."""
     concurrency: int | None = None
     """Trials at a time; None: one on a single machine, as many as fit on a cluster."""
+
+    @property
+    def num_samples(self) -> int | None:
+        return self.samples or (POPULATION if self.scheduler == "pbt" else None)
 
 
 def tune(argv: Sequence[str], terminal: Terminal) -> int:
@@ -130,13 +182,26 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
         return 0
     given = (*command.space, *listed)
     if command.goal == "throughput":
+        check_no_trials(command)
         space = search_space.parse_space(given, command.samples, base.train.seed) if given else None
         run_probe(base, space, terminal)
         return 0
     default_axes = trials.default_axes(base, command.goal).items()
     given = given or tuple(f"{key}={text}" for key, text in default_axes)
-    space = search_space.parse_space(given, command.samples, base.train.seed)
+    space = search_space.parse_space(given, command.num_samples, base.train.seed)
     return run_sweep(command, base, space, terminal)[1]
+
+
+def check_no_trials(command: TuneCommand) -> None:
+    """Raise UsageError for options of trials, which the batch-shape probe does not run."""
+    unused = [
+        name
+        for name in ("search", "scheduler", "budget", "concurrency")
+        if getattr(command, name) != getattr(TuneCommand, name)
+    ]
+    if unused:
+        options = ", ".join(f"--{name}" for name in unused)
+        raise UsageError(f"{options}: no effect on --goal throughput, which runs no trials; use it with --goal loss")
 
 
 def run_sweep(command: TuneCommand, base: Config, space: Space, terminal: Terminal) -> tuple[AnyPath, int]:
@@ -150,8 +215,9 @@ def run_sweep(command: TuneCommand, base: Config, space: Space, terminal: Termin
 
     terminal.note(f"mmray {version('mmray')}, sweep of recipe {base.recipe}")
     with terminal.progress("starting Ray"):
+        reporter = ConsoleSweepReporter(terminal, command.goal)
         options = command.goal, command.concurrency, command.search, command.scheduler, budget
-        folder, summary, rows = search(Sweep(base, command.settings, space, *options), ConsoleSweepReporter(terminal))
+        folder, summary, rows = search(Sweep(base, command.settings, space, *options), reporter)
     return folder.path, _print_outcome(folder.path, summary, rows, terminal)
 
 

@@ -30,8 +30,11 @@ CONNECT_TIMEOUT_S = 5.0
 
 def needs_ray(cluster_config: Cluster) -> bool:
     """Return False if one worker without settings of a cluster is asked for, which a process of this machine can be."""
-    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        return True
+    return ("ray" in sys.modules and sys.modules["ray"].is_initialized()) or asks_for_cluster(cluster_config)
+
+
+def asks_for_cluster(cluster_config: Cluster) -> bool:
+    """Return whether there are several workers or settings of a cluster."""
     cluster_only = (cluster_config.address, os.environ.get("RAY_ADDRESS"), cluster_config.resources_per_worker)
     return cluster_config.max_workers > 1 or cluster_config.wait_for_nodes or any(cluster_only)
 

@@ -28,6 +28,12 @@ class Range:
     high: float
     log: bool
 
+    def at(self, quantile: float) -> float:
+        """Return the value below which this fraction of the draws is."""
+        if self.log:
+            return self.low * (self.high / self.low) ** quantile
+        return self.low + quantile * (self.high - self.low)
+
     def __str__(self) -> str:
         return f"{'loguniform' if self.log else 'uniform'}({self.low:g}, {self.high:g})"
 
@@ -44,6 +50,10 @@ class Space:
     axes: dict[str, tuple[Any, ...] | Range]
     num_samples: int | None = None  # configurations to sample; None: the grid of the listed values
     seed: int = 0
+
+    @property
+    def num_trials(self) -> int:
+        return self.num_samples or math.prod(len(axis) for axis in self.axes.values() if not isinstance(axis, Range))
 
     def corners(self) -> list[dict[str, Any]]:
         """Return the combinations of all listed values and both ends of each range; the last axis changes fastest."""
@@ -115,7 +125,12 @@ def _parse_axis(key: str, text: str) -> tuple[Any, ...] | Range:
     match = _RANGE.fullmatch(text)
     if match is None:
         items = [item.strip() for item in _COMMA.split(text)]  # text, `None`, or a list in brackets
-        values = [yaml.safe_load(item) if item.startswith("[") else None if item == "None" else item for item in items]
+        try:
+            values = [
+                yaml.safe_load(item) if item.startswith("[") else None if item == "None" else item for item in items
+            ]
+        except yaml.YAMLError:
+            raise UsageError(f"--space {key}={text}: a list must end with `]`, as in [0.9,0.98],[0.9,0.95]") from None
         return _checked_values(key, values)
     try:
         low, high, log = float(match[2]), float(match[3]), match[1] == "loguniform"

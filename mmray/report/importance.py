@@ -40,6 +40,7 @@ def rank_settings(sweep: SweepRecord) -> tuple[list[Importance], str]:
     values = [
         (trial.settings, trial.rung_values[0] if trial.rung_values else worst)
         for trial in sweep.trials
+        if trial.values.get("parent") is None  # others have the first rung of their parent
         if trial.rung_values or "not finite" in str(trial.value("error"))
     ]
     found = importance([settings for settings, _ in values], [value for _, value in values])

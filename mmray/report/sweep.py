@@ -30,7 +30,6 @@ GOALS = {
     "memory": Goal("peak_gib", "peak memory in GiB", False),
 }
 LEARNING_GOALS = ("loss", "recall", "time-to-quality")  # compared by held-out metrics at rungs
-RECIPE_TRIAL = "t001"  # with the recipe's own settings, if they are in the search space
 
 
 class Column(NamedTuple):

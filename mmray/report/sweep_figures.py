@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from mmray.report.figures import BLUE, GRAY, MAX_TICKS, ORANGE, ROSE, Figure, log_axis, log_ticks, make_figure
 from mmray.report.importance import Importance
 from mmray.report.run import format_compact, format_setting
-from mmray.report.sweep import RECIPE_TRIAL, HeatMap, Probe, SweepRecord
+from mmray.report.sweep import HeatMap, Probe, SweepRecord
 
 COLORSCALE = [[0, "#dbe4ff"], [0.35, "#9db4fb"], [0.7, "#5b7cfa"], [1, "#2c3fb1"]]  # Plotly derives the text color
 MAX_HEAT_MAPS, MAX_PROBES = 12, 4  # longer lists are only in the table
@@ -42,7 +42,8 @@ def _curves(sweep: SweepRecord, by_time: bool) -> Figure | None:
     best = sweep.best.name if sweep.best else None
     traces: list[go.Scatter] = []
     styles = dict.fromkeys(curves, ("other trials", GRAY, 1))
-    styles |= {RECIPE_TRIAL: ("the recipe's own settings", ORANGE, 3)} if RECIPE_TRIAL in curves else {}
+    recipe = [trial.name for trial in sweep.trials if trial.values.get("is_recipe") and trial.name in curves]
+    styles |= dict.fromkeys(recipe, ("the recipe's own settings", ORANGE, 3))
     styles |= {best: (f"{best}, the best", BLUE, 3)} if best in curves else {}
     for name, (label, color, width) in sorted(styles.items(), key=lambda item: item[1][2]):  # wide lines on top
         samples, values, times_s = zip(*curves[name], strict=True)

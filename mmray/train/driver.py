@@ -43,14 +43,16 @@ def train(
     reporter: RunReporter,
     start_s: float | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    local: bool = False,
 ) -> RunOutcome:
     """Train `config`, or resume its run. Raises MmrayError with its exit code.
 
     start_s: time.monotonic() at the command; None: now. should_stop: polled each second; True stops like Ctrl-C.
+    local: do not use Ray, although this process is connected to it.
     """
     timeline = StartTimeline(reporter, time.monotonic() if start_s is None else start_s)
     validate_settings(config)
-    if not needs_ray(config.cluster):
+    if local or not needs_ray(config.cluster):
         timeline.status("checking the settings")
         with closing(LocalBackend()) as backend:
             check_classes(config)

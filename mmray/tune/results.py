@@ -10,15 +10,14 @@ from typing import Any, Literal, NamedTuple
 
 from mmray.errors import UsageError, first_line, is_out_of_memory
 from mmray.report.run import DIRECTIONS, NOISE_SCALE
-from mmray.report.sweep import GOALS, LEARNING_GOALS, RECIPE_TRIAL
-from mmray.tune.trials import REDUCTION, Trial
+from mmray.report.sweep import GOALS, LEARNING_GOALS
+from mmray.tune.trials import Trial, num_promoted
 
 # `paused`: at a rung; `pruned`: not continued there; `stopped`: by the user or the budget.
 Status = Literal["running", "paused", "finished", "pruned", "out_of_memory", "failed", "stopped", "infeasible"]
 Row = dict[str, Any]
 ENDED = ("finished", "out_of_memory")  # not continued by a resumed sweep
 MAX_ERROR_CHARS = 240
-MIN_PROMOTED = 2
 EVAL_METRICS = {"recall": "evaluate/recall_at_1/mean"}  # by goal; of the others: the held-out loss
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")  # the exception line of a traceback
 
@@ -72,8 +71,10 @@ def build_row(
     result: Row | None = None,
     rungs: Sequence[Row] = (),
     elapsed_s: float | None = None,
+    is_recipe: bool = False,
+    parent: Row | None = None,
 ) -> Row:
-    """Return one object of trials.jsonl.
+    """Return one object of trials.jsonl. is_recipe, parent: see README.md.
 
     A run that continued with smaller micro-batches is out_of_memory, unless the goal does not depend on them.
     """
@@ -81,7 +82,7 @@ def build_row(
     row: Row = {"trial": trial.name, "status": outcome.status, "settings": trial.settings}
     row |= dict.fromkeys(("micro", "accumulation", "workers", "global"))
     row |= aggregate_metrics(lines) | {"recall_at_1": None, "error": outcome.error, "elapsed_s": elapsed_s}
-    row |= {"rungs": list(rungs), "eval_loss": None, "quality_s": None}
+    row |= {"rungs": list(rungs), "eval_loss": None, "quality_s": None, "is_recipe": is_recipe, "parent": parent}
     row["curve"] = learning_curve(lines, name)
     row["run"] = f"trials/{trial.name}" if lines else None
     if shape is not None:
@@ -146,12 +147,12 @@ def aggregate_metrics(lines: Sequence[Row]) -> Row:
 
 # Trials are ranked within each global batch too, because their training losses are not comparable.
 TOLERANCE = 0.02  # relative; the noise of a trial is rarely smaller
+MAX_CLOSE = 3  # trials named as close to the best one
 _FORMATS = {
-    "samples_per_s": "{:,.0f} samples/s",
     "eval_loss": "held-out loss {:.3f}",
     "recall_at_1": "recall@1 {:.3f}",
     "peak_gib": "{:.2f} GiB",
-    "quality_s": "{:,.0f} s of training to the target",
+    "quality_s": "{:,.0f} s of training to the target loss",
 }
 
 
@@ -159,7 +160,7 @@ def promoted(rows: Sequence[Row], rung: int, maximize: bool) -> list[str]:
     """Return the trials that continue after the rung (counted from 0): the best quarter, but at least two."""
     reached = [row for row in rows if len(row["rungs"]) > rung]
     reached.sort(key=lambda row: row["rungs"][rung]["value"], reverse=maximize)
-    return [row["trial"] for row in reached[: max(MIN_PROMOTED, len(reached) // REDUCTION)]]
+    return [row["trial"] for row in reached[: num_promoted(len(reached))]]
 
 
 def select_best(rows: list[Row], goal: str) -> Row | None:
@@ -183,26 +184,25 @@ def select_best(rows: list[Row], goal: str) -> Row | None:
         for size in sorted({row["global"] for row in measured})
     }
     best, leader = _pick(measured, goal)
-    value = f"{best['trial']} has {_FORMATS[metric].format(best[metric])}"
+    why = f"{best['trial']} has {_FORMATS[metric].format(best[metric])}"
     order = "highest" if maximize else "lowest"
-    why = f"{value}, the {order} of {len(measured)} trials."
     if best is not leader:
-        reason = "uses less memory" if goal == "throughput" else "is faster"
-        top_value = _FORMATS[metric].format(leader[metric])
-        why = f"{value}, within {TOLERANCE:.0%} of the {order} ({top_value} of {leader['trial']}), and {reason}."
+        value = _FORMATS[metric].format(leader[metric])
+        why += f", within {TOLERANCE:.0%} of the {order} ({value} of {leader['trial']}), and is faster."
+    else:
+        why += f", the {order} of {len(measured)} trials." if len(measured) > 1 else "; it is the only measured trial."
     if learning:
-        why += _against_recipe(best, rows, goal)
-    why += _close_rival(best, measured) if goal == "throughput" and best["samples_per_s_min"] else ""
+        why += _against_recipe(best, rows, goal) + _lineage(best, rows) + _doubts(best, measured, metric)
     return {"best": best["trial"], "per_global": {size: row["trial"] for size, row in per_global.items()}, "why": why}
 
 
 def set_time_to_quality(rows: list[Row]) -> None:
     """Set `quality_s`, the seconds of training to the target, of all rows that reached it.
 
-    The target is the last loss of the recipe's own settings, or else the highest loss of a finished trial.
+    The target is the last loss of the recipe's own settings, otherwise the highest loss of a finished trial.
     """
     measured = [row for row in rows if row["eval_loss"] is not None]
-    own = [row["eval_loss"] for row in measured if row["trial"] == RECIPE_TRIAL]
+    own = [row["eval_loss"] for row in measured if row["is_recipe"]]
     finished = [row["eval_loss"] for row in measured if row["status"] == "finished"]
     if not own and not finished:
         return
@@ -224,53 +224,55 @@ def samples_to(curve: Sequence[Sequence[float]], target: float, maximize: bool =
 
 
 def _against_recipe(best: Row, rows: list[Row], goal: str) -> str:
-    """Compare the best trial with the recipe's own settings, and name what the comparison does not show."""
+    """Compare the best trial with the recipe's own settings after the samples that both were trained for."""
     metric, _, maximize = GOALS["loss" if goal == "time-to-quality" else goal]
-    own = next((row for row in rows if row["trial"] == RECIPE_TRIAL and row["rungs"]), None)
-    text = ""
-    if own is not None and own is not best:
-        reached = own["rungs"][-1]
-        samples = samples_to(best["curve"], reached["value"], maximize)
-        own_value = _FORMATS[metric].format(reached["value"])
-        text = f" The recipe's own settings ({own['trial']}) have {own_value} after {reached['samples']:,} samples; "
-        text += (
-            f"{best['trial']} never reached it."
-            if samples is None
-            else f"{best['trial']} reached it in {samples:,.0f}."
-        )
-    elif own is best:
-        text = " These are the recipe's own settings: no other trial was better."
-    close = [
-        row["trial"]
-        for row in rows
-        if row is not best and row["status"] == best["status"] and row[metric] and best[metric]
-        if abs(row[metric] - best[metric]) <= TOLERANCE * abs(best[metric])
-    ]
-    text += f" Not certain: {', '.join(close[:3])} differ by less than {TOLERANCE:.0%}." if close else ""
+    own = next((row for row in rows if row["is_recipe"] and row["rungs"]), None)
+    if own is None:
+        return " The recipe's own settings were not measured."
+    if own is best:
+        return " These are the recipe's own settings: the search found none that are better."
+    target, last = own["rungs"][-1]["value"], own["rungs"][-1]["samples"]
+    same = best["rungs"][len(own["rungs"]) - 1]["value"]
+    text = f" After {last:,} samples the recipe's own settings ({own['trial']}) have {_FORMATS[metric].format(target)}"
+    text += f" and {best['trial']} has {same:.3f}"
+    needed = samples_to(best["curve"], target, maximize)
+    if needed is None:
+        return f"{text}; it never reached their value."
+    if needed < last:
+        return f"{text}; it reached their value after about {needed:,.0f} ({1 - needed / last:.0%} fewer)."
+    return f"{text}; it reached their value after about {needed:,.0f}." if needed > last else f"{text}."
+
+
+def _lineage(best: Row, rows: list[Row]) -> str:
+    """Name the trials that a trial of population based training continues; its recipe has only the last settings."""
+    by_name, parts = {row["trial"]: row for row in rows}, []
+    while best["parent"] is not None:
+        source = by_name[best["parent"]["trial"]]
+        settings = " ".join(f"{key}={value}" for key, value in source["settings"].items())
+        parts.append(f"{source['trial']} ({settings}) until {best['parent']['samples']:,} samples")
+        best = source
+    if not parts:
+        return ""
+    return f" It continues {', which continues '.join(parts)}; best.yaml has its last settings only, which is untested."
+
+
+def _doubts(best: Row, measured: list[Row], metric: str) -> str:
+    """Name the trials that are too close to call, and a best trial that is not a full one."""
+    near = [row["trial"] for row in measured if row is not best and _is_close(row[metric], best[metric])]
+    names = ", ".join(near[:MAX_CLOSE]) + f" and {len(near) - MAX_CLOSE} more" * (len(near) > MAX_CLOSE)
+    text = f" Not certain: {names} {'are' if len(near) > 1 else 'is'} within {TOLERANCE:.0%} of it." if near else ""
     return text + ("" if best["status"] == "finished" else f" It has {best['rungs'][-1]['samples']:,} samples only.")
 
 
+def _is_close(value: float, other: float) -> bool:
+    return abs(value - other) <= TOLERANCE * abs(other)
+
+
 def _pick(rows: list[Row], goal: str) -> tuple[Row, Row]:
-    """Return the best row and the leader by the metric alone: near the leader, less memory or more speed is better."""
+    """Return the best row and the leader by the metric alone: for `memory`, a faster trial near the leader is best."""
     metric, _, maximize = GOALS[goal]
     leader = (max if maximize else min)(rows, key=lambda row: row[metric])
-    if goal in LEARNING_GOALS:
+    near = [row for row in rows if _is_close(row[metric], leader[metric]) and row["samples_per_s"] is not None]
+    if goal in LEARNING_GOALS or not near:
         return leader, leader
-    tie_breaker = "peak_gib" if goal == "throughput" else "samples_per_s"
-    margin = abs(leader[metric]) * TOLERANCE
-    near = [row for row in rows if abs(row[metric] - leader[metric]) <= margin and row[tie_breaker] is not None]
-    if not near:
-        return leader, leader
-    return (min if goal == "throughput" else max)(near, key=lambda row: row[tie_breaker]), leader
-
-
-def _close_rival(best: Row, rows: list[Row]) -> str:
-    """Return a warning if the speed of another trial is within the range of the best one's windows."""
-    low, high = best["samples_per_s_min"], best["samples_per_s_max"]
-    rival = max((row for row in rows if row is not best), key=lambda row: row["samples_per_s"], default=None)
-    if rival is None or not low <= rival["samples_per_s"] <= high:
-        return ""
-    return (
-        f" {rival['trial']} may be as fast: its {rival['samples_per_s']:,.0f} samples/s are within the range of "
-        f"{low:,.0f} to {high:,.0f}; run longer trials (--train.samples) to decide."
-    )
+    return max(near, key=lambda row: row["samples_per_s"]), leader

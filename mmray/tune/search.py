@@ -9,23 +9,27 @@ runs Ray Tune anew: finished rungs are reported again from trials.jsonl, which r
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.basic_variant import BasicVariantGenerator
 from ray.tune.search.optuna import OptunaSearch
 
+from mmray import plugins
 from mmray.cluster import placement
 from mmray.cluster.capacity import fits
-from mmray.cluster.connect import ray_session
+from mmray.cluster.connect import asks_for_cluster, ray_session
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Config, to_yaml
-from mmray.config.search_space import Range, Space, setting_value
+from mmray.config.search_space import Range, Space, round_sampled, setting_value
 from mmray.errors import MmrayError, ResourceError, TrainingError, UsageError
 from mmray.report.run import read_lines
 from mmray.report.sweep import GOALS, LEARNING_GOALS, TRIALS
@@ -34,6 +38,7 @@ from mmray.storage.lease import Lease
 from mmray.storage.paths import remove_tree
 from mmray.train.backend import num_gpus
 from mmray.train.driver import train
+from mmray.train.local import count_gpus
 from mmray.train.monitor import signal_handlers
 from mmray.train.ray_backend import (
     check_capacity,
@@ -45,10 +50,11 @@ from mmray.train.ray_backend import (
 )
 from mmray.train.resolve import resolve_run
 from mmray.train.run_dir import collect_environment
+from mmray.tune import population
 from mmray.tune import trials as trial_module
 from mmray.tune.results import ENDED, Row, TrialOutcome, classify_error, promoted, rung_value, select_best
 from mmray.tune.sweep import STOP_FILE, Budget, SweepDir, SweepReporter, SweepState, resolve_sweep_dir
-from mmray.tune.trials import SweepPlan, Trial
+from mmray.tune.trials import SweepPlan, Trial, starting_points
 
 FREE_WAIT_S = 10.0  # decode actors release their CPUs with a delay
 MAX_CONCURRENT = 64
@@ -65,7 +71,8 @@ _ENVIRONMENT = {
 # The driver of a trial runs on the head node and requests no CPU, because a small machine needs all of them for data.
 _DRIVER_RESOURCES = {HEAD_RESOURCE: 0.001}
 METRIC = "value"  # what trials report to Ray Tune; `samples` is its time
-PROMOTED = "trial"  # parameter with the name of a trial that continues; other trials have settings, with a `.`
+NAME = "trial"  # the only parameter of a trial with known settings; Optuna suggests settings, which have a `.`
+MAX_REPEATS = 1000  # draws in a row that were drawn before; then a space of lists has no more
 
 
 @dataclass(frozen=True)
@@ -75,10 +82,10 @@ class Sweep:
     base: Config  # with the length of the recipe (steps, samples or epochs), for best.yaml
     trial_settings: Config  # equal, but with the length of a trial if the user gave one
     space: Space
-    goal: str = "throughput"
+    goal: str
     concurrency: int | None = None  # None: 1 on a single machine, as many as fit on a cluster
     searcher: str = "random"  # or `optuna`
-    scheduler: str = "halving"  # or `asha`
+    scheduler: str = "halving"  # or `asha`, `pbt`
     budget: Budget = field(default_factory=Budget)
 
 
@@ -89,18 +96,28 @@ def search(sweep: Sweep, reporter: SweepReporter) -> tuple[SweepDir, dict[str, A
     """
     sweep = replace(sweep, space=trial_module.parse_values(sweep.base, sweep.space))
     corners = trial_module.corner_trials(sweep.base, sweep.space)
-    build_searcher(sweep.searcher, [], 0, 1)  # raises if it is not installed
+    if sweep.searcher == "optuna":
+        plugins.check_installed("optuna", "--search optuna", "optuna")
+        if sweep.space.num_samples is None:
+            raise UsageError("--search optuna: give --samples N, because lists without a range are a grid")
+    if sweep.scheduler == "pbt":
+        population.check_sweep(sweep.space, sweep.goal, sweep.searcher)
     os.environ.update(_ENVIRONMENT)
     with ray_session(trial_module.largest_cluster(corners)):
         corners, data_sets, num_rows = check_corners(corners, sweep.goal, reporter)
         searched = sweep.trial_settings, sweep.base, sweep.space, sweep.goal
-        plan = trial_module.build_plan(*searched, corners, num_rows, data_sets)
-        identity = {"space": trial_module.describe_space(sweep.space), "samples_per_trial": plan.rungs[-1]}
+        plan = trial_module.build_plan(*searched, corners, num_rows, data_sets, sweep.scheduler)
+        space = trial_module.describe_space(sweep.space)
+        identity = {"space": space, "goal": sweep.goal, "rungs": list(plan.rungs)}
         folder = resolve_sweep_dir(sweep.base, identity)
         with Lease(folder.path, activity="in use for a sweep"):
             folder.write("recipe.yaml", to_yaml(sweep.base))
             num_concurrent, actors = plan_concurrency([trial.config for trial in corners], sweep)
-            plan = replace(plan, folder=folder.path, decode_actors=actors)
+            # Ray hides GPUs from the driver of a trial. Several trials need Ray to share the machine.
+            local = num_concurrent == 1 and count_gpus() == 0
+            local = local and all(is_single_node(trial.config) for trial in corners)
+            local = local and not any(asks_for_cluster(trial.config.cluster) for trial in corners)
+            plan = replace(plan, folder=folder.path, local=local, decode_actors=actors)
             if warning := trial_module.warmup_warning(plan):
                 reporter.log(warning, "warm-up")
             return _search(sweep, plan, num_concurrent, identity, folder, reporter)
@@ -151,27 +168,22 @@ def _search(
     reporter: SweepReporter,
 ) -> tuple[SweepDir, dict[str, Any], list[Row]]:
     """Run the remaining trials, cool the best one down and rank all; trials.jsonl is updated after each rung."""
-    earlier_s = (folder.read_json("sweep.json") or {}).get("elapsed_s", 0.0)
-    state = SweepState(folder, plan, reporter, folder.read_rows(), sweep.budget, earlier_s)
-    ended = sum(row["status"] in ENDED for row in state.rows.values())
+    count = sweep.space.num_trials
+    planned = trial_module.planned_samples(count, plan.rungs, sweep.scheduler)
     summary = {
         "kind": "sweep",
         "recipe": sweep.base.recipe,
         **identity,
-        "rungs": plan.rungs,
-        "goal": sweep.goal,
         "searcher": sweep.searcher,
         "scheduler": sweep.scheduler,
-        "status": "running",
         "concurrency": num_concurrent,
-        "elapsed_s": earlier_s,
         "environment": collect_environment(),
-        "recommendation": None,
     }
-    folder.write_json("sweep.json", summary)
+    state = SweepState(folder, plan, reporter, folder.read_rows(), sweep.budget, summary, planned)
+    state.write_summary(status="running", recommendation=None)
     reporter.log(str(folder.path), "sweep")
-    count = sweep.space.num_samples or len(sweep.space.corners())
     rungs = " to ".join(f"{samples:,}" for samples in plan.rungs)
+    ended = sum(row["status"] in ENDED for row in state.rows.values())
     reporter.log(f"{count} with {rungs} samples each, {num_concurrent} at a time, {ended} already measured", "trials")
     reporter.log(sweep.goal, "goal")
     failure: TrainingError | None = None
@@ -181,20 +193,21 @@ def _search(
         failure = error
     rows = sorted(state.rows.values(), key=lambda row: row["trial"])
     best = select_best(rows, sweep.goal)
+    folder.write_rows(rows)
     if best is not None:
         trial = plan.trial(best["best"], state.rows[best["best"]]["settings"])
-        folder.write("best.yaml", to_yaml(plan.recipe(trial)))
+        folder.write("best.yaml", f"# {best['why']}\n" + to_yaml(plan.recipe(trial)))
         if plan.learning and failure is None and state.stop_reason is None:
+            state.start(trial.name)
             best["cooldown"] = cool_down(trial, plan, reporter)
-    folder.write_rows(rows)
+            state.end(trial.name)
     status = "failed" if failure else state.stop_reason or ("finished" if best else "failed")
-    hours = {"gpu_hours": state.gpu_seconds / 3600, "saved_gpu_hours": saved_gpu_seconds(rows, plan) / 3600}
-    summary |= {"status": status, "elapsed_s": state.elapsed_s, "recommendation": best, **hours}
-    folder.write_json("sweep.json", summary)
+    saved = 0.0 if sweep.scheduler == "pbt" else saved_gpu_seconds(rows, plan) / 3600
+    state.write_summary(status=status, recommendation=best, saved_gpu_hours=saved)
     write_report_safely(folder.path, reporter.log)
     if failure is not None:
         raise failure
-    return folder, summary, rows
+    return folder, state.summary, rows
 
 
 def saved_gpu_seconds(rows: list[Row], plan: SweepPlan) -> float:
@@ -211,7 +224,7 @@ def cool_down(trial: Trial, plan: SweepPlan, reporter: SweepReporter) -> Row | N
     config = sized(plan.config(trial, plan.cooldown_samples(trial), cooldown=True), plan)
     reporter.status(f"cooldown of {trial.name}")
     try:
-        run = train(config, reporter)
+        run = train(config, reporter, local=plan.local)
     except MmrayError as error:
         reporter.log(f"{error}; best.yaml is valid without it", "cooldown")
         return None
@@ -224,31 +237,30 @@ def cool_down(trial: Trial, plan: SweepPlan, reporter: SweepReporter) -> Row | N
 
 def plan_concurrency(configs: list[Config], sweep: Sweep) -> tuple[int, int]:
     """Return the number of concurrent trials and the decode actors of each."""
-    count = sweep.space.num_samples or len(configs)
     demands = [resource_demand(config) for config in configs]
     demand = max(demands, key=lambda each: each.workers * sum(each.per_worker.values()) + each.data_cpus)
     single_node = all(is_single_node(config) for config in configs)  # trials would slow each other
     total, pools = placement.alive_nodes(), placement.autoscaling_pools()
     head_gib = max((node.resources.get("memory", 0.0) for node in total if HEAD_RESOURCE in node.resources), default=0)
     drivers = max(1, int(head_gib / 2**30 / DRIVER_GIB)) if head_gib else MAX_CONCURRENT
-    wanted = min(count, sweep.concurrency or (1 if single_node else min(drivers, MAX_CONCURRENT)))
+    wanted = min(sweep.space.num_trials, sweep.concurrency or (1 if single_node else min(drivers, MAX_CONCURRENT)))
     free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if fits(demand, total) else 0.0)
     return trial_module.trial_concurrency(free, total, demand, wanted, pools)
 
 
 def sized(config: Config, plan: SweepPlan) -> Config:
     """Return the config with its number of decode actors, because concurrent trials share the cluster."""
-    if isinstance(config.data.workers, int) or plan.decode_actors is None:
+    if plan.local or isinstance(config.data.workers, int) or plan.decode_actors is None:
         return config
     return config.replace(data=config.data.replace(workers=min(num_decode_actors(config), plan.decode_actors)))
 
 
 def tune_space(base: Config, space: Space) -> dict[str, Any]:
-    """Return the search space of Ray Tune: a grid, or what it samples from; ranges of integer settings are integer."""
+    """Return what Ray Tune samples from; ranges of integer settings are integer."""
     domains: dict[str, Any] = {}
     for key, axis in space.axes.items():
         if not isinstance(axis, Range):
-            domains[key] = tune.grid_search(list(axis)) if space.num_samples is None else tune.choice(list(axis))
+            domains[key] = tune.choice(list(axis))
         elif isinstance(setting_value(base, key), int):
             domains[key] = (tune.lograndint if axis.log else tune.randint)(round(axis.low), round(axis.high) + 1)
         else:
@@ -256,17 +268,63 @@ def tune_space(base: Config, space: Space) -> dict[str, Any]:
     return domains
 
 
-def build_searcher(
-    name: str, points: list[dict[str, Any]], seed: int, num_concurrent: int
-) -> ConcurrencyLimiter | BasicVariantGenerator:
-    """Return Ray Tune's searcher that tries `points` first. Raises UsageError if it is not installed."""
-    if name == "random":
-        return BasicVariantGenerator(points, num_concurrent, random_state=seed)
-    try:
-        searcher = OptunaSearch(points_to_evaluate=points, seed=seed)
-    except AssertionError:  # of Ray, without the package
-        raise UsageError('--search optuna: optuna is not installed; run pip install "mmray[optuna]"') from None
-    return ConcurrencyLimiter(searcher, num_concurrent)
+def distinct_settings(base: Config, space: Space, first: list[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
+    """Yield `first`, then random draws of Ray Tune's domains, none twice, until all listed values were drawn.
+
+    Without a number of samples: the grid.
+    """
+    if space.num_samples is None:
+        for values in itertools.product(*(axis for axis in space.axes.values() if not isinstance(axis, Range))):
+            yield dict(zip(space.axes, values, strict=True))
+        return
+    rng, domains, seen, repeats = np.random.RandomState(seed), tune_space(base, space), set[str](), 0
+    points, ranges = iter(first), [key for key, axis in space.axes.items() if isinstance(axis, Range)]
+    while repeats < MAX_REPEATS:
+        draw = next(points, None) or {key: domain.sample(random_state=rng) for key, domain in domains.items()}
+        settings = {key: _plain(value) if key in ranges else value for key, value in draw.items()}
+        repeats += 1
+        if (text := json.dumps(settings)) not in seen:
+            seen.add(text)
+            repeats = 0
+            yield settings
+
+
+def _plain(value: Any) -> Any:
+    """Return a sampled number, maybe of numpy, as a rounded one of Python."""
+    return round_sampled(value.item() if isinstance(value, np.generic) else value)
+
+
+class DistinctOptuna(OptunaSearch):
+    """Optuna's TPE, which suggests settings a second time; these are replaced by random ones."""
+
+    def __init__(self, points: list[dict[str, Any]], others: Iterator[dict[str, Any]], seed: int) -> None:
+        super().__init__(points_to_evaluate=points, seed=seed)
+        self._others, self._seen = others, set[str]()
+
+    def suggest(self, trial_id: str) -> Any:
+        """Return new settings, or FINISHED if there are no more."""
+        from optuna.trial import TrialState
+
+        study: Any = self._ot_study
+        while True:
+            settings: Any = super().suggest(trial_id)
+            text = json.dumps({key: round_sampled(value) for key, value in settings.items()})
+            if text not in self._seen:
+                self._seen.add(text)
+                return settings
+            study.tell(self._ot_trials.pop(trial_id), state=TrialState.FAIL)  # without effect on others
+            if (other := next(self._others, None)) is None:
+                return self.FINISHED
+            study.enqueue_trial(other)
+
+
+def build_optuna(sweep: Sweep, earlier: list[dict[str, Any]], num_concurrent: int) -> ConcurrencyLimiter:
+    """Return Ray Tune's searcher that tries earlier trials first. Raises UsageError if Optuna is not installed."""
+    points = earlier + [each for each in starting_points(sweep.base, sweep.space) if each not in earlier]
+    # Another seed than in an earlier command, whose random draws it would repeat.
+    seed = sweep.space.seed + len(earlier)
+    others = distinct_settings(sweep.base, sweep.space, [], seed)
+    return ConcurrencyLimiter(DistinctOptuna(points, others, seed), num_concurrent)
 
 
 def build_scheduler(plan: SweepPlan) -> ASHAScheduler | None:
@@ -278,42 +336,68 @@ def build_scheduler(plan: SweepPlan) -> ASHAScheduler | None:
 
 
 def run_trials(state: SweepState, sweep: Sweep, num_concurrent: int) -> None:
-    """Train all trials to the first rung and the promoted ones on, or leave the promotion to Ray Tune's ASHA."""
-    plan, maximize = state.plan, GOALS[state.plan.goal].maximize
+    """Train all trials to the first rung and the chosen ones on, or leave the choice to Ray Tune's ASHA."""
+    plan, space = state.plan, sweep.space
     (state.folder.path / STOP_FILE).unlink(missing_ok=True)
+    names = None  # suggested by Optuna
+    if sweep.searcher == "random":
+        points = starting_points(sweep.base, space)
+        settings = distinct_settings(sweep.base, space, points, space.seed)
+        names = [state.add(each) for each in itertools.islice(settings, space.num_samples)]
     if sweep.scheduler == "asha":
-        fit(state, sweep, num_concurrent, len(plan.rungs))
+        fit(state, sweep, num_concurrent, len(plan.rungs), names)
     else:
         for rung, samples in enumerate(plan.rungs):
-            names = promoted(list(state.rows.values()), rung - 1, maximize) if rung else None
-            if names == [] or state.stop_reason is not None:
-                break
+            if rung:
+                names = continued(state, sweep, rung)
+            left = names and [name for name in names if not state.has_reached(name, rung)]
+            if left == [] or state.stop_reason is not None:
+                continue
             title = f"training to {samples:,} samples"
-            state.reporter.status(f"{title}: {', '.join(names)}" if names else title)
-            fit(state, sweep, num_concurrent, rung + 1, names)
+            state.reporter.status(f"{title}: {', '.join(left)}" if left and rung else title)
+            fit(state, sweep, num_concurrent, rung + 1, left)
     if state.stop_reason is None:
         state.prune_paused()
 
 
-def fit(state: SweepState, sweep: Sweep, num_concurrent: int, num_rungs: int, names: list[str] | None = None) -> None:
-    """Run Ray Tune in a thread while this thread handles signals: new trials, or `names`, up to a rung."""
+def continued(state: SweepState, sweep: Sweep, rung: int) -> list[str]:
+    """Return the trials that continue to the rung, counted from 0: the best ones, or the next generation of PBT."""
+    maximize = GOALS[state.plan.goal].maximize
+    if sweep.scheduler != "pbt":
+        return promoted(list(state.rows.values()), rung - 1, maximize)
+    if state.stop_reason is not None:
+        return []
+    parent_samples = state.plan.rungs[rung - 1]
+    members = [row for row in state.rows.values() if (row["parent"] or {"samples": 0})["samples"] < parent_samples]
+    size = min(sweep.space.num_trials, len(members))
+    survivors, children = population.next_generation(members, rung - 1, size, sweep.space, maximize)
+    names = [state.add_child(child.parent, child.settings, parent_samples) for child in children]
+    for child, name in zip(children, names, strict=True):
+        trials = state.folder.path / "trials"
+        population.copy_run(trials / child.parent, trials / name, child.settings)
+    return [*survivors, *names]
+
+
+def fit(state: SweepState, sweep: Sweep, num_concurrent: int, num_rungs: int, names: list[str] | None) -> None:
+    """Run Ray Tune in a thread while this thread handles signals: `names` up to a rung, or what Optuna suggests."""
     plan, callback = state.plan, _TuneCallback(state)
     recorded, scratch = dict(state.rows), state.folder.path / "ray"
-    points = trial_module.starting_points(sweep.base, sweep.space)
-    if sweep.searcher != "random":  # its suggestions depend on results; random ones come again by their seed
-        earlier = [row["settings"] for row in recorded.values()]
-        points = earlier + [point for point in points if point not in earlier]
-    searcher = None if names else build_searcher(sweep.searcher, points, sweep.space.seed, num_concurrent)
     remove_tree(scratch)
+    searcher: ConcurrencyLimiter | BasicVariantGenerator = BasicVariantGenerator(max_concurrent=num_concurrent)
+    if names is None:
+        searcher = build_optuna(sweep, [row["settings"] for row in recorded.values()], num_concurrent)
     arguments = {"plan": plan, "recorded": recorded, "num_rungs": num_rungs}
+    arguments["settings"] = {name: trial.settings for name, trial in state.trials.items()}
+    # ASHA may judge a trial that it ended before otherwise than then.
+    arguments["ended"] = (*ENDED, "pruned") if sweep.scheduler == "asha" else ENDED
     tuner = tune.Tuner(
         tune.with_resources(tune.with_parameters(_run_trial, **arguments), _DRIVER_RESOURCES),
-        param_space={PROMOTED: tune.grid_search(names)} if names else tune_space(sweep.base, sweep.space),
+        param_space={NAME: tune.grid_search(names)} if names else tune_space(sweep.base, sweep.space),
         tune_config=tune.TuneConfig(
             metric=METRIC,
             mode="max" if GOALS[plan.goal].maximize else "min",
             num_samples=1 if names else sweep.space.num_samples or 1,
-            search_alg=searcher or BasicVariantGenerator(max_concurrent=num_concurrent),
+            search_alg=searcher,
             scheduler=build_scheduler(plan) if sweep.scheduler == "asha" else None,
             trial_name_creator=callback.name,
             reuse_actors=True,  # importing torch takes several seconds
@@ -333,18 +417,25 @@ def fit(state: SweepState, sweep: Sweep, num_concurrent: int, num_rungs: int, na
     except Exception as error:
         raise TrainingError(f"Ray Tune failed: {error}. Rerun the same command; measured trials are kept") from error
     finally:
-        for name in names or state.trials:
+        for name in list(state.running):
             state.end(name, TrialOutcome("stopped"))
         remove_tree(scratch)
 
 
-def _run_trial(params: dict[str, Any], plan: SweepPlan, recorded: dict[str, Row], num_rungs: int) -> None:
+def _run_trial(
+    params: dict[str, Any],
+    plan: SweepPlan,
+    settings: dict[str, dict[str, Any]],
+    recorded: dict[str, Row],
+    num_rungs: int,
+    ended: tuple[str, ...],
+) -> None:
     """Train from rung to rung and report each to Ray Tune, which may end this function in a report.
 
     Rungs that were finished before are only reported. A failure is reported instead of raised.
     """
     name = tune.get_context().get_trial_name()
-    row = recorded.get(name, {"status": "new", "rungs": [], "settings": params})
+    row = recorded.get(name, {"status": "new", "rungs": [], "settings": settings.get(name, params)})
     last: dict[str, Any] = {}
 
     def report(result: dict[str, Any]) -> None:
@@ -354,7 +445,7 @@ def _run_trial(params: dict[str, Any], plan: SweepPlan, recorded: dict[str, Row]
     for rung in row["rungs"]:
         report({"samples": rung["samples"], METRIC: rung["value"]})
     outcome = TrialOutcome(row["status"], row.get("error"))
-    if outcome.status not in (*ENDED, *(() if PROMOTED in params else ("pruned",))):
+    if outcome.status not in ended:
         try:
             trial = plan.trial(name, row["settings"])
             outcome = train_rungs(trial, plan, len(row["rungs"]), num_rungs, report)
@@ -379,7 +470,7 @@ def train_rungs(
     for samples in plan.rungs[done:num_rungs]:
         if stop():
             return TrialOutcome("stopped")
-        run = train(sized(plan.config(trial, samples), plan), _TrialReporter(), should_stop=stop)
+        run = train(sized(plan.config(trial, samples), plan), _TrialReporter(), should_stop=stop, local=plan.local)
         if run.result["status"] != "finished":
             return TrialOutcome("stopped")
         value = rung_value(list(read_lines(run.path / "metrics.jsonl")), plan.goal)
@@ -412,7 +503,7 @@ class _TuneCallback(tune.Stopper, tune.Callback):
         return self  # Ray Tune copies what names its trials
 
     def name(self, trial: Any) -> str:
-        return trial.config.get(PROMOTED) or self._state.add(trial.config)
+        return trial.config.get(NAME) or self._state.add(trial.config)
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         return "outcome" in result  # the last result of a trial, without a metric

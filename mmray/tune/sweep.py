@@ -7,9 +7,10 @@ STORAGE/NAME/  recipe.yaml (base of all trials)  sweep.json  trials.jsonl (one r
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 from mmray.config import Config, from_yaml
 from mmray.errors import ForceExit, UsageError
 from mmray.report.run import read_lines
-from mmray.report.sweep import TRIALS
+from mmray.report.sweep import SWEEP, TRIALS
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
 from mmray.train.backend import num_gpus
@@ -31,6 +32,8 @@ _RESUMABLE_DATA = ("data.cache", "data.local_cache", "data.local_cache_gb")
 RESUMABLE_CHANGES = ("run", "cluster.address", "cluster.start_timeout_s", *_RESUMABLE_DATA)
 STOP_FILE = "stop"  # its existence makes running trials stop at a checkpoint
 STOP_WAIT_S = 60.0  # for their checkpoints; then they are killed
+TABLE_INTERVAL_S = 1.0
+SAVE_INTERVAL_S = 10.0  # at most this much time of a killed command does not count for the budget
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,14 @@ class SweepDir(RunDir):
 
     def read_rows(self) -> dict[str, Row]:
         """Return the rows of earlier commands by trial."""
-        return {row["trial"]: {"rungs": []} | row for row in read_lines(self.path / TRIALS)}
+        return {row["trial"]: {"rungs": [], "parent": None} | row for row in read_lines(self.path / TRIALS)}
 
 
 def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
     """Return the folder of this sweep, whose sweep.json must match `identity`. Raises UsageError."""
 
     def inspect(path: AnyPath) -> tuple[list[str], bool] | None:
-        before = RunDir(path).read_json("sweep.json")
+        before = RunDir(path).read_json(SWEEP)
         if before is None:
             if has_other_files(path, (lease.FOLDER, "recipe.yaml", STOP_FILE)):
                 raise UsageError(f"{path} exists and is not a sweep; choose another --run.name")
@@ -87,11 +90,23 @@ def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
     return SweepDir(select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep").path)
 
 
+@dataclass(frozen=True)
+class TimeLeft:
+    """Seconds of a sweep; None: unknown, or no budget."""
+
+    elapsed_s: float
+    estimated_s: float | None  # to the end, from the samples per second of this command
+    budget_s: float | None  # of time, or of GPUs at the rate of the running trials
+
+
 class SweepReporter(RunReporter, Protocol):
-    """Receives the progress of data preparation, then of the trials."""
+    """Receives the progress of data preparation, then of the trials. `rungs` are those of a full trial, in samples."""
 
     def progress(self, row: Row, rungs: tuple[int, ...]) -> None:
-        """Receive the row of a trial that reached a rung or ended; `rungs` are those of a full trial, in samples."""
+        """Receive the row of a trial that reached a rung or ended."""
+
+    def table(self, rows: Sequence[Row], rungs: tuple[int, ...], time_left: TimeLeft) -> None:
+        """Receive all rows, once a second."""
 
 
 @dataclass
@@ -103,20 +118,25 @@ class SweepState:
     reporter: SweepReporter
     rows: dict[str, Row]  # of earlier commands too
     budget: Budget = field(default_factory=Budget)
-    earlier_s: float = 0.0  # of earlier commands
+    summary: dict[str, Any] = field(default_factory=dict)  # content of sweep.json
+    planned_samples: int = 0  # of all trials
     trials: dict[str, Trial] = field(default_factory=dict)  # of this command
     running: dict[str, float] = field(default_factory=dict)  # trial: its start by `clock`
     stop_reason: str | None = None  # `stopped` by the user, or `budget`
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._start_s, self._stop_s = self.clock(), 0.0
+        self._earlier_s = (self.folder.read_json(SWEEP) or {}).get("elapsed_s", 0.0)  # of earlier commands
+        self._start_s, self._stop_s, self._shown_s, self._saved_s = self.clock(), 0.0, -math.inf, self.clock()
         self._spent_s = {name: row["elapsed_s"] or 0.0 for name, row in self.rows.items()}  # by earlier commands
+        self._earlier_samples = self._num_samples()
+        for row in self.rows.values():
+            row["status"] = row["status"].replace("running", "stopped")  # the earlier command was killed
 
     @property
     def elapsed_s(self) -> float:
         """Seconds of all commands of this sweep."""
-        return self.earlier_s + self.clock() - self._start_s
+        return self._earlier_s + self.clock() - self._start_s
 
     @property
     def gpu_seconds(self) -> float:
@@ -128,15 +148,62 @@ class SweepState:
         running_s = self.clock() - self.running[name] if name in self.running else 0.0
         return self._spent_s.get(name, 0.0) + running_s
 
+    def time_left(self) -> TimeLeft:
+        """Return the time until the end and until the budget is spent."""
+        samples, this_s = self._num_samples() - self._earlier_samples, self.clock() - self._start_s
+        left = self.planned_samples - self._num_samples()
+        budget_s = None if self.budget.seconds is None else self.budget.seconds - self.elapsed_s
+        if self.budget.gpu_seconds is not None:
+            gpus = sum((self.rows[name]["workers"] or 0) for name in self.running) * num_gpus(self.plan.base)
+            budget_s = (self.budget.gpu_seconds - self.gpu_seconds) / max(gpus, 1)
+        estimated_s = max(0, left) * this_s / samples if samples else None
+        return TimeLeft(self.elapsed_s, estimated_s, budget_s if budget_s is None else max(0.0, budget_s))
+
+    def _num_samples(self) -> int:
+        """Return the samples of all reached rungs."""
+        return sum(
+            row["rungs"][-1]["samples"] - (row["parent"] or {"samples": 0})["samples"]
+            for row in self.rows.values()
+            if row["rungs"]
+        )
+
     def add(self, settings: dict[str, Any]) -> str:
         """Return the name of a suggested trial: that of an earlier command with the same settings, or the next."""
         trial = self.plan.trial("", settings)
         names = (
-            name for name, row in self.rows.items() if name not in self.trials and row["settings"] == trial.settings
+            name
+            for name, row in self.rows.items()
+            if name not in self.trials and row["settings"] == trial.settings and row["parent"] is None
         )
-        name = next(names, None) or f"t{max((int(each[1:]) for each in {*self.rows, *self.trials}), default=0) + 1:03}"
+        name = next(names, None) or self._next_name()
         self.trials[name] = self.plan.trial(name, settings)
         return name
+
+    def _next_name(self) -> str:
+        return f"t{max((int(name[1:]) for name in {*self.rows, *self.trials}), default=0) + 1:03}"
+
+    def add_child(self, parent: str, settings: dict[str, Any], samples: int) -> str:
+        """Return the name of a trial that continues `parent` after these samples; that of an earlier command if any.
+
+        The parent's rungs are the child's too. The replaced trials are pruned by `prune_paused`.
+        """
+        origin = {"trial": parent, "samples": samples}
+        for name, row in self.rows.items():
+            if name not in self.trials and (row["parent"], row["settings"]) == (origin, settings):
+                self.trials[name] = self.plan.trial(name, settings)
+                return name
+        name = self._next_name()
+        self.trials[name] = self.plan.trial(name, settings)
+        rungs = [rung | {"elapsed_s": 0.0} for rung in self.rows[parent]["rungs"] if rung["samples"] <= samples]
+        row = build_row(self.trials[name], TrialOutcome("paused"), self.plan.goal, rungs=rungs, parent=origin)
+        self.rows[name] = row
+        self.folder.write_rows(list(self.rows.values()))
+        return name
+
+    def has_reached(self, name: str, rung: int) -> bool:
+        """Return whether a trial needs no training to the rung, counted from 0."""
+        row = self.rows.get(name)
+        return row is not None and (len(row["rungs"]) > rung or row["status"] in ENDED)
 
     def start(self, name: str) -> None:
         """Write the row of a started trial, so that the next command finds its run."""
@@ -177,14 +244,41 @@ class SweepState:
 
     def _write_row(self, name: str, outcome: TrialOutcome) -> None:
         """Write the row of a trial from the files of its run."""
-        run, rungs = RunDir(self.folder.path / "trials" / name), self.rows.get(name, {}).get("rungs", [])
+        run, trial, row = RunDir(self.folder.path / "trials" / name), self.trials[name], self.rows.get(name, {})
         lines, result = list(read_lines(run.path / "metrics.jsonl")), run.read_json("result.json")
-        elapsed_s, goal = self._trial_s(name), self.plan.goal
-        self.rows[name] = build_row(self.trials[name], outcome, goal, lines, result, rungs, elapsed_s)
+        self.rows[name] = build_row(
+            trial,
+            outcome,
+            self.plan.goal,
+            lines,
+            result,
+            row.get("rungs", []),
+            self._trial_s(name),
+            row.get("parent") is None and self.plan.is_recipe(trial),
+            row.get("parent"),
+        )
         self.folder.write_rows(list(self.rows.values()))
 
+    def write_summary(self, **changes: Any) -> None:
+        """Write sweep.json with these changes and the time used so far."""
+        self.summary |= changes | {"elapsed_s": self.elapsed_s, "gpu_hours": self.gpu_seconds / 3600}
+        self.folder.write_json(SWEEP, self.summary)
+
     def is_stopped(self) -> bool:
-        """Stop when the budget is spent. Return whether no trial runs, or one does not stop, after a request."""
+        """Stop when the budget is spent. Return whether no trial runs, or one does not stop, after a request.
+
+        Ray Tune calls it several times a second, so it also shows the trials and saves the time of the sweep.
+        """
+        now_s = self.clock()
+        if now_s >= self._shown_s + TABLE_INTERVAL_S:
+            self._shown_s = now_s
+            self.reporter.table(list(self.rows.values()), self.plan.rungs, self.time_left())
+        if now_s >= self._saved_s + SAVE_INTERVAL_S:
+            self._saved_s = now_s
+            for name in self.running:
+                self.rows[name]["elapsed_s"] = self._trial_s(name)
+            self.folder.write_rows(list(self.rows.values()))
+            self.write_summary()
         if self.stop_reason is None and self.budget.is_spent(self.elapsed_s, self.gpu_seconds):
             self.request_stop("budget", "the budget is spent; stopping the running trials")
         return self.stop_reason is not None and (not self.running or self.clock() > self._stop_s + STOP_WAIT_S)

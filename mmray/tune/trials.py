@@ -22,7 +22,9 @@ DEFAULT_STEPS = 40  # default length, in steps of the largest global batch; of l
 LOG_LINES = 10  # metrics lines of the shortest trial; the first is warm-up, the others give the spread
 EVAL_ROWS = 512  # held-out rows of a trial that is not compared by them
 REDUCTION = 4  # eta of successive halving: a quarter of the trials continues, with four times the samples
+MIN_PROMOTED = 2
 MAX_RUNGS = 3
+MAX_GENERATIONS = 8  # of population based training
 MIN_RUNG_STEPS = 4  # of the largest global batch
 MIN_RUNG_WARMUPS = 2  # losses are compared after the warm-up only
 LR_FACTOR = 10.0  # half the width of the default range of the learning rate
@@ -163,6 +165,28 @@ def rungs_of(samples: int, shortest: int) -> tuple[int, ...]:
     return rungs
 
 
+def even_rungs(samples: int, shortest: int, most: int) -> tuple[int, ...]:
+    """Return up to `most` rungs in equal distances of at least `shortest` samples."""
+    count = max(1, min(most, samples // shortest))
+    return tuple(samples * number // count for number in range(1, count + 1))
+
+
+def num_promoted(count: int) -> int:
+    """Return how many of the trials that reached a rung continue: the best quarter, but at least two."""
+    return min(count, max(MIN_PROMOTED, count // REDUCTION))
+
+
+def planned_samples(count: int, rungs: Sequence[int], scheduler: str) -> int:
+    """Return the samples of `count` trials; of ASHA about as many as under successive halving."""
+    if scheduler == "pbt":
+        return count * rungs[-1]
+    total = 0
+    for samples, before in zip(rungs, (0, *rungs), strict=False):
+        total += count * (samples - before)
+        count = num_promoted(count)
+    return total
+
+
 @dataclass(frozen=True)
 class SweepPlan:
     """What every trial trains and measures; the trials get it from the driver."""
@@ -175,6 +199,7 @@ class SweepPlan:
     recipe_rows: int  # global batch of the recipe: unit of `warmup_steps`, and batch of the held-out loss
     keep_micro: bool = True  # see `build_trial`
     sampled: tuple[str, ...] = ()  # settings with a range; their values are rounded to keep recipes readable
+    local: bool = False  # the worker is a process of this machine, as in `mmray train`, without Ray Train
     decode_actors: int | None = None  # limit of a trial, because concurrent trials share the cluster
     data_sets: dict[str, dict[str, str | None]] = field(default_factory=dict)  # `data_key`: prepared sets
 
@@ -185,6 +210,13 @@ class SweepPlan:
     @property
     def warmup_samples(self) -> int:
         return self.base.optimizer.warmup_steps * self.recipe_rows
+
+    def is_recipe(self, trial: Trial) -> bool:
+        """Return whether the trial has the recipe's own settings."""
+        return all(
+            round_sampled(setting_value(self.base, key)) == round_sampled(value)
+            for key, value in trial.settings.items()
+        )
 
     def trial(self, name: str, settings: dict[str, Any]) -> Trial:
         settings = {key: round_sampled(value) if key in self.sampled else value for key, value in settings.items()}
@@ -255,6 +287,7 @@ def build_plan(
     corners: Sequence[Trial],
     num_rows: int,
     data_sets: dict[str, dict[str, str | None]],
+    scheduler: str = "halving",
     folder: AnyPath = Path(),
 ) -> SweepPlan:
     """Return the plan of a sweep. `settings` has the length of a trial, if the user gave one; see `SweepPlan`."""
@@ -266,13 +299,14 @@ def build_plan(
     if goal in LEARNING_GOALS:
         warmup_steps = max(trial.config.optimizer.warmup_steps for trial in corners)
         shortest = max(MIN_RUNG_WARMUPS * warmup_steps * recipe_rows, MIN_RUNG_STEPS * max(sizes))
-    rungs, keep_micro = rungs_of(samples, shortest), "batch.micro" in space.axes
+    rungs = even_rungs(samples, shortest, MAX_GENERATIONS) if scheduler == "pbt" else rungs_of(samples, shortest)
+    keep_micro = "batch.micro" in space.axes
     sampled = tuple(key for key, axis in space.axes.items() if isinstance(axis, Range))
     return SweepPlan(base, goal, rungs, num_rows, folder, recipe_rows, keep_micro, sampled, data_sets=data_sets)
 
 
 def warmup_warning(plan: SweepPlan) -> str | None:
-    """Return a warning if a full trial ends during warm-up, or there is no rung before its end."""
+    """Return a warning if a full trial ends during warm-up, or has no rung before its end."""
     if plan.learning and plan.rungs[-1] <= plan.warmup_samples:
         return (
             f"trials end during warm-up ({plan.rungs[-1]:,} of {plan.warmup_samples:,} samples), so their {plan.goal} "

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mmray.engine import optimizer, precision
+from mmray.engine.checkpoint import state_dict
 from mmray.errors import UsageError
 from tests.engine import toy
 
@@ -26,6 +27,20 @@ def test_only_trainable_matrices_have_weight_decay():
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.0]
     assert decay == {"image.layers.2.weight", "text.words.weight", "text.blocks.0.1.weight", "text.blocks.1.weight"}
     assert decay.union(*others) == set(names.values()) - {"image.layers.6.weight", "image.layers.6.bias"}
+
+
+def test_resumed_optimizer_has_the_state_of_the_checkpoint_and_the_settings_of_its_config():
+    model = toy.Toy()
+    before = optimizer.build_optimizer(model, toy.optimizer_settings(weight_decay=0.1, betas=(0.9, 0.98)))
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    before.step()
+    after = optimizer.build_optimizer(model, toy.optimizer_settings(weight_decay=0.2, betas=(0.8, 0.95)))
+    state_dict.load_optimizer_state(model, after, state_dict.optimizer_state(model, before))
+    assert [group["weight_decay"] for group in after.param_groups][:2] == [0.2, 0.0]
+    assert {tuple(group["betas"]) for group in after.param_groups} == {(0.8, 0.95)}
+    assert all(torch.equal(after.state[weight]["exp_avg"], before.state[weight]["exp_avg"]) for weight in after.state)
+    assert after.state.keys() == before.state.keys() != set()
 
 
 def test_last_matching_pattern_sets_the_learning_rate_also_after_resume():

@@ -9,11 +9,12 @@ from rich.console import Console
 
 from mmray import cli
 from mmray.cli.console import Terminal
-from mmray.cli.tune import _print_outcome, trial_line
+from mmray.cli.tune import ConsoleSweepReporter, _print_outcome, live_table, trial_line
 from mmray.config import from_yaml, recipes
 from mmray.config.search_space import parse_space
 from mmray.errors import TrainingError
 from mmray.tune.results import TrialOutcome, build_row, select_best
+from mmray.tune.sweep import TimeLeft
 from mmray.tune.trials import build_trial, corner_trials
 
 LINES = [
@@ -33,11 +34,11 @@ def outcome(status, *outcomes):
     trials = corner_trials(recipes.load("sample"), parse_space(["batch.micro=32,64"]))
     trials = [replace(trial, name=f"t00{number}") for number, trial in enumerate(trials, 1)]
     rows = [
-        build_row(t, o, "throughput", LINES if o.status == "finished" else [], elapsed_s=9.0)
+        build_row(t, o, "memory", LINES if o.status == "finished" else [], elapsed_s=9.0)
         for t, o in zip(trials, outcomes, strict=True)
     ]
-    best = select_best(rows, "throughput")
-    summary = {"status": status, "goal": "throughput", "elapsed_s": 61.2, "recommendation": best}
+    best = select_best(rows, "memory")
+    summary = {"status": status, "goal": "memory", "elapsed_s": 61.2, "recommendation": best}
     return Path("runs/sample-tune"), summary, rows
 
 
@@ -51,7 +52,7 @@ def test_finished_sweep_prints_best_trial_and_next_command():
     code, text = print_outcome(outcome("finished", FINISHED, OOM))
     assert code == 0
     assert "1 of 2 trials measured in 61 s" in text and "t002       out of memory: CUDA out of memory" in text
-    assert "t001 has 640 samples/s, the highest of 1 trials." in text
+    assert "t001 has 0.50 GiB; it is the only measured trial." in text
     assert "mmray train " in text and "sample-tune/best.yaml" in text
 
 
@@ -74,10 +75,68 @@ def test_sweep_without_ranked_trial_is_an_error_with_each_reason():
         print_outcome(unmeasured)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--space", "optimizer.betas=[0.9,0.98"], "a list must end with `]`"),
+        (["--scheduler", "pbt", "--space", "batch.global=64,128"], "batch.global cannot change during a run"),
+        (["--scheduler", "pbt", "--search", "optuna"], "--scheduler pbt needs"),
+        (["--goal", "throughput", "--budget", "2h", "--search", "optuna"], "--search, --budget: no effect on --goal"),
+    ],
+)
+def test_search_that_cannot_run_is_a_usage_error(words, message, capsys, tmp_path):
+    defaults = ["--goal", "loss", "--run.storage", str(tmp_path)]
+    assert cli.run(["tune", "sample", *defaults, *words], Terminal(Console(file=io.StringIO()))) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_recipe_that_is_not_utf8_is_a_usage_error(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_bytes("recipe: sämple".encode("latin-1"))
+    assert cli.run(["tune", str(tmp_path / "mine.yaml"), "--goal", "loss"], Terminal()) == 2
+    assert "mine.yaml is not UTF-8 (byte 9)" in " ".join(capsys.readouterr().err.split())
+
+
 def test_print_config_prints_the_base_recipe(capfd):
     words = ["tune", "sample", "--space", "batch.micro=32", "--train.steps", "5", "--print-config"]
     assert cli.run(words, Terminal()) == 0
     assert from_yaml(capfd.readouterr().out, "printed") == recipes.load("sample")
+
+
+def live_row(name, status, *values, **changes):
+    settings, rungs = {"optimizer.lr": 1e-3}, [{"samples": 100 * 4**n, "value": each} for n, each in enumerate(values)]
+    return {"trial": name, "status": status, "settings": settings, "rungs": rungs, "elapsed_s": 61.0} | changes
+
+
+def test_live_table_has_running_trials_and_the_best_ones():
+    rows = [live_row("t001", "paused", 3.0), live_row("t002", "pruned", 2.5, 2.0), live_row("t003", "paused", 1.0)]
+    rows += [live_row("t004", "failed"), live_row("t005", "running"), live_row("t006", "failed")]
+    text = io.StringIO()
+    Console(file=text, width=80).print(live_table(rows, (100, 400, 1600), "loss", 4))
+    header, _, *shown, hidden = text.getvalue().splitlines()
+    assert header.split() == ["trial", "lr", "rung", "held-out", "loss", "status", "s"]
+    assert [line.split() for line in shown] == [
+        ["t005", "0.001", "0/3", "-", "running", "61"],
+        ["t002", "0.001", "2/3", "2", "pruned", "61"],
+        ["t003", "0.001", "1/3", "1", "paused", "61"],
+        ["t001", "0.001", "1/3", "3", "paused", "61"],
+    ]
+    assert hidden.strip() == "and 2 failed"
+    assert live_table([], (100,), "recall", 4).row_count == 0
+
+
+def test_terminal_has_a_table_and_time_left_and_a_log_a_line_per_event():
+    for is_terminal in (True, False):
+        text = io.StringIO()
+        terminal = Terminal(Console(file=text, width=100, force_terminal=is_terminal))
+        reporter, row = ConsoleSweepReporter(terminal, "recall"), live_row("t001", "paused", 0.25)
+        row |= {"samples_per_s": None, "loss": None, "peak_gib": None, "error": None}
+        with terminal.progress("training"):
+            reporter.progress(row, (100, 400))
+            reporter.table([row], (100, 400), TimeLeft(70, 3700, 9.6))
+        line = "t001       optimizer.lr=0.001: paused in 61 s  rung 1 of 2: 0.25 after 100 samples"
+        assert (line in text.getvalue()) != is_terminal
+        assert ("recall@1" in text.getvalue()) == is_terminal
+        assert ("01:10 elapsed, about 1:01:40 left, budget 00:10" in text.getvalue()) == is_terminal
 
 
 def test_rungs_budget_and_saved_hours_are_printed():

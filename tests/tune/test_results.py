@@ -6,6 +6,7 @@ from mmray.engine.batch import BatchShape
 from mmray.errors import ResourceError, TrainingError, UsageError
 from mmray.tune.results import (
     TrialOutcome,
+    _against_recipe,
     aggregate_metrics,
     build_row,
     classify_error,
@@ -59,7 +60,7 @@ def test_other_errors_are_failures_with_one_line():
     assert summarize_error(ValueError()) == "ValueError" and len(summarize_error(ValueError("x" * 1000))) == 240
 
 
-def row_with(micro, status="finished", auto=False, goal="throughput"):
+def row_with(micro, status="finished", auto=False, goal="memory"):
     """A row of a trial with micro-batches of 64 rows whose run ended with `micro`."""
     trial = Trial("t001", {"batch.micro": 64}, None, BatchShape(256, 64, 2, 2, auto))
     lines = [line(step, 100, 0.1) | {"batch/micro": 64 if step == 1 else micro} for step in (1, 2, 3)]
@@ -71,7 +72,7 @@ def test_trial_with_reduced_micro_batch_is_out_of_memory():
     assert (row["status"], row["micro"], row["accumulation"]) == ("out_of_memory", 64, 2)
     assert "out of memory at micro-batch 64; the run continued with 16" in row["error"]
     assert row["elapsed_s"] == 3.0 and row["samples_per_s"] == 100
-    assert select_best([row], "throughput") is None
+    assert select_best([row], "memory") is None
 
 
 @pytest.mark.parametrize(
@@ -85,70 +86,87 @@ def test_trial_with_reduced_micro_batch_is_out_of_memory():
     ],
 )
 def test_other_trials_keep_their_status(micro, status, auto, split):
-    row = row_with(micro, status, bool(auto), "loss" if auto is None else "throughput")
+    row = row_with(micro, status, bool(auto), "loss" if auto is None else "memory")
     assert (row["status"], row["error"], (row["micro"], row["accumulation"])) == (status, None, split)
 
 
-def row(trial, size, rate, gib=1.0, loss=1.0, recall=0.5, status="finished", spread=0.01):
+def row(trial, size, rate, gib=1.0, loss=1.0, recall=0.5, status="finished", **changes):
     row = {"trial": trial, "status": status, "global": size, "peak_gib": gib, "recall_at_1": recall, "eval_loss": loss}
-    row |= {"rungs": [{"samples": 400, "value": loss}], "curve": [[100, 2 * loss], [400, loss]], "quality_s": None}
-    rates = {"samples_per_s_min": rate * (1 - spread), "samples_per_s_max": rate * (1 + spread)}
-    return row | rates | {"samples_per_s": rate}
+    row |= {"rungs": [{"samples": 400, "value": loss}], "curve": [[100, 2 * loss, 1], [400, loss, 4]]}
+    row |= {"quality_s": None, "samples_per_s": rate, "is_recipe": trial == "own", "parent": None, "settings": {}}
+    return row | changes
 
 
 @pytest.mark.parametrize(
     ("rows", "goal", "best", "why"),
     [
         (
-            [row("a", 64, 100), row("b", 64, 120), row("c", 128, 300), row("d", 128, 200)],
-            *("throughput", "c", "c has 300 samples/s, the highest of 4 trials."),
+            [row("a", 64, 10, gib=4), row("b", 64, 10, gib=2), row("c", 128, 10, gib=3)],
+            *("memory", "b", "b has 2.00 GiB, the lowest of 3 trials."),
         ),
-        (  # less memory wins within two percent
-            [row("a", 64, 100, gib=8), row("b", 64, 99, gib=4), row("c", 64, 97, gib=1)],
-            *("throughput", "b", "b has 99 samples/s, within 2% of the highest (100 samples/s of a), and uses less"),
+        (  # the faster one wins within two percent
+            [row("a", 64, 10, gib=1.0), row("b", 64, 30, gib=1.01), row("c", 64, 90, gib=4)],
+            *("memory", "b", "b has 1.01 GiB, within 2% of the lowest (1.00 GiB of a), and is faster."),
         ),
-        ([row("a", 64, 100, spread=0.2), row("b", 64, 90)], "throughput", "a", "are within the range of 80 to 120"),
         (
-            [row("a", 64, 900, status="out_of_memory"), row("b", 64, 800, status="stopped"), row("c", 64, 5)],
-            *("throughput", "c", "c has 5 samples/s, the highest of 1 trials."),
+            [row("a", 64, 9, status="out_of_memory"), row("b", 64, 8, status="stopped"), row("c", 64, 5)],
+            *("memory", "c", "c has 1.00 GiB; it is the only measured trial."),
         ),
         ([row("a", 64, 10, recall=None), row("b", 64, 9, recall=0.2)], "recall", "b", "recall@1 0.200"),
         (
             [row("a", 64, 10, loss=2.0), row("b", 64, 30, loss=2.001), row("c", 64, 90, loss=2.5)],
-            *("loss", "a", "Not certain: b differ by less than 2%."),
+            *("loss", "a", "The recipe's own settings were not measured. Not certain: b is within 2% of it."),
         ),
-        ([row("a", 64, 10, gib=1.0), row("b", 64, 30, gib=1.01), row("c", 64, 9, gib=4)], "memory", "b", "is faster"),
+        ([row(str(n), 64, 10) for n in range(6)], "loss", "0", "Not certain: 1, 2, 3 and 2 more are within 2% of it."),
     ],
 )
 def test_best_trial_and_its_reason(rows, goal, best, why):
     chosen = select_best(rows, goal)
     assert chosen["best"] == best and why in chosen["why"]
-    assert ("may be as fast" in chosen["why"]) == ("range" in why)
 
 
 def test_best_is_chosen_per_global_batch_from_measured_trials():
-    rows = [row("a", 64, 100), row("b", 64, 120), row("c", 128, 300), row("d", 128, 900, status="stopped")]
-    assert select_best(rows, "throughput")["per_global"] == {"64": "b", "128": "c"}
-    assert select_best(rows[3:], "throughput") is None
+    rows = [row("a", 64, 9, gib=2), row("b", 64, 9), row("c", 128, 9, gib=3), row("d", 128, 9, status="stopped")]
+    assert select_best(rows, "memory")["per_global"] == {"64": "b", "128": "c"}
+    assert select_best(rows[3:], "memory") is None
     assert select_best([row("a", 64, 10, recall=None) | {"rungs": []}], "recall") is None
 
 
-def test_best_trial_is_compared_with_the_settings_of_the_recipe():
-    rows = [
-        row("t001", 64, 10, loss=2.0),
-        row("t002", 64, 10, loss=1.0),
-        row("t003", 64, 10, status="pruned", loss=0.5),
-    ]
-    why = select_best(rows, "loss")["why"]
-    assert why.startswith("t002 has held-out loss 1.000, the lowest of 2 trials. The recipe's own settings (t001) have")
-    assert "held-out loss 2.000 after 400 samples; t002 reached it in 100." in why
-    assert "no other trial was better" in select_best(rows[:1], "loss")["why"]
+OWN = " After 400 samples the recipe's own settings (own) have held-out loss 2.000 and best has"
+
+
+@pytest.mark.parametrize(
+    ("curve", "loss", "why"),
+    [
+        ([[100, 3.0, 1], [400, 1.0, 4]], 1.0, "1.000; it reached their value after about 250 (38% fewer)."),
+        ([[400, 1.0, 4]], 1.0, "1.000."),  # not measured before
+        ([[100, 9.0, 1], [400, 2.5, 4], [800, 1.5, 8]], 2.5, "2.500; it reached their value after about 600."),
+        ([[100, 9.0, 1], [400, 2.5, 4]], 2.5, "2.500; it never reached their value."),
+    ],
+)
+def test_best_trial_is_compared_with_the_recipe_where_both_were_measured(curve, loss, why):
+    best = row("best", 64, 10, curve=curve, loss=loss)
+    best["rungs"].append({"samples": 800, "value": 0.5})
+    assert _against_recipe(best, [row("own", 64, 10, loss=2.0, status="pruned"), best], "loss") == f"{OWN} {why}"
+
+
+def test_recipe_itself_can_be_the_best():
+    why = select_best([row("own", 64, 10), row("b", 64, 10, loss=9)], "loss")["why"]
+    assert "These are the recipe's own settings: the search found none that are better." in why
+
+
+def test_trial_of_a_population_names_those_that_it_continues():
+    rows = [row("a", 64, 10, settings={"optimizer.lr": 1}), row("b", 64, 10, settings={"optimizer.lr": 2}, loss=0.5)]
+    rows[1]["parent"] = {"trial": "a", "samples": 100}
+    assert (
+        "It continues a (optimizer.lr=1) until 100 samples; best.yaml has its last" in select_best(rows, "loss")["why"]
+    )
 
 
 def test_time_to_quality_is_the_samples_to_the_loss_of_the_recipe_over_the_rate():
     """b needs more samples than a, but is four times as fast; c never reaches the target."""
     rows = [
-        row("t001", 64, 10, loss=2.0),
+        row("own", 64, 10, loss=2.0),
         row("a", 64, 10, loss=1.0),
         row("b", 256, 40, loss=1.5),
         row("c", 64, 90, loss=9),
@@ -173,10 +191,10 @@ def test_samples_to_a_target_are_interpolated(curve, target, maximize, samples):
 
 
 def test_without_a_full_trial_those_with_most_samples_are_compared():
-    rows = [row("t001", 64, 10, loss=2.0, status="stopped"), row("t002", 64, 10, loss=1.0, status="pruned")]
+    rows = [row("own", 64, 10, loss=2.0, status="stopped"), row("t002", 64, 10, loss=1.0, status="pruned")]
     rows[1]["rungs"] = [{"samples": 100, "value": 1.0}]
     chosen = select_best(rows, "loss")
-    assert chosen["best"] == "t001" and "It has 400 samples only." in chosen["why"]
+    assert chosen["best"] == "own" and "It has 400 samples only." in chosen["why"]
 
 
 def test_value_of_a_rung_is_the_newest_held_out_metric_or_the_reason_why_there_is_none():
@@ -185,4 +203,4 @@ def test_value_of_a_rung_is_the_newest_held_out_metric_or_the_reason_why_there_i
     assert rung_value(lines, "recall") == 0.25
     assert "was not measured; use another --goal" in rung_value(lines[:1], "recall")
     assert rung_value([{"evaluate/loss": None}], "loss") == "evaluate/loss is not finite"
-    assert rung_value([line(4, 100, 0.1)], "throughput") == 100
+    assert rung_value([line(4, 100, 0.1)], "memory") == 0.4

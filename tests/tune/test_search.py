@@ -1,11 +1,14 @@
-"""A sweep on Ray: stopped after its first trial, resumed by the same command; its best config."""
+"""Sweeps on Ray: one that is stopped after its first trial and resumed by the same command; one whose trials fail."""
 
+import gc
 import io
 import json
 import os
+import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from mmray import cli
@@ -13,6 +16,7 @@ from mmray.cli.console import Terminal
 from mmray.config import from_yaml, to_yaml
 from mmray.config.search_space import parse_space
 from mmray.errors import ResourceError
+from mmray.models.two_tower import TwoTower
 from mmray.train.resolve import resolve_run
 from mmray.tune.search import Sweep, search
 from mmray.tune.trials import clear_length_and_derived_batch
@@ -21,17 +25,42 @@ from tests.nodes import several_nodes
 from tests.train.runs import Silent, config, lines, make_data
 
 pytestmark = pytest.mark.cluster
-OOM = "tests.tune.test_search:OutOfMemory"
-SPACE = ["optimizer.lr=1e-6,1e-3,1e-7", f"train.callbacks=[],[{OOM}]"]
+HERE = "tests.tune.test_search"
+OOM = f"{HERE}:OutOfMemory"
+SPACE = ["optimizer.lr=1e-3,1e-6,1e-7", f"train.callbacks=[],[{OOM}]"]
 RUNGS = (64, 256)  # samples: 4 and 16 steps of 16 rows
 
 
-class OutOfMemory:
-    """Callback: an OOM at the second step, on every rank."""
+def _at_step_two(name, act, rank=None):
+    """A callback that acts at the second step, on every rank or on one."""
 
     def on_step(self, step, metrics):
-        if step == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        if step == 2 and (rank is None or dist.get_rank() == rank):
+            act()
+
+    return type(name, (), {"on_step": on_step})
+
+
+def _run_out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def _raise():
+    raise ValueError("a bug of the user")
+
+
+def _diverge():
+    with torch.no_grad():
+        for model in (each for each in gc.get_objects() if isinstance(each, TwoTower)):
+            for weight in model.parameters():
+                weight.fill_(torch.nan)
+
+
+OutOfMemory = _at_step_two("OutOfMemory", _run_out_of_memory)
+OutOfMemoryOnOneRank = _at_step_two("OutOfMemoryOnOneRank", _run_out_of_memory, rank=1)
+Raise = _at_step_two("Raise", _raise)
+Kill = _at_step_two("Kill", lambda: os.kill(os.getpid(), signal.SIGKILL), rank=1)
+Diverge = _at_step_two("Diverge", _diverge)
 
 
 class Watching(Silent):
@@ -48,11 +77,14 @@ class Watching(Silent):
             self.stop = False
             os.kill(os.getpid(), 2)
 
+    def table(self, rows, rungs, time_left):
+        assert time_left.elapsed_s > 0
+
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweeps")
-    return config(make_data(folder / "set"), folder, "first")
+    return config(make_data(folder / "set"), folder, "first").with_cluster(workers=1)  # a process without Ray Train
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +135,7 @@ def test_each_trial_has_a_row_with_its_end(finished):
     rows = list(rows_of(folder).values())
     good, *others = (row for row in rows if not row["settings"]["train.callbacks"])
     failed, *skipped = (row for row in rows if row["settings"]["train.callbacks"])
-    assert good["settings"]["optimizer.lr"] == 1e-6 and good["status"] == "finished"
+    assert good["settings"]["optimizer.lr"] == 1e-3 and good["status"] == "finished" and good["is_recipe"]
     assert sorted((row["status"], len(row["rungs"])) for row in others) == [("finished", 2), ("pruned", 1)]
     assert failed["status"] == "out_of_memory" and "CUDA out of memory" in failed["error"]
     assert [row["status"] for row in skipped] == ["infeasible", "infeasible"]
@@ -112,7 +144,7 @@ def test_each_trial_has_a_row_with_its_end(finished):
     samples, losses, seconds = zip(*good["curve"], strict=True)
     assert samples == (64, 128, 192, 256) and losses[-1] == good["eval_loss"]
     assert 0 < seconds[0] < seconds[-1] < good["elapsed_s"]
-    assert (good["micro"], good["accumulation"], good["workers"], good["global"]) == (4, 2, 2, 16)
+    assert (good["micro"], good["accumulation"], good["workers"], good["global"]) == (4, 4, 1, 16)
     assert 0 < good["samples_per_s_min"] <= good["samples_per_s"] <= good["samples_per_s_max"] and good["peak_gib"] > 0
 
 
@@ -130,8 +162,8 @@ def test_sweep_folder_has_the_files_of_the_report(finished):
     _, text, folder = finished
     summary = json.loads((folder / "sweep.json").read_text())
     assert (summary["kind"], summary["status"], summary["goal"]) == ("sweep", "finished", "loss")
-    assert summary["space"] == {"optimizer.lr": [1e-6, 1e-3, 1e-7], "train.callbacks": [[], [OOM]]}
-    assert (summary["samples_per_trial"], summary["concurrency"], summary["rungs"]) == (256, 1, list(RUNGS))
+    assert summary["space"] == {"optimizer.lr": [1e-3, 1e-6, 1e-7], "train.callbacks": [[], [OOM]]}
+    assert (summary["concurrency"], summary["rungs"]) == (1, list(RUNGS))
     assert summary["recommendation"]["best"] == "t001" and summary["recommendation"]["per_global"] == {"16": "t001"}
     assert summary["recommendation"]["why"] in " ".join(text.split()) and summary["environment"]["packages"]["ray"]
     assert summary["gpu_hours"] > 0 and summary["saved_gpu_hours"] > 0
@@ -145,13 +177,14 @@ def test_best_trial_ends_with_a_cooldown(finished):
     summary = json.loads((folder / "sweep.json").read_text())
     cooldown, logged = summary["recommendation"]["cooldown"], lines(folder / "trials" / "t001")
     assert cooldown["samples"] == logged[-1]["rows_stop"] > RUNGS[-1]
-    assert {line["train/lr"] for line in logged if 2 < line["step"] <= 16} == {1e-6}
-    assert logged[-1]["train/lr"] < 5e-7 and "after a cooldown" in text
+    assert {line["train/lr"] for line in logged if 2 < line["step"] <= 16} == {1e-3}
+    assert logged[-1]["train/lr"] < 5e-4 and "after a cooldown" in text
 
 
 def test_best_config_is_the_recipe_that_the_trial_trained(finished, recipe):
     """Equal but for the length, the logs and the folder of a trial."""
     _, _, folder = finished
+    assert (folder / "best.yaml").read_text().startswith("# t001 has held-out loss ")
     best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
     assert best.train == recipe.train  # the length of the recipe, not of the trial
     assert (best.batch.micro, best.batch.global_, best.run.name) == (4, 16, None)
@@ -163,10 +196,34 @@ def test_best_config_is_the_recipe_that_the_trial_trained(finished, recipe):
     assert measured.replace(evaluate=trained.evaluate, run=trained.run) == trained
 
 
+def test_each_failure_is_a_row_with_its_reason_and_one_good_trial_a_good_sweep(local_ray, recipe):
+    faults = ["", *(f"{HERE}:{name}" for name in ("OutOfMemoryOnOneRank", "Raise", "Kill", "Diverge"))]
+    space = [f"train.callbacks={','.join(f'[{name}]' for name in faults)}", "cluster.cpus_per_worker=1,64"]
+    base = recipe.with_cluster(workers=2).replace(run=recipe.run.replace(name="failures"))
+    typed = clear_length_and_derived_batch(base, [])
+    length = typed.replace(train=typed.train.replace(samples=RUNGS[0]))
+    _, summary, rows = search(Sweep(base, length, parse_space(space), "loss"), Watching())
+    assert (summary["status"], summary["recommendation"]["best"]) == ("finished", "t001")
+    ends = {
+        row["settings"]["train.callbacks"][0].partition(":")[2]: (row["status"], row["error"])
+        for row in rows
+        if row["settings"]["train.callbacks"] and row["settings"]["cluster.cpus_per_worker"] == 1
+    }
+    assert ends["OutOfMemoryOnOneRank"][0] == "out_of_memory" and "Tried to allocate" in ends["OutOfMemoryOnOneRank"][1]
+    assert ends["Raise"] == ("failed", "ValueError: a bug of the user")
+    assert ends["Kill"][0] == "failed" and ends["Kill"][1]
+    assert ends["Diverge"] == ("failed", "evaluate/loss is not finite")
+    never = [row for row in rows if row["settings"]["cluster.cpus_per_worker"] == 64]
+    assert len(never) == 5 and {row["status"] for row in never} == {"infeasible"}
+    assert all("2 training workers of 64 CPU each" in row["error"] for row in never)
+
+
 def test_infeasible_sweep_reports_missing_resources(local_ray, recipe):
-    wide = recipe.with_cluster(cpus_per_worker=9.0).replace(run=recipe.run.replace(name="wide"))
+    wide = recipe.with_cluster(workers=2, cpus_per_worker=9.0).replace(run=recipe.run.replace(name="wide"))
     with pytest.raises(ResourceError, match=r"2 training workers of 9 CPU each.* the cluster has 8 CPU"):
-        search(Sweep(wide, clear_length_and_derived_batch(wide, []), parse_space(["batch.micro=4"])), Watching())
+        search(
+            Sweep(wide, clear_length_and_derived_batch(wide, []), parse_space(["batch.micro=4"]), "memory"), Watching()
+        )
 
 
 @pytest.mark.slow
@@ -180,7 +237,7 @@ def test_two_trials_run_concurrently_on_two_nodes(tmp_path):
         recipe = recipe.replace(model=recipe.model.replace(text=recipe.model.text.replace(dropout=0.0)))
         typed = clear_length_and_derived_batch(recipe, [])
         length = typed.replace(train=typed.train.replace(steps=4))
-        folder, summary, _ = search(Sweep(recipe, length, parse_space(["batch.micro=4,8"])), listener)
+        folder, summary, _ = search(Sweep(recipe, length, parse_space(["batch.micro=4,8"]), "memory"), listener)
     assert (summary["status"], summary["concurrency"]) == ("finished", 2)
     split, whole = rows_of(folder.path).values()
     assert (split["accumulation"], whole["accumulation"]) == (2, 1)

@@ -16,7 +16,7 @@ import pytest
 from mmray.config import recipes
 from mmray.config.search_space import DEFAULT_SAMPLES, Range, Space
 from mmray.tune.results import promoted
-from mmray.tune.search import build_scheduler, tune_space
+from mmray.tune.search import build_scheduler, distinct_settings, tune_space
 from mmray.tune.trials import SweepPlan, rungs_of, starting_points
 
 FULL = 1_000_000  # samples of a full trial
@@ -113,14 +113,8 @@ class Machine:
 
 
 def random_suggestions(space, seed, points=()):
-    """Suggest the points first, then draws of Ray Tune's domains."""
-    rng, queue = np.random.RandomState(seed), list(points)
-    axes = tune_space(BASE, space)
-
-    def suggest(name):
-        return queue.pop(0) if queue else {key: axis.sample(random_state=rng) for key, axis in axes.items()}
-
-    return suggest, lambda *_: None
+    settings = distinct_settings(BASE, space, list(points), seed)
+    return lambda name: next(settings), lambda *_: None
 
 
 def optuna_suggestions(space, seed, points=()):

@@ -1,21 +1,24 @@
 """Sweep folder: which one a command uses, which rows it keeps; signals during a sweep."""
 
+import math
 import signal
 
 import pytest
 
 from mmray.config import recipes, to_yaml
-from mmray.config.search_space import Space
+from mmray.config.search_space import Range, Space
 from mmray.errors import ForceExit, TrainingError, UsageError
+from mmray.report.sweep import SWEEP
 from mmray.train.monitor import signal_handlers
+from mmray.train.run_dir import RunDir
 from mmray.tune import search
 from mmray.tune.results import TrialOutcome, promoted, select_best
-from mmray.tune.sweep import STOP_FILE, STOP_WAIT_S, Budget, SweepState, resolve_sweep_dir
+from mmray.tune.sweep import STOP_FILE, STOP_WAIT_S, Budget, SweepState, TimeLeft, resolve_sweep_dir
 from mmray.tune.trials import SweepPlan
 from tests.train.runs import Silent
 
 SAMPLE = recipes.load("sample")
-IDENTITY = {"space": {"batch.micro": [8, 16]}, "samples_per_trial": 64}
+IDENTITY = {"space": {"batch.micro": [8, 16]}, "goal": "loss", "rungs": [16, 64]}
 
 
 def base(storage, **run):
@@ -34,7 +37,8 @@ def test_unnamed_sweep_resumes_until_finished(tmp_path):
     first = started(base(tmp_path))
     assert first.path == tmp_path / "sample-tune"
     assert resolve_sweep_dir(base(tmp_path), IDENTITY).path == first.path
-    assert resolve_sweep_dir(base(tmp_path), IDENTITY | {"samples_per_trial": 65}).path.name == "sample-tune-2"
+    for other in ({"rungs": [64]}, {"goal": "recall"}):  # whose values are of another kind
+        assert resolve_sweep_dir(base(tmp_path), IDENTITY | other).path.name == "sample-tune-2"
     started(base(tmp_path), "finished")
     assert resolve_sweep_dir(base(tmp_path), IDENTITY).path.name == "sample-tune-2"
 
@@ -44,11 +48,14 @@ def plan_for(folder, goal="loss", rungs=(100, 400, 1600)):
 
 
 class Reporter(Silent):
-    """Keeps trial, status and number of rungs of each reported row."""
+    """Keeps trial, status and number of rungs of each reported row, and the last time left."""
 
     def __init__(self):
         super().__init__()
-        self.rows = []
+        self.rows, self.time_left = [], None
+
+    def table(self, rows, rungs, time_left):
+        self.time_left = time_left
 
     def progress(self, row, rungs):
         self.rows.append((row["trial"], row["status"], len(row["rungs"])))
@@ -168,6 +175,149 @@ def test_spent_budget_stops_running_trials_and_kills_one_that_does_not_stop(begi
     assert [row["status"] for row in state.rows.values()] == ["stopped", "stopped"]
 
 
+def test_time_of_a_killed_command_counts_for_the_budget(begin):
+    budgets = {"budget": Budget(seconds=60), "summary": {"kind": "sweep"}, "planned_samples": 400}
+    first = begin(**budgets)
+    first.start(first.add({"optimizer.lr": 1e-3}))
+    for _ in range(12):
+        first.clock.now_s += 4
+        assert not first.is_stopped()
+    # Killed after 48 s; the time was last saved at 48 s or up to 10 s before.
+    second = begin(**budgets)
+    assert 38 < second.elapsed_s <= 48 and 38 < second.gpu_seconds <= 48
+    assert second.rows["t001"]["status"] == "stopped"
+    second.start(second.add({"optimizer.lr": 1e-3}))
+    second.clock.now_s += 22
+    assert not second.is_stopped() and second.stop_reason == "budget"  # requested
+    assert begin(budget=Budget(gpu_seconds=30)).is_stopped()
+
+
+def test_time_left_follows_the_samples_and_the_budget(begin):
+    state = begin(budget=Budget(gpu_seconds=100), planned_samples=400)
+    state.start(name := state.add({"optimizer.lr": 1e-3}))
+    state.clock.now_s += 20
+    state.is_stopped()
+    assert state.reporter.time_left == TimeLeft(20, None, 80)
+    state.reach(name, {"samples": 100, "value": 2.0})
+    assert state.time_left() == TimeLeft(20, 60, 80)
+    assert begin(budget=Budget(seconds=30)).time_left() == TimeLeft(20, None, 10)
+
+
+def test_child_has_the_rungs_of_its_parent_and_its_name_in_later_commands(begin):
+    state = begin()
+    state.start(parent := state.add({"optimizer.lr": 1e-3}))
+    state.clock.now_s += 10
+    state.reach(parent, {"samples": 100, "value": 2.0})
+    state.end(parent, TrialOutcome("paused"))
+    child = state.add_child(parent, {"optimizer.lr": 2e-3}, 100)
+    row = state.folder.read_rows()[child]
+    assert (child, row["status"], row["parent"]) == ("t002", "paused", {"trial": parent, "samples": 100})
+    assert row["rungs"] == [{"samples": 100, "value": 2.0, "elapsed_s": 0.0}] and not state.has_reached(child, 1)
+    again = begin()
+    assert [again.add({"optimizer.lr": lr}) for lr in (1e-3, 2e-3)] == ["t001", "t003"]
+    assert [again.add_child(parent, {"optimizer.lr": 2e-3}, samples) for samples in (100, 400)] == ["t002", "t004"]
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Train by a formula instead of in runs: the loss is 1 / samples, times the distance of the rate from 0.01.
+
+    A rate above 0.03 diverges. Returns the names of the trials of each call and the sweep's functions.
+    """
+    calls = []
+
+    def fit(state, sweep, num_concurrent, num_rungs, names):
+        calls.append(list(names))
+        for name in names:
+            state.start(name)
+            state.clock.now_s += 1
+            rate, samples = state.trials[name].settings["optimizer.lr"], state.plan.rungs[num_rungs - 1]
+            if rate > 0.03:
+                state.end(name, TrialOutcome("failed", "evaluate/loss is not finite"))
+                continue
+            state.reach(name, {"samples": samples, "value": (1 + abs(math.log10(rate) + 2)) / samples})
+            state.end(name, TrialOutcome("finished" if num_rungs == len(state.plan.rungs) else "paused"))
+            if state.stop_reason is not None:
+                return
+
+    def copy_run(parent, child, settings):
+        assert RunDir(child.parent.parent).read_json(SWEEP) is not None
+        calls.append((parent.name, child.name))
+
+    monkeypatch.setattr(search, "fit", fit)
+    monkeypatch.setattr(search.population, "copy_run", copy_run)
+    return calls
+
+
+POPULATION = Space({"optimizer.lr": Range(1e-4, 1.0, log=True)}, 8)
+
+
+def test_population_based_training_replaces_the_worst_and_diverged_trials(begin, simulated):
+    state = begin()
+    sweep = search.Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
+    search.run_trials(state, sweep, 1)
+    first, *others = simulated
+    assert len(first) == 8
+    diverged = [name for name in first if state.rows[name]["status"] == "failed"]
+    assert diverged and all(state.rows[name]["rungs"] == [] for name in diverged)
+    groups = [names for names in others if isinstance(names, list)]
+    assert [len(names) for names in groups] == [8, 8]  # the population has the same size at each rung
+    copies = [names for names in others if isinstance(names, tuple)]
+    assert {child for _, child in copies} == state.rows.keys() - set(first)
+    best = select_best(list(state.rows.values()), "loss")
+    assert state.rows[best["best"]]["status"] == "finished" and {row["status"] for row in state.rows.values()} == {
+        *("finished", "pruned", "failed"),
+    }
+    worst = max(state.rows[name]["rungs"][0]["value"] for name in first if state.rows[name]["rungs"])
+    assert worst not in [state.rows[name]["rungs"][0]["value"] for name in groups[0]]
+    state.prune_paused()
+    assert state.time_left().estimated_s is not None
+
+
+def test_stopped_population_continues_with_the_same_children(begin, simulated):
+    sweep = search.Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
+    whole = begin()
+    search.run_trials(whole, sweep, 1)
+    expected, rows = list(simulated), dict(whole.rows)
+    whole.folder.write_rows([])
+    simulated.clear()
+    for stop_after in (8, 11, 99):  # trials trained by a command
+        state, count = begin(), 0
+
+        def progress(row, rungs, state=state, stop_after=stop_after):
+            nonlocal count
+            count += row["status"] == "running"
+            if count == stop_after:
+                state.request_stop("stopped", "stopping")
+
+        state.reporter.progress = progress
+        search.run_trials(state, sweep, 1)
+    assert {name: row["settings"] for name, row in state.rows.items()} == {
+        name: row["settings"] for name, row in rows.items()
+    }
+    assert {name: row["parent"] for name, row in state.rows.items()} == {
+        name: row["parent"] for name, row in rows.items()
+    }
+    trained = [name for names in simulated if isinstance(names, list) for name in names]
+    assert set(trained) == {name for names in expected if isinstance(names, list) for name in names}
+
+
+def test_halving_continues_where_the_earlier_command_stopped(begin, simulated):
+    sweep = search.Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": (1e-3, 1e-2, 2e-2, 3e-2, 4e-2)}), "loss")
+    for stop_after in (2, 99):
+        state = begin()
+        state.reporter.progress = lambda row, rungs, state=state, after=stop_after: (
+            state.request_stop("stopped", "stopping") if row["trial"] == f"t{after:03}" and row["rungs"] else None
+        )
+        search.run_trials(state, sweep, 1)
+    assert simulated == [
+        ["t001", "t002", "t003", "t004", "t005"],
+        ["t003", "t004", "t005"],
+        *(["t002", "t003"], ["t002", "t003"]),
+    ]
+    assert [row["status"] for row in state.rows.values()] == ["pruned", "finished", "finished", "pruned", "failed"]
+
+
 def test_sweep_can_be_on_an_object_store(s3):
     sweep = started(base(f"{s3.address}/runs"))
     state = SweepState(sweep, plan_for(sweep.path), Reporter(), sweep.read_rows(), clock=Clock())
@@ -187,7 +337,7 @@ def test_failure_of_ray_tune_is_recorded_and_raised(tmp_path, monkeypatch):
 
     monkeypatch.setattr(search, "run_trials", fail)
     config = base(tmp_path)
-    sweep, folder = search.Sweep(config, config, Space({"optimizer.lr": (1, 2)})), started(config)
+    sweep, folder = search.Sweep(config, config, Space({"optimizer.lr": (1, 2)}), "loss"), started(config)
     with pytest.raises(TrainingError, match="Ray Tune failed"):
         search._search(sweep, plan_for(folder.path), 1, IDENTITY, folder, Reporter())
     assert folder.read_json("sweep.json")["status"] == "failed" and (folder.path / "report.html").exists()

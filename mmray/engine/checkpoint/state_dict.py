@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from mmray.engine.run_state import CheckpointState, DestinationFn
 
+FROM_CONFIG = ("params", "weight_decay", "betas", "eps")  # of a group: a trial of a sweep may resume with other values
+
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> CheckpointState:
     """Return `optimizer.state_dict()` by the model's parameter names, for every strategy.
@@ -31,7 +33,7 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Checkpo
     """Load what `optimizer_state` returned. Raises as `load_state_dict` does."""
     index_of = {name: index for index, name in enumerate(_trainable_names(module, optimizer))}
     pairs = zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
-    groups = [saved | {"params": group["params"]} for saved, group in pairs]
+    groups = [saved | {key: group[key] for key in FROM_CONFIG if key in group} for saved, group in pairs]
     by_index = {index_of[name]: values for name, values in state["state"].items()}
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})
 
