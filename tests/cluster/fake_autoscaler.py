@@ -20,15 +20,18 @@ PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeP
 
 
 @contextmanager
-def fake_autoscaler(node_types, folder):
-    """`with fake_autoscaler({"cpu": {"resources": {"CPU": 2}, "labels": {}, "max_workers": 2}}, folder) as address:`"""
+def fake_autoscaler(node_types, folder, dashboard=(), idle_minutes=1, env=os.environ):
+    """`with fake_autoscaler({"cpu": {"resources": {"CPU": 2}, "labels": {}, "max_workers": 2}}, folder) as address:`
+
+    dashboard: its port and that of its agent, for jobs; without one by default.
+    """
     (port,), ip = free_ports(1), ray.util.get_node_ip_address()
     types = {name: {"node_config": {}, "min_workers": 0, **kind} for name, kind in node_types.items()}
     types[HEAD] = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
     config = {
         "cluster_name": "fake",
         "max_workers": 8,
-        "idle_timeout_minutes": 1,
+        "idle_timeout_minutes": idle_minutes,
         "upscaling_speed": 9999,
         "provider": {
             "type": "external",
@@ -55,7 +58,10 @@ def fake_autoscaler(node_types, folder):
         "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
     }
-    options = ["--num-cpus=0", "--include-dashboard=false", f"--autoscaling-config={folder / 'autoscaling.json'}"]
+    options = ["--num-cpus=0", f"--autoscaling-config={folder / 'autoscaling.json'}"]
+    names = ("--dashboard-port", "--dashboard-agent-listen-port")
+    given = [f"{name}={number}" for name, number in zip(names, dashboard, strict=False)]
+    options += ["--dashboard-host=127.0.0.1", *given] if dashboard else ["--include-dashboard=false"]
 
     def is_ready():
         try:
@@ -65,5 +71,5 @@ def fake_autoscaler(node_types, folder):
         time.sleep(4)  # the port answers before the autoscaler does
         return True
 
-    with ray_head(folder, port, options, os.environ | own, is_ready):
+    with ray_head(folder, port, options, env | own, is_ready):
         yield f"{ip}:{port}"

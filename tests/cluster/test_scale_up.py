@@ -1,15 +1,26 @@
-"""Growing clusters: a run that starts with no worker node, and the nodes that an elastic run requests."""
+"""Growing clusters: a run and a submitted sweep that start with no worker node, and get the nodes that they request."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import re
 
 import pytest
 import ray
+from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.util.state import list_nodes
 
 from mmray.cluster.placement import ROLE_LABEL
-from mmray.config import Cluster
+from mmray.config import Cluster, to_yaml
 from mmray.train.driver import train
 from tests.cluster.fake_autoscaler import fake_autoscaler
-from tests.train.runs import Silent, config, expected_marks, marks
+from tests.jobs.test_jobs import ended, submit
+from tests.nodes import free_ports
+from tests.train.runs import Silent, config, expected_marks, make_data, marks
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(400)]  # three minutes
 POOLS = {
@@ -32,3 +43,43 @@ def test_elastic_run_scales_up_from_zero_nodes(data, tmp_path):
     starts = [text for kind, text in reporter.notes if kind == "status" and re.match(r"starting \d+ worker", text)]
     assert starts[-1] == "starting 2 workers" and outcome.result["status"] == "finished"
     assert outcome.result["wasted_steps"] == 0 and marks(outcome.path) == list(expected_marks(60))
+
+
+def test_submitted_sweep_gets_its_nodes_and_they_go_after_it(tmp_path):
+    """Two trials at a time, each with a worker node, and a node for the data of both."""
+    if ray.is_initialized():
+        ray.shutdown()
+    ports = free_ports(2)
+    url, path = f"http://127.0.0.1:{ports[0]}", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "RAY_API_SERVER_ADDRESS": url}
+    for name in ("PYTHONPATH", "RAY_ADDRESS"):  # the job ships the repository
+        env.pop(name, None)
+    cluster = Cluster(
+        resources_per_worker={"slot": 1.0},
+        wait_for_nodes=True,
+        train_label=f"{ROLE_LABEL}=train",
+        data_label=f"{ROLE_LABEL}=data",
+    )
+    recipe = config(make_data(tmp_path / "set"), tmp_path, "sweep").replace(cluster=cluster)
+    (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
+    pools = POOLS | {"data": POOLS["data"] | {"resources": {"CPU": 4}}}
+    with fake_autoscaler(pools, tmp_path, ports, idle_minutes=0.2, env=env):
+        client = JobSubmissionClient(url)
+
+        def alive():
+            return [node for node in list_nodes(url) if node.state == "ALIVE"]
+
+        assert len(alive()) == 1  # the head
+        options = ["--goal", "loss", "--space", "optimizer.lr=1e-3,1e-4", "--train.samples", "64"]
+        job_id = submit(SimpleNamespace(env=env), "tune", str(tmp_path / "recipe.yaml"), *options)
+        status, code, log = ended(client, job_id)
+        assert (status, code) == (JobStatus.SUCCEEDED, 0), log
+        assert len(list_nodes(url)) == 4  # all that ever were, with the head
+        until = time.monotonic() + 60
+        while len(alive()) > 1:
+            assert time.monotonic() < until, alive()
+            time.sleep(1)
+    summary = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    assert (summary["status"], summary["concurrency"]) == ("finished", 2)
+    rows = [json.loads(line) for line in (tmp_path / "sweep" / "trials.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["finished", "finished"]
