@@ -1,27 +1,25 @@
 """Run a sweep on a Ray cluster: Ray Tune suggests, schedules and stops trials; each is a run of `mmray train`.
 
-A trial trains to its next rung, ends its worker group with a checkpoint, reports, and resumes if it is promoted: by
-successive halving with one `Tuner.fit` per rung, which has a fixed cost (Jamieson & Talwalkar 2016), or by Ray Tune's
-ASHA, which does not wait for the slowest trial, but continues the first ones without a comparison. A repeated command
-runs Ray Tune anew: finished rungs are reported again from trials.jsonl, which restores searcher and scheduler.
-`Tuner.restore` is not used, because it forgets the rungs of the scheduler and reads pickles.
+A trial trains to its next rung, ends its workers with a checkpoint, reports, and resumes if it continues. Successive
+halving, which has a fixed cost (Jamieson & Talwalkar 2016), and population based training run one `Tuner.fit` per rung.
+Ray Tune's ASHA does not wait for the slowest trial, but continues the first ones without a comparison.
+
+A repeated command starts Ray Tune again. For ASHA and Optuna, trials report their finished rungs again from
+trials.jsonl. `Tuner.restore` is not used, because it forgets the rungs of the scheduler and reads pickles.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.basic_variant import BasicVariantGenerator
-from ray.tune.search.optuna import OptunaSearch
 
 from mmray import plugins
 from mmray.cluster import placement
@@ -29,7 +27,7 @@ from mmray.cluster.capacity import fits
 from mmray.cluster.connect import asks_for_cluster, ray_session
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Config, to_yaml
-from mmray.config.search_space import Range, Space, round_sampled, setting_value
+from mmray.config.search_space import Space
 from mmray.errors import MmrayError, ResourceError, TrainingError, UsageError
 from mmray.report.run import read_lines
 from mmray.report.sweep import GOALS, LEARNING_GOALS, TRIALS
@@ -53,6 +51,7 @@ from mmray.train.run_dir import collect_environment
 from mmray.tune import population
 from mmray.tune import trials as trial_module
 from mmray.tune.results import ENDED, Row, TrialOutcome, classify_error, promoted, rung_value, select_best
+from mmray.tune.suggestions import build_optuna, distinct_settings, tune_space
 from mmray.tune.sweep import STOP_FILE, Budget, SweepDir, SweepReporter, SweepState, resolve_sweep_dir
 from mmray.tune.trials import SweepPlan, Trial, starting_points
 
@@ -72,7 +71,6 @@ _ENVIRONMENT = {
 _DRIVER_RESOURCES = {HEAD_RESOURCE: 0.001}
 METRIC = "value"  # what trials report to Ray Tune; `samples` is its time
 NAME = "trial"  # the only parameter of a trial with known settings; Optuna suggests settings, which have a `.`
-MAX_REPEATS = 1000  # draws in a row that were drawn before; then a space of lists has no more
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,12 @@ def search(sweep: Sweep, reporter: SweepReporter) -> tuple[SweepDir, dict[str, A
     """
     sweep = replace(sweep, space=trial_module.parse_values(sweep.base, sweep.space))
     corners = trial_module.corner_trials(sweep.base, sweep.space)
+    if sweep.scheduler == "pbt":
+        population.check_sweep(sweep.space, sweep.goal, sweep.searcher)
     if sweep.searcher == "optuna":
         plugins.check_installed("optuna", "--search optuna", "optuna")
         if sweep.space.num_samples is None:
             raise UsageError("--search optuna: give --samples N, because lists without a range are a grid")
-    if sweep.scheduler == "pbt":
-        population.check_sweep(sweep.space, sweep.goal, sweep.searcher)
     os.environ.update(_ENVIRONMENT)
     with ray_session(trial_module.largest_cluster(corners)):
         corners, data_sets, num_rows = check_corners(corners, sweep.goal, reporter)
@@ -112,11 +110,9 @@ def search(sweep: Sweep, reporter: SweepReporter) -> tuple[SweepDir, dict[str, A
         folder = resolve_sweep_dir(sweep.base, identity)
         with Lease(folder.path, activity="in use for a sweep"):
             folder.write("recipe.yaml", to_yaml(sweep.base))
-            num_concurrent, actors = plan_concurrency([trial.config for trial in corners], sweep)
-            # Ray hides GPUs from the driver of a trial. Several trials need Ray to share the machine.
-            local = num_concurrent == 1 and count_gpus() == 0
-            local = local and all(is_single_node(trial.config) for trial in corners)
-            local = local and not any(asks_for_cluster(trial.config.cluster) for trial in corners)
+            configs = [trial.config for trial in corners]
+            num_concurrent, actors = plan_concurrency(configs, sweep)
+            local = num_concurrent == 1 and are_local(configs)
             plan = replace(plan, folder=folder.path, local=local, decode_actors=actors)
             if warning := trial_module.warmup_warning(plan):
                 reporter.log(warning, "warm-up")
@@ -248,83 +244,17 @@ def plan_concurrency(configs: list[Config], sweep: Sweep) -> tuple[int, int]:
     return trial_module.trial_concurrency(free, total, demand, wanted, pools)
 
 
+def are_local(configs: list[Config]) -> bool:
+    """Return whether `mmray train` would run these without Ray. Not on GPUs, which Ray hides from a trial's driver."""
+    on_cluster = any(asks_for_cluster(config.cluster) or not is_single_node(config) for config in configs)
+    return not on_cluster and count_gpus() == 0
+
+
 def sized(config: Config, plan: SweepPlan) -> Config:
     """Return the config with its number of decode actors, because concurrent trials share the cluster."""
     if plan.local or isinstance(config.data.workers, int) or plan.decode_actors is None:
         return config
     return config.replace(data=config.data.replace(workers=min(num_decode_actors(config), plan.decode_actors)))
-
-
-def tune_space(base: Config, space: Space) -> dict[str, Any]:
-    """Return what Ray Tune samples from; ranges of integer settings are integer."""
-    domains: dict[str, Any] = {}
-    for key, axis in space.axes.items():
-        if not isinstance(axis, Range):
-            domains[key] = tune.choice(list(axis))
-        elif isinstance(setting_value(base, key), int):
-            domains[key] = (tune.lograndint if axis.log else tune.randint)(round(axis.low), round(axis.high) + 1)
-        else:
-            domains[key] = (tune.loguniform if axis.log else tune.uniform)(axis.low, axis.high)
-    return domains
-
-
-def distinct_settings(base: Config, space: Space, first: list[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
-    """Yield `first`, then random draws of Ray Tune's domains, none twice, until all listed values were drawn.
-
-    Without a number of samples: the grid.
-    """
-    if space.num_samples is None:
-        for values in itertools.product(*(axis for axis in space.axes.values() if not isinstance(axis, Range))):
-            yield dict(zip(space.axes, values, strict=True))
-        return
-    rng, domains, seen, repeats = np.random.RandomState(seed), tune_space(base, space), set[str](), 0
-    points, ranges = iter(first), [key for key, axis in space.axes.items() if isinstance(axis, Range)]
-    while repeats < MAX_REPEATS:
-        draw = next(points, None) or {key: domain.sample(random_state=rng) for key, domain in domains.items()}
-        settings = {key: _plain(value) if key in ranges else value for key, value in draw.items()}
-        repeats += 1
-        if (text := json.dumps(settings)) not in seen:
-            seen.add(text)
-            repeats = 0
-            yield settings
-
-
-def _plain(value: Any) -> Any:
-    """Return a sampled number, maybe of numpy, as a rounded one of Python."""
-    return round_sampled(value.item() if isinstance(value, np.generic) else value)
-
-
-class DistinctOptuna(OptunaSearch):
-    """Optuna's TPE, which suggests settings a second time; these are replaced by random ones."""
-
-    def __init__(self, points: list[dict[str, Any]], others: Iterator[dict[str, Any]], seed: int) -> None:
-        super().__init__(points_to_evaluate=points, seed=seed)
-        self._others, self._seen = others, set[str]()
-
-    def suggest(self, trial_id: str) -> Any:
-        """Return new settings, or FINISHED if there are no more."""
-        from optuna.trial import TrialState
-
-        study: Any = self._ot_study
-        while True:
-            settings: Any = super().suggest(trial_id)
-            text = json.dumps({key: round_sampled(value) for key, value in settings.items()})
-            if text not in self._seen:
-                self._seen.add(text)
-                return settings
-            study.tell(self._ot_trials.pop(trial_id), state=TrialState.FAIL)  # without effect on others
-            if (other := next(self._others, None)) is None:
-                return self.FINISHED
-            study.enqueue_trial(other)
-
-
-def build_optuna(sweep: Sweep, earlier: list[dict[str, Any]], num_concurrent: int) -> ConcurrencyLimiter:
-    """Return Ray Tune's searcher that tries earlier trials first. Raises UsageError if Optuna is not installed."""
-    points = earlier + [each for each in starting_points(sweep.base, sweep.space) if each not in earlier]
-    # Another seed than in an earlier command, whose random draws it would repeat.
-    seed = sweep.space.seed + len(earlier)
-    others = distinct_settings(sweep.base, sweep.space, [], seed)
-    return ConcurrencyLimiter(DistinctOptuna(points, others, seed), num_concurrent)
 
 
 def build_scheduler(plan: SweepPlan) -> ASHAScheduler | None:
@@ -353,6 +283,8 @@ def run_trials(state: SweepState, sweep: Sweep, num_concurrent: int) -> None:
             left = names and [name for name in names if not state.has_reached(name, rung)]
             if left == [] or state.stop_reason is not None:
                 continue
+            if rung:
+                state.prune_paused(names or ())
             title = f"training to {samples:,} samples"
             state.reporter.status(f"{title}: {', '.join(left)}" if left and rung else title)
             fit(state, sweep, num_concurrent, rung + 1, left)
@@ -385,7 +317,8 @@ def fit(state: SweepState, sweep: Sweep, num_concurrent: int, num_rungs: int, na
     remove_tree(scratch)
     searcher: ConcurrencyLimiter | BasicVariantGenerator = BasicVariantGenerator(max_concurrent=num_concurrent)
     if names is None:
-        searcher = build_optuna(sweep, [row["settings"] for row in recorded.values()], num_concurrent)
+        earlier = [row["settings"] for row in recorded.values()]
+        searcher = build_optuna(sweep.base, sweep.space, earlier, num_concurrent)
     arguments = {"plan": plan, "recorded": recorded, "num_rungs": num_rungs}
     arguments["settings"] = {name: trial.settings for name, trial in state.trials.items()}
     # ASHA may judge a trial that it ended before otherwise than then.

@@ -185,7 +185,7 @@ class SweepState:
     def add_child(self, parent: str, settings: dict[str, Any], samples: int) -> str:
         """Return the name of a trial that continues `parent` after these samples; that of an earlier command if any.
 
-        The parent's rungs are the child's too. The replaced trials are pruned by `prune_paused`.
+        The parent's rungs are the child's too.
         """
         origin = {"trial": parent, "samples": samples}
         for name, row in self.rows.items():
@@ -236,10 +236,11 @@ class SweepState:
         if outcome.status not in ("stopped", "paused"):
             self.reporter.progress(self.rows[name], self.plan.rungs)
 
-    def prune_paused(self) -> None:
-        """Mark the trials that no later rung continued."""
-        for name in [name for name, row in self.rows.items() if row["status"] == "paused"]:
-            self.rows[name]["status"] = "pruned"
+    def prune_paused(self, keep: Sequence[str] = ()) -> None:
+        """Mark the trials that no later rung continues."""
+        for name, row in self.rows.items():
+            if row["status"] == "paused" and name not in keep:
+                row["status"] = "pruned"
         self.folder.write_rows(list(self.rows.values()))
 
     def _write_row(self, name: str, outcome: TrialOutcome) -> None:

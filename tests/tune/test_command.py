@@ -93,7 +93,7 @@ def test_search_that_cannot_run_is_a_usage_error(words, message, capsys, tmp_pat
 def test_recipe_that_is_not_utf8_is_a_usage_error(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_bytes("recipe: sämple".encode("latin-1"))
     assert cli.run(["tune", str(tmp_path / "mine.yaml"), "--goal", "loss"], Terminal()) == 2
-    assert "mine.yaml is not UTF-8 (byte 9)" in " ".join(capsys.readouterr().err.split())
+    assert "mine.yaml is not valid YAML in UTF-8" in " ".join(capsys.readouterr().err.split())
 
 
 def test_print_config_prints_the_base_recipe(capfd):

@@ -1,8 +1,6 @@
 """From recipe and space to trials and back to a recipe; the number of concurrent trials."""
 
-import json
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,18 +12,10 @@ from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool
 from mmray.cluster.placement import ROLE_LABEL, parse_launcher_config
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Cluster, Config, recipes
-from mmray.config.search_space import Space, parse_space, round_sampled
+from mmray.config.search_space import Space, parse_space
 from mmray.engine.optimizer import lr_at
 from mmray.errors import ResourceError, UsageError
-from mmray.tune.search import (
-    Sweep,
-    build_optuna,
-    check_corners,
-    distinct_settings,
-    plan_concurrency,
-    train_rungs,
-    tune_space,
-)
+from mmray.tune.search import Sweep, check_corners, plan_concurrency, train_rungs
 from mmray.tune.trials import (
     DEFAULT_STEPS,
     EVAL_ROWS,
@@ -196,42 +186,9 @@ def test_starting_points_scale_the_rate_with_the_global_batch():
     assert len(starting_points(SAMPLE, parse_values(SAMPLE, few))) == 2
 
 
-def test_sampled_settings_have_the_types_of_the_config():
-    sampled = tune_space(SAMPLE, parse_space(["batch.global=uniform(8,16)", "optimizer.lr=loguniform(1e-4,1e-2)"]))
-    assert all(isinstance(sampled["batch.global"].sample(), int) for _ in range(5))
-    assert 1e-4 <= sampled["optimizer.lr"].sample() <= 1e-2
+def test_default_space_is_the_learning_rate_of_goals_that_depend_on_it():
     assert default_axes(SAMPLE, "loss") == {"optimizer.lr": "loguniform(0.0002,0.02)"}
     assert default_axes(SAMPLE, "throughput") == {}
-
-
-def test_no_settings_are_suggested_twice():
-    grid = parse_space(["batch.micro=8,16", "train.precision=fp32,bf16"])
-    assert list(distinct_settings(SAMPLE, grid, [], 0)) == grid.corners()
-    lists = parse_space(["batch.micro=8,16", "train.precision=fp32,bf16"], 100)
-    drawn = list(distinct_settings(SAMPLE, lists, [grid.corners()[2]], 0))
-    assert drawn[0] == grid.corners()[2] and sorted(map(str, drawn)) == sorted(map(str, grid.corners()))
-    space = parse_space(["optimizer.lr=loguniform(1e-5,1e-1)", "batch.global=uniform(32,34)"], 8)
-    several = list(islice(distinct_settings(SAMPLE, space, [], 0), 8))
-    assert several[:4] == list(islice(distinct_settings(SAMPLE, space, [], 0), 4))  # more samples keep the first ones
-    assert json.loads(json.dumps(several)) == several
-    assert all(each["optimizer.lr"] == float(f"{each['optimizer.lr']:.4g}") for each in several)
-
-
-@pytest.mark.parametrize("given", ["batch.global=32,64,128", "optimizer.lr=loguniform(1e-4,1e-2)"])
-def test_optuna_suggests_no_settings_twice_also_after_a_restart(given):
-    pytest.importorskip("optuna")
-    space = parse_values(SAMPLE, parse_space([given], 12))
-    sweep, names, seen = Sweep(SAMPLE, SAMPLE, space, "loss", searcher="optuna"), iter("abcdefghijklmnopqrst"), []
-    for count in (6, 12):  # the second command repeats the trials of the first
-        searcher = build_optuna(sweep, seen, num_concurrent=100)
-        searcher.set_search_properties("value", "min", tune_space(SAMPLE, space))
-        suggested = []
-        while len(suggested) < count and (settings := searcher.suggest(name := next(names))) != searcher.FINISHED:
-            suggested.append({key: round_sampled(value) for key, value in settings.items()})
-            searcher.on_trial_complete(name, {"value": 1.0})  # equal values: TPE has no reason to move
-        assert suggested[: len(seen)] == seen
-        seen = suggested
-    assert len({str(each) for each in seen}) == len(seen) == (3 if "global" in given else 12)
 
 
 def test_trial_as_large_as_one_that_ran_out_of_memory_does_not_start():
