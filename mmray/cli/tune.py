@@ -18,7 +18,7 @@ from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table
 from mmray.cli.tune_shape import run_probe, split_global_list
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED, TrainingError, UsageError
-from mmray.report.sweep import BATCH_SETTINGS, GOALS, LEARNING_GOALS
+from mmray.report.sweep import BATCH_SETTINGS, GOALS, LEARNING_GOALS, RUNG_GOALS
 from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class ConsoleSweepReporter(Reporter):
 
 def live_table(rows: Sequence[Row], rungs: Sequence[int], goal: str, most: int) -> Table:
     """Return the table of a running sweep: running trials, then the best ones; `most` limits its rows."""
-    sign = -1 if GOALS[goal].maximize else 1
+    compared = RUNG_GOALS[goal]
+    sign = -1 if compared.maximize else 1
 
     def order(row: Row) -> tuple[bool, int, float]:
         return row["status"] != "running", -len(row["rungs"]), sign * row["rungs"][-1]["value"] if row["rungs"] else 0.0
@@ -63,7 +64,7 @@ def live_table(rows: Sequence[Row], rungs: Sequence[int], goal: str, most: int) 
         for row in sorted(rows, key=order)
     ]
     searched = {key: (key.rpartition(".")[2], "") for key in (rows[0]["settings"] if rows else ())}
-    columns = {"trial": ("trial", ""), **searched, "rung": ("rung", ""), "value": (GOALS[goal].title, ".4g")}
+    columns = {"trial": ("trial", ""), **searched, "rung": ("rung", ""), "value": (compared.title, ".4g")}
     table = rows_table(shown[:most], columns | {"status": ("status", ""), "elapsed_s": ("s", ",.0f")})
     if hidden := Counter(row["status"] for row in shown[most:]):
         table.caption = "and " + ", ".join(f"{count} {status}" for status, count in hidden.items())

@@ -29,6 +29,7 @@ GOALS = {
     "time-to-quality": Goal("quality_s", "seconds to the target loss", False),
     "memory": Goal("peak_gib", "peak memory in GiB", False),
 }
+RUNG_GOALS = GOALS | {"time-to-quality": GOALS["loss"]}  # what is compared at rungs
 LEARNING_GOALS = ("loss", "recall", "time-to-quality")  # compared by held-out metrics at rungs
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from mmray.errors import UsageError, first_line, is_out_of_memory
 from mmray.report.run import DIRECTIONS, NOISE_SCALE
-from mmray.report.sweep import GOALS, LEARNING_GOALS
+from mmray.report.sweep import GOALS, LEARNING_GOALS, RUNG_GOALS
 from mmray.tune.trials import Trial, num_promoted
 
 # `paused`: at a rung; `pruned`: not continued there; `stopped`: by the user or the budget.
@@ -225,7 +225,7 @@ def samples_to(curve: Sequence[Sequence[float]], target: float, maximize: bool =
 
 def _against_recipe(best: Row, rows: list[Row], goal: str) -> str:
     """Compare the best trial with the recipe's own settings after the samples that both were trained for."""
-    metric, _, maximize = GOALS["loss" if goal == "time-to-quality" else goal]
+    metric, _, maximize = RUNG_GOALS[goal]
     own = next((row for row in rows if row["is_recipe"] and row["rungs"]), None)
     if own is None:
         return " The recipe's own settings were not measured."

@@ -193,7 +193,7 @@ def _search(
     if best is not None:
         trial = plan.trial(best["best"], state.rows[best["best"]]["settings"])
         folder.write("best.yaml", f"# {best['why']}\n" + to_yaml(plan.recipe(trial)))
-        if plan.learning and failure is None and state.stop_reason is None:
+        if plan.learning and failure is None and not state.is_stopped():
             state.start(trial.name)
             best["cooldown"] = cool_down(trial, plan, reporter)
             state.end(trial.name)

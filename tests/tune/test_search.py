@@ -227,6 +227,19 @@ def test_infeasible_sweep_reports_missing_resources(local_ray, recipe):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_24_configurations_on_two_cpus_do_not_wait_for_each_other(tmp_path):
+    with several_nodes({"num_cpus": 2}) as nodes:
+        recipe = config(make_data(tmp_path / "set"), tmp_path, "many", address=nodes.address).with_cluster(workers=1)
+        typed = clear_length_and_derived_batch(recipe, [])
+        length = typed.replace(train=typed.train.replace(steps=2))
+        rates = ",".join(f"{number}e-4" for number in range(1, 25))
+        space = parse_space([f"optimizer.lr={rates}"])
+        _, summary, rows = search(Sweep(recipe, length, space, "memory", concurrency=24), Watching())
+    assert summary["status"] == "finished" and [row["status"] for row in rows] == ["finished"] * 24
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # takes two minutes
 def test_two_trials_run_concurrently_on_two_nodes(tmp_path):
     make_set(tmp_path / "set", [row(number) for number in range(50)])
