@@ -58,7 +58,7 @@ def _plain(value: Any) -> Any:
 class DistinctOptuna(OptunaSearch):
     """Optuna's TPE, which suggests settings a second time; these are replaced by random ones."""
 
-    def __init__(self, points: list[dict[str, Any]], others: Iterator[dict[str, Any]], seed: int) -> None:
+    def __init__(self, points: list[dict[str, Any]], others: list[dict[str, Any]], seed: int) -> None:
         super().__init__(points_to_evaluate=points, seed=seed)
         self._others, self._seen = others, set[str]()
 
@@ -74,14 +74,15 @@ class DistinctOptuna(OptunaSearch):
                 self._seen.add(text)
                 return settings
             study.tell(self._ot_trials.pop(trial_id), state=TrialState.FAIL)  # without effect on others
-            if (other := next(self._others, None)) is None:
+            if not self._others:
                 return self.FINISHED
-            study.enqueue_trial(other)
+            study.enqueue_trial(self._others.pop(0))
 
 
 def build_optuna(base: Config, space: Space, earlier: list[dict[str, Any]], num_concurrent: int) -> ConcurrencyLimiter:
     """Return Ray Tune's searcher that tries the settings of earlier commands first."""
     points = earlier + [each for each in starting_points(base, space) if each not in earlier]
     seed = space.seed + len(earlier)  # otherwise it would repeat the random draws of an earlier command
-    others = distinct_settings(base, space, [], seed)
+    count = 2 * (space.num_samples or 0) + len(earlier)  # each trial needs a new one; the others are repeated ones
+    others = list(itertools.islice(distinct_settings(base, space, [], seed), count))
     return ConcurrencyLimiter(DistinctOptuna(points, others, seed), num_concurrent)

@@ -1,6 +1,7 @@
 """Suggested settings: types, a grid, random draws and Optuna, without repetition."""
 
 import json
+import pickle
 from itertools import islice
 
 import pytest
@@ -40,6 +41,7 @@ def test_optuna_suggests_no_settings_twice_also_after_a_restart(given):
     for count in (6, 12):  # the second command repeats the trials of the first
         searcher = build_optuna(SAMPLE, space, seen, num_concurrent=100)
         searcher.set_search_properties("value", "min", tune_space(SAMPLE, space))
+        pickle.dumps(searcher)  # as Ray Tune does when it starts
         suggested = []
         while len(suggested) < count and (settings := searcher.suggest(name := next(names))) != searcher.FINISHED:
             suggested.append({key: round_sampled(value) for key, value in settings.items()})
