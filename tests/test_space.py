@@ -3,14 +3,14 @@
 import pytest
 
 from mmray.config import Batch, Config
-from mmray.config.search_space import DEFAULT_SAMPLES, override_settings, parse_space, setting_value
+from mmray.config.search_space import DEFAULT_SAMPLES, Range, override_settings, parse_space, setting_value
 from mmray.errors import UsageError
 
 
 def test_lists_are_crossed_with_the_last_fastest():
     space = parse_space(["batch.micro=8,16", "train.precision=fp32,bf16"])
     expected = [("8", "fp32"), ("8", "bf16"), ("16", "fp32"), ("16", "bf16")]
-    assert [tuple(each.values()) for each in space.corners()] == expected
+    assert [tuple(each.values()) for each in space.corners()] == expected and space.num_trials == 4
 
 
 def test_settings_get_the_types_of_the_config():
@@ -27,7 +27,10 @@ def test_settings_get_the_types_of_the_config():
 def test_corners_have_both_ends_of_each_range():
     space = parse_space(["optimizer.lr=loguniform(1e-5,1e-3)", "batch.micro=8,16"])
     assert [tuple(each.values()) for each in space.corners()] == [(1e-5, "8"), (1e-5, "16"), (1e-3, "8"), (1e-3, "16")]
-    assert str(space.axes["optimizer.lr"]) == "loguniform(1e-05, 0.001)"
+    rate = space.axes["optimizer.lr"]
+    assert str(rate) == "loguniform(1e-05, 0.001)" and space.num_trials == DEFAULT_SAMPLES
+    assert [rate.at(0), rate.at(0.5), rate.at(1)] == pytest.approx([1e-5, 1e-4, 1e-3])
+    assert Range(2, 4, log=False).at(0.25) == 2.5
 
 
 def test_lists_are_a_grid_unless_a_number_of_samples_or_a_range_is_given():

@@ -115,8 +115,8 @@ def test_all_trials_train_on_the_same_number_of_samples():
     lengths = [({}, DEFAULT_STEPS * 256), ({"steps": 6}, 6 * 256), ({"samples": 1000}, 1000), ({"epochs": 2}, 6000)]
     for length, samples in lengths:
         settings = base.replace(train=base.train.replace(**length))
-        assert plan_of(*axes, goal="throughput", base=base, settings=settings).rungs == (samples,)
-    plan = plan_of(*axes, goal="throughput", base=base, settings=base.replace(train=base.train.replace(steps=6)))
+        assert plan_of(*axes, goal="memory", base=base, settings=settings).rungs == (samples,)
+    plan = plan_of(*axes, goal="memory", base=base, settings=base.replace(train=base.train.replace(steps=6)))
     result = [
         plan.config(replace(trial, name=f"t{number}"), 6 * 256) for number, trial in enumerate(trials(*axes, base=base))
     ]
@@ -188,7 +188,7 @@ def test_starting_points_scale_the_rate_with_the_global_batch():
 
 def test_default_space_is_the_learning_rate_of_goals_that_depend_on_it():
     assert default_axes(SAMPLE, "loss") == {"optimizer.lr": "loguniform(0.0002,0.02)"}
-    assert default_axes(SAMPLE, "throughput") == {}
+    assert default_axes(SAMPLE, "memory") == {}
 
 
 def test_trial_as_large_as_one_that_ran_out_of_memory_does_not_start():
@@ -206,7 +206,7 @@ def test_trial_as_large_as_one_that_ran_out_of_memory_does_not_start():
 
 def test_trial_of_elastic_recipe_has_fixed_workers():
     elastic = SAMPLE.with_cluster(workers="1-4")
-    plan = plan_of("batch.micro=16", goal="throughput", base=elastic)
+    plan = plan_of("batch.micro=16", goal="memory", base=elastic)
     trial = plan.trial("t001", {"batch.micro": 16})
     run = plan.config(trial, 1000)
     assert (run.cluster.min_workers, run.cluster.max_workers, trial.shape.workers) == (4, 4, 4)
@@ -219,7 +219,7 @@ def test_best_recipe_keeps_the_original_length():
     assert base.train == SAMPLE.train
     axes = ("batch.micro=16", "batch.accumulation=2", "optimizer.lr=1e-4")
     settings = {"batch.micro": 16, "batch.accumulation": 2, "optimizer.lr": 1e-4}
-    plan = plan_of(*axes, goal="throughput", base=base)
+    plan = plan_of(*axes, goal="memory", base=base)
     best = plan.recipe(plan.trial("t001", settings))
     assert (best.batch.micro, best.batch.global_, best.batch.accumulation) == (16, 64, None)
     assert (best.train.steps, best.optimizer.lr, best.run.name) == (SAMPLE.train.steps, 1e-4, None)
@@ -315,10 +315,10 @@ def test_trial_with_too_few_gpus_is_infeasible_and_others_run(place_nodes, tmp_p
     place_nodes([Node({"CPU": 16.0, "GPU": 2.0})])
     base = runs.config(runs.make_data(tmp_path / "set"), tmp_path, "sweep")
     corners = trials("cluster.workers=1,2,4,1-4", base=base)
-    feasible, _, _ = check_corners(corners, "throughput", runs.Silent())
+    feasible, _, _ = check_corners(corners, "memory", runs.Silent())
     assert [trial.config.cluster.max_workers for trial in feasible] == [1, 2]
-    plan = replace(plan_of("cluster.workers=1,2", goal="throughput", base=base), folder=tmp_path)
+    plan = replace(plan_of("cluster.workers=1,2", goal="memory", base=base), folder=tmp_path)
     outcome = train_rungs(corners[2], plan, 0, 1, lambda result: None)
     assert outcome.status == "infeasible" and "4 training workers of 1 CPU and 1 GPU each" in outcome.error
     with pytest.raises(ResourceError, match=r"--cluster.workers 2 would fit"):
-        check_corners(corners[2:], "throughput", runs.Silent())
+        check_corners(corners[2:], "memory", runs.Silent())
