@@ -89,12 +89,12 @@ def copy_run(parent: AnyPath, child: AnyPath, settings: dict[str, Any]) -> None:
     if (child / "config.yaml").exists():
         return
     remove_tree(child)
-    checkpoint = files.latest_complete_checkpoint(parent / "checkpoints")
-    if checkpoint is None:
+    name = f"step-{files.latest_complete_step(parent / 'checkpoints')}"
+    if name == "step-0":
         raise TrainingError(f"{parent} has no checkpoint to continue from; delete the sweep's folder and run it again")
-    copied = child / "checkpoints" / checkpoint.name
+    copied = child / "checkpoints" / name
     copied.mkdir(parents=True)
-    for file in checkpoint.iterdir():
+    for file in (parent / "checkpoints" / name).iterdir():
         copy_file(file, copied / file.name)
     for name in COPIED_FILES:
         copy_file(parent / name, child / name)

@@ -2,12 +2,11 @@
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-
-import re
 
 import pytest
 import ray
