@@ -33,8 +33,7 @@ STACKS_WAIT_S = 3.0  # until all ranks have written their stacks: a heartbeat co
 REQUEST_DELAY_S = 3.0  # from the driver's request to the ranks' agreement, in addition to a step
 DATA_WAIT_LOG_S = 60.0  # a rank that waits for data is logged after this time, then after twice as long, and so on
 SILENT_S = 5.0  # a process that is stopped, or holds its interpreter, sends no heartbeat
-LONG_STATES = ("waiting_for_data", "saving", "compiling")  # in which other ranks wait for a rank longer than for a step
-STATE_TEXTS = {
+STATE_TEXTS = {  # states in which other ranks wait for a rank longer than for a step
     "waiting_for_data": "waits for data at",
     "compiling": "is compiling at",
     "saving": "waits for a checkpoint to be written at",
@@ -110,17 +109,17 @@ class HangDetector:
         """Return a message that names the ranks the others wait for; None without a hang."""
         stalled, stalled_s, some_within_limit = [], 0.0, False
         self._waits_s = {}
-        some_wait = any(record.state in LONG_STATES and record.age_s <= SILENT_S for record in records)
+        some_wait = any(record.state in STATE_TEXTS and record.age_s <= SILENT_S for record in records)
         for record in records:
             progress = record.progress, record.state, record.in_collective
             # On a GPU a rank waits for another wherever it launches work behind a collective.
-            excused = some_wait and record.state not in LONG_STATES and record.age_s <= SILENT_S
+            excused = some_wait and record.state not in STATE_TEXTS and record.age_s <= SILENT_S
             if excused or self._last.get(record.rank, ((), 0.0))[0] != progress:
                 self._last[record.rank] = progress, now_s
             idle_s, limit_s = now_s - self._last[record.rank][1], self.limits_s[record.state]
             if record.state == "waiting_for_data":
                 self._waits_s[record.rank] = idle_s
-            if record.state in LONG_STATES and record.age_s > SILENT_S:
+            if record.state in STATE_TEXTS and record.age_s > SILENT_S:
                 idle_s, limit_s = record.age_s, self.limits_s["training"]  # perhaps stopped (SIGSTOP) since then
             if idle_s > limit_s:
                 stalled.append(record)

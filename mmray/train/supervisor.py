@@ -176,9 +176,11 @@ class Supervisor:
 
     def _write_result(self, outcome: dict[str, Any]) -> dict[str, Any]:
         """Write and return result.json of a run that finished or was stopped."""
-        best = None
+        best, metric = None, best_metric(self.resolved.config)
         with suppress(TrainingError):  # the checkpoints' metadata cannot be read
-            best = files.best_score(self.run.checkpoints, best_metric(self.resolved.config))
+            if path := files.best_checkpoint(self.run.checkpoints, metric):
+                score = files.load_meta(path)["metrics"][metric]
+                best = {"step": files.step_of(path), "metric": metric.removeprefix("evaluate/"), "score": score}
         try:
             return self._write_json(outcome | {"best": best})
         except OSError as error:

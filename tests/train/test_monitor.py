@@ -132,13 +132,6 @@ def test_wait_for_data_is_logged_at_growing_intervals(tmp_path):
     assert texts == waits
 
 
-def test_progress_resets_the_limit():
-    detector = HangDetector(LIMITS_S)
-    assert detector.check([beat(0), beat(1)], 0.0) is None
-    assert detector.check([beat(0, progress=8), beat(1, progress=8)], 11.0) is None
-    assert detector.check([beat(0, progress=8), beat(1, progress=8)], 22.0) is not None
-
-
 def test_waiting_for_a_rank_that_evaluates_is_no_hang():
     detector = HangDetector(LIMITS_S)
     for second in range(60):

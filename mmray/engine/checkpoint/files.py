@@ -87,15 +87,6 @@ def best_checkpoint(folder: AnyPath, metric: str) -> AnyPath | None:
     return max(scored, key=lambda item: item[:2])[2] if scored else None
 
 
-def best_score(folder: AnyPath, metric: str) -> dict[str, Any] | None:
-    """Step of the best checkpoint, the metric without `evaluate/`, and its score, for result.json; None without one."""
-    path = best_checkpoint(folder, metric)
-    if path is None:
-        return None
-    score = load_meta(path)["metrics"][metric]
-    return {"step": step_of(path), "metric": metric.removeprefix("evaluate/"), "score": score}
-
-
 def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
     """Delete all checkpoints but the newest `keep` complete ones and the best by `metric`. Raises TrainingError."""
     protected = set(_step_folders(folder, complete=True)[-keep:])
