@@ -13,9 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mmray.engine import oom
+from mmray.engine import oom, run_state
 from mmray.engine.batch import halve
-from mmray.engine.checkpoint import state_dict
 from mmray.engine.checkpoint.manager import CheckpointSchedule, steps_between_checkpoints
 from mmray.engine.metrics.meters import Meter, padding_fractions, reduce_over_ranks, rows_sha
 from mmray.engine.metrics.noise_scale import average_noise, is_additive
@@ -123,9 +122,9 @@ def _load(
     load_checkpoint: LoadCheckpointFn, module: nn.Module, state: TrainState, ema: ExponentialMovingAverage | None
 ) -> LoopProgress:
     """Restore model, optimizer and scaler from the checkpoint; each rank reads only its own shards."""
-    saved = load_checkpoint(state_dict.load_destinations(module))
+    saved = load_checkpoint(run_state.load_destinations(module))
     module.load_state_dict(saved["model"])
-    state_dict.load_optimizer_state(module, state.optimizer, saved["optimizer"])
+    run_state.load_optimizer_state(module, state.optimizer, saved["optimizer"])
     if saved["scaler"]:  # empty if saved in a precision that needs no scaler
         state.scaler.load_state_dict(saved["scaler"])
     if ema is not None:
@@ -287,7 +286,7 @@ def _save(run: _Run, metrics: Metrics, last: bool) -> None:
     state = {} if run.ema is None else {EMA_KEY: run.ema.state_dict()}
     state |= {
         "model": model_state,
-        "optimizer": state_dict.optimizer_state(spec.model, run.state.optimizer),
+        "optimizer": run_state.optimizer_state(spec.model, run.state.optimizer),
         "scaler": run.state.scaler.state_dict(),
         "progress": vars(run.progress).copy(),
     }

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmray.engine import optimizer, precision
-from mmray.engine.checkpoint import state_dict
+from mmray.engine import optimizer, precision, run_state
 from mmray.errors import UsageError
 from tests.engine import toy
 
@@ -36,7 +35,7 @@ def test_resumed_optimizer_has_the_state_of_the_checkpoint_and_the_settings_of_i
         weight.grad = torch.ones_like(weight)
     before.step()
     after = optimizer.build_optimizer(model, toy.optimizer_settings(weight_decay=0.2, betas=(0.8, 0.95)))
-    state_dict.load_optimizer_state(model, after, state_dict.optimizer_state(model, before))
+    run_state.load_optimizer_state(model, after, run_state.optimizer_state(model, before))
     assert [group["weight_decay"] for group in after.param_groups][:2] == [0.2, 0.0]
     assert {tuple(group["betas"]) for group in after.param_groups} == {(0.8, 0.95)}
     assert all(torch.equal(after.state[weight]["exp_avg"], before.state[weight]["exp_avg"]) for weight in after.state)

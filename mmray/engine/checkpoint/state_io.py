@@ -56,8 +56,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.files import META, STATE, SUMS, as_user_error, discard, fsync, read_json, sha256
-from mmray.engine.checkpoint.state_dict import tensor_key
-from mmray.engine.run_state import CheckpointState, DestinationFn
+from mmray.engine.run_state import CheckpointState, DestinationFn, tensor_key
 from mmray.errors import MmrayError, StorageError
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, open_for_upload, staged_upload

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import torch
 
 from mmray.config import Config, ImageTower, Inputs, TextTower, Train, TwoTower
-from mmray.engine.checkpoint import state_dict, state_io
+from mmray.engine import run_state
+from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.transforms import apply_transforms
@@ -47,7 +48,7 @@ def main(rank: int, folder: str, scenario: str) -> None:
         before, reads = reset_peak(), []
         read = partial(count_read, reads, RangeReader.read)
         with patch.object(RangeReader, "read", lambda *args: read(*args)):
-            saved = state_io.load(checkpoint, state_dict.load_destinations(model))
+            saved = state_io.load(checkpoint, run_state.load_destinations(model))
         model.load_state_dict(saved["model"])
         result |= {"peak of load": status("VmHWM") - before, "read": sum(reads)}
     weights = list(model.parameters())
