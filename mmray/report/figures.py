@@ -65,6 +65,13 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [low, high]
 
 
+def linear_ticks(low: float, high: float) -> list[float]:
+    """Return at least three round numbers from `low` to `high`."""
+    unit = 10.0 ** math.floor(math.log10(high - low))
+    step = next(step for step in (unit, 0.5 * unit, 0.2 * unit) if math.floor(high / step) - math.ceil(low / step) > 1)
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     """Return the charts of the measured metrics by page section."""
     loss = {"train/loss": _line("training", BLUE), "evaluate/loss": _line("held out", ORANGE)}

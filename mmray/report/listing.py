@@ -83,5 +83,5 @@ def _best(evaluated: list[Line]) -> Line:
 def _sweep_row(sweep: SweepRecord) -> dict[str, Any]:
     """Return the fields of `_run_row` for a sweep: its ended trials, and the value of the best one."""
     best, metric = sweep.best, sweep.goal.metric
-    row = {"kind": "sweep", "state": str(sweep.summary.get("status", "unfinished")), "trials": len(sweep.trials)}
+    row = {"kind": "sweep", "state": sweep.status, "trials": len(sweep.trials)}
     return row | {"metric": metric, "best": best and best.measured(metric), "best_trial": best and best.name}

@@ -67,6 +67,7 @@ COLUMNS = (
     Column("peak_gib", "peak GiB", 2),
     Column("loss", "training loss", 3),
 )
+SPEED_DETAILS = ("samples_per_s_min", "samples_per_s_max", "step_p50_s")  # not shown for goals that depend on learning
 
 
 class Probe(NamedTuple):
@@ -159,6 +160,10 @@ class SweepRecord:
         return replace(sweep, trials=list(trials.values()))
 
     @property
+    def status(self) -> str:
+        return str(self.summary.get("status", "unfinished"))
+
+    @property
     def goal(self) -> Goal:
         return GOALS.get(str(self.summary.get("goal")), GOALS["throughput"])
 
@@ -171,8 +176,9 @@ class SweepRecord:
     def columns(self) -> list[Column]:
         """The searched settings, and the columns of which some trial has a value."""
         names = dict.fromkeys(name for trial in self.trials for name in trial.settings if name not in BATCH_SETTINGS)
-        fields = [column for column in COLUMNS if any(trial.value(column.field) is not None for trial in self.trials)]
-        return [*(Column(name, name) for name in names), *fields]
+        shown = [column for column in COLUMNS if not (self.is_learning and column.field in SPEED_DETAILS)]
+        shown = [column for column in shown if any(trial.value(column.field) is not None for trial in self.trials)]
+        return [*(Column(name, name) for name in names), *shown]
 
     @property
     def table(self) -> list[TrialRecord]:

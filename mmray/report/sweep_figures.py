@@ -6,10 +6,20 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 
-from mmray.report.figures import BLUE, GRAY, MAX_TICKS, ORANGE, ROSE, Figure, log_axis, log_ticks, make_figure
+from mmray.report.figures import (
+    BLUE,
+    GRAY,
+    MAX_TICKS,
+    ORANGE,
+    ROSE,
+    Figure,
+    linear_ticks,
+    log_axis,
+    log_ticks,
+    make_figure,
+)
 from mmray.report.importance import Importance
 from mmray.report.run import format_compact, format_setting
 from mmray.report.sweep import HeatMap, Probe, SweepRecord
@@ -177,7 +187,7 @@ def _axis(values: list[Any]) -> tuple[list[float], list[tuple[float, str]]]:
     else:
         low, high, few = min(values), max(values), sorted(set(values))
         logarithmic = low > 0 and high > 10 * low
-        numbers = few if len(few) <= FEW_VALUES else log_ticks(low, high) if logarithmic else np.linspace(low, high, 5)
+        numbers = few if len(few) <= FEW_VALUES else (log_ticks if logarithmic else linear_ticks)(low, high)
         scale = math.log10 if logarithmic else float
         scaled, ticks = [scale(value) for value in values], [(scale(tick), format_compact(tick)) for tick in numbers]
     start, width = min(scaled), max(scaled) - min(scaled) or 1.0

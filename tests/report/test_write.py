@@ -8,7 +8,7 @@ import pytest
 from mmray import cli
 from mmray.cli.console import Terminal
 from mmray.errors import UsageError
-from mmray.report.figures import log_ticks
+from mmray.report.figures import linear_ticks, log_ticks
 from mmray.report.write import write_report
 from mmray.storage.paths import to_path
 from mmray.storage.storage import Storage
@@ -168,6 +168,18 @@ def test_logarithmic_axis_has_round_ticks(low, high, ticks):
     assert log_ticks(low, high) == pytest.approx(ticks)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.621, 0.736, [0.64, 0.66, 0.68, 0.7, 0.72]),
+        (-1.5, 9.9, [0, 2, 4, 6, 8]),
+        (100, 200, [100, 150, 200]),
+    ],
+)
+def test_linear_axis_has_round_ticks(low, high, ticks):
+    assert linear_ticks(low, high) == pytest.approx(ticks)
+
+
 def test_sweep_page_has_all_sections(tmp_path):
     folder = make_whole_sweep(tmp_path / "sweep")
     (folder / "trials" / "t001").mkdir(parents=True)
@@ -217,6 +229,14 @@ def test_sweep_without_measured_trial_has_a_page(tmp_path, status):
     page = page_of(make_sweep(tmp_path / "sweep", [nothing], recommendation=None, status="failed"))
     assert "no trial has measured" in page and plots(page) == []
     assert "No trial has finished yet" in page_of(make_sweep(tmp_path / "empty", [], recommendation=None))
+
+
+def test_running_sweep_has_a_page(tmp_path):
+    """As written by `mmray tune` before it ends."""
+    rows = [learned("t001", 1e-3, "paused"), learned("t002", 1e-2, "running", rungs=[], curve=[], eval_loss=None)]
+    about = {"status": "running", "recommendation": None, "gpu_hours": 0.25}
+    page = page_of(make_sweep(tmp_path / "sweep", rows, goal="loss", rungs=[64, 256], **about))
+    assert "None yet: the sweep has not ended." in page and "so far" in page and "1 paused, 1 running" in page
 
 
 def test_report_command_writes_the_page(tmp_path, capfd):
