@@ -25,14 +25,14 @@ MAX_FIELD_BYTES = 1024 * 1024  # of a CSV, so that a missing quote does not cons
 _PIECE_BYTES = 1024 * 1024
 BOM = b"\xef\xbb\xbf"
 _LIST_COLUMNS = ("images", "texts", "boxes", "box_labels", "messages")  # JSON lists in a field of a CSV
-_NOT_TEXT = (
+_OTHER_FORMATS = (
     (b"\x1f\x8b", "is gzip: unpack it first"),
     (b"PK\x03\x04", "is a zip archive: unpack it first"),
     (b"PAR1", "is Parquet: prepare it with --format parquet"),
     (b"\xff\xfe", "is UTF-16: convert it to UTF-8"),
     (b"\xfe\xff", "is UTF-16: convert it to UTF-8"),
+    (b"[", "is a JSON array: write one object a line, without brackets around them (jq -c '.[]' does)"),
 )
-_JSON_ARRAY = (b"[", "is a JSON array: write one object a line, without brackets around them (jq -c '.[]' does)")
 
 
 class LineReader(Iterator[bytes]):
@@ -62,7 +62,6 @@ class JsonlSource(Source):
     """A .jsonl file; images are paths relative to it."""
 
     title = "JSON lines"
-    other_formats: ClassVar[tuple[tuple[bytes, str], ...]] = (*_NOT_TEXT, _JSON_ARRAY)
 
     def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
         """Yield chunks of `rows_per_chunk` records, or up to a previous end: a file that grew keeps its chunks."""
@@ -94,7 +93,7 @@ class JsonlSource(Source):
     def check(self) -> None:
         """Raise DataError if the file is missing or clearly of another format."""
         head, path = read_head(self.storage, self.name), f"{self.storage.address}/{self.name}"
-        for mark, advice in self.other_formats:
+        for mark, advice in _OTHER_FORMATS:
             if head.removeprefix(BOM).lstrip().startswith(mark):
                 raise DataError(f"{path} {advice}")
 
@@ -110,7 +109,6 @@ class CsvSource(JsonlSource):
     """A .csv file; images are paths relative to it."""
 
     title = "CSV"
-    other_formats = _NOT_TEXT
     dialect: ClassVar[dict[str, Any]] = {"strict": True}
 
     def iter_records(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
