@@ -59,6 +59,8 @@ def bench_loader(
     gpu_rate: float | None = None,
 ) -> dict[str, Any]:
     """Return {machine, ratios, spread, rows, notes}, one row per loader (median window). Raises UsageError."""
+    if images < GLOBAL_ROWS:
+        raise UsageError(f"--images {images}: bench loader needs at least {GLOBAL_ROWS}, a global batch")
     actors = workers or cores()
     rates: list[dict[str, float]] = []  # images/s of each loader, by round
     first_s: dict[str, list[float]] = defaultdict(list)
@@ -101,7 +103,7 @@ def _build_loaders(
         prepare = Prepare(image_side=side, duplicates="keep", max_bad_fraction=1.0)
         sets[name] = _prepare(str(folder / synthetic_images.CAPTIONS), cache / folder.name, prepare)
     if len(files) < GLOBAL_ROWS:
-        raise UsageError(f"bench loader needs {GLOBAL_ROWS} images (a global batch), got {len(files)}: raise --images")
+        raise UsageError(f"bench loader needs {GLOBAL_ROWS} images (a global batch), and {data} has {len(files)}")
     tokenizer_json = load_tokenizer("trained", sets["original"].tokenizer_json)
     workers = [LoaderWorker.remote(rank) for rank in range(max(actors, CONSUMERS))]  # type: ignore[attr-defined]
     consumers, readers = workers[:CONSUMERS], workers[:actors]

@@ -44,9 +44,8 @@ def _findings(manifest: Manifest, out: str) -> Iterator[tuple[str, str]]:
         where = ", ".join(f"{rows:,} in {'another split' if name == 'splits' else name}" for name, rows in found_in)
         kept = "quarantined" if leakage["dropped"] else "kept; --drop-overlap quarantines them"
         kinds = f"{leakage['exact']:,} exact, {leakage['near']:,} near-duplicates"
-        yield "contamination", f"{total:,} rows ({kinds}): {where}; {kept}"
-        if total:
-            yield "", f"listed in {out}/leaks.jsonl"
+        listed = f"; listed in {out}/leaks.jsonl" * bool(total)
+        yield "contamination", f"{total:,} rows ({kinds}): {where}; {kept}{listed}"
 
 
 def prepare(argv: Sequence[str], terminal: Terminal) -> int:

@@ -129,5 +129,5 @@ def test_bench_loader_end_to_end(local_ray, tmp_path, monkeypatch):
     )
     assert any("the bottleneck is" in note for note in result["notes"]) and len(notes) == 1 + len(by_loader)
     assert all(by_loader[f"stream {name}"]["first_batch_s"] > 0 for name in ("original", "prepared"))
-    with pytest.raises(UsageError, match="got 4: raise --images"):
+    with pytest.raises(UsageError, match="--images 4: bench loader needs at least 16"):
         bench_loader(notes.append, images=4, rounds=1)
