@@ -78,6 +78,7 @@ class Probe(NamedTuple):
     samples: list[dict[str, Any]]
     limit_gib: float
     fit: dict[str, Any]
+    source: str | None  # the earlier sweep that measured them
 
 
 class HeatMap(NamedTuple):
@@ -255,10 +256,17 @@ class SweepRecord:
     def probes(self) -> list[Probe]:
         """Return the measurements and the fit of each worker group of a probe."""
         pairs = zip(self.summary.get("probes") or [], self.summary.get("fits") or [], strict=True)
+        measured = [(probe, fit) for probe, fit in pairs if probe["samples"]]
         return [
-            Probe(number, _format_settings(probe["settings"]), probe["samples"], probe["limit_gib"], fit)
-            for number, (probe, fit) in enumerate(pairs, 1)
-            if probe["samples"]
+            Probe(
+                number,
+                _format_settings(probe["settings"]),
+                probe["samples"],
+                probe["limit_gib"],
+                fit,
+                probe.get("source"),
+            )
+            for number, (probe, fit) in enumerate(measured, 1)
         ]
 
     @property

@@ -121,7 +121,7 @@ def _parallel_coordinates(sweep: SweepRecord) -> Figure | None:
 
     Not Plotly's own chart of this kind, which needs WebGL.
     """
-    trials = [trial for trial in sweep.trials if trial.rung_values]
+    trials = [trial for trial in sweep.trials if trial.rung_values and trial.values.get("parent") is None]
     trials.sort(key=lambda trial: trial.rung_values[0], reverse=sweep.goal.maximize)
     names = list(dict.fromkeys(name for trial in trials for name in trial.settings))
     if len(trials) < 2 or not sweep.is_learning:
