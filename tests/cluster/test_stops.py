@@ -12,7 +12,7 @@ import ray
 from ray._private.state import actors
 
 from mmray.config import to_yaml
-from tests.train.runs import config, expected_marks, marks
+from tests.train.runs import TRAINS, config, expected_marks, marks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]  # two minutes; run by hand
 CANARY = "canary-5f1d0c"  # a secret that no file of a run may contain
@@ -20,10 +20,15 @@ COMMAND = [sys.executable, "-c", "from mmray.cli import main; main()", "train"]
 
 
 def start(recipe):
+    """The command in a new process; its output is in the file `log`."""
     secrets = {"AWS_SECRET_ACCESS_KEY": CANARY, "WANDB_API_KEY": CANARY, "HF_TOKEN": CANARY}
-    return subprocess.Popen(
-        [*COMMAND, str(recipe)], env=os.environ | secrets, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    log = recipe.with_name(f"{time.time_ns()}.log")
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*COMMAND, str(recipe)], env=os.environ | secrets, stdout=file, stderr=subprocess.STDOUT
+        )
+    process.log = log
+    return process
 
 
 def logged(run):
@@ -35,8 +40,10 @@ def logged(run):
 def wait_for_step(process, run, step, earlier=(), timeout_s=300.0):
     """Wait until this process logged `step` or a later one; `earlier`: the lines of other processes."""
     end_s = time.monotonic() + timeout_s
-    while not any(json.loads(line)["step"] >= step for line in logged(run) if line not in earlier):
-        assert process.poll() is None, process.communicate()[0]
+    while not TRAINS.search(process.log.read_text()) or not any(
+        json.loads(line)["step"] >= step for line in logged(run) if line not in earlier
+    ):
+        assert process.poll() is None, process.log.read_text()
         assert time.monotonic() < end_s, f"step {step} never came"
         time.sleep(0.1)
 
@@ -66,7 +73,8 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
     stopped = start(recipe)
     wait_for_step(stopped, run, 2)
     stopped.send_signal(signal.SIGINT)
-    told = stopped.communicate(timeout=180)[0]
+    stopped.wait(timeout=180)
+    told = stopped.log.read_text()
     assert stopped.returncode == 130, told
     assert "to resume from step" in told and "Traceback" not in told and "raylet" not in told
     assert left_on(nodes.address) == ([], [])
@@ -78,7 +86,8 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
     at_once.send_signal(signal.SIGSTOP)  # so that both signals arrive before the workers answer the first
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         at_once.send_signal(number)
-    told = at_once.communicate(timeout=30)[0]
+    at_once.wait(timeout=30)
+    told = at_once.log.read_text()
     assert at_once.returncode == 130, told
     assert "interrupted" in told and "Traceback" not in told and (run / "report.html").stat().st_mtime_ns == page
 
@@ -86,10 +95,11 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
     killed = start(recipe)
     wait_for_step(killed, run, 7, earlier)
     killed.kill()
-    killed.communicate()
+    killed.wait()
 
     done = start(recipe)
-    told = done.communicate(timeout=300)[0]
+    done.wait(timeout=300)
+    told = done.log.read_text()
     assert done.returncode == 0, told
     assert marks(run) == list(expected_marks(20))
     kept = [file for file in run.rglob("*") if file.is_file() and CANARY.encode() in file.read_bytes()]

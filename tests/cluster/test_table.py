@@ -98,13 +98,14 @@ def test_run_resumes_at_same_row_after_cluster_restart(data, tmp_path):
             process.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
             continue
-    killed.communicate()
+    killed.wait()
     done = start(recipe)
     try:
-        told = done.communicate(timeout=300)[0]
+        done.wait(timeout=300)
     except subprocess.TimeoutExpired:
         done.kill()
         raise
+    told = done.log.read_text()
     assert done.returncode == 0, told
     assert "resume" in told and marks(run) == list(expected_marks(STEPS))
     losses_of_one_worker(made, tmp_path / "calm")

@@ -16,7 +16,7 @@ from ray.util.state import list_actors, list_placement_groups
 from mmray.config import to_yaml
 from tests.jobs.test_lines import submit_line
 from tests.nodes import free_ports, ray_head
-from tests.train.runs import config, make_data, marks
+from tests.train.runs import TRAINS, config, make_data, marks
 
 ROOT = Path(__file__).parents[2]
 ENDED = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
@@ -109,7 +109,7 @@ def test_stopped_training_cleans_up_and_same_command_resumes(head, client, data,
     first = submit(head, "train", str(recipe))
     steps = tmp_path / "run" / "metrics.jsonl"
     until = time.monotonic() + 300
-    while not (steps.exists() and steps.read_text().count("\n") >= 1):
+    while not (steps.exists() and TRAINS.search(client.get_job_logs(first))):
         assert time.monotonic() < until, client.get_job_logs(first)
         time.sleep(0.2)
     client.stop_job(first)  # as `ray job stop`

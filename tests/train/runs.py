@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import numpy as np
@@ -17,6 +18,7 @@ from mmray.models.two_tower import TwoTower
 from tests.made import make_set, row
 
 STEPS = 12
+TRAINS = re.compile(r"^[\d.]+ s +training$", re.M)  # in the driver's log; before, a signal ends the run at once
 HELD_OUT = [row(number) for number in range(100, 120)]
 IMAGE = ImageTower(name="convnet", width=8, depth=2)
 TEXT = TextTower(width=16, depth=1, heads=2, dropout=0.1)
