@@ -118,6 +118,11 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "field_validator": unchanged,
         "model_validator": unchanged,
     },
-    "psutil": {"Process": Process, "cpu_percent": lambda: math.nan, "virtual_memory": virtual_memory},
+    "psutil": {
+        "Process": Process,
+        "cpu_percent": lambda: math.nan,
+        "virtual_memory": virtual_memory,
+        "net_if_addrs": lambda: {"lo": [SimpleNamespace(address="127.0.0.1")]},  # ranks are on one machine
+    },
     "orjson": {"dumps": lambda value, **_: json.dumps(value).encode(), "loads": json.loads},
 }

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from mmray.bench import gpu, gpu_stages
+from mmray import machine
+from mmray.bench import gpu, gpu_stages, stand_ins
 from mmray.bench.gpu_stages import STAGES, largest_gaps, run_stage
 from mmray.config import recipes
 from mmray.config.base import Section
@@ -52,6 +54,12 @@ def test_recipes_are_the_same_without_pydantic(few_packages: dict[str, str]) -> 
     missing, read = output.splitlines()
     assert missing == "['pydantic', 'psutil', 'orjson', 'simplejpeg', 'tenacity', 'tyro']"
     assert json.loads(read) == {name: plain(recipe()) for name, recipe in recipes.RECIPES.items()}
+
+
+def test_stand_in_of_psutil_finds_the_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = machine.network_interface(machine.LOOPBACK)
+    monkeypatch.setattr(machine, "psutil", SimpleNamespace(**stand_ins.STAND_INS["psutil"]))
+    assert machine.network_interface(machine.LOOPBACK) == expected
 
 
 def test_stages_run_with_few_packages(few_packages: dict[str, str], tmp_path: Path) -> None:
