@@ -224,7 +224,7 @@ def run_sweep(command: TuneCommand, base: Config, space: Space, terminal: Termin
 
 def _print_outcome(path: AnyPath, summary: Row, rows: list[Row], terminal: Terminal) -> int:
     recommendation, stopped = summary["recommendation"], summary["status"] in ("stopped", "budget")
-    measured = sum(row["status"] in ("finished", "pruned") for row in rows)
+    measured = sum(row["status"] == "finished" or bool(row["rungs"]) for row in rows)
     errors = {row["trial"]: f"{row['status'].replace('_', ' ')}: {row['error']}" for row in rows if row["error"]}
     if rows:
         terminal.console.print(trials_table(rows, summary["goal"], recommendation))

@@ -147,6 +147,6 @@ def test_rungs_budget_and_saved_hours_are_printed():
     summary = {"status": "budget", "goal": "loss", "elapsed_s": 61.2, "recommendation": select_best([row], "loss")}
     summary |= {"gpu_hours": 0.5, "saved_gpu_hours": 1.5}
     code, text = print_outcome((Path("runs/sample-tune"), summary, [row]))
-    assert code == 0 and "run the same command to resume" in text
+    assert code == 0 and "1 of 1 trials measured in 61 s; run the same command to resume" in text
     assert "0.5 worker-hours, 1.5 saved by ending trials early" in text
     assert "t001 has held-out loss 2.000" in text and "It has 100 samples only." in text
