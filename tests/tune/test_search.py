@@ -170,7 +170,7 @@ def test_sweep_folder_has_the_files_of_the_report(finished):
     assert summary["gpu_hours"] > 0 and summary["saved_gpu_hours"] > 0
     assert not (folder / "ray").exists()
     page = (folder / "report.html").read_text()
-    assert "held-out loss by samples" in page and "held-out loss by seconds of training" in page
+    assert "held-out loss by samples" in page and "held-out loss by training time" in page
 
 
 def test_best_trial_ends_with_a_cooldown(finished):
