@@ -48,7 +48,7 @@ def wait_for_step(process, run, step, earlier=(), timeout_s=300.0):
         time.sleep(0.1)
 
 
-def left_on(address, within_s=10.0):
+def left_on(address, within_s=60.0):
     """Remaining actors and placement groups, without the detached ones of Ray itself."""
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     try:
