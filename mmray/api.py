@@ -145,6 +145,7 @@ def tune(
     scheduler: Literal["halving", "asha", "pbt"] = "halving",
     budget: str | None = None,
     concurrency: int | None = None,
+    reuse: bool = False,
     **sections: Unpack[Sections],
 ) -> SweepRecord:
     """Find the fastest batch shape, or with another goal compare settings in short runs.
@@ -166,7 +167,7 @@ def tune(
     if goal == "throughput":
         check_no_trials(command)
         axes = None if not space else build_space(space, samples, base.train.seed)
-        return SweepRecord.read(run_probe(base, axes, Terminal()))
+        return SweepRecord.read(run_probe(base, axes, Terminal(), reuse))
     given = trials.default_axes(base, goal) if space is None else space
     folder, _ = run_sweep(command, base, build_space(given, command.num_samples, base.train.seed), Terminal())
     return SweepRecord.read(folder)

@@ -158,6 +158,8 @@ class TuneCommand:
     """Time or GPU-hours after which running trials stop: 2h, 30m, 40gpu-hours. A repeated command continues."""
     concurrency: int | None = None
     """Trials at a time; None: one on a single machine, as many as fit on a cluster."""
+    reuse: bool = False
+    """Goal throughput: take measurements of the same hardware and settings from earlier sweeps in --run.storage."""
 
     @property
     def num_samples(self) -> int | None:
@@ -185,8 +187,10 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     if command.goal == "throughput":
         check_no_trials(command)
         space = search_space.parse_space(given, command.samples, base.train.seed) if given else None
-        run_probe(base, space, terminal)
+        run_probe(base, space, terminal, command.reuse)
         return 0
+    if command.reuse:
+        raise UsageError("--reuse: only --goal throughput has measurements to reuse")
     default_axes = trials.default_axes(base, command.goal).items()
     given = given or tuple(f"{key}={text}" for key, text in default_axes)
     space = search_space.parse_space(given, command.num_samples, base.train.seed)

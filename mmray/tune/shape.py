@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import groupby
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,6 +54,7 @@ class ShapeTask:
     workers: tuple[int, ...]
     too_large: int | None = None
     reason: str = ""
+    earlier: tuple[Measurements, ...] = ()  # of other sweeps, to reuse those of the same hardware
 
 
 @dataclass
@@ -71,10 +72,28 @@ class Measurements:
     # Of each global batch: {micro: seconds} of each round, and {micro: GiB}.
     pairs: dict[int, list[dict[int, float]]] = field(default_factory=dict)
     peak_gib: dict[int, dict[int, float]] = field(default_factory=dict)
+    hardware: list[str] = field(default_factory=list)  # of each rank
+    global_rows: list[int] = field(default_factory=list)  # global batches of the task
+    source: str = ""  # the earlier sweep that these are from
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, with each sample as a dictionary."""
         return asdict(self) | {"samples": [sample._asdict() for sample in self.samples]}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Measurements:
+        """Restore what was written to a JSON file, in which keys are strings; other values are ignored."""
+
+        def by_number(table: dict[str, Any]) -> dict[int, Any]:
+            return {int(number): value for number, value in table.items()}
+
+        found = cls(**{each.name: values[each.name] for each in fields(cls)})
+        found.samples = [Sample(**sample) for sample in values["samples"]]
+        found.sync_s = by_number(values["sync_s"])
+        found.failed = {size: tuple(failure) for size, failure in by_number(values["failed"]).items()}
+        found.pairs = {size: list(map(by_number, pairs)) for size, pairs in by_number(values["pairs"]).items()}
+        found.peak_gib = {size: by_number(peaks) for size, peaks in by_number(values["peak_gib"]).items()}
+        return found
 
 
 Measure = Callable[[int, int], Sample | str]  # (micro, accumulation) -> a sample, or why it does not fit

@@ -22,13 +22,14 @@ from mmray.processes import SPAWN, children_ignore_interrupts, init_child
 from mmray.report.sweep import SWEEP, TRIALS
 from mmray.report.write import write_report_safely
 from mmray.storage import lease
-from mmray.storage.paths import AnyPath, remove_tree
+from mmray.storage.paths import AnyPath, remove_tree, to_path
 from mmray.train.driver import check_classes
 from mmray.train.local import WorkerFailed, check_gpus, describe_exit, resolve_on_this_machine
 from mmray.train.local_worker import pickled
 from mmray.train.monitor import RunReporter
 from mmray.train.run_dir import RunDir, collect_environment, forbidden_changes, has_other_files, select_folder
 from mmray.train.validate import unsupported_reasons
+from mmray.tune.reuse import earlier_measurements, measurement_key
 from mmray.tune.shape import Measurements, Row, ShapeTask, fit, predict_rows, recommend, with_measured
 
 FILES = (SWEEP, TRIALS, "recipe.yaml", "best.yaml", "report.html", "ray", lease.FOLDER)
@@ -84,10 +85,15 @@ def candidate_workers(config: Config, world: int, device: str) -> tuple[int, ...
     )
 
 
-def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> tuple[AnyPath, dict[str, Any], list[Row]]:
-    """Measure, predict and recommend batch shapes; return the folder, sweep.json and the rows. Raises MmrayError."""
+def probe_shapes(
+    base: Config, space: Space | None, reporter: RunReporter, reuse: bool = False
+) -> tuple[AnyPath, dict[str, Any], list[Row]]:
+    """Measure, predict and recommend batch shapes; return the folder, sweep.json and the rows. Raises MmrayError.
+
+    reuse: take measurements of the same hardware and settings from other sweeps in the storage.
+    """
     probes, start_s = plan_probes(base, space), time.monotonic()
-    folder = _resolve_folder(base, probes)
+    folder, storage = _resolve_folder(base, probes), to_path(base.run.storage) if reuse else None
     with lease.Lease(folder.path, activity="in use for a sweep"):
         folder.write("recipe.yaml", to_yaml(base))
         reporter.log(str(folder.path), "sweep")
@@ -96,8 +102,10 @@ def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> tu
         for probe in probes:
             shown = " ".join(f"{name}={value}" for name, value in probe.settings.items())
             reporter.status(f"measuring batch shapes {shown}".rstrip())
-            task, found = measure(probe.task, folder.path / "ray", reporter)
-            results.append((probe, found))
+            task, found = measure(probe.task, folder.path / "ray", reporter, storage)
+            if found.source:
+                reporter.log(f"measurements of {found.source}", "reuse")
+            results.append((replace(probe, task=task), found))
             predicted = with_measured(predict_rows(task, found, fit(found)), found)
             rows += [
                 row | {"settings": probe.settings, "trial": f"{row['trial']}{_suffix(results)}"} for row in predicted
@@ -112,7 +120,10 @@ def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> tu
             "elapsed_s": time.monotonic() - start_s,
             "environment": collect_environment(),
             "recommendation": recommendation,
-            "probes": [{"settings": probe.settings, **found.to_json()} for probe, found in results],
+            "probes": [
+                {"settings": probe.settings, "key": measurement_key(probe.task.config), **found.to_json()}
+                for probe, found in results
+            ],
             "fits": [{"text": fit(found).format(), **asdict(fit(found))} for _, found in results],
         }
         folder.write(TRIALS, "".join(json.dumps(row) + "\n" for row in rows))
@@ -173,17 +184,20 @@ def _resolve_folder(base: Config, probes: list[Probe]) -> RunDir:
     return RunDir(select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep").path)
 
 
-def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> tuple[ShapeTask, Measurements]:
+def measure(
+    task: ShapeTask, scratch: AnyPath, reporter: RunReporter, storage: AnyPath | None = None
+) -> tuple[ShapeTask, Measurements]:
     """Measure a task in a process of this machine (one worker) or in a Ray worker group.
 
     Returns the task with the device and the candidate numbers of workers, and its measurements. A group that dies in a
-    measurement was out of memory: another one measures the sizes below. Raises MmrayError.
+    measurement was out of memory: another one measures the sizes below. storage: of sweeps whose measurements are used
+    instead, if they are of the same hardware and settings. Raises MmrayError.
     """
     config = task.config
     if not needs_ray(config.cluster):
         check_gpus(config)
         check_classes(config)
-        task = replace(task, config=_resolved(resolve_on_this_machine(config)))
+        task = _resolved(task, resolve_on_this_machine(config), storage)
         return task, _until_it_fits(task, _run_locally, reporter)
     with ray_session(config.cluster):
         from mmray.tune.shape_group import ShapeGroup  # imports Ray Train
@@ -191,7 +205,7 @@ def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> tuple[S
         check_classes(config)
         group = ShapeGroup(config, scratch, reporter)
         workers = candidate_workers(config, group.workers, group.config.cluster.accelerator)
-        task = replace(task, config=_resolved(group.config), workers=workers)
+        task = _resolved(replace(task, workers=workers), group.config, storage)
         try:
             return task, _until_it_fits(task, group.run, reporter)
         finally:
@@ -199,10 +213,12 @@ def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> tuple[S
                 remove_tree(scratch)
 
 
-def _resolved(config: Config) -> Config:
-    """Return the config with the embedding rows that the data would set."""
+def _resolved(task: ShapeTask, config: Config, storage: AnyPath | None) -> ShapeTask:
+    """Return the task with the config, the embedding rows that the data would set, and earlier measurements."""
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
-    return config.replace(model=config.model.with_vocab(config.model.vocab_size or trained or DEFAULT_VOCAB, None))
+    config = config.replace(model=config.model.with_vocab(config.model.vocab_size or trained or DEFAULT_VOCAB, None))
+    earlier = () if storage is None else earlier_measurements(storage, measurement_key(config))
+    return replace(task, config=config, earlier=earlier)
 
 
 def _until_it_fits(

@@ -1,0 +1,50 @@
+"""Measurements are reused on equal hardware with about as much memory, and survive a JSON file."""
+
+import json
+from dataclasses import replace
+
+from mmray.config import recipes
+from mmray.tune.reuse import is_reusable, measurement_key
+from mmray.tune.shape import Measurements, Sample
+
+FOUND = Measurements(
+    2,
+    10.0,
+    0.5,
+    [Sample(4, 1, 0.1, 0.01, 2.0)],
+    too_large=8,
+    reason="out of memory",
+    sync_s={2: 0.01},
+    failed={64: (8, "out of memory")},
+    pairs={32: [{4: 0.1}]},
+    peak_gib={32: {4: 2.0}},
+    hardware=["H100", "H100"],
+    global_rows=[32, 64],
+    source="runs/a",
+)
+
+
+def test_measurements_survive_json():
+    assert Measurements.from_json(json.loads(json.dumps(FOUND.to_json())) | {"settings": {}}) == FOUND
+
+
+def test_other_hardware_memory_or_global_batches_are_measured():
+    assert is_reusable(FOUND, [32], ["H100", "H100"], 9.0)
+    assert not is_reusable(FOUND, [32, 128], ["H100", "H100"], 10.0)
+    assert not is_reusable(FOUND, [32], ["H100", "A100"], 10.0)
+    assert not is_reusable(FOUND, [32], ["H100"], 10.0)
+    assert not is_reusable(FOUND, [32], ["H100", "H100"], 5.0)
+    assert not is_reusable(replace(FOUND, limit_gib=5.0), [32], ["H100", "H100"], 10.0)
+
+
+def test_key_has_what_changes_a_step():
+    base = recipes.load("sample")
+    key = measurement_key(base)
+    assert measurement_key(base.replace(optimizer=base.optimizer.replace(lr=0.5))) == key
+    for changed in (
+        base.replace(optimizer=base.optimizer.replace(kind="lion")),
+        base.replace(train=base.train.replace(precision="bf16")),
+        base.replace(model=base.model.replace(embed_dim=64)),
+        base.with_cluster(cpus_per_worker=1),
+    ):
+        assert measurement_key(changed) != key
