@@ -139,7 +139,16 @@ def explore(measure: Measure, sizes: Sequence[int], found: Measurements) -> None
     for _ in range(MAX_REVISITS):
         found.samples += [sample for shape in visits if isinstance(sample := measure(*shape), Sample)]
         times = _times(found.samples)
-        visits = [shape for shape, seconds in times.items() if seconds[-1] > DISAGREEMENT * seconds[0]]
+        visits = [shape for shape in times if _is_doubtful(shape, times)]
+
+
+def _is_doubtful(shape: tuple[int, int], times: dict[tuple[int, int], list[float]]) -> bool:
+    """Return True if the two fastest visits disagree, or a step of more rows took less time."""
+    fastest, *others = times[shape]
+    less_s = [
+        seconds[0] for (micro, accumulation), seconds in times.items() if accumulation == shape[1] and micro > shape[0]
+    ]
+    return max(others, default=fastest) > DISAGREEMENT * fastest or fastest > min(less_s, default=fastest)
 
 
 def _times(samples: Sequence[Sample]) -> dict[tuple[int, int], list[float]]:
