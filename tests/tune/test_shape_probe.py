@@ -115,23 +115,23 @@ def test_killed_worker_is_out_of_memory_at_that_size(tmp_path: Path, quick: None
     assert any("measuring smaller micro-batches" in text for _, text in reporter.notes)
 
 
-def test_reused_measurements_are_of_the_same_settings_hardware_and_global_batches(tmp_path: Path, quick: None) -> None:
-    base, batches = at(tmp_path, tiny(batch=Batch(micro=4, global_=16))), build_space({"batch.global": [8, 16]}, None)
-    name = lambda number: "custom-tune" + f"-{number}" * (number > 1)  # noqa: E731
+@pytest.mark.usefixtures("one_thread")
+def test_measurements_of_an_earlier_sweep_are_reused(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shape_probe, "_run_locally", lambda task, report: measure_shapes(task, Group(), report))
+    base = at(tmp_path, tiny(batch=Batch(micro=4, global_=16))).with_cluster(cpus_per_worker=1)
+    batches = build_space({"batch.global": [8, 16]}, None)
 
-    def probe(number: int, base: Config, space: Any = None) -> tuple[str, Any]:
-        reporter = Silent()
-        folder, summary, rows = probe_shapes(base, space, reporter, reuse=True)
-        assert folder.name == name(number), rows
-        return summary["probes"][0]["source"], [(row["micro"], row["step_p50_s"]) for row in rows]
+    def probe(config: Config, space: Any = None) -> tuple[Path, str, list[Any]]:
+        folder, summary, rows = probe_shapes(config, space, Silent(), reuse=True)
+        return Path(str(folder)), summary["probes"][0]["source"], [(row["micro"], row["step_p50_s"]) for row in rows]
 
-    source, first = probe(1, base, batches)
+    folder, source, measured = probe(base, batches)
     assert not source
-    again = base.replace(optimizer=Optimizer(lr=0.5), train=base.train.replace(seed=7))
-    source, rows = probe(2, again, build_space({"batch.global": [16]}, None))
-    assert source == str(tmp_path / name(1)) and rows == first[-len(rows) :]
-    assert not probe(3, base.replace(train=base.train.replace(deterministic=True)))[0]
-    assert not probe(4, base, build_space({"batch.global": [16, 32]}, None))[0]
+    equal = base.replace(optimizer=Optimizer(lr=0.5), train=base.train.replace(seed=7))
+    other, source, rows = probe(equal)
+    assert other != folder and source == str(folder) and rows == measured[-len(rows) :]
 
 
 def test_model_of_which_no_row_fits_is_an_error(tmp_path: Path, quick: None) -> None:
