@@ -5,8 +5,10 @@ import pytest
 from mmray.config import from_yaml, recipes, to_yaml
 from mmray.config.search_space import Range, Space
 from mmray.errors import TrainingError, UsageError
+from mmray.train.driver import train
 from mmray.tune.population import check_sweep, copy_run, next_generation
 from mmray.tune.trials import even_rungs
+from tests.train import runs
 
 SPACE = Space({"optimizer.lr": Range(1e-4, 1e-2, log=True), "optimizer.weight_decay": (0.0, 0.1, 0.2)}, 8)
 
@@ -77,6 +79,20 @@ def test_run_of_a_child_has_the_newest_checkpoint_and_its_own_settings(tmp_path)
     (child / "metrics.jsonl").write_text("trained since")
     copy_run(parent, child, {"optimizer.lr": 0.5})
     assert (child / "metrics.jsonl").read_text() == "trained since"
+
+
+def test_child_trains_on_from_the_last_step_of_its_parent(tmp_path):
+    made = runs.config(runs.make_data(tmp_path / "set"), tmp_path, "t001", steps=4, checkpoint_every=0)
+    made = made.with_cluster(workers=1).replace(optimizer=made.optimizer.replace(schedule="constant"))
+    parent = train(made, runs.Silent(), local=True).path
+    child = tmp_path / "t002"
+    copy_run(parent, child, {"optimizer.lr": 5e-4, "optimizer.weight_decay": 0.3})
+    optimizer = made.optimizer.replace(lr=5e-4, weight_decay=0.3)
+    longer = made.replace(optimizer=optimizer, train=made.train.replace(steps=6), run=made.run.replace(name="t002"))
+    outcome = train(longer, runs.Silent(), local=True)
+    assert outcome.path == child and outcome.result["status"] == "finished"
+    assert runs.marks(child) == list(runs.expected_marks(6))
+    assert [line["train/lr"] for line in runs.lines(child)][2:] == [1e-3, 1e-3, 5e-4, 5e-4]  # after the warm-up
 
 
 def test_rungs_of_a_population_have_equal_distances():
