@@ -24,11 +24,10 @@ LOG_WIDTH = 200
 class _Display(Progress):
     """A progress bar, and above it a table that changes."""
 
-    table: Table | None = None
+    above: tuple[RenderableType, ...] = ()
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        if self.table is not None:
-            yield self.table
+        yield from self.above
         yield from super().get_renderables()
 
 
@@ -90,11 +89,10 @@ class Terminal:
         else:
             self.status(title)
 
-    def show(self, table: Table, details: str) -> None:
-        """Show a table above the bar of `progress`, and details in the bar."""
+    def show(self, *above: RenderableType) -> None:
+        """Show these above the bar of `progress`, instead of what was shown before."""
         if self._live is not None:
-            self._live.table = table
-            self._live.update(self._task, details=details)
+            self._live.above = above
 
     def _add_task(self, title: str) -> None:
         assert self._live is not None

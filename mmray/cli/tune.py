@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.table import Table
+from rich.text import Text
 from tyro.conf import UseAppendAction
 
 from mmray.cli.args import flag_values, load_recipe, parse_args, require_positive, split_args
@@ -45,7 +46,7 @@ class ConsoleSweepReporter(Reporter):
     def table(self, rows: Sequence[Row], rungs: tuple[int, ...], time_left: TimeLeft) -> None:
         if self.terminal.is_live:
             most = max(MIN_LIVE_ROWS, self.terminal.console.height - LIVE_MARGIN)
-            self.terminal.show(live_table(rows, rungs, self.goal, most), format_time_left(time_left))
+            self.terminal.show(live_table(rows, rungs, self.goal, most), Text(format_time_left(time_left)))
 
 
 def live_table(rows: Sequence[Row], rungs: Sequence[int], goal: str, most: int) -> Table:
