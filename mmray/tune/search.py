@@ -179,8 +179,8 @@ def _search(
     state.write_summary(status="running", recommendation=None)
     reporter.log(str(folder.path), "sweep")
     rungs = " to ".join(f"{samples:,}" for samples in plan.rungs)
-    ended = sum(row["status"] in ENDED for row in state.rows.values())
-    reporter.log(f"{count} with {rungs} samples each, {num_concurrent} at a time, {ended} already measured", "trials")
+    measured = sum(bool(row["rungs"]) for row in state.rows.values())
+    reporter.log(f"{count} with {rungs} samples each, {num_concurrent} at a time, {measured} measured before", "trials")
     reporter.log(sweep.goal, "goal")
     failure: TrainingError | None = None
     try:
