@@ -57,6 +57,8 @@ def ray_session(
     cluster_config: Cluster, decode_actors: int = 1, while_starting: Callable[[], None] | None = None
 ) -> Iterator[None]:
     """Connect to Ray, or start it here; runs `while_starting`, which must not import Ray, in a thread meanwhile."""
+    # Read when Ray is imported. The run reports a lost worker itself; Ray's driver prints it whatever `_start` sets.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     import ray.data  # here: `mmray --help` must not import Ray
     import ray.exceptions
 

@@ -77,7 +77,7 @@ def decide_recovery(failure: Failure, before: Failure | None, failures: int, max
             return error  # has its exit code and names the fix
         count = f"{failures} failures without a new checkpoint (cluster.max_failures {max_failures})"
         return _final_error(f"{count}; the last: {message}", error)
-    return Restart(f"{EVENTS[failure.kind]} after step {failure.step}: {message.splitlines()[0]}")
+    return Restart(f"{EVENTS[failure.kind]} after step {failure.step}: {message.splitlines()[0].rstrip('.')}")
 
 
 def _final_error(message: str, cause: BaseException) -> TrainingError:

@@ -40,7 +40,7 @@ def test_lost_worker_is_retried_up_to_max_failures():
 
 @pytest.mark.parametrize("kind", ["lost", "hung", "preempted"])
 def test_lost_hung_and_preempted_restart(kind):
-    decision = decide_recovery(Failure(kind, TrainingError("a node went"), 7), None, 1, 3)
+    decision = decide_recovery(Failure(kind, TrainingError("a node went."), 7), None, 1, 3)
     assert decision == Restart(f"{EVENTS[kind]} after step 7: a node went")
 
 
