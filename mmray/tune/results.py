@@ -189,8 +189,10 @@ def select_best(rows: list[Row], goal: str) -> Row | None:
     if best is not leader:
         value = _FORMATS[metric].format(leader[metric])
         why += f", within {TOLERANCE:.0%} of the {order} ({value} of {leader['trial']}), and is faster."
+    elif len(measured) > 1:
+        why += f", the {order} of {len(measured)} trials."
     else:
-        why += f", the {order} of {len(measured)} trials." if len(measured) > 1 else "; it is the only measured trial."
+        why += "; no other trial was trained for as many samples." if learning else "; no other trial was measured."
     if learning:
         why += _against_recipe(best, rows, goal) + _lineage(best, rows) + _doubts(best, measured, metric)
     return {"best": best["trial"], "per_global": {size: row["trial"] for size, row in per_global.items()}, "why": why}

@@ -219,7 +219,8 @@ class SweepState:
         if all(rung["samples"] != each["samples"] for each in rungs):
             rungs.append(rung | {"elapsed_s": self._trial_s(name)})
             self._write_row(name, TrialOutcome("running"))
-            self.reporter.progress(self.rows[name], self.plan.rungs)
+            if rung["samples"] < self.plan.rungs[-1]:  # otherwise `end` reports it
+                self.reporter.progress(self.rows[name], self.plan.rungs)
 
     def end(self, name: str, outcome: TrialOutcome | None = None) -> None:
         """Write the row of an ended trial. Without an outcome the scheduler ended it, unless it was complete."""

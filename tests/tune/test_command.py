@@ -52,7 +52,7 @@ def test_finished_sweep_prints_best_trial_and_next_command():
     code, text = print_outcome(outcome("finished", FINISHED, OOM))
     assert code == 0
     assert "1 of 2 trials measured in 61 s" in text and "t002       out of memory: CUDA out of memory" in text
-    assert "t001 has 0.50 GiB; it is the only measured trial." in text
+    assert "t001 has 0.50 GiB; no other trial was measured." in text
     assert "mmray train " in text and "sample-tune/best.yaml" in text
 
 

@@ -110,9 +110,14 @@ def row(trial, size, rate, gib=1.0, loss=1.0, recall=0.5, status="finished", **c
         ),
         (
             [row("a", 64, 9, status="out_of_memory"), row("b", 64, 8, status="stopped"), row("c", 64, 5)],
-            *("memory", "c", "c has 1.00 GiB; it is the only measured trial."),
+            *("memory", "c", "c has 1.00 GiB; no other trial was measured."),
         ),
-        ([row("a", 64, 10, recall=None), row("b", 64, 9, recall=0.2)], "recall", "b", "recall@1 0.200"),
+        (
+            [row("a", 64, 10, recall=None), row("b", 64, 9, recall=0.2)],
+            "recall",
+            "b",
+            "recall@1 0.200; no other trial was trained",
+        ),
         (
             [row("a", 64, 10, loss=2.0), row("b", 64, 30, loss=2.001), row("c", 64, 90, loss=2.5)],
             *("loss", "a", "The recipe's own settings were not measured. Not certain: b is within 2% of it."),
