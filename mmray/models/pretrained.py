@@ -80,8 +80,8 @@ def _read_processor(name: str, local_files_only: bool = False) -> dict[str, Any]
         if not Path(name).is_dir():
             try:
                 path = Path(hf_hub_download(name, file_name, local_files_only=local_files_only))
-            except LocalEntryNotFoundError:  # not in the cache, and the hub cannot be reached
-                raise
+            except LocalEntryNotFoundError:
+                raise OSError(f"the cache has no {file_name}, and the hub cannot be reached") from None
             except EntryNotFoundError:
                 continue
         if path.is_file():

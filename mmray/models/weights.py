@@ -149,7 +149,7 @@ def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **optio
         hint = f". Without a network, run `hf download {name} --local-dir DIR` elsewhere and set {setting} to DIR"
         where = "" if path.is_dir() else " from a directory, the hub cache or the hub"
         raise UsageError(
-            f"{setting}: cannot load `{name}`{where}: {first_line(error)}{hint if where else ''}"
+            f"{setting}: cannot load `{name}`{where}: {first_line(error).rstrip('.')}{hint if where else ''}"
         ) from None
 
 

@@ -365,7 +365,10 @@ def test_unreachable_hub_is_not_a_missing_preprocessor_file(tmp_path: Path, monk
     files = ["none"]
     assert pretrained._preprocessing("a/b") == {}
     reachable = False
-    with pytest.raises(UsageError, match=r"--weights: cannot load `a/b` .*the hub: cannot find .*hf download a/b"):
+    with pytest.raises(
+        UsageError,
+        match=r"--weights: cannot load `a/b` .*the cache has no preprocessor_config\.json, .*hf download a/b",
+    ):
         pretrained._preprocessing("a/b")
 
 
