@@ -4,6 +4,7 @@ import pytest
 
 from mmray.engine.batch import BatchShape
 from mmray.errors import ResourceError, TrainingError, UsageError
+from mmray.train.local import describe_exit
 from mmray.tune.results import (
     TrialOutcome,
     _against_recipe,
@@ -52,6 +53,8 @@ def test_loss_is_the_mean_of_the_last_quarter():
 def test_other_errors_are_failures_with_one_line():
     text = "The actor died unexpectedly. Potential root causes: (1) SIGKILL by OOM killer due to high memory usage."
     assert classify_error(TrainingError(text)).status == "failed"
+    text = f"the last: the worker process was {describe_exit(-9).partition('was ')[2]}"
+    assert "out of memory" in text and classify_error(TrainingError(text)).status == "failed"
     error = TrainingError("KeyError: 'label'\n  at some line")
     assert classify_error(error) == TrialOutcome("failed", "KeyError: 'label'")
     assert classify_error(UsageError("global batch too large")).status == "infeasible"
