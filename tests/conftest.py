@@ -9,7 +9,7 @@ import tempfile
 import time
 import urllib.request
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -106,7 +106,11 @@ def s3_server(tmp_path_factory):
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-m", "tests.storage.s3_server", str(file), str(folder / "faults")]
         server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, pass_fds=[file])
-    urllib.request.urlopen(os.environ["AWS_ENDPOINT_URL"], timeout=120).close()  # waits for the start
+    while True:
+        assert server.poll() is None, (folder / "log").read_text()
+        with suppress(TimeoutError):  # connections wait in the socket until the server has started
+            urllib.request.urlopen(os.environ["AWS_ENDPOINT_URL"], timeout=5).close()
+            break
     yield folder / "faults"
     server.kill()
     server.wait()

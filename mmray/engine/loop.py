@@ -7,7 +7,7 @@ or in a Ray Train worker. Every rank makes the same calls; only rank 0 writes th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -288,7 +288,7 @@ def _save(run: _Run, metrics: Metrics, last: bool) -> None:
         "model": model_state,
         "optimizer": run_state.optimizer_state(spec.model, run.state.optimizer),
         "scaler": run.state.scaler.state_dict(),
-        "progress": vars(run.progress).copy(),
+        "progress": asdict(run.progress),  # also copies its lists, which later steps change
     }
     save_duration_s = spec.save(step, state, metrics, last)
     stall_s = rates.lap("checkpoint")

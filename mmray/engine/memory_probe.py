@@ -190,7 +190,7 @@ def _largest_micro_that_fits(
     try_rows: `_try_step` for (rows, rows of a micro-batch). Each rank probes on its own, then all take the minimum. If
     a forward has collectives, they probe together, because the unsharded model need not fit on one device. Then a
     rank that runs out of memory leaves the others in a collective, and they cannot agree to retry: its error has a
-    smaller size, with which the group restarts. So that this is rare, they start at half the expected size.
+    smaller size, with which the group restarts. So that this is rare, they try half the expected size, then all of it.
     """
 
     def bytes_if_fits(rows: int, size: int, fallback_size: int) -> int | None:
@@ -219,8 +219,8 @@ def _largest_micro_that_fits(
             two = bytes_if_fits(2, 2, 1)
         if two is not None:
             largest, guess = 2, expected_rows(saved, two)
-            start = halve(guess) if together and guess < rows_per_rank else guess
-            largest = search_size(rows_per_rank, start, guess if on_host else rows_per_rank, fits)
+            start = max(1, halve(guess)) if together and guess < rows_per_rank else guess
+            largest = search_size(rows_per_rank, start, guess if on_host or together else rows_per_rank, fits)
         # The outputs of all rows are in memory at once. Tried so far: 2 x largest rows, or only one or two.
         tried = 2 * largest if largest > 2 else largest
         while largest and tried < rows_per_rank and bytes_if_fits(rows_per_rank, largest, halve(largest)) is None:
@@ -239,23 +239,23 @@ def _largest_micro_that_fits(
 
 
 def search_size(rows: int, start: int, limit: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest size from 2 to `limit` that fits, near enough. 2 fits.
+    """Return the largest size found between 2, which fits, and `limit`.
 
     The search doubles `start` until it does not fit, or halves it until it does; then it bisects on a geometric scale.
     The rows of a step are divided evenly: 10 rows at most 7 at a time are 5 and 5.
     """
 
-    def even(size: float) -> int:
+    def split_evenly(size: float) -> int:
         return ceil(rows / ceil(rows / size))
 
-    largest, too_large, size = 2, limit + 1, even(start)
+    largest, too_large, size = 2, limit + 1, split_evenly(start)
     while largest < size and not fits(size):
-        too_large, size = size, even(halve(size))
+        too_large, size = size, split_evenly(halve(size))
     largest = max(largest, size)
-    while too_large > limit and largest < (size := even(min(2 * largest, limit))):
+    while too_large > limit and largest < (size := split_evenly(min(2 * largest, limit))):
         largest, too_large = (size, too_large) if fits(size) else (largest, size)
     for _ in range(REFINEMENTS):
-        if largest < (size := even(sqrt(largest * too_large))) < too_large:
+        if largest < (size := split_evenly(sqrt(largest * too_large))) < too_large:
             largest, too_large = (size, too_large) if fits(size) else (largest, size)
     return largest
 

@@ -158,7 +158,7 @@ def _evaluate(
 
 def _log_idle_gpus(on_gpu: bool, num_gpus: float, reporter: RunReporter) -> None:
     if num_gpus and not on_gpu:
-        reporter.log(f"evaluating on the CPU; --accelerator gpu uses the {num_gpus:g} GPUs", "warning")
+        reporter.log(f"evaluating on the CPU; --accelerator gpu uses a GPU ({num_gpus:g} found)", "warning")
 
 
 def _score_on_ray(

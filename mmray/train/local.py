@@ -147,9 +147,10 @@ class LocalWorkers:
             poll()
         self._process.process.join(EXIT_TIMEOUT_S)
         if self._result is None:
-            code = self._process.process.exitcode or 0
+            code = self._process.process.exitcode  # None: alive after EXIT_TIMEOUT_S
             # An import failed, or user code called exit: not a lost process, which is replaced several times.
-            raise WorkerFailed("raised" if code > 0 else "lost", RuntimeError(describe_exit(code)))
+            kind = "lost" if code is None or code < 0 else "raised"
+            raise WorkerFailed(kind, RuntimeError(describe_exit(code)))
         kind, value = self._result
         if kind == "raised":
             error = pickle.loads(value)
@@ -186,8 +187,10 @@ class LocalWorkers:
         self._process.kill()
 
 
-def describe_exit(code: int) -> str:
-    """Say how a process ended."""
+def describe_exit(code: int | None) -> str:
+    """Return how a worker process ended; code None: it closed its connection and did not end."""
+    if code is None:
+        return "the worker process closed its connection"
     if code >= 0:
         return f"the worker process exited with code {code}"
     return f"the worker process was ended by {describe_signal(-code)}"

@@ -21,7 +21,9 @@ from mmray.train.coordinator import IMPORTING
 def run_worker(connection: Connection) -> None:
     """Receive the arguments of an attempt, train, and send the outcome; the driver serves all other messages."""
     init_child()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm and systemd send it to all processes; the driver handles it
+    # Slurm and systemd send it to all processes; the driver handles it. Not SIG_IGN, which data processes inherit:
+    # after a crash their pool ends the others with SIGTERM.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     connection.send(("push", {"stage": IMPORTING}))
     # Read when torch is imported. By default threads spin for milliseconds at the end of a parallel region; on two busy
     # cores, training was 8 times faster with threads that sleep, and on idle cores 25 % slower. This is in between.

@@ -12,7 +12,7 @@ from typing import Any
 from mmray.data.store.manifest import QUARANTINE
 from mmray.engine.bad_rows import load_bad_rows
 from mmray.engine.checkpoint import files
-from mmray.errors import DeviceError, MmrayError, ResourceError, StorageError, TrainingError, UsageError
+from mmray.errors import DeviceError, ForceExit, MmrayError, ResourceError, StorageError, TrainingError, UsageError
 from mmray.evaluate.build import best_metric
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines
@@ -55,6 +55,8 @@ class Supervisor:
         try:
             while (outcome := self._run_attempt()) is None:
                 pass
+        except ForceExit:  # at once, without the storage
+            raise
         except KeyboardInterrupt:
             step = files.latest_complete_step(self.run.checkpoints)
             resume = f"run the same command to resume from step {step:,}, the latest checkpoint"

@@ -48,7 +48,9 @@ class Tracker(Protocol):
 
 
 def check_trackers(config: Config) -> None:
-    """Raise UsageError for a tracker that cannot be imported, before anything starts."""
+    """Raise UsageError for a tracker that cannot be imported, or is named twice, before anything starts."""
+    if len(set(config.run.trackers)) < len(config.run.trackers):
+        raise UsageError(f"run.trackers: {' '.join(config.run.trackers)} names a tracker twice; remove one")
     for name in config.run.trackers:
         if name not in BUILT_IN:
             plugins.load_class(name, "run.trackers", tuple(BUILT_IN))

@@ -74,9 +74,9 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
     wait_for_step(stopped, run, 2)
     stopped.send_signal(signal.SIGINT)
     stopped.wait(timeout=180)
-    told = stopped.log.read_text()
-    assert stopped.returncode == 130, told
-    assert "to resume from step" in told and "Traceback" not in told and "raylet" not in told
+    output = stopped.log.read_text()
+    assert stopped.returncode == 130, output
+    assert "to resume from step" in output and "Traceback" not in output and "raylet" not in output
     assert left_on(nodes.address) == ([], [])
 
     page = (run / "report.html").stat().st_mtime_ns
@@ -87,9 +87,9 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         at_once.send_signal(number)
     at_once.wait(timeout=30)
-    told = at_once.log.read_text()
-    assert at_once.returncode == 130, told
-    assert "interrupted" in told and "Traceback" not in told and (run / "report.html").stat().st_mtime_ns == page
+    output = at_once.log.read_text()
+    assert at_once.returncode == 130, output
+    assert "interrupted" in output and "Traceback" not in output and (run / "report.html").stat().st_mtime_ns == page
 
     earlier = logged(run)
     killed = start(recipe)
@@ -99,8 +99,8 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
 
     done = start(recipe)
     done.wait(timeout=300)
-    told = done.log.read_text()
-    assert done.returncode == 0, told
+    output = done.log.read_text()
+    assert done.returncode == 0, output
     assert marks(run) == list(expected_marks(20))
     kept = [file for file in run.rglob("*") if file.is_file() and CANARY.encode() in file.read_bytes()]
-    assert not kept and CANARY not in told
+    assert not kept and CANARY not in output

@@ -58,8 +58,8 @@ def test_full_disk_skips_a_checkpoint_and_second_process_is_refused(data, tmp_pa
     assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)
     (logged,) = [text for label, text in reporter.notes if label == "storage"]
     assert "metrics.jsonl: File too large" in logged and "lines are kept" in logged
-    (told,) = [text for label, text in reporter.notes if label == "checkpoint"]
-    assert "step-6" in told and "File too large" in told and "Training continues" in told
+    (text,) = [text for label, text in reporter.notes if label == "checkpoint"]
+    assert "step-6" in text and "File too large" in text and "Training continues" in text
     kept = sorted(path.name for path in (outcome.path / "checkpoints").iterdir())
     assert kept == ["step-12", "step-3", "step-9"]
     assert marks(outcome.path) == list(expected_marks(STEPS))
@@ -105,9 +105,9 @@ def test_run_resumes_at_same_row_after_cluster_restart(data, tmp_path):
     except subprocess.TimeoutExpired:
         done.kill()
         raise
-    told = done.log.read_text()
-    assert done.returncode == 0, told
-    assert "resume" in told and marks(run) == list(expected_marks(STEPS))
+    text = done.log.read_text()
+    assert done.returncode == 0, text
+    assert "resume" in text and marks(run) == list(expected_marks(STEPS))
     losses_of_one_worker(made, tmp_path / "calm")
     assert_same_model(run, tmp_path / "calm")
 

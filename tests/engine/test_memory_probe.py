@@ -65,6 +65,16 @@ def test_host_is_not_given_more_rows_than_expected_to_fit(monkeypatch):
     assert tried == [(1, 1), (12, 1), (1, 1)]
 
 
+@pytest.mark.parametrize(("free_bytes", "tried", "largest"), [(100, [1, 2, 2], 2), (480, [1, 2, 4, 8, 8], 8)])
+def test_ranks_that_search_together_do_not_try_more_than_expected(monkeypatch, free_bytes, tried, largest):
+    """45 bytes a row: one row or eight are expected to fit; two were seen to fit."""
+    sizes, group = [], SimpleNamespace(device=torch.device("cuda"), all_reduce_min=int)
+    monkeypatch.setattr(memory_probe, "_free_bytes", lambda *_: free_bytes)
+    try_rows = lambda rows, size: sizes.append(size) or 45 * size  # noqa: E731
+    assert memory_probe._largest_micro_that_fits(group, try_rows, 32, None, True, 0) == largest
+    assert sizes == tried
+
+
 def test_rows_in_memory_are_linear_in_the_saved_bytes():
     """1,000 bytes and 100 a row."""
     ratio = memory_probe.PEAK_PER_SAVED

@@ -83,7 +83,7 @@ def test_usage_and_data_errors_keep_their_exit_codes(head, client, tmp_path):
     impossible = submit(head, "train", "sample", "--cluster.workers", "99", "--cluster.accelerator", "gpu")
     for job_id, code, text in [
         (typo, 2, "stepz"),
-        (empty, 5, "empty.jsonl is empty"),
+        (empty, 5, "empty.jsonl has no rows"),
         (impossible, 4, "99 training workers of 1 CPU and 1 GPU each"),
     ]:
         status, exit_code, log = ended(client, job_id)

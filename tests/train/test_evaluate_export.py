@@ -82,7 +82,7 @@ def test_evaluation_of_branches_needs_one_device(tmp_path: Path, monkeypatch: py
     reporter = runs.Silent()
     found: Any = evaluate_export._evaluate(config, tmp_path, tmp_path / "step-1", "{}", None, None, reporter)
     assert (config.train.parallel, found.train.parallel) == ("branches", "single")
-    assert reporter.notes[1:] == [("warning", "evaluating on the CPU; --accelerator gpu uses the 2 GPUs")]
+    assert reporter.notes[1:] == [("warning", "evaluating on the CPU; --accelerator gpu uses a GPU (2 found)")]
 
 
 def made_run(folder: AnyPath, tmp_path: Path, **recalls: float | None) -> AnyPath:

@@ -107,7 +107,7 @@ class KillingWorker(Silent):
 
 
 def test_hung_killed_and_failing_workers_are_replaced_with_equal_weights(data, tmp_path, calm):
-    reporter, faults = KillingWorker(), ["HangOnce", "FailDeviceOnce"]
+    reporter, faults = KillingWorker(), ["HangOnce", "Slowly", "FailDeviceOnce"]
     outcome = driver.train(one_worker(data, tmp_path, "run", faults).with_cluster(hang_timeout_s=8.0), reporter)
     assert outcome.result["wasted_steps"] >= 2  # the first two ended after step 5 and restarted from step 3
     assert outcome.result["restarts"] == 3 and marks(outcome.path) == marks(calm.path)
@@ -141,23 +141,24 @@ def test_worker_that_dies_before_its_attempt_is_replaced(data, tmp_path, monkeyp
     assert "the worker process was ended by SIGKILL" in failure and "restarting from step 0" in failure
 
 
-@pytest.mark.parametrize(("code", "kind"), [(-11, "lost"), (1, "raised")])
+@pytest.mark.parametrize(("code", "kind"), [(-11, "lost"), (0, "raised"), (1, "raised"), (None, "lost")])
 def test_worker_that_exits_has_a_bug_and_one_that_is_killed_is_lost(code, kind):
     workers = object.__new__(local.LocalWorkers)
     workers._result, workers._receiver = None, SimpleNamespace(is_alive=lambda: False)
     workers._process = SimpleNamespace(process=SimpleNamespace(join=lambda _: None, exitcode=code))
-    with pytest.raises(local.WorkerFailed, match="SIGSEGV" if kind == "lost" else "exited with code 1") as failed:
+    ended = {-11: "SIGSEGV", None: "closed its connection"}.get(code, f"exited with code {code}")
+    with pytest.raises(local.WorkerFailed, match=ended) as failed:
         workers.wait(lambda: None)
     assert failed.value.kind == kind
 
 
 class KillingDataProcess(Stopping):
-    """Kills the data processes at step 3; later stops the run by SIGTERM to all, as Slurm and systemd do."""
+    """Kills one of the data processes at step 3; later stops the run by SIGTERM to all, as Slurm and systemd do."""
 
     def step(self, metrics, total_steps):
         if metrics["step"] == 3:
-            for process in psutil.Process(worker().pid).children():
-                process.kill()
+            children = psutil.Process(worker().pid).children()
+            next(each for each in children if "spawn_main" in " ".join(each.cmdline())).kill()
         if self.at and metrics["step"] >= self.at:
             worker().terminate()
         super().step(metrics, total_steps)
@@ -165,7 +166,9 @@ class KillingDataProcess(Stopping):
 
 def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weights(data, tmp_path, calm):
     reporter = KillingDataProcess(at=7)
-    stopped = driver.train(one_worker(data, tmp_path, "run", ["Slowly"]), reporter)
+    wanted = one_worker(data, tmp_path, "run", ["Slowly"])
+    two = wanted.replace(data=wanted.data.model_copy(update={"workers": 2}))
+    stopped = driver.train(two, reporter)
     assert stopped.result["status"] == "stopped" and 7 <= stopped.result["steps"] < STEPS
     assert stopped.result["restarts"] == 0
     assert any("data process died" in text for text in notes(reporter, "data"))

@@ -131,6 +131,8 @@ def test_missing_tracker_is_an_error_before_start(monkeypatch: pytest.MonkeyPatc
     trackers.check_trackers(config_of("Keeping"))
     with pytest.raises(UsageError, match=r"run.trackers: .*`tensorflow`.*mlflow, wandb"):
         trackers.check_trackers(Config(run=Run(trackers=("tensorflow",))))
+    with pytest.raises(UsageError, match="names a tracker twice"):
+        trackers.check_trackers(config_of("Keeping", "Keeping"))
     monkeypatch.setattr("mmray.plugins.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install \"mmray\[mlflow\]\""):
         trackers.check_trackers(config_of("mlflow"))
