@@ -1,5 +1,6 @@
 """Ray clusters of several nodes or with a separate head on this machine, for tests marked `cluster`."""
 
+import itertools
 import os
 import socket
 import subprocess
@@ -27,11 +28,14 @@ def several_nodes(*nodes, head=None):
         cluster.shutdown()
 
 
+_candidates = itertools.count(20000 + os.getpid() % 5000)
+
+
 def free_ports(count):
-    """Free ports above those (10002-19999) that Ray gives to its workers."""
-    found, candidate = [], 20000 + os.getpid() % 5000
+    """Free ports above those (10002-19999) that Ray gives to its workers; none is returned twice."""
+    found = []
     while len(found) < count:
-        candidate += 1
+        candidate = next(_candidates)
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", candidate)):
                 found.append(candidate)

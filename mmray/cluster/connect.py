@@ -91,7 +91,7 @@ def ray_session(
     except ray.exceptions.RayTaskError:  # also a RayError; the task has a bug
         raise
     except ray.exceptions.RayError as error:
-        raise ResourceError(f"Ray failed: {error}. Check `ray status`, and rerun the same command to resume") from error
+        raise ResourceError(f"Ray failed: {error}. Check `ray status`, and rerun the same command") from error
     finally:
         ray.shutdown()
 

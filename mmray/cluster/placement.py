@@ -85,9 +85,9 @@ def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
 def schedulable_nodes() -> SchedulableNodes:
     """Return the nodes that accept connections and are not draining, with their free resources."""
     draining, alive = draining_nodes(), [node for node in ray.nodes() if node["Alive"]]
-    with ThreadPoolExecutor(MAX_PROBES) as threads:  # a lost node takes seconds
+    with ThreadPoolExecutor(MAX_PROBES) as threads:  # a probe of a lost node takes seconds
         reachable = {
-            node["NodeID"] for node, answers in zip(alive, threads.map(_is_reachable, alive), strict=True) if answers
+            node["NodeID"] for node, is_up in zip(alive, threads.map(_is_reachable, alive), strict=True) if is_up
         }
     unavailable = {node["NodeID"] for node in alive} - (reachable - draining.keys())
     nodes = [node for node in free_nodes() if (node.labels or {})[NODE_ID] not in unavailable]

@@ -42,7 +42,8 @@ class NoiseMeter:
     def measure(self, model: nn.Module, rows: int, scaler: torch.amp.GradScaler) -> None:
         """Keep the norm of the gradients, which are those of the first `rows` rows of this rank so far."""
         self.rows, self.is_sharded = rows, strategy.is_sharded(model)
-        weights = [weight for weight in model.parameters() if weight.ndim or not self.is_sharded]  # scalars are not
+        # FSDP replicates scalars, so ranks would count them several times.
+        weights = [weight for weight in model.parameters() if weight.ndim or not self.is_sharded]
         gradients = [strategy.to_local(weight.grad) for weight in weights if weight.grad is not None]
         norm = get_total_norm(gradients).double()
         self.squared_norm = (norm / scaler.scale(torch.ones_like(norm))) ** 2
