@@ -2,8 +2,8 @@
 
 Exact matches have the same image bytes; near matches have similar perceptual hashes. Between two splits of one set, the
 training row counts as contaminated. Ray tasks hash one shard each. Hash files are stored in the set that is being
-prepared and named by the digest of the shard, so an unchanged shard is hashed once. The digest covers no images of an
-index-only set that was prepared without a check, so such a set is hashed each time.
+prepared and named by the digest of the shard, so an unchanged shard is hashed once. If an index-only set was prepared
+without a check, the digest covers no images. Such a set is hashed each time, and the source is part of the name.
 """
 
 from __future__ import annotations
@@ -118,15 +118,19 @@ def _undeduplicated_set(
     return PreparedSet(Storage(address), Manifest(count, count, 0, {}, {}, "", None, source, settings, full_shards))
 
 
-def _hash_file(shard: Shard, use_phash: bool) -> str:
-    return f"{HASHES_DIR}/{shard.sha256[:32]}{'' if use_phash else '-exact'}.npy"
+def _hash_file(prepared: PreparedSet, shard: Shard, use_phash: bool) -> str:
+    """Return the hash file of a shard of the set, also named by the source if the digest covers no images."""
+    digest = shard.sha256
+    if not prepared.manifest.has_image_checksums:
+        digest = hashlib.sha256(f"{prepared.manifest.source['address']} {digest}".encode()).hexdigest()
+    return f"{HASHES_DIR}/{digest[:32]}{'' if use_phash else '-exact'}.npy"
 
 
 def _load_hashes(out: Storage, prepared: PreparedSet, use_phash: bool) -> np.ndarray:
     """Return the hashes of the rows of a set; 97 bytes each."""
 
     def load(shard: Shard) -> np.ndarray:
-        hashes = np.load(io.BytesIO(out.read(_hash_file(shard, use_phash))), allow_pickle=False)
+        hashes = np.load(io.BytesIO(out.read(_hash_file(prepared, shard, use_phash))), allow_pickle=False)
         return np.delete(hashes, shard.dropped) if shard.dropped else hashes
 
     return np.concatenate([np.zeros(0, IMAGE_HASH_DTYPE), *iter_parallel(load, prepared.manifest.shards)])
@@ -295,7 +299,7 @@ def _hash_shards(
     """Hash the shards without a hash file; delete the hash files of shards that no longer exist."""
     out.mkdir(HASHES_DIR)
     use_phash = settings.phash_distance >= 0
-    wanted = {_hash_file(shard, use_phash): (each, shard) for each in sets for shard in each.manifest.shards}
+    wanted = {_hash_file(each, shard, use_phash): (each, shard) for each in sets for shard in each.manifest.shards}
     existing = {f"{HASHES_DIR}/{name}" for name in out.listdir(HASHES_DIR)}
     for file in existing - wanted.keys():
         out.delete(file)

@@ -115,6 +115,20 @@ def test_changed_images_without_checksums_are_hashed_again(tmp_path, two):
     assert prepare(mine, str(tmp_path / "out"), settings).leakage["found_in"][str(eval_set)] == 1
 
 
+def test_class_folders_of_equal_names_are_no_duplicates(tmp_path, in_process):
+    """Two index-only, unchecked sets whose shards have equal digests."""
+    index_only = LAX.model_copy(update={"index_only": True, "check": "none"})
+    for first, name in ((0, "a"), (10, "b")):
+        (tmp_path / name / "cat").mkdir(parents=True)
+        for number in range(3):
+            (tmp_path / name / "cat" / f"{number}.png").write_bytes(encode(patches_image(first + number)))
+    eval_set = prepare(str(tmp_path / "a"), str(tmp_path / "eval"), index_only)
+    settings = index_only.model_copy(update={"check_contamination": (str(tmp_path / "eval"),)})
+    manifest = prepare(str(tmp_path / "b"), str(tmp_path / "out"), settings)
+    assert [shard.sha256 for shard in manifest.shards] == [shard.sha256 for shard in eval_set.shards]
+    assert (manifest.leakage["exact"], manifest.leakage["near"]) == (0, 0)
+
+
 def test_training_row_is_the_leak_between_splits(tmp_path, in_process):
     images = [encode(patches_image(number)) for number in range(8)]
     images[6] = encode(patches_image(1), "JPEG", quality=80)  # of test, after its copy in train
