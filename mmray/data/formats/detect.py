@@ -13,7 +13,7 @@ from mmray.data.formats.rows import is_valid_name
 from mmray.data.formats.source import Source, read_head
 from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, CsvSource, JsonlSource, TsvSource
 from mmray.data.formats.webdataset import WebDatasetSource
-from mmray.data.store.manifest import MANIFEST
+from mmray.data.store.manifest import is_prepared
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Storage
 
@@ -103,8 +103,10 @@ def _detect_folder_format(storage: Storage) -> str:
         return "pairs"
     if any("/" in name for name in images):
         return "folders"
-    if MANIFEST in names:
-        raise DataError(f"{storage.address} is already prepared: pass it to a command as it is")
+    if is_prepared(storage):
+        raise DataError(
+            f"{storage.address} is already prepared: use it as it is, for example --data.train {storage.address}"
+        )
     files = [name for name in names if "/" not in name and PurePosixPath(name).suffix.lower() in _SUFFIXES]
     hint = (
         f"give the path of one of its files ({', '.join(files[:5])})" if files else "it needs tars, Parquet or images"

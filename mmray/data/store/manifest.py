@@ -17,6 +17,7 @@ from mmray.errors import DataError
 from mmray.storage.storage import Storage
 
 MANIFEST = "manifest.json"
+FORMAT = "mmray prepared set"  # value of `format` in the manifest
 TOKENIZER = "tokenizer.json"
 QUARANTINE = "quarantine.jsonl"
 SHARDS, CHUNK_RECORDS = "shards", "parts"  # folders
@@ -87,7 +88,7 @@ class Manifest:
         return not self.is_index_only or self.settings.get("check", "full") != "none"
 
     def to_json(self) -> bytes:
-        values = asdict(self) | {"format": "mmray prepared set"}
+        values = asdict(self) | {"format": FORMAT}
         return orjson.dumps(values, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
@@ -97,6 +98,17 @@ def fingerprint(shards: Iterable[Shard]) -> str:
     for shard in shards:
         digest.update(f"{shard.sha256} {shard.split} {shard.dropped}\n".encode())
     return digest.hexdigest()
+
+
+def is_prepared(storage: Storage) -> bool:
+    """Whether the folder has a manifest.json of mmray, of any schema version."""
+    if storage.size(MANIFEST) is None:
+        return False
+    try:
+        values = orjson.loads(storage.read(MANIFEST))
+    except ValueError:
+        return False
+    return isinstance(values, dict) and values.get("format") == FORMAT
 
 
 def read_manifest(storage: Storage) -> Manifest | None:
