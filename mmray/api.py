@@ -157,6 +157,8 @@ def tune(
 
     if goal not in GOALS:
         raise UsageError(f"goal: unknown goal `{goal}`; {suggest(goal, GOALS)}")
+    if reuse and goal != "throughput":
+        raise UsageError("reuse: only goal `throughput` has measurements to reuse")
     base = _load(recipe)
     settings = _override(trials.clear_length_and_derived_batch(base, list(space or ())), sections)
     command = TuneCommand(

@@ -122,6 +122,7 @@ def test_config_objects_and_files_replace_recipe_names(commands, tmp_path):
             "--space batch.micro=8,8: a value is empty, or listed twice",
         ),
         (lambda: mmray.tune(space={"batch.micro": [8]}, goal="speed"), "unknown goal `speed`; known: throughput"),
+        (lambda: mmray.tune(goal="loss", reuse=True), "reuse: only goal `throughput` has measurements to reuse"),
         (lambda: mmray.tune(space={"batch.micro": [8]}, concurrency=0), "--concurrency: must be above 0 (got 0)"),
         (
             lambda: mmray.tune(space={"batch.micro": [0]}, goal="loss"),
