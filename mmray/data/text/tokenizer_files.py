@@ -23,6 +23,7 @@ BPE_VOCABULARY, BPE_MERGES = "vocab.json", "merges.txt"
 CLIP_BPE = "bpe_simple_vocab_16e6.txt.gz"
 CLIP_MERGES = 49152 - 256 - 2  # the file has more lines than CLIP's vocabulary has merges
 SENTENCEPIECE = ".model"
+CONFIG_FILES = (TOKENIZER_CONFIG, MODEL_CONFIG, OPEN_CLIP_CONFIG)
 TOKENIZER_FILES = (TOKENIZER, VOCABULARY, BPE_VOCABULARY, BPE_MERGES, CLIP_BPE, f"*{SENTENCEPIECE}")
 _FORMATS = f"{TOKENIZER}, {VOCABULARY}, {BPE_VOCABULARY} with {BPE_MERGES}, {CLIP_BPE}, or one *{SENTENCEPIECE}"
 _SETTING = "model.inputs.tokenizer"
@@ -58,7 +59,7 @@ def load_tokenizer(name: str, trained_tokenizer_json: str | None) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(name, allow_patterns=[*TOKENIZER_FILES, TOKENIZER_CONFIG])
+        folder = snapshot_download(name, allow_patterns=[*TOKENIZER_FILES, *CONFIG_FILES])
     except Exception as error:  # noqa: BLE001 - of the hub, its cache, and the connection
         raise UsageError(
             f"{_SETTING}: {name!r} is not a local file or directory, and could not be downloaded from the "

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -7,6 +8,7 @@ from unittest.mock import Mock
 import huggingface_hub
 import numpy as np
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -89,7 +91,7 @@ def test_vocabulary_file_and_directories(tmp_path, trained):
     assert cased.encode(["Cat cat"])[0].tolist() == [[2, 4, 5, 3]]
 
 
-def test_declared_pad_token_is_used(tmp_path, trained, monkeypatch):
+def test_declared_pad_token_is_used(tmp_path, trained):
     (tmp_path / "tokenizer.json").write_text(trained)
     assert declared_pad_id(load_tokenizer(str(tmp_path), None)) is None
     settings = tmp_path / "tokenizer_config.json"
@@ -105,11 +107,35 @@ def test_declared_pad_token_is_used(tmp_path, trained, monkeypatch):
     assert declared_pad_id(load_tokenizer(str(tmp_path), None)) == 1
     settings.write_text('{"pad_token": "[MASK]"}')
     assert declared_pad_id(load_tokenizer(str(tmp_path), None)) == 4  # in a conflict, the value that transformers reads
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(tmp_path))
-    assert load_tokenizer("some/model", None) == load_tokenizer(str(tmp_path), None)
     settings.write_text("[]")
     with pytest.raises(UsageError, match=r"tokenizer_config\.json is not a JSON object"):
         load_tokenizer(str(tmp_path), None)
+
+
+def test_tokenizer_of_the_hub_has_its_config_files(tmp_path, trained, monkeypatch):
+    """The pad token, open_clip's cleaning of texts, and the model type."""
+
+    def download(name, allow_patterns):
+        folder = tmp_path / "cache"
+        folder.mkdir()
+        for name in filter_repo_objects([file.name for file in repository.iterdir()], allow_patterns=allow_patterns):
+            shutil.copy(repository / name, folder)
+        return str(folder)
+
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    (repository / "tokenizer.json").write_text(trained)
+    (repository / "tokenizer_config.json").write_text('{"pad_token": "[MASK]"}')
+    kwargs = {"text_cfg": {"tokenizer_kwargs": {"clean": "canonicalize"}}}
+    (repository / "open_clip_config.json").write_text(json.dumps({"model_cfg": kwargs}))
+    (repository / "config.json").write_text('{"model_type": "siglip"}')
+    (repository / "model.safetensors").touch()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    found = load_tokenizer("some/model", None)
+    assert found == load_tokenizer(str(repository), None) and declared_pad_id(found) == 4
+    assert {file.name for file in repository.iterdir()} - {file.name for file in (tmp_path / "cache").iterdir()} == {
+        "model.safetensors"
+    }
 
 
 def test_invalid_tokenizers_are_refused(tmp_path, monkeypatch):
