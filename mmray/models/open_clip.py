@@ -53,6 +53,7 @@ _TEXT_POSITIONS = "text_model.embeddings.position_embedding.weight"
 _PROBE = "vision_model.head.probe"  # of attention pooling, which only SigLIP has
 _OPENAI_ENTRIES = ("input_resolution", "context_length", "vocab_size")  # further entries of OpenAI's files
 HEAD_WIDTH = 64  # of all published models up to width 1024; wider image encoders have 16 heads
+TEXT_HEADS = 8  # open_clip's default
 FIT = {"shortest": "crop", "squash": "squash", "longest": "pad"}  # open_clip's resize_mode
 _TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh"}  # classes of timm -> names of transformers
 
@@ -161,7 +162,7 @@ def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dic
             "hidden_size": width,
             "num_hidden_layers": sum(n.startswith(part) and n.endswith(".layer_norm1.weight") for n in hf),
             "num_attention_heads": values.get("num_attention_heads")
-            or _num_heads(part, width, model.get(f"{part}_cfg", {})),
+            or _num_heads(part, width, model.get(f"{part}_cfg")),
             "intermediate_size": len(hf[first]) if first in hf else 4 * width,
         } | values
 
@@ -207,17 +208,20 @@ def _siglip_text(weights: str, model: dict[str, Any]) -> dict[str, Any]:
     return {"hidden_act": activation, "layer_norm_eps": text.get("norm_kwargs", {}).get("eps", 1e-5)}
 
 
-def _num_heads(part: str, width: int, given: dict[str, Any]) -> int:
-    """Heads of the `vision` or `text` encoder: of the config file, or by open_clip's convention."""
-    if "heads" in given:
-        return int(given["heads"])
-    head_width = int(given.get("head_width", HEAD_WIDTH))
+def _num_heads(part: str, width: int, given: dict[str, Any] | None) -> int:
+    """Heads of the `vision` or `text` encoder: of its open_clip config, or by convention if that is None.
+
+    Raises UsageError if the width is no multiple of the head width.
+    """
+    if given is not None and ("heads" in given or part == "text"):
+        return int(given.get("heads", TEXT_HEADS))
+    head_width = int((given or {}).get("head_width", HEAD_WIDTH))
     if width % head_width:
         raise UsageError(
             f"model.weights: the {part} encoder has width {width}, which is no multiple of {head_width}, so its heads "
             f'are unknown; write {{"{part}_cfg": {{"heads": N}}}} to open_clip_config.json next to the file'
         )
-    return width // head_width if part == "text" or "head_width" in given else min(width // head_width, 16)
+    return min(width // head_width, 16) if part == "vision" and given is None else width // head_width
 
 
 def _activation(state: dict[str, Tensor], spec: Any, config: dict[str, Any], model: dict[str, Any]) -> str:

@@ -270,12 +270,14 @@ def test_training_checkpoint_gets_rows_for_language_tokens(tmp_path: Path) -> No
 
 
 def test_heads_follow_open_clip_unless_its_config_has_them() -> None:
-    assert [open_clip._num_heads("vision", width, {}) for width in (768, 1024, 1152, 1664)] == [12, 16, 16, 16]
-    assert [open_clip._num_heads("text", width, {}) for width in (512, 1280)] == [8, 20]
+    assert [open_clip._num_heads("vision", width, None) for width in (768, 1024, 1152, 1664)] == [12, 16, 16, 16]
+    assert [open_clip._num_heads("text", width, None) for width in (512, 1280)] == [8, 20]
+    assert [open_clip._num_heads("vision", width, {}) for width in (768, 1664)] == [12, 26]  # defaults of open_clip
+    assert [open_clip._num_heads("text", width, {}) for width in (512, 1280)] == [8, 8]
     assert open_clip._num_heads("vision", 1408, {"head_width": 88}) == 16
     assert open_clip._num_heads("text", 100, {"heads": 5}) == 5
     with pytest.raises(UsageError, match=r"the text encoder has width 100, .*text_cfg.*open_clip_config\.json"):
-        open_clip._num_heads("text", 100, {})
+        open_clip._num_heads("text", 100, None)
 
 
 def test_activation_that_nothing_defines_must_be_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
