@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,9 @@ FIT = {"shortest": "crop", "squash": "squash", "longest": "pad"}  # open_clip's 
 _TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh"}  # classes of timm -> names of transformers
 
 
-def read_config(file: Path) -> dict[str, Any]:
-    """The JSON object of open_clip_config.json, or of config.json, next to the file; {} without one."""
-    for name in ("open_clip_config.json", "config.json"):
+def read_config(file: Path, names: Sequence[str] = ("open_clip_config.json", "config.json")) -> dict[str, Any]:
+    """The JSON object of the first of these files next to `file`; {} without one."""
+    for name in names:
         path = file.with_name(name)
         try:
             if path.is_file():
@@ -98,7 +99,7 @@ def rename_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _to_siglip(hf: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename and reshape what CLIP has in another form, or not at all."""
+    """Rename and reshape the tensors of SigLIP's attention pooling and text projection."""
     for kv in [name for name in hf if name.startswith("vision_model.head.kv.")]:
         packed = torch.cat([hf.pop(name) for name in (kv.replace("kv", "q"), kv) if name in hf])
         hf[f"vision_model.head.attention.in_proj_{kv.rpartition('.')[2]}"] = packed

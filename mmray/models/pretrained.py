@@ -26,10 +26,15 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
     Settings that the weights do not define are absent. Raises UsageError.
     """
     path = Path(weights).expanduser()
-    given = open_clip.read_config(path / "config.json")
+    given = open_clip.read_config(path / "config.json", ("config.json",))
     if "mmray" in given and "model_type" not in given:
+        if (kind := given.get("model", {}).get("kind")) is None:
+            raise UsageError(
+                f"{SETTING}: {path / 'config.json'} has no model.kind, so the export is incomplete; export the run "
+                "again: mmray export RUN OUT"
+            )
         raise UsageError(
-            f"{SETTING}: {weights} is an export of kind {given['model']['kind']}, which only mmray.load opens; "
+            f"{SETTING}: {weights} is an export of kind {kind}, which only mmray.load opens; "
             "evaluate its run instead: mmray evaluate RUN --data SET"
         )
     if "model_type" not in given and (files := [path / name for name in OPEN_CLIP_FILES if (path / name).is_file()]):
@@ -72,7 +77,7 @@ def _preprocessing(weights: str) -> dict[str, Any]:
 
 def _read_processor(name: str, local_files_only: bool = False) -> dict[str, Any]:
     """Settings of the image processor in a folder or on the hub; {} without a file. Raises OSError or ValueError."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     for file_name in PROCESSOR_FILES:
@@ -81,6 +86,8 @@ def _read_processor(name: str, local_files_only: bool = False) -> dict[str, Any]
             try:
                 path = Path(hf_hub_download(name, file_name, local_files_only=local_files_only))
             except LocalEntryNotFoundError:
+                if try_to_load_from_cache(name, file_name) is _CACHED_NO_EXIST:
+                    continue
                 raise OSError(f"the cache has no {file_name}, and the hub cannot be reached") from None
             except EntryNotFoundError:
                 continue

@@ -350,8 +350,7 @@ def test_transformers_folder_is_exported_with_equal_embeddings(kind: str, tmp_pa
 
 def test_unreachable_hub_is_not_a_missing_preprocessor_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
-    from httpx import Request, Response
-    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     def download(name: str, file_name: str, local_files_only: bool = False) -> str:
         if local_files_only or not reachable:
@@ -359,7 +358,7 @@ def test_unreachable_hub_is_not_a_missing_preprocessor_file(tmp_path: Path, monk
         if file_name == files[0]:
             (tmp_path / file_name).write_text(json.dumps({"image_processor": {"image_mean": [0.1, 0.2, 0.3]}}))
             return str(tmp_path / file_name)
-        raise RemoteEntryNotFoundError("404", response=Response(404, request=Request("GET", "https://host/x")))
+        raise EntryNotFoundError("404")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     reachable, files = True, ["processor_config.json"]
@@ -372,6 +371,44 @@ def test_unreachable_hub_is_not_a_missing_preprocessor_file(tmp_path: Path, monk
         match=r"--weights: cannot load `a/b` .*the cache has no preprocessor_config\.json, .*hf download a/b",
     ):
         pretrained._preprocessing("a/b")
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_cached_repository_without_preprocessor_file_needs_no_network(
+    exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository, commit = tmp_path / "models--a--b", "0" * 40
+    for folder in ("refs", f"snapshots/{commit}", f".no_exist/{commit}"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / ".no_exist" / commit / "preprocessor_config.json").touch()
+    processor = repository / ("snapshots" if exists else ".no_exist") / commit / "processor_config.json"
+    processor.write_text(json.dumps({"image_processor": {"image_mean": [0.1, 0.2, 0.3]}}))
+    assert pretrained._preprocessing("a/b") == ({"mean": [0.1, 0.2, 0.3], "fit": "squash"} if exists else {})
+
+
+def test_config_of_transformers_wins_over_open_clip_in_a_folder(tmp_path: Path) -> None:
+    from transformers import CLIPConfig, CLIPModel
+
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = tower | {"vocab_size": ROWS, "max_position_embeddings": TOKENS - 1}
+    vision = tower | {"image_size": SIDE, "patch_size": 16}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision)).save_pretrained(tmp_path)
+    saved(tmp_path, OpenClip(False), {"model_cfg": GELU}).rename(tmp_path / "open_clip_pytorch_model.bin")
+    config = pretrained_config(str(tmp_path))  # as `train` does
+    assert (config.model.weights, config.model.inputs.max_tokens) == (str(tmp_path), TOKENS - 1)
+
+
+def test_incomplete_export_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"mmray": "1.0"}')
+    with pytest.raises(
+        UsageError, match=r"config\.json has no model\.kind, so the export is incomplete; export the run"
+    ):
+        pretrained_config(str(tmp_path))
 
 
 def test_folder_of_the_hub_has_its_open_clip_file(tmp_path: Path) -> None:
