@@ -224,6 +224,7 @@ def test_torchscript_archive_has_the_settings_and_weights_of_its_state_dict(tmp_
     theirs = OpenClip(True).half()
     for name in ("input_resolution", "context_length", "vocab_size"):  # of OpenAI's files
         theirs.register_buffer(name, torch.tensor(1))
+    theirs.register_buffer("attn_mask", torch.zeros(2, dtype=torch.uint8))  # which is not read
     file = saved(tmp_path, theirs)
     plain = pretrained_config(str(file))
     torch.jit.script(ScriptedClip(theirs)).save(file)
