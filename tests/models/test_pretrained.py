@@ -192,6 +192,8 @@ def test_open_clip_siglip_is_exported_with_equal_embeddings(
     from transformers import AutoModel
 
     timm = pytest.importorskip("timm")
+    published = {"vision_cfg": {"timm_model_name": "vit_base_patch16_siglip_256"}}
+    assert open_clip._siglip_image("siglip.pt", published)["num_attention_heads"] == 12
     monkeypatch.setattr(timm, "create_model", timm_vit)
     theirs = OpenClipSiglip(f"vit_{kind}", bias=kind == "gelu").eval()
     text = {"heads": 4, "no_causal_mask": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
