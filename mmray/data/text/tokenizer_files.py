@@ -99,7 +99,7 @@ def _load_file(file: Path) -> str:
     open_clip = _read_settings(file.with_name(OPEN_CLIP_CONFIG))
     text = open_clip.get("model_cfg", open_clip).get("text_cfg", {})
     if text.get("tokenizer_kwargs", {}).get("clean") == "canonicalize":
-        _canonicalize(tokenizer, underscore=" ")
+        _canonicalize(tokenizer, split_at_underscores=True)
     return str(tokenizer.to_str())
 
 
@@ -204,11 +204,11 @@ def _sentencepiece(path: Path, settings: dict[str, Any]) -> str:
     return str(tokenizer.to_str())
 
 
-def _canonicalize(tokenizer: Tokenizer, lowercase: bool = True, underscore: str = "") -> None:
+def _canonicalize(tokenizer: Tokenizer, lowercase: bool = True, split_at_underscores: bool = False) -> None:
     """Remove punctuation and capitals from texts, as canonicalize_text of SiglipTokenizer and of open_clip does."""
     cleaning: list[Any] = [normalizers.Lowercase()] if lowercase else []
+    cleaning += [normalizers.Replace("_", " ")] if split_at_underscores else []
     cleaning += [
-        normalizers.Replace("_", underscore),
         normalizers.Replace(Regex(f"[{re.escape(string.punctuation)}]"), ""),
         normalizers.Replace(Regex(r"\s+"), " "),
         normalizers.Strip(),
