@@ -90,7 +90,7 @@ class Terminal:
             self.status(title)
 
     def show(self, *above: RenderableType) -> None:
-        """Show these above the bar of `progress`, instead of what was shown before."""
+        """Replace the renderables above the progress bar."""
         if self._live is not None:
             self._live.above = above
 

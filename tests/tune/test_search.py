@@ -229,8 +229,8 @@ def test_infeasible_sweep_reports_missing_resources(local_ray, recipe):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_24_configurations_on_two_cpus_do_not_wait_for_each_other(tmp_path):
-    with several_nodes(head={"num_cpus": 2}) as nodes:
+def test_24_configurations_on_two_cores_do_not_wait_for_each_other(tmp_path):
+    with several_nodes(head={"num_cpus": 3}) as nodes:  # the logical CPUs that mmray starts Ray with on two cores
         recipe = config(make_data(tmp_path / "set"), tmp_path, "many", address=nodes.address).with_cluster(workers=1)
         typed = clear_length_and_derived_batch(recipe, [])
         length = typed.replace(train=typed.train.replace(steps=2))

@@ -25,8 +25,16 @@ WHITE = (255, 255, 255)
 _EXIF_ORIENTATION = 0x0112
 # EXIF orientation -> transposition to upright. ImageOps.exif_transpose is not used: it raises for damaged EXIF, and
 # rewrites the EXIF block after the rotation.
-_MOVES = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
-_TRANSPOSE = {orientation: Image.Transpose[name] for orientation, name in enumerate(_MOVES, 2)}
+_TRANSPOSITIONS = (
+    "FLIP_LEFT_RIGHT",
+    "ROTATE_180",
+    "FLIP_TOP_BOTTOM",
+    "TRANSPOSE",
+    "ROTATE_270",
+    "TRANSVERSE",
+    "ROTATE_90",
+)
+_TRANSPOSE = {orientation: Image.Transpose[name] for orientation, name in enumerate(_TRANSPOSITIONS, 2)}
 _MAGIC = {b"\xff\xd8\xff": "JPEG", b"\x89PNG\r\n\x1a\n": "PNG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
 # PNG raw mode -> factor from the transparent gray value in the file to the value in Pillow's pixels.
 _GRAY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}

@@ -123,8 +123,8 @@ def read_packed_rows(out: Storage, chunks: Sequence[int]) -> PackedRows:
         digests = map(parse_digests, (hashes, rows["image_digest"], rows["row_digest"], rows["text_digest"]))
         columns.append((*digests, np.array(rows["shard"], np.int32) + len(shards)))
         shards += map(Shard.from_json, record["shards"])
-    keys, images, texted, texts, shard_of = (np.concatenate(column) for column in zip(*columns, strict=True))
-    return PackedRows(keys, images, texted, texts, shard_of, shards)
+    keys, images, row_digests, texts, shard_of = (np.concatenate(column) for column in zip(*columns, strict=True))
+    return PackedRows(keys, images, row_digests, texts, shard_of, shards)
 
 
 def find_duplicates(packed: PackedRows, rule: Literal["image", "row", "text", "keep"]) -> DedupResult:

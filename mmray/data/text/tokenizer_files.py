@@ -27,7 +27,7 @@ CONFIG_FILES = (TOKENIZER_CONFIG, MODEL_CONFIG, OPEN_CLIP_CONFIG)
 TOKENIZER_FILES = (TOKENIZER, VOCABULARY, BPE_VOCABULARY, BPE_MERGES, CLIP_BPE, f"*{SENTENCEPIECE}")
 _FORMATS = f"{TOKENIZER}, {VOCABULARY}, {BPE_VOCABULARY} with {BPE_MERGES}, {CLIP_BPE}, or one *{SENTENCEPIECE}"
 _SETTING = "model.inputs.tokenizer"
-# Tokenizers with a SentencePiece model: whether they add its first and its last special token to a text, by default.
+# Tokenizers with a SentencePiece model: whether they add BOS and EOS by default.
 _SPECIAL_TOKENS = {
     "t5": (False, True),
     "siglip": (False, True),
