@@ -1,4 +1,4 @@
-"""Which searched settings explain the results of a sweep, and whether chance explains them as well."""
+"""Importance of searched settings, with a permutation test."""
 
 from __future__ import annotations
 

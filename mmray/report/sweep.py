@@ -217,7 +217,7 @@ class SweepRecord:
 
     @property
     def counts(self) -> str:
-        """How many trials ended with each status."""
+        """Number of trials with each status, formatted."""
         counts = Counter(map(self.status_label, self.trials))
         return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
@@ -228,7 +228,7 @@ class SweepRecord:
 
     @property
     def noise_sentence(self) -> str:
-        """What the gradient noise of the best trial means for the global batch; empty if it was not measured."""
+        """Sentence on the global batch for the gradient noise of the best trial; empty if it was not measured."""
         if self.best is None or not (rows := self.best.value("noise_scale")):
             return ""
         return (
@@ -271,7 +271,7 @@ class SweepRecord:
 
     @property
     def curve_title(self) -> str:
-        """What the learning curves of the trials show."""
+        """Title of the learning curves of the trials."""
         return "recall@1" if self.summary.get("goal") == "recall" else "held-out loss"
 
     def heat_maps(self) -> list[HeatMap]:

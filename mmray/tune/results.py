@@ -33,7 +33,7 @@ def classify_error(error: BaseException) -> TrialOutcome:
     """Return the outcome for an error; the error of a run quotes that of its worker."""
     if isinstance(error, KeyboardInterrupt):
         return TrialOutcome("stopped")
-    if is_out_of_memory(error) and "ended by SIGKILL" not in str(error):  # whose message only suspects memory
+    if is_out_of_memory(error) and "ended by SIGKILL" not in str(error):  # SIGKILL has other causes too
         return TrialOutcome("out_of_memory", summarize_error(error))
     return TrialOutcome("infeasible" if isinstance(error, UsageError) else "failed", summarize_error(error))
 

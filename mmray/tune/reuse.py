@@ -25,7 +25,7 @@ MEMORY_CHANGE = 1.25  # ratio of the memory of a worker, above which shapes are 
 
 
 def measurement_key(config: Config) -> dict[str, Any]:
-    """Return what time and memory of a step depend on, apart from hardware and shape."""
+    """Return what time and memory of a step depend on, except hardware and shape."""
     settings = config.model_dump(mode="json", by_alias=True)
     sections = {
         section: {name: value for name, value in settings[section].items() if name not in names.split()}

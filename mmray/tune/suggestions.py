@@ -56,7 +56,7 @@ def _plain(value: Any) -> Any:
 
 
 class DistinctOptuna(OptunaSearch):
-    """Optuna's TPE, which suggests settings a second time; these are replaced by random ones."""
+    """Optuna's TPE; repeated suggestions are replaced by random settings."""
 
     def __init__(self, points: list[dict[str, Any]], others: list[dict[str, Any]], seed: int) -> None:
         super().__init__(points_to_evaluate=points, seed=seed)
