@@ -39,6 +39,12 @@ def test_lists_are_a_grid_unless_a_number_of_samples_or_a_range_is_given():
     assert parse_space(["optimizer.lr=uniform(1,2)"]).num_samples == DEFAULT_SAMPLES
 
 
+def test_lists_have_no_more_trials_than_combinations():
+    lists = ["batch.micro=8,16", "train.precision=fp32,bf16"]
+    assert [parse_space(lists, num_samples=count).num_trials for count in (3, 8)] == [3, 4]
+    assert parse_space([*lists, "optimizer.lr=uniform(1,2)"], num_samples=8).num_trials == 8
+
+
 def test_lists_accept_brackets_none_and_hyphens():
     space = parse_space(["optimizer.betas=[0.9,0.98],[0.9,0.95]", "--data.block-mb=8", "evaluate.limit=None,5"])
     assert list(space.axes.values()) == [([0.9, 0.98], [0.9, 0.95]), ("8",), (None, "5")]

@@ -53,7 +53,10 @@ class Space:
 
     @property
     def num_trials(self) -> int:
-        return self.num_samples or math.prod(len(axis) for axis in self.axes.values() if not isinstance(axis, Range))
+        """Configurations of a sweep: lists alone have no more than their grid."""
+        grid = math.prod(len(axis) for axis in self.axes.values() if not isinstance(axis, Range))
+        has_range = any(isinstance(axis, Range) for axis in self.axes.values())
+        return (self.num_samples or grid) if has_range else min(self.num_samples or grid, grid)
 
     def corners(self) -> list[dict[str, Any]]:
         """Return the combinations of all listed values and both ends of each range; the last axis changes fastest."""

@@ -12,7 +12,7 @@ from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool
 from mmray.cluster.placement import ROLE_LABEL, parse_launcher_config
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Cluster, Config, recipes
-from mmray.config.search_space import Space, parse_space
+from mmray.config.search_space import Range, Space, parse_space
 from mmray.engine.optimizer import lr_at
 from mmray.errors import ResourceError, UsageError
 from mmray.tune.search import Sweep, check_corners, plan_concurrency, train_rungs
@@ -298,7 +298,7 @@ def place_nodes(monkeypatch):
 
 def test_head_with_empty_pools_is_not_a_single_machine(place_nodes):
     configs = [Config(cluster=Cluster(workers=1))]
-    sweep = Sweep(SAMPLE, SAMPLE, Space({}, num_samples=6), "loss")
+    sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6), "loss")
     place_nodes([HEAD], POOLS)
     assert plan_concurrency(configs, sweep) == (4, 31)
     place_nodes(CPUS_16)
@@ -306,7 +306,7 @@ def test_head_with_empty_pools_is_not_a_single_machine(place_nodes):
 
 
 def test_drivers_of_trials_fit_the_memory_of_the_head(place_nodes):
-    sweep = Sweep(SAMPLE, SAMPLE, Space({}, num_samples=6), "loss")
+    sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6), "loss")
     place_nodes([replace(HEAD, resources=HEAD.resources | {"memory": 2.5 * 2**30})], POOLS)
     assert plan_concurrency([Config(cluster=Cluster(workers=1))], sweep)[0] == 2
 
