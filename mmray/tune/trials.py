@@ -314,8 +314,9 @@ def warmup_warning(plan: SweepPlan) -> str | None:
         )
     if plan.learning and len(plan.rungs) == 1:
         return (
-            f"no trial ends early, because {plan.rungs[0]:,} samples are less than {REDUCTION * MIN_RUNG_WARMUPS} "
-            "warm-ups; use longer trials (--train.samples) or fewer --optimizer.warmup-steps"
+            f"trials are not compared before their end, because {plan.rungs[0]:,} samples are too few for two rungs "
+            f"(the first has at least {MIN_RUNG_WARMUPS} warm-ups and {MIN_RUNG_STEPS} steps); use longer trials "
+            "(--train.samples)"
         )
     return None
 
