@@ -168,7 +168,7 @@ def tune(
     base = trials.restore_length(settings, base)
     if goal == "throughput":
         check_no_trials(command)
-        axes = None if not space else build_space(space, samples, base.train.seed)
+        axes = None if not space else build_space(space, seed=base.train.seed)
         return SweepRecord.read(run_probe(base, axes, Terminal(), reuse))
     given = trials.default_axes(base, goal) if space is None else space
     folder, _ = run_sweep(command, base, build_space(given, command.num_samples, base.train.seed), Terminal())

@@ -73,7 +73,7 @@ def live_table(rows: Sequence[Row], rungs: Sequence[int], goal: str, most: int) 
 
 
 def format_time_left(time_left: TimeLeft) -> str:
-    """Format as `5:10 elapsed, about 12:00 left, budget 4:50`."""
+    """Format as `05:10 elapsed, about 12:00 left, budget 04:50`."""
 
     def clock(seconds: float) -> str:
         return str(timedelta(seconds=round(seconds))).removeprefix("0:")
@@ -187,7 +187,7 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     given = (*command.space, *listed)
     if command.goal == "throughput":
         check_no_trials(command)
-        space = search_space.parse_space(given, command.samples, base.train.seed) if given else None
+        space = search_space.parse_space(given, seed=base.train.seed) if given else None
         run_probe(base, space, terminal, command.reuse)
         return 0
     if command.reuse:
@@ -202,7 +202,7 @@ def check_no_trials(command: TuneCommand) -> None:
     """Raise UsageError for options of trials, which the batch-shape probe does not run."""
     unused = [
         name
-        for name in ("search", "scheduler", "budget", "concurrency")
+        for name in ("samples", "search", "scheduler", "budget", "concurrency")
         if getattr(command, name) != getattr(TuneCommand, name)
     ]
     if unused:

@@ -82,6 +82,7 @@ def test_sweep_without_ranked_trial_is_an_error_with_each_reason():
         (["--scheduler", "pbt", "--space", "batch.global=64,128"], "batch.global cannot change during a run"),
         (["--scheduler", "pbt", "--search", "optuna"], "--scheduler pbt needs"),
         (["--goal", "throughput", "--budget", "2h", "--search", "optuna"], "--search, --budget: no effect on --goal"),
+        (["--goal", "throughput", "--samples", "3"], "--samples: no effect on --goal"),
     ],
 )
 def test_search_that_cannot_run_is_a_usage_error(words, message, capsys, tmp_path):
