@@ -14,6 +14,7 @@ from typing import Any
 
 from mmray.config import from_yaml, to_yaml
 from mmray.config.search_space import Range, Space, override_settings, round_sampled
+from mmray.data.store.manifest import QUARANTINE
 from mmray.engine.checkpoint import files
 from mmray.errors import TrainingError, UsageError
 from mmray.report.sweep import LEARNING_GOALS
@@ -24,7 +25,7 @@ SETTINGS = tuple(f"optimizer.{name}" for name in ("lr", "weight_decay", "betas",
 QUANTILE = 0.25  # of the population, replaced at each rung
 RESAMPLE_PROBABILITY = 0.25  # of each setting; otherwise it is changed by a factor, or to the next listed value
 FACTORS = (0.8, 1.25)
-COPIED_FILES = ("metrics.jsonl", "tokenizer.json", "data.json", "environment.json")
+COPIED_FILES = ("metrics.jsonl", "tokenizer.json", "data.json", "environment.json", QUARANTINE)
 
 
 @dataclass(frozen=True)
@@ -82,21 +83,25 @@ def _perturbed(settings: dict[str, Any], space: Space, rng: random.Random) -> di
 
 
 def copy_run(parent: AnyPath, child: AnyPath, settings: dict[str, Any]) -> None:
-    """Make `child` a run that resumes from the newest checkpoint of `parent` with these settings.
+    """Make `child` a run that resumes from the newest valid checkpoint of `parent` with these settings.
 
     Its config.yaml is written last: a folder without one is the rest of a killed copy.
     """
     if (child / "config.yaml").exists():
         return
     remove_tree(child)
-    name = f"step-{files.latest_complete_step(parent / 'checkpoints')}"
-    if name == "step-0":
-        raise TrainingError(f"{parent} has no checkpoint to continue from; delete the sweep's folder and run it again")
-    copied = child / "checkpoints" / name
+    checkpoint = files.latest_valid_checkpoint(parent / "checkpoints", rename=False)
+    if checkpoint is None:
+        raise TrainingError(
+            f"{parent / 'checkpoints'} has no valid checkpoint to continue from; "
+            "delete the sweep's folder and run it again"
+        )
+    copied = child / "checkpoints" / checkpoint.name
     copied.mkdir(parents=True)
-    for file in (parent / "checkpoints" / name).iterdir():
+    for file in checkpoint.iterdir():
         copy_file(file, copied / file.name)
     for name in COPIED_FILES:
-        copy_file(parent / name, child / name)
+        if name != QUARANTINE or (parent / name).exists():  # without bad rows there is none
+            copy_file(parent / name, child / name)
     config = override_settings(from_yaml((parent / "config.yaml").read_text(), str(parent)), settings)
     write_atomic(child / "config.yaml", to_yaml(config))

@@ -4,6 +4,8 @@ import pytest
 
 from mmray.config import from_yaml, recipes, to_yaml
 from mmray.config.search_space import Range, Space
+from mmray.data.store.manifest import QUARANTINE
+from mmray.engine.checkpoint import files
 from mmray.errors import TrainingError, UsageError
 from mmray.train.driver import train
 from mmray.tune.population import check_sweep, copy_run, next_generation
@@ -55,15 +57,20 @@ def test_only_settings_of_the_optimizer_change_during_a_run():
             check_sweep(SPACE, goal, searcher)
 
 
-def test_run_of_a_child_has_the_newest_checkpoint_and_its_own_settings(tmp_path):
+def test_run_of_a_child_has_the_newest_valid_checkpoint_and_its_own_settings(tmp_path):
     parent, child = tmp_path / "t001", tmp_path / "t002"
     for step in (4, 8):
         (parent / "checkpoints" / f"step-{step}").mkdir(parents=True)
-    with pytest.raises(TrainingError, match="has no checkpoint to continue from"):
+    with pytest.raises(TrainingError, match="t001/checkpoints has no valid checkpoint to continue from"):
         copy_run(parent, child, {})
-    for step in (4, 8):
-        for name in ("SHA256SUMS", "meta.json"):
-            (parent / "checkpoints" / f"step-{step}" / name).write_text(f'{{"step": {step}}}')
+    names = (files.STATE, files.META, *files.shard_names(1))
+    for step in (4, 8, 12):
+        checkpoint = parent / "checkpoints" / f"step-{step}"
+        checkpoint.mkdir(exist_ok=True)
+        for name in names:
+            (checkpoint / name).write_text(f'{{"step": {step}}}')
+        files.write_checksums(checkpoint, names, {})
+    (checkpoint / files.META).write_text("damaged")
     for name in ("metrics.jsonl", "tokenizer.json", "data.json", "environment.json"):
         (parent / name).write_text(name)
     recipe = recipes.load("sample")
@@ -75,10 +82,15 @@ def test_run_of_a_child_has_the_newest_checkpoint_and_its_own_settings(tmp_path)
     config = from_yaml((child / "config.yaml").read_text(), "config.yaml")
     assert config == recipe.replace(optimizer=recipe.optimizer.replace(lr=0.5))
     assert [each.name for each in (child / "checkpoints").iterdir()] == ["step-8"]
+    assert files.verify(child / "checkpoints" / "step-8") is None and checkpoint.exists()
+    assert not (child / QUARANTINE).exists()
     assert (child / "metrics.jsonl").read_text() == "metrics.jsonl" and not (child / "result.json").exists()
     (child / "metrics.jsonl").write_text("trained since")
     copy_run(parent, child, {"optimizer.lr": 0.5})
     assert (child / "metrics.jsonl").read_text() == "trained since"
+    (parent / QUARANTINE).write_text("{}")
+    copy_run(parent, tmp_path / "t003", {})
+    assert (tmp_path / "t003" / QUARANTINE).read_text() == "{}"
 
 
 def test_child_trains_on_from_the_last_step_of_its_parent(tmp_path):
