@@ -120,6 +120,7 @@ def test_measurements_of_an_earlier_sweep_are_reused(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shape_probe, "_run_locally", lambda task, report: measure_shapes(task, Group(), report))
+    monkeypatch.setattr(shape_worker, "_memory_limit_gib", lambda group: 4.0)
     base = at(tmp_path, tiny(batch=Batch(micro=4, global_=16))).with_cluster(cpus_per_worker=1)
     batches = build_space({"batch.global": [8, 16]}, None)
 
