@@ -193,9 +193,10 @@ def _search(
     if best is not None:
         trial = plan.trial(best["best"], state.rows[best["best"]]["settings"])
         folder.write("best.yaml", f"# {best['why']}\n" + to_yaml(plan.recipe(trial)))
-        if plan.learning and failure is None and not state.is_stopped():
+        complete = state.rows[trial.name]["status"] == "finished"
+        if plan.learning and complete and failure is None and not state.is_stopped():
             state.start(trial.name)
-            best["cooldown"] = cool_down(trial, plan, reporter)
+            best["cooldown"] = cool_down(trial, state)
             state.end(trial.name)
     status = "failed" if failure else state.stop_reason or ("finished" if best else "failed")
     saved = 0.0 if sweep.scheduler == "pbt" else saved_gpu_seconds(rows, plan) / 3600
@@ -215,8 +216,12 @@ def saved_gpu_seconds(rows: list[Row], plan: SweepPlan) -> float:
     )
 
 
-def cool_down(trial: Trial, plan: SweepPlan, reporter: SweepReporter) -> Row | None:
-    """Continue the best trial's run with a decaying learning rate; return {samples, value}, or None if it failed."""
+def cool_down(trial: Trial, state: SweepState) -> Row | None:
+    """Continue the best trial's run with a decaying learning rate. A stop request stops the sweep too.
+
+    Returns {samples, value}, or None if it failed or was stopped.
+    """
+    plan, reporter = state.plan, state.reporter
     config = sized(plan.config(trial, plan.cooldown_samples(trial), cooldown=True), plan)
     reporter.status(f"cooldown of {trial.name}")
     try:
@@ -225,6 +230,7 @@ def cool_down(trial: Trial, plan: SweepPlan, reporter: SweepReporter) -> Row | N
         reporter.log(f"{error}; best.yaml is valid without it", "cooldown")
         return None
     if run.result["status"] != "finished":
+        state.stop_reason = "stopped"
         return None
     lines = list(read_lines(run.path / "metrics.jsonl"))
     value = rung_value(lines, plan.goal)

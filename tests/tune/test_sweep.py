@@ -2,6 +2,7 @@
 
 import math
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -341,6 +342,31 @@ def test_failure_of_ray_tune_is_recorded_and_raised(tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match="Ray Tune failed"):
         search._search(sweep, plan_for(folder.path), 1, IDENTITY, folder, Reporter())
     assert folder.read_json("sweep.json")["status"] == "failed" and (folder.path / "report.html").exists()
+
+
+@pytest.mark.parametrize(("trial", "run", "sweep"), [("finished", "stopped", "stopped"), ("failed", None, "finished")])
+def test_only_a_finished_trial_is_cooled_down_and_a_stop_leaves_the_sweep_unfinished(
+    tmp_path, monkeypatch, trial, run, sweep
+):
+    outcome, cooled = TrialOutcome(trial, "a bug of the user" if trial == "failed" else None), []
+
+    def run_trials(state, *_):
+        state.start(name := state.add({"optimizer.lr": 1e-3}))
+        for samples in state.plan.rungs[: None if trial == "finished" else 1]:
+            state.reach(name, {"samples": samples, "value": 1.0})
+        state.end(name, outcome)
+
+    def train(config, reporter, local):
+        cooled.append(config.run.name)
+        return SimpleNamespace(result={"status": run})
+
+    monkeypatch.setattr(search, "run_trials", run_trials)
+    monkeypatch.setattr(search, "train", train)
+    config = base(tmp_path)
+    request, folder = search.Sweep(config, config, Space({"optimizer.lr": (1e-3,)}), "loss"), started(config)
+    _, summary, rows = search._search(request, plan_for(folder.path), 1, IDENTITY, folder, Reporter())
+    assert summary["status"] == sweep and cooled == (["t001"] if trial == "finished" else [])
+    assert (rows[0]["status"], rows[0]["error"]) == outcome
 
 
 def test_named_sweep_with_other_settings_is_refused_with_differences(tmp_path):
