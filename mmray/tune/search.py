@@ -5,7 +5,7 @@ halving, which has a fixed cost (Jamieson & Talwalkar 2016), and population base
 Ray Tune's ASHA does not wait for the slowest trial, but continues the first ones without a comparison.
 
 A repeated command starts Ray Tune again. For ASHA and Optuna, trials report their finished rungs again from
-trials.jsonl. `Tuner.restore` is not used, because it forgets the rungs of the scheduler and reads pickles.
+trials.jsonl. `Tuner.restore` is not used, because it does not restore the rungs of the scheduler and reads pickles.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ def fit(state: SweepState, sweep: Sweep, num_concurrent: int, num_rungs: int, na
         searcher = build_optuna(sweep.base, sweep.space, earlier, num_concurrent)
     arguments = {"plan": plan, "recorded": recorded, "num_rungs": num_rungs}
     arguments["settings"] = {name: trial.settings for name, trial in state.trials.items()}
-    # ASHA may judge a trial that it ended before otherwise than then.
+    # ASHA could decide differently about a trial that it has pruned, so pruned trials are not resumed.
     arguments["ended"] = (*ENDED, "pruned") if sweep.scheduler == "asha" else ENDED
     tuner = tune.Tuner(
         tune.with_resources(tune.with_parameters(_run_trial, **arguments), _DRIVER_RESOURCES),

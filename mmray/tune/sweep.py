@@ -183,9 +183,9 @@ class SweepState:
         return f"t{max((int(name[1:]) for name in {*self.rows, *self.trials}), default=0) + 1:03}"
 
     def add_child(self, parent: str, settings: dict[str, Any], samples: int) -> str:
-        """Return the name of a trial that continues `parent` after these samples; that of an earlier command if any.
+        """Add a trial that continues `parent` after these samples, and return its name.
 
-        The parent's rungs are the child's too.
+        Reuses the name of an earlier command. The child has the rungs of its parent.
         """
         origin = {"trial": parent, "samples": samples}
         for name, row in self.rows.items():
