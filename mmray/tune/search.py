@@ -286,14 +286,16 @@ def run_trials(state: SweepState, sweep: Sweep, num_concurrent: int) -> None:
         for rung, samples in enumerate(plan.rungs):
             if rung:
                 names = continued(state, sweep, rung)
-            left = names and [name for name in names if not state.has_reached(name, rung)]
-            if left == [] or state.stop_reason is not None:
+            remaining = names and [name for name in names if not state.has_reached(name, rung)]
+            # If the next generation exists, the trials that failed at this rung are replaced already.
+            replaced = any(row["parent"] and row["parent"]["samples"] == samples for row in state.rows.values())
+            if remaining == [] or replaced or state.stop_reason is not None:
                 continue
             if rung:
                 state.prune_paused(names or ())
             title = f"training to {samples:,} samples"
-            state.reporter.status(f"{title}: {', '.join(left)}" if left and rung else title)
-            fit(state, sweep, num_concurrent, rung + 1, left)
+            state.reporter.status(f"{title}: {', '.join(remaining)}" if remaining and rung else title)
+            fit(state, sweep, num_concurrent, rung + 1, remaining)
     if state.stop_reason is None:
         state.prune_paused()
 

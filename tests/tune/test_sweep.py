@@ -303,6 +303,42 @@ def test_stopped_population_continues_with_the_same_children(begin, simulated):
     assert set(trained) == {name for names in expected if isinstance(names, list) for name in names}
 
 
+@pytest.mark.parametrize("interrupted", ["add_child", "copy_run", "fit"])
+def test_resumed_population_does_not_train_replaced_trials_again(begin, simulated, monkeypatch, interrupted):
+    sweep = search.Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
+    whole = begin()
+    search.run_trials(whole, sweep, 1)
+    whole.folder.write_rows([])
+    expected = list(simulated)
+    simulated.clear()
+    state, calls = begin(), 0
+    unit = {"add_child": state, "copy_run": search.population, "fit": search}[interrupted]
+    function = getattr(unit, interrupted)
+
+    def interrupt(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # the second child of the generation, or the second rung
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unit, interrupted, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            search.run_trials(state, sweep, 1)
+    first = list(simulated[0])
+    assert "failed" in {state.rows[name]["status"] for name in first}
+    simulated.clear()
+    again = begin()
+    search.run_trials(again, sweep, 1)
+    assert [names for names in simulated if isinstance(names, list)] == [
+        names for names in expected[1:] if isinstance(names, list)
+    ]
+    assert {name: row["parent"] for name, row in again.rows.items()} == {
+        name: row["parent"] for name, row in whole.rows.items()
+    }
+
+
 def test_halving_continues_where_the_earlier_command_stopped(begin, simulated):
     sweep = search.Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": (1e-3, 1e-2, 2e-2, 3e-2, 4e-2)}), "loss")
     for stop_after in (2, 99):
