@@ -246,7 +246,8 @@ class SweepState:
 
     def _write_row(self, name: str, outcome: TrialOutcome) -> None:
         """Write the row of a trial from the files of its run."""
-        run, trial, row = RunDir(self.folder.path / "trials" / name), self.trials[name], self.rows.get(name, {})
+        run, row = RunDir(self.folder.path / "trials" / name), self.rows.get(name, {})
+        trial = self.trials.get(name) or self.plan.trial(name, row["settings"])  # maybe suggested by an earlier command
         lines, result = list(read_lines(run.path / "metrics.jsonl")), run.read_json("result.json")
         self.rows[name] = build_row(
             trial,

@@ -232,7 +232,7 @@ def simulated(monkeypatch):
         for name in names:
             state.start(name)
             state.clock.now_s += 1
-            rate, samples = state.trials[name].settings["optimizer.lr"], state.plan.rungs[num_rungs - 1]
+            rate, samples = state.rows[name]["settings"]["optimizer.lr"], state.plan.rungs[num_rungs - 1]
             if rate > 0.03:
                 state.end(name, TrialOutcome("failed", "evaluate/loss is not finite"))
                 continue
@@ -337,6 +337,18 @@ def test_resumed_population_does_not_train_replaced_trials_again(begin, simulate
     assert {name: row["parent"] for name, row in again.rows.items()} == {
         name: row["parent"] for name, row in whole.rows.items()
     }
+
+
+def test_trial_that_only_an_earlier_command_suggested_is_promoted(begin, simulated):
+    first = begin()
+    for lr in (1e-3, 1e-2, 2e-2):
+        first.start(name := first.add({"optimizer.lr": lr}))
+        first.reach(name, {"samples": 100, "value": abs(lr - 1e-2)})
+        first.end(name, TrialOutcome("paused"))
+    state = begin()
+    search.run_trials(state, search.Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": (1e-3,)}), "loss"), 1)
+    assert simulated == [["t002", "t001"], ["t002", "t001"]]
+    assert state.rows["t002"]["settings"] == {"optimizer.lr": 1e-2} and state.rows["t002"]["status"] == "finished"
 
 
 def test_halving_continues_where_the_earlier_command_stopped(begin, simulated):
