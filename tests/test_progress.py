@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from mmray.cli.console import Reporter, Terminal
+from mmray.cli.console import Reporter, Terminal, relative_paths
 from mmray.data.prepare.pipeline import PrepareProgress
 
 FIGURES = ("loss 1.234", "2,560 samples/s", "data wait 3%", "worker peak 0.45 GiB", "all processes 1.50 GiB")
@@ -153,3 +153,11 @@ def test_time_left_counts_steps_of_this_attempt(clock, steps, pace_s, total, exp
         before = step
         estimates.append(reporter._seconds_left(step, total))
     assert estimates == [value if value is None else pytest.approx(value) for value in expected]
+
+
+def test_paths_stay_absolute_if_the_working_directory_was_deleted(tmp_path, monkeypatch):
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path / "job")
+    assert relative_paths(f"{tmp_path}/job/run") == "run"
+    (tmp_path / "job").rmdir()
+    assert relative_paths(f"{tmp_path}/job/run") == f"{tmp_path}/job/run"

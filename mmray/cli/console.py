@@ -202,4 +202,7 @@ class Reporter:
 
 def relative_paths(text: str) -> str:
     """Return the text with paths below the working directory made relative."""
-    return text.replace(f"{Path.cwd()}/", "")
+    try:
+        return text.replace(f"{Path.cwd()}/", "")
+    except FileNotFoundError:  # deleted meanwhile, such as the folder of a job
+        return text

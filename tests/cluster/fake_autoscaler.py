@@ -66,6 +66,8 @@ def fake_autoscaler(node_types, folder, dashboard=(), idle_minutes=1, env=os.env
     def is_ready():
         try:
             socket.create_connection((ip, port), 0.5).close()
+            for dashboard_port in dashboard[:1]:
+                socket.create_connection(("127.0.0.1", dashboard_port), 0.5).close()
         except OSError:
             return False
         time.sleep(4)  # the port answers before the autoscaler does
