@@ -52,7 +52,7 @@ from mmray.tune.shape import (
 if TYPE_CHECKING:
     from mmray.config import Config
 
-MIN_STEPS, MAX_STEPS, WINDOW_S = 3, 20, 0.6  # timed steps of a visit
+MIN_STEPS, MAX_STEPS, WINDOW_S = 3, 60, 0.6  # timed steps of a visit
 MAX_PAIRS_S = 60.0  # the rounds of a global batch end after about this time
 ALL_REDUCES = 5
 LABEL_TOKENS = 4  # of a synthetic label name
