@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Column, Table
 from rich.text import Text
 
-from mmray.report.run import DIRECTIONS, non_retrieval_metrics, recall_rows
+from mmray.report.run import DIRECTIONS, format_compact, non_retrieval_metrics, recall_rows
 
 LOG_INTERVAL_S = 5.0  # interval of progress lines in a log
 LOG_WIDTH = 200
@@ -132,14 +132,17 @@ def scores_tables(metrics: dict[str, Any]) -> list[Table]:
     return [rows_table(rows, {name: (name, ">" if name else "") for name in rows[0]}), others] if rows else [others]
 
 
-def rows_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, str]]) -> Table:
+def rows_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, str | Callable[[Any], str]]]) -> Table:
     """Return the table of rows with a title and a format per column; a dash is a missing value."""
+
+    def text(value: Any, style: str | Callable[[Any], str]) -> str:
+        return "-" if value is None else style(value) if callable(style) else format(value, style)
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for title, style in columns.values():
         table.add_column(title, justify="right" if style else "left", no_wrap=bool(style))
     for row in rows:
-        values = [(row.get(name), style) for name, (_, style) in columns.items()]
-        table.add_row(*("-" if value is None else format(value, style) for value, style in values))
+        table.add_row(*(text(row.get(name), style) for name, (_, style) in columns.items()))
     return table
 
 
@@ -171,12 +174,15 @@ class Reporter:
         left_s = self._seconds_left(metrics["step"], total_steps)
         formats = {
             "train/loss": "loss {:.3f}",
-            "throughput/samples_per_s": "{:,.0f} samples/s",
+            "throughput/samples_per_s": "{} samples/s",
             "time/data_wait_share": "data wait {:.0%}",
             "memory/peak_gib": "worker peak {:.2f} GiB",
             "memory/all_processes_peak_gib": "all processes {:.2f} GiB",
         }
-        parts = [pattern.format(metrics[name]) for name, pattern in formats.items() if metrics.get(name) is not None]
+        values = {name: metrics[name] for name in formats if metrics.get(name) is not None}
+        if rate := values.get("throughput/samples_per_s"):
+            values["throughput/samples_per_s"] = format_compact(rate)
+        parts = [formats[name].format(value) for name, value in values.items()]
         parts += [f"{left_s:.0f} s left"] if left_s else []
         self.terminal.update(metrics["step"], total_steps, "  ".join(parts), "step")
 

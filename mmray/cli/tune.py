@@ -19,6 +19,7 @@ from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table
 from mmray.cli.tune_shape import run_probe, split_global_list
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED, TrainingError, UsageError
+from mmray.report.run import format_compact
 from mmray.report.sweep import BATCH_SETTINGS, GOALS, LEARNING_GOALS, RUNG_GOALS
 from mmray.storage.paths import AnyPath
 
@@ -89,7 +90,11 @@ def trials_table(rows: list[Row], goal: str, recommendation: Row | None) -> Tabl
     # Settings of the batch are in the columns `batch` and `global`.
     searched = {key: (key.rpartition(".")[2], "") for key in rows[0]["settings"] if key not in BATCH_SETTINGS}
     columns = {"trial": ("trial", ""), **searched, "batch": ("batch", ""), "global": ("global", "d")}
-    columns |= {"samples_per_s": ("samples/s", ",.0f"), "step_p50_s": ("p50 s", ".3f"), "step_p95_s": ("p95 s", ".3f")}
+    columns |= {
+        "samples_per_s": ("samples/s", format_compact),
+        "step_p50_s": ("p50 s", ".3f"),
+        "step_p95_s": ("p95 s", ".3f"),
+    }
     columns |= {"peak_gib": ("GiB", ".2f"), "loss": ("loss", ".3f")}
     columns |= {"samples": ("samples", ",d")} if goal in LEARNING_GOALS else {}
     columns |= {GOALS[goal].metric: (SHORT_TITLES[goal], ".3f")} if goal in SHORT_TITLES else {}
@@ -113,7 +118,7 @@ def trial_line(row: Row, rungs: Sequence[int] = ()) -> str:
     parts = [
         f"{settings}: {row['status'].replace('_', ' ')}{took}",
         reached,
-        f"{row['samples_per_s']:,.0f} samples/s" if row["samples_per_s"] is not None else "",
+        f"{format_compact(row['samples_per_s'])} samples/s" if row["samples_per_s"] is not None else "",
         f"loss {row['loss']:.3f}" if row["loss"] is not None and not reached else "",
         f"{row['peak_gib']:.2f} GiB" if row["peak_gib"] is not None else "",
         relative_paths(row["error"] or ""),
@@ -244,7 +249,8 @@ def _print_outcome(path: AnyPath, summary: Row, rows: list[Row], terminal: Termi
     took = f"{measured} of {len(rows)} trials measured in {summary['elapsed_s']:.0f} s"
     terminal.note(took + "; run the same command to resume" * stopped, summary["status"])
     if saved := summary.get("saved_gpu_hours"):
-        terminal.note(f"{summary['gpu_hours']:.2g} worker-hours, {saved:.2g} saved by ending trials early", "cost")
+        unit = "GPU-hours" if summary.get("device") == "gpu" else "worker-hours"
+        terminal.note(f"{summary['gpu_hours']:.2g} {unit}, {saved:.2g} saved by ending trials early", "cost")
     if recommendation is not None:
         terminal.note(recommendation["why"], "best")
         if cooldown := recommendation.get("cooldown"):

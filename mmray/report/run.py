@@ -88,9 +88,11 @@ def read_lines(file: AnyPath) -> Iterator[Line]:
                 yield value
 
 
-def format_number(value: float | None, digits: int = 3) -> str:
-    """Format with `digits` decimals and thousands separators; a missing or non-finite value is a dash."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+def format_number(value: float | None, digits: int | None = 3) -> str:
+    """Format with `digits` decimals, or compactly if None; a missing or non-finite value is a dash."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return format_compact(value) if digits is None else f"{value:,.{digits}f}"
 
 
 def format_compact(value: float) -> str:

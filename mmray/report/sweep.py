@@ -38,7 +38,7 @@ class Column(NamedTuple):
 
     field: str
     title: str
-    digits: int = 0
+    digits: int | None = 0
     scale: float = 1.0
 
     def text(self, trial: TrialRecord) -> str:
@@ -60,9 +60,9 @@ COLUMNS = (
     Column("micro", "micro"),
     Column("accumulation", "accum."),
     Column("workers", "workers"),
-    Column("samples_per_s", "samples/s"),
-    Column("samples_per_s_min", "min samples/s"),
-    Column("samples_per_s_max", "max samples/s"),
+    Column("samples_per_s", "samples/s", None),
+    Column("samples_per_s_min", "min samples/s", None),
+    Column("samples_per_s_max", "max samples/s", None),
     Column("step_p50_s", "ms per step", scale=1000.0),
     Column("peak_gib", "peak GiB", 2),
     Column("loss", "training loss", 3),

@@ -34,16 +34,15 @@ def measurement_key(config: Config) -> dict[str, Any]:
     return {**sections, "packages": {name: version(name) for name in PACKAGES}}
 
 
-def earlier_measurements(storage: AnyPath, key: dict[str, Any]) -> tuple[Measurements, ...]:
-    """Return the measurements with this key of the sweeps in `storage`, the newest first."""
+def earlier_measurements(storage: AnyPath) -> list[tuple[dict[str, Any], Measurements]]:
+    """Return all measurements of the sweeps in `storage` with their keys, the newest sweep first."""
     files = [folder / SWEEP for folder in (storage.iterdir() if storage.is_dir() else ())]
     files = sorted((file for file in files if file.is_file()), key=lambda file: file.stat().st_mtime, reverse=True)
-    return tuple(
-        Measurements.from_json(probe | {"source": str(file.parent)})
+    return [
+        (probe.get("key", {}), Measurements.from_json(probe | {"source": str(file.parent)}))
         for file in files
         for probe in read_json(file).get("probes", ())
-        if probe.get("key") == key
-    )
+    ]
 
 
 def is_reusable(earlier: Measurements, global_rows: Sequence[int], hardware: Sequence[str], limit_gib: float) -> bool:

@@ -53,7 +53,7 @@ from mmray.tune import trials as trial_module
 from mmray.tune.results import ENDED, Row, TrialOutcome, classify_error, promoted, rung_value, select_best
 from mmray.tune.suggestions import build_optuna, distinct_settings, tune_space
 from mmray.tune.sweep import STOP_FILE, Budget, SweepDir, SweepReporter, SweepState, resolve_sweep_dir
-from mmray.tune.trials import SweepPlan, Trial, starting_points
+from mmray.tune.trials import FeasibleSpace, SweepPlan, Trial, starting_points
 
 FREE_WAIT_S = 10.0  # decode actors release their CPUs with a delay
 MAX_CONCURRENT = 64
@@ -102,35 +102,31 @@ def search(sweep: Sweep, reporter: SweepReporter) -> tuple[SweepDir, dict[str, A
             raise UsageError("--search optuna: give --samples N, because lists without a range are a grid")
     os.environ.update(_ENVIRONMENT)
     with ray_session(trial_module.largest_cluster(corners)):
-        corners, data_sets, num_rows = check_corners(corners, sweep.goal, reporter)
+        feasible = check_corners(corners, sweep.goal, reporter)
         searched = sweep.trial_settings, sweep.base, sweep.space, sweep.goal
-        plan = trial_module.build_plan(*searched, corners, num_rows, data_sets, sweep.scheduler)
+        plan = trial_module.build_plan(*searched, feasible, sweep.scheduler)
         space = trial_module.describe_space(sweep.space)
         identity = {"space": space, "goal": sweep.goal, "rungs": list(plan.rungs)}
         folder = resolve_sweep_dir(sweep.base, identity)
         with Lease(folder.path, activity="in use for a sweep"):
             folder.write("recipe.yaml", to_yaml(sweep.base))
-            configs = [trial.config for trial in corners]
+            configs = [trial.config for trial in feasible.corners]
             num_concurrent, actors = plan_concurrency(configs, sweep)
             local = num_concurrent == 1 and are_local(configs)
-            plan = replace(plan, folder=folder.path, local=local, decode_actors=actors)
+            on_gpus = "GPU" in resource_demand(sweep.base).per_worker
+            plan = replace(plan, folder=folder.path, on_gpus=on_gpus, local=local, decode_actors=actors)
             if warning := trial_module.warmup_warning(plan):
                 reporter.log(warning, "warm-up")
             return _search(sweep, plan, num_concurrent, identity, folder, reporter)
 
 
-def check_corners(
-    corners: list[Trial], goal: str, reporter: SweepReporter
-) -> tuple[list[Trial], dict[str, dict[str, str | None]], int]:
-    """Prepare each distinct data set once. Raises the last error if no trial of the space is feasible.
-
-    Returns the feasible trials, the prepared sets by `data_key`, and the number of rows.
-    """
+def check_corners(corners: list[Trial], goal: str, reporter: SweepReporter) -> FeasibleSpace:
+    """Prepare each distinct data set once. Raises the last error if no trial of the space is feasible."""
     feasible: list[Trial] = []
     error: MmrayError | None = None
     sets: dict[str, dict[str, str | None]] = {}
     checked: set[str] = set()
-    num_rows = 0
+    num_rows = held_out_rows = 0
     for trial in corners:
         if trial.infeasible:
             continue
@@ -147,12 +143,13 @@ def check_corners(
                 held_out = resolved.eval_set.storage.address if resolved.eval_set and data.eval else None
                 sets[key] = {"train": resolved.data_identity["train"], "eval": held_out}
                 num_rows = max(num_rows, resolved.data_identity["num_rows"])
+                held_out_rows = max(held_out_rows, resolved.eval_set.num_rows if resolved.eval_set else 0)
             feasible.append(replace(trial, config=config))
         except (ResourceError, UsageError) as caught:
             error = caught
     if not feasible and error is not None:
         raise error
-    return feasible, sets, num_rows
+    return FeasibleSpace(feasible, sets, num_rows, held_out_rows)
 
 
 def _search(
@@ -173,6 +170,7 @@ def _search(
         "searcher": sweep.searcher,
         "scheduler": sweep.scheduler,
         "concurrency": num_concurrent,
+        "device": "gpu" if plan.on_gpus else "cpu",
         "environment": collect_environment(),
     }
     state = SweepState(folder, plan, reporter, folder.read_rows(), sweep.budget, summary, planned)
@@ -180,7 +178,10 @@ def _search(
     reporter.log(str(folder.path), "sweep")
     rungs = " to ".join(f"{samples:,}" for samples in plan.rungs)
     measured = sum(bool(row["rungs"]) for row in state.rows.values())
-    reporter.log(f"{count} with {rungs} samples each, {num_concurrent} at a time, {measured} measured before", "trials")
+    at_a_time = f"{num_concurrent} at a time"
+    if num_concurrent < min(sweep.concurrency or 1, count):
+        at_a_time += f" (as many of --concurrency {sweep.concurrency} as fit)"
+    reporter.log(f"{count} with {rungs} samples each, {at_a_time}, {measured} measured before", "trials")
     reporter.log(sweep.goal, "goal")
     failure: TrainingError | None = None
     try:
@@ -237,8 +238,8 @@ def cool_down(trial: Trial, state: SweepState) -> Row | None:
     return {"samples": lines[-1]["rows_stop"], "value": value} if isinstance(value, float) else None
 
 
-def plan_concurrency(configs: list[Config], sweep: Sweep) -> tuple[int, int]:
-    """Return the number of concurrent trials and the decode actors of each."""
+def plan_concurrency(configs: list[Config], sweep: Sweep) -> tuple[int, int | None]:
+    """Return the number of concurrent trials and the most decode actors of each, if known."""
     demands = [resource_demand(config) for config in configs]
     demand = max(demands, key=lambda each: each.workers * sum(each.per_worker.values()) + each.data_cpus)
     single_node = all(is_single_node(config) for config in configs)  # trials would slow each other
@@ -246,6 +247,8 @@ def plan_concurrency(configs: list[Config], sweep: Sweep) -> tuple[int, int]:
     head_gib = max((node.resources.get("memory", 0.0) for node in total if HEAD_RESOURCE in node.resources), default=0)
     drivers = max(1, int(head_gib / 2**30 / DRIVER_GIB)) if head_gib else MAX_CONCURRENT
     wanted = min(sweep.space.num_trials, sweep.concurrency or (1 if single_node else min(drivers, MAX_CONCURRENT)))
+    if sweep.concurrency and not pools and all(config.cluster.wait_for_nodes for config in configs):
+        return wanted, None  # the user declares that nodes will be added, and for how many trials
     free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if fits(demand, total) else 0.0)
     return trial_module.trial_concurrency(free, total, demand, wanted, pools)
 
@@ -280,6 +283,10 @@ def run_trials(state: SweepState, sweep: Sweep, num_concurrent: int) -> None:
         points = starting_points(sweep.base, space)
         settings = distinct_settings(sweep.base, space, points, space.seed)
         names = [state.add(each) for each in itertools.islice(settings, space.num_samples)]
+        started = [row for row in state.rows.values() if row["parent"] is None]
+        if len(names) > len(started) < len(state.rows):
+            text = f"{len(started)} as before, instead of {len(names)}: this population was copied from them already"
+            state.reporter.log(f"{text}; use another --run.name for a larger one", "trials")
     if sweep.scheduler == "asha":
         fit(state, sweep, num_concurrent, len(plan.rungs), names)
     else:
@@ -309,7 +316,7 @@ def continued(state: SweepState, sweep: Sweep, rung: int) -> list[str]:
         return []
     parent_samples = state.plan.rungs[rung - 1]
     members = [row for row in state.rows.values() if (row["parent"] or {"samples": 0})["samples"] < parent_samples]
-    size = min(sweep.space.num_trials, len(members))
+    size = min(sweep.space.num_trials, sum(row["parent"] is None for row in members))
     survivors, children = population.next_generation(members, rung - 1, size, sweep.space, maximize)
     names = [state.add_child(child.parent, child.settings, parent_samples) for child in children]
     for child, name in zip(children, names, strict=True):

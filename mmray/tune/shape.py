@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mmray.engine.batch import BatchShape
+from mmray.report.run import format_compact
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -252,14 +253,25 @@ def predict_rows(task: ShapeTask, found: Measurements, model: CostModel) -> list
     return [row | {"trial": f"s{number:03}"} for number, row in enumerate(rows, 1)]
 
 
-def _row(shape: BatchShape, found: Measurements, model: CostModel, error: str) -> Row:
+def unmeasured_rows(task: ShapeTask, status: str, error: str) -> list[Row]:
+    """Return a row per global batch of a task that could not be measured."""
+    shapes = [candidates(size, max(task.workers), [1])[0] for size in task.global_rows]
+    rows = [_empty_row(shape) | {"status": status, "error": error} for shape in shapes]
+    return [row | {"trial": f"s{number:03}"} for number, row in enumerate(rows, 1)]
+
+
+def _empty_row(shape: BatchShape) -> Row:
     row: Row = {"trial": "", "status": "predicted", "settings": {}, "micro": shape.micro}
     row |= {"accumulation": shape.accumulation, "workers": shape.workers, "global": shape.global_rows}
     names = ("steps", "samples", "samples_per_s", "samples_per_s_min", "samples_per_s_max", "predicted_samples_per_s")
     row |= dict.fromkeys((*names, "step_p50_s", "step_p95_s", "peak_gib", "loss", "recall_at_1"))
-    row |= {"error": error or None, "elapsed_s": None, "run": None}
+    return row | {"error": None, "elapsed_s": None, "run": None}
+
+
+def _row(shape: BatchShape, found: Measurements, model: CostModel, error: str) -> Row:
+    row = _empty_row(shape)
     if error:
-        return row | {"status": "infeasible"}
+        return row | {"status": "infeasible", "error": error}
     peak_gib = model.peak_gib(shape)
     too_large, reason = found.failed.get(shape.global_rows, (found.too_large, found.reason))
     if too_large is not None and shape.micro >= too_large:
@@ -334,7 +346,8 @@ def recommend(rows: Sequence[Row], found: Measurements, own_global: int | None =
     others = [other for other in rows if other["global"] == chosen and other["status"] == "predicted"]
     faster = max(others, key=lambda other: other["samples_per_s"], default=row)
     if faster["samples_per_s"] > (1 + TOLERANCE) * row["samples_per_s"]:
-        why += f" Predicted but not measured: {faster['samples_per_s']:,.0f} samples/s with {format_shape(faster)}."
+        rate = format_compact(faster["samples_per_s"])
+        why += f" Predicted but not measured: {rate} samples/s with {format_shape(faster)}."
     error = row["samples_per_s"] / row["predicted_samples_per_s"] - 1
     if abs(error) > 0.15:
         why += f" It is {error:+.0%} from its prediction: other programs may have used the machine; repeat the command."
@@ -366,4 +379,4 @@ def _better(rows: Sequence[Row], pairs: list[dict[int, float]]) -> tuple[Row, st
 
 
 def _rate(row: Row) -> str:
-    return f"{format_shape(row)} trains {row['samples_per_s']:,.0f} samples/s"
+    return f"{format_shape(row)} trains {format_compact(row['samples_per_s'])} samples/s"

@@ -30,7 +30,7 @@ from mmray.train.monitor import RunReporter
 from mmray.train.run_dir import RunDir, collect_environment, forbidden_changes, has_other_files, select_folder
 from mmray.train.validate import unsupported_reasons
 from mmray.tune.reuse import earlier_measurements, measurement_key
-from mmray.tune.shape import Measurements, Row, ShapeTask, fit, predict_rows, recommend, with_measured
+from mmray.tune.shape import Measurements, Row, ShapeTask, fit, predict_rows, recommend, unmeasured_rows, with_measured
 
 FILES = (SWEEP, TRIALS, "recipe.yaml", "best.yaml", "report.html", "ray", lease.FOLDER)
 GLOBAL = "batch.global"
@@ -93,50 +93,71 @@ def probe_shapes(
     reuse: take measurements of the same hardware and settings from other sweeps in the storage.
     """
     probes, start_s = plan_probes(base, space), time.monotonic()
-    folder, storage = _resolve_folder(base, probes), to_path(base.run.storage) if reuse else None
+    folder = _resolve_folder(base, probes)
+    earlier = earlier_measurements(to_path(base.run.storage)) if reuse else []
     with lease.Lease(folder.path, activity="in use for a sweep"):
         folder.write("recipe.yaml", to_yaml(base))
         reporter.log(str(folder.path), "sweep")
         rows: list[Row] = []
         results: list[tuple[Probe, Measurements]] = []
-        for probe in probes:
+        summary: dict[str, Any] = {}
+        failure: MmrayError | None = None
+        for number, probe in enumerate(probes, 1):
             shown = " ".join(f"{name}={value}" for name, value in probe.settings.items())
             reporter.status(f"measuring batch shapes {shown}".rstrip())
-            task, found = measure(probe.task, folder.path / "ray", reporter, storage)
-            if found.source:
-                reporter.log(f"measurements of {found.source}", "reuse")
-            results.append((replace(probe, task=task), found))
-            predicted = with_measured(predict_rows(task, found, fit(found)), found)
-            rows += [
-                row | {"settings": probe.settings, "trial": f"{row['trial']}{_suffix(results)}"} for row in predicted
-            ]
-        recommendation = _recommend(base, rows, results)
-        summary = {
-            "kind": "sweep",
-            "recipe": base.recipe,
-            **_identity(probes),
-            "goal": "throughput",
-            "status": "finished" if recommendation else "failed",
-            "elapsed_s": time.monotonic() - start_s,
-            "environment": collect_environment(),
-            "recommendation": recommendation,
-            "probes": [
-                {"settings": probe.settings, "key": measurement_key(probe.task.config), **found.to_json()}
-                for probe, found in results
-            ],
-            "fits": [{"text": fit(found).format(), **asdict(fit(found))} for _, found in results],
-        }
-        folder.write(TRIALS, "".join(json.dumps(row) + "\n" for row in rows))
-        folder.write_json(SWEEP, summary)
-        if recommendation:
-            best = next(row for row in rows if row["trial"] == recommendation["best"])
-            folder.write("best.yaml", f"# {recommendation['why']}\n" + to_yaml(best_recipe(base, best)))
+            try:
+                task, found = measure(probe.task, folder.path / "ray", reporter, earlier)
+            except MmrayError as error:
+                failure = error
+                status = "out_of_memory" if isinstance(error, OutOfMemoryError) else "infeasible"
+                new = unmeasured_rows(probe.task, status, first_line(error))
+            else:
+                if found.source:
+                    reporter.log(f"measurements of {found.source}", "reuse")
+                results.append((replace(probe, task=task), found))
+                new = with_measured(predict_rows(task, found, fit(found)), found)
+            suffix = f"-{number}" if number > 1 else ""
+            rows += [row | {"settings": probe.settings, "trial": row["trial"] + suffix} for row in new]
+            status = "finished" if number == len(probes) else "running"
+            summary = _write(base, probes, folder, results, rows, status, time.monotonic() - start_s)
         write_report_safely(folder.path, reporter.log)
+    if failure is not None and not results:
+        raise failure
     return folder.path, summary, rows
 
 
-def _suffix(results: list[Any]) -> str:
-    return f"-{len(results)}" if len(results) > 1 else ""
+def _write(
+    base: Config,
+    probes: list[Probe],
+    folder: RunDir,
+    results: list[tuple[Probe, Measurements]],
+    rows: list[Row],
+    status: str,
+    elapsed_s: float,
+) -> dict[str, Any]:
+    """Write the results so far, so that a killed probe keeps what it measured; return sweep.json."""
+    recommendation, fits = _recommend(base, rows, results), [fit(found) for _, found in results]
+    summary = {
+        "kind": "sweep",
+        "recipe": base.recipe,
+        **_identity(probes),
+        "goal": "throughput",
+        "status": status if recommendation or status == "running" else "failed",
+        "elapsed_s": elapsed_s,
+        "environment": collect_environment(),
+        "recommendation": recommendation,
+        "probes": [
+            {"settings": probe.settings, "key": measurement_key(probe.task.config), **found.to_json()}
+            for probe, found in results
+        ],
+        "fits": [{"text": each.format(), **asdict(each)} for each in fits],
+    }
+    folder.write(TRIALS, "".join(json.dumps(row) + "\n" for row in rows))
+    folder.write_json(SWEEP, summary)
+    if recommendation:
+        best = next(row for row in rows if row["trial"] == recommendation["best"])
+        folder.write("best.yaml", f"# {recommendation['why']}\n" + to_yaml(best_recipe(base, best)))
+    return summary
 
 
 def _recommend(base: Config, rows: list[Row], results: list[tuple[Probe, Measurements]]) -> Row | None:
@@ -185,19 +206,19 @@ def _resolve_folder(base: Config, probes: list[Probe]) -> RunDir:
 
 
 def measure(
-    task: ShapeTask, scratch: AnyPath, reporter: RunReporter, storage: AnyPath | None = None
+    task: ShapeTask, scratch: AnyPath, reporter: RunReporter, earlier: list[tuple[dict[str, Any], Measurements]]
 ) -> tuple[ShapeTask, Measurements]:
     """Measure a task in a process of this machine (one worker) or in a Ray worker group.
 
     Returns the task with the device and the candidate numbers of workers, and its measurements. A group that dies in a
-    measurement was out of memory: another one measures the sizes below. storage: of sweeps whose measurements are used
-    instead, if they are of the same hardware and settings. Raises MmrayError.
+    measurement was out of memory: another one measures the sizes below. earlier: measurements with their keys, used
+    instead if they are of the same hardware and settings. Raises MmrayError.
     """
     config = task.config
     if not needs_ray(config.cluster):
         check_gpus(config)
         check_classes(config)
-        task = _resolved(task, resolve_on_this_machine(config), storage)
+        task = _resolved(task, resolve_on_this_machine(config), earlier)
         return task, _until_it_fits(task, _run_locally, reporter)
     with ray_session(config.cluster):
         from mmray.tune.shape_group import ShapeGroup  # imports Ray Train
@@ -205,7 +226,7 @@ def measure(
         check_classes(config)
         group = ShapeGroup(config, scratch, reporter)
         workers = candidate_workers(config, group.workers, group.config.cluster.accelerator)
-        task = _resolved(replace(task, workers=workers), group.config, storage)
+        task = _resolved(replace(task, workers=workers), group.config, earlier)
         try:
             return task, _until_it_fits(task, group.run, reporter)
         finally:
@@ -213,12 +234,12 @@ def measure(
                 remove_tree(scratch)
 
 
-def _resolved(task: ShapeTask, config: Config, storage: AnyPath | None) -> ShapeTask:
+def _resolved(task: ShapeTask, config: Config, earlier: list[tuple[dict[str, Any], Measurements]]) -> ShapeTask:
     """Return the task with the config, the embedding rows that the data would set, and earlier measurements."""
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
     config = config.replace(model=config.model.with_vocab(config.model.vocab_size or trained or DEFAULT_VOCAB, None))
-    earlier = () if storage is None else earlier_measurements(storage, measurement_key(config))
-    return replace(task, config=config, earlier=earlier)
+    key = measurement_key(config)
+    return replace(task, config=config, earlier=tuple(found for other, found in earlier if other == key))
 
 
 def _until_it_fits(

@@ -21,6 +21,8 @@ from mmray.train.validate import unsupported_reasons
 DEFAULT_STEPS = 40  # default length, in steps of the largest global batch; of learning goals: that of the recipe
 LOG_LINES = 10  # metrics lines of the shortest trial; the first is warm-up, the others give the spread
 EVAL_ROWS = 512  # held-out rows of a trial that is not compared by them
+EVALS_PER_RUNG = 4  # points of a learning curve up to the first rung
+TRAINED_PER_EVALUATED = 7  # rows between evaluations: a forward pass takes a third of a step, so these cost 5 %
 REDUCTION = 4  # eta of successive halving: a quarter of the trials continues, with four times the samples
 MIN_PROMOTED = 2
 MAX_RUNGS = 3
@@ -39,6 +41,16 @@ class Trial:
     config: Config
     shape: BatchShape | None = None  # rows per step, micro-batch, accumulation and workers; None: infeasible
     infeasible: str | None = None
+
+
+@dataclass(frozen=True)
+class FeasibleSpace:
+    """The feasible trials at the corners of a search space, and the data of all trials."""
+
+    corners: list[Trial]
+    data_sets: dict[str, dict[str, str | None]] = field(default_factory=dict)  # `data_key`: prepared sets
+    num_rows: int = 0  # largest
+    held_out_rows: int = 0
 
 
 def clear_length_and_derived_batch(recipe: Config, keys: Sequence[str]) -> Config:
@@ -194,11 +206,12 @@ class SweepPlan:
     base: Config
     goal: str
     rungs: tuple[int, ...]  # samples; the last is the length of a full trial
-    num_rows: int
     folder: AnyPath
     recipe_rows: int  # global batch of the recipe: unit of `warmup_steps`, and batch of the held-out loss
+    held_out_rows: int = 0
     keep_micro: bool = True  # see `build_trial`
     sampled: tuple[str, ...] = ()  # settings with a range; their values are rounded to keep recipes readable
+    on_gpus: bool = False
     local: bool = False  # the worker is a process of this machine, as in `mmray train`, without Ray Train
     decode_actors: int | None = None  # limit of a trial, because concurrent trials share the cluster
     data_sets: dict[str, dict[str, str | None]] = field(default_factory=dict)  # `data_key`: prepared sets
@@ -239,7 +252,9 @@ class SweepPlan:
         optimizer = config.optimizer
         if self.learning:
             loss_batch = config.evaluate.loss_batch or self.recipe_rows
-            evaluate = config.evaluate.replace(every=shortest, loss_batch=loss_batch)
+            evaluated = min(self.held_out_rows, config.evaluate.limit or self.held_out_rows)
+            every = max(shortest // EVALS_PER_RUNG, math.ceil(TRAINED_PER_EVALUATED * evaluated / rows))
+            evaluate = config.evaluate.replace(every=min(max(1, every), shortest), loss_batch=loss_batch)
             warmup_steps = math.ceil(optimizer.warmup_steps * self.recipe_rows / rows)
             optimizer = optimizer.replace(schedule="cooldown" if cooldown else "constant", warmup_steps=warmup_steps)
         return config.replace(
@@ -284,25 +299,24 @@ def build_plan(
     base: Config,
     space: Space,
     goal: str,
-    corners: Sequence[Trial],
-    num_rows: int,
-    data_sets: dict[str, dict[str, str | None]],
+    feasible: FeasibleSpace,
     scheduler: str = "halving",
     folder: AnyPath = Path(),
 ) -> SweepPlan:
     """Return the plan of a sweep. `settings` has the length of a trial, if the user gave one; see `SweepPlan`."""
-    sizes = [trial.shape.global_rows for trial in corners if trial.shape]
+    sizes = [trial.shape.global_rows for trial in feasible.corners if trial.shape]
     recipe = build_trial(base, "recipe", {}, keep_micro=False).shape
     recipe_rows = recipe.global_rows if recipe else min(sizes)
-    samples = samples_per_trial(settings, base, goal, recipe_rows, max(sizes), num_rows)
+    samples = samples_per_trial(settings, base, goal, recipe_rows, max(sizes), feasible.num_rows)
     shortest = samples
     if goal in LEARNING_GOALS:
-        warmup_steps = max(trial.config.optimizer.warmup_steps for trial in corners)
+        warmup_steps = max(trial.config.optimizer.warmup_steps for trial in feasible.corners)
         shortest = max(MIN_RUNG_WARMUPS * warmup_steps * recipe_rows, MIN_RUNG_STEPS * max(sizes))
     rungs = even_rungs(samples, shortest, MAX_GENERATIONS) if scheduler == "pbt" else rungs_of(samples, shortest)
     keep_micro = "batch.micro" in space.axes
     sampled = tuple(key for key, axis in space.axes.items() if isinstance(axis, Range))
-    return SweepPlan(base, goal, rungs, num_rows, folder, recipe_rows, keep_micro, sampled, data_sets=data_sets)
+    rows, sets = (recipe_rows, feasible.held_out_rows), feasible.data_sets
+    return SweepPlan(base, goal, rungs, folder, *rows, keep_micro, sampled, data_sets=sets)
 
 
 def warmup_warning(plan: SweepPlan) -> str | None:

@@ -1,10 +1,10 @@
-"""Where data and training run on nodes of this machine, according to Ray's state API."""
+"""Where data and training run on nodes of this machine, according to Ray."""
 
 import time
 
 import pytest
 import ray
-from ray.util.state import list_actors
+from ray._private.state import actors
 
 from mmray.cluster.placement import ROLE_LABEL
 from mmray.config import Batch
@@ -35,11 +35,14 @@ def joined_roles(roles):
 
 
 def actors_by_role(roles_of):
-    """{class of actor: roles of the nodes it ran on}, of all actors ever started."""
+    """{class of actor: roles of the nodes it ran on}, of all actors ever started.
+
+    `list_actors` is not used: it asks the dashboard, which on a busy machine may not have started yet.
+    """
     found: dict[str, set[str]] = {}
-    for actor in list_actors(limit=1000, detail=True):
-        if actor.node_id in roles_of:
-            found.setdefault(actor.class_name, set()).add(roles_of[actor.node_id])
+    for actor in actors().values():
+        if (node := actor["Address"]["NodeID"]) in roles_of:
+            found.setdefault(actor["ActorClassName"], set()).add(roles_of[node])
     return found
 
 

@@ -28,7 +28,7 @@ from mmray.errors import OutOfMemoryError, UsageError
 from mmray.models.two_tower import TwoTower
 from mmray.train.local import resolve_on_this_machine
 from mmray.tune import shape_probe, shape_worker
-from mmray.tune.shape import Sample, ShapeTask, fit, predict_rows
+from mmray.tune.shape import Measurements, Sample, ShapeTask, fit, predict_rows
 from mmray.tune.shape_probe import best_recipe, candidate_workers, plan_probes, probe_shapes
 from mmray.tune.shape_worker import Stepper, measure_shapes
 from tests.bench.test_step import tiny
@@ -133,6 +133,30 @@ def test_measurements_of_an_earlier_sweep_are_reused(
     equal = base.replace(optimizer=Optimizer(lr=0.5), train=base.train.replace(seed=7))
     other, source, rows = probe(equal)
     assert other != folder and source == str(folder) and rows == measured[-len(rows) :]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_combination_of_which_no_row_fits_is_a_row(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is measured, and a killed command keeps it."""
+    states = []
+
+    def run(task: ShapeTask, report: Any) -> Measurements:
+        states.append([json.loads(file.read_text())["status"] for file in tmp_path.glob("*/sweep.json")])
+        if task.config.train.precision == "bf16":
+            raise OutOfMemoryError("a micro-batch of 1 row does not fit")
+        return measure_shapes(task, Group(), report)
+
+    monkeypatch.setattr(shape_probe, "_run_locally", run)
+    base = at(tmp_path, tiny(batch=Batch(micro=4, global_=16))).with_cluster(cpus_per_worker=1)
+    space = build_space({"train.precision": ["bf16", "fp32"]}, None)
+    folder, summary, rows = probe_shapes(base, space, Silent())
+    assert states == [[], ["running"]] and summary["status"] == "finished"
+    assert (rows[0]["status"], rows[0]["error"]) == ("out_of_memory", "a micro-batch of 1 row does not fit")
+    assert {row["status"] for row in rows[1:]} == {"predicted", "finished"}
+    assert from_yaml((folder / "best.yaml").read_text(), "best.yaml").train.precision == "fp32"
+    assert "a micro-batch of 1 row does not fit" in (folder / "report.html").read_text()
 
 
 def test_model_of_which_no_row_fits_is_an_error(tmp_path: Path, quick: None) -> None:

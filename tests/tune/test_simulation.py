@@ -143,7 +143,7 @@ def search_once(kind, seed, concurrency=4):
     elif kind == "random":  # as many full trials as the default search costs
         machine.train(names[:5], len(rungs) - 1)
     else:
-        scheduler = build_scheduler(SweepPlan(BASE, "loss", rungs, 0, Path(), 512))
+        scheduler = build_scheduler(SweepPlan(BASE, "loss", rungs, Path(), 512))
         scheduler.set_search_properties("value", "min")
         machine.train(names, len(rungs) - 1, scheduler)
     return surface.loss(machine.best(), FULL) / surface.best(), machine.samples / GRID_SAMPLES

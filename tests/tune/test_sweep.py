@@ -2,6 +2,7 @@
 
 import math
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,7 @@ def test_unnamed_sweep_resumes_until_finished(tmp_path):
 
 
 def plan_for(folder, goal="loss", rungs=(100, 400, 1600)):
-    return SweepPlan(SAMPLE, goal, rungs, 3000, folder, recipe_rows=128)
+    return SweepPlan(SAMPLE, goal, rungs, folder, recipe_rows=128)
 
 
 class Reporter(Silent):
@@ -301,6 +302,17 @@ def test_stopped_population_continues_with_the_same_children(begin, simulated):
     }
     trained = [name for names in simulated if isinstance(names, list) for name in names]
     assert set(trained) == {name for names in expected if isinstance(names, list) for name in names}
+
+
+def test_population_that_was_copied_does_not_grow(begin, simulated):
+    sweep = search.Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
+    search.run_trials(begin(), sweep, 1)
+    simulated.clear()
+    larger = replace(sweep, space=replace(POPULATION, num_samples=12))
+    state = begin()
+    search.run_trials(state, larger, 1)
+    assert [names for names in simulated if isinstance(names, list)] == []  # trained
+    assert "8 as before, instead of 12" in "".join(text for _, text, *_ in state.reporter.notes)
 
 
 @pytest.mark.parametrize("interrupted", ["add_child", "copy_run", "fit"])

@@ -1,5 +1,6 @@
 """From recipe and space to trials and back to a recipe; the number of concurrent trials."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from mmray.tune.search import Sweep, check_corners, plan_concurrency, train_rung
 from mmray.tune.trials import (
     DEFAULT_STEPS,
     EVAL_ROWS,
+    FeasibleSpace,
     build_plan,
     build_trial,
     clear_length_and_derived_batch,
@@ -53,7 +55,7 @@ def plan_of(*given, goal="loss", base=SAMPLE, num_rows=3000, settings=None):
     space = parse_space(given, None)
     corners = corner_trials(base, space)
     length = clear_length_and_derived_batch(base, []) if settings is None else settings
-    return build_plan(length, base, space, goal, corners, num_rows, {}, folder=FOLDER)
+    return build_plan(length, base, space, goal, FeasibleSpace(corners, num_rows=num_rows), folder=FOLDER)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +104,10 @@ def test_global_batch_above_the_rows_of_the_set_makes_only_its_trial_infeasible(
     monkeypatch.setattr("mmray.tune.search.check_capacity", lambda config: None)
     base = runs.config(runs.make_data(tmp_path / "set"), tmp_path, "sweep")  # 50 rows
     both = trials("batch.global=32,64", base=base)
-    feasible, sets, num_rows = check_corners(both, "loss", runs.Silent())
-    assert ([trial.settings for trial in feasible], num_rows) == ([{"batch.global": 32}], 50)
-    assert [each["train"] for each in sets.values()] == [str(tmp_path / "set")]
+    feasible = check_corners(both, "loss", runs.Silent())
+    assert ([trial.settings for trial in feasible.corners], feasible.num_rows) == ([{"batch.global": 32}], 50)
+    assert feasible.held_out_rows == len(runs.HELD_OUT)
+    assert [each["train"] for each in feasible.data_sets.values()] == [str(tmp_path / "set")]
     with pytest.raises(UsageError, match="64 rows per step are more than the 50 rows"):
         check_corners(both[1:], "loss", runs.Silent())
 
@@ -136,10 +139,21 @@ def test_learning_trials_have_rungs_and_warmup_in_samples_and_a_constant_rate():
         config = plan.config(trial, plan.rungs[0])
         assert (config.optimizer.warmup_steps, config.optimizer.schedule) == (steps, "constant")
         assert config.evaluate.loss_batch == 128  # so that losses of different global batches are comparable
-        assert (config.train.samples, config.evaluate.every * rows >= plan.rungs[0]) == (plan.rungs[0], True)
+        assert config.train.samples == plan.rungs[0]
+        assert config.evaluate.every == max(1, math.ceil(plan.rungs[0] / rows) // 4)
         assert config.evaluate.limit == SAMPLE.evaluate.limit
     searched = plan.trial("t001", {"batch.global": 64, "optimizer.warmup_steps": 10})
     assert plan.config(searched, plan.rungs[0]).optimizer.warmup_steps == 20
+
+
+@pytest.mark.parametrize(
+    ("held_out", "limit", "every"), [(100, None, 18), (400, None, 22), (2000, None, 75), (2000, 500, 28)]
+)
+def test_evaluations_cost_at_most_a_twentieth_of_training(held_out, limit, every):
+    """At least one and at most four of them to the first rung, which has 75 steps."""
+    base = SAMPLE.replace(evaluate=SAMPLE.evaluate.replace(limit=limit))
+    plan = replace(plan_of("batch.global=128", base=base), held_out_rows=held_out)
+    assert plan.config(plan.trial("t001", {"batch.global": 128}), plan.rungs[0]).evaluate.every == every
 
 
 def test_rate_decays_only_after_the_last_rung():
@@ -305,6 +319,15 @@ def test_head_with_empty_pools_is_not_a_single_machine(place_nodes):
     assert [plan_concurrency(configs, replace(sweep, concurrency=limit))[0] for limit in (None, 3)] == [1, 3]
 
 
+def test_concurrency_is_as_given_if_nodes_will_be_added_without_a_known_limit(place_nodes):
+    growing = [Config(cluster=Cluster(workers=1, wait_for_nodes=True))]
+    sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6), "loss")
+    place_nodes([HEAD])
+    assert [plan_concurrency(growing, replace(sweep, concurrency=limit))[0] for limit in (None, 3, 9)] == [1, 3, 6]
+    place_nodes([HEAD], POOLS)
+    assert plan_concurrency(growing, replace(sweep, concurrency=6))[0] == 4
+
+
 def test_drivers_of_trials_fit_the_memory_of_the_head(place_nodes):
     sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6), "loss")
     place_nodes([replace(HEAD, resources=HEAD.resources | {"memory": 2.5 * 2**30})], POOLS)
@@ -315,8 +338,8 @@ def test_trial_with_too_few_gpus_is_infeasible_and_others_run(place_nodes, tmp_p
     place_nodes([Node({"CPU": 16.0, "GPU": 2.0})])
     base = runs.config(runs.make_data(tmp_path / "set"), tmp_path, "sweep")
     corners = trials("cluster.workers=1,2,4,1-4", base=base)
-    feasible, _, _ = check_corners(corners, "memory", runs.Silent())
-    assert [trial.config.cluster.max_workers for trial in feasible] == [1, 2]
+    feasible = check_corners(corners, "memory", runs.Silent())
+    assert [trial.config.cluster.max_workers for trial in feasible.corners] == [1, 2]
     plan = replace(plan_of("cluster.workers=1,2", goal="memory", base=base), folder=tmp_path)
     outcome = train_rungs(corners[2], plan, 0, 1, lambda result: None)
     assert outcome.status == "infeasible" and "4 training workers of 1 CPU and 1 GPU each" in outcome.error
