@@ -10,10 +10,9 @@ from rich.table import Table
 from tyro.conf import Positional, arg
 
 from mmray.cli.args import parse_args, require_positive, write_json
-from mmray.cli.console import Terminal, rows_table
+from mmray.cli.console import COMPACT, Terminal, rows_table
 from mmray.config import recipes
 from mmray.errors import UsageError, suggest
-from mmray.report.run import format_compact
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def _strategies(command: StrategiesCommand, terminal: Terminal) -> tuple[dict[st
     from mmray.bench.strategies import bench_strategies
 
     result = bench_strategies(recipes.load(command.recipe), command.steps, command.only, terminal.status)
-    columns = {"strategy": ("strategy", ""), "samples_per_s": ("samples/s", format_compact)}
+    columns = {"strategy": ("strategy", ""), "samples_per_s": ("samples/s", COMPACT)}
     columns |= {"step_p50_s": ("p50 s", ".3f"), "step_p95_s": ("p95 s", ".3f"), "communication_share": ("comm", ".0%")}
     columns |= {"peak_gib": ("GiB", ".2f"), "loss": ("loss", ".4f"), "loss_vs_ddp": ("loss vs ddp", "+.3%")}
     notes = ["comm: share of the time in collectives; loss after the last step"]

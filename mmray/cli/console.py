@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from mmray.report.run import DIRECTIONS, format_compact, non_retrieval_metrics, 
 
 LOG_INTERVAL_S = 5.0  # interval of progress lines in a log
 LOG_WIDTH = 200
+COMPACT = "compact"  # style of a column: about three digits
 
 
 class _Display(Progress):
@@ -132,11 +133,11 @@ def scores_tables(metrics: dict[str, Any]) -> list[Table]:
     return [rows_table(rows, {name: (name, ">" if name else "") for name in rows[0]}), others] if rows else [others]
 
 
-def rows_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, str | Callable[[Any], str]]]) -> Table:
-    """Return the table of rows with a title and a format per column; a dash is a missing value."""
+def rows_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, str]]) -> Table:
+    """Return the table of rows with a title and a format (or COMPACT) per column; a dash is a missing value."""
 
-    def text(value: Any, style: str | Callable[[Any], str]) -> str:
-        return "-" if value is None else style(value) if callable(style) else format(value, style)
+    def text(value: Any, style: str) -> str:
+        return "-" if value is None else format_compact(value) if style == COMPACT else format(value, style)
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for title, style in columns.values():

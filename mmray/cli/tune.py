@@ -15,7 +15,7 @@ from rich.text import Text
 from tyro.conf import UseAppendAction
 
 from mmray.cli.args import flag_values, load_recipe, parse_args, require_positive, split_args
-from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table
+from mmray.cli.console import COMPACT, Reporter, Terminal, relative_paths, rows_table
 from mmray.cli.tune_shape import run_probe, split_global_list
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED, TrainingError, UsageError
@@ -91,7 +91,7 @@ def trials_table(rows: list[Row], goal: str, recommendation: Row | None) -> Tabl
     searched = {key: (key.rpartition(".")[2], "") for key in rows[0]["settings"] if key not in BATCH_SETTINGS}
     columns = {"trial": ("trial", ""), **searched, "batch": ("batch", ""), "global": ("global", "d")}
     columns |= {
-        "samples_per_s": ("samples/s", format_compact),
+        "samples_per_s": ("samples/s", COMPACT),
         "step_p50_s": ("p50 s", ".3f"),
         "step_p95_s": ("p95 s", ".3f"),
     }

@@ -8,11 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
-from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table
+from mmray.cli.console import COMPACT, Reporter, Terminal, relative_paths, rows_table
 from mmray.config import Config
 from mmray.config.search_space import Space
 from mmray.errors import TrainingError
-from mmray.report.run import format_compact
 from mmray.storage.paths import AnyPath
 
 Row = dict[str, Any]
@@ -62,9 +61,7 @@ def micro_table(samples: Sequence[Row]) -> Table:
         row = {name: min(sample[name] for sample in visits) for name in ("micro", "step_s", "peak_gib")}
         rows.append(row | {"samples_per_s": micro / row["step_s"]})
     columns = {"micro": ("rows of a micro-batch", "d"), "step_s": ("step s", ".4f")}
-    return rows_table(
-        rows, columns | {"samples_per_s": ("samples/s of a worker", format_compact), "peak_gib": ("GiB", ".2f")}
-    )
+    return rows_table(rows, columns | {"samples_per_s": ("samples/s of a worker", COMPACT), "peak_gib": ("GiB", ".2f")})
 
 
 def shapes_table(rows: Sequence[Row], recommendation: Row | None) -> Table:
@@ -82,8 +79,8 @@ def shapes_table(rows: Sequence[Row], recommendation: Row | None) -> Table:
         shown.append(row | values | {"shape": shape, "measured": measured, "details": details})
     columns = {**searched, "global": ("global", "d"), "shape": ("micro x accumulation x workers", "")}
     columns |= {
-        "predicted_samples_per_s": ("predicted samples/s", format_compact),
-        "measured": ("measured", format_compact),
+        "predicted_samples_per_s": ("predicted samples/s", COMPACT),
+        "measured": ("measured", COMPACT),
     }
     columns |= {"step_p50_s": ("step s", ".3f"), "peak_gib": ("GiB", ".2f"), "details": ("", "")}
     return rows_table(shown, columns)

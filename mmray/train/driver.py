@@ -44,11 +44,12 @@ def train(
     start_s: float | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     local: bool = False,
+    check_storage: bool = True,
 ) -> RunOutcome:
     """Train `config`, or resume its run. Raises MmrayError with its exit code.
 
     start_s: time.monotonic() at the command; None: now. should_stop: polled each second; True stops like Ctrl-C.
-    local: do not use Ray, although this process is connected to it.
+    local: do not use Ray, although this process is connected to it. check_storage: whether all nodes can use it.
     """
     timeline = StartTimeline(reporter, time.monotonic() if start_s is None else start_s)
     validate_settings(config)
@@ -63,7 +64,7 @@ def train(
     with ray_session(config.cluster, actors, while_starting=partial(check_classes, config)):
         from mmray.train.ray_backend import RayBackend  # late: it imports Ray Train
 
-        outcome = _train(config, timeline, RayBackend(), should_stop)
+        outcome = _train(config, timeline, RayBackend(check_storage), should_stop)
         timeline.phase("stopping Ray")
         return outcome
 

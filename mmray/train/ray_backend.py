@@ -79,7 +79,8 @@ class RayBackend:
         OSError,
     )
 
-    def __init__(self) -> None:
+    def __init__(self, check_storage: bool = True) -> None:
+        self._check_storage = check_storage
         self.autoscaler = placement.AutoscalerRequest(f"mmray-{os.urandom(4).hex()}")
         self._nodes: placement.SchedulableNodes | None = None  # at the last choice of the number of workers
         self._excluded: frozenset[str] = frozenset()  # IDs of nodes on which a device failed
@@ -88,7 +89,8 @@ class RayBackend:
         if warning := version_warning():
             reporter.log(warning, "warning")
         check_capacity(config)
-        check_storage(config)
+        if self._check_storage:
+            check_storage(config)
 
     def resolve(self, config: Config) -> Config:
         cluster = config.cluster

@@ -20,8 +20,8 @@ from mmray.errors import TrainingError, UsageError
 from mmray.report.sweep import LEARNING_GOALS
 from mmray.storage.paths import AnyPath, copy_file, remove_tree, write_atomic
 from mmray.tune.results import Row
+from mmray.tune.trials import CHANGEABLE
 
-SETTINGS = tuple(f"optimizer.{name}" for name in ("lr", "weight_decay", "betas", "eps", "clip_norm"))
 QUANTILE = 0.25  # of the population, replaced at each rung
 RESAMPLE_PROBABILITY = 0.25  # of each setting; otherwise it is changed by a factor, or to the next listed value
 FACTORS = (0.8, 1.25)
@@ -43,9 +43,9 @@ def check_sweep(space: Space, goal: str, searcher: str) -> None:
             "--scheduler pbt needs --goal loss, recall or time-to-quality and --search random; its later settings come "
             "from the best trials"
         )
-    if fixed := [key for key in space.axes if key not in SETTINGS]:
+    if fixed := [key for key in space.axes if key not in CHANGEABLE]:
         raise UsageError(
-            f"--scheduler pbt: {', '.join(fixed)} cannot change during a run; search {', '.join(SETTINGS)}, or use "
+            f"--scheduler pbt: {', '.join(fixed)} cannot change during a run; search {', '.join(CHANGEABLE)}, or use "
             "--scheduler halving"
         )
 

@@ -14,6 +14,8 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ray import tune
@@ -34,12 +36,15 @@ from mmray.report.sweep import GOALS, LEARNING_GOALS, TRIALS
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.storage.paths import remove_tree
+from mmray.storage.storage import parallel_map
 from mmray.train.backend import num_gpus
+from mmray.train.coordinator import IMPORTING
 from mmray.train.driver import train
 from mmray.train.local import count_gpus
-from mmray.train.monitor import signal_handlers
+from mmray.train.monitor import RunReporter, signal_handlers
 from mmray.train.ray_backend import (
     check_capacity,
+    check_storage,
     is_single_node,
     num_decode_actors,
     ray_storage,
@@ -53,7 +58,7 @@ from mmray.tune import trials as trial_module
 from mmray.tune.results import ENDED, Row, TrialOutcome, classify_error, promoted, rung_value, select_best
 from mmray.tune.suggestions import build_optuna, distinct_settings, tune_space
 from mmray.tune.sweep import STOP_FILE, Budget, SweepDir, SweepReporter, SweepState, resolve_sweep_dir
-from mmray.tune.trials import FeasibleSpace, SweepPlan, Trial, starting_points
+from mmray.tune.trials import FeasibleSpace, Share, SweepPlan, Trial, starting_points
 
 FREE_WAIT_S = 10.0  # decode actors release their CPUs with a delay
 MAX_CONCURRENT = 64
@@ -70,6 +75,7 @@ _ENVIRONMENT = {
 # The driver of a trial runs on the head node and requests no CPU, because a small machine needs all of them for data.
 _DRIVER_RESOURCES = {HEAD_RESOURCE: 0.001}
 METRIC = "value"  # what trials report to Ray Tune; `samples` is its time
+STARTED = "started"  # in a report when the workers of a trial have started
 NAME = "trial"  # the only parameter of a trial with known settings; Optuna suggests settings, which have a `.`
 
 
@@ -107,17 +113,18 @@ def search(sweep: Sweep, reporter: SweepReporter) -> tuple[SweepDir, dict[str, A
         plan = trial_module.build_plan(*searched, feasible, sweep.scheduler)
         space = trial_module.describe_space(sweep.space)
         identity = {"space": space, "goal": sweep.goal, "rungs": list(plan.rungs)}
-        folder = resolve_sweep_dir(sweep.base, identity)
+        folder = resolve_sweep_dir(sweep.base, identity, reporter)
         with Lease(folder.path, activity="in use for a sweep"):
             folder.write("recipe.yaml", to_yaml(sweep.base))
             configs = [trial.config for trial in feasible.corners]
-            num_concurrent, actors = plan_concurrency(configs, sweep)
-            local = num_concurrent == 1 and are_local(configs)
-            on_gpus = "GPU" in resource_demand(sweep.base).per_worker
-            plan = replace(plan, folder=folder.path, on_gpus=on_gpus, local=local, decode_actors=actors)
+            share = partial(plan_share, configs, sweep)
+            local = share(sweep.space.num_trials).num_trials == 1 and are_local(configs)
+            plan = replace(plan, folder=folder.path, on_gpus=uses_gpus(sweep.base), local=local)
+            if not local:
+                check_storage(plan.base)  # once for all trials
             if warning := trial_module.warmup_warning(plan):
                 reporter.log(warning, "warm-up")
-            return _search(sweep, plan, num_concurrent, identity, folder, reporter)
+            return _search(sweep, plan, share, identity, folder, reporter)
 
 
 def check_corners(corners: list[Trial], goal: str, reporter: SweepReporter) -> FeasibleSpace:
@@ -155,13 +162,14 @@ def check_corners(corners: list[Trial], goal: str, reporter: SweepReporter) -> F
 def _search(
     sweep: Sweep,
     plan: SweepPlan,
-    num_concurrent: int,
+    share: Callable[[int], Share],
     identity: dict[str, Any],
     folder: SweepDir,
     reporter: SweepReporter,
 ) -> tuple[SweepDir, dict[str, Any], list[Row]]:
     """Run the remaining trials, cool the best one down and rank all; trials.jsonl is updated after each rung."""
     count = sweep.space.num_trials
+    num_concurrent = share(count).num_trials
     planned = trial_module.planned_samples(count, plan.rungs, sweep.scheduler)
     summary = {
         "kind": "sweep",
@@ -185,7 +193,7 @@ def _search(
     reporter.log(sweep.goal, "goal")
     failure: TrainingError | None = None
     try:
-        run_trials(state, sweep, num_concurrent)
+        run_trials(state, sweep, share)
     except TrainingError as error:  # raised after the results so far are written
         failure = error
     rows = sorted(state.rows.values(), key=lambda row: row["trial"])
@@ -195,7 +203,9 @@ def _search(
         trial = plan.trial(best["best"], state.rows[best["best"]]["settings"])
         folder.write("best.yaml", f"# {best['why']}\n" + to_yaml(plan.recipe(trial)))
         complete = state.rows[trial.name]["status"] == "finished"
-        if plan.learning and complete and failure is None and not state.is_stopped():
+        if complete and failure is None and not state.is_stopped() and plan.can_cool_down(trial):
+            state.write_summary(recommendation=best)  # in case the cooldown is killed
+            write_report_safely(folder.path, reporter.log)
             state.start(trial.name)
             best["cooldown"] = cool_down(trial, state)
             state.end(trial.name)
@@ -223,34 +233,44 @@ def cool_down(trial: Trial, state: SweepState) -> Row | None:
     Returns {samples, value}, or None if it failed or was stopped.
     """
     plan, reporter = state.plan, state.reporter
-    config = sized(plan.config(trial, plan.cooldown_samples(trial), cooldown=True), plan)
     reporter.status(f"cooldown of {trial.name}")
+    state.start_workers(trial.name)
     try:
-        run = train(config, reporter, local=plan.local)
+        config = plan.config(trial, plan.cooldown_samples(trial), cooldown=True)
+        run = train(config, reporter, should_stop=state.is_budget_spent, local=plan.local)
     except MmrayError as error:
         reporter.log(f"{error}; best.yaml is valid without it", "cooldown")
         return None
     if run.result["status"] != "finished":
-        state.stop_reason = "stopped"
+        state.stop_reason = "budget" if state.is_budget_spent() else "stopped"
         return None
     lines = list(read_lines(run.path / "metrics.jsonl"))
     value = rung_value(lines, plan.goal)
     return {"samples": lines[-1]["rows_stop"], "value": value} if isinstance(value, float) else None
 
 
-def plan_concurrency(configs: list[Config], sweep: Sweep) -> tuple[int, int | None]:
-    """Return the number of concurrent trials and the most decode actors of each, if known."""
+def uses_gpus(config: Config) -> bool:
+    return "GPU" in resource_demand(config).per_worker
+
+
+def plan_share(configs: list[Config], sweep: Sweep, count: int) -> Share:
+    """Return how many of `count` trials run at a time, and the share of each. A single one has all, as a run has."""
     demands = [resource_demand(config) for config in configs]
     demand = max(demands, key=lambda each: each.workers * sum(each.per_worker.values()) + each.data_cpus)
     single_node = all(is_single_node(config) for config in configs)  # trials would slow each other
     total, pools = placement.alive_nodes(), placement.autoscaling_pools()
     head_gib = max((node.resources.get("memory", 0.0) for node in total if HEAD_RESOURCE in node.resources), default=0)
     drivers = max(1, int(head_gib / 2**30 / DRIVER_GIB)) if head_gib else MAX_CONCURRENT
-    wanted = min(sweep.space.num_trials, sweep.concurrency or (1 if single_node else min(drivers, MAX_CONCURRENT)))
+    wanted = min(count, sweep.concurrency or (1 if single_node else min(drivers, MAX_CONCURRENT)))
     if sweep.concurrency and not pools and all(config.cluster.wait_for_nodes for config in configs):
-        return wanted, None  # the user declares that nodes will be added, and for how many trials
+        return Share(wanted)  # the user declares that nodes will be added, and for how many trials
+    cpus = None
+    if wanted > 1 and placement.available_cores_if_local() and "GPU" not in demand.per_worker:
+        cpus = trial_module.cpus_of_share(total[0].resources["CPU"], wanted, demand)  # `auto` would be all cores
+        demand = replace(demand, per_worker=demand.per_worker | {"CPU": cpus})
     free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if fits(demand, total) else 0.0)
-    return trial_module.trial_concurrency(free, total, demand, wanted, pools)
+    num_trials, decode_actors = trial_module.trial_concurrency(free, total, demand, wanted, pools)
+    return Share(num_trials, decode_actors, cpus) if num_trials > 1 else Share(1)
 
 
 def are_local(configs: list[Config]) -> bool:
@@ -259,11 +279,13 @@ def are_local(configs: list[Config]) -> bool:
     return not on_cluster and count_gpus() == 0
 
 
-def sized(config: Config, plan: SweepPlan) -> Config:
-    """Return the config with its number of decode actors, because concurrent trials share the cluster."""
-    if plan.local or isinstance(config.data.workers, int) or plan.decode_actors is None:
+def sized(config: Config, share: Share) -> Config:
+    """Return the config with the decode actors and the CPUs of its share, where the config has `auto`."""
+    if share.cpus_per_worker is not None and config.cluster.cpus_per_worker == "auto":
+        config = config.with_cluster(cpus_per_worker=share.cpus_per_worker)
+    if isinstance(config.data.workers, int) or share.decode_actors is None:
         return config
-    return config.replace(data=config.data.replace(workers=min(num_decode_actors(config), plan.decode_actors)))
+    return config.replace(data=config.data.replace(workers=min(num_decode_actors(config), share.decode_actors)))
 
 
 def build_scheduler(plan: SweepPlan) -> ASHAScheduler | None:
@@ -274,8 +296,11 @@ def build_scheduler(plan: SweepPlan) -> ASHAScheduler | None:
     return ASHAScheduler(time_attr="samples", max_t=plan.rungs[-1], **shape)
 
 
-def run_trials(state: SweepState, sweep: Sweep, num_concurrent: int) -> None:
-    """Train all trials to the first rung and the chosen ones on, or leave the choice to Ray Tune's ASHA."""
+def run_trials(state: SweepState, sweep: Sweep, share: Callable[[int], Share]) -> None:
+    """Train all trials to the first rung and the chosen ones on, or leave the choice to Ray Tune's ASHA.
+
+    share: of a number of trials.
+    """
     plan, space = state.plan, sweep.space
     (state.folder.path / STOP_FILE).unlink(missing_ok=True)
     names = None  # suggested by Optuna
@@ -288,7 +313,7 @@ def run_trials(state: SweepState, sweep: Sweep, num_concurrent: int) -> None:
             text = f"{len(started)} as before, instead of {len(names)}: this population was copied from them already"
             state.reporter.log(f"{text}; use another --run.name for a larger one", "trials")
     if sweep.scheduler == "asha":
-        fit(state, sweep, num_concurrent, len(plan.rungs), names)
+        fit(state, sweep, share(space.num_trials), len(plan.rungs), names)
     else:
         for rung, samples in enumerate(plan.rungs):
             if rung:
@@ -302,7 +327,7 @@ def run_trials(state: SweepState, sweep: Sweep, num_concurrent: int) -> None:
                 state.prune_paused(names or ())
             title = f"training to {samples:,} samples"
             state.reporter.status(f"{title}: {', '.join(remaining)}" if remaining and rung else title)
-            fit(state, sweep, num_concurrent, rung + 1, remaining)
+            fit(state, sweep, share(len(remaining or names or ()) or space.num_trials), rung + 1, remaining)
     if state.stop_reason is None:
         state.prune_paused()
 
@@ -319,15 +344,15 @@ def continued(state: SweepState, sweep: Sweep, rung: int) -> list[str]:
     size = min(sweep.space.num_trials, sum(row["parent"] is None for row in members))
     survivors, children = population.next_generation(members, rung - 1, size, sweep.space, maximize)
     names = [state.add_child(child.parent, child.settings, parent_samples) for child in children]
-    for child, name in zip(children, names, strict=True):
-        trials = state.folder.path / "trials"
-        population.copy_run(trials / child.parent, trials / name, child.settings)
+    trials = state.folder.path / "trials"
+    copies = zip(children, names, strict=True)
+    parallel_map(lambda each: population.copy_run(trials / each[0].parent, trials / each[1], each[0].settings), copies)
     return [*survivors, *names]
 
 
-def fit(state: SweepState, sweep: Sweep, num_concurrent: int, num_rungs: int, names: list[str] | None) -> None:
+def fit(state: SweepState, sweep: Sweep, share: Share, num_rungs: int, names: list[str] | None) -> None:
     """Run Ray Tune in a thread while this thread handles signals: `names` up to a rung, or what Optuna suggests."""
-    plan, callback = state.plan, _TuneCallback(state)
+    plan, callback, num_concurrent = replace(state.plan, share=share), _TuneCallback(state), share.num_trials
     recorded, scratch = dict(state.rows), state.folder.path / "ray"
     remove_tree(scratch)
     searcher: ConcurrencyLimiter | BasicVariantGenerator = BasicVariantGenerator(max_concurrent=num_concurrent)
@@ -383,6 +408,7 @@ def _run_trial(
     Rungs that were finished before are only reported. A failure is reported instead of raised.
     """
     name = tune.get_context().get_trial_name()
+    reporter = _TrialReporter(lambda: tune.report(last | {STARTED: True}))
     row = recorded.get(name, {"status": "new", "rungs": [], "settings": settings.get(name, params)})
     last: dict[str, Any] = {}
 
@@ -396,19 +422,25 @@ def _run_trial(
     if outcome.status not in ended:
         try:
             trial = plan.trial(name, row["settings"])
-            outcome = train_rungs(trial, plan, len(row["rungs"]), num_rungs, report)
+            outcome = train_rungs(trial, plan, len(row["rungs"]), num_rungs, reporter, report)
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - any error is the outcome of this trial only
             outcome = classify_error(error)
     tune.report(last | {"outcome": outcome._asdict()})  # with the last value, for the searcher
 
 
 def train_rungs(
-    trial: Trial, plan: SweepPlan, done: int, num_rungs: int, report: Callable[[dict[str, Any]], None]
+    trial: Trial,
+    plan: SweepPlan,
+    done: int,
+    num_rungs: int,
+    reporter: RunReporter,
+    report: Callable[[dict[str, Any]], None],
 ) -> TrialOutcome:
     """Train to each rung after the first `done`; return how the trial ended. Raises what its run raises."""
     if trial.infeasible:
         return TrialOutcome("infeasible", trial.infeasible)
-    if reason := trial_module.larger_than_out_of_memory(trial, list(read_lines(plan.folder / TRIALS))):
+    rows = [] if done else list(read_lines(plan.folder / TRIALS))
+    if reason := trial_module.larger_than_out_of_memory(trial, rows):
         return TrialOutcome("infeasible", reason)
     try:
         check_capacity(trial.config.with_cluster(workers=trial.config.cluster.max_workers))
@@ -418,7 +450,8 @@ def train_rungs(
     for samples in plan.rungs[done:num_rungs]:
         if stop():
             return TrialOutcome("stopped")
-        run = train(sized(plan.config(trial, samples), plan), _TrialReporter(), should_stop=stop, local=plan.local)
+        config = sized(plan.config(trial, samples), plan.share)
+        run = train(config, reporter, should_stop=stop, local=plan.local, check_storage=False)
         if run.result["status"] != "finished":
             return TrialOutcome("stopped")
         value = rung_value(list(read_lines(run.path / "metrics.jsonl")), plan.goal)
@@ -431,8 +464,14 @@ def train_rungs(
 class _TrialReporter:
     """RunReporter of a trial without output: its metrics are read from its folder."""
 
+    def __init__(self, on_started: Callable[[], None]) -> None:
+        self._on_started = on_started
+
+    def status(self, title: str) -> None:
+        if title == IMPORTING:
+            self._on_started()
+
     def log(self, *_: Any) -> None: ...
-    def status(self, *_: Any) -> None: ...
     def phase(self, *_: Any) -> None: ...
     def prepare_progress(self, *_: Any) -> None: ...
     def step(self, *_: Any) -> None: ...
@@ -467,6 +506,8 @@ class _TuneCallback(tune.Stopper, tune.Callback):
     ) -> None:
         if "outcome" in result:
             self._state.end(str(trial), TrialOutcome(**result["outcome"]))
+        elif STARTED in result:
+            self._state.start_workers(str(trial))
         else:
             self._state.reach(str(trial), {"samples": result["samples"], "value": result[METRIC]})
 
@@ -474,5 +515,7 @@ class _TuneCallback(tune.Stopper, tune.Callback):
         self._state.end(str(trial))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        error = trial.get_pickled_error() or TrainingError("its driver process died; see the logs of the head node")
-        self._state.end(str(trial), classify_error(error))
+        # Not Ray's `get_pickled_error`, which reads a file that is copied to the storage later.
+        text = Path(trial.error_file).read_text() if trial.error_file else ""
+        cause = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no reason is known")
+        self._state.end(str(trial), classify_error(TrainingError(f"its driver process died: {cause}")))

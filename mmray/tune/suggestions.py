@@ -13,7 +13,7 @@ from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.optuna import OptunaSearch
 
 from mmray.config import Config
-from mmray.config.search_space import Range, Space, round_sampled, setting_value
+from mmray.config.search_space import Range, Space, override_settings, round_sampled, setting_value
 from mmray.tune.trials import starting_points
 
 MAX_REPEATS = 1000  # draws in a row that were drawn before; then a space of lists has no more
@@ -25,11 +25,19 @@ def tune_space(base: Config, space: Space) -> dict[str, Any]:
     for key, axis in space.axes.items():
         if not isinstance(axis, Range):
             domains[key] = tune.choice(list(axis))
-        elif isinstance(setting_value(base, key), int):
+        elif _is_integer(base, key, axis):
             domains[key] = (tune.lograndint if axis.log else tune.randint)(round(axis.low), round(axis.high) + 1)
         else:
             domains[key] = (tune.loguniform if axis.log else tune.uniform)(axis.low, axis.high)
     return domains
+
+
+def _is_integer(base: Config, key: str, axis: Range) -> bool:
+    """Return whether a range is of integers, also if the recipe has `auto` or nothing."""
+    value = setting_value(base, key)
+    if isinstance(value, int | float) or int(axis.high) != axis.high:
+        return isinstance(value, int)
+    return isinstance(setting_value(override_settings(base, {key: int(axis.high)}), key), int)
 
 
 def distinct_settings(base: Config, space: Space, first: list[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
@@ -61,6 +69,11 @@ class DistinctOptuna(OptunaSearch):
     def __init__(self, points: list[dict[str, Any]], others: list[dict[str, Any]], seed: int) -> None:
         super().__init__(points_to_evaluate=points, seed=seed)
         self._others, self._seen = others, set[str]()
+
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """Ignore a report without a metric, such as that of the start of a trial's workers."""
+        if self.metric in result:
+            super().on_trial_result(trial_id, result)
 
     def suggest(self, trial_id: str) -> Any:
         """Return new settings, or FINISHED if there are no more."""

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mmray.config import Config, from_yaml
-from mmray.errors import ForceExit, UsageError
+from mmray.errors import ForceExit, StorageError, UsageError
 from mmray.report.run import read_lines
 from mmray.report.sweep import SWEEP, TRIALS
 from mmray.storage import lease
@@ -27,12 +27,13 @@ from mmray.train.run_dir import RunDir, forbidden_changes, has_other_files, sele
 from mmray.tune.results import ENDED, Row, TrialOutcome, build_row
 from mmray.tune.trials import SweepPlan, Trial
 
+T = TypeVar("T")
 # Settings of the recipe that a resumed sweep may change.
 _RESUMABLE_DATA = ("data.cache", "data.local_cache", "data.local_cache_gb")
 RESUMABLE_CHANGES = ("run", "cluster.address", "cluster.start_timeout_s", *_RESUMABLE_DATA)
 STOP_FILE = "stop"  # its existence makes running trials stop at a checkpoint
-STOP_WAIT_S = 60.0  # for their checkpoints; then they are killed
 TABLE_INTERVAL_S = 1.0
+STORAGE_RETRIES_S = (5.0, 15.0, 30.0, 60.0, 120.0)  # pauses while the storage fails; trials go on meanwhile
 SAVE_INTERVAL_S = 10.0  # at most this much time of a killed command does not count for the budget
 
 
@@ -73,8 +74,11 @@ class SweepDir(RunDir):
         return {row["trial"]: {"rungs": [], "parent": None} | row for row in read_lines(self.path / TRIALS)}
 
 
-def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
-    """Return the folder of this sweep, whose sweep.json must match `identity`. Raises UsageError."""
+def resolve_sweep_dir(base: Config, identity: dict[str, Any], reporter: RunReporter) -> SweepDir:
+    """Return the folder of this sweep, whose sweep.json must match `identity`. Raises UsageError.
+
+    Logs why the newest earlier sweep of this recipe is not resumed.
+    """
 
     def inspect(path: AnyPath) -> tuple[list[str], bool] | None:
         before = RunDir(path).read_json(SWEEP)
@@ -87,7 +91,10 @@ def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
         old, new = (config.model_dump(mode="json", by_alias=True) for config in (recipe, base))
         return changes + forbidden_changes(old, new, RESUMABLE_CHANGES), before["status"] == "finished"
 
-    return SweepDir(select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep").path)
+    selection = select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep")
+    if selection.skipped:
+        reporter.log(selection.skipped[-1], "not resumed")
+    return SweepDir(selection.path)
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ class SweepState:
     summary: dict[str, Any] = field(default_factory=dict)  # content of sweep.json
     planned_samples: int = 0  # of all trials
     trials: dict[str, Trial] = field(default_factory=dict)  # of this command
-    running: dict[str, float] = field(default_factory=dict)  # trial: its start by `clock`
+    running: dict[str, float | None] = field(default_factory=dict)  # trial: start of its workers by `clock`
     stop_reason: str | None = None  # `stopped` by the user, or `budget`
     clock: Callable[[], float] = time.monotonic
 
@@ -145,8 +152,9 @@ class SweepState:
         return sum(self._trial_s(name) * (row["workers"] or 0) * gpus for name, row in self.rows.items())
 
     def _trial_s(self, name: str) -> float:
-        running_s = self.clock() - self.running[name] if name in self.running else 0.0
-        return self._spent_s.get(name, 0.0) + running_s
+        """Return the seconds that a trial has had workers."""
+        start_s = self.running.get(name)
+        return self._spent_s.get(name, 0.0) + (0.0 if start_s is None else self.clock() - start_s)
 
     def time_left(self) -> TimeLeft:
         """Return the time until the end and until the budget is spent."""
@@ -154,7 +162,8 @@ class SweepState:
         left = self.planned_samples - self._num_samples()
         budget_s = None if self.budget.seconds is None else self.budget.seconds - self.elapsed_s
         if self.budget.gpu_seconds is not None:
-            gpus = sum((self.rows[name]["workers"] or 0) for name in self.running) * num_gpus(self.plan.base)
+            active = [name for name, start_s in self.running.items() if start_s is not None]
+            gpus = sum((self.rows[name]["workers"] or 0) for name in active) * num_gpus(self.plan.base)
             budget_s = (self.budget.gpu_seconds - self.gpu_seconds) / max(gpus, 1)
         estimated_s = max(0, left) * this_s / samples if samples else None
         return TimeLeft(self.elapsed_s, estimated_s, budget_s if budget_s is None else max(0.0, budget_s))
@@ -197,7 +206,7 @@ class SweepState:
         rungs = [rung | {"elapsed_s": 0.0} for rung in self.rows[parent]["rungs"] if rung["samples"] <= samples]
         row = build_row(self.trials[name], TrialOutcome("paused"), self.plan.goal, rungs=rungs, parent=origin)
         self.rows[name] = row
-        self.folder.write_rows(list(self.rows.values()))
+        self._write_rows()
         return name
 
     def has_reached(self, name: str, rung: int) -> bool:
@@ -206,10 +215,15 @@ class SweepState:
         return row is not None and (len(row["rungs"]) > rung or row["status"] in ENDED)
 
     def start(self, name: str) -> None:
-        """Write the row of a started trial, so that the next command finds its run."""
-        self.running[name] = self.clock()
+        """Write the row of a started trial, so that the next command finds its run. It may wait for its workers."""
+        self.running[name] = None
         if self.rows.get(name, {}).get("status") not in ENDED:
             self._write_row(name, TrialOutcome("running"))
+
+    def start_workers(self, name: str) -> None:
+        """Count the time of a trial from now on; waiting for nodes costs no GPU."""
+        if name in self.running and self.running[name] is None:
+            self.running[name] = self.clock()
 
     def reach(self, name: str, rung: Row) -> None:
         """Add a rung that a trial has reached; a trial of an earlier command reports its rungs again."""
@@ -228,6 +242,7 @@ class SweepState:
         self.running.pop(name, None)
         row = self.rows.get(name)
         if row is not None and row["status"] != "running":  # ended before
+            row["elapsed_s"] = self._spent_s[name]  # a cooldown adds to it
             return
         if outcome is None:
             rungs = row["rungs"] if row is not None else []
@@ -242,13 +257,14 @@ class SweepState:
         for name, row in self.rows.items():
             if row["status"] == "paused" and name not in keep:
                 row["status"] = "pruned"
-        self.folder.write_rows(list(self.rows.values()))
+        self._write_rows()
 
     def _write_row(self, name: str, outcome: TrialOutcome) -> None:
         """Write the row of a trial from the files of its run."""
         run, row = RunDir(self.folder.path / "trials" / name), self.rows.get(name, {})
         trial = self.trials.get(name) or self.plan.trial(name, row["settings"])  # maybe suggested by an earlier command
-        lines, result = list(read_lines(run.path / "metrics.jsonl")), run.read_json("result.json")
+        lines = self._with_retries(lambda: list(read_lines(run.path / "metrics.jsonl")))
+        result = self._with_retries(lambda: run.read_json("result.json"))
         self.rows[name] = build_row(
             trial,
             outcome,
@@ -260,37 +276,55 @@ class SweepState:
             row.get("parent") is None and self.plan.is_recipe(trial),
             row.get("parent"),
         )
-        self.folder.write_rows(list(self.rows.values()))
+        self._write_rows()
+
+    def _write_rows(self) -> None:
+        self._with_retries(lambda: self.folder.write_rows(list(self.rows.values())))
 
     def write_summary(self, **changes: Any) -> None:
         """Write sweep.json with these changes and the time used so far."""
         self.summary |= changes | {"elapsed_s": self.elapsed_s, "gpu_hours": self.gpu_seconds / 3600}
-        self.folder.write_json(SWEEP, self.summary)
+        self._with_retries(lambda: self.folder.write_json(SWEEP, self.summary))
+
+    def _with_retries(self, call: Callable[[], T]) -> T:
+        """Return the result of `call`, repeated while the storage fails: an error in Ray Tune would end all trials."""
+        for pause_s in STORAGE_RETRIES_S:
+            try:
+                return call()
+            except (OSError, StorageError) as error:
+                self.reporter.log(f"cannot access {self.folder.path}: {error}; retrying in {pause_s:g} s", "storage")
+                time.sleep(pause_s)
+        return call()
 
     def is_stopped(self) -> bool:
         """Stop when the budget is spent. Return whether no trial runs, or one does not stop, after a request.
 
-        Ray Tune calls it several times a second, so it also shows the trials and saves the time of the sweep.
+        Ray Tune calls it several times a second, so it also shows the trials.
         """
         now_s = self.clock()
         if now_s >= self._shown_s + TABLE_INTERVAL_S:
             self._shown_s = now_s
             self.reporter.table(list(self.rows.values()), self.plan.rungs, self.time_left())
-        if now_s >= self._saved_s + SAVE_INTERVAL_S:
-            self._saved_s = now_s
+        if self.is_budget_spent() and self.stop_reason is None:
+            self.request_stop("budget", "the budget is spent; stopping the running trials")
+        stop_wait_s = self.plan.base.cluster.state_limits_s["saving"]  # then a run would end a worker that saves
+        return self.stop_reason is not None and (not self.running or self.clock() > self._stop_s + stop_wait_s)
+
+    def is_budget_spent(self) -> bool:
+        """Return whether the budget is spent. Saves the time of the sweep; to be called often."""
+        if self.clock() >= self._saved_s + SAVE_INTERVAL_S:
+            self._saved_s = self.clock()
             for name in self.running:
                 self.rows[name]["elapsed_s"] = self._trial_s(name)
-            self.folder.write_rows(list(self.rows.values()))
+            self._write_rows()
             self.write_summary()
-        if self.stop_reason is None and self.budget.is_spent(self.elapsed_s, self.gpu_seconds):
-            self.request_stop("budget", "the budget is spent; stopping the running trials")
-        return self.stop_reason is not None and (not self.running or self.clock() > self._stop_s + STOP_WAIT_S)
+        return self.budget.is_spent(self.elapsed_s, self.gpu_seconds)
 
     def request_stop(self, reason: str, message: str) -> None:
         """Make running trials stop at a checkpoint, and those that start now at once."""
         self.stop_reason, self._stop_s = reason, self.clock()
-        self.folder.write(STOP_FILE, reason)
         self.reporter.log(message, "stop")
+        self._with_retries(lambda: self.folder.write(STOP_FILE, reason))
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
         """Stop the running trials on the first Ctrl-C or SIGTERM, and keep the results; exit on the second."""

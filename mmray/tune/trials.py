@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmray.cluster.capacity import Demand, Node, Pool, max_cluster, max_concurrent
 from mmray.cluster.connect import INPUT_TASK_CPUS
@@ -29,6 +29,8 @@ MAX_RUNGS = 3
 MAX_GENERATIONS = 8  # of population based training
 MIN_RUNG_STEPS = 4  # of the largest global batch
 MIN_RUNG_WARMUPS = 2  # losses are compared after the warm-up only
+# Settings that a run can change when it resumes, and that do not change the memory of a step.
+CHANGEABLE = tuple(f"optimizer.{name}" for name in ("lr", "weight_decay", "betas", "eps", "clip_norm"))
 LR_FACTOR = 10.0  # half the width of the default range of the learning rate
 
 
@@ -199,6 +201,14 @@ def planned_samples(count: int, rungs: Sequence[int], scheduler: str) -> int:
     return total
 
 
+class Share(NamedTuple):
+    """How many trials run at a time, and what each has then; None: as a run alone on the cluster."""
+
+    num_trials: int = 1
+    decode_actors: int | None = None
+    cpus_per_worker: float | None = None  # of `auto`
+
+
 @dataclass(frozen=True)
 class SweepPlan:
     """What every trial trains and measures; the trials get it from the driver."""
@@ -213,7 +223,7 @@ class SweepPlan:
     sampled: tuple[str, ...] = ()  # settings with a range; their values are rounded to keep recipes readable
     on_gpus: bool = False
     local: bool = False  # the worker is a process of this machine, as in `mmray train`, without Ray Train
-    decode_actors: int | None = None  # limit of a trial, because concurrent trials share the cluster
+    share: Share = field(default_factory=Share)
     data_sets: dict[str, dict[str, str | None]] = field(default_factory=dict)  # `data_key`: prepared sets
 
     @property
@@ -239,13 +249,15 @@ class SweepPlan:
             return Trial(name, settings, self.base, infeasible=str(error))
 
     def config(self, trial: Trial, samples: int, cooldown: bool = False) -> Config:
-        """Return the config of a trial's run up to `samples`: no retries, maximum workers.
+        """Return the config of a trial's run up to `samples`, with the maximum of workers.
 
+        A lost node restarts the run once; on one machine a lost worker ends it, because the trial is the cause.
         For learning goals: the warm-up in samples, a constant rate after it so that rungs are comparable, and with
         `cooldown` a linear decay after the samples of the last rung.
         """
         assert trial.shape is not None
         config, rows = trial.config, trial.shape.global_rows
+        max_failures = 0 if self.local else min(1, config.cluster.max_failures)
         shortest = math.ceil(self.rungs[0] / rows)
         train = config.train.replace(steps=None, samples=samples, epochs=None, checkpoint_every=0)
         evaluate = config.evaluate.replace(every=0, limit=min(config.evaluate.limit or EVAL_ROWS, EVAL_ROWS))
@@ -262,7 +274,7 @@ class SweepPlan:
             evaluate=evaluate,
             optimizer=optimizer,
             data=config.data.replace(**self.data_sets.get(data_key(config), {})),
-            cluster=config.cluster.replace(workers=config.cluster.max_workers, max_failures=0),
+            cluster=config.cluster.replace(workers=config.cluster.max_workers, max_failures=max_failures),
             run=config.run.replace(name=trial.name, storage=str(self.folder / "trials"), resume="auto"),
         )
 
@@ -276,10 +288,17 @@ class SweepPlan:
         steps = math.ceil(full / rows)
         return math.ceil((steps - COOLDOWN_FRACTION * warmup) / (1 - COOLDOWN_FRACTION)) * rows
 
+    def can_cool_down(self, trial: Trial) -> bool:
+        """Return whether the rate of a full trial can decay: not before the end of its warm-up."""
+        return self.learning and self.cooldown_samples(trial) > self.rungs[-1]
+
     def recipe(self, trial: Trial) -> Config:
-        """Return the trial as a recipe, with the recipe's length and the batch as `global` and `micro`."""
+        """Return the trial as a recipe, with the samples of the recipe and the batch as `global` and `micro`."""
         assert trial.shape is not None
         config, micro = trial.config, "auto" if trial.shape.auto else trial.shape.micro
+        if config.train.steps is not None and self.base.batch.global_ is not None:
+            steps = math.ceil(config.train.steps * self.recipe_rows / trial.shape.global_rows)
+            config = config.replace(train=config.train.replace(steps=steps))
         if self.learning:
             warmup_steps = self.config(trial, self.rungs[-1]).optimizer.warmup_steps
             config = config.replace(optimizer=config.optimizer.replace(schedule="cooldown", warmup_steps=warmup_steps))
@@ -336,25 +355,30 @@ def warmup_warning(plan: SweepPlan) -> str | None:
 
 
 def larger_than_out_of_memory(trial: Trial, rows: Sequence[dict[str, Any]]) -> str | None:
-    """Return why a trial needs at least the memory of one that ran out of it; None if unknown.
-
-    Settings of the optimizer do not change the memory of a micro-batch.
-    """
+    """Return why a trial needs at least the memory of one that ran out of it before its first rung; None if unknown."""
 
     def other(settings: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in settings.items() if not key.startswith(("optimizer.", "batch."))}
+        free = (*CHANGEABLE, "optimizer.warmup_steps")
+        return {key: value for key, value in settings.items() if key not in free and not key.startswith("batch.")}
 
     assert trial.shape is not None
     for row in rows:
-        same = row["status"] == "out_of_memory" and other(row["settings"]) == other(trial.settings)
+        same = other(row["settings"]) == other(trial.settings)
         if (
-            same
+            row["status"] == "out_of_memory"
+            and not row["rungs"]
+            and same
             and not trial.shape.auto
             and trial.shape.micro >= row["micro"]
             and trial.shape.workers == row["workers"]
         ):
             return f"not started: {row['trial']} ran out of memory with micro-batches of {row['micro']} rows"
     return None
+
+
+def cpus_of_share(cpus: float, num_trials: int, demand: Demand) -> float:
+    """Return the CPUs of each worker on one machine whose CPUs that many trials share; at least 1."""
+    return float(max(1, int((cpus / num_trials - demand.data_cpus) / demand.workers)))
 
 
 def trial_concurrency(

@@ -20,6 +20,21 @@ def test_sampled_settings_have_the_types_of_the_config():
     assert 1e-4 <= sampled["optimizer.lr"].sample() <= 1e-2
 
 
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ("batch.micro=loguniform(4,64)", int),
+        ("batch.accumulation=uniform(1,4)", int),
+        ("evaluate.limit=uniform(8,9)", int),
+    ],
+)
+def test_range_of_a_setting_without_a_number_has_the_type_of_its_numbers(given, kind):
+    """The recipe has `auto`, or nothing."""
+    base = SAMPLE.replace(batch=SAMPLE.batch.replace(micro="auto"))
+    (domain,) = tune_space(base, parse_space([given])).values()
+    assert all(isinstance(domain.sample(), kind) for _ in range(5))
+
+
 def test_no_settings_are_suggested_twice():
     grid = parse_space(["batch.micro=8,16", "train.precision=fp32,bf16"])
     assert list(distinct_settings(SAMPLE, grid, [], 0)) == grid.corners()

@@ -1,5 +1,6 @@
 """Sweep folder: which one a command uses, which rows it keeps; signals during a sweep."""
 
+import json
 import math
 import signal
 from dataclasses import replace
@@ -15,8 +16,8 @@ from mmray.train.monitor import signal_handlers
 from mmray.train.run_dir import RunDir
 from mmray.tune import search
 from mmray.tune.results import TrialOutcome, promoted, select_best
-from mmray.tune.sweep import STOP_FILE, STOP_WAIT_S, Budget, SweepState, TimeLeft, resolve_sweep_dir
-from mmray.tune.trials import SweepPlan
+from mmray.tune.sweep import STOP_FILE, Budget, SweepDir, SweepState, TimeLeft, resolve_sweep_dir
+from mmray.tune.trials import Share, SweepPlan
 from tests.train.runs import Silent
 
 SAMPLE = recipes.load("sample")
@@ -28,7 +29,7 @@ def base(storage, **run):
 
 
 def started(config, status="stopped", identity=IDENTITY):
-    sweep = resolve_sweep_dir(config, identity)
+    sweep = resolve_sweep_dir(config, identity, Silent())
     sweep.path.mkdir(parents=True, exist_ok=True)
     sweep.write("recipe.yaml", to_yaml(config))
     sweep.write_json("sweep.json", {"kind": "sweep", "status": status, **identity})
@@ -38,11 +39,14 @@ def started(config, status="stopped", identity=IDENTITY):
 def test_unnamed_sweep_resumes_until_finished(tmp_path):
     first = started(base(tmp_path))
     assert first.path == tmp_path / "sample-tune"
-    assert resolve_sweep_dir(base(tmp_path), IDENTITY).path == first.path
+    assert resolve_sweep_dir(base(tmp_path), IDENTITY, Silent()).path == first.path
     for other in ({"rungs": [64]}, {"goal": "recall"}):  # whose values are of another kind
-        assert resolve_sweep_dir(base(tmp_path), IDENTITY | other).path.name == "sample-tune-2"
+        assert resolve_sweep_dir(base(tmp_path), IDENTITY | other, Silent()).path.name == "sample-tune-2"
     started(base(tmp_path), "finished")
-    assert resolve_sweep_dir(base(tmp_path), IDENTITY).path.name == "sample-tune-2"
+    reporter = Silent()
+    resolve_sweep_dir(base(tmp_path), IDENTITY, reporter)
+    assert reporter.notes == [("not resumed", f"{tmp_path / 'sample-tune'} has finished")]
+    assert resolve_sweep_dir(base(tmp_path), IDENTITY, Silent()).path.name == "sample-tune-2"
 
 
 def plan_for(folder, goal="loss", rungs=(100, 400, 1600)):
@@ -61,6 +65,16 @@ class Reporter(Silent):
 
     def progress(self, row, rungs):
         self.rows.append((row["trial"], row["status"], len(row["rungs"])))
+
+
+def alone(_):
+    return Share()
+
+
+def start(state, name):
+    """Start a trial and its workers."""
+    state.start(name)
+    state.start_workers(name)
 
 
 class Clock:
@@ -88,7 +102,7 @@ def test_rows_have_rungs_and_the_way_each_trial_ended(begin):
     names = [state.add({"optimizer.lr": lr}) for lr in (1e-3, 1e-2, 1e-1, 1.0)]
     assert names == ["t001", "t002", "t003", "t004"]
     for name in names[:3]:
-        state.start(name)
+        start(state, name)
         state.clock.now_s += 10
         state.reach(name, {"samples": 100, "value": 2.0})
     state.end("t002")  # by the scheduler
@@ -115,7 +129,7 @@ def test_rows_have_rungs_and_the_way_each_trial_ended(begin):
 def test_same_command_keeps_names_rungs_and_time_of_trials(begin):
     first = begin()
     for lr in (1e-3, 1e-2):
-        first.start(name := first.add({"optimizer.lr": lr}))
+        start(first, name := first.add({"optimizer.lr": lr}))
         first.clock.now_s += 10
         first.reach(name, {"samples": 100, "value": 2.0})
     first.end("t001")
@@ -123,7 +137,7 @@ def test_same_command_keeps_names_rungs_and_time_of_trials(begin):
     second = begin()
     assert [second.add({"optimizer.lr": lr}) for lr in (1e-2, 1e-3, 1e-3)] == ["t002", "t001", "t003"]
     for name in ("t002", "t001"):
-        second.start(name)
+        start(second, name)
         second.reach(name, {"samples": 100, "value": 2.0})  # reported again without training
     second.end("t001")
     second.clock.now_s += 7
@@ -163,7 +177,7 @@ def test_best_quarter_of_the_trials_that_reached_a_rung_continues(count, maximiz
 def test_spent_budget_stops_running_trials_and_kills_one_that_does_not_stop(begin):
     state = begin(budget=Budget(gpu_seconds=30))
     for lr in (1e-3, 1e-2):
-        state.start(state.add({"optimizer.lr": lr}))
+        start(state, state.add({"optimizer.lr": lr}))
     stop = state.folder.path / STOP_FILE
     state.clock.now_s += 14
     assert not state.is_stopped() and not stop.exists() and state.gpu_seconds == 28
@@ -171,7 +185,7 @@ def test_spent_budget_stops_running_trials_and_kills_one_that_does_not_stop(begi
     assert not state.is_stopped() and stop.exists()  # requested; two trials run
     state.end("t001", TrialOutcome("stopped"))
     assert not state.is_stopped() and state.stop_reason == "budget"
-    state.clock.now_s += STOP_WAIT_S + 1
+    state.clock.now_s += SAMPLE.cluster.state_limits_s["saving"] + 1
     assert state.is_stopped()
     state.end("t002", TrialOutcome("stopped"))
     assert [row["status"] for row in state.rows.values()] == ["stopped", "stopped"]
@@ -180,7 +194,7 @@ def test_spent_budget_stops_running_trials_and_kills_one_that_does_not_stop(begi
 def test_time_of_a_killed_command_counts_for_the_budget(begin):
     budgets = {"budget": Budget(seconds=60), "summary": {"kind": "sweep"}, "planned_samples": 400}
     first = begin(**budgets)
-    first.start(first.add({"optimizer.lr": 1e-3}))
+    start(first, first.add({"optimizer.lr": 1e-3}))
     for _ in range(12):
         first.clock.now_s += 4
         assert not first.is_stopped()
@@ -188,15 +202,50 @@ def test_time_of_a_killed_command_counts_for_the_budget(begin):
     second = begin(**budgets)
     assert 38 < second.elapsed_s <= 48 and 38 < second.gpu_seconds <= 48
     assert second.rows["t001"]["status"] == "stopped"
-    second.start(second.add({"optimizer.lr": 1e-3}))
+    start(second, second.add({"optimizer.lr": 1e-3}))
     second.clock.now_s += 22
     assert not second.is_stopped() and second.stop_reason == "budget"  # requested
     assert begin(budget=Budget(gpu_seconds=30)).is_stopped()
 
 
+def test_waiting_for_workers_takes_no_gpu_hours(begin):
+    state = begin(budget=Budget(gpu_seconds=30))
+    state.start(name := state.add({"optimizer.lr": 1e-3}))
+    state.clock.now_s += 100
+    assert not state.is_stopped() and state.gpu_seconds == 0 and state.stop_reason is None
+    for _ in range(2):  # again after the first of its runs
+        state.start_workers(name)
+        state.clock.now_s += 20
+    assert state.gpu_seconds == 40 and not state.is_stopped() and state.stop_reason == "budget"
+    state.end(name, TrialOutcome("paused"))
+    assert state.rows[name]["elapsed_s"] == 40
+
+
+def test_failing_storage_is_retried_because_its_error_would_end_all_trials(begin, monkeypatch):
+    monkeypatch.setattr("mmray.tune.sweep.STORAGE_RETRIES_S", (0.0, 0.0))
+    state, write, failures = begin(), SweepDir.write_rows, 2
+
+    def failing(folder, rows):
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise OSError("no route to host")
+        write(folder, rows)
+
+    monkeypatch.setattr(SweepDir, "write_rows", failing)
+    state.start(name := state.add({"optimizer.lr": 1e-3}))
+    assert state.folder.read_rows().keys() == {name}
+    assert [text for label, text in state.reporter.notes if label == "storage"] == [
+        f"cannot access {state.folder.path}: no route to host; retrying in 0 s"
+    ] * 2
+    failures = 3
+    with pytest.raises(OSError, match="no route to host"):
+        state.end(name)
+
+
 def test_time_left_follows_the_samples_and_the_budget(begin):
     state = begin(budget=Budget(gpu_seconds=100), planned_samples=400)
-    state.start(name := state.add({"optimizer.lr": 1e-3}))
+    start(state, name := state.add({"optimizer.lr": 1e-3}))
     state.clock.now_s += 20
     state.is_stopped()
     assert state.reporter.time_left == TimeLeft(20, None, 80)
@@ -207,7 +256,7 @@ def test_time_left_follows_the_samples_and_the_budget(begin):
 
 def test_child_has_the_rungs_of_its_parent_and_its_name_in_later_commands(begin):
     state = begin()
-    state.start(parent := state.add({"optimizer.lr": 1e-3}))
+    start(state, parent := state.add({"optimizer.lr": 1e-3}))
     state.clock.now_s += 10
     state.reach(parent, {"samples": 100, "value": 2.0})
     state.end(parent, TrialOutcome("paused"))
@@ -228,10 +277,10 @@ def simulated(monkeypatch):
     """
     calls = []
 
-    def fit(state, sweep, num_concurrent, num_rungs, names):
+    def fit(state, sweep, share, num_rungs, names):
         calls.append(list(names))
         for name in names:
-            state.start(name)
+            start(state, name)
             state.clock.now_s += 1
             rate, samples = state.rows[name]["settings"]["optimizer.lr"], state.plan.rungs[num_rungs - 1]
             if rate > 0.03:
@@ -257,7 +306,7 @@ POPULATION = Space({"optimizer.lr": Range(1e-4, 1.0, log=True)}, 8)
 def test_population_based_training_replaces_the_worst_and_diverged_trials(begin, simulated):
     state = begin()
     sweep = search.Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
-    search.run_trials(state, sweep, 1)
+    search.run_trials(state, sweep, alone)
     first, *others = simulated
     assert len(first) == 8
     diverged = [name for name in first if state.rows[name]["status"] == "failed"]
@@ -279,7 +328,7 @@ def test_population_based_training_replaces_the_worst_and_diverged_trials(begin,
 def test_stopped_population_continues_with_the_same_children(begin, simulated):
     sweep = search.Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
     whole = begin()
-    search.run_trials(whole, sweep, 1)
+    search.run_trials(whole, sweep, alone)
     expected, rows = list(simulated), dict(whole.rows)
     whole.folder.write_rows([])
     simulated.clear()
@@ -293,7 +342,7 @@ def test_stopped_population_continues_with_the_same_children(begin, simulated):
                 state.request_stop("stopped", "stopping")
 
         state.reporter.progress = progress
-        search.run_trials(state, sweep, 1)
+        search.run_trials(state, sweep, alone)
     assert {name: row["settings"] for name, row in state.rows.items()} == {
         name: row["settings"] for name, row in rows.items()
     }
@@ -306,11 +355,11 @@ def test_stopped_population_continues_with_the_same_children(begin, simulated):
 
 def test_population_that_was_copied_does_not_grow(begin, simulated):
     sweep = search.Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
-    search.run_trials(begin(), sweep, 1)
+    search.run_trials(begin(), sweep, alone)
     simulated.clear()
     larger = replace(sweep, space=replace(POPULATION, num_samples=12))
     state = begin()
-    search.run_trials(state, larger, 1)
+    search.run_trials(state, larger, alone)
     assert [names for names in simulated if isinstance(names, list)] == []  # trained
     assert "8 as before, instead of 12" in "".join(text for _, text, *_ in state.reporter.notes)
 
@@ -319,7 +368,7 @@ def test_population_that_was_copied_does_not_grow(begin, simulated):
 def test_resumed_population_does_not_train_replaced_trials_again(begin, simulated, monkeypatch, interrupted):
     sweep = search.Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
     whole = begin()
-    search.run_trials(whole, sweep, 1)
+    search.run_trials(whole, sweep, alone)
     whole.folder.write_rows([])
     expected = list(simulated)
     simulated.clear()
@@ -337,12 +386,12 @@ def test_resumed_population_does_not_train_replaced_trials_again(begin, simulate
     with monkeypatch.context() as patch:
         patch.setattr(unit, interrupted, interrupt)
         with pytest.raises(KeyboardInterrupt):
-            search.run_trials(state, sweep, 1)
+            search.run_trials(state, sweep, alone)
     first = list(simulated[0])
     assert "failed" in {state.rows[name]["status"] for name in first}
     simulated.clear()
     again = begin()
-    search.run_trials(again, sweep, 1)
+    search.run_trials(again, sweep, alone)
     assert [names for names in simulated if isinstance(names, list)] == [
         names for names in expected[1:] if isinstance(names, list)
     ]
@@ -354,11 +403,11 @@ def test_resumed_population_does_not_train_replaced_trials_again(begin, simulate
 def test_trial_that_only_an_earlier_command_suggested_is_promoted(begin, simulated):
     first = begin()
     for lr in (1e-3, 1e-2, 2e-2):
-        first.start(name := first.add({"optimizer.lr": lr}))
+        start(first, name := first.add({"optimizer.lr": lr}))
         first.reach(name, {"samples": 100, "value": abs(lr - 1e-2)})
         first.end(name, TrialOutcome("paused"))
     state = begin()
-    search.run_trials(state, search.Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": (1e-3,)}), "loss"), 1)
+    search.run_trials(state, search.Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": (1e-3,)}), "loss"), alone)
     assert simulated == [["t002", "t001"], ["t002", "t001"]]
     assert state.rows["t002"]["settings"] == {"optimizer.lr": 1e-2} and state.rows["t002"]["status"] == "finished"
 
@@ -370,7 +419,7 @@ def test_halving_continues_where_the_earlier_command_stopped(begin, simulated):
         state.reporter.progress = lambda row, rungs, state=state, after=stop_after: (
             state.request_stop("stopped", "stopping") if row["trial"] == f"t{after:03}" and row["rungs"] else None
         )
-        search.run_trials(state, sweep, 1)
+        search.run_trials(state, sweep, alone)
     assert simulated == [
         ["t001", "t002", "t003", "t004", "t005"],
         ["t003", "t004", "t005"],
@@ -382,12 +431,12 @@ def test_halving_continues_where_the_earlier_command_stopped(begin, simulated):
 def test_sweep_can_be_on_an_object_store(s3):
     sweep = started(base(f"{s3.address}/runs"))
     state = SweepState(sweep, plan_for(sweep.path), Reporter(), sweep.read_rows(), clock=Clock())
-    state.start(name := state.add({"optimizer.lr": 1e-3}))
+    start(state, name := state.add({"optimizer.lr": 1e-3}))
     state.reach(name, {"samples": 100, "value": 2.0})
     state.request_stop("stopped", "stopping")
     assert (sweep.path / STOP_FILE).exists() and state.plan.folder == sweep.path
     state.end(name, TrialOutcome("paused"))
-    assert resolve_sweep_dir(base(f"{s3.address}/runs"), IDENTITY).read_rows() == state.rows
+    assert resolve_sweep_dir(base(f"{s3.address}/runs"), IDENTITY, Silent()).read_rows() == state.rows
     config = state.plan.config(state.trials[name], 100)
     assert config.run.storage.startswith(f"{s3.address.partition('?')[0]}/runs/sample-tune/trials")
 
@@ -400,7 +449,7 @@ def test_failure_of_ray_tune_is_recorded_and_raised(tmp_path, monkeypatch):
     config = base(tmp_path)
     sweep, folder = search.Sweep(config, config, Space({"optimizer.lr": (1, 2)}), "loss"), started(config)
     with pytest.raises(TrainingError, match="Ray Tune failed"):
-        search._search(sweep, plan_for(folder.path), 1, IDENTITY, folder, Reporter())
+        search._search(sweep, plan_for(folder.path), alone, IDENTITY, folder, Reporter())
     assert folder.read_json("sweep.json")["status"] == "failed" and (folder.path / "report.html").exists()
 
 
@@ -411,28 +460,47 @@ def test_only_a_finished_trial_is_cooled_down_and_a_stop_leaves_the_sweep_unfini
     outcome, cooled = TrialOutcome(trial, "a bug of the user" if trial == "failed" else None), []
 
     def run_trials(state, *_):
-        state.start(name := state.add({"optimizer.lr": 1e-3}))
+        start(state, name := state.add({"optimizer.lr": 1e-3}))
         for samples in state.plan.rungs[: None if trial == "finished" else 1]:
             state.reach(name, {"samples": samples, "value": 1.0})
         state.end(name, outcome)
 
-    def train(config, reporter, local):
-        cooled.append(config.run.name)
+    def train(config, reporter, should_stop, local):
+        cooled.append((config.run.name, json.loads((folder.path / "sweep.json").read_text())["recommendation"]["best"]))
         return SimpleNamespace(result={"status": run})
 
     monkeypatch.setattr(search, "run_trials", run_trials)
     monkeypatch.setattr(search, "train", train)
     config = base(tmp_path)
     request, folder = search.Sweep(config, config, Space({"optimizer.lr": (1e-3,)}), "loss"), started(config)
-    _, summary, rows = search._search(request, plan_for(folder.path), 1, IDENTITY, folder, Reporter())
-    assert summary["status"] == sweep and cooled == (["t001"] if trial == "finished" else [])
+    _, summary, rows = search._search(
+        request, plan_for(folder.path, rungs=(12800, 51200)), alone, IDENTITY, folder, Reporter()
+    )
+    assert summary["status"] == sweep and cooled == ([("t001", "t001")] if trial == "finished" else [])
     assert (rows[0]["status"], rows[0]["error"]) == outcome
+
+
+def test_dead_driver_of_a_trial_is_reported_with_its_cause(begin, tmp_path):
+    state = begin()
+    state.start(name := state.add({"optimizer.lr": 1e-3}))
+    (tmp_path / "error.txt").write_text(
+        "Failure # 1 (occurred at noon)\nThe actor died.\nMemory on the node was low\n\n"
+    )
+
+    class DeadTrial:
+        error_file = str(tmp_path / "error.txt")
+
+        def __str__(self):
+            return name
+
+    search._TuneCallback(state).on_trial_error(1, [], DeadTrial())
+    assert state.rows[name]["error"] == "its driver process died: Memory on the node was low"
 
 
 def test_named_sweep_with_other_settings_is_refused_with_differences(tmp_path):
     config = base(tmp_path, name="mine")
     started(config)
-    assert resolve_sweep_dir(config, IDENTITY).path == tmp_path / "mine"
+    assert resolve_sweep_dir(config, IDENTITY, Silent()).path == tmp_path / "mine"
     changed = config.replace(optimizer=config.optimizer.replace(lr=0.5))
     for other, identity, message in (
         (config, IDENTITY | {"space": {"batch.micro": [8]}}, r"space: .*\[8, 16\]\} -> .*\[8\]\}"),
@@ -441,7 +509,7 @@ def test_named_sweep_with_other_settings_is_refused_with_differences(tmp_path):
         (base(tmp_path, name="other", resume="must"), IDENTITY, "no sweep at"),
     ):
         with pytest.raises(UsageError, match=message):
-            resolve_sweep_dir(other, identity)
+            resolve_sweep_dir(other, identity, Silent())
 
 
 def test_new_settings_storage_and_cache_are_not_differences(tmp_path):
@@ -450,16 +518,16 @@ def test_new_settings_storage_and_cache_are_not_differences(tmp_path):
     recipe.write_text("".join(line for line in recipe.read_text().splitlines(True) if "clip_norm" not in line))
     free = {"local_cache": "/cache", "local_cache_gb": 3.0, "cache": "elsewhere"}
     other = config.with_cluster(address="head:6379").replace(data=config.data.replace(**free))
-    assert resolve_sweep_dir(other, IDENTITY).path == tmp_path / "mine"
+    assert resolve_sweep_dir(other, IDENTITY, Silent()).path == tmp_path / "mine"
     with pytest.raises(UsageError, match=r"cluster\.workers: 1 -> 3"):
-        resolve_sweep_dir(config.with_cluster(workers=3), IDENTITY)
+        resolve_sweep_dir(config.with_cluster(workers=3), IDENTITY, Silent())
 
 
 def test_unrelated_folder_is_not_changed(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(UsageError, match="is not a sweep"):
-        resolve_sweep_dir(base(tmp_path, name="mine"), IDENTITY)
+        resolve_sweep_dir(base(tmp_path, name="mine"), IDENTITY, Silent())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

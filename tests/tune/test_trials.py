@@ -16,11 +16,12 @@ from mmray.config import Cluster, Config, recipes
 from mmray.config.search_space import Range, Space, parse_space
 from mmray.engine.optimizer import lr_at
 from mmray.errors import ResourceError, UsageError
-from mmray.tune.search import Sweep, check_corners, plan_concurrency, train_rungs
+from mmray.tune.search import Sweep, check_corners, plan_share, sized, train_rungs
 from mmray.tune.trials import (
     DEFAULT_STEPS,
     EVAL_ROWS,
     FeasibleSpace,
+    Share,
     build_plan,
     build_trial,
     clear_length_and_derived_batch,
@@ -126,7 +127,7 @@ def test_all_trials_train_on_the_same_number_of_samples():
     assert {run.train.samples for run in result} == {6 * 256} and {run.train.steps for run in result} == {None}
     assert [run.train.log_every for run in result] == [4, 2, 1, 1]  # 48, 24, 12, 6 steps: about ten log lines each
     assert (result[0].run.storage, result[0].run.name) == ("/sweeps/one/trials", "t0")
-    assert result[0].cluster.max_failures == 0 and result[0].evaluate.limit == EVAL_ROWS
+    assert result[0].evaluate.limit == EVAL_ROWS
     assert result[0].optimizer == base.optimizer
 
 
@@ -178,6 +179,23 @@ def test_each_rung_has_four_times_the_samples(samples, shortest, rungs):
     assert rungs_of(samples, shortest) == rungs
 
 
+def test_rate_does_not_decay_in_the_warmup():
+    trials_of = {warmup: plan_of(f"optimizer.warmup_steps={warmup}") for warmup in (20, 299, 300, 2000)}  # 300 steps
+    can = {
+        warmup: plan.can_cool_down(plan.trial("t1", {"optimizer.warmup_steps": warmup}))
+        for warmup, plan in trials_of.items()
+    }
+    assert can == {20: True, 299: True, 300: False, 2000: False}
+    plan = plan_of("batch.global=64,128", goal="memory")
+    assert not plan.can_cool_down(plan.trial("t1", {"batch.global": 64}))
+
+
+def test_lost_node_restarts_a_trial_once():
+    plan = plan_of("batch.global=64")
+    trial = plan.trial("t1", {"batch.global": 64})
+    assert [replace(plan, local=local).config(trial, 64).cluster.max_failures for local in (True, False)] == [0, 1]
+
+
 def test_trials_without_a_rung_after_the_warmup_are_reported():
     assert warmup_warning(plan_of("batch.global=64,128")) is None
     long = clear_length_and_derived_batch(SAMPLE, [])
@@ -207,7 +225,14 @@ def test_default_space_is_the_learning_rate_of_goals_that_depend_on_it():
 
 def test_trial_as_large_as_one_that_ran_out_of_memory_does_not_start():
     def oom(micro, **settings):
-        return {"trial": "t001", "status": "out_of_memory", "micro": micro, "workers": 2, "settings": settings}
+        return {
+            "trial": "t001",
+            "status": "out_of_memory",
+            "micro": micro,
+            "workers": 2,
+            "settings": settings,
+            "rungs": [],
+        }
 
     base = SAMPLE.replace(batch=SAMPLE.batch.replace(micro=32))
     trial = build_trial(base, "t002", {"optimizer.lr": 1e-3})
@@ -215,7 +240,9 @@ def test_trial_as_large_as_one_that_ran_out_of_memory_does_not_start():
     assert larger_than_out_of_memory(trial, [oom(16, **{"optimizer.lr": 1.0, "batch.micro": 16})])
     assert larger_than_out_of_memory(trial, [oom(64)]) is None
     assert larger_than_out_of_memory(trial, [oom(32, **{"train.precision": "fp32"})]) is None
+    assert larger_than_out_of_memory(trial, [oom(32, **{"optimizer.kind": "lion"})]) is None
     assert larger_than_out_of_memory(trial, [oom(32) | {"status": "failed"}]) is None
+    assert larger_than_out_of_memory(trial, [oom(32) | {"rungs": [{}]}]) is None  # it had trained with them
 
 
 def test_trial_of_elastic_recipe_has_fixed_workers():
@@ -243,6 +270,7 @@ def test_best_recipe_keeps_the_original_length():
     learned = plan_of("batch.global=64,128")
     recipe = learned.recipe(learned.trial("t001", {"batch.global": 64}))
     assert (recipe.optimizer.schedule, recipe.optimizer.warmup_steps) == ("cooldown", 60)  # as it was searched
+    assert recipe.train.steps == 2 * SAMPLE.train.steps  # as many samples as the recipe
 
 
 class Ended(NamedTuple):
@@ -253,7 +281,7 @@ class Ended(NamedTuple):
 def test_trial_trains_from_rung_to_rung_and_skips_those_that_are_done(tmp_path, monkeypatch):
     trained, reported, statuses = [], [], iter(["finished", "finished", "stopped"])
 
-    def train(config, reporter, should_stop, local):
+    def train(config, reporter, should_stop, local, check_storage):
         trained.append((config.train.samples, should_stop()))
         (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "rows_stop": 1, "evaluate/loss": {len(trained)}}}\n')
         return Ended(tmp_path, {"status": next(statuses)})
@@ -262,13 +290,13 @@ def test_trial_trains_from_rung_to_rung_and_skips_those_that_are_done(tmp_path, 
     monkeypatch.setattr("mmray.tune.search.check_capacity", lambda config: None)
     plan = replace(plan_of("batch.global=64,128"), folder=tmp_path, rungs=(100, 400, 1600))
     trial = plan.trial("t001", {"batch.global": 64})
-    assert train_rungs(trial, plan, 1, 3, reported.append).status == "finished"
+    assert train_rungs(trial, plan, 1, 3, runs.Silent(), reported.append).status == "finished"
     assert reported == [{"samples": 400, "value": 1}, {"samples": 1600, "value": 2}]
-    assert train_rungs(trial, plan, 0, 1, reported.append).status == "stopped"
-    assert train_rungs(trial, plan, 1, 1, reported.append).status == "paused"
+    assert train_rungs(trial, plan, 0, 1, runs.Silent(), reported.append).status == "stopped"
+    assert train_rungs(trial, plan, 1, 1, runs.Silent(), reported.append).status == "paused"
     assert trained == [(400, False), (1600, False), (100, False)] and len(reported) == 2
     (tmp_path / "stop").touch()
-    assert train_rungs(trial, plan, 0, 3, reported.append).status == "stopped" and len(trained) == 3
+    assert train_rungs(trial, plan, 0, 3, runs.Silent(), reported.append).status == "stopped" and len(trained) == 3
 
 
 def nodes(count, group=None, role=None, **resources):
@@ -314,24 +342,38 @@ def test_head_with_empty_pools_is_not_a_single_machine(place_nodes):
     configs = [Config(cluster=Cluster(workers=1))]
     sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6), "loss")
     place_nodes([HEAD], POOLS)
-    assert plan_concurrency(configs, sweep) == (4, 31)
+    assert plan_share(configs, sweep, 6) == Share(4, 31)
+    assert plan_share(configs, sweep, 2) == Share(2, 47)  # as many as are promoted
+    assert plan_share(configs, sweep, 1) == Share()  # has all, as a run
     place_nodes(CPUS_16)
-    assert [plan_concurrency(configs, replace(sweep, concurrency=limit))[0] for limit in (None, 3)] == [1, 3]
+    assert [plan_share(configs, replace(sweep, concurrency=limit), 6).num_trials for limit in (None, 3)] == [1, 3]
+
+
+def test_concurrent_trials_on_one_machine_share_its_cores(place_nodes, monkeypatch):
+    """8 cores, of which Ray counts 10 CPUs: each trial has 2 for its data."""
+    monkeypatch.setattr(cluster, "available_cores_if_local", lambda: 8)
+    sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6), "loss", concurrency=2)
+    place_nodes(nodes(1, CPU=10.0))
+    alone = Config(cluster=Cluster(workers=1))
+    share = plan_share([alone], sweep, 6)
+    assert share == Share(2, 1, 3.0)
+    assert (sized(alone, share).cluster.cpus_per_worker, sized(alone, share).data.workers) == (3.0, 1)
+    assert sized(alone, Share()) == alone
 
 
 def test_concurrency_is_as_given_if_nodes_will_be_added_without_a_known_limit(place_nodes):
     growing = [Config(cluster=Cluster(workers=1, wait_for_nodes=True))]
     sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6), "loss")
     place_nodes([HEAD])
-    assert [plan_concurrency(growing, replace(sweep, concurrency=limit))[0] for limit in (None, 3, 9)] == [1, 3, 6]
+    assert [plan_share(growing, replace(sweep, concurrency=limit), 6).num_trials for limit in (None, 3, 9)] == [1, 3, 6]
     place_nodes([HEAD], POOLS)
-    assert plan_concurrency(growing, replace(sweep, concurrency=6))[0] == 4
+    assert plan_share(growing, replace(sweep, concurrency=6), 6).num_trials == 4
 
 
 def test_drivers_of_trials_fit_the_memory_of_the_head(place_nodes):
     sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6), "loss")
     place_nodes([replace(HEAD, resources=HEAD.resources | {"memory": 2.5 * 2**30})], POOLS)
-    assert plan_concurrency([Config(cluster=Cluster(workers=1))], sweep)[0] == 2
+    assert plan_share([Config(cluster=Cluster(workers=1))], sweep, 6).num_trials == 2
 
 
 def test_trial_with_too_few_gpus_is_infeasible_and_others_run(place_nodes, tmp_path):
@@ -341,7 +383,7 @@ def test_trial_with_too_few_gpus_is_infeasible_and_others_run(place_nodes, tmp_p
     feasible = check_corners(corners, "memory", runs.Silent())
     assert [trial.config.cluster.max_workers for trial in feasible.corners] == [1, 2]
     plan = replace(plan_of("cluster.workers=1,2", goal="memory", base=base), folder=tmp_path)
-    outcome = train_rungs(corners[2], plan, 0, 1, lambda result: None)
+    outcome = train_rungs(corners[2], plan, 0, 1, runs.Silent(), lambda result: None)
     assert outcome.status == "infeasible" and "4 training workers of 1 CPU and 1 GPU each" in outcome.error
     with pytest.raises(ResourceError, match=r"--cluster.workers 2 would fit"):
         check_corners(corners[2:], "memory", runs.Silent())
