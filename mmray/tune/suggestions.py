@@ -67,6 +67,9 @@ class DistinctOptuna(OptunaSearch):
     """Optuna's TPE; repeated suggestions are replaced by random settings."""
 
     def __init__(self, points: list[dict[str, Any]], others: list[dict[str, Any]], seed: int) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         super().__init__(points_to_evaluate=points, seed=seed)
         self._others, self._seen = others, set[str]()
 
