@@ -73,7 +73,7 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
     configure_torch(config.train, device)
     hardware, limit_gib = group.all_gather_objects(_describe_device(config, device)), _memory_limit_gib(group)
     for earlier in task.earlier:
-        if group.all_reduce_min(int(is_reusable(earlier, task.global_rows, hardware, limit_gib))):
+        if is_reusable(earlier, task.global_rows, hardware, limit_gib):
             return earlier
     report({"status": "building the model"})
     model = build_model(config, group, report)
@@ -275,10 +275,14 @@ def _reset_peak_memory(device: torch.device) -> None:
 
 
 def _memory_limit_gib(group: Group) -> float:
-    """Return the memory that a worker may use, as `batch.micro auto` does (engine/memory_probe.py)."""
+    """Return the memory that every worker may use, as `batch.micro auto` does (engine/memory_probe.py).
+
+    It is the same on all ranks, because they choose the next collective by it.
+    """
     if group.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(group.device)
-        return (free + torch.cuda.memory_reserved(group.device) - HEADROOM * total) / GIB
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
-    timers = PhaseTimers(group.device)
-    return timers.peak_gib() + HOST_FRACTION * free_memory() / ranks / GIB
+        limit_gib = (free + torch.cuda.memory_reserved(group.device) - HEADROOM * total) / GIB
+    else:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
+        limit_gib = PhaseTimers(group.device).peak_gib() + HOST_FRACTION * free_memory() / ranks / GIB
+    return min(group.all_gather_objects(limit_gib))

@@ -193,6 +193,16 @@ def test_two_ranks_measure_communication_and_agree_on_sizes(forked_workers: None
     assert len(found["pairs"]["16"]) >= 4 and all(int(micro) <= 8 for micro in found["peak_gib"]["16"])
 
 
+def _memory_limits(base: Config, group: Group, folder: Path) -> list[float]:
+    shape_worker.free_memory = lambda: (64 << 30) >> group.rank
+    return group.all_gather_objects(shape_worker._memory_limit_gib(group))
+
+
+def test_ranks_with_different_free_memory_have_the_lower_limit(forked_workers: None) -> None:
+    first, second = spawn_workers(_memory_limits, tiny(workers=2))
+    assert first == second == pytest.approx(32 * 0.8 / 2, abs=2)
+
+
 def test_settings_of_the_batch_are_refused_and_others_are_probed_in_turn() -> None:
     base = recipes.load("sample")
     for axis in ("batch.micro=8,16", "batch.accumulation=1,2"):
