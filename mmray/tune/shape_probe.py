@@ -210,9 +210,9 @@ def measure(
 ) -> tuple[ShapeTask, Measurements]:
     """Measure a task in a process of this machine (one worker) or in a Ray worker group.
 
-    Returns the task with the device and the candidate numbers of workers, and its measurements. A group that dies in a
-    measurement was out of memory: another one measures the sizes below. earlier: measurements with their keys, used
-    instead if they are of the same hardware and settings. Raises MmrayError.
+    Returns the task with the device and the candidate numbers of workers, and its measurements. After a group that died
+    in a measurement another one starts (`_until_it_fits`). earlier: measurements with their keys, used instead if they
+    are of the same hardware and settings. Raises MmrayError.
     """
     config = task.config
     if not needs_ray(config.cluster):
@@ -245,7 +245,12 @@ def _resolved(task: ShapeTask, config: Config, earlier: list[tuple[dict[str, Any
 def _until_it_fits(
     task: ShapeTask, run: Callable[[ShapeTask, OnMessage], Measurements], reporter: RunReporter
 ) -> Measurements:
-    trying = 0
+    """Measure in one group after the other, each without the sizes that did not fit in an earlier one.
+
+    A worker lost without a sign of too little memory (its node, preemption, NCCL) counts as out of memory only if
+    another one is lost at the same size.
+    """
+    trying, unexplained = 0, set[int]()  # sizes
 
     def on_message(message: dict[str, Any]) -> None:
         nonlocal trying
@@ -261,10 +266,18 @@ def _until_it_fits(
             found = run(task, on_message)
         except (OutOfMemoryError, WorkerFailed) as error:
             lost = isinstance(error, WorkerFailed) and error.kind == "lost"
-            if trying < 2 or not (lost or is_out_of_memory(error)):
-                raise (error.cause if isinstance(error, WorkerFailed) else error) from None
-            task = replace(task, too_large=trying, reason=first_line(error))
-            reporter.log(f"{trying} rows: {first_line(error)}; measuring smaller micro-batches", "memory")
+            cause = error.cause if isinstance(error, WorkerFailed) else error
+            reason, out_of_memory = first_line(cause), is_out_of_memory(cause)  # SIGKILL too: see describe_signal
+            if lost and not out_of_memory:
+                if trying not in unexplained:
+                    unexplained.add(trying)
+                    reporter.log(f"{trying} rows: {reason}; not known to be out of memory, measuring again", "workers")
+                    continue
+                reason += ", twice at this size, which counts as out of memory"
+            if trying < 2 or not (lost or out_of_memory):
+                raise cause from None
+            task = replace(task, too_large=trying, reason=reason)
+            reporter.log(f"{trying} rows: {reason}; measuring smaller micro-batches", "memory")
             continue
         if not found.samples:
             raise OutOfMemoryError(f"a micro-batch of 1 row does not fit: {found.reason}")

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray.exceptions
+import ray.train
 import torch
 from rich.console import Console
 
@@ -24,10 +26,10 @@ from mmray.config import Batch, Cluster, Config, CustomModel, Optimizer, Run, Tr
 from mmray.config.search_space import build_space, parse_space
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
-from mmray.errors import OutOfMemoryError, UsageError
+from mmray.errors import OutOfMemoryError, TrainingError, UsageError
 from mmray.models.two_tower import TwoTower
-from mmray.train.local import resolve_on_this_machine
-from mmray.tune import shape_probe, shape_worker
+from mmray.train.local import WorkerFailed, describe_exit, resolve_on_this_machine
+from mmray.tune import shape_group, shape_probe, shape_worker
 from mmray.tune.shape import Measurements, Sample, ShapeTask, fit, predict_rows
 from mmray.tune.shape_probe import best_recipe, candidate_workers, plan_probes, probe_shapes
 from mmray.tune.shape_worker import Stepper, measure_shapes
@@ -113,6 +115,50 @@ def test_killed_worker_is_out_of_memory_at_that_size(tmp_path: Path, quick: None
     best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
     assert best.batch.micro in (1, 2, 4) and summary["status"] == "finished"
     assert any("measuring smaller micro-batches" in text for _, text in reporter.notes)
+
+
+def lost(text: str) -> WorkerFailed:
+    return WorkerFailed("lost", TrainingError(text))
+
+
+def run_failing(*failures: tuple[int, Exception]) -> tuple[Measurements, list[int | None], list[str]]:
+    """Measure in groups that fail at a size; return the last one's result, all `too_large`, and the log messages."""
+    remaining, too_large, reporter = list(failures), list[int | None](), Silent()
+
+    def run(task: ShapeTask, on_message: Any) -> Measurements:
+        too_large.append(task.too_large)
+        if remaining:
+            size, error = remaining.pop(0)
+            on_message({"trying": size})
+            raise error
+        return Measurements(1, 4.0, samples=[Sample(1, 1, 0.1, 0.01, 1.0)], reason=task.reason)
+
+    found = shape_probe._until_it_fits(ShapeTask(tiny(), (16,), (1,)), run, reporter)
+    return found, too_large, [text for _, text in reporter.notes]
+
+
+def test_lost_worker_is_out_of_memory_only_after_a_second_loss_at_that_size() -> None:
+    _, too_large, (note,) = run_failing((8, lost("a worker was lost (its node died)")))
+    assert too_large == [None, None]
+    assert note == "8 rows: a worker was lost (its node died); not known to be out of memory, measuring again"
+    found, too_large, notes = run_failing((8, lost("NCCL error")), (4, lost("NCCL error")), (8, lost("NCCL error")))
+    assert too_large == [None, None, None, 8]
+    assert found.reason == "NCCL error, twice at this size, which counts as out of memory" and found.reason in notes[2]
+    with pytest.raises(TrainingError, match="node died"):
+        run_failing((0, lost("its node died")), (0, lost("its node died")))
+
+
+@pytest.mark.parametrize("error", [lost(describe_exit(-signal.SIGKILL)), OutOfMemoryError("8 rows do not fit")])
+def test_lost_worker_with_a_sign_of_too_little_memory_is_not_repeated(error: Exception) -> None:
+    assert run_failing((8, error))[1] == [None, 8]
+
+
+def test_worker_killed_by_the_memory_monitor_is_reported_and_not_its_peer() -> None:
+    killed = ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.\nMemory: 9 GB")
+    failures = {0: RuntimeError("Connection closed by peer"), 1: killed}
+    error = shape_group._find_cause(ray.train.WorkerGroupError("failed", failures))
+    assert isinstance(error, WorkerFailed) and isinstance(error.cause, OutOfMemoryError) and error.kind == "lost"
+    assert str(error) == "a worker was lost (Task was killed due to the node running low on memory.)"
 
 
 @pytest.mark.usefixtures("one_thread")
