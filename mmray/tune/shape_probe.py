@@ -30,7 +30,17 @@ from mmray.train.monitor import RunReporter
 from mmray.train.run_dir import RunDir, collect_environment, forbidden_changes, has_other_files, select_folder
 from mmray.train.validate import unsupported_reasons
 from mmray.tune.reuse import earlier_measurements, measurement_key
-from mmray.tune.shape import Measurements, Row, ShapeTask, fit, predict_rows, recommend, unmeasured_rows, with_measured
+from mmray.tune.shape import (
+    FailedShape,
+    Measurements,
+    Row,
+    ShapeTask,
+    fit,
+    predict_rows,
+    recommend,
+    unmeasured_rows,
+    with_measured,
+)
 
 FILES = (SWEEP, TRIALS, "recipe.yaml", "best.yaml", "report.html", "ray", lease.FOLDER)
 GLOBAL = "batch.global"
@@ -245,12 +255,12 @@ def _resolved(task: ShapeTask, config: Config, earlier: list[tuple[dict[str, Any
 def _until_it_fits(
     task: ShapeTask, run: Callable[[ShapeTask, OnMessage], Measurements], reporter: RunReporter
 ) -> Measurements:
-    """Measure in one group after the other, each without the sizes that did not fit in an earlier one.
+    """Measure in one group after the other, each without the shapes that do not fit because of an earlier one.
 
     A worker lost without a sign of too little memory (its node, preemption, NCCL) counts as out of memory only if
-    another one is lost at the same size.
+    another one is lost at the same shape.
     """
-    trying, unexplained = 0, set[int]()  # sizes
+    trying, unexplained = (0, 0), set[tuple[int, int]]()  # rows of a micro-batch and of a step
 
     def on_message(message: dict[str, Any]) -> None:
         nonlocal trying
@@ -261,23 +271,25 @@ def _until_it_fits(
             reporter.log(message["note"], "weights")
 
     while True:
-        trying = 0
+        trying = 0, 0
         try:
             found = run(task, on_message)
         except (OutOfMemoryError, WorkerFailed) as error:
             lost = isinstance(error, WorkerFailed) and error.kind == "lost"
             cause = error.cause if isinstance(error, WorkerFailed) else error
             reason, out_of_memory = first_line(cause), is_out_of_memory(cause)  # SIGKILL too: see describe_signal
+            failed = FailedShape(*trying, reason)
             if lost and not out_of_memory:
                 if trying not in unexplained:
                     unexplained.add(trying)
-                    reporter.log(f"{trying} rows: {reason}; not known to be out of memory, measuring again", "workers")
+                    shape = failed if failed.rows else "start of the workers"
+                    reporter.log(f"{shape}: {reason}; not known to be out of memory, measuring again", "workers")
                     continue
-                reason += ", twice at this size, which counts as out of memory"
-            if trying < 2 or not (lost or out_of_memory):
+                reason += ", twice at this shape, which counts as out of memory"
+            if failed.rows < 2 or not (lost or out_of_memory):
                 raise cause from None
-            task = replace(task, too_large=trying, reason=reason)
-            reporter.log(f"{trying} rows: {reason}; measuring smaller micro-batches", "memory")
+            task = replace(task, failed_shapes=(*task.failed_shapes, failed._replace(reason=reason)))
+            reporter.log(f"{failed}: {reason}; measuring shapes that need less memory", "memory")
             continue
         if not found.samples:
             raise OutOfMemoryError(f"a micro-batch of 1 row does not fit: {found.reason}")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from mmray.config import recipes
 from mmray.tune.reuse import is_reusable, measurement_key
-from mmray.tune.shape import Measurements, Sample
+from mmray.tune.shape import FailedShape, Measurements, Sample
 
 FOUND = Measurements(
     2,
@@ -21,6 +21,7 @@ FOUND = Measurements(
     hardware=["H100", "H100"],
     global_rows=[32, 64],
     source="runs/a",
+    failed_shapes=[FailedShape(2, 8, "out of memory")],
 )
 
 

@@ -30,7 +30,7 @@ from mmray.errors import OutOfMemoryError, TrainingError, UsageError
 from mmray.models.two_tower import TwoTower
 from mmray.train.local import WorkerFailed, describe_exit, resolve_on_this_machine
 from mmray.tune import shape_group, shape_probe, shape_worker
-from mmray.tune.shape import Measurements, Sample, ShapeTask, fit, predict_rows
+from mmray.tune.shape import FailedShape, Measurements, Sample, ShapeTask, fit, predict_rows
 from mmray.tune.shape_probe import best_recipe, candidate_workers, plan_probes, probe_shapes
 from mmray.tune.shape_worker import Stepper, measure_shapes
 from tests.bench.test_step import tiny
@@ -114,43 +114,43 @@ def test_killed_worker_is_out_of_memory_at_that_size(tmp_path: Path, quick: None
     assert "a micro-batch of 8 rows does not fit: the worker process was ended by SIGKILL" in rows[-1]["error"]
     best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
     assert best.batch.micro in (1, 2, 4) and summary["status"] == "finished"
-    assert any("measuring smaller micro-batches" in text for _, text in reporter.notes)
+    assert any("measuring shapes that need less memory" in text for _, text in reporter.notes)
 
 
 def lost(text: str) -> WorkerFailed:
     return WorkerFailed("lost", TrainingError(text))
 
 
-def run_failing(*failures: tuple[int, Exception]) -> tuple[Measurements, list[int | None], list[str]]:
-    """Measure in groups that fail at a size; return the last one's result, all `too_large`, and the log messages."""
-    remaining, too_large, reporter = list(failures), list[int | None](), Silent()
+def run_failing(*failures: tuple[int, Exception]) -> tuple[list[tuple[FailedShape, ...]], list[str]]:
+    """Measure in groups that fail at a size; return the failed shapes of each group's task, and the log messages."""
+    remaining, failed, reporter = list(failures), list[tuple[FailedShape, ...]](), Silent()
 
     def run(task: ShapeTask, on_message: Any) -> Measurements:
-        too_large.append(task.too_large)
+        failed.append(task.failed_shapes)
         if remaining:
             size, error = remaining.pop(0)
-            on_message({"trying": size})
+            on_message({"trying": (size, size)} if size else {})
             raise error
-        return Measurements(1, 4.0, samples=[Sample(1, 1, 0.1, 0.01, 1.0)], reason=task.reason)
+        return Measurements(1, 4.0, samples=[Sample(1, 1, 0.1, 0.01, 1.0)])
 
-    found = shape_probe._until_it_fits(ShapeTask(tiny(), (16,), (1,)), run, reporter)
-    return found, too_large, [text for _, text in reporter.notes]
+    shape_probe._until_it_fits(ShapeTask(tiny(), (16,), (1,)), run, reporter)
+    return failed, [text for _, text in reporter.notes]
 
 
-def test_lost_worker_is_out_of_memory_only_after_a_second_loss_at_that_size() -> None:
-    _, too_large, (note,) = run_failing((8, lost("a worker was lost (its node died)")))
-    assert too_large == [None, None]
-    assert note == "8 rows: a worker was lost (its node died); not known to be out of memory, measuring again"
-    found, too_large, notes = run_failing((8, lost("NCCL error")), (4, lost("NCCL error")), (8, lost("NCCL error")))
-    assert too_large == [None, None, None, 8]
-    assert found.reason == "NCCL error, twice at this size, which counts as out of memory" and found.reason in notes[2]
+def test_lost_worker_is_out_of_memory_only_after_a_second_loss_at_that_shape() -> None:
+    failed, (note,) = run_failing((8, lost("its node died")))
+    assert failed == [(), ()]
+    assert note == "a micro-batch of 8 rows: its node died; not known to be out of memory, measuring again"
+    failed, notes = run_failing((8, lost("NCCL error")), (4, lost("NCCL error")), (8, lost("NCCL error")))
+    reason = "NCCL error, twice at this shape, which counts as out of memory"
+    assert failed == [(), (), (), ((8, 8, reason),)] and reason in notes[2]
     with pytest.raises(TrainingError, match="node died"):
         run_failing((0, lost("its node died")), (0, lost("its node died")))
 
 
 @pytest.mark.parametrize("error", [lost(describe_exit(-signal.SIGKILL)), OutOfMemoryError("8 rows do not fit")])
 def test_lost_worker_with_a_sign_of_too_little_memory_is_not_repeated(error: Exception) -> None:
-    assert run_failing((8, error))[1] == [None, 8]
+    assert run_failing((8, error))[0] == [(), ((8, 8, str(error)),)]
 
 
 def test_worker_killed_by_the_memory_monitor_is_reported_and_not_its_peer() -> None:
@@ -205,6 +205,29 @@ def test_combination_of_which_no_row_fits_is_a_row(
     assert "a micro-batch of 1 row does not fit" in (folder / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_failed_accumulated_step_does_not_refuse_larger_single_steps(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, tried = Stepper.measure, list[tuple[int, int]]()
+
+    def measure_or_fail(stepper: Stepper, rows: int, micro: int) -> Sample | str:
+        tried.append((micro, rows))
+        if rows > micro >= 4:
+            raise OutOfMemoryError("out of memory")
+        return measure(stepper, rows, micro)
+
+    monkeypatch.setattr(Stepper, "measure", measure_or_fail)
+    monkeypatch.setattr(shape_probe, "_run_locally", lambda task, report: measure_shapes(task, Group(), report))
+    base = at(tmp_path, tiny(batch=Batch(micro=4, global_=16))).with_cluster(cpus_per_worker=1)
+    _, summary, rows = probe_shapes(base, None, Silent())
+    assert [row["status"] for row in rows if row["micro"] in (4, 8)] == ["out_of_memory"] * 2
+    assert rows[2]["error"] == "a step of 12 rows in micro-batches of 4 does not fit: out of memory"
+    assert rows[-1]["micro"] == 16 and rows[-1]["status"] in ("predicted", "finished")
+    assert tried.count((4, 12)) == 1 and (8, 24) not in tried
+    assert summary["probes"][0]["failed_shapes"] == [{"micro": 4, "rows": 12, "reason": "out of memory"}]
+
+
 def test_model_of_which_no_row_fits_is_an_error(tmp_path: Path, quick: None) -> None:
     with pytest.raises(OutOfMemoryError, match=r"a micro-batch of 1 row does not fit: CUDA out of memory \(rank 0\)"):
         probe_shapes(at(tmp_path, limited(max_rows=0)), None, Silent())
@@ -220,7 +243,9 @@ def test_out_of_memory_ends_the_ascent(quick: None) -> None:
     assert {(sample.micro, sample.accumulation) for sample in found.samples} == {
         (micro, accumulation) for micro in (1, 2, 4) for accumulation in (1, 3)
     }
-    assert [message["trying"] for message in messages if "trying" in message][:4] == [1, 2, 4, 8]
+    assert [message["trying"] for message in messages if "trying" in message][:4] == [
+        (micro, micro) for micro in (1, 2, 4, 8)
+    ]
     rows = predict_rows(task, found, fit(found))
     assert [row["status"] for row in rows] == ["predicted"] * 3 + ["out_of_memory"] * 2
     assert len(found.pairs[16][0]) >= 2 and set(found.peak_gib[16]) <= {1, 2, 4}
@@ -229,12 +254,15 @@ def test_out_of_memory_ends_the_ascent(quick: None) -> None:
 def _measure(base: Config, group: Group, folder: Path, global_rows: int) -> dict[str, Any]:
     shape_worker.WINDOW_S = 0.0
     base = base.replace(model=base.model.with_vocab(32, None))
-    return asdict(measure_shapes(ShapeTask(base, (global_rows,), (1, 2)), group, lambda _: None))
+    messages: list[dict[str, Any]] = []
+    found = measure_shapes(ShapeTask(base, (global_rows,), (1, 2)), group, messages.append)
+    return asdict(found) | {"messages": messages}
 
 
 def test_two_ranks_measure_communication_and_agree_on_sizes(forked_workers: None) -> None:
     found = spawn_workers(partial(_measure, global_rows=16), tiny(workers=2))
     assert list(found["sync_s"]) == ["2"] and found["sync_s"]["2"] >= 0
+    assert {"status": "communication", "trying": [8, 8]} in found["messages"]
     assert {sample[0] for sample in found["samples"]} == {1, 2, 4, 8, 16}  # 16 rows of one worker of an elastic run
     assert len(found["pairs"]["16"]) >= 4 and all(int(micro) <= 8 for micro in found["peak_gib"]["16"])
 
