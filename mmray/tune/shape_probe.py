@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -64,7 +65,7 @@ def plan_probes(base: Config, space: Space | None) -> list[Probe]:
             raise UsageError(f"--space {name}: --goal throughput measures every size; list --batch.global instead")
         if not isinstance(values, tuple):
             raise UsageError(f"--space {name}: --goal throughput takes no ranges; list the values, with commas")
-    sizes = axes.pop(GLOBAL, (resolve_batch_shape(base.batch, base.cluster.max_workers).global_rows,))
+    sizes = axes.pop(GLOBAL, (_own_global(base),))
     probes = []
     for values in itertools.product(*axes.values()):
         combination = dict(zip(axes, values, strict=True))
@@ -172,18 +173,32 @@ def _write(
 
 def _recommend(base: Config, rows: list[Row], results: list[tuple[Probe, Measurements]]) -> Row | None:
     """Return the best recommendation of all combinations of settings."""
-    own = resolve_batch_shape(base.batch, base.cluster.max_workers).global_rows
+    own = _own_global(base)
     found = [
         recommend([row for row in rows if row["settings"] == probe.settings], measured, own)
         for probe, measured in results
     ]
-    rates = {row["trial"]: row["samples_per_s"] for row in rows}
-    return max(filter(None, found), key=lambda each: rates[each["best"]], default=None)
+    by_trial = {row["trial"]: row for row in rows}
+    best = max(filter(None, found), key=lambda each: by_trial[each["best"]]["samples_per_s"], default=None)
+    if best is not None:
+        row = by_trial[best["best"]]
+        steps, before = best_recipe(base, row).train.steps, row["settings"].get("train.steps", base.train.steps)
+        if steps != before:
+            best["why"] += f" train.steps is {steps} instead of {before}, which is the same number of samples."
+    return best
+
+
+def _own_global(base: Config) -> int:
+    """Return the global batch of the recipe."""
+    return resolve_batch_shape(base.batch, base.cluster.max_workers).global_rows
 
 
 def best_recipe(base: Config, best: Row) -> Config:
-    """Return the recipe with the shape and settings of a row."""
+    """Return the recipe with the shape and settings of a row, and as many steps as cover the recipe's samples."""
     config = override_settings(base, best["settings"] | _batch(best["global"]) | {"batch.micro": best["micro"]})
+    if config.train.steps is not None:
+        steps = ceil(config.train.steps * _own_global(base) / best["global"])
+        config = config.replace(train=config.train.replace(steps=steps))
     workers = config.cluster.workers if best["workers"] == config.cluster.max_workers else best["workers"]
     return config.with_cluster(workers=workers).replace(run=config.run.replace(name=None, resume="auto"))
 

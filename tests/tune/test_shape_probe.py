@@ -30,7 +30,7 @@ from mmray.errors import OutOfMemoryError, TrainingError, UsageError
 from mmray.models.two_tower import TwoTower
 from mmray.train.local import WorkerFailed, describe_exit, resolve_on_this_machine
 from mmray.tune import shape_group, shape_probe, shape_worker
-from mmray.tune.shape import FailedShape, Measurements, Sample, ShapeTask, fit, predict_rows
+from mmray.tune.shape import FailedShape, Measurements, Sample, ShapeTask, fit, predict_rows, with_measured
 from mmray.tune.shape_probe import best_recipe, candidate_workers, plan_probes, probe_shapes
 from mmray.tune.shape_worker import Stepper, measure_shapes
 from tests.bench.test_step import tiny
@@ -98,7 +98,8 @@ def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path) -> N
     recipe = from_yaml(best, "best.yaml")
     chosen = next(row for row in rows if row["trial"] == summary["recommendation"]["best"])
     assert (recipe.batch.micro, recipe.batch.global_) == (chosen["micro"], chosen["global"])
-    assert recipe.replace(batch=base.batch, run=base.run) == base
+    assert recipe.train.steps == -(-9 * 16 // chosen["global"])  # as many samples
+    assert recipe.replace(batch=base.batch, run=base.run, train=base.train) == base
     assert "further micro-batch takes" in text.getvalue() and "best.yaml" in text.getvalue()
     assert chosen["trial"] in (folder / "report.html").read_text()
     measured = {sample["micro"]: sample["step_s"] for sample in summary["probes"][0]["samples"]}
@@ -298,13 +299,32 @@ def test_fewer_workers_are_predicted_only_if_their_steps_are_equal() -> None:
     assert candidate_workers(sharded, 8, "gpu") == (8,)
 
 
-def test_best_recipe_keeps_an_elastic_range_and_the_length() -> None:
+def test_best_recipe_keeps_an_elastic_range_and_the_number_of_samples() -> None:
     base = recipes.load("sample").with_cluster(workers="1-4")
     best = {"settings": {"train.precision": "bf16"}, "global": 256, "micro": 32, "workers": 4}
     recipe = best_recipe(base, best)
-    assert (recipe.cluster.workers, recipe.train.precision, recipe.train.steps) == ("1-4", "bf16", base.train.steps)
+    assert (recipe.cluster.workers, recipe.train.precision, recipe.train.steps) == ("1-4", "bf16", 150)  # of 300 x 128
+    assert best_recipe(base, best | {"global": 512}).train.steps == 75
+    assert best_recipe(base, best | {"global": 100}).train.steps == 384
+    epochs = base.replace(train=base.train.replace(steps=None, epochs=2))
+    assert best_recipe(epochs, best).train == epochs.train.replace(precision="bf16")
     assert str(resolve_batch_shape(recipe.batch, 4)) == "micro 32 x accumulation 2 x workers 4 = 256 rows per step"
     assert best_recipe(base, best | {"workers": 2}).cluster.workers == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(128, None), (512, " train.steps is 75 instead of 300, which is the same number of samples.")]
+)
+def test_changed_number_of_steps_is_in_the_recommendation(size: int, text: str | None) -> None:
+    base = recipes.load("sample")
+    probe = plan_probes(base, parse_space([f"batch.global={size}"]))[0]
+    world = base.cluster.max_workers
+    found = Measurements(world, 4.0, samples=[Sample(32, 1, 0.1, 0.01, 1.0)], pairs={size: [{32: 0.1}]})
+    found.peak_gib = {size: {32: 1.0}}
+    rows = with_measured(predict_rows(probe.task, found, fit(found)), found)
+    recommendation = shape_probe._recommend(base, rows, [(probe, found)])
+    assert recommendation is not None
+    assert recommendation["why"].endswith(text) if text else "train.steps" not in recommendation["why"]
 
 
 @pytest.mark.parametrize(
