@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
 
 from mmray.config import Config
+from mmray.report.listing import MAX_PARALLEL
 from mmray.report.run import read_json
 from mmray.report.sweep import SWEEP
 from mmray.storage.paths import AnyPath
@@ -36,13 +38,20 @@ def measurement_key(config: Config) -> dict[str, Any]:
 
 def earlier_measurements(storage: AnyPath) -> list[tuple[dict[str, Any], Measurements]]:
     """Return all measurements of the sweeps in `storage` with their keys, the newest sweep first."""
-    files = [folder / SWEEP for folder in (storage.iterdir() if storage.is_dir() else ())]
-    files = sorted((file for file in files if file.is_file()), key=lambda file: file.stat().st_mtime, reverse=True)
+    folders = list(storage.iterdir()) if storage.is_dir() else []
+    with ThreadPoolExecutor(MAX_PARALLEL) as threads:
+        sweeps = sorted(filter(None, threads.map(_read_probes, folders)), key=lambda sweep: sweep[0], reverse=True)
     return [
-        (probe.get("key", {}), Measurements.from_json(probe | {"source": str(file.parent)}))
-        for file in files
-        for probe in read_json(file).get("probes", ())
+        (probe.get("key", {}), Measurements.from_json(probe | {"source": str(folder)}))
+        for _, folder, probes in sweeps
+        for probe in probes
     ]
+
+
+def _read_probes(folder: AnyPath) -> tuple[float, AnyPath, list[dict[str, Any]]] | None:
+    """Return when sweep.json was written, the folder and its probes; None without any. Most folders are of runs."""
+    probes = read_json(folder / SWEEP).get("probes")
+    return ((folder / SWEEP).stat().st_mtime, folder, probes) if probes else None
 
 
 def is_reusable(earlier: Measurements, global_rows: Sequence[int], hardware: Sequence[str], limit_gib: float) -> bool:

@@ -46,15 +46,30 @@ class Sample(NamedTuple):
     peak_gib: float
 
 
+class FailedShape(NamedTuple):
+    """Rows of a micro-batch and of a step of a rank in which a worker group ran out of memory."""
+
+    micro: int
+    rows: int
+    reason: str
+
+    def __str__(self) -> str:
+        steps = f"a step of {self.rows} rows in micro-batches of {self.micro}"
+        return steps if self.rows > self.micro else f"a micro-batch of {self.micro} rows"
+
+    def implies(self, micro: int, rows: int) -> bool:
+        """Return True if another shape needs at least as much memory. Only a step with accumulation keeps gradients."""
+        return micro >= self.micro and (self.rows <= self.micro or (rows > micro and rows >= self.rows))
+
+
 @dataclass(frozen=True)
 class ShapeTask:
-    """What a worker group measures. `workers`: candidates; `too_large`: rows that did not fit in an earlier group."""
+    """What a worker group measures. `workers`: candidates; `failed_shapes`: did not fit in an earlier group."""
 
     config: Config
     global_rows: tuple[int, ...]
     workers: tuple[int, ...]
-    too_large: int | None = None
-    reason: str = ""
+    failed_shapes: tuple[FailedShape, ...] = ()
     earlier: tuple[Measurements, ...] = ()  # of other sweeps, to reuse those of the same hardware
 
 
@@ -76,10 +91,16 @@ class Measurements:
     hardware: list[str] = field(default_factory=list)  # of each rank
     global_rows: list[int] = field(default_factory=list)  # global batches of the task
     source: str = ""  # the earlier sweep that these are from
+    failed_shapes: list[FailedShape] = field(default_factory=list)  # of the task
+
+    def find_failure(self, micro: int, rows: int) -> FailedShape | None:
+        """Return the failed shape because of which this one does not fit either, if any."""
+        return next((failed for failed in self.failed_shapes if failed.implies(micro, rows)), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields, with each sample as a dictionary."""
-        return asdict(self) | {"samples": [sample._asdict() for sample in self.samples]}
+        """Return the fields, with each sample and failed shape as a dictionary."""
+        values = asdict(self) | {"samples": [sample._asdict() for sample in self.samples]}
+        return values | {"failed_shapes": [failed._asdict() for failed in self.failed_shapes]}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Measurements:
@@ -88,8 +109,9 @@ class Measurements:
         def by_number(table: dict[str, Any]) -> dict[int, Any]:
             return {int(number): value for number, value in table.items()}
 
-        found = cls(**{each.name: values[each.name] for each in fields(cls)})
+        found = cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
         found.samples = [Sample(**sample) for sample in values["samples"]]
+        found.failed_shapes = [FailedShape(**failed) for failed in values.get("failed_shapes", ())]
         found.sync_s = by_number(values["sync_s"])
         found.failed = {size: tuple(failure) for size, failure in by_number(values["failed"]).items()}
         found.pairs = {size: list(map(by_number, pairs)) for size, pairs in by_number(values["pairs"]).items()}
@@ -113,8 +135,6 @@ def explore(measure: Measure, sizes: Sequence[int], found: Measurements) -> None
     """
     single: list[Sample] = []
     for size in sizes:
-        if found.too_large is not None and size >= found.too_large:
-            break
         result: Sample | str = ""
         if len(single) > 1:
             (low, *_, low_gib), (high, *_, high_gib) = single[-2:]
@@ -277,8 +297,10 @@ def _row(shape: BatchShape, found: Measurements, model: CostModel, error: str) -
     if too_large is not None and shape.micro >= too_large:
         reason = f"a micro-batch of {too_large} rows does not fit: {reason}"
         return row | {"status": "out_of_memory", "peak_gib": peak_gib, "error": reason}
-    if peak_gib > found.limit_gib:
+    failed = found.find_failure(shape.micro, ceil(shape.global_rows / shape.workers))
+    if failed or peak_gib > found.limit_gib:
         reason = f"needs about {peak_gib:.1f} GiB of {found.limit_gib:.1f} GiB"
+        reason = f"{failed} does not fit: {failed.reason}" if failed else reason
         return row | {"status": "out_of_memory", "peak_gib": peak_gib, "error": reason}
     step_s = model.step_s(shape)
     rate = shape.global_rows / step_s

@@ -12,7 +12,7 @@ import ray.train.torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.config import Config
-from mmray.errors import MmrayError, OutOfMemoryError, TrainingError
+from mmray.errors import MmrayError, OutOfMemoryError, TrainingError, first_line, is_out_of_memory
 from mmray.storage.paths import AnyPath
 from mmray.train.coordinator import Coordinator
 from mmray.train.local import WorkerFailed
@@ -65,7 +65,7 @@ class ShapeGroup:
 
 
 def _find_cause(error: ray.train.TrainingFailedError) -> Exception:
-    """Return the error of the workers that says most: mmray's own, then any other, then that a worker was lost."""
+    """Return the error to report: mmray's own, then any other, then a lost worker. Out of memory is first of a kind."""
     if (timeout_error := start_timeout_error(error)) is not None:
         return timeout_error
     failures = getattr(error, "worker_failures", {}).values()
@@ -77,7 +77,9 @@ def _find_cause(error: ray.train.TrainingFailedError) -> Exception:
         return mmray_errors[0]
     if raised:
         return WorkerFailed("raised", raised[0])
-    return WorkerFailed("lost", TrainingError(f"a worker was lost ({str(causes[0]).strip().splitlines()[0]})"))
+    killed = next(filter(is_out_of_memory, causes), None)  # by Ray's memory monitor; peers only lose a connection
+    kind = TrainingError if killed is None else OutOfMemoryError
+    return WorkerFailed("lost", kind(f"a worker was lost ({first_line(killed or causes[0])})"))
 
 
 def _measure_in_worker(arguments: dict[str, Any]) -> Measurements:

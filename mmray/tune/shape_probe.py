@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,7 +31,17 @@ from mmray.train.monitor import RunReporter
 from mmray.train.run_dir import RunDir, collect_environment, forbidden_changes, has_other_files, select_folder
 from mmray.train.validate import unsupported_reasons
 from mmray.tune.reuse import earlier_measurements, measurement_key
-from mmray.tune.shape import Measurements, Row, ShapeTask, fit, predict_rows, recommend, unmeasured_rows, with_measured
+from mmray.tune.shape import (
+    FailedShape,
+    Measurements,
+    Row,
+    ShapeTask,
+    fit,
+    predict_rows,
+    recommend,
+    unmeasured_rows,
+    with_measured,
+)
 
 FILES = (SWEEP, TRIALS, "recipe.yaml", "best.yaml", "report.html", "ray", lease.FOLDER)
 GLOBAL = "batch.global"
@@ -54,7 +65,7 @@ def plan_probes(base: Config, space: Space | None) -> list[Probe]:
             raise UsageError(f"--space {name}: --goal throughput measures every size; list --batch.global instead")
         if not isinstance(values, tuple):
             raise UsageError(f"--space {name}: --goal throughput takes no ranges; list the values, with commas")
-    sizes = axes.pop(GLOBAL, (resolve_batch_shape(base.batch, base.cluster.max_workers).global_rows,))
+    sizes = axes.pop(GLOBAL, (_own_global(base),))
     probes = []
     for values in itertools.product(*axes.values()):
         combination = dict(zip(axes, values, strict=True))
@@ -162,18 +173,32 @@ def _write(
 
 def _recommend(base: Config, rows: list[Row], results: list[tuple[Probe, Measurements]]) -> Row | None:
     """Return the best recommendation of all combinations of settings."""
-    own = resolve_batch_shape(base.batch, base.cluster.max_workers).global_rows
+    own = _own_global(base)
     found = [
         recommend([row for row in rows if row["settings"] == probe.settings], measured, own)
         for probe, measured in results
     ]
-    rates = {row["trial"]: row["samples_per_s"] for row in rows}
-    return max(filter(None, found), key=lambda each: rates[each["best"]], default=None)
+    by_trial = {row["trial"]: row for row in rows}
+    best = max(filter(None, found), key=lambda each: by_trial[each["best"]]["samples_per_s"], default=None)
+    if best is not None:
+        row = by_trial[best["best"]]
+        steps, before = best_recipe(base, row).train.steps, row["settings"].get("train.steps", base.train.steps)
+        if steps != before:
+            best["why"] += f" train.steps is {steps} instead of {before}, which is the same number of samples."
+    return best
+
+
+def _own_global(base: Config) -> int:
+    """Return the global batch of the recipe."""
+    return resolve_batch_shape(base.batch, base.cluster.max_workers).global_rows
 
 
 def best_recipe(base: Config, best: Row) -> Config:
-    """Return the recipe with the shape and settings of a row."""
+    """Return the recipe with the shape and settings of a row, and as many steps as cover the recipe's samples."""
     config = override_settings(base, best["settings"] | _batch(best["global"]) | {"batch.micro": best["micro"]})
+    if config.train.steps is not None:
+        steps = ceil(config.train.steps * _own_global(base) / best["global"])
+        config = config.replace(train=config.train.replace(steps=steps))
     workers = config.cluster.workers if best["workers"] == config.cluster.max_workers else best["workers"]
     return config.with_cluster(workers=workers).replace(run=config.run.replace(name=None, resume="auto"))
 
@@ -210,9 +235,9 @@ def measure(
 ) -> tuple[ShapeTask, Measurements]:
     """Measure a task in a process of this machine (one worker) or in a Ray worker group.
 
-    Returns the task with the device and the candidate numbers of workers, and its measurements. A group that dies in a
-    measurement was out of memory: another one measures the sizes below. earlier: measurements with their keys, used
-    instead if they are of the same hardware and settings. Raises MmrayError.
+    Returns the task with the device and the candidate numbers of workers, and its measurements. After a group that died
+    in a measurement another one starts (`_until_it_fits`). earlier: measurements with their keys, used instead if they
+    are of the same hardware and settings. Raises MmrayError.
     """
     config = task.config
     if not needs_ray(config.cluster):
@@ -245,7 +270,12 @@ def _resolved(task: ShapeTask, config: Config, earlier: list[tuple[dict[str, Any
 def _until_it_fits(
     task: ShapeTask, run: Callable[[ShapeTask, OnMessage], Measurements], reporter: RunReporter
 ) -> Measurements:
-    trying = 0
+    """Measure in one group after the other, each without the shapes that do not fit because of an earlier one.
+
+    A worker lost without a sign of too little memory (its node, preemption, NCCL) counts as out of memory only if
+    another one is lost at the same shape.
+    """
+    trying, unexplained = (0, 0), set[tuple[int, int]]()  # rows of a micro-batch and of a step
 
     def on_message(message: dict[str, Any]) -> None:
         nonlocal trying
@@ -256,15 +286,25 @@ def _until_it_fits(
             reporter.log(message["note"], "weights")
 
     while True:
-        trying = 0
+        trying = 0, 0
         try:
             found = run(task, on_message)
         except (OutOfMemoryError, WorkerFailed) as error:
             lost = isinstance(error, WorkerFailed) and error.kind == "lost"
-            if trying < 2 or not (lost or is_out_of_memory(error)):
-                raise (error.cause if isinstance(error, WorkerFailed) else error) from None
-            task = replace(task, too_large=trying, reason=first_line(error))
-            reporter.log(f"{trying} rows: {first_line(error)}; measuring smaller micro-batches", "memory")
+            cause = error.cause if isinstance(error, WorkerFailed) else error
+            reason, out_of_memory = first_line(cause), is_out_of_memory(cause)  # SIGKILL too: see describe_signal
+            failed = FailedShape(*trying, reason)
+            if lost and not out_of_memory:
+                if trying not in unexplained:
+                    unexplained.add(trying)
+                    shape = failed if failed.rows else "start of the workers"
+                    reporter.log(f"{shape}: {reason}; not known to be out of memory, measuring again", "workers")
+                    continue
+                reason += ", twice at this shape, which counts as out of memory"
+            if failed.rows < 2 or not (lost or out_of_memory):
+                raise cause from None
+            task = replace(task, failed_shapes=(*task.failed_shapes, failed._replace(reason=reason)))
+            reporter.log(f"{failed}: {reason}; measuring shapes that need less memory", "memory")
             continue
         if not found.samples:
             raise OutOfMemoryError(f"a micro-batch of 1 row does not fit: {found.reason}")

@@ -56,7 +56,7 @@ MIN_STEPS, MAX_STEPS, WINDOW_S = 3, 60, 0.6  # timed steps of a visit
 MAX_PAIRS_S = 60.0  # the rounds of a global batch end after about this time
 ALL_REDUCES = 5
 LABEL_TOKENS = 4  # of a synthetic label name
-Report = Callable[[dict[str, Any]], Any]  # of rank 0: status, note, trying (rows of a micro-batch)
+Report = Callable[[dict[str, Any]], Any]  # of rank 0: status, note, trying (rows of a micro-batch and of a step)
 
 
 def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurements:
@@ -73,19 +73,21 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
     configure_torch(config.train, device)
     hardware, limit_gib = group.all_gather_objects(_describe_device(config, device)), _memory_limit_gib(group)
     for earlier in task.earlier:
-        if group.all_reduce_min(int(is_reusable(earlier, task.global_rows, hardware, limit_gib))):
+        if is_reusable(earlier, task.global_rows, hardware, limit_gib):
             return earlier
     report({"status": "building the model"})
     model = build_model(config, group, report)
     stepper = Stepper.create(config, model, group)
     if stepper.inner_collectives:
         stepper = stepper.wrapped()
-    found = Measurements(group.world_size, _memory_limit_gib(group), stepper.input_gib(), too_large=task.too_large)
-    found.reason, found.hardware, found.global_rows = task.reason, hardware, list(task.global_rows)
+    found = Measurements(group.world_size, _memory_limit_gib(group), stepper.input_gib(), hardware=hardware)
+    found.global_rows, found.failed_shapes = list(task.global_rows), list(task.failed_shapes)
 
     def measure(micro: int, accumulation: int) -> Sample | str:
         first = accumulation == 1 and not found.samples
-        report({"trying": micro} | ({"status": f"micro-batches of {micro}"} if first else {}))
+        if failed := found.find_failure(micro, micro * accumulation):
+            return failed.reason
+        report({"trying": (micro, micro * accumulation)} | ({"status": f"micro-batches of {micro}"} if first else {}))
         return stepper.measure(micro * accumulation, micro)
 
     sizes = micro_sizes(task.global_rows, [world for world in task.workers if world <= group.world_size])
@@ -93,8 +95,7 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
     if not found.samples:
         return found
     if group.world_size > 1 and not stepper.inner_collectives:
-        report({"status": "communication"})
-        stepper = _measure_communication(task, stepper, found)
+        stepper = _measure_communication(task, stepper, found, report)
     costs = fit(found)
     for global_rows in task.global_rows:
         while duel := next_duel(with_measured(predict_rows(task, found, costs), found), found, global_rows):
@@ -217,13 +218,14 @@ class Stepper:
         return time.perf_counter() - start_s
 
 
-def _measure_communication(task: ShapeTask, stepper: Stepper, found: Measurements) -> Stepper:
+def _measure_communication(task: ShapeTask, stepper: Stepper, found: Measurements, report: Report) -> Stepper:
     """Measure the communication of a step of all ranks that backward does not hide; scale it to fewer workers.
 
     The scale is the time of an all-reduce of the gradients. Returns the stepper that communicates.
     """
     group, rows = stepper.group, max(task.global_rows) // stepper.group.world_size
     micro = max(size for size in fit(found).micros if size <= max(1, rows))
+    report({"status": "communication", "trying": (micro, micro)})
     alone = stepper.measure(micro, micro)  # again, so that both are measured at the same time
     stepper = stepper.wrapped()
     together = stepper.measure(micro, micro)
@@ -249,7 +251,7 @@ def _measure_pairs(
     while len(pairs) < ROUNDS and sum(sum(pair.values()) for pair in pairs) < MAX_PAIRS_S / (1 + MIN_STEPS):
         pair: dict[int, float] = {}
         for micro in micros if len(pairs) % 2 == 0 else reversed(micros):
-            report({"trying": micro})
+            report({"trying": (micro, rows)})
             sample = stepper.measure(rows, micro)
             if isinstance(sample, str):
                 found.failed[global_rows] = micro, sample
@@ -275,10 +277,14 @@ def _reset_peak_memory(device: torch.device) -> None:
 
 
 def _memory_limit_gib(group: Group) -> float:
-    """Return the memory that a worker may use, as `batch.micro auto` does (engine/memory_probe.py)."""
+    """Return the memory that every worker may use, as `batch.micro auto` does (engine/memory_probe.py).
+
+    It is the same on all ranks, because they choose the next collective by it.
+    """
     if group.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(group.device)
-        return (free + torch.cuda.memory_reserved(group.device) - HEADROOM * total) / GIB
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
-    timers = PhaseTimers(group.device)
-    return timers.peak_gib() + HOST_FRACTION * free_memory() / ranks / GIB
+        limit_gib = (free + torch.cuda.memory_reserved(group.device) - HEADROOM * total) / GIB
+    else:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
+        limit_gib = PhaseTimers(group.device).peak_gib() + HOST_FRACTION * free_memory() / ranks / GIB
+    return min(group.all_gather_objects(limit_gib))

@@ -10,6 +10,7 @@ from mmray.config import recipes
 from mmray.engine.batch import BatchShape
 from mmray.tune.shape import (
     ROUNDS,
+    FailedShape,
     Measurements,
     Sample,
     ShapeTask,
@@ -99,6 +100,13 @@ def test_choice_is_within_5_percent_of_the_best_shape_in_100_noisy_devices():
         feasible = [shape for shape in shapes.values() if device.peak_gib(shape) <= device.limit_gib]
         losses.append(device.step_s(shapes[chosen]) / min(map(device.step_s, feasible)) - 1)
     assert sum(loss <= 0.05 for loss in losses) >= 95, sorted(losses)[-8:]
+
+
+def test_failed_shape_refuses_only_shapes_that_need_as_much_memory():
+    accumulated, single = FailedShape(16, 48, ""), FailedShape(16, 16, "")
+    assert all(failed.implies(*shape) for failed in (accumulated, single) for shape in [(16, 48), (24, 48), (32, 64)])
+    assert not any(accumulated.implies(*shape) for shape in [(48, 48), (64, 64), (16, 32), (8, 64)])
+    assert single.implies(64, 64) and single.implies(16, 32) and not single.implies(8, 64)
 
 
 @pytest.mark.parametrize("seed", range(20))

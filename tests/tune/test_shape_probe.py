@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray.exceptions
+import ray.train
 import torch
 from rich.console import Console
 
@@ -24,11 +26,11 @@ from mmray.config import Batch, Cluster, Config, CustomModel, Optimizer, Run, Tr
 from mmray.config.search_space import build_space, parse_space
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
-from mmray.errors import OutOfMemoryError, UsageError
+from mmray.errors import OutOfMemoryError, TrainingError, UsageError
 from mmray.models.two_tower import TwoTower
-from mmray.train.local import resolve_on_this_machine
-from mmray.tune import shape_probe, shape_worker
-from mmray.tune.shape import Measurements, Sample, ShapeTask, fit, predict_rows
+from mmray.train.local import WorkerFailed, describe_exit, resolve_on_this_machine
+from mmray.tune import shape_group, shape_probe, shape_worker
+from mmray.tune.shape import FailedShape, Measurements, Sample, ShapeTask, fit, predict_rows, with_measured
 from mmray.tune.shape_probe import best_recipe, candidate_workers, plan_probes, probe_shapes
 from mmray.tune.shape_worker import Stepper, measure_shapes
 from tests.bench.test_step import tiny
@@ -96,7 +98,8 @@ def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path) -> N
     recipe = from_yaml(best, "best.yaml")
     chosen = next(row for row in rows if row["trial"] == summary["recommendation"]["best"])
     assert (recipe.batch.micro, recipe.batch.global_) == (chosen["micro"], chosen["global"])
-    assert recipe.replace(batch=base.batch, run=base.run) == base
+    assert recipe.train.steps == -(-9 * 16 // chosen["global"])  # as many samples
+    assert recipe.replace(batch=base.batch, run=base.run, train=base.train) == base
     assert "further micro-batch takes" in text.getvalue() and "best.yaml" in text.getvalue()
     assert chosen["trial"] in (folder / "report.html").read_text()
     measured = {sample["micro"]: sample["step_s"] for sample in summary["probes"][0]["samples"]}
@@ -112,7 +115,51 @@ def test_killed_worker_is_out_of_memory_at_that_size(tmp_path: Path, quick: None
     assert "a micro-batch of 8 rows does not fit: the worker process was ended by SIGKILL" in rows[-1]["error"]
     best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
     assert best.batch.micro in (1, 2, 4) and summary["status"] == "finished"
-    assert any("measuring smaller micro-batches" in text for _, text in reporter.notes)
+    assert any("measuring shapes that need less memory" in text for _, text in reporter.notes)
+
+
+def lost(text: str) -> WorkerFailed:
+    return WorkerFailed("lost", TrainingError(text))
+
+
+def run_failing(*failures: tuple[int, Exception]) -> tuple[list[tuple[FailedShape, ...]], list[str]]:
+    """Measure in groups that fail at a size; return the failed shapes of each group's task, and the log messages."""
+    remaining, failed, reporter = list(failures), list[tuple[FailedShape, ...]](), Silent()
+
+    def run(task: ShapeTask, on_message: Any) -> Measurements:
+        failed.append(task.failed_shapes)
+        if remaining:
+            size, error = remaining.pop(0)
+            on_message({"trying": (size, size)} if size else {})
+            raise error
+        return Measurements(1, 4.0, samples=[Sample(1, 1, 0.1, 0.01, 1.0)])
+
+    shape_probe._until_it_fits(ShapeTask(tiny(), (16,), (1,)), run, reporter)
+    return failed, [text for _, text in reporter.notes]
+
+
+def test_lost_worker_is_out_of_memory_only_after_a_second_loss_at_that_shape() -> None:
+    failed, (note,) = run_failing((8, lost("its node died")))
+    assert failed == [(), ()]
+    assert note == "a micro-batch of 8 rows: its node died; not known to be out of memory, measuring again"
+    failed, notes = run_failing((8, lost("NCCL error")), (4, lost("NCCL error")), (8, lost("NCCL error")))
+    reason = "NCCL error, twice at this shape, which counts as out of memory"
+    assert failed == [(), (), (), ((8, 8, reason),)] and reason in notes[2]
+    with pytest.raises(TrainingError, match="node died"):
+        run_failing((0, lost("its node died")), (0, lost("its node died")))
+
+
+@pytest.mark.parametrize("error", [lost(describe_exit(-signal.SIGKILL)), OutOfMemoryError("8 rows do not fit")])
+def test_lost_worker_with_a_sign_of_too_little_memory_is_not_repeated(error: Exception) -> None:
+    assert run_failing((8, error))[0] == [(), ((8, 8, str(error)),)]
+
+
+def test_worker_killed_by_the_memory_monitor_is_reported_and_not_its_peer() -> None:
+    killed = ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.\nMemory: 9 GB")
+    failures = {0: RuntimeError("Connection closed by peer"), 1: killed}
+    error = shape_group._find_cause(ray.train.WorkerGroupError("failed", failures))
+    assert isinstance(error, WorkerFailed) and isinstance(error.cause, OutOfMemoryError) and error.kind == "lost"
+    assert str(error) == "a worker was lost (Task was killed due to the node running low on memory.)"
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -159,6 +206,29 @@ def test_combination_of_which_no_row_fits_is_a_row(
     assert "a micro-batch of 1 row does not fit" in (folder / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_failed_accumulated_step_does_not_refuse_larger_single_steps(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, tried = Stepper.measure, list[tuple[int, int]]()
+
+    def measure_or_fail(stepper: Stepper, rows: int, micro: int) -> Sample | str:
+        tried.append((micro, rows))
+        if rows > micro >= 4:
+            raise OutOfMemoryError("out of memory")
+        return measure(stepper, rows, micro)
+
+    monkeypatch.setattr(Stepper, "measure", measure_or_fail)
+    monkeypatch.setattr(shape_probe, "_run_locally", lambda task, report: measure_shapes(task, Group(), report))
+    base = at(tmp_path, tiny(batch=Batch(micro=4, global_=16))).with_cluster(cpus_per_worker=1)
+    _, summary, rows = probe_shapes(base, None, Silent())
+    assert [row["status"] for row in rows if row["micro"] in (4, 8)] == ["out_of_memory"] * 2
+    assert rows[2]["error"] == "a step of 12 rows in micro-batches of 4 does not fit: out of memory"
+    assert rows[-1]["micro"] == 16 and rows[-1]["status"] in ("predicted", "finished")
+    assert tried.count((4, 12)) == 1 and (8, 24) not in tried
+    assert summary["probes"][0]["failed_shapes"] == [{"micro": 4, "rows": 12, "reason": "out of memory"}]
+
+
 def test_model_of_which_no_row_fits_is_an_error(tmp_path: Path, quick: None) -> None:
     with pytest.raises(OutOfMemoryError, match=r"a micro-batch of 1 row does not fit: CUDA out of memory \(rank 0\)"):
         probe_shapes(at(tmp_path, limited(max_rows=0)), None, Silent())
@@ -174,7 +244,9 @@ def test_out_of_memory_ends_the_ascent(quick: None) -> None:
     assert {(sample.micro, sample.accumulation) for sample in found.samples} == {
         (micro, accumulation) for micro in (1, 2, 4) for accumulation in (1, 3)
     }
-    assert [message["trying"] for message in messages if "trying" in message][:4] == [1, 2, 4, 8]
+    assert [message["trying"] for message in messages if "trying" in message][:4] == [
+        (micro, micro) for micro in (1, 2, 4, 8)
+    ]
     rows = predict_rows(task, found, fit(found))
     assert [row["status"] for row in rows] == ["predicted"] * 3 + ["out_of_memory"] * 2
     assert len(found.pairs[16][0]) >= 2 and set(found.peak_gib[16]) <= {1, 2, 4}
@@ -183,14 +255,27 @@ def test_out_of_memory_ends_the_ascent(quick: None) -> None:
 def _measure(base: Config, group: Group, folder: Path, global_rows: int) -> dict[str, Any]:
     shape_worker.WINDOW_S = 0.0
     base = base.replace(model=base.model.with_vocab(32, None))
-    return asdict(measure_shapes(ShapeTask(base, (global_rows,), (1, 2)), group, lambda _: None))
+    messages: list[dict[str, Any]] = []
+    found = measure_shapes(ShapeTask(base, (global_rows,), (1, 2)), group, messages.append)
+    return asdict(found) | {"messages": messages}
 
 
 def test_two_ranks_measure_communication_and_agree_on_sizes(forked_workers: None) -> None:
     found = spawn_workers(partial(_measure, global_rows=16), tiny(workers=2))
     assert list(found["sync_s"]) == ["2"] and found["sync_s"]["2"] >= 0
+    assert {"status": "communication", "trying": [8, 8]} in found["messages"]
     assert {sample[0] for sample in found["samples"]} == {1, 2, 4, 8, 16}  # 16 rows of one worker of an elastic run
     assert len(found["pairs"]["16"]) >= 4 and all(int(micro) <= 8 for micro in found["peak_gib"]["16"])
+
+
+def _memory_limits(base: Config, group: Group, folder: Path) -> list[float]:
+    shape_worker.free_memory = lambda: (64 << 30) >> group.rank
+    return group.all_gather_objects(shape_worker._memory_limit_gib(group))
+
+
+def test_ranks_with_different_free_memory_have_the_lower_limit(forked_workers: None) -> None:
+    first, second = spawn_workers(_memory_limits, tiny(workers=2))
+    assert first == second == pytest.approx(32 * 0.8 / 2, abs=2)
 
 
 def test_settings_of_the_batch_are_refused_and_others_are_probed_in_turn() -> None:
@@ -214,13 +299,32 @@ def test_fewer_workers_are_predicted_only_if_their_steps_are_equal() -> None:
     assert candidate_workers(sharded, 8, "gpu") == (8,)
 
 
-def test_best_recipe_keeps_an_elastic_range_and_the_length() -> None:
+def test_best_recipe_keeps_an_elastic_range_and_the_number_of_samples() -> None:
     base = recipes.load("sample").with_cluster(workers="1-4")
     best = {"settings": {"train.precision": "bf16"}, "global": 256, "micro": 32, "workers": 4}
     recipe = best_recipe(base, best)
-    assert (recipe.cluster.workers, recipe.train.precision, recipe.train.steps) == ("1-4", "bf16", base.train.steps)
+    assert (recipe.cluster.workers, recipe.train.precision, recipe.train.steps) == ("1-4", "bf16", 150)  # of 300 x 128
+    assert best_recipe(base, best | {"global": 512}).train.steps == 75
+    assert best_recipe(base, best | {"global": 100}).train.steps == 384
+    epochs = base.replace(train=base.train.replace(steps=None, epochs=2))
+    assert best_recipe(epochs, best).train == epochs.train.replace(precision="bf16")
     assert str(resolve_batch_shape(recipe.batch, 4)) == "micro 32 x accumulation 2 x workers 4 = 256 rows per step"
     assert best_recipe(base, best | {"workers": 2}).cluster.workers == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(128, None), (512, " train.steps is 75 instead of 300, which is the same number of samples.")]
+)
+def test_changed_number_of_steps_is_in_the_recommendation(size: int, text: str | None) -> None:
+    base = recipes.load("sample")
+    probe = plan_probes(base, parse_space([f"batch.global={size}"]))[0]
+    world = base.cluster.max_workers
+    found = Measurements(world, 4.0, samples=[Sample(32, 1, 0.1, 0.01, 1.0)], pairs={size: [{32: 0.1}]})
+    found.peak_gib = {size: {32: 1.0}}
+    rows = with_measured(predict_rows(probe.task, found, fit(found)), found)
+    recommendation = shape_probe._recommend(base, rows, [(probe, found)])
+    assert recommendation is not None
+    assert recommendation["why"].endswith(text) if text else "train.steps" not in recommendation["why"]
 
 
 @pytest.mark.parametrize(
