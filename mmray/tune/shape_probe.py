@@ -184,7 +184,9 @@ def _recommend(base: Config, rows: list[Row], results: list[tuple[Probe, Measure
         row = by_trial[best["best"]]
         steps, before = best_recipe(base, row).train.steps, row["settings"].get("train.steps", base.train.steps)
         if steps != before:
-            best["why"] += f" train.steps is {steps} instead of {before}, which is the same number of samples."
+            best["why"] += (
+                f" train.steps is {steps} instead of {before} for as many samples; the warm-up is scaled too."
+            )
     return best
 
 
@@ -197,8 +199,10 @@ def best_recipe(base: Config, best: Row) -> Config:
     """Return the recipe with the shape and settings of a row, and as many steps as cover the recipe's samples."""
     config = override_settings(base, best["settings"] | _batch(best["global"]) | {"batch.micro": best["micro"]})
     if config.train.steps is not None:
-        steps = ceil(config.train.steps * _own_global(base) / best["global"])
-        config = config.replace(train=config.train.replace(steps=steps))
+        ratio = _own_global(base) / best["global"]
+        steps, warmup_steps = ceil(config.train.steps * ratio), ceil(config.optimizer.warmup_steps * ratio)
+        optimizer = config.optimizer.replace(warmup_steps=warmup_steps)
+        config = config.replace(train=config.train.replace(steps=steps), optimizer=optimizer)
     workers = config.cluster.workers if best["workers"] == config.cluster.max_workers else best["workers"]
     return config.with_cluster(workers=workers).replace(run=config.run.replace(name=None, resume="auto"))
 

@@ -313,7 +313,8 @@ def test_best_recipe_keeps_an_elastic_range_and_the_number_of_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(128, None), (512, " train.steps is 75 instead of 300, which is the same number of samples.")]
+    ("size", "text"),
+    [(128, None), (512, " train.steps is 75 instead of 300 for as many samples; the warm-up is scaled too.")],
 )
 def test_changed_number_of_steps_is_in_the_recommendation(size: int, text: str | None) -> None:
     base = recipes.load("sample")
