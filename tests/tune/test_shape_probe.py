@@ -99,7 +99,8 @@ def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path) -> N
     chosen = next(row for row in rows if row["trial"] == summary["recommendation"]["best"])
     assert (recipe.batch.micro, recipe.batch.global_) == (chosen["micro"], chosen["global"])
     assert recipe.train.steps == -(-9 * 16 // chosen["global"])  # as many samples
-    assert recipe.replace(batch=base.batch, run=base.run, train=base.train) == base
+    unscaled = {"train": base.train, "optimizer": base.optimizer}
+    assert recipe.replace(batch=base.batch, run=base.run, **unscaled) == base
     assert "further micro-batch takes" in text.getvalue() and "best.yaml" in text.getvalue()
     assert chosen["trial"] in (folder / "report.html").read_text()
     measured = {sample["micro"]: sample["step_s"] for sample in summary["probes"][0]["samples"]}
