@@ -23,6 +23,7 @@ sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _work: Callable[..., Any]  # of this child process
+_start_lock = threading.Lock()
 
 
 def map_in_processes(
@@ -42,7 +43,7 @@ def map_in_processes(
 
     def submit(item: Item) -> tuple[Item, Future[Result]]:
         try:
-            with children_ignore_interrupts():
+            with starting_children():
                 return item, pool.submit(_call, item, crashes > 0)
         except BrokenProcessPool as error:
             failed: Future[Result] = Future()
@@ -71,16 +72,23 @@ def map_in_processes(
 
 
 @contextmanager
-def children_ignore_interrupts() -> Iterator[None]:
-    """Processes that start in the block ignore Ctrl-C, which the parent handles, from their first instruction."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
+def starting_children() -> Iterator[None]:
+    """Processes that start in the block ignore Ctrl-C, which the parent handles, from their first instruction.
+
+    They do not run the user's script again, as spawned processes do otherwise; it may start a run without a guard.
+    """
+    main = sys.modules["__main__"]
+    with _start_lock:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
+        hidden: dict[str, Any] = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
+        vars(main)["__spec__"] = None
+        try:
+            yield
+        finally:
+            vars(main).update(hidden)
+            if in_main_thread:
+                signal.signal(signal.SIGINT, handler)
 
 
 def describe_signal(number: int) -> str:

@@ -27,6 +27,15 @@ def test_results_are_in_order_and_survive_a_killed_process():
     assert crashes == [1] and results[5] == (25, True)
 
 
+def test_script_without_a_guard_is_not_run_again_by_its_children(tmp_path):
+    """In a spawned child it would start children too."""
+    script = tmp_path / "mine.py"
+    lines = ["from mmray.processes import map_in_processes", "print(list(map_in_processes(max, [1, 2], 1, 2, print)))"]
+    script.write_text("\n".join([*lines, "print(__file__)"]))
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, f"[1, 2]\n{script}\n"), ended.stderr
+
+
 def die_with_a_semaphore():
     semaphore = SPAWN.Semaphore()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -22,7 +22,7 @@ class _Options:
     address: str | None = None
     """Ray address; None: RAY_ADDRESS if set, otherwise this machine."""
     workers: int | None = None
-    """Number of workers; None: as many as in training, 1 for weights."""
+    """Number of workers; None: as many as in training, or as this machine has GPUs; 1 for weights."""
     accelerator: Literal["auto", "gpu", "cpu"] | None = None
     """Device of the workers; None: as in training; auto: GPUs if the cluster has any."""
     evaluate: EvalSettings = field(default_factory=EvalSettings)

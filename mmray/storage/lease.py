@@ -20,7 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mmray.errors import StorageError, TrainingError, UsageError
+import psutil
+
+from mmray.errors import ForceExit, StorageError, TrainingError, UsageError
 from mmray.storage.paths import AnyPath, RemotePath, write_atomic
 
 _log = logging.getLogger(__name__)
@@ -52,8 +54,11 @@ class Lease:
         self.acquire()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is not None and issubclass(error_type, ForceExit):
+            self._released.set()  # at once, without the storage, which may not answer; the lease expires
+        else:
+            self.release()
 
     def acquire(self) -> int:
         """Acquire the lease and return the fencing token. Raises UsageError if it is held or not writable."""
@@ -235,17 +240,21 @@ def _read_owner(file: AnyPath) -> dict[str, Any] | None:
     return owner if isinstance(owner, dict) else {}
 
 
-def _machine_id() -> str | None:
-    """Return an id of this boot and PID namespace (each container has one); None without /proc."""
+def _machine_id() -> str:
+    """Return an id of this boot and PID namespace (each container has one); without /proc, of machine and boot."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
-        return None
+        return f"{uuid.getnode():x} {psutil.boot_time():.0f}"
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the start time of a process in ticks since boot, which a later process of the same PID does not have."""
+    """Return the start time of a process, which a later process of the same PID does not have; None if it is dead."""
+    if not Path("/proc/self/stat").exists():  # macOS
+        with suppress(psutil.Error):
+            return str(psutil.Process(pid).create_time())
+        return None
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -256,6 +265,6 @@ def _start_time(pid: int) -> str | None:
 def _is_alive_here(owner: dict[str, Any]) -> bool | None:
     """Return whether the owner's process is alive; None if it ran on another machine."""
     machine = _machine_id()
-    if machine is None or owner.get("machine") != machine or not isinstance(owner.get("pid"), int):
+    if owner.get("machine") != machine or not isinstance(owner.get("pid"), int):
         return None
     return _start_time(owner["pid"]) == owner.get("process")

@@ -24,7 +24,7 @@ from mmray.engine import precision
 from mmray.engine.checkpoint import files
 from mmray.engine.collectives import Group
 from mmray.engine.run_state import EMA_KEY
-from mmray.errors import TrainingError, UsageError
+from mmray.errors import ResourceError, TrainingError, UsageError
 from mmray.evaluate.build import best_metric, build_evaluator, check_evaluable, num_evaluated_rows
 from mmray.models import lora
 from mmray.models.build import build
@@ -111,6 +111,9 @@ def evaluate_run(
         config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
     changes = {name: value for name, value in cluster.items() if value is not None}
     config = config.with_cluster(address=address, **changes)
+    if "workers" not in changes and not needs_ray(config.with_cluster(workers=1).cluster):
+        # On one machine the workers of a training cluster would only share its devices.
+        config = config.with_cluster(workers=max(1, min(config.cluster.max_workers, count_gpus())))
     return _evaluate(config, folder, checkpoint, tokenizer_json, data, split, reporter)
 
 
@@ -136,7 +139,10 @@ def _evaluate(
         if on_ray:
             from mmray.train.ray_backend import check_capacity
 
-            check_capacity(config, with_data=False)
+            try:
+                check_capacity(config, with_data=False)
+            except ResourceError as error:  # names the settings of a run
+                raise ResourceError(str(error).replace("--cluster.", "--")) from None
         held_out = _open_held_out(config, folder, data, split, reporter)
         total = num_evaluated_rows(config, held_out)
         model: Any = config.model

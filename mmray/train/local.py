@@ -14,7 +14,7 @@ import psutil
 from mmray.config import Config
 from mmray.errors import DeviceError, MmrayError, ResourceError
 from mmray.machine import cores
-from mmray.processes import SPAWN, children_ignore_interrupts, describe_signal
+from mmray.processes import SPAWN, describe_signal, starting_children
 from mmray.train.backend import Attempt, Cause, format_counts, num_gpus, resume_point
 from mmray.train.coordinator import Coordinator
 from mmray.train.local_worker import run_worker
@@ -78,7 +78,7 @@ class _Process:
     def __init__(self) -> None:
         self.connection, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=run_worker, args=(theirs,), name="mmray-worker")
-        with children_ignore_interrupts():
+        with starting_children():
             self.process.start()
         theirs.close()  # so that the end of the process is read as EOF
 

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -23,11 +24,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.cluster import placement, shared_storage
 from mmray.cluster.capacity import (
+    NODE_GROUP,
     NODE_ID,
     Demand,
     LabelSelector,
     Node,
     exclude_nodes,
+    fits,
     missing_capacity,
     num_workers_that_fit,
 )
@@ -60,6 +63,7 @@ JOIN_INTERVAL_S = 0.25
 POLL_INTERVAL_S = 0.5  # of the free resources, while workers of the last attempt release theirs
 STABLE_POLLS, MAX_POLLS = 4, 20
 FREE_WAIT_S = 4.0
+NODE_LOSS_S = 40.0  # Ray reports a node that does not answer as lost after about half a minute
 # Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through which ranks connect.
 COLLECTIVE_ERRORS = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|Connection timed out|No route to host|NCCL|Socket Timeout"
@@ -106,6 +110,7 @@ class RayBackend:
     def choose_world_size(self, config: Config) -> int:
         self._nodes = placement.schedulable_nodes()
         if not config.cluster.elastic:
+            self._wait_for_network(config)
             return config.cluster.max_workers  # if they do not fit, Ray waits and an autoscaler adds nodes
         request_nodes(config, self.autoscaler, 0, self._excluded)
         counts: list[int] = []
@@ -116,7 +121,22 @@ class RayBackend:
                 break
             time.sleep(POLL_INTERVAL_S)
             self._nodes = placement.schedulable_nodes()
-        return max(counts[-1], config.cluster.min_workers)
+        world = max(counts[-1], config.cluster.min_workers)
+        request_nodes(config, self.autoscaler, world, self._excluded)  # Ray Train requests those of the workers itself
+        return world
+
+    def _wait_for_network(self, config: Config) -> None:
+        """Wait for nodes that do not answer, unless the others suffice, until Ray would notice that they are lost."""
+        assert self._nodes is not None, "schedulable_nodes comes before"
+        demand, end_s = resource_demand(config, excluded=self._excluded), time.monotonic() + NODE_LOSS_S
+        while time.monotonic() < end_s:
+            alive, unavailable = placement.alive_nodes(), set(self._nodes.unavailable)
+            answering = [node for node in alive if (node.labels or {})[NODE_ID] not in unavailable]
+            is_draining = unavailable <= placement.draining_nodes().keys()  # also without any
+            if is_draining or fits(demand, answering) or not fits(demand, alive):
+                return
+            time.sleep(POLL_INTERVAL_S)
+            self._nodes = placement.schedulable_nodes()
 
     def start(self, attempt: Attempt) -> RayWorkers:
         assert self._nodes is not None, "choose_world_size comes before"
@@ -310,8 +330,11 @@ def check_capacity(config: Config, with_data: bool = True, excluded: Collection[
     if config.cluster.wait_for_nodes:
         return  # limits unknown: cluster.start_timeout_s ends the wait
     demand = replace(resource_demand(config, with_data), workers=config.cluster.min_workers)
+    labels = [node.labels or {} for node in placement.alive_nodes()]
     nodes = [node for node in placement.alive_nodes() if (node.labels or {}).get(NODE_ID) not in excluded]
-    if missing := missing_capacity(demand, nodes, placement.autoscaling_pools()):
+    taken = Counter(each.get(NODE_GROUP) for each in labels if each.get(NODE_ID) in excluded)
+    pools = [replace(pool, max_nodes=pool.max_nodes - taken[pool.name]) for pool in placement.autoscaling_pools()]
+    if missing := missing_capacity(demand, nodes, pools):
         raise ResourceError(missing)
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import queue
+import tempfile
 import threading
 import time
 import uuid
@@ -171,7 +172,11 @@ class WandbTracker:
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
-        run_id = run_id or uuid.uuid4().hex[:12]
+        run_id, folder = run_id or uuid.uuid4().hex[:12], run_info["folder"]
+        if "://" in folder:  # W&B writes to local folders only, in `online` mode copies of what it sends
+            if mode == "offline":
+                raise UsageError("wandb cannot write to an object store; log in (WANDB_API_KEY), or use a local folder")
+            folder = tempfile.mkdtemp(prefix="mmray-wandb-")
         # What W&B records of the machine and the repository may hold private data.
         private = dict.fromkeys(("disable_git", "x_disable_meta", "x_disable_stats"), True)
         self._run = wandb.init(
@@ -180,7 +185,7 @@ class WandbTracker:
             id=run_id,
             resume="allow" if mode == "online" else None,
             mode=mode,
-            dir=run_info["folder"],
+            dir=folder,
             config=run_info["config"],
             settings=wandb.Settings(console="off", silent=True, save_code=False, x_save_requirements=False, **private),
         )

@@ -19,7 +19,7 @@ from mmray.config import Config, from_yaml, to_yaml
 from mmray.config.search_space import Space, override_settings, setting_value
 from mmray.engine.batch import resolve_batch_shape
 from mmray.errors import MmrayError, OutOfMemoryError, TrainingError, UsageError, first_line, is_out_of_memory
-from mmray.processes import SPAWN, children_ignore_interrupts, init_child
+from mmray.processes import SPAWN, init_child, starting_children
 from mmray.report.sweep import SWEEP, TRIALS
 from mmray.report.write import write_report_safely
 from mmray.storage import lease
@@ -319,7 +319,7 @@ def _run_locally(task: ShapeTask, on_message: OnMessage) -> Measurements:
     """Measure in a new process; its memory is not that of this one. Raises WorkerFailed if it dies."""
     connection, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=_run_worker, args=(theirs, task), name="mmray-shapes")
-    with children_ignore_interrupts():
+    with starting_children():
         process.start()
     theirs.close()  # so that the end of the process is read as EOF
     try:

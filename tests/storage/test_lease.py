@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mmray.errors import TrainingError, UsageError
+from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.storage import lease
 from mmray.storage.lease import Lease, check_fencing_token
 from mmray.storage.paths import to_path, write_atomic
@@ -101,6 +103,31 @@ def test_killed_local_holder_is_replaced_at_once(tmp_path):
     started_s = time.monotonic()
     with Lease(tmp_path) as second:  # with default timeouts
         assert second.fencing_token == 2 and time.monotonic() - started_s < lease.STALE_AFTER_S / 2
+
+
+def test_forced_exit_does_not_wait_for_the_storage(tmp_path, monkeypatch):
+    """A write of the heartbeat hangs; a second Ctrl-C has to exit."""
+    monkeypatch.setattr(lease.Lease, "release", lambda self: pytest.fail("uses the storage"))
+    with pytest.raises(ForceExit), lease.Lease(tmp_path):
+        raise ForceExit
+
+
+def test_holder_is_known_without_proc(tmp_path, monkeypatch):
+    """As on macOS, where the lease of a killed process would otherwise have to expire."""
+
+    class WithoutProc(type(tmp_path)):
+        def exists(self):
+            return not str(self).startswith("/proc") and super().exists()
+
+        def read_text(self, *arguments):
+            return super().read_text(*arguments) if not str(self).startswith("/proc") else (self / "none").read_bytes()
+
+    monkeypatch.setattr(lease, "Path", WithoutProc)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    owner = {"pid": child.pid, "machine": lease._machine_id(), "process": lease._start_time(child.pid)}
+    assert lease._is_alive_here(owner)
+    child.communicate()
+    assert lease._is_alive_here(owner) is False
 
 
 def test_reused_pid_is_not_the_holder(tmp_path):

@@ -147,3 +147,20 @@ def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path) -> None:
         config, held_out.tokenizer_json or "", held_out, found, progress.append, torch.device("cpu")
     )
     assert scores["rows"] == sum(progress) == 5 and scores["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "needs_ray", "given", "workers"),
+    [(0, False, None, 1), (2, False, None, 2), (2, False, 3, 3), (0, True, None, 64)],
+)
+def test_evaluation_on_one_machine_has_as_many_workers_as_it_has_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, needs_ray: bool, given: int | None, workers: int
+) -> None:
+    """Not as many as the cluster that trained the run, unless one is connected."""
+    config = runs.config("none", tmp_path, "one").with_cluster(workers=64)
+    monkeypatch.setattr(evaluate_export, "open_run", lambda *_: (config, "{}", tmp_path))
+    monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: needs_ray)
+    monkeypatch.setattr(evaluate_export, "count_gpus", lambda: num_gpus)
+    monkeypatch.setattr(evaluate_export, "_evaluate", lambda config, *_: config)
+    found: Any = evaluate_export.evaluate_run(tmp_path, None, None, None, None, runs.Silent(), workers=given)
+    assert found.cluster.max_workers == workers

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from ray.train.torch import config as ray_torch
 
 from mmray.cluster import ray_internals
-from mmray.cluster.capacity import Node, Pool, num_workers_that_fit
-from mmray.cluster.placement import ROLE_LABEL
+from mmray.cluster.capacity import NODE_GROUP, Node, Pool, num_workers_that_fit
+from mmray.cluster.placement import ROLE_LABEL, AutoscalerRequest, SchedulableNodes
 from mmray.config import Cluster, Config, Data, Train
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError
@@ -111,6 +111,42 @@ def test_node_is_excluded_if_the_run_fits_on_others(cluster):
     assert not RayBackend().exclude_node(Config(cluster=Cluster(workers=8, accelerator="gpu")), "g")
     cluster([HEAD, CPU_NODE, GPU_NODE], [Pool("gpu", {"CPU": 8.0, "GPU": 4.0}, 2)])
     assert RayBackend().exclude_node(config, "g")  # the cluster grows
+    in_pool = Node(GPU_NODE.resources, GPU_NODE.labels | {NODE_GROUP: "gpu"})
+    cluster([HEAD, CPU_NODE, in_pool], [Pool("gpu", {"CPU": 8.0, "GPU": 4.0}, 1)])
+    assert not RayBackend().exclude_node(config, "g")  # the node itself is the pool
+
+
+def test_run_of_fixed_size_waits_for_nodes_that_do_not_answer(cluster, monkeypatch):
+    """Otherwise one failure of the network excludes them for the whole attempt. Draining nodes do not come back."""
+    monkeypatch.setattr(ray_backend, "POLL_INTERVAL_S", 0.0)
+    cluster([HEAD, CPU_NODE, GPU_NODE, OTHER_GPU_NODE])
+    answers = []
+
+    def world_size(workers, *unavailable, draining=()):
+        answers[:] = [SchedulableNodes([], names) for names in unavailable]
+        monkeypatch.setattr(ray_backend.placement, "schedulable_nodes", lambda: answers.pop(0))
+        monkeypatch.setattr(ray_backend.placement, "draining_nodes", lambda: dict.fromkeys(draining, 0.0))
+        return RayBackend().choose_world_size(Config(cluster=Cluster(workers=workers, accelerator="gpu")))
+
+    assert world_size(8, ("g", "o"), ("o",), ()) == 8 and answers == []
+    assert world_size(8, ("g",), draining=("g",)) == 8
+    assert world_size(4, ("g",)) == 4  # the other node suffices
+    assert world_size(99, ("g",)) == 99  # they would not suffice
+    monkeypatch.setattr(ray_backend, "NODE_LOSS_S", 0.0)
+    assert world_size(8, ("g",)) == 8
+
+
+def test_elastic_run_requests_only_the_workers_that_it_lacks(cluster, monkeypatch):
+    requests = []
+    monkeypatch.setattr(ray_backend, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(AutoscalerRequest, "request", lambda self, _, __, count: requests.append(count))
+    nodes = [HEAD, CPU_NODE, GPU_NODE]
+    cluster(nodes, [Pool("gpu", {"CPU": 8.0, "GPU": 4.0}, 2)])
+    monkeypatch.setattr(ray_backend.placement, "schedulable_nodes", lambda: SchedulableNodes(nodes, ()))
+    for most, missing in ((4, 0), (8, 4)):
+        assert RayBackend().choose_world_size(Config(cluster=Cluster(workers=f"1-{most}", accelerator="gpu"))) == 4
+        assert requests == [most, missing]
+        requests.clear()
 
 
 def test_evaluation_takes_free_workers(cluster, monkeypatch):

@@ -127,6 +127,14 @@ def test_wandb_logs_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not any(b"hush-hush" in found.read_bytes() for found in tmp_path.rglob("*") if found.is_file())
 
 
+def test_wandb_offline_writes_to_no_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write to a local folder `s3:`, which is deleted with a submitted job."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(UsageError, match="wandb cannot write to an object store; log in"):
+        trackers.WandbTracker().start({"name": "run", "folder": "s3://bucket/runs/run", "config": {}}, None)
+
+
 def test_missing_tracker_is_an_error_before_start(monkeypatch: pytest.MonkeyPatch) -> None:
     trackers.check_trackers(config_of("Keeping"))
     with pytest.raises(UsageError, match=r"run.trackers: .*`tensorflow`.*mlflow, wandb"):
