@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 
-from mmray.config import Evaluate
+from mmray.config import Evaluate, Prepare
+from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.text.chat import build_encoder
 from mmray.errors import UsageError
 from mmray.train.backend import resume_point
 from mmray.train.resolve import resolve_run
 from tests.checkpoints import save_checkpoint
+from tests.data.prepare.test_pipeline import make_source, run_here
 from tests.made import make_set, row
 from tests.train.runs import Silent, config
 
@@ -23,6 +25,24 @@ def test_data_limit_is_rows_per_epoch(tmp_path):
     plan = resume_point(first, None, 2).plan
     for epoch in range(2):
         assert sorted(plan.row_ids_at(np.arange(20) + 20 * epoch)) == list(range(20))
+
+
+def test_evaluation_source_is_held_out_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "map_tasks", run_here)
+    monkeypatch.chdir(tmp_path)
+    train, other = make_source(tmp_path / "a", 40), make_source(tmp_path / "b", 12, start=100)
+    splitting = config(train, tmp_path, "run")
+    splitting = splitting.replace(prepare=Prepare(holdout=0.25))
+
+    def num_rows(eval_source):
+        resolved = resolve_run(splitting.replace(data=splitting.data.replace(eval=eval_source)), Silent())
+        assert resolved.train_set.num_rows + held_out == 40
+        return resolved.eval_set.num_rows
+
+    held_out = 40 - resolve_run(splitting, Silent()).train_set.num_rows
+    assert 0 < held_out < 20
+    assert num_rows(str(other)) == 12
+    assert num_rows(None) == num_rows(str(train)) == num_rows("a/rows.jsonl") == held_out
 
 
 def test_global_batch_above_the_rows_of_an_epoch_is_refused(tmp_path):
