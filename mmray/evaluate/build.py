@@ -22,7 +22,7 @@ def build_evaluator(
     from mmray.evaluate.generation import GenerationEvaluator
 
     evaluator_class = GenerationEvaluator if is_generative(config) else Evaluator
-    inputs, max_pixels = config.model.inputs, config.prepare.max_pixels
+    inputs, max_pixels = config.model.inputs, max(config.prepare.max_pixels, prepared.max_pixels)
     return evaluator_class(prepared, inputs, tokenizer_json, config.evaluate, max_pixels, on_rows)
 
 

@@ -39,7 +39,7 @@ class Attempt:
             resolved.train_set,
             config.model.inputs,
             resolved.tokenizer_json,
-            config.prepare.max_pixels,
+            max(config.prepare.max_pixels, resolved.train_set.max_pixels),
             config.augment,
             IMAGE_CACHE_MB,
         )

@@ -34,6 +34,7 @@ from mmray.storage.paths import AnyPath, to_path
 from mmray.train import validate
 from mmray.train.local import count_gpus, resolve_on_this_machine
 from mmray.train.monitor import RunReporter
+from mmray.train.resolve import eval_prepare_settings
 from mmray.train.run_dir import RunDir
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
@@ -252,7 +253,8 @@ def _open_held_out(
         from mmray.cluster.placement import check_data_capacity
 
         check_data_capacity(config.cluster)
-    prepared = ensure_prepared(source, config.data.cache, config.prepare, reporter.log, reporter.prepare_progress)
+    settings = eval_prepare_settings(config, source)
+    prepared = ensure_prepared(source, config.data.cache, settings, reporter.log, reporter.prepare_progress)
     return PreparedSet.open(str(prepared), split)
 
 

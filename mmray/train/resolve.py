@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from mmray.config import Batch, Config
+from mmray.config import Batch, Config, Prepare
 from mmray.config.data import format_mixture, is_mixture, parse_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
@@ -17,6 +17,7 @@ from mmray.data.text.tokenizer import declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import UsageError
+from mmray.storage.paths import to_path
 from mmray.train.monitor import RunReporter
 
 MAX_LABELS = 20_000  # of boxes; the text tower embeds each label in every micro-batch
@@ -39,14 +40,14 @@ class ResolvedRun:
 def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     """Resolve the config of a run, preparing its data first if needed. Raises MmrayError for mistakes of the user."""
 
-    def prepare(source: str) -> str:
-        return str(ensure_prepared(source, config.data.cache, config.prepare, reporter.log, reporter.prepare_progress))
+    def prepare(source: str, settings: Prepare = config.prepare) -> str:
+        return str(ensure_prepared(source, config.data.cache, settings, reporter.log, reporter.prepare_progress))
 
     mixture = [(prepare(source), weight) for source, weight in parse_mixture(config.data.train)]
     train_sets = [PreparedSet.open(folder, "train") for folder, _ in mixture]
     eval_set, split = None, config.data.eval_split
     if config.data.eval is not None:
-        eval_set = PreparedSet.open(prepare(config.data.eval), split)
+        eval_set = PreparedSet.open(prepare(config.data.eval, eval_prepare_settings(config, config.data.eval)), split)
     elif split in train_sets[0].manifest.splits:
         eval_set = PreparedSet.open(mixture[0][0], split)
     batch = batch_on_device(config)
@@ -87,6 +88,15 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
     }
     return ResolvedRun(resolved_config, train_set, eval_set, tokenizer_json, shape, steps, data_identity)
+
+
+def eval_prepare_settings(config: Config, source: str) -> Prepare:
+    """Return the prepare settings of an evaluation source: no holdout, because all of it is held out.
+
+    A source that the run also trains on keeps the holdout, so its training rows are not evaluated.
+    """
+    trained_on = [str(to_path(address)) for address, _ in parse_mixture(config.data.train)]
+    return config.prepare if str(to_path(source)) in trained_on else config.prepare.replace(holdout=0.0)
 
 
 def batch_on_device(config: Config) -> Batch:

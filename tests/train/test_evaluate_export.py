@@ -60,6 +60,7 @@ def test_default_set_is_what_the_run_held_out(tmp_path: Path, monkeypatch: pytes
     trained_on = make_set(tmp_path / "set", [row(number) for number in range(6)], [row(number) for number in (7, 8)])
     (tmp_path / "data.json").write_text(json.dumps({"train": str(tmp_path / "set")}))
     config = runs.config(tmp_path / "set", tmp_path, "one")
+    config = config.replace(prepare=config.prepare.replace(holdout=0.2))  # of training sources
 
     def held_out(eval_set: str | None, data: str | None = None, split: str | None = None) -> int:
         given = config.model_copy(update={"data": config.data.model_copy(update={"eval": eval_set})})
@@ -70,6 +71,7 @@ def test_default_set_is_what_the_run_held_out(tmp_path: Path, monkeypatch: pytes
     assert (held_out(None), held_out(None, split="train"), held_out(str(tmp_path / "set"))) == (2, 6, 2)
     assert held_out(raw) == 5  # a run takes a source for data.eval, so evaluation does
     assert held_out(raw, data=str(tmp_path / "set")) == 2
+    assert held_out(None, data=raw) == held_out(None, data=raw, split="train") == 5
 
 
 def test_evaluation_of_branches_needs_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,9 @@ def _decode_jpeg_fast(image: ImageFile.ImageFile, data: bytes, eighth: bool = Fa
 
 def _orientation(image: Image.Image) -> int:
     try:
-        return int(image.getexif().get(_EXIF_ORIENTATION, 1))
+        # PngImageFile.getexif would decode all pixels to find metadata after them. Such metadata, which is rare, counts
+        # in `decode`, because the image is loaded, but not in `header_size`.
+        return int(Image.Image.getexif(image).get(_EXIF_ORIENTATION, 1))
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - damaged EXIF raises many types and does not affect the pixels

@@ -78,6 +78,11 @@ class Manifest:
         return self.settings.get("check", "full") == "full" or bool(self.settings.get("image_side"))
 
     @property
+    def max_pixels(self) -> int:
+        """Maximum pixels of its images when they were validated; 0: not recorded."""
+        return int(self.settings.get("max_pixels", 0))
+
+    @property
     def is_index_only(self) -> bool:
         """Whether the set refers to images in its source instead of storing them."""
         return bool(self.settings.get("index_only"))

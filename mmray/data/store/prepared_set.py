@@ -241,6 +241,11 @@ class PreparedSet:
         return sum(shard.num_bytes for shard in self._shards)
 
     @property
+    def max_pixels(self) -> int:
+        """Maximum pixels of an image, as the set was prepared; 0: not recorded."""
+        return self.manifest.max_pixels
+
+    @property
     def fingerprint(self) -> str:
         """Hex digest of these rows in this order."""
         return fingerprint(self._shards)
@@ -364,6 +369,11 @@ class PreparedMixture:
     @property
     def num_rows(self) -> int:
         return int(self._starts[-1])
+
+    @property
+    def max_pixels(self) -> int:
+        """Largest `max_pixels` of the sets."""
+        return max(each.max_pixels for each in self.sets)
 
     @property
     def fingerprint(self) -> str:

@@ -37,17 +37,28 @@ def iter_micro_batches(
 
 
 def _iter_step_rows(blocks: Iterable[NumpyBatch], rank_rows: int) -> Iterator[NumpyBatch]:
-    """Yield the rows of each step: a slice of one block, or several blocks of equal length concatenated."""
+    """Yield the rows of each step: a slice of one block, or several blocks concatenated.
+
+    Raises RuntimeError for blocks that cross the end of a step.
+    """
     parts: list[NumpyBatch] = []
+    num_rows = 0  # of `parts`
     for block in blocks:
         size = len(block["pos"])
-        if size >= rank_rows:
+        if not parts and size % rank_rows == 0:
             yield from (_slice(block, first, rank_rows) for first in range(0, size, rank_rows))
             continue
         parts.append(block)
-        if len(parts) * size == rank_rows:
+        num_rows += size
+        if num_rows > rank_rows:  # parts would otherwise grow until out of memory
+            sizes = ", ".join(str(len(part["pos"])) for part in parts)
+            raise RuntimeError(
+                f"the data stream returned blocks of {sizes} rows for a step of {rank_rows} rows: blocks were cut or "
+                "assigned to another rank"
+            )
+        if num_rows == rank_rows:
             yield {name: _concatenate([part[name] for part in parts]) for name in parts[0]}
-            parts = []
+            parts, num_rows = [], 0
 
 
 def _concatenate(columns: list[np.ndarray]) -> np.ndarray:

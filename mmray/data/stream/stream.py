@@ -71,6 +71,8 @@ class StreamDataConfig(ray.train.DataConfig):
             ),
             num_cpus=1,
         )
+        # Otherwise Ray cuts blocks of 1.5 x 128 MiB or more, and the splitter gives the pieces to different ranks.
+        dataset.context.target_max_block_size = None
         dataset.context.execution_options.label_selector = self.label_selector
         dataset.context.enable_progress_bars = False
         dataset.context.print_on_execution_start = False

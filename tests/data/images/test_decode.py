@@ -4,6 +4,7 @@ import io
 import struct
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -61,6 +62,27 @@ def test_exif_orientation_is_applied(kind, orientation):
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
     assert np.array_equal(decode(data), expected) and np.array_equal(with_pillow(data), expected)
     assert header_size(data) == verify_image(data) == ((30, 40) if orientation >= 5 else (40, 30))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_header_size_decodes_no_pixels(monkeypatch, name):
+    upright, turned = FORMATS[name], rotated(6, name) if name in ("JPEG", "PNG", "WEBP") else None
+    for kind in {type(Image.open(io.BytesIO(data))) for data in FORMATS.values()}:
+        monkeypatch.setattr(kind, "load", lambda *_: pytest.fail("decoded"))
+    assert header_size(upright) == (40, 30)
+    assert turned is None or header_size(turned) == (30, 40)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_orientation_in_png_text_is_applied(late):
+    """Pillow reads the XMP packet of a PNG; after the pixels, where ExifTool writes it, only decoding reads it."""
+    packet = b'XML:com.adobe.xmp\0\0\0\0\0<rdf:Description tiff:Orientation="6"/>'
+    chunk = struct.pack(">I", len(packet)) + b"iTXt" + packet + struct.pack(">I", zlib.crc32(b"iTXt" + packet))
+    data = FORMATS["PNG"]
+    at = len(data) - 12 if late else 33  # before IEND; after IHDR
+    data = data[:at] + chunk + data[at:]
+    assert verify_image(data) == decode(data).shape[1::-1] == (30, 40)
+    assert header_size(data) == ((40, 30) if late else (30, 40))
 
 
 def test_pillow_warnings_are_not_logged():

@@ -66,6 +66,15 @@ def test_step_in_several_blocks_equals_step_in_one(micro, group_by_length):
             assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("sizes", [(7, 10), (24,), (8, 16)])
+def test_blocks_that_cross_the_end_of_a_step_are_an_error(sizes):
+    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, micro=4, seed=0, steps=4)
+    (whole,) = blocks(plan, np.array([3]))
+    parts = [{name: column[:size] for name, column in whole.items()} for size in sizes]
+    with pytest.raises(RuntimeError, match=f"blocks of {', '.join(map(str, sizes))} rows for a step of 16 rows"):
+        list(iter_micro_batches(parts, plan))
+
+
 def rows_of(step):
     """Position, image and unpadded caption of each row of a step, for any grouping."""
     columns = ("pos", "image", "input_ids", "attention_mask")

@@ -111,6 +111,14 @@ def test_changing_worker_groups_take_same_rows(
     assert not ray.data.DataContext.get_current().execution_options.preserve_order  # of these streams only
 
 
+def test_large_blocks_are_not_cut(local_ray, reader, monkeypatch):
+    """The 11 rows of a rank in a step have no divisor, so they are one block, above the limit of Ray Data."""
+    monkeypatch.setattr(ray.data.DataContext.get_current(), "target_max_block_size", 5 * reader.row_bytes)
+    plan, block_mb = SamplePlan(117, 22, 2, 11, seed=3, steps=6), 7 * reader.row_bytes / 1e6
+    assert BlockPlan.sized(plan, 0, reader.row_bytes, block_mb).blocks_per_step == 1
+    assert stream(reader, plan, 0, 0.0, None, block_mb) == expected(plan)
+
+
 @pytest.mark.parametrize(("global_rows", "world", "shape"), [(16, 3, (7, 1)), (36, 2, (1, 3)), (16, 3, (1, 1))])
 def test_blocks_of_all_ranks_have_equal_size_and_cover_the_steps_in_order(global_rows, world, shape):
     plan = SamplePlan(117, global_rows, world, 4, 0, steps=29)
