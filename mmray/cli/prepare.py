@@ -35,7 +35,9 @@ class PrepareCommand:
 
 
 def _findings(manifest: Manifest, out: str) -> Iterator[tuple[str, str]]:
-    """Yield (label, line) for repeated captions and contamination."""
+    """Yield (label, line) for unreadable rows, repeated captions and contamination."""
+    if unreadable := manifest.reasons.get("unreadable"):
+        yield "unreadable", f"{unreadable:,} rows failed on a disk or a server; rerun the same command to retry them"
     if manifest.num_same_text:
         yield "captions", f"{manifest.num_same_text:,} rows repeat the captions of an earlier row; they are kept"
     if leakage := manifest.leakage:

@@ -82,13 +82,13 @@ class RemotePath:
         return iter([self / name for name in sorted(info.base_name for info in infos) if name])
 
     def read_bytes(self) -> bytes:
-        return with_retries(lambda: self.storage.read(self.relative))
+        return self.storage.read(self.relative)
 
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         return self.read_bytes().decode(encoding, errors)
 
     def write_bytes(self, data: bytes) -> None:
-        with_retries(lambda: self.storage.write(self.relative, data))
+        self.storage.write(self.relative, data)
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
         self.write_bytes(text.encode(encoding))
@@ -103,7 +103,7 @@ class RemotePath:
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the object."""
         if self.is_file():
-            with_retries(lambda: self.storage.delete(self.relative))
+            self.storage.delete(self.relative)
         elif not missing_ok:
             raise FileNotFoundError(f"{self} does not exist")
 
@@ -185,7 +185,7 @@ def remove_tree(path: AnyPath) -> None:
         if path.exists():
             shutil.rmtree(path)
     elif path.is_dir():
-        with_retries(lambda: path.storage.delete_tree(path.relative))
+        path.storage.delete_tree(path.relative)
 
 
 def move_tree(path: AnyPath, target: AnyPath) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,8 +86,12 @@ class Storage:
         """The path of a file or folder in the file system: on an object store, bucket and key."""
         return f"{self.filesystem[1]}/{name}".rstrip("/")
 
+    def retried(self, call: Callable[[], T]) -> T:
+        """Return the result of `call`, on an object store with retries."""
+        return call() if self.local_path is not None else with_retries(call)
+
     def _info(self, name: str) -> fs.FileInfo:
-        return self.filesystem[0].get_file_info(self.fs_path(name))
+        return self.retried(lambda: self.filesystem[0].get_file_info(self.fs_path(name)))
 
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes; None if it does not exist."""
@@ -108,7 +113,8 @@ class Storage:
         if self.local_path is not None:
             return sorted(_walk(self.fs_path(folder), f"{folder}/".lstrip("/")))
         system, root = self.filesystem
-        infos = system.get_file_info(fs.FileSelector(self.fs_path(folder), recursive=True))
+        selector = fs.FileSelector(self.fs_path(folder), recursive=True)
+        infos = with_retries(lambda: system.get_file_info(selector))
         return sorted(info.path[len(root) :].lstrip("/") for info in infos if info.type == fs.FileType.File)
 
     def listdir(self, folder: str = "") -> list[str]:
@@ -117,22 +123,32 @@ class Storage:
             path = self.local_path / folder
             return sorted(os.listdir(path)) if path.exists() else []  # noqa: PTH208 - names only
         selector = fs.FileSelector(self.fs_path(folder), allow_not_found=True)
-        return sorted(info.base_name for info in self.filesystem[0].get_file_info(selector))
+        infos = with_retries(lambda: self.filesystem[0].get_file_info(selector))
+        return sorted(info.base_name for info in infos)
 
     def mkdir(self, folder: str = "") -> None:
         """Create a folder and its parents."""
-        self.filesystem[0].create_dir(self.fs_path(folder), recursive=True)
+        self.retried(lambda: self.filesystem[0].create_dir(self.fs_path(folder), recursive=True))
 
     def open(self, name: str, mapped: bool = False) -> pa.NativeFile:
         """Open for random access; memory-map only files that never change: truncating them kills readers."""
         if mapped and self.local_path is not None:
             return pa.memory_map(self.fs_path(name))
-        return self.filesystem[0].open_input_file(self.fs_path(name))
+        return self.retried(lambda: self.filesystem[0].open_input_file(self.fs_path(name)))
+
+    def open_retried(self, name: str, mapped: bool = False) -> pa.NativeFile:
+        """Open for sequential reads; on an object store each read is retried. Raises TransientStorageError."""
+        file = self.open(name, mapped)
+        return file if self.local_path is not None else pa.PythonFile(_RetriedFile(file), mode="r")
 
     def read(self, name: str) -> bytes:
         """Return all bytes of a file."""
-        with self.open(name) as file:
-            return bytes(file.readall())
+
+        def read() -> bytes:
+            with self.open(name) as file:
+                return bytes(file.readall())
+
+        return self.retried(read)
 
     @contextmanager
     def open_output(self, name: str) -> Iterator[pa.NativeFile]:
@@ -159,16 +175,20 @@ class Storage:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a complete file; atomic on a local disk."""
-        with self.open_output(name) as stream:
-            stream.write(data)
+
+        def write() -> None:
+            with self.open_output(name) as stream:
+                stream.write(data)
+
+        self.retried(write)
 
     def delete(self, name: str) -> None:
         """Delete a file."""
-        self.filesystem[0].delete_file(self.fs_path(name))
+        self.retried(lambda: self.filesystem[0].delete_file(self.fs_path(name)))
 
     def delete_tree(self, folder: str) -> None:
         """Delete a folder and all its files."""
-        self.filesystem[0].delete_dir(self.fs_path(folder))
+        self.retried(lambda: self.filesystem[0].delete_dir(self.fs_path(folder)))
 
 
 def open_filesystem(address: str) -> tuple[fs.FileSystem, str]:
@@ -201,15 +221,55 @@ def _walk(folder: str, prefix: str, parents: tuple[str, ...] = ()) -> Iterator[s
                 yield f"{prefix}{entry.name}"
 
 
+class TransientStorageError(OSError):
+    """A storage still fails after all retries, and may work later. It is not retried again by an outer call."""
+
+
 def with_retries(call: Callable[[], T]) -> T:
-    """Return the result of `call`, retried with exponential backoff on transient errors. Raises the last error."""
+    """Return the result of `call`, retried with exponential backoff on transient errors.
+
+    Raises TransientStorageError with the last of them, or a permanent error unchanged.
+    """
 
     def is_transient(error: BaseException) -> bool:
-        permanent = isinstance(error, FileNotFoundError | PermissionError)
+        permanent = isinstance(error, FileNotFoundError | PermissionError | TransientStorageError)
         return isinstance(error, OSError) and not permanent and not any(text in str(error) for text in PERMANENT_ERRORS)
 
     stop, wait = stop_after_attempt(ATTEMPTS), wait_random_exponential(multiplier=0.5, max=MAX_WAIT_S)
-    return Retrying(retry=retry_if_exception(is_transient), stop=stop, wait=wait, reraise=True)(call)
+    try:
+        return Retrying(retry=retry_if_exception(is_transient), stop=stop, wait=wait, reraise=True)(call)
+    except OSError as error:
+        if is_transient(error):
+            raise TransientStorageError(*error.args) from error
+        raise
+
+
+class _RetriedFile(io.RawIOBase):
+    """A file of an object store whose reads are retried."""
+
+    def __init__(self, file: pa.NativeFile) -> None:
+        self._file, self._size, self._offset = file, file.size(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._offset = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._size}[whence]
+        return self._offset
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._size - self._offset))
+        data = with_retries(lambda: self._file.read_at(count, self._offset)) if count else b""
+        buffer[: len(data)] = data
+        self._offset += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:

@@ -9,7 +9,8 @@ from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.images.read import read_image
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.storage.storage import Storage
+from mmray.errors import ResourceError
+from mmray.storage.storage import ATTEMPTS, Storage
 from tests.data.formats.test_formats import COUNT, LAX, SOURCES, color_image, images, tars
 
 
@@ -80,3 +81,19 @@ def test_prepare_from_bucket_to_bucket_resumes(s3, tmp_path, in_process):
     assert [row.image for row in indexed] == [color_image(number) for number in range(COUNT)]
     in_process.clear()
     assert prepare(source, out, LAX) == there and in_process == []
+
+
+def test_failures_of_a_store_are_retried_or_end_the_prepare(s3, tmp_path, in_process):
+    """They never quarantine rows."""
+    raw, source, out = jsonl(tmp_path / "raw").parent, f"{s3.address}/raw", f"{s3.address}/out"
+    for path in raw.iterdir():
+        Storage(source).write(path.name, path.read_bytes())
+    rows = f"{source}/rows.jsonl"
+    for number, (method, name) in enumerate([("GET", "raw/rows"), ("GET", "3.png"), ("PUT", "shards/")]):
+        s3.fail(method, name, ATTEMPTS - 1, status=400)
+        assert prepare(rows, f"{out}{number}", LAX).num_rows == COUNT and s3.failures_left() == 0
+    s3.fail("GET", "3.png", 10_000, status=400)
+    with pytest.raises(ResourceError, match=r"prepare failed at rows\.jsonl from row 4: .*rerun the same command"):
+        prepare(rows, out, LAX)
+    s3.fail("GET", "3.png", 0, status=400)
+    assert prepare(rows, out, LAX).num_rows == COUNT

@@ -7,7 +7,14 @@ from pathlib import PurePosixPath
 
 import orjson
 
-from mmray.data.formats.listing import ClassFolders, CocoSource, ImageTextPairs, is_image
+from mmray.data.formats.listing import (
+    ClassFolders,
+    CocoSource,
+    ImageTextPairs,
+    is_image,
+    list_visible_files,
+    split_and_class_of,
+)
 from mmray.data.formats.parquet import HFSavedSource, ParquetSource
 from mmray.data.formats.rows import is_valid_name
 from mmray.data.formats.source import Source, read_head
@@ -88,7 +95,7 @@ def _detect_file_format(storage: Storage, name: str) -> str:
 
 
 def _detect_folder_format(storage: Storage) -> str:
-    names = storage.list_files()
+    names = list_visible_files(storage)
     suffixes = {PurePosixPath(name).suffix.lower() for name in names}
     if ".arrow" in suffixes and any(name.rpartition("/")[2] == "state.json" for name in names):
         return "saved"
@@ -102,6 +109,7 @@ def _detect_folder_format(storage: Storage) -> str:
     if paired:
         return "pairs"
     if any("/" in name for name in images):
+        _check_class_folders(storage, names, images)
         return "folders"
     if is_prepared(storage):
         raise DataError(
@@ -112,3 +120,27 @@ def _detect_folder_format(storage: Storage) -> str:
         f"give the path of one of its files ({', '.join(files[:5])})" if files else "it needs tars, Parquet or images"
     )
     raise DataError(f"no known source format found in {storage.address}: {hint}")
+
+
+def _check_class_folders(storage: Storage, names: list[str], images: list[str]) -> None:
+    """Raise DataError if the folders of the images may not be classes: their names would become the captions."""
+    caption_suffixes = (".txt", *(suffix for suffix in _SUFFIXES if suffix not in (".parquet", ".tar")))
+    captions = [
+        name
+        for name in names
+        if name.lower().endswith(caption_suffixes)
+        and not name.rpartition("/")[2].lower().startswith(("readme", "license"))
+    ]
+    force = "to make captions from the names of the folders, use --format folders"
+    if captions:
+        raise DataError(
+            f"{storage.address} has images in folders, and {len(captions):,} files that may have their captions "
+            f"({', '.join(captions[:5])}): give the path of such a file with rows, or {force}"
+        )
+    classes = {class_name for _, class_name in split_and_class_of(images)} - {None}
+    if len(classes) < 2:
+        names_found = ", ".join(map(repr, classes)) or "none in the layout CLASS/image or SPLIT/CLASS/image"
+        raise DataError(
+            f"{storage.address} has images in folders, but fewer than two classes ({names_found}), and no captions: "
+            f"give the path of a file with captions, or {force}"
+        )

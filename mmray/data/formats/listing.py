@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,9 +18,11 @@ from mmray.data.formats.source import IMAGE_SUFFIXES, Source, SourceChunk
 from mmray.data.formats.text_lines import BOM, JsonlSource
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
 from mmray.errors import DataError
+from mmray.storage.storage import Storage
 
 LISTING = "listing.jsonl"
 Rows = Iterator[dict[str, Any]]
+_SPLIT_FOLDERS = {name: name for name in ("train", *HELD_OUT_SPLITS)} | {"training": "train", "testing": "test"}
 
 
 class ListingSource(Source):
@@ -61,24 +63,48 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
+def list_visible_files(storage: Storage) -> list[str]:
+    """Return the sorted files of the folder without hidden ones and those that macOS adds to archives."""
+    return [
+        name
+        for name in storage.list_files()
+        if not any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+    ]
+
+
+def split_and_class_of(names: Sequence[str]) -> list[tuple[str | None, str | None]]:
+    """Return (split, class) of each image by its folders; None if the image is outside of such a folder.
+
+    The first folders are splits if two of them have names of splits, although there may be stray images next to them.
+    Otherwise test images would become training rows of a class `test`.
+    """
+    folders = [name.split("/")[:-1] for name in names]
+    splits = [_SPLIT_FOLDERS.get(folder[0].lower()) if folder else None for folder in folders]
+    all_in_splits = all(split and len(folder) > 1 for split, folder in zip(splits, folders, strict=True))
+    if not all_in_splits and len(set(splits) - {None}) < 2:
+        return [(None, folder[0] if folder else None) for folder in folders]
+    return [
+        (split, folder[1] if split and len(folder) > 1 else None) for split, folder in zip(splits, folders, strict=True)
+    ]
+
+
 class ClassFolders(ListingSource):
     """Rows of FOLDER/CLASS/image or FOLDER/SPLIT/CLASS/image, with a caption and the class as label."""
 
     title = "a folder for each class"
 
     def list_rows(self) -> Rows:
-        names = [name for name in self.storage.list_files() if is_image(name)]
-        paths = [PurePosixPath(name).parts for name in names]
-        has_splits = bool(paths) and all(len(path) > 2 and path[0] in ("train", *HELD_OUT_SPLITS) for path in paths)
-        folders = [path[int(has_splits) : -1] for path in paths]  # the first is the class
-        labels = {name: label for label, name in enumerate(sorted({folder[0] for folder in folders if folder}))}
+        names = [name for name in list_visible_files(self.storage) if is_image(name)]
+        folders = split_and_class_of(names)
+        labels = {name: label for label, name in enumerate(sorted({each for _, each in folders if each is not None}))}
         captions = {name: name.replace("_", " ") for name in labels}
         self.class_names = tuple(name.encode(errors="backslashreplace").decode() for name in captions.values())
-        for name, path, folder in zip(names, paths, folders, strict=True):
+        for name, (split, class_name) in zip(names, folders, strict=True):
             row: dict[str, Any] = {"origin": name, "id": name, "image": name}
-            row |= {"split": path[0]} if has_splits else {}
-            if folder:  # an image outside the class folders has no caption, so it is quarantined
-                row |= {"text": self.caption_template.replace("{}", captions[folder[0]]), "label": labels[folder[0]]}
+            row |= {"split": split} if split else {}
+            if class_name is not None:  # an image outside the class folders has no caption, so it is quarantined
+                caption = self.caption_template.replace("{}", captions[class_name])
+                row |= {"text": caption, "label": labels[class_name]}
             yield row
 
 
@@ -90,7 +116,7 @@ class ImageTextPairs(ListingSource):
     def list_rows(self) -> Rows:
         images: dict[str, list[str]] = defaultdict(list)
         texts: dict[str, str] = {}
-        for name in self.storage.list_files():
+        for name in list_visible_files(self.storage):
             stem = str(PurePosixPath(name).with_suffix(""))
             if is_image(name):
                 images[stem].append(name)

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from mmray.data.formats.rows import COLUMNS, BadRow, is_safe_path, rename_columns
 from mmray.data.formats.source import Source, SourceChunk, check_unchanged, file_signature, list_files
 from mmray.errors import DataError
-from mmray.storage.storage import iter_parallel
+from mmray.storage.storage import TransientStorageError, iter_parallel
 
 _ROWS_PER_BATCH = 32  # inline images held as Python bytes
 _BUFFER_BYTES = 4 << 20  # of a column; without a buffer size pyarrow reads the whole column chunk
@@ -40,13 +40,13 @@ class ParquetSource(Source):
 
     def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
         """Return (number of rows up to the end of each row group or record batch, schema)."""
-        with self.storage.open(name) as raw:
+        with self.storage.open_retried(name) as raw:
             file = pq.ParquetFile(raw)
             return _cumulative_rows(file), file.schema_arrow
 
     def batches(self, name: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield the known columns of the rows start..stop of a file."""
-        with self.storage.open(name) as raw:
+        with self.storage.open_retried(name) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
             ends, columns = _cumulative_rows(file), self._known_columns(file.schema_arrow, name)
             first = bisect_right(ends, start)
@@ -85,10 +85,11 @@ class ParquetSource(Source):
                 for number in range(batch.num_rows):
                     yield row_number, f"{chunk.file}:{row_number}", (batch.slice(number, 1), self.split_of(chunk.file))
                     row_number += 1
+        except TransientStorageError:
+            raise
         except (pa.ArrowException, OSError) as error:  # the rest of the chunk is unreadable: report each row
             # pyarrow also raises OSError for damaged files, but without an errno
-            is_storage = isinstance(error, OSError) and (self.storage.local_path is None or error.errno is not None)
-            reason = "unreadable" if is_storage else "damaged"
+            reason = "unreadable" if isinstance(error, OSError) and error.errno is not None else "damaged"
             detail = f"rows {row_number} to {chunk.stop}: {str(error)[:200]}"
             for rest in range(row_number, chunk.stop + 1):
                 yield rest, f"{chunk.file}:{rest}", BadRow("read", reason, detail)
@@ -148,11 +149,11 @@ class HFSavedSource(ParquetSource):
         return name.partition("/")[0] if "/" in name else None
 
     def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
-        with self.storage.open(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
+        with self.storage.open_retried(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
             return list(accumulate(batch.num_rows for batch in reader)), reader.schema
 
     def batches(self, name: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        with self.storage.open(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
+        with self.storage.open_retried(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
             columns = self._known_columns(reader.schema, name)
             yield from _slice_rows((batch.select(columns) for batch in reader), start, stop - start)
 

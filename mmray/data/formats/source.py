@@ -103,7 +103,7 @@ def read_head(storage: Storage, name: str, size: int = 64) -> bytes:
     """Return the first bytes of a file. Raises DataError if it cannot be read."""
     path = f"{storage.address}/{name}"
     try:
-        with storage.open(name) as file:
+        with storage.open_retried(name) as file:
             return bytes(file.read(size))
     except FileNotFoundError:
         raise DataError(f"there is no file {path}: give the path of a source") from None

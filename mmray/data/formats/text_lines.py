@@ -68,7 +68,7 @@ class JsonlSource(Source):
         self.check()
         index = start = records = rows = 0
         first_line = 1
-        with self.storage.open(self.name) as file:
+        with self.storage.open_retried(self.name) as file:
             lines = LineReader(file)
             for record in self.iter_records(lines):
                 records, rows = records + 1, rows + bool(record)
@@ -81,7 +81,7 @@ class JsonlSource(Source):
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         line = chunk.first_line
-        with self.storage.open(self.name) as file:
+        with self.storage.open_retried(self.name) as file:
             lines = LineReader(file, chunk.start, chunk.stop)
             for record in self.iter_records(lines):
                 if record:
@@ -133,7 +133,7 @@ class CsvSource(JsonlSource):
     def _header(self) -> tuple[list[str], int]:
         """Column names, and the byte offset of the end of their record. Raises DataError."""
         path = f"{self.storage.address}/{self.name}"
-        with self.storage.open(self.name) as file:
+        with self.storage.open_retried(self.name) as file:
             lines = LineReader(file)
             record = next((record for record in self._read_fields(lines) if record), [])
         if not record:

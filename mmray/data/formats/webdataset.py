@@ -99,7 +99,7 @@ def _decode_text(extension: str, member: TarMember) -> str:
 def _iter_members(storage: Storage, name: str) -> Iterator[tuple[str, TarMember | BadRow]]:
     """Yield the members of a tar with their bytes in one pass; a BadRow is last if the tar is truncated."""
     last = "its beginning"
-    with storage.open(name) as raw:
+    with storage.open_retried(name) as raw:
         file = io.BufferedReader(raw, _BUFFER_BYTES)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:

@@ -1,6 +1,7 @@
 """Read the image files that rows refer to, from the folder of the source only.
 
-An invalid file raises BadRow, which quarantines its row. A failing disk or object store raises OSError.
+An invalid file raises BadRow, which quarantines its row. A failing disk raises OSError, and an object store that still
+fails after retries TransientStorageError.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from mmray.data.formats.rows import BadRow, ImageRef, is_safe_path
-from mmray.storage.storage import ByteRange, RangeReader, Storage, coalesce_ranges, parallel_map, with_retries
+from mmray.storage.storage import (
+    ByteRange,
+    RangeReader,
+    Storage,
+    TransientStorageError,
+    coalesce_ranges,
+    parallel_map,
+)
 
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
 _BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # the name cannot belong to a file
@@ -27,7 +35,7 @@ def read_image(storage: Storage, image: ImageRef) -> bytes:
         return read_file(storage, str(image.file))
     if storage.local_path is not None:
         _checked_size(storage, str(image.file))
-    with storage.open(str(image.file)) as file:
+    with storage.open_retried(str(image.file)) as file:
         file.seek(image.offset)
         return bytes(file.read(image.length))
 
@@ -52,7 +60,7 @@ def read_images(storage: Storage, images: Sequence[ImageRef], reader: RangeReade
         reads += [(file, read, spans, numbers) for read in coalesce_ranges(spans)]
 
     def read_full(number: int) -> None:
-        out[number] = with_retries(lambda: read_image(storage, images[number]))
+        out[number] = read_image(storage, images[number])
 
     def read_range(job: tuple[str, ByteRange, list[tuple[int, int]], list[int]]) -> None:
         file, read, spans, numbers = job
@@ -92,9 +100,14 @@ def _check_reference(image: ImageRef) -> None:
 
 @contextmanager
 def os_error_as_bad_row(name: str) -> Iterator[None]:
-    """Convert an OSError of the block to a BadRow of the row that refers to this file; `prepare` can retry it."""
+    """Convert an OSError of the block to a BadRow of the row that refers to this file; `prepare` can retry it.
+
+    A TransientStorageError is not converted: it is not about this file, and would reject all the following rows.
+    """
     try:
         yield
+    except TransientStorageError:
+        raise
     except OSError as error:
         raise BadRow("read", "unreadable", f"{name}: {error}") from None
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmray.data.formats.detect import detect_source
 from mmray.data.formats.source import Source, SourceChunk
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare import assemble, contamination, sample
 from mmray.data.prepare.pack import PrepareJob, is_current, pack_chunk, read_chunk_record, record_path
 from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, Result, map_tasks, run_with_crash_limit
@@ -268,10 +269,15 @@ def _pack(
 
 def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
     """Ray task: pack one chunk. Ray retries it if its worker dies; the retry decodes images in a child process."""
-    chunk = SourceChunk(**item)
+    chunk, out = SourceChunk(**item), Storage(job.out)
     name, item_name = record_path(chunk.index), f"{chunk.file} from row {chunk.first_line}"
+
+    def pack(subprocess_decoder: SubprocessDecoder | None) -> tuple[int, int, int]:
+        # An upload that failed cannot be resumed, so the chunk is packed again.
+        return out.retried(partial(pack_chunk, job, chunk, subprocess_decoder))
+
     try:
-        return {"chunk": run_with_crash_limit(partial(pack_chunk, job, chunk), Storage(job.out), name, item_name)}
+        return {"chunk": run_with_crash_limit(pack, out, name, item_name)}
     except OSError as error:
         raise ResourceError(f"prepare failed at {item_name}: {error}. {RESUME_HINT}") from error
 

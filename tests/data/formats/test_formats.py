@@ -168,11 +168,46 @@ def test_class_folders_give_labels(tmp_path):
 
 
 def test_split_folders_may_contain_class_folders(tmp_path):
-    for split in ("train", "eval"):
-        images(tmp_path / "raw" / split / "cat", 1)
+    for folder in ("train/cat", "eval/cat", "eval/dog"):
+        images(tmp_path / "raw" / folder, 1)
     manifest, rows, _ = prepared(tmp_path / "raw", tmp_path / "out", duplicates="keep")
-    assert manifest.splits == {"train": 1, "eval": 1}
-    assert [row.label for row in rows] == [0, 0] and manifest.class_names == ("cat",)
+    assert manifest.splits == {"train": 1, "eval": 2}
+    assert [row.label for row in rows] == [0, 1, 0] and manifest.class_names == ("cat", "dog")
+
+
+def test_stray_images_do_not_turn_splits_into_classes(tmp_path):
+    hidden = ("__MACOSX/train/cat", ".cache/x", "train/cat/.thumbnails")
+    for folder in ("Training/cat", "test/dog", "more", *hidden):
+        images(tmp_path / "raw" / folder, 1)
+    for stray in ("preview.png", "test/preview.png", "test/dog/._0.png"):
+        (tmp_path / "raw" / stray).write_bytes(color_image(9))
+    manifest, rows, faults = prepared(tmp_path / "raw", tmp_path / "out", duplicates="keep")
+    assert [(row.key, row.split, row.label) for row in rows] == [
+        ("Training/cat/0.png", "train", 0), ("test/dog/0.png", "test", 1)
+    ]  # fmt: skip
+    assert manifest.class_names == ("cat", "dog")
+    assert faults == dict.fromkeys(("more/0.png", "preview.png", "test/preview.png"), "no-text")
+
+
+@pytest.mark.parametrize(
+    ("folders", "file", "message"),
+    [
+        (("Images",), "captions.txt", r"may have their captions \(captions\.txt\)"),
+        (("train2017", "val2017"), "annotations/captions_val2017.json", r"\(annotations/captions_val2017\.json\)"),
+        (("train/cat", "train/dog"), "train/metadata.jsonl", r"\(train/metadata\.jsonl\)"),
+        (("cat", "dog"), "rows.CSV", r"\(rows\.CSV\).*--format folders"),
+        (("Images",), "readme.txt", r"two classes \('Images'\), and no captions.*--format folders"),
+        (("train", "test"), "LICENSE", r"\(none in the layout CLASS/image or SPLIT/CLASS/image\)"),
+    ],
+)
+def test_folders_that_may_not_be_classes_are_refused(tmp_path, folders, file, message):
+    for folder in folders:
+        images(tmp_path / folder, 1)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("x")
+    with pytest.raises(DataError, match=message):
+        detect_source(str(tmp_path))
+    assert detect_source(str(tmp_path), "folders").format == "folders"
 
 
 def test_incomplete_pairs_and_non_utf8_captions_are_quarantined(tmp_path):

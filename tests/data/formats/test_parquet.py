@@ -75,11 +75,32 @@ def read(source):
     return [item.values for chunk in source.scan(200, ()) for item in source.read(chunk)]
 
 
-def test_unavailable_store_leaves_rows_to_retry(on_store, monkeypatch):
-    failing(monkeypatch, 99, OSError("AWS Error NETWORK_CONNECTION"))
-    rows = read(on_store)
-    assert len(rows) == COUNT and not any(isinstance(row, BadRow) for row in rows[:32])
-    assert {row.reason for row in rows[32:]} == {"unreadable"}
+@pytest.mark.parametrize("failures", [storage.ATTEMPTS - 1, storage.ATTEMPTS])
+def test_failed_reads_of_a_store_are_retried_and_lose_no_row(on_store, monkeypatch, failures):
+    [chunk], left, open_file = on_store.scan(200, ()), [failures], Storage.open
+
+    class Failing:
+        def __init__(self, file):
+            self.size, self.close, self._file = file.size, file.close, file
+
+        def read_at(self, count, offset):
+            if offset and left[0]:  # the footer of this file is read from byte 0
+                left[0] -= 1
+                raise OSError("AWS Error NETWORK_CONNECTION")
+            return self._file.read_at(count, offset)
+
+    monkeypatch.setattr(Storage, "open", lambda *given: Failing(open_file(*given)))
+    if failures < storage.ATTEMPTS:
+        assert [item.values["text"] for item in on_store.read(chunk)] == TABLE.column("text").to_pylist()
+    else:
+        with pytest.raises(storage.TransientStorageError, match="NETWORK_CONNECTION"):
+            list(on_store.read(chunk))
+    assert left == [0]
+
+
+def test_damaged_file_on_a_store_is_quarantined(on_store, monkeypatch):
+    failing(monkeypatch, 1, OSError("end of stream"))
+    assert {row.reason for row in read(on_store)[32:]} == {"damaged"}
 
 
 @pytest.mark.parametrize(
