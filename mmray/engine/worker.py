@@ -33,7 +33,7 @@ from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
 from mmray.engine.parallel.transforms import TOKEN_MULTIPLE, apply_transforms
 from mmray.engine.precision import seed_everything
 from mmray.engine.run_state import CheckpointState, DestinationFn, TrainSpec
-from mmray.engine.worker_context import DataBoundHint, DriverHandle, ProgressReporter, WorkerContext
+from mmray.engine.worker_context import DataBoundHint, DriverHandle, ProgressReporter, WorkerContext, result_fields
 from mmray.errors import MmrayError, UsageError
 from mmray.evaluate.build import build_evaluator, check_evaluable
 from mmray.models.build import build, build_without_weights
@@ -131,10 +131,7 @@ def _train(
             driver.stage("loading the checkpoint")
         load = None if checkpoint is None else partial(_load, checkpoint)
         outcome = loop.train_loop(spec, _report_first(steps, driver), load)
-    prefix, logged = "evaluate/", outcome.metrics.items()
-    metrics = {name.removeprefix(prefix): value for name, value in logged}
-    scores = {name.removeprefix(prefix): value for name, value in logged if name.startswith(prefix)}
-    return vars(outcome) | {"metrics": metrics, "scores": scores}
+    return result_fields(**vars(outcome))
 
 
 def _prepare_model(context: WorkerContext, group: Group, checkpoint: AnyPath | None) -> nn.Module:

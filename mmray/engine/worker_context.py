@@ -111,3 +111,13 @@ class ProgressReporter:
             self.report({"checkpoint_s": self._reported_s})
         if metrics is not None:
             self.report(metrics)
+
+
+def result_fields(metrics: dict[str, Any], **outcome: Any) -> dict[str, Any]:
+    """Return the fields of result.json from the loop's outcome and its last logged line, with the scores in it."""
+    prefix = "evaluate/"
+    scores = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    return outcome | {
+        "metrics": {name.removeprefix(prefix): value for name, value in metrics.items()},
+        "scores": scores,
+    }

@@ -12,6 +12,7 @@ from typing import Any
 from mmray.data.store.manifest import QUARANTINE
 from mmray.engine.bad_rows import load_bad_rows
 from mmray.engine.checkpoint import files
+from mmray.engine.worker_context import result_fields
 from mmray.errors import DeviceError, ForceExit, MmrayError, ResourceError, StorageError, TrainingError, UsageError
 from mmray.evaluate.build import best_metric
 from mmray.storage.lease import Lease
@@ -68,7 +69,7 @@ class Supervisor:
         return self._write_result(outcome)
 
     def _run_attempt(self) -> dict[str, Any] | None:
-        """Start an attempt and wait for its end; return its outcome, None if another attempt follows."""
+        """Run an attempt, unless no step is left; return its outcome, None if another attempt follows."""
         checkpoint, bad_rows = self._prepare_attempt()
         if checkpoint is not None:
             self.reporter.log(f"from {checkpoint}", "resume")
@@ -77,6 +78,8 @@ class Supervisor:
                 f"--run.resume must: no valid checkpoint in {self.run.checkpoints}; "
                 "--run.resume auto starts from step 0"
             )
+        if checkpoint is not None and files.step_of(checkpoint) >= self.resolved.steps:
+            return outcome_of(checkpoint)  # workers would have no step to take, and the stream no rows
         world, workers = self._start_workers(checkpoint, bad_rows)
         monitor = AttemptMonitor(
             config=self.config,
@@ -214,3 +217,15 @@ class Supervisor:
         result |= {"all_processes_peak_gib": peak_gib or None}
         self.run.write_json("result.json", result)
         return result
+
+
+def outcome_of(checkpoint: AnyPath) -> dict[str, Any]:
+    """Return what the workers that saved the last checkpoint of a run return."""
+    meta = files.load_meta(checkpoint)
+    return result_fields(
+        meta["metrics"],
+        status="finished",
+        steps=meta["step"],
+        rows_consumed=meta["rows_consumed"],
+        skipped_steps=meta["metrics"].get("train/skipped_steps", 0),
+    )

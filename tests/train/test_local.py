@@ -1,6 +1,7 @@
 """A run of one worker without Ray: same rows and weights as ever, and what happens if its processes fail."""
 
 import multiprocessing
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -86,6 +87,17 @@ def test_each_evaluation_is_made_once(calm_run):
     scores = {name: value for name, value in lines(calm.path)[-1].items() if name.startswith("evaluate/")}
     assert {f"evaluate/{name}": value for name, value in calm.result["scores"].items()} == scores
     assert notes(reporter, "phase") == ["evaluating", "evaluating", "saving the last checkpoint", "writing the report"]
+
+
+def test_run_whose_command_died_after_the_last_checkpoint_finishes_with_equal_result(data, tmp_path, calm):
+    shutil.copytree(calm.path, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    reporter = Silent()
+    done = driver.train(one_worker(data, tmp_path, "run"), reporter)
+    different = ("elapsed_s", "starts", "all_processes_peak_gib")
+    assert all(done.result[name] == value for name, value in calm.result.items() if name not in different)
+    assert done.result["scores"] and marks(done.path) == marks(calm.path)
+    assert notes(reporter, "resume") and "starting 1 worker" not in notes(reporter, "status")
 
 
 def worker():

@@ -134,6 +134,20 @@ def test_result_names_best_checkpoint(supervised, tmp_path):
     assert result_of(tmp_path)["best"] == {"step": 3, "metric": "recall_at_1/mean", "score": 0.5}
 
 
+@pytest.mark.parametrize("step", [3, 5])
+def test_run_with_all_steps_in_its_checkpoint_finishes_without_workers(supervised, tmp_path, step):
+    """The driver was killed before it wrote result.json, or `train.steps` (3) was lowered."""
+    supervised.backend.start = lambda _: pytest.fail("started workers")
+    metrics = {"step": step, "train/loss": 1.5, "train/skipped_steps": 1, "evaluate/recall_at_1/mean": 0.5}
+    meta = {"metrics": metrics, "rows_consumed": 16 * step}
+    save_checkpoint(supervised.run.checkpoints, step, {"model": {"weight": torch.zeros(1)}}, meta)
+    supervised.train()
+    result = result_of(tmp_path)
+    assert (result["status"], result["steps"], result["rows_consumed"]) == ("finished", step, 16 * step)
+    assert result["metrics"]["train/loss"] == 1.5 and result["skipped_steps"] == 1
+    assert result["scores"] == {"recall_at_1/mean": 0.5} and result["best"]["step"] == step
+
+
 @pytest.mark.parametrize(
     ("unit", "name"), [(files, "latest_valid_checkpoint"), (Lease, "claim_next_token"), (supervisor, "load_bad_rows")]
 )
