@@ -67,7 +67,7 @@ NODE_LOSS_S = 40.0  # Ray reports a node that does not answer as lost after abou
 # Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through which ranks connect.
 COLLECTIVE_ERRORS = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|Connection timed out|No route to host|NCCL|Socket Timeout"
-    "|(recv|send) operation to complete|wait timeout after"
+    "|(recv|send) operation to complete|wait timeout after|Connection was likely closed|timeout caused pair closure"
 )
 T = TypeVar("T")
 

@@ -130,13 +130,16 @@ def read_packed_rows(out: Storage, chunks: Sequence[int]) -> PackedRows:
 def find_duplicates(packed: PackedRows, rule: Literal["image", "row", "text", "keep"]) -> DedupResult:
     """Find the rows that repeat another one: of equal rows a held-out one is kept, otherwise the earliest.
 
-    A duplicate key is an error under each rule, and no row is a duplicate of such a row.
+    This also holds for rows with the same key. A duplicate key is an error under each rule, and no row is a duplicate
+    of such a row.
     """
-    duplicate_of = first_occurrence(packed.keys)
-    reason = np.where(duplicate_of != NO_ROW, SAME_KEY, 0).astype(np.uint8)
-    unique = np.flatnonzero(duplicate_of == NO_ROW)
     held_out = np.array([shard.split in HELD_OUT_SPLITS for shard in packed.shards], bool)
-    unique = unique[np.argsort(~held_out[packed.shard_of[unique]], kind="stable")]
+    order = np.argsort(~held_out[packed.shard_of], kind="stable")  # held-out rows first
+    first, duplicate_of = first_occurrence(packed.keys[order]), np.full(len(order), NO_ROW)
+    repeats = first != NO_ROW
+    duplicate_of[order[repeats]] = order[first[repeats]]
+    reason = np.where(duplicate_of != NO_ROW, SAME_KEY, 0).astype(np.uint8)
+    unique = order[~repeats]
     first, reason_code = np.full(len(unique), NO_ROW), np.full(len(unique), SAME_CONTENT, np.uint8)
     if rule == "text":
         first, reason_code = _first_kept_occurrence(packed.images[unique], packed.texts[unique])
@@ -201,8 +204,8 @@ def _drop_reason(packed: PackedRows, dedup: DedupResult, row: int, originals: di
         return {"stage": "leakage", "reason": OVERLAP, "detail": dedup.contaminated[row]}
     key = originals[original]
     split, original_split = (packed.shards[packed.shard_of[each]].split for each in (row, original))
-    detail = ("", "an earlier row has this id", f"duplicate of row {key}", f"same captions as row {key}")[reason]
-    if reason != SAME_KEY and split != original_split:
+    detail = ("", "another row has this id", f"duplicate of row {key}", f"same captions as row {key}")[reason]
+    if split != original_split:
         detail += f" (in split {original_split})"
     return {"stage": "duplicates", "reason": REASONS[reason], "detail": detail}
 
