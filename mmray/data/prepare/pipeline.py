@@ -102,6 +102,11 @@ def prepare(
     DataError (invalid source, or more bad rows than `settings` allow), UsageError, ResourceError for failures that may
     be temporary, and TrainingError if another process has taken over the folder.
     """
+    if settings.holdout and settings.index_only and settings.check == "none":
+        raise UsageError(
+            "prepare.holdout assigns splits by the hash of the image, and prepare.index_only with prepare.check none "
+            "does not read images: use --check header, or set the splits in the source (column `split`)"
+        )
     try:
         contamination.validate(settings, out)
         job = PrepareJob(detect_source(source, settings.format), Storage(out).address, settings, retry)

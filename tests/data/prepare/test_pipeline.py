@@ -188,6 +188,15 @@ def test_holdout_is_by_content_and_stable(tmp_path, in_process, run):
     assert keys(out, "test")[: len(before)] == before
 
 
+def test_holdout_without_reading_images_is_refused(tmp_path, in_process, run):
+    """By their paths, the same image under two names could be in both splits."""
+    make_source(tmp_path / "raw", 2)
+    with pytest.raises(UsageError, match=r"prepare\.holdout .* use --check header"):
+        run(holdout=0.1, index_only=True, check="none")
+    assert not (tmp_path / "out").exists()
+    assert run(holdout=0.1, index_only=True, check="header").num_rows == 2
+
+
 def test_second_prepare_packs_only_new_rows(tmp_path, in_process, run):
     make_source(tmp_path / "raw", 10)
     first, out = run(), tmp_path / "out"
