@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from mmray.errors import UsageError, first_line, is_out_of_memory
 from mmray.report.run import DIRECTIONS, NOISE_SCALE
-from mmray.report.sweep import GOALS, LEARNING_GOALS, RUNG_GOALS
+from mmray.report.sweep import BATCH_SETTINGS, GOALS, LEARNING_GOALS, RUNG_GOALS
 from mmray.tune.trials import Trial, num_promoted
 
 # `paused`: at a rung; `pruned`: not continued there; `stopped`: by the user or the budget.
@@ -154,6 +155,24 @@ _FORMATS = {
     "peak_gib": "{:.2f} GiB",
     "quality_s": "{:,.0f} s of training to the target loss",
 }
+
+
+def flag_unequal_losses(rows: Sequence[Row]) -> None:
+    """Set `error` of trials whose loss is not that of another shape of the same global batch, after as many samples.
+
+    Equal global batches train alike however they are split, unless rows of a micro-batch interact in the model.
+    """
+    first: dict[str, Row] = {}
+    for row in rows:
+        if row["loss"] is None or row["error"] or row["parent"]:
+            continue
+        other = {key: value for key, value in row["settings"].items() if key not in BATCH_SETTINGS}
+        like = first.setdefault(json.dumps([row["global"], row["samples"], other]), row)
+        if not _is_close(row["loss"], like["loss"]):
+            row["error"] = (
+                f"training loss {row['loss']:.3f} instead of {like['loss']:.3f} of {like['trial']}, which splits the "
+                "same global batch differently: batch norm or dropout depend on the micro-batches"
+            )
 
 
 def promoted(rows: Sequence[Row], rung: int, maximize: bool) -> list[str]:

@@ -55,7 +55,16 @@ from mmray.train.resolve import resolve_run
 from mmray.train.run_dir import collect_environment
 from mmray.tune import population
 from mmray.tune import trials as trial_module
-from mmray.tune.results import ENDED, Row, TrialOutcome, classify_error, promoted, rung_value, select_best
+from mmray.tune.results import (
+    ENDED,
+    Row,
+    TrialOutcome,
+    classify_error,
+    flag_unequal_losses,
+    promoted,
+    rung_value,
+    select_best,
+)
 from mmray.tune.suggestions import build_optuna, distinct_settings, tune_space
 from mmray.tune.sweep import STOP_FILE, Budget, SweepDir, SweepReporter, SweepState, resolve_sweep_dir
 from mmray.tune.trials import FeasibleSpace, Share, SweepPlan, Trial, starting_points
@@ -198,6 +207,7 @@ def _search(
         failure = error
     rows = sorted(state.rows.values(), key=lambda row: row["trial"])
     best = select_best(rows, sweep.goal)
+    flag_unequal_losses(rows)
     folder.write_rows(rows)
     if best is not None:
         trial = plan.trial(best["best"], state.rows[best["best"]]["settings"])

@@ -11,6 +11,7 @@ from mmray.tune.results import (
     aggregate_metrics,
     build_row,
     classify_error,
+    flag_unequal_losses,
     learning_curve,
     rung_value,
     samples_to,
@@ -48,6 +49,21 @@ def test_loss_is_the_mean_of_the_last_quarter():
     lines = [line(step, 10, 1, loss=float(step)) for step in range(1, 9)]
     assert aggregate_metrics(lines)["loss"] == 7.5
     assert aggregate_metrics([*lines, line(9, 10, 1, loss=None)])["loss"] is None  # not finite: not averaged away
+
+
+def test_unequal_loss_of_an_equal_global_batch_is_flagged():
+    def trial(name, micro, loss, samples=640, **settings):
+        shape = {"batch.micro": micro, "batch.accumulation": 16 // micro}
+        row = {"trial": name, "global": 16, "samples": samples, "settings": settings | shape, "loss": loss}
+        return row | {"error": None, "parent": None}
+
+    rows = [
+        *(trial("t1", 4, 1.0), trial("t2", 8, 1.019), trial("t3", 16, 1.03)),
+        *(trial("t4", 8, 2.0, lr=0.5), trial("t5", 8, 3.0, samples=64), trial("t6", 2, None)),
+    ]
+    flag_unequal_losses(rows)
+    assert [row["trial"] for row in rows if row["error"]] == ["t3"]
+    assert rows[2]["error"].startswith("training loss 1.030 instead of 1.000 of t1, which splits the same global batch")
 
 
 def test_other_errors_are_failures_with_one_line():
