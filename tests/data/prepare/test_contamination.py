@@ -117,7 +117,7 @@ def test_changed_images_without_checksums_are_hashed_again(tmp_path, two):
 
 def test_class_folders_of_equal_names_are_no_duplicates(tmp_path, in_process):
     """Two index-only, unchecked sets whose shards have equal digests."""
-    index_only = LAX.model_copy(update={"index_only": True, "check": "none"})
+    index_only = LAX.model_copy(update={"format": "folders", "index_only": True, "check": "none"})
     for first, name in ((0, "a"), (10, "b")):
         (tmp_path / name / "cat").mkdir(parents=True)
         for number in range(3):
