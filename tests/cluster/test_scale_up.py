@@ -25,7 +25,7 @@ from tests.train.runs import Silent, config, expected_marks, make_data, marks
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(400)]  # three minutes
 POOLS = {
     "train": {"resources": {"CPU": 1, "slot": 1}, "labels": {ROLE_LABEL: "train"}, "max_workers": 2},
-    "data": {"resources": {"CPU": 2}, "labels": {ROLE_LABEL: "data"}, "max_workers": 1},
+    "data": {"resources": {"CPU": 2}, "labels": {ROLE_LABEL: "data"}, "max_workers": 2},
 }
 
 
@@ -46,7 +46,7 @@ def test_elastic_run_scales_up_from_zero_nodes(data, tmp_path):
 
 
 def test_submitted_sweep_gets_its_nodes_and_they_go_after_it(tmp_path):
-    """A node for the worker of a trial, and one for its data. Trials run one at a time, as limits are unknown."""
+    """A node for the worker of each trial, and one for its data. Limits are unknown, so --concurrency counts."""
     if ray.is_initialized():
         ray.shutdown()
     ports = free_ports(2)
@@ -71,15 +71,15 @@ def test_submitted_sweep_gets_its_nodes_and_they_go_after_it(tmp_path):
                 time.sleep(1)
 
         wait_for_nodes(1)  # the head
-        options = ["--goal", "loss", "--space", "optimizer.lr=1e-3,1e-4", "--train.samples", "64"]
+        options = ["--goal", "loss", "--space", "optimizer.lr=1e-3,1e-4", "--train.samples", "64", "--concurrency", "2"]
         # Without a working directory to ship: nodes of one machine would replace each other's copy.
         words = [sys.executable, str(ROOT / "jobs" / "tune.py"), str(tmp_path / "recipe.yaml"), *options]
         job_id = client.submit_job(entrypoint=shlex.join(words), runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
         status, code, log = ended(client, job_id)
         assert (status, code) == (JobStatus.SUCCEEDED, 0), log
-        assert len(list_nodes(url)) >= 3  # all that ever were, with the head
+        assert len(list_nodes(url)) >= 4  # all that ever were, with the head
         wait_for_nodes(1)
     summary = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    assert (summary["status"], summary["concurrency"]) == ("finished", 1)
+    assert (summary["status"], summary["concurrency"]) == ("finished", 2)
     rows = [json.loads(line) for line in (tmp_path / "sweep" / "trials.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows] == ["finished", "finished"]
