@@ -4,8 +4,9 @@ A step of a rank with micro-batches of m_1, m_2, ... rows takes
 
     t = optimizer + first(m_1) + further(m_2) + further(m_3) + ... + communication(workers)
 
-`further` includes the second forward of GradCache (engine/README.md, section "One step"). Peak memory is linear in the
-rows of a micro-batch; the input of the other rows of a step is added.
+`further` includes the second forward of GradCache (engine/README.md, section "One step"). Times are medians of several
+visits: other programs slow some of them, and a higher clock after a pause makes others faster than training is. Peak
+memory is linear in the rows of a micro-batch; the input of the other rows of a step is added.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 ROUNDS = 4  # in which the two best shapes are measured, in the order A B B A
 ACCUMULATION = 3  # of the accumulated steps
 MAX_ACCUMULATED = 4  # sizes, the largest, of which an accumulated step is measured
-DISAGREEMENT, MAX_REVISITS = 1.1, 3  # if the two fastest visits of a shape differ more, it is visited again
+DISAGREEMENT, MAX_REVISITS = 1.1, 3  # if no two visits of a shape differ less, it is visited again
 MAX_DUELS = 3
 MAX_STEP_S = 4.0  # larger micro-batches than those of such a step are not measured
 TOLERANCE = 0.02  # relative; within it, less memory is better
@@ -164,20 +165,20 @@ def explore(measure: Measure, sizes: Sequence[int], found: Measurements) -> None
 
 
 def _is_doubtful(shape: tuple[int, int], times: dict[tuple[int, int], list[float]]) -> bool:
-    """Return True if the two fastest visits disagree, or a step of more rows took less time."""
-    fastest, *others = times[shape]
-    less_s = [
-        seconds[0] for (micro, accumulation), seconds in times.items() if accumulation == shape[1] and micro > shape[0]
-    ]
-    return max(others, default=fastest) > DISAGREEMENT * fastest or fastest > min(less_s, default=fastest)
+    """Return True if no two visits agree, or a step of more rows took less time."""
+    seconds = times[shape]
+    if len(seconds) > 1 and min(slow / fast for fast, slow in pairwise(seconds)) > DISAGREEMENT:
+        return True
+    larger = [other for other in times if other[1] == shape[1] and other[0] > shape[0]]
+    return any(statistics.median(seconds) > statistics.median(times[other]) for other in larger)
 
 
 def _times(samples: Sequence[Sample]) -> dict[tuple[int, int], list[float]]:
-    """Return the seconds of all visits by (micro, accumulation), the two fastest first and last."""
+    """Return the sorted seconds of all visits by (micro, accumulation)."""
     visits: dict[tuple[int, int], list[float]] = {}
     for sample in samples:
         visits.setdefault((sample.micro, sample.accumulation), []).append(sample.step_s)
-    return {shape: sorted(seconds)[:2] for shape, seconds in visits.items()}
+    return {shape: sorted(seconds) for shape, seconds in visits.items()}
 
 
 @dataclass(frozen=True)
@@ -221,15 +222,15 @@ class CostModel:
 
 
 def fit(found: Measurements) -> CostModel:
-    """Fit the cost model; of several visits of a shape the fastest counts, because other programs only slow a step."""
-    fastest = {shape: times[0] for shape, times in _times(found.samples).items()}
-    optimizer_s = min(sample.optimizer_s for sample in found.samples)
-    single = {micro: seconds for (micro, accumulation), seconds in sorted(fastest.items()) if accumulation == 1}
+    """Fit the cost model to the medians of the visits."""
+    times = {shape: statistics.median(seconds) for shape, seconds in sorted(_times(found.samples).items())}
+    single = {micro: seconds for (micro, accumulation), seconds in times.items() if accumulation == 1}
+    optimizer_s = statistics.median(sample.optimizer_s for sample in found.samples)
     optimizer_s = min(optimizer_s, 0.9 * min(single.values()))
     first_s = {micro: seconds - optimizer_s for micro, seconds in single.items()}
     further = [
         (seconds - single[micro]) / (accumulation - 1) / first_s[micro]
-        for (micro, accumulation), seconds in fastest.items()
+        for (micro, accumulation), seconds in times.items()
         if accumulation > 1
     ]
     peaks: dict[int, float] = {}
@@ -337,12 +338,12 @@ def _duels(pairs: Sequence[dict[int, float]]) -> list[list[dict[int, float]]]:
 
 
 def with_measured(rows: Sequence[Row], found: Measurements) -> list[Row]:
-    """Return the rows with the results of the measured shapes: the fastest round, as in `fit`, and the range."""
+    """Return the rows with the results of the measured shapes: the median round, as in `fit`, and the range."""
     result = []
     for row in rows:
         seconds = [pair[row["micro"]] for pair in found.pairs.get(row["global"], ()) if row["micro"] in pair]
         if seconds and row["workers"] == found.workers and row["status"] == "predicted":
-            step_s = min(seconds)
+            step_s = statistics.median(seconds)
             rates = {"": step_s, "_min": max(seconds), "_max": min(seconds)}
             row = row | {f"samples_per_s{name}": row["global"] / value for name, value in rates.items()}
             row |= {"status": "finished", "step_p50_s": step_s, "step_p95_s": max(seconds)}
@@ -389,9 +390,9 @@ def _better(rows: Sequence[Row], pairs: list[dict[int, float]]) -> tuple[Row, st
     contestants = [row for row in rows if row["micro"] in pairs[0] and row["status"] == "finished"]
     if len(contestants) == 1:
         return contestants[0], f"{_rate(contestants[0])}; no other shape is feasible."
-    first, second = sorted(contestants, key=lambda row: min(pair[row["micro"]] for pair in pairs))
+    first, second = sorted(contestants, key=lambda row: statistics.median(pair[row["micro"]] for pair in pairs))
     ratios = sorted(pair[second["micro"]] / pair[first["micro"]] for pair in pairs)
-    ratio = min(pair[second["micro"]] for pair in pairs) / min(pair[first["micro"]] for pair in pairs)
+    ratio = statistics.median(ratios)
     if ratio <= 1 + TOLERANCE and second["peak_gib"] < first["peak_gib"]:
         memory = f"{second['peak_gib']:.2f} GiB instead of {first['peak_gib']:.2f} GiB"
         return second, f"{_rate(second)}, within {TOLERANCE:.0%} of {format_shape(first)}, and needs {memory}."
