@@ -165,13 +165,14 @@ def tune(
         settings, samples=samples, goal=goal, search=search, scheduler=scheduler, budget=budget, concurrency=concurrency
     )
     require_positive(command, "samples", "concurrency")
-    base = trials.restore_length(settings, base)
+    recipe_rows, base = base.batch.global_, trials.restore_length(settings, base)
     if goal == "throughput":
         check_no_trials(command)
         axes = None if not space else build_space(space, seed=base.train.seed)
         return SweepRecord.read(run_probe(base, axes, Terminal(), reuse))
     given = trials.default_axes(base, goal) if space is None else space
-    folder, _ = run_sweep(command, base, build_space(given, command.num_samples, base.train.seed), Terminal())
+    axes = build_space(given, command.num_samples, base.train.seed)
+    folder, _ = run_sweep(command, base, axes, recipe_rows, Terminal())
     return SweepRecord.read(folder)
 
 

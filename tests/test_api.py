@@ -148,11 +148,12 @@ def test_tune_has_base_trial_length_and_space_of_the_command(commands, monkeypat
     monkeypatch.setattr(api.SweepRecord, "read", lambda folder: folder)
     listed = {"batch.micro": [8, 16], "batch.accumulation": (1, 2), "optimizer.lr": "loguniform(1e-5,1e-3)"}
     mmray.tune("clip", space=listed, samples=3, goal="loss", train={"steps": 5})
-    command, base, space = commands[0]
+    command, base, space, recipe_rows = commands[0]
+    assert (base.batch.global_, recipe_rows) == (None, 1024)
     assert (command.goal, command.samples, command.settings.train.steps) == ("loss", 3, 5)
     assert command.settings.batch.global_ is None and base.train == recipes.load("clip").train
     mmray.tune("clip", goal="recall", budget="2h", search="optuna")
-    command, _, rates = commands[1]
+    command, _, rates, _ = commands[1]
     assert (command.budget, command.search) == ("2h", "optuna")
     assert rates.axes == {"optimizer.lr": Range(1e-6, 1e-4, log=True)} and rates.num_samples == DEFAULT_SAMPLES
     assert space.axes["batch.micro"] == (8, 16) and space.num_samples == 3

@@ -200,7 +200,7 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     default_axes = trials.default_axes(base, command.goal).items()
     given = given or tuple(f"{key}={text}" for key, text in default_axes)
     space = search_space.parse_space(given, command.num_samples, base.train.seed)
-    return run_sweep(command, base, space, terminal)[1]
+    return run_sweep(command, base, space, recipe.batch.global_, terminal)[1]
 
 
 def check_no_trials(command: TuneCommand) -> None:
@@ -215,8 +215,13 @@ def check_no_trials(command: TuneCommand) -> None:
         raise UsageError(f"{options}: no effect on --goal throughput, which runs no trials; use it with --goal loss")
 
 
-def run_sweep(command: TuneCommand, base: Config, space: Space, terminal: Terminal) -> tuple[AnyPath, int]:
-    """Search the space; show progress and results, and return the sweep's folder and exit code. Raises MmrayError."""
+def run_sweep(
+    command: TuneCommand, base: Config, space: Space, recipe_rows: int | None, terminal: Terminal
+) -> tuple[AnyPath, int]:
+    """Search the space; show progress and results, and return the sweep's folder and exit code. Raises MmrayError.
+
+    recipe_rows: see `Sweep`.
+    """
     from mmray.tune import trials
     from mmray.tune.sweep import Budget
 
@@ -227,7 +232,7 @@ def run_sweep(command: TuneCommand, base: Config, space: Space, terminal: Termin
     terminal.note(f"mmray {version('mmray')}, sweep of recipe {base.recipe}")
     with terminal.progress("starting Ray"):
         reporter = ConsoleSweepReporter(terminal, command.goal)
-        options = command.goal, command.concurrency, command.search, command.scheduler, budget
+        options = command.goal, command.concurrency, command.search, command.scheduler, budget, recipe_rows
         folder, summary, rows = search(Sweep(base, command.settings, space, *options), reporter)
     return folder.path, _print_outcome(folder.path, summary, rows, terminal)
 

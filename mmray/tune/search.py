@@ -100,6 +100,7 @@ class Sweep:
     searcher: str = "random"  # or `optuna`
     scheduler: str = "halving"  # or `asha`, `pbt`
     budget: Budget = field(default_factory=Budget)
+    recipe_rows: int | None = None  # global batch of the recipe; `base` has none if accumulation is searched
 
 
 def search(sweep: Sweep, reporter: SweepReporter) -> tuple[SweepDir, dict[str, Any], list[Row]]:
@@ -119,7 +120,7 @@ def search(sweep: Sweep, reporter: SweepReporter) -> tuple[SweepDir, dict[str, A
     with ray_session(trial_module.largest_cluster(corners)):
         feasible = check_corners(corners, sweep.goal, reporter)
         searched = sweep.trial_settings, sweep.base, sweep.space, sweep.goal
-        plan = trial_module.build_plan(*searched, feasible, sweep.scheduler)
+        plan = trial_module.build_plan(*searched, feasible, sweep.scheduler, recipe_rows=sweep.recipe_rows)
         space = trial_module.describe_space(sweep.space)
         identity = {"space": space, "goal": sweep.goal, "rungs": list(plan.rungs)}
         folder = resolve_sweep_dir(sweep.base, identity, reporter)

@@ -296,13 +296,12 @@ class SweepPlan:
         """Return the trial as a recipe, with the samples of the recipe and the batch as `global` and `micro`."""
         assert trial.shape is not None
         config, micro = trial.config, "auto" if trial.shape.auto else trial.shape.micro
-        if config.train.steps is not None and self.base.batch.global_ is not None:
-            steps = math.ceil(config.train.steps * self.recipe_rows / trial.shape.global_rows)
-            config = config.replace(train=config.train.replace(steps=steps))
-        if self.learning:
-            warmup_steps = self.config(trial, self.rungs[-1]).optimizer.warmup_steps
-            config = config.replace(optimizer=config.optimizer.replace(schedule="cooldown", warmup_steps=warmup_steps))
+        ratio = self.recipe_rows / trial.shape.global_rows
+        steps = config.train.steps and math.ceil(config.train.steps * ratio)
+        optimizer = config.optimizer.replace(warmup_steps=math.ceil(config.optimizer.warmup_steps * ratio))
         return config.replace(
+            train=config.train.replace(steps=steps),
+            optimizer=optimizer.replace(schedule="cooldown") if self.learning else optimizer,
             batch=config.batch.replace(micro=micro, accumulation=None, global_=trial.shape.global_rows),
             run=config.run.replace(name=None, resume="auto"),
         )
@@ -321,11 +320,16 @@ def build_plan(
     feasible: FeasibleSpace,
     scheduler: str = "halving",
     folder: AnyPath = Path(),
+    recipe_rows: int | None = None,
 ) -> SweepPlan:
-    """Return the plan of a sweep. `settings` has the length of a trial, if the user gave one; see `SweepPlan`."""
+    """Return the plan of a sweep. `settings` has the length of a trial, if the user gave one; see `SweepPlan`.
+
+    recipe_rows: global batch of the recipe, which `base` does not have if accumulation is searched.
+    """
     sizes = [trial.shape.global_rows for trial in feasible.corners if trial.shape]
-    recipe = build_trial(base, "recipe", {}, keep_micro=False).shape
-    recipe_rows = recipe.global_rows if recipe else min(sizes)
+    if base.batch.global_ is not None or "batch.accumulation" not in space.axes or recipe_rows is None:
+        recipe = build_trial(base, "recipe", {}, keep_micro=False).shape
+        recipe_rows = recipe.global_rows if recipe else min(sizes)
     samples = samples_per_trial(settings, base, goal, recipe_rows, max(sizes), feasible.num_rows)
     shortest = samples
     if goal in LEARNING_GOALS:

@@ -56,7 +56,9 @@ def plan_of(*given, goal="loss", base=SAMPLE, num_rows=3000, settings=None):
     space = parse_space(given, None)
     corners = corner_trials(base, space)
     length = clear_length_and_derived_batch(base, []) if settings is None else settings
-    return build_plan(length, base, space, goal, FeasibleSpace(corners, num_rows=num_rows), folder=FOLDER)
+    return build_plan(
+        length, base, space, goal, FeasibleSpace(corners, num_rows=num_rows), folder=FOLDER, recipe_rows=128
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_trial_of_elastic_recipe_has_fixed_workers():
     assert plan.recipe(trial).cluster == elastic.cluster
 
 
-def test_best_recipe_keeps_the_original_length():
+def test_best_recipe_trains_on_as_many_samples_as_the_recipe():
     typed = clear_length_and_derived_batch(SAMPLE, ["batch.accumulation"])
     base = restore_length(typed.replace(train=typed.train.replace(steps=6)), SAMPLE)
     assert base.train == SAMPLE.train
@@ -263,7 +265,12 @@ def test_best_recipe_keeps_the_original_length():
     plan = plan_of(*axes, goal="memory", base=base)
     best = plan.recipe(plan.trial("t001", settings))
     assert (best.batch.micro, best.batch.global_, best.batch.accumulation) == (16, 64, None)
-    assert (best.train.steps, best.optimizer.lr, best.run.name) == (SAMPLE.train.steps, 1e-4, None)
+    assert (best.train.steps, best.optimizer.lr, best.run.name) == (
+        2 * SAMPLE.train.steps,
+        1e-4,
+        None,
+    )  # as many samples
+    assert best.optimizer.warmup_steps == 2 * SAMPLE.optimizer.warmup_steps
     assert best.data == SAMPLE.data and best.evaluate == SAMPLE.evaluate and best.cluster == SAMPLE.cluster
     assert best.optimizer.schedule == SAMPLE.optimizer.schedule
     assert Config.model_validate(best.model_dump(mode="json", by_alias=True)) == best
