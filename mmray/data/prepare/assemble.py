@@ -106,6 +106,7 @@ class PackedRows:
     texts: np.ndarray
     shard_of: np.ndarray  # int32 [N]: index in `shards`
     shards: list[Shard]
+    num_bad: int  # bad rows of the chunks, which are not among the N
 
     @cached_property
     def by_shard(self) -> np.ndarray:
@@ -117,14 +118,16 @@ def read_packed_rows(out: Storage, chunks: Sequence[int]) -> PackedRows:
     """Read the columns of the rows of these chunks."""
     columns: list[tuple[np.ndarray, ...]] = []
     shards: list[Shard] = []
+    num_bad = 0
     for _, record in iter_chunk_records(out, chunks):
         rows = record["rows"]
         hashes = [hashlib.blake2b(key.encode(), digest_size=16).hexdigest() for key in rows["key"]]
         digests = map(parse_digests, (hashes, rows["image_digest"], rows["row_digest"], rows["text_digest"]))
         columns.append((*digests, np.array(rows["shard"], np.int32) + len(shards)))
         shards += map(Shard.from_json, record["shards"])
+        num_bad += len(record["bad_rows"])
     keys, images, row_digests, texts, shard_of = (np.concatenate(column) for column in zip(*columns, strict=True))
-    return PackedRows(keys, images, row_digests, texts, shard_of, shards)
+    return PackedRows(keys, images, row_digests, texts, shard_of, shards, num_bad)
 
 
 def find_duplicates(packed: PackedRows, rule: Literal["image", "row", "text", "keep"]) -> DedupResult:
@@ -156,22 +159,25 @@ class PrepareResult:
     """The shards with their dropped rows; counts by quarantine reason, with an example; kept rows by language."""
 
     shards: list[Shard]
+    quarantine: str  # file name of the list of bad and dropped rows
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     languages: Counter[str] = field(default_factory=Counter)
 
 
-def quarantine_rows(out: Storage, chunks: Sequence[int], packed: PackedRows, dedup: DedupResult) -> PrepareResult:
-    """Write bad and dropped rows to quarantine.jsonl, in source order; return the shards without the dropped rows."""
+def quarantine_rows(
+    out: Storage, chunks: Sequence[int], packed: PackedRows, dedup: DedupResult, file_name: str = QUARANTINE
+) -> PrepareResult:
+    """Write bad and dropped rows to a file, in source order; return the shards without the dropped rows."""
     dropped = dedup.dropped
-    result = PrepareResult(list(_drop_rows(packed, dropped)))
+    result = PrepareResult(list(_drop_rows(packed, dropped)), file_name)
     wanted = np.unique(dedup.duplicate_of[dedup.duplicate_of != NO_ROW])
     originals: dict[int, str] = {}  # key by row
     for start, record in iter_chunk_records(out, chunks if wanted.size else ()):
         names = record["rows"]["key"]
         first, last = np.searchsorted(wanted, (start, start + len(names)))
         originals |= {row: names[row - start] for row in wanted[first:last].tolist()}
-    with out.open_output(QUARANTINE) as file:
+    with out.open_output(file_name) as file:
         for start, record in iter_chunk_records(out, chunks):
             rows, entries = record["rows"], record["bad_rows"]
             drops = dropped[start : start + len(rows["key"])]
@@ -215,19 +221,17 @@ def max_bad_rows(max_bad_fraction: float, total: int) -> int:
     return int(max_bad_fraction * total + 1e-6)
 
 
-def check_bad_rows(
+def rejection_error(
     source: str, out: Storage, num_read: int, total: int, result: PrepareResult, max_bad_fraction: float
-) -> None:
-    """Raise DataError if more rows are bad than `max_bad_fraction` of `total`, or if all are."""
-    reasons, quarantine = result.reasons, f"{out.address}/{QUARANTINE}"
+) -> DataError:
+    """Return the error of a source with more bad rows than `max_bad_fraction` of `total`, or without a good row."""
+    reasons, quarantine = result.reasons, f"{out.address}/{result.quarantine}"
     bad = reasons.total() - reasons[OVERLAP]
     if reasons[OVERLAP] and reasons.total() == num_read:
-        raise DataError(
+        return DataError(
             f"{source}: no row of {num_read:,} is left; {reasons[OVERLAP]:,} are also in other sets or splits "
             f"(prepare.drop_overlap). {quarantine} lists them; compare with other sets"
         )
-    if bad < num_read and bad <= max_bad_rows(max_bad_fraction, total):
-        return
     early = f" of {total:,} rows (stopped early)" if num_read < total else ""
     limit = "none is good"
     advice = (
@@ -245,7 +249,7 @@ def check_bad_rows(
         f"All of them are in {quarantine}.",
         f"{advice} In `mmray train`, these flags start with --prepare, as in --prepare.columns.",
     ]
-    raise DataError("\n".join(lines))
+    return DataError("\n".join(lines))
 
 
 def write_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> bool:

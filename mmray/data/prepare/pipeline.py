@@ -27,6 +27,7 @@ from mmray.data.store.manifest import (
     CHUNK_RECORDS,
     MANIFEST,
     QUARANTINE,
+    REJECTED_QUARANTINE,
     SHARDS,
     TOKENIZER,
     Manifest,
@@ -131,8 +132,9 @@ def _create_folders(out: Storage) -> None:
 
 def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, log: Log) -> Manifest:
     out, settings, source_path = Storage(job.out), job.settings, f"{job.source.address}/{job.source.name}".rstrip("/")
-    _remove_files(out, lambda name: name.endswith((TEMP_SUFFIX, ATTEMPT_SUFFIX)), ("", SHARDS, CHUNK_RECORDS))
-    before = read_manifest(out)
+    outdated = (TEMP_SUFFIX, ATTEMPT_SUFFIX, REJECTED_QUARANTINE)
+    _remove_files(out, lambda name: name.endswith(outdated), ("", SHARDS, CHUNK_RECORDS))
+    before = existing = read_manifest(out)
     source = job.open()
     earlier = _read_earlier_chunks(job)
     chunks = _scan(job, source, {each.chunk.stop for each in earlier.values()}, progress)
@@ -148,22 +150,27 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
             if (name := before.source["name"]) != (other := job.source.display_name):
                 raise UsageError(f"{job.out} holds the set made from {name}: choose another folder for {other}")
             before = None
-    done, num_packed, is_over_limit = _pack(job, chunks, earlier, total, progress)
+    done, num_packed = _pack(job, chunks, earlier, total, progress)
     total = num_packed if total is None else total
     if not total:
         raise DataError(f"{source_path} has no rows (it was read as {source.title}; --format sets another format)")
     progress(PrepareProgress("deduplicate", total, total))
     packed = assemble.read_packed_rows(out, done)
     dedup = assemble.find_duplicates(packed, settings.duplicates)
+    num_bad = packed.num_bad + int((dedup.duplicate_of != assemble.NO_ROW).sum())
+    is_over_limit = num_bad > assemble.max_bad_rows(settings.max_bad_fraction, total)
     leakage: dict[str, Any] = {}
     if contamination.is_enabled(settings) and not is_over_limit:
         contaminated, leakage = contamination.check_contamination(
             out, packed, job.source.address, dedup, settings, lambda *rows: progress(PrepareProgress("hash", *rows))
         )
         dedup = replace(dedup, contaminated=contaminated) if settings.drop_overlap else dedup
-    result = assemble.quarantine_rows(out, done, packed, dedup)
+    is_rejected = is_over_limit or dedup.dropped.all()
+    quarantine = REJECTED_QUARANTINE if is_rejected and existing else QUARANTINE  # an existing set keeps its list
+    result = assemble.quarantine_rows(out, done, packed, dedup, quarantine)
     num_rows, num_bad = sum(shard.num_kept for shard in result.shards), result.reasons.total()
-    assemble.check_bad_rows(source_path, out, num_rows + num_bad, total, result, settings.max_bad_fraction)
+    if is_rejected:
+        raise assemble.rejection_error(source_path, out, num_rows + num_bad, total, result, settings.max_bad_fraction)
     progress(PrepareProgress("tokenize", num_rows + num_bad, total, num_bad))
     # A set that only grew keeps its tokenizer, because models were trained with it.
     values, old = settings.model_dump(mode="json"), before.settings if before and before.tokenizer else {}
@@ -243,10 +250,10 @@ def _pack(
     earlier: dict[int, _EarlierChunk],
     total: int | None,
     progress: OnProgress,
-) -> tuple[list[int], int, bool]:
-    """Pack the chunks that are not done; return the indices of the done ones, their rows, and if too many are bad.
+) -> tuple[list[int], int]:
+    """Pack the chunks that are not done; return the indices of the done ones and their rows.
 
-    Stops early in that case, if the number of rows is known in advance.
+    Stops early if too many rows are bad and the number of rows is known in advance.
     """
     max_bad_fraction = job.settings.max_bad_fraction
     done: list[int] = []
@@ -268,8 +275,8 @@ def _pack(
             all_rows = total if total is not None else round(rows * len(chunks) / max(1, len(done)))
             progress(PrepareProgress("pack", rows, all_rows, bad, total is None and len(done) < len(chunks)))
             if total is not None and bad > assemble.max_bad_rows(max_bad_fraction, total):
-                return sorted(done), rows, True
-    return sorted(done), rows, False
+                break
+    return sorted(done), rows
 
 
 def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:

@@ -20,6 +20,7 @@ MANIFEST = "manifest.json"
 FORMAT = "mmray prepared set"  # value of `format` in the manifest
 TOKENIZER = "tokenizer.json"
 QUARANTINE = "quarantine.jsonl"
+REJECTED_QUARANTINE = "quarantine.rejected.jsonl"  # of a rerun that failed, next to the list of the older set
 SHARDS, CHUNK_RECORDS = "shards", "parts"  # folders
 SCHEMA_VERSION = 3
 RECORD_BATCH_ROWS = 8  # few enough to read one random row, enough to keep the index of a shard short

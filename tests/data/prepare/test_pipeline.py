@@ -262,6 +262,21 @@ def test_exceeded_budget_is_a_data_error_and_a_larger_one_resumes(tmp_path, in_p
     assert all(assemble.max_bad_rows(bad / 100, 100) == bad for bad in range(101))  # though 0.29 * 100 < 29
 
 
+def test_rejected_rerun_keeps_the_quarantine_of_the_set(tmp_path, in_process, run):
+    source, out = make_source(tmp_path / "raw", 8), tmp_path / "out"
+    (source.parent / "2.png").unlink()
+    manifest, rejected = run(), out / "quarantine.rejected.jsonl"
+    (source.parent / "5.png").unlink()
+    add(source, {"id": "twin", "image": "3.png", "text": "x"})
+    with pytest.raises(DataError, match=r"All of them are in .*/quarantine\.rejected\.jsonl"):
+        run(max_bad_fraction=0.3)
+    assert [row["key"] for row in quarantine(out)] == ["k2"] and len(rejected.read_text().splitlines()) == 3
+    assert PreparedSet.open(str(out)).fingerprint == manifest.fingerprint
+    assert keys(out) == [f"k{n}" for n in (0, 1, 3, 4, 5, 6, 7)]
+    run()
+    assert [row["key"] for row in quarantine(out)] == ["k2", "k5", "twin"] and not rejected.exists()
+
+
 def test_source_over_budget_ends_early(tmp_path, in_process, run):
     source, seen = make_source(tmp_path / "raw", 40), []
     for number in range(2, 8):
