@@ -13,7 +13,6 @@ from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import IMAGE_CACHE_MB, RowReader
 from mmray.engine.checkpoint import files
 from mmray.engine.worker_context import WorkerContext
-from mmray.errors import UsageError
 from mmray.storage.paths import AnyPath
 from mmray.train.resolve import ResolvedRun
 
@@ -61,7 +60,7 @@ def num_gpus(config: Config) -> int:
 
 
 def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) -> ResumePoint:
-    """Return the resume point of `world` workers, the same for every rank. Raises UsageError."""
+    """Return the resume point of `world` workers, the same for every rank."""
     config, (rows_per_block, blocks_per_window) = resolved.config, resolved.config.data.shuffle_shape
     assert rows_per_block and blocks_per_window, "resolve_run leaves no `auto`"
     plan = SamplePlan(
@@ -76,17 +75,7 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) 
         shuffle_block=rows_per_block,
         blocks_per_window=blocks_per_window,
     )
-    if checkpoint is None:
-        return ResumePoint(plan, 0)
-    meta = files.load_meta(checkpoint)
-    step, rows_consumed = meta["step"], meta["rows_consumed"]
-    if rows_consumed != plan.rows_start(step):
-        raise UsageError(
-            f"cannot resume from {checkpoint}: its {step:,} steps took {rows_consumed:,} rows, but {step:,} steps of "
-            f"{plan.global_rows:,} rows take {plan.rows_start(step):,}. An older mmray wrote it, whose last step of an "
-            "epoch was smaller: start a new run with another --run.name, or without a name and --run.resume never"
-        )
-    return ResumePoint(plan, step, str(checkpoint))
+    return ResumePoint(plan, 0) if checkpoint is None else ResumePoint(plan, files.step_of(checkpoint), str(checkpoint))
 
 
 def format_counts(names: Iterable[str]) -> str:

@@ -45,7 +45,6 @@ from mmray.errors import (
     MmrayError,
     OutOfMemoryError,
     ResourceError,
-    StorageError,
     TrainingError,
     first_line,
 )
@@ -167,8 +166,6 @@ class RayBackend:
         mmray_errors = [each for each in raised if isinstance(each, MmrayError)]
         mmray_errors.sort(key=lambda each: not isinstance(each, (DeviceError, OutOfMemoryError)))
         cause = next(iter([*mmray_errors, *raised, *failures]), error)
-        if isinstance(cause, StorageError) and monitor.stop_reason in ("resize", "preempted"):
-            return "lost", cause  # only the checkpoint before the resize failed; `lost` restarts from the previous one
         if raised:
             return "device" if isinstance(cause, DeviceError) else "raised", cause
         return "preempted" if monitor.preempted else "lost", cause

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, TrainingError
+from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
 from mmray.train.backend import Backend
 from mmray.train.monitor import AttemptMonitor
 from mmray.train.resolve import ResolvedRun
@@ -14,6 +14,7 @@ EVENTS = {
     "hung": "worker hung",
     "preempted": "node preempted",
     "device": "device failed",
+    "storage": "storage failed",
     "raised": "worker failed",
 }
 
@@ -23,7 +24,8 @@ class Failure:
     """Cause of a failed attempt.
 
     Kinds: `lost`: a worker, node or connection was lost; `hung`: a rank made no progress and the group was killed;
-    `preempted`: a node was drained; `device`: a GPU or its link failed; `raised`: code raised an error.
+    `preempted`: a node was drained; `device`: a GPU or its link failed; `storage`: a checkpoint or
+    the log could not be read; `raised`: code raised an error.
     """
 
     kind: str
@@ -73,7 +75,7 @@ def decide_recovery(failure: Failure, before: Failure | None, failures: int, max
     if failure.kind == "raised" and not failure.logged:
         return _final_error(f"failed before the first logged step: {message}", error)
     if failures > max_failures:
-        if isinstance(error, ResourceError):
+        if isinstance(error, ResourceError | StorageError):
             return error  # has its exit code and names the fix
         count = f"{failures} failures without a new checkpoint (cluster.max_failures {max_failures})"
         return _final_error(f"{count}; the last: {message}", error)
@@ -93,4 +95,7 @@ def classify_failure(error: BaseException, monitor: AttemptMonitor, resolved: Re
         kind, cause = "hung", TrainingError(monitor.hang)
     elif not isinstance(error, MmrayError):
         kind, cause = backend.find_cause(error, monitor, resolved)
+    # Final if the last save failed: a restart would repeat the steps that no checkpoint has, on the same storage.
+    if isinstance(cause, StorageError) and (not monitor.trained or monitor.stop_reason in ("resize", "preempted")):
+        kind = "storage"
     return Failure(kind, cause, monitor.progress.last_step, monitor.progress.logged)

@@ -70,7 +70,7 @@ class Supervisor:
 
     def _run_attempt(self) -> dict[str, Any] | None:
         """Run an attempt, unless no step is left; return its outcome, None if another attempt follows."""
-        checkpoint, bad_rows = self._prepare_attempt()
+        checkpoint, meta, bad_rows = self._prepare_attempt()
         if checkpoint is not None:
             self.reporter.log(f"from {checkpoint}", "resume")
         elif self.config.run.resume == "must":
@@ -79,7 +79,9 @@ class Supervisor:
                 "--run.resume auto starts from step 0"
             )
         if checkpoint is not None and files.step_of(checkpoint) >= self.resolved.steps:
-            return outcome_of(checkpoint)  # workers would have no step to take, and the stream no rows
+            return outcome_of(meta)  # workers would have no step to take, and the stream no rows
+        if checkpoint is not None:
+            check_rows(checkpoint, meta, self.resolved.shape.global_rows)
         world, workers = self._start_workers(checkpoint, bad_rows)
         monitor = AttemptMonitor(
             config=self.config,
@@ -115,8 +117,11 @@ class Supervisor:
                 workers.close()
         return None
 
-    def _prepare_attempt(self) -> tuple[AnyPath | None, set[int]]:
-        """The checkpoint for the next attempt and the known bad rows; a storage that fails in between is retried."""
+    def _prepare_attempt(self) -> tuple[AnyPath | None, dict[str, Any], set[int]]:
+        """The checkpoint for the next attempt, its meta.json, and the known bad rows.
+
+        A storage that fails between two attempts is retried.
+        """
         self.attempts += 1
         pauses_s = iter(STORAGE_RETRIES_S if self.attempts > 1 else ())
         while True:
@@ -128,8 +133,9 @@ class Supervisor:
                 checkpoint = files.latest_valid_checkpoint(
                     self.run.checkpoints, partial(self.reporter.log, label="checkpoint")
                 )
+                meta = {} if checkpoint is None else files.load_meta(checkpoint)
                 merge_appended_lines(self.run.path / QUARANTINE)
-                return checkpoint, load_bad_rows(self.run.path)
+                return checkpoint, meta, load_bad_rows(self.run.path)
             except (StorageError, OSError) as error:
                 pause_s = next(pauses_s, None)
                 message = f"cannot access the storage of {self.run.path}: {error}"
@@ -219,9 +225,19 @@ class Supervisor:
         return result
 
 
-def outcome_of(checkpoint: AnyPath) -> dict[str, Any]:
-    """Return what the workers that saved the last checkpoint of a run return."""
-    meta = files.load_meta(checkpoint)
+def check_rows(checkpoint: AnyPath, meta: dict[str, Any], global_rows: int) -> None:
+    """Raise UsageError if the steps of a checkpoint with this meta.json took other rows than they would now."""
+    step, rows_consumed = meta["step"], meta["rows_consumed"]
+    if rows_consumed != step * global_rows:
+        raise UsageError(
+            f"cannot resume from {checkpoint}: its {step:,} steps took {rows_consumed:,} rows, but {step:,} steps of "
+            f"{global_rows:,} rows take {step * global_rows:,}. An older mmray wrote it, whose last step of an "
+            "epoch was smaller: start a new run with another --run.name, or without a name and --run.resume never"
+        )
+
+
+def outcome_of(meta: dict[str, Any]) -> dict[str, Any]:
+    """Return the outcome of the workers that saved the last checkpoint of a run, from its meta.json."""
     return result_fields(
         meta["metrics"],
         status="finished",

@@ -39,7 +39,21 @@ def copied(run, folder):
     return folder
 
 
-def test_run_on_object_store_resumes_after_kill_and_stop(calm, data, s3, tmp_path):
+class FailingLoad(Silent):
+    """Makes the store fail while the first workers load the checkpoint: with the 5 attempts of each of 2 ranks."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store, self.fail_left = store, 10
+
+    def status(self, title):
+        super().status(title)
+        if title == "starting 2 workers":
+            self.store.fail("GET", "state.json", self.fail_left, status=400)
+            self.fail_left = 0
+
+
+def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data, s3, tmp_path):
     """A rank is killed after step 5, SIGINT follows; data is on the store too: bitwise equal to a run on a disk."""
     place = Storage(f"{s3.address}/set")
     for name in Storage(str(data)).list_files():
@@ -49,12 +63,13 @@ def test_run_on_object_store_resumes_after_kill_and_stop(calm, data, s3, tmp_pat
     slowly = in_chunks(config(place.address, s3.address, "remote", callbacks=faults), cache)
     stopped = train(slowly, Stopping(6))
     assert stopped.result["restarts"] == 1 and stopped.result["status"] == "stopped" and stopped.result["steps"] < STEPS
-    reporter = Silent()
+    reporter = FailingLoad(s3)
     outcome = train(in_chunks(config(place.address, s3.address, "remote"), cache), reporter)
     assert outcome.result["status"] == "finished" and str(outcome.path) == f"{s3.address}/remote"
-    assert [text for label, text in reporter.notes if label == "resume"] == [
-        f"from {s3.address}/remote/checkpoints/step-{stopped.result['steps']}"
-    ]
+    checkpoint = f"{s3.address}/remote/checkpoints/step-{stopped.result['steps']}"
+    assert [text for label, text in reporter.notes if label == "resume"] == [f"from {checkpoint}"] * 2
+    (failure,) = [text for label, text in reporter.notes if label == "failure"]
+    assert f"storage failed after step {stopped.result['steps']}: cannot read {checkpoint}/state.json" in failure
     assert ("shuffle", "8 adjacent rows per block, 2 blocks per window") in reporter.notes
     assert len([file for file in Path(cache).iterdir() if file.is_file()]) >= 50 // 8 + 20 // 8
     copy = copied(outcome.path, tmp_path / "copy")

@@ -14,7 +14,15 @@ from ray.train.v2._internal.exceptions import (
 )
 
 from mmray.engine.batch import BatchShape
-from mmray.errors import DataError, DeviceError, OutOfMemoryError, ResourceError, TrainingError, is_device_error
+from mmray.errors import (
+    DataError,
+    DeviceError,
+    OutOfMemoryError,
+    ResourceError,
+    StorageError,
+    TrainingError,
+    is_device_error,
+)
 from mmray.train.ray_backend import RayBackend
 from mmray.train.recovery import EVENTS, Failure, Restart, classify_failure, count_failures, decide_recovery
 
@@ -64,6 +72,23 @@ def test_error_before_first_step_is_raised():
 @pytest.mark.parametrize("error", [DataError("17 bad rows"), TrainingError("NaN")])
 def test_mmray_errors_are_final(error):
     assert decide_recovery(raised(error), None, 1, 3) is error
+
+
+@pytest.mark.parametrize(("trained", "stop_reason"), [(False, None), (True, "resize"), (True, "preempted")])
+def test_storage_errors_are_retried_up_to_max_failures(trained, stop_reason):
+    error = pickle.loads(pickle.dumps(StorageError("cannot read step-6: Input/output error")))
+    errors, state = (error, RuntimeError("Connection closed by peer")), {"trained": trained, "stop_reason": stop_reason}
+    for failure in (failure_from(error, **state), failure_of(*errors, **state)):  # raised without Ray, and with it
+        assert decide_recovery(failure, None, 1, 3) == Restart(f"storage failed after step 0: {error}")
+        assert decide_recovery(failure, failure, 3, 3) == Restart(f"storage failed after step 0: {error}")
+        assert decide_recovery(failure, failure, 4, 3) is error and error.exit_code == 3
+
+
+@pytest.mark.parametrize("stop_reason", [None, "user"])
+def test_failed_last_save_is_final(stop_reason):
+    """A restart would repeat the steps that no checkpoint has, on the same storage."""
+    error = StorageError("cannot write step-12: No space left on device")
+    assert decide_recovery(failure_of(error, trained=True, stop_reason=stop_reason), None, 1, 3) is error
 
 
 def test_oom_restarts_with_smaller_micro_batches():
@@ -133,12 +158,13 @@ def test_failed_device_restarts_even_before_first_step_and_twice():
     assert isinstance(decide_recovery(failure, failure, 4, 3), TrainingError)
 
 
-def failure_from(error, micro=0, logged=0, least=2):
+def failure_from(error, micro=0, logged=0, least=2, trained=False, stop_reason=None):
     """Classify an error of Ray Train in a run of 16 rows per step, micro-batches of 4, two workers."""
     monitor = SimpleNamespace(
         hang=None,
         preempted=False,
-        stop_reason=None,
+        stop_reason=stop_reason,
+        trained=trained,
         progress=SimpleNamespace(last_step=0, logged=False, micro=logged),
         world=2,
         config=SimpleNamespace(cluster=SimpleNamespace(min_workers=least)),

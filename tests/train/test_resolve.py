@@ -12,7 +12,6 @@ from mmray.errors import UsageError
 from mmray.evaluate.build import build_evaluator
 from mmray.train.backend import Attempt, resume_point
 from mmray.train.resolve import resolve_run
-from tests.checkpoints import save_checkpoint
 from tests.data.prepare.test_pipeline import make_source, run_here
 from tests.made import make_set, png, row
 from tests.train.runs import Silent, config
@@ -72,15 +71,6 @@ def test_global_batch_above_the_rows_of_an_epoch_is_refused(tmp_path):
     ):
         resolve_run(small, Silent())
     assert resolve_run(small.replace(batch=small.batch.replace(global_=15)), Silent()).shape.global_rows == 15
-
-
-def test_checkpoint_with_other_rows_than_its_steps_is_refused(tmp_path):
-    make_set(tmp_path / "set", [row(number) for number in range(50)])
-    resolved = resolve_run(config(tmp_path / "set", tmp_path, "run"), Silent())
-    assert resume_point(resolved, save_checkpoint(tmp_path, 4, {}, {"rows_consumed": 64}), 2).step == 4
-    older = save_checkpoint(tmp_path, 4, {}, {"rows_consumed": 50})  # 16, 16, 16 and the last 2 of the epoch
-    with pytest.raises(UsageError, match=r"step-4: its 4 steps took 50 rows, but 4 steps of 16 rows take 64"):
-        resume_point(resolved, older, 2)
 
 
 def test_language_tokens_are_those_of_the_sets(tmp_path):

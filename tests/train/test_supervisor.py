@@ -1,12 +1,14 @@
 """The supervisor around its decisions: result, report, retries of the storage and exit code."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import ray.exceptions
 import torch
 
+from mmray.engine.batch import BatchShape
 from mmray.engine.checkpoint import files
 from mmray.errors import DeviceError, OutOfMemoryError, ResourceError, StorageError, TrainingError, UsageError
 from mmray.storage.lease import Lease
@@ -134,6 +136,13 @@ def test_result_names_best_checkpoint(supervised, tmp_path):
     assert result_of(tmp_path)["best"] == {"step": 3, "metric": "recall_at_1/mean", "score": 0.5}
 
 
+def test_checkpoint_with_other_rows_than_its_steps_is_refused(supervised):
+    supervised.resolved = replace(supervised.resolved, shape=BatchShape(16, 4, 2, 2))
+    save_checkpoint(supervised.run.checkpoints, 2, {}, {"rows_consumed": 20})  # 16, and the last 4 of an epoch
+    with pytest.raises(UsageError, match=r"step-2: its 2 steps took 20 rows, but 2 steps of 16 rows take 32"):
+        supervised.train()
+
+
 @pytest.mark.parametrize("step", [3, 5])
 def test_run_with_all_steps_in_its_checkpoint_finishes_without_workers(supervised, tmp_path, step):
     """The driver was killed before it wrote result.json, or `train.steps` (3) was lowered."""
@@ -149,7 +158,13 @@ def test_run_with_all_steps_in_its_checkpoint_finishes_without_workers(supervise
 
 
 @pytest.mark.parametrize(
-    ("unit", "name"), [(files, "latest_valid_checkpoint"), (Lease, "claim_next_token"), (supervisor, "load_bad_rows")]
+    ("unit", "name"),
+    [
+        (files, "latest_valid_checkpoint"),
+        (files, "load_meta"),
+        (Lease, "claim_next_token"),
+        (supervisor, "load_bad_rows"),
+    ],
 )
 def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monkeypatch, unit, name):
     sound, left = getattr(unit, name), [2]
@@ -160,10 +175,12 @@ def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monke
             raise StorageError("no answer") if name != "load_bad_rows" else OSError(5, "Input/output error")
         return sound(*args, **kwargs)
 
+    checkpoint = save_checkpoint(supervised.run.checkpoints, 2, {}, {"rows_consumed": 32})
     monkeypatch.setattr(unit, name, flaky)
     monkeypatch.setattr(supervisor, "STORAGE_RETRIES_S", (0.0, 0.0))
-    assert supervised._prepare_attempt() == (None, set())
-    assert [label for label, _ in supervised.reporter.notes] == ["storage", "storage"]
+    path, meta, bad_rows = supervised._prepare_attempt()
+    assert (path, meta["rows_consumed"], bad_rows) == (checkpoint, 32, set())
+    assert [label for label, _ in supervised.reporter.notes if label != "status"] == ["storage", "storage"]
     assert supervised.lease.fencing_token >= 2
     left[0] = 10**6
     with pytest.raises(StorageError, match="rerun the same command to resume"):

@@ -208,11 +208,12 @@ def read_json(file: AnyPath) -> dict[str, Any]:
 
 @contextmanager
 def as_user_error(file: AnyPath) -> Iterator[None]:
-    """Turn a read error into TrainingError with what to do."""
+    """Turn a read error into TrainingError with what to do; into StorageError if the storage may recover."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        raise TrainingError(
+        is_storage = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+        raise (StorageError if is_storage else TrainingError)(
             f"cannot read {file}: {first_line(error)}. Rerun the same command: it verifies the checkpoints and resumes "
             "from the newest valid one"
         ) from error

@@ -169,6 +169,7 @@ class LogUploader:
 
     An object store cannot append to objects, so files grow locally and are uploaded every 10 s, before each checkpoint
     and at the end. `check_lease` raises TrainingError if another process owns the run: nothing is uploaded then.
+    Raises StorageError if the log so far cannot be read.
     """
 
     def __init__(self, folder: AnyPath, notify: Callable[[str, str], None], check_lease: Callable[[], None]):
@@ -181,8 +182,13 @@ class LogUploader:
             return
         self._temporary = ExitStack()
         self.local_folder = self._temporary.enter_context(temp_dir())
-        if (folder / METRICS).exists():
-            copy_file(folder / METRICS, self.local_folder / METRICS)
+        try:
+            if (folder / METRICS).exists():
+                copy_file(folder / METRICS, self.local_folder / METRICS)
+        except OSError as error:
+            raise StorageError(
+                f"cannot read {folder / METRICS}: {error.strerror or error}. Check the storage and rerun the command"
+            ) from error
         self._thread = threading.Thread(target=self._upload_loop, name="mmray-uploader", daemon=True)
         self._thread.start()
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmray.engine.checkpoint import files, state_io
-from mmray.errors import TrainingError
+from mmray.errors import StorageError, TrainingError
 from mmray.storage import storage
 from mmray.storage.paths import to_path
 from tests.checkpoints import save_checkpoint
@@ -135,6 +135,22 @@ def test_read_error_does_not_quarantine_a_checkpoint(tmp_path: Path, monkeypatch
     with pytest.raises(TrainingError, match="Input/output error"):
         files.latest_valid_checkpoint(tmp_path)
     assert path.exists()
+
+
+def test_storage_errors_of_loading_differ_from_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 1)
+    (path / files.META).write_text("damaged")
+    for name in (files.META, "missing.json"):
+        with pytest.raises(TrainingError) as raised:
+            files.read_json(path / name)
+        assert not isinstance(raised.value, StorageError)
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(storage.RangeReader, "read", fail)
+    with pytest.raises(StorageError, match="Input/output error"):
+        state_io.load(path)
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:

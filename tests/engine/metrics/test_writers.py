@@ -14,7 +14,7 @@ from tensorboard.summary.writer.event_file_writer import AtomicCounter
 
 from mmray.engine.metrics import writers
 from mmray.engine.metrics.writers import LogUploader, MetricsLog, profile_steps
-from mmray.errors import TrainingError
+from mmray.errors import StorageError, TrainingError
 from mmray.storage.lease import Lease, check_fencing_token
 from mmray.storage.paths import to_path
 
@@ -190,6 +190,16 @@ def test_growing_files_are_uploaded_fully_and_continued(run, monkeypatch):
         files.close()
     assert (run / "metrics.jsonl").read_text() == "one\nlast\ntwo\nlast\n"
     assert (run / "profile" / "rank-0.json").read_text() == "two\n" and not files.local_folder.exists() and not messages
+
+
+def test_log_that_cannot_be_read_is_a_storage_error(run, monkeypatch):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    (run / "metrics.jsonl").write_text("one\n")
+    monkeypatch.setattr(writers, "copy_file", fail)
+    with pytest.raises(StorageError, match=r"cannot read .*metrics\.jsonl: Input/output error"):
+        LogUploader(run, print, lambda: None)
 
 
 def test_growing_files_do_not_overwrite_those_of_another_training(run):
