@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import os
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -278,11 +279,19 @@ def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
         list(pool.map(call, items))
 
 
-def iter_parallel(call: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """Yield the result of `call` for each item, in order; MAX_PARALLEL threads compute a few at a time."""
+def iter_parallel(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yield the result of `call` for each item, in order; MAX_PARALLEL threads compute a few ahead."""
+    pending: deque[Future[R]] = deque()
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
-        for first in range(0, len(items), 4 * MAX_PARALLEL):
-            yield from pool.map(call, items[first : first + 4 * MAX_PARALLEL])
+        try:
+            for item in items:
+                pending.append(pool.submit(call, item))
+                if len(pending) == 4 * MAX_PARALLEL:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 class ByteRange(NamedTuple):

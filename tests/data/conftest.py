@@ -1,6 +1,8 @@
 """Fixtures of the data packages: an object store in memory (`memory://...`), and prepare without Ray."""
 
 import io
+import time
+from functools import wraps
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -10,6 +12,32 @@ from mmray.data.prepare import pipeline
 from mmray.storage import storage
 
 
+class StoredFile(io.BytesIO):
+    """A file of memory:// opened for reading."""
+
+    read = io.BytesIO.read
+
+
+@pytest.fixture
+def latency(monkeypatch):
+    """Let each request to memory:// take 20 ms; the fixture lists their methods."""
+    made = []
+
+    def delay(owner, name):
+        @wraps(call := getattr(owner, name))
+        def delayed(*args, **options):
+            made.append(name)
+            time.sleep(0.02)
+            return call(*args, **options)
+
+        monkeypatch.setattr(owner, name, delayed)
+
+    delay(MemoryFileSystem, "info")
+    delay(MemoryFileSystem, "rm_file")
+    delay(StoredFile, "read")
+    return made
+
+
 @pytest.fixture(autouse=True)
 def memory_store(monkeypatch):
     """Serve memory:// through fsspec, with one handle per opened file as on a real store."""
@@ -17,7 +45,7 @@ def memory_store(monkeypatch):
 
     def open_separately(system, path, mode="rb", **options):
         file = open_shared(system, path, mode, **options)
-        return io.BytesIO(file.getvalue()) if mode == "rb" else file
+        return StoredFile(file.getvalue()) if mode == "rb" else file
 
     def open_filesystem(address):
         scheme, _, path = address.partition("://")

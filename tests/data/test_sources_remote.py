@@ -1,15 +1,22 @@
 """A source on an object store has the same chunks, rows, images, errors and prepared set as on a disk."""
 
+import json
+import time
+from concurrent.futures import Future
+
 import fsspec
 import numpy as np
 import pytest
 
 from mmray.data.formats.detect import detect_source, open_source
 from mmray.data.formats.rows import BadRow, parse_row
+from mmray.data.formats.source import RawRow
 from mmray.data.images.read import read_image
+from mmray.data.prepare import pack
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import ResourceError
+from mmray.storage import storage
 from mmray.storage.storage import ATTEMPTS, Storage
 from tests.data.formats.test_formats import COUNT, LAX, SOURCES, color_image, images, tars
 
@@ -81,6 +88,54 @@ def test_prepare_from_bucket_to_bucket_resumes(s3, tmp_path, in_process):
     assert [row.image for row in indexed] == [color_image(number) for number in range(COUNT)]
     in_process.clear()
     assert prepare(source, out, LAX) == there and in_process == []
+
+
+def images_and_pairs(folder):
+    """40 rows of a JSONL, some bad, and 40 pairs; both on a disk and on a store."""
+    disk = Storage(str(folder))
+    images(folder / "pairs", 40)
+    rows = [{"id": n, "image": f"pairs/{n}.png", "text": f"color {n}"} for n in range(40)]
+    rows[3] |= {"image": "pairs/gone.png"}
+    rows[5] |= {"image": "pairs/gone.png", "text": " "}  # the caption is checked first
+    rows[7] |= {"image": 7}
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for number in range(40):
+        (folder / "pairs" / f"{number}.txt").write_text(f"color {number}")
+    for name in disk.list_files():
+        Storage("memory://raw").write(name, disk.read(name))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "pairs"])
+def test_images_on_a_store_are_read_in_parallel(tmp_path, memory, in_process, latency, monkeypatch, name):
+    images_and_pairs(tmp_path / "raw")
+    settings, wall_s, out = LAX.model_copy(update={"rows_per_shard": 64, "vocab_size": 0}), {}, {}
+    for label, address in (("disk", tmp_path), ("serial", "memory://"), ("parallel", "memory://")):
+        with monkeypatch.context() as patch:
+            if label == "serial":
+                patch.setattr(pack, "READ_THREADS", 1)
+                patch.setattr(storage, "MAX_PARALLEL", 1)
+            start_s = time.perf_counter()
+            manifest = prepare(f"{address}/raw/{name}", str(tmp_path / label), settings)
+            wall_s[label] = time.perf_counter() - start_s
+        out[label] = (manifest.fingerprint, (tmp_path / label / "quarantine.jsonl").read_text())
+    assert out["disk"] == out["serial"] == out["parallel"]
+    print(f"{name}: {wall_s['serial']:.2f} s with one thread, {wall_s['parallel']:.2f} s in parallel")
+    assert wall_s["serial"] > 3 * wall_s["parallel"]
+
+
+def test_memory_of_images_read_ahead_is_bounded(monkeypatch):
+    """If they are large, at most MIN_PREFETCH_ROWS are requested ahead."""
+    monkeypatch.setattr(pack, "PREFETCH_BYTES", 1000)
+    items, seen = [RawRow(n, f"made:{n}", {"image": f"{n}.png", "text": "x"}) for n in range(99)], []
+
+    def fetch(image):
+        seen.append(Future())
+        seen[-1].set_result(bytes(100 if len(seen) > 40 else 1))
+        return seen[-1]
+
+    ahead = [len(seen) - number for number, _ in enumerate(pack.prefetch_rows(items, (), fetch), 1)]
+    assert ahead[0] == pack.MIN_PREFETCH_ROWS and max(ahead) == pack.PREFETCH_ROWS
+    assert ahead[70] == 1000 // 100 and ahead[-1] == 0
 
 
 def test_failures_of_a_store_are_retried_or_end_the_prepare(s3, tmp_path, in_process):

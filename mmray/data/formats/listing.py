@@ -14,11 +14,11 @@ from typing import Any
 import orjson
 
 from mmray.data.formats.rows import HELD_OUT_SPLITS, BadRow, is_safe_path, is_valid_name
-from mmray.data.formats.source import IMAGE_SUFFIXES, Source, SourceChunk
+from mmray.data.formats.source import IMAGE_SUFFIXES, RawRow, Source, SourceChunk
 from mmray.data.formats.text_lines import BOM, JsonlSource
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
 from mmray.errors import DataError
-from mmray.storage.storage import Storage
+from mmray.storage.storage import Storage, iter_parallel
 
 LISTING = "listing.jsonl"
 Rows = Iterator[dict[str, Any]]
@@ -129,6 +129,10 @@ class ImageTextPairs(ListingSource):
                 yield {"origin": name, "id": name, "image": name} | row
             if stem not in images:
                 yield {"origin": texts[stem], "id": texts[stem]} | row
+
+    def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
+        """Yield the rows of a chunk; caption files on an object store are read several at a time."""
+        return super().read(chunk) if self.storage.local_path else iter_parallel(self.parse_item, self.records(chunk))
 
 
 class CocoSource(ListingSource):

@@ -75,13 +75,17 @@ class Source:
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
         """Yield the rows of a chunk. Raises DataError if the chunk differs from the scanned one."""
-        for line, location, record in self.records(chunk):
-            values: dict[str, Any] | BadRow
-            try:
-                values = record if isinstance(record, BadRow) else rename_columns(self.parse(record), self.columns)
-            except BadRow as bad:
-                values = bad
-            yield RawRow(line, location, values)
+        return map(self.parse_item, self.records(chunk))
+
+    def parse_item(self, item: tuple[int, str, Any]) -> RawRow:
+        """Return the row of an item of `records`."""
+        line, location, record = item
+        values: dict[str, Any] | BadRow
+        try:
+            values = record if isinstance(record, BadRow) else rename_columns(self.parse(record), self.columns)
+        except BadRow as bad:
+            values = bad
+        return RawRow(line, location, values)
 
 
 def changed_error(file: str) -> DataError:

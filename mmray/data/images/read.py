@@ -34,7 +34,7 @@ def read_image(storage: Storage, image: ImageRef) -> bytes:
     if image.length is None:
         return read_file(storage, str(image.file))
     if storage.local_path is not None:
-        _checked_size(storage, str(image.file))
+        _check_regular_file(storage, str(image.file))
     with storage.open_retried(str(image.file)) as file:
         file.seek(image.offset)
         return bytes(file.read(image.length))
@@ -76,11 +76,17 @@ def read_images(storage: Storage, images: Sequence[ImageRef], reader: RangeReade
 
 def read_file(storage: Storage, name: str) -> bytes:
     """Return the bytes of a file in the folder of the source. Raises BadRow (stage `read`) or OSError."""
+
+    def read() -> bytes:
+        with storage.open(name) as file:  # reports its size without another request
+            if (size := file.size()) > MAX_IMAGE_BYTES:
+                raise BadRow("read", "too-large", f"{name} has {size} bytes, over {MAX_IMAGE_BYTES}")
+            return bytes(file.readall())
+
     try:
-        size = storage.size(name) if storage.local_path is None else _checked_size(storage, name)
-        if size is not None and size > MAX_IMAGE_BYTES:
-            raise BadRow("read", "too-large", f"{name} has {size} bytes, over {MAX_IMAGE_BYTES}")
-        return storage.read(name)
+        if storage.local_path is not None:
+            _check_regular_file(storage, name)
+        return storage.retried(read)
     except (FileNotFoundError, NotADirectoryError):
         raise BadRow("read", "missing-image", f"there is no file {name}") from None
     except OSError as error:
@@ -121,12 +127,10 @@ def stat_signature(storage: Storage, name: str) -> tuple[str, int | None, int | 
     return (name, None, None)
 
 
-def _checked_size(storage: Storage, name: str) -> int:
-    """Return the size of a local file. Raises BadRow for a link out of the folder, and if it is no regular file."""
+def _check_regular_file(storage: Storage, name: str) -> None:
+    """Raise BadRow if a local file is a link out of the folder, or no regular file."""
     real = os.path.realpath(f"{storage.local_path}/{name}")
     if not real.startswith(storage.real_prefix):
         raise BadRow("read", "path", f"{name} is a symbolic link out of the folder of the source")
-    info = os.stat(real)  # noqa: PTH116 - called for each image of the set
-    if not stat.S_ISREG(info.st_mode):
+    if not stat.S_ISREG(os.stat(real).st_mode):  # noqa: PTH116 - called for each image of the set
         raise BadRow("read", "not-regular-file", f"{name} is not a regular file")
-    return info.st_size

@@ -11,9 +11,9 @@ import hashlib
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import orjson
 import pyarrow as pa
 
 from mmray.data.formats.detect import SourceSpec, open_source
-from mmray.data.formats.rows import BadRow, SourceRow, parse_row
+from mmray.data.formats.rows import BadRow, ImageRef, SourceRow, parse_row
 from mmray.data.formats.source import RawRow, Source, SourceChunk
 from mmray.data.images.decode import BadImage, decode, header_size, verify_image
 from mmray.data.images.read import os_error_as_bad_row, read_image, stat_signature
@@ -36,13 +36,18 @@ if TYPE_CHECKING:
     from mmray.config import Prepare
 
 RETRYABLE_STAGES = ("read", "decode")  # stages whose rows --retry-quarantined packs again
-PREFETCH_ROWS = 32  # images by URL in flight, and rows that wait for them
+PREFETCH_ROWS = 32  # images by URL or on an object store that are requested, and rows that wait for them
+PREFETCH_BYTES = 64 << 20  # of these images, if more than MIN_PREFETCH_ROWS
+MIN_PREFETCH_ROWS, READ_THREADS = 8, 16
 _RECORD_VERSION = 7
 _PACK_SETTINGS = (
     "image_side", "max_pixels", "holdout", "rows_per_shard", "columns", "caption", "check", "index_only", "allow_urls"
 )  # fmt: skip
 _BOX_SLACK = 0.01  # tolerated fraction outside the image, because annotations may exceed the edge by a pixel
 _DIGEST_COLUMNS = ("key", "texts", "label", "split", "language", "sha256", "boxes", "box_labels", "ref")
+
+
+Fetch = Callable[[ImageRef], Future[bytes] | None]
 
 
 class ShardWriter:
@@ -120,25 +125,46 @@ def pack_chunk(
     out = Storage(job.out)
     record = read_chunk_record(out, record_path(chunk.index))
     if record is None or not is_current(record, job, chunk):  # otherwise an earlier attempt has packed it
-        packer, fetch, hosts = _ChunkPacker(job, chunk, subprocess_decoder), None, job.settings.allow_urls
+        packer, items = _ChunkPacker(job, chunk, subprocess_decoder), job.open().read(chunk)
         with ExitStack() as exit_stack:
-            if hosts and not job.settings.index_only:
-                from mmray.data.prepare.fetch import Fetcher  # only tasks with URLs need an HTTP client
-
-                fetch = exit_stack.enter_context(Fetcher(hosts)).fetch
-            for item, row in prefetch_rows(job.open().read(chunk), hosts, fetch):
-                packer.pack(item, row, exit_stack)
+            fetch = _open_fetch(job, exit_stack)
+            for item, row, image in prefetch_rows(items, job.settings.allow_urls, fetch):
+                packer.pack(item, row, image, exit_stack)
         record = packer.record()  # after the shard files are closed
         out.write(record_path(chunk.index), orjson.dumps(record))
     num_bad = len(record["bad_rows"])
     return chunk.index, len(record["rows"]["key"]) + num_bad, num_bad
 
 
+def _open_fetch(job: PrepareJob, exit_stack: ExitStack) -> Fetch:
+    """Return a function that starts to read an image by URL or on an object store; for other images it returns None."""
+    settings, storage = job.settings, Storage(job.source.address)
+    fetch_url = pool = None
+    if settings.allow_urls and not settings.index_only:
+        from mmray.data.prepare.fetch import Fetcher  # only tasks with URLs need an HTTP client
+
+        fetch_url = exit_stack.enter_context(Fetcher(settings.allow_urls)).fetch
+    if storage.local_path is None and not (settings.index_only and settings.check == "none"):
+        pool = ThreadPoolExecutor(READ_THREADS, "read")
+        exit_stack.callback(pool.shutdown, cancel_futures=True)
+
+    def fetch(image: ImageRef) -> Future[bytes] | None:
+        if image.url:
+            return fetch_url(image.url) if fetch_url else None
+        return pool.submit(_read, storage, image) if pool and image.data is None else None
+
+    return fetch
+
+
 def prefetch_rows(
-    items: Iterable[RawRow], hosts: tuple[str, ...], fetch: Callable[[str], Future[bytes]] | None
-) -> Iterator[tuple[RawRow, SourceRow | BadRow]]:
-    """Yield each item, in order, with its row or error; `fetch` requests images by URL up to PREFETCH_ROWS ahead."""
+    items: Iterable[RawRow], hosts: tuple[str, ...], fetch: Fetch
+) -> Iterator[tuple[RawRow, SourceRow | BadRow, Future[bytes] | None]]:
+    """Yield each item, in order, with its row or error and its image, if `fetch` requests it.
+
+    Up to PREFETCH_ROWS images are requested ahead, fewer if the last one was large.
+    """
     pending: deque[tuple[RawRow, SourceRow | BadRow, Future[bytes] | None]] = deque()
+    ahead = MIN_PREFETCH_ROWS
     for item in chain(items, [None]):
         if item is not None:
             row: SourceRow | BadRow
@@ -146,16 +172,17 @@ def prefetch_rows(
                 row = item.values if isinstance(item.values, BadRow) else parse_row(item.values, item.location, hosts)
             except BadRow as bad:
                 row = bad
-            url = row.image.url if fetch and isinstance(row, SourceRow) else None
-            pending.append((item, row, fetch(url) if fetch and url else None))
-        while pending and (item is None or len(pending) > PREFETCH_ROWS or pending[0][2] is None):
+            pending.append((item, row, fetch(row.image) if isinstance(row, SourceRow) else None))
+        while pending and (item is None or len(pending) > ahead or pending[0][2] is None):
             first, row, image = pending.popleft()
-            if image is not None and isinstance(row, SourceRow):
-                try:
-                    row = replace(row, image=replace(row.image, data=image.result()))
-                except BadRow as bad:
-                    bad.key, row = row.key, bad
-            yield first, row
+            yield first, row, image
+            if image is not None and image.done() and image.exception() is None:
+                ahead = min(PREFETCH_ROWS, max(MIN_PREFETCH_ROWS, PREFETCH_BYTES // (len(image.result()) or 1)))
+
+
+def _read(storage: Storage, image: ImageRef) -> bytes:
+    with os_error_as_bad_row(image.name):
+        return read_image(storage, image)
 
 
 def read_chunk_record(out: Storage, name: str) -> dict[str, Any] | None:
@@ -193,12 +220,14 @@ class _ChunkPacker:
         self.image_signatures: list[tuple[str, int | None, int | None]] = []
         self.file_suffix = uuid.uuid4().hex[:8]  # never overwrite a file that an earlier manifest names
 
-    def pack(self, item: RawRow, parsed: SourceRow | BadRow, exit_stack: ExitStack) -> None:
+    def pack(
+        self, item: RawRow, parsed: SourceRow | BadRow, image: Future[bytes] | None, exit_stack: ExitStack
+    ) -> None:
         location, key = _to_utf8(item.location), _to_utf8(parsed.key or item.location)
         try:
             if isinstance(parsed, BadRow):
                 raise parsed
-            row, image_digest = self._build_row(parsed, location)
+            row, image_digest = self._build_row(parsed, image, location)
         except BadRow as bad:
             entry = {"stage": bad.stage, "reason": bad.reason, "detail": _to_utf8(bad.detail)}
             self.bad_rows.append({"line": item.line, "key": key, "source": location} | entry)
@@ -222,8 +251,8 @@ class _ChunkPacker:
             "files": self.image_signatures,
         }
 
-    def _build_row(self, parsed: SourceRow, location: str) -> tuple[Row, str]:
-        """Return the validated row and the digest of its image as read. Raises BadRow.
+    def _build_row(self, parsed: SourceRow, requested: Future[bytes] | None, location: str) -> tuple[Row, str]:
+        """Return the validated row and the digest of its image as read, or as `requested` earlier. Raises BadRow.
 
         With `--index-only --check none` the image is not read: it has no checksum, and only the same file is its
         duplicate.
@@ -233,14 +262,13 @@ class _ChunkPacker:
         if settings.index_only and (image.url or image.file is None):
             what = "a URL" if image.url else "inside the row"
             raise BadRow("read", "no-reference", f"the image is {what}: prepare without --index-only")
-        if image.data is None:
+        if image.data is None and image.file is not None:
             self.image_signatures.append(stat_signature(self.source, str(image.file)))
         ref = {"file": image.file, "offset": image.offset, "length": image.length} if settings.index_only else None
         if settings.index_only and settings.check == "none":
             stored, size, sha256, image_digest = b"", (0, 0), "", _sha256(orjson.dumps(ref))
         else:
-            with os_error_as_bad_row(image.name):
-                data = read_image(self.source, image)
+            data = requested.result() if requested else _read(self.source, image)
             stored, size = self._decode(image.name, data)
             image_digest = _sha256(data)
             sha256 = image_digest if stored is data else _sha256(stored)

@@ -201,18 +201,20 @@ def test_downloads_overlap_and_rows_keep_their_order(server, fetching):
     items[9] = RawRow(9, "made:9", {"image": "a.png", "text": "x"})
     seen, most = [], 0
 
-    def fetch(address):
-        seen.append(address)
-        return fetcher.fetch(address)
+    def fetch(image):
+        if image.url:
+            seen.append(image.url)
+            return fetcher.fetch(image.url)
+        return None
 
     with fetching() as fetcher:
-        for number, (item, raw) in enumerate(prefetch_rows(items, fetcher.hosts, fetch)):
+        for number, (item, raw, image) in enumerate(prefetch_rows(items, fetcher.hosts, fetch)):
             most = max(most, len(seen) - number)
             assert item.line == number
             if number in (5, 7):
                 assert isinstance(raw, BadRow)
             elif number != 9:
-                assert raw.image.data == color_image(number)
+                assert image.result() == color_image(number)
     assert number == 39
     assert 4 < server.max_active <= HOST_CONNECTIONS
     assert most <= PREFETCH_ROWS + 1

@@ -65,19 +65,19 @@ def test_changed_or_missing_referenced_image_invalidates_only_its_row(tmp_path):
 
 
 def test_disk_error_fails_the_stream_and_is_retried_by_prepare(tmp_path, monkeypatch):
-    source, read = formats.csv_source(tmp_path / "raw"), Storage.read
+    source, open_file = formats.csv_source(tmp_path / "raw"), Storage.open
 
-    def stale(store, name):
+    def stale(store, name, mapped=False):
         if name == "2.png":
             raise OSError(errno.ESTALE, "Stale file handle")
-        return read(store, name)
+        return open_file(store, name, mapped)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Storage, "read", stale)
+        patch.setattr(Storage, "open", stale)
         assert prepared(source, tmp_path / "out", index_only=True)[2] == {"rows.csv:4": "unreadable"}
     assert prepared(source, tmp_path / "out", index_only=True)[0].num_rows == COUNT
     reader = reader_of(tmp_path / "out")
-    monkeypatch.setattr(Storage, "read", stale)
+    monkeypatch.setattr(Storage, "open", stale)
     with pytest.raises(OSError, match="Stale"):
         reader.read_block(PLAN, np.arange(COUNT))
 
