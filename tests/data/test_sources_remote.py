@@ -12,7 +12,7 @@ from mmray.data.formats.detect import detect_source, open_source
 from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.formats.source import RawRow
 from mmray.data.images.read import read_image
-from mmray.data.prepare import pack
+from mmray.data.prepare import pack, pipeline
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import ResourceError
@@ -136,6 +136,19 @@ def test_memory_of_images_read_ahead_is_bounded(monkeypatch):
     ahead = [len(seen) - number for number, _ in enumerate(pack.prefetch_rows(items, (), fetch), 1)]
     assert ahead[0] == pack.MIN_PREFETCH_ROWS and max(ahead) == pack.PREFETCH_ROWS
     assert ahead[70] == 1000 // 100 and ahead[-1] == 0
+
+
+def test_files_of_a_store_are_deleted_in_parallel(memory, latency, monkeypatch):
+    out, wall_s = Storage(memory), []
+    for most in (1, storage.MAX_PARALLEL):
+        monkeypatch.setattr(storage, "MAX_PARALLEL", most)
+        for number in range(16):
+            out.write(f"shards/{number}", b"x")
+        start_s = time.perf_counter()
+        pipeline._remove_files(out, lambda name: name != "shards/3", ["shards"])
+        wall_s.append(time.perf_counter() - start_s)
+        assert out.listdir("shards") == ["3"]
+    assert wall_s[0] > 3 * wall_s[1]
 
 
 def test_failures_of_a_store_are_retried_or_end_the_prepare(s3, tmp_path, in_process):

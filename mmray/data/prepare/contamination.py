@@ -30,7 +30,7 @@ from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
 from mmray.data.store.manifest import Manifest, Shard
 from mmray.data.store.prepared_set import PreparedSet, read_each
 from mmray.errors import DataError, UsageError
-from mmray.storage.storage import Storage, iter_parallel
+from mmray.storage.storage import Storage, iter_parallel, parallel_map
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -301,8 +301,7 @@ def _hash_shards(
     use_phash = settings.phash_distance >= 0
     wanted = {_hash_file(each, shard, use_phash): (each, shard) for each in sets for shard in each.manifest.shards}
     existing = {f"{HASHES_DIR}/{name}" for name in out.listdir(HASHES_DIR)}
-    for file in existing - wanted.keys():
-        out.delete(file)
+    parallel_map(out.delete, existing - wanted.keys())
     job: dict[str, Any] = {"out": out.address, "use_phash": use_phash, "max_pixels": settings.max_pixels}
     items = [
         job

@@ -37,7 +37,7 @@ from mmray.data.store.manifest import (
 from mmray.errors import DataError, ResourceError, UsageError
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, RemotePath, to_path
-from mmray.storage.storage import TEMP_SUFFIX, Storage, iter_parallel
+from mmray.storage.storage import TEMP_SUFFIX, Storage, iter_parallel, parallel_map
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -303,7 +303,5 @@ def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, An
 
 def _remove_files(out: Storage, unwanted: Callable[[str], bool], folders: Iterable[str]) -> None:
     """Delete the unwanted files of these folders; names are relative to `out`."""
-    for folder in folders:
-        for name in out.listdir(folder):
-            if unwanted(path := f"{folder}/{name}".lstrip("/")):
-                out.delete(path)
+    paths = [f"{folder}/{name}".lstrip("/") for folder in folders for name in out.listdir(folder)]
+    parallel_map(out.delete, filter(unwanted, paths))
