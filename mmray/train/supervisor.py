@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +45,7 @@ class Supervisor:
         self.config, self.backend, self.starts = resolved.config, backend, starts or []
         self.start_s, self.earlier = time.monotonic(), run.read_json("result.json") or {}  # of earlier commands
         self.attempts = self.failures = self.preemptions = self.resizes = 0
+        self.trusted_from = math.inf  # checkpoints from this step on were verified, or written by this command
         self.last_failure: Failure | None = None
         self.restart: Restart | None = None  # the decision after the last attempt, if it failed
         self.reduced_micro: dict[int, int] = {}  # after OOM: number of workers -> rows of a micro-batch
@@ -128,11 +130,11 @@ class Supervisor:
             try:
                 if self.attempts > 1:
                     self.lease.claim_next_token()
-                if files.latest_complete_step(self.run.checkpoints):
+                if self.trusted_from == math.inf and files.latest_complete_step(self.run.checkpoints):
                     self.reporter.status("verifying the checkpoint")
-                checkpoint = files.latest_valid_checkpoint(
-                    self.run.checkpoints, partial(self.reporter.log, label="checkpoint")
-                )
+                log = partial(self.reporter.log, label="checkpoint")
+                checkpoint = files.latest_valid_checkpoint(self.run.checkpoints, log, trusted_from=self.trusted_from)
+                self.trusted_from = min(self.trusted_from, 0 if checkpoint is None else files.step_of(checkpoint))
                 meta = {} if checkpoint is None else files.load_meta(checkpoint)
                 merge_appended_lines(self.run.path / QUARANTINE)
                 return checkpoint, meta, load_bad_rows(self.run.path)

@@ -188,6 +188,17 @@ def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monke
     assert result_of(tmp_path)["status"] == "failed"
 
 
+def test_only_the_first_attempt_of_a_command_verifies_checksums(supervised, monkeypatch):
+    """Its workers write all later ones."""
+    verified, supervised.attempts = [], 0
+    monkeypatch.setattr(files, "verify", lambda path, checksums: verified.append((path.name, checksums)))
+    for step in (2, 5):
+        newest = save_checkpoint(supervised.run.checkpoints, step, {}, {"rows_consumed": 16 * step})
+        assert supervised._prepare_attempt()[0] == newest
+    assert verified == [("step-2", True), ("step-5", False)]
+    assert [text for label, text in supervised.reporter.notes if label == "status"] == ["verifying the checkpoint"]
+
+
 def test_only_failed_resizes_delay_the_next_one(supervised, monkeypatch):
     worlds, stop_reasons, counts = iter([2, 3, 2, 2]), iter(["resize", "preempted", "resize", "user"]), []
 

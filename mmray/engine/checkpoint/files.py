@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,22 +25,26 @@ from safetensors import SafetensorError
 
 from mmray.errors import StorageError, TrainingError, first_line
 from mmray.storage.paths import CHUNK_BYTES, AnyPath, local_copy, move_tree, remove_tree
-from mmray.storage.storage import with_retries
+from mmray.storage.storage import iter_parallel, with_retries
 
 STATE, META, SUMS = "state.json", "meta.json", "SHA256SUMS"
 LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that should fall
 
 
 def latest_valid_checkpoint(
-    folder: AnyPath, log: Callable[[str], None] | None = None, rename: bool = True
+    folder: AnyPath,
+    log: Callable[[str], None] | None = None,
+    rename: bool = True,
+    trusted_from: float = math.inf,
 ) -> AnyPath | None:
     """Return the newest checkpoint whose checksums match; None without one.
 
     Newer invalid ones are passed to `log` with the reason. A damaged one is renamed to step-N.damaged; pass
-    rename=False if another process may be training in the folder. Raises StorageError if the storage cannot be read.
+    rename=False if another process may be training in the folder. Checksums of checkpoints from step `trusted_from` on
+    are not computed. Raises StorageError if the storage cannot be read.
     """
     for path in reversed(_step_folders(folder)):
-        fault = verify(path)
+        fault = verify(path, checksums=step_of(path) < trusted_from)
         if fault is None:
             return path
         if rename and (path / SUMS).exists():
@@ -117,8 +122,20 @@ def _step_folders(folder: AnyPath, complete: bool = False) -> list[AnyPath]:
         raise StorageError(f"cannot list the checkpoints in {folder}: {error.strerror or error}") from error
 
 
-def verify(path: AnyPath) -> str | None:
-    """Return the fault of a checkpoint, None if intact. Raises StorageError if the storage cannot be read."""
+def verify(path: AnyPath, checksums: bool = True) -> str | None:
+    """Return the fault of a checkpoint, None if intact (or complete, without `checksums`).
+
+    Files are read in parallel. Raises StorageError if the storage cannot be read.
+    """
+
+    def fault_of(item: tuple[str, str]) -> str | None:
+        name, digest = item
+        if not (path / name).exists():
+            return f"{name} is missing"
+        if checksums and sha256(path / name) != digest:
+            return f"{name} does not match its checksum ({(path / name).stat().st_size:,} bytes)"
+        return None
+
     try:
         if not (path / SUMS).exists():
             return f"it is incomplete (no {SUMS})"
@@ -126,17 +143,12 @@ def verify(path: AnyPath) -> str | None:
         shards = shard_names(len(expected) - 2)
         if set(expected) != {STATE, META, *shards} or not shards:
             return f"its {SUMS} is damaged"
-        for name, digest in expected.items():
-            if not (path / name).exists():
-                return f"{name} is missing"
-            if sha256(path / name) != digest:
-                return f"{name} does not match its checksum ({(path / name).stat().st_size:,} bytes)"
+        return next(filter(None, iter_parallel(fault_of, list(expected.items()))), None)
     except OSError as error:
         raise StorageError(
             f"cannot read the checkpoint {path}: {error.strerror or error}. Check the storage and rerun the same "
             "command; to resume from an older checkpoint, move this one out of the folder"
         ) from error
-    return None
 
 
 def shard_names(num_shards: int) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,6 +78,24 @@ def test_damaged_checkpoint_is_quarantined_and_the_one_before_used(tmp_path: Pat
     assert (tmp_path / "step-20.damaged").exists() != unfinished
     assert files.latest_valid_checkpoint(tmp_path, logged.append) == tmp_path / "step-10"
     assert len(logged) == 1 + unfinished  # a quarantined checkpoint is logged once
+
+
+def test_trusted_checkpoints_need_only_be_complete(tmp_path: Path) -> None:
+    """A worker that was lost while it wrote left an incomplete one; older ones may be of another command."""
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    flip_bit(tmp_path / "step-2" / SHARD)
+    assert files.latest_valid_checkpoint(tmp_path, trusted_from=2) == tmp_path / "step-4"
+    (tmp_path / "step-4" / "SHA256SUMS").unlink()
+    (tmp_path / "step-3" / SHARD).unlink()
+    assert files.latest_valid_checkpoint(tmp_path, trusted_from=2) == tmp_path / "step-2"
+    assert files.latest_valid_checkpoint(tmp_path, trusted_from=3) == tmp_path / "step-1"
+
+
+def test_files_are_verified_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, sha256, together = save(tmp_path, 1), files.sha256, threading.Barrier(len(FILES) - 1)
+    monkeypatch.setattr(files, "sha256", lambda file: (together.wait(20), sha256(file))[1])
+    assert files.verify(path) is None
 
 
 def test_kill_at_any_write_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
