@@ -90,6 +90,21 @@ def test_prepare_from_bucket_to_bucket_resumes(s3, tmp_path, in_process):
     assert prepare(source, out, LAX) == there and in_process == []
 
 
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_source_is_listed_once(tmp_path, in_process, monkeypatch, name):
+    source, listed, list_files = ALL[name](tmp_path / "raw"), [], Storage.list_files
+
+    def count(store, *folder):
+        listed.append(store.address)
+        return list_files(store, *folder)
+
+    monkeypatch.setattr(Storage, "list_files", count)
+    auto = prepare(str(source), str(tmp_path / "auto"), LAX)
+    assert listed == [str(source)] * source.is_dir()
+    forced = LAX.model_copy(update={"format": auto.source["format"]})
+    assert prepare(str(source), str(tmp_path / "forced"), forced).fingerprint == auto.fingerprint
+
+
 def images_and_pairs(folder):
     """40 rows of a JSONL, some bad, and 40 pairs; both on a disk and on a store."""
     disk = Storage(str(folder))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 import orjson
@@ -12,12 +13,11 @@ from mmray.data.formats.listing import (
     CocoSource,
     ImageTextPairs,
     is_image,
-    list_visible_files,
     split_and_class_of,
 )
 from mmray.data.formats.parquet import HFSavedSource, ParquetSource
 from mmray.data.formats.rows import is_valid_name
-from mmray.data.formats.source import Source, read_head
+from mmray.data.formats.source import Source, list_visible_files, read_head
 from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, CsvSource, JsonlSource, TsvSource
 from mmray.data.formats.webdataset import WebDatasetSource
 from mmray.data.store.manifest import is_prepared
@@ -36,11 +36,15 @@ _SUFFIXES = {
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """Format and location of a source: paths are relative to folder `address`; `name` is empty for a full folder."""
+    """Format and location of a source: paths are relative to folder `address`; `name` is empty for a full folder.
+
+    `files` yields the visible files of the folder once, if it was listed: a large listing is neither repeated nor kept.
+    """
 
     format: str
     address: str
     name: str
+    files: Iterable[str] = field(default=(), compare=False, repr=False)
 
     @property
     def display_name(self) -> str:
@@ -54,10 +58,11 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
     storage, name = Storage.split(address.rstrip("/") if len(address) > 1 else address)
     folder = Storage(address)
     if folder.is_dir():
-        kind = source_format if source_format != "auto" else _detect_folder_format(folder)
+        names = list_visible_files(folder) if source_format == "auto" else []
+        kind = _detect_folder_format(folder, names) if source_format == "auto" else source_format
         if kind in ("jsonl", "csv", "tsv", "coco"):
             raise UsageError(f"{address} is a folder, and {kind} is a file: give the path of the file")
-        return SourceSpec(kind, folder.address, "")
+        return SourceSpec(kind, folder.address, "", iter(names))
     names = [name]
     if "," in name and source_format in ("auto", "coco") and storage.size(name) is None:
         names, source_format = name.split(","), "coco"
@@ -73,7 +78,8 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
 
 def open_source(spec: SourceSpec, prepared_folder: Storage, columns: dict[str, str], caption_template: str) -> Source:
     """Open the source without reading it. Listings are stored in `prepared_folder`."""
-    return _SOURCES[spec.format](Storage(spec.address), spec.name, columns, prepared_folder, caption_template)
+    storage = Storage(spec.address)
+    return _SOURCES[spec.format](storage, spec.name, columns, prepared_folder, caption_template, spec.files)
 
 
 def _detect_file_format(storage: Storage, name: str) -> str:
@@ -94,8 +100,7 @@ def _detect_file_format(storage: Storage, name: str) -> str:
     return "coco" if isinstance(first, dict) and {"images", "annotations"} <= first.keys() else "jsonl"
 
 
-def _detect_folder_format(storage: Storage) -> str:
-    names = list_visible_files(storage)
+def _detect_folder_format(storage: Storage, names: list[str]) -> str:
     suffixes = {PurePosixPath(name).suffix.lower() for name in names}
     if ".arrow" in suffixes and any(name.rpartition("/")[2] == "state.json" for name in names):
         return "saved"

@@ -18,7 +18,7 @@ from mmray.data.formats.source import IMAGE_SUFFIXES, RawRow, Source, SourceChun
 from mmray.data.formats.text_lines import BOM, JsonlSource
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
 from mmray.errors import DataError
-from mmray.storage.storage import Storage, iter_parallel
+from mmray.storage.storage import iter_parallel
 
 LISTING = "listing.jsonl"
 Rows = Iterator[dict[str, Any]]
@@ -63,15 +63,6 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def list_visible_files(storage: Storage) -> list[str]:
-    """Return the sorted files of the folder without hidden ones and those that macOS adds to archives."""
-    return [
-        name
-        for name in storage.list_files()
-        if not any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
-    ]
-
-
 def split_and_class_of(names: Sequence[str]) -> list[tuple[str | None, str | None]]:
     """Return (split, class) of each image by its folders; None if the image is outside of such a folder.
 
@@ -94,7 +85,7 @@ class ClassFolders(ListingSource):
     title = "a folder for each class"
 
     def list_rows(self) -> Rows:
-        names = [name for name in list_visible_files(self.storage) if is_image(name)]
+        names = [name for name in self.visible_files() if is_image(name)]
         folders = split_and_class_of(names)
         labels = {name: label for label, name in enumerate(sorted({each for _, each in folders if each is not None}))}
         captions = {name: name.replace("_", " ") for name in labels}
@@ -116,7 +107,7 @@ class ImageTextPairs(ListingSource):
     def list_rows(self) -> Rows:
         images: dict[str, list[str]] = defaultdict(list)
         texts: dict[str, str] = {}
-        for name in list_visible_files(self.storage):
+        for name in self.visible_files():
             stem = str(PurePosixPath(name).with_suffix(""))
             if is_image(name):
                 images[stem].append(name)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mmray.data.formats.rows import COLUMNS, BadRow, is_safe_path, rename_columns
-from mmray.data.formats.source import Source, SourceChunk, check_unchanged, file_signature, list_files
+from mmray.data.formats.source import Source, SourceChunk, check_unchanged, file_signature
 from mmray.errors import DataError
 from mmray.storage.storage import TransientStorageError, iter_parallel
 
@@ -32,7 +32,7 @@ class ParquetSource(Source):
     title = "Parquet"
 
     def names(self) -> list[str]:
-        return list_files(self.storage, self.name, ".parquet")
+        return self.files_with_suffix(".parquet")
 
     def split_of(self, name: str) -> str | None:
         """Return the split of a file, if the layout defines it."""
@@ -127,7 +127,7 @@ class HFSavedSource(ParquetSource):
 
     def names(self) -> list[str]:
         """Return the Arrow files that state.json of each split lists, in order. Raises DataError."""
-        states = [name for name in list_files(self.storage, "", "state.json") if f"/{name}".endswith("/state.json")]
+        states = [name for name in self.files_with_suffix("state.json") if f"/{name}".endswith("/state.json")]
         if names := [name for state in states for name in self._files_of(state)]:
             return names
         raise DataError(f"{self.storage.address} has no state.json that names Arrow files: it is no saved dataset")

@@ -7,7 +7,7 @@ the rows of a chunk as named values with their location. A row that cannot be pa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,8 +42,9 @@ class RawRow(NamedTuple):
 class Source:
     """Rows of one format; cheap to construct in each task.
 
-    `columns` maps our column names to those of the source. Listings are stored in `prepared_folder`. `scan` sets the
-    names of box labels (`box_names`) and of the labels 0, 1, ... (`class_names`), if known.
+    `columns` maps our column names to those of the source. Listings are stored in `prepared_folder`. `files` are the
+    visible files of the folder, if it was listed to detect its format. `scan` sets the names of box labels
+    (`box_names`) and of the labels 0, 1, ... (`class_names`), if known.
     """
 
     title: str  # format name in messages
@@ -55,15 +56,27 @@ class Source:
         columns: dict[str, str],
         prepared_folder: Storage | None = None,
         caption_template: str = "",
+        files: Iterable[str] = (),
     ) -> None:
         self.storage, self.name, self.columns, self.caption_template = storage, name, columns, caption_template
-        self.prepared_folder = prepared_folder or storage
+        self.prepared_folder, self._files = prepared_folder or storage, files
         self.box_names: dict[str, str] = {}
         self.class_names: tuple[str, ...] = ()
 
     def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
         """Yield the chunks in order; `previous_chunk_ends` are those of an earlier scan. Raises DataError."""
         raise NotImplementedError
+
+    def visible_files(self) -> list[str]:
+        """Return the files of `list_visible_files`; the first call takes those of the detection."""
+        return list(self._files) or list_visible_files(self.storage)
+
+    def files_with_suffix(self, suffix: str) -> list[str]:
+        """Return the file of the source, or the visible files with this suffix, ignoring case. Raises DataError."""
+        names = [self.name] if self.name else [file for file in self.visible_files() if file.lower().endswith(suffix)]
+        if invalid := [each for each in names if not is_valid_name(each)]:  # pyarrow cannot open them
+            raise DataError(f"{self.storage.address}: the name {invalid[0]!r} is not plain UTF-8: rename the file")
+        return names
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         """Yield line, location and record of each row. Raises DataError if the chunk differs from the scanned one."""
@@ -115,9 +128,10 @@ def read_head(storage: Storage, name: str, size: int = 64) -> bytes:
         raise DataError(f"{path} cannot be read: {error}") from None
 
 
-def list_files(storage: Storage, name: str, suffix: str) -> list[str]:
-    """Return `name`, or without one the sorted files with this suffix, ignoring case. Raises DataError."""
-    names = [name] if name else [file for file in storage.list_files() if file.lower().endswith(suffix)]
-    if invalid := [each for each in names if not is_valid_name(each)]:  # pyarrow cannot open them
-        raise DataError(f"{storage.address}: the name {invalid[0]!r} is not plain UTF-8: rename the file")
-    return names
+def list_visible_files(storage: Storage) -> list[str]:
+    """Return the sorted files of the folder without hidden ones and those that macOS adds to archives."""
+    return [
+        name
+        for name in storage.list_files()
+        if not any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+    ]

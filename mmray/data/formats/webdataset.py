@@ -21,7 +21,6 @@ from mmray.data.formats.source import (
     SourceChunk,
     check_unchanged,
     file_signature,
-    list_files,
     read_head,
 )
 from mmray.data.formats.text_lines import parse_json
@@ -43,7 +42,7 @@ class WebDatasetSource(Source):
     title = "WebDataset"
 
     def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
-        names = list_files(self.storage, self.name, ".tar")
+        names = self.files_with_suffix(".tar")
         for index, (size, signature) in enumerate(iter_parallel(self._check_tar, names)):
             yield SourceChunk(index, names[index], 0, size, 1, None, signature)
 
