@@ -11,11 +11,14 @@ from fsspec.implementations.memory import MemoryFileSystem
 from mmray.data.formats import parquet as columnar
 from mmray.data.formats.parquet import HFSavedSource, ParquetSource
 from mmray.data.formats.rows import BadRow
+from mmray.errors import DataError
 from mmray.storage import storage
 from mmray.storage.storage import Storage
 
 COUNT = 100
 TABLE = pa.table({"image": [f"{n}.png" for n in range(COUNT)], "text": [f"row {n}" for n in range(COUNT)]})
+
+STATE = '{"_data_files": [{"filename": "a.arrow"}]}'
 
 
 def in_parquet(path):
@@ -26,7 +29,7 @@ def in_parquet(path):
 def in_arrow(path):
     with pa.ipc.new_stream(path / "a.arrow", TABLE.schema) as stream:
         stream.write_table(TABLE, max_chunksize=60)
-    (path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    (path / "state.json").write_text(STATE)
     return HFSavedSource(Storage(str(path)), "", {})
 
 
@@ -45,6 +48,39 @@ def test_large_file_is_split_into_row_ranges(tmp_path, monkeypatch, source_in, r
     items.sort(key=lambda item: item.line)
     assert [item.values["text"] for item in items] == TABLE.column("text").to_pylist()
     assert [item.line for item in items] == list(range(1, COUNT + 1))
+
+
+def test_saved_dataset_on_a_store_is_read_once(monkeypatch):
+    """Its scan reads only headers, and a chunk only its own record batches, of which one may be empty."""
+    file, read_bytes, read_at = io.BytesIO(), [], storage._RetriedFile.readinto
+    table = TABLE.append_column("padding", pa.array([bytes(20_000)] * COUNT))
+    with pa.ipc.new_stream(file, table.schema) as stream:
+        for batch in (empty := pa.RecordBatch.from_pylist([], table.schema), *table.to_batches(7), empty):
+            stream.write_batch(batch)
+    MemoryFileSystem().pipe({"/saved/a.arrow": file.getvalue(), "/saved/state.json": STATE.encode()})
+
+    def readinto(file, buffer):
+        read_bytes.append(read_at(file, buffer))
+        return read_bytes[-1]
+
+    monkeypatch.setattr(storage._RetriedFile, "readinto", readinto)
+    source = HFSavedSource(Storage("memory://saved"), "", {})
+    chunks = list(source.scan(21, ()))
+    assert sum(read_bytes) < 0.1 * len(file.getvalue()) and len(chunks) == 5
+    read_bytes.clear()
+    texts = [item.values["text"] for chunk in chunks for item in source.read(chunk)]
+    assert texts == TABLE.column("text").to_pylist()
+    assert sum(read_bytes) < 1.2 * len(file.getvalue())
+
+
+@pytest.mark.parametrize("damage", ["truncated", "header"])
+def test_damaged_saved_dataset_is_a_data_error(tmp_path, damage):
+    source, path = in_arrow(tmp_path), tmp_path / "a.arrow"
+    data = path.read_bytes()
+    second = data.rindex(b"\xff\xff\xff\xff", 0, len(data) - 8)
+    path.write_bytes(data[:-100] if damage == "truncated" else data[: second + 8] + b"\xf0" * 64 + data[second + 72 :])
+    with pytest.raises(DataError, match=r"a\.arrow cannot be read as Hugging Face datasets: no complete record batch"):
+        list(source.scan(60, ()))
 
 
 @pytest.fixture
