@@ -157,7 +157,7 @@ class RayBackend:
             return "lost" if monitor.world > monitor.config.cluster.min_workers else "raised", timeout_error
         if not isinstance(error, ray.train.WorkerGroupError):
             return "lost", TrainingError(f"Ray Train failed: {error}")
-        failures = [getattr(each, "health_check_failure", each) for each in error.worker_failures.values()]
+        failures = [root_cause(each) for each in error.worker_failures.values()]
         raised = [each for each in failures if not is_worker_lost(each)]
         oom_killed = next((each for each in failures if isinstance(each, ray.exceptions.OutOfMemoryError)), None)
         if oom_killed is not None and not raised:
@@ -265,10 +265,21 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
     return done.result()
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """Return what failed a worker: the error that a task raised (maybe in a task of a task), or of a health check."""
+    if not isinstance(error, ray.exceptions.RayTaskError):
+        return getattr(error, "health_check_failure", error)
+    cause: BaseException = error
+    while isinstance(cause, ray.exceptions.RayTaskError):
+        cause = cause.cause
+    cause.add_note(str(error))  # the traceback of the task
+    return cause
+
+
 def is_worker_lost(error: BaseException) -> bool:
-    """Return whether a worker was lost; peers of a dead or slow rank only report a broken collective."""
-    if isinstance(error, MmrayError):
-        return False  # it may quote NCCL running out of memory
+    """Return whether the root cause is a lost worker; its peers only report a broken collective."""
+    if isinstance(error, MmrayError) or type(error) is ray.exceptions.RayError:
+        return False  # it may quote NCCL running out of memory; RayError: of a task's error that cannot be pickled
     lost = isinstance(error, ray.exceptions.RayError) or is_train_error(error, "WorkerHealthCheckTimeoutError")
     return lost or COLLECTIVE_ERRORS.search(str(error)) is not None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
+from mmray.storage.storage import TransientStorageError
 from mmray.train.backend import Backend
 from mmray.train.monitor import AttemptMonitor
 from mmray.train.resolve import ResolvedRun
@@ -24,8 +25,8 @@ class Failure:
     """Cause of a failed attempt.
 
     Kinds: `lost`: a worker, node or connection was lost; `hung`: a rank made no progress and the group was killed;
-    `preempted`: a node was drained; `device`: a GPU or its link failed; `storage`: a checkpoint or
-    the log could not be read; `raised`: code raised an error.
+    `preempted`: a node was drained; `device`: a GPU or its link failed; `storage`: data, a checkpoint or the
+    log could not be read; `raised`: code raised an error.
     """
 
     kind: str
@@ -96,6 +97,7 @@ def classify_failure(error: BaseException, monitor: AttemptMonitor, resolved: Re
     elif not isinstance(error, MmrayError):
         kind, cause = backend.find_cause(error, monitor, resolved)
     # Final if the last save failed: a restart would repeat the steps that no checkpoint has, on the same storage.
-    if isinstance(cause, StorageError) and (not monitor.trained or monitor.stop_reason in ("resize", "preempted")):
+    can_repeat = not monitor.trained or monitor.stop_reason in ("resize", "preempted")
+    if isinstance(cause, TransientStorageError) or (isinstance(cause, StorageError) and can_repeat):
         kind = "storage"
     return Failure(kind, cause, monitor.progress.last_step, monitor.progress.logged)

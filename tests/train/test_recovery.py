@@ -1,6 +1,7 @@
 """Classification of a failed attempt and the decision that follows, as pure functions."""
 
 import pickle
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from mmray.errors import (
     TrainingError,
     is_device_error,
 )
+from mmray.storage.storage import TransientStorageError
 from mmray.train.ray_backend import RayBackend
 from mmray.train.recovery import EVENTS, Failure, Restart, classify_failure, count_failures, decide_recovery
 
@@ -206,6 +208,35 @@ def test_broken_collective_is_retried_even_before_first_step(error):
     assert failure.kind == "lost"
     assert isinstance(decide_recovery(failure, None, 1, 3), Restart)
     assert failure_of(ValueError("a bug"), error).kind == "raised"
+
+
+def task_error(cause, traceback="ray::MapWorker()"):
+    """What `ray.get` raises if a task raised this."""
+    return ray.exceptions.RayTaskError("work", traceback, cause).as_instanceof_cause()
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        (ValueError("a bug"), "raised"),
+        (DataError("17 bad rows"), "raised"),
+        (NotImplementedError(threading.Lock()), "raised"),  # cannot be pickled
+        (RuntimeError("Connection closed by peer"), "lost"),
+        (ray.exceptions.ActorDiedError(), "lost"),
+        (ray.exceptions.ObjectLostError("01", "", ""), "lost"),
+        (TransientStorageError(5, "Input/output error"), "storage"),
+    ],
+)
+def test_error_of_a_task_is_classified_by_its_cause(cause, kind):
+    """RayTaskError is a RayError, whatever the task raised; a task may wait for another."""
+    for error in (task_error(cause), task_error(task_error(cause), "ray::Coordinator()\nray::MapWorker()")):
+        failure = failure_of(error)
+        assert failure.kind == kind and not isinstance(failure.error, ray.exceptions.RayTaskError)
+        assert failure.error.__notes__[-1].endswith("ray::MapWorker()")
+        if kind == "raised" and isinstance(cause, ValueError):
+            assert "ray::MapWorker()\nfailed before" in str(decide_recovery(failure, None, 1, 3))
+        if isinstance(cause, DataError):
+            assert decide_recovery(failure, None, 1, 3).exit_code == 5
 
 
 def test_host_oom_restarts_with_smaller_micro_batches():

@@ -74,6 +74,7 @@ class StreamDataConfig(ray.train.DataConfig):
         # Otherwise Ray cuts blocks of 1.5 x 128 MiB or more, and the splitter gives the pieces to different ranks.
         dataset.context.target_max_block_size = None
         dataset.context.execution_options.label_selector = self.label_selector
+        dataset.context.raise_original_map_exception = True  # the driver restarts or fails depending on its type
         dataset.context.enable_progress_bars = False
         dataset.context.print_on_execution_start = False
         return dataset

@@ -18,6 +18,8 @@ from mmray.data.stream.order import PADDING, BlockPlan, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.stream.stream import StreamDataConfig
 from mmray.data.text.tokenizer import train_tokenizer
+from mmray.storage.storage import TransientStorageError
+from mmray.train.ray_backend import root_cause
 from tests.made import CAPTIONS, make_set, png, row
 
 INPUTS = Inputs(image_side=8, fit="squash", max_tokens=12)
@@ -117,6 +119,19 @@ def test_large_blocks_are_not_cut(local_ray, reader, monkeypatch):
     plan, block_mb = SamplePlan(117, 22, 2, 11, seed=3, steps=6), 7 * reader.row_bytes / 1e6
     assert BlockPlan.sized(plan, 0, reader.row_bytes, block_mb).blocks_per_step == 1
     assert stream(reader, plan, 0, 0.0, None, block_mb) == expected(plan)
+
+
+class FailingReader(RowReader):
+    def read_block(self, plan, positions):
+        raise TransientStorageError(5, "Input/output error")
+
+
+def test_error_of_a_decode_actor_keeps_its_type(local_ray, reader):
+    """Ray Data would replace it by its own; the driver retries a storage, and not a bug."""
+    failing = FailingReader(reader.prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
+    with pytest.raises(ray.exceptions.RayTaskError) as raised:
+        stream(failing, SamplePlan(117, 4, 1, 4, seed=3, steps=1), 0, 0.0, None, 0.01)
+    assert isinstance(root_cause(raised.value), TransientStorageError)
 
 
 @pytest.mark.parametrize(("global_rows", "world", "shape"), [(16, 3, (7, 1)), (36, 2, (1, 3)), (16, 3, (1, 1))])
