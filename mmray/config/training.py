@@ -112,6 +112,9 @@ class Train(Section, settings_prefix="train"):
         description="When fsdp and hsdp reduce gradients; once per step is faster, but needs memory for all of them.",
     )
     grad_compression: Literal["none", "bf16", "fp16"] = Field("none", description="Dtype of DDP's gradient all-reduce.")
+    noise_scale_every: int = Field(
+        0, ge=0, description="Steps between measurements of the gradient noise scale, each 1.5 steps long; 0: none."
+    )
     profile: int = Field(0, ge=0, description="Steps to record with torch.profiler into the run's folder.")
     callbacks: tuple[str, ...] = Field((), description="Your own `package.module:Class`, called after each step.")
 

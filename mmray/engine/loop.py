@@ -7,7 +7,7 @@ or in a Ray Train worker. Every rank makes the same calls; only rank 0 writes th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from mmray.engine import oom, run_state
 from mmray.engine.batch import halve
 from mmray.engine.checkpoint.manager import CheckpointSchedule, steps_between_checkpoints
 from mmray.engine.metrics.meters import Meter, padding_fractions, reduce_over_ranks, rows_sha
-from mmray.engine.metrics.noise_scale import average_noise, is_additive
+from mmray.engine.metrics.noise_scale import average_noise, measure_noise
 from mmray.engine.metrics.timers import PhaseTimers, Throughput
 from mmray.engine.metrics.writers import Metrics, profile_steps
 from mmray.engine.oom import RecoverableOom
@@ -43,7 +43,7 @@ class _Run:
     meter: Meter
     schedule: CheckpointSchedule
     ema: ExponentialMovingAverage | None
-    measures_noise: bool
+    noise_scale: Metrics = field(default_factory=dict)  # measured since the last line
 
 
 def train_loop(
@@ -64,7 +64,6 @@ def train_loop(
         while progress.step < plan.steps and not stop:
             batch = _next_batch(run, batches)
             set_lr(run.state.optimizer, lr_at(progress.step, spec.optimizer, plan.steps))
-            run.state.noise.due = run.measures_noise and _is_due(progress.step + 1, spec.train.log_every)
             result = _take_step(run, batch)
             progress.step += 1
             if run.ema is not None and result.is_finite:
@@ -111,11 +110,8 @@ def _start(spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> _Run:
     if (progress.world, progress.planned_micro) != (spec.group.world_size, planned):
         progress.world, progress.planned_micro, progress.micro = spec.group.world_size, planned, planned
     meter = Meter(Throughput(timers), 2 if train.parallel == "branches" else 1, train.compile != "none")
-    # Micro-batches sorted by length are not random samples; HSDP and `fsdp_sync step` reduce only the last gradient.
-    is_random = not spec.group_by_length and train.parallel != "hsdp" and train.fsdp_sync != "step"
-    measures_noise = is_random and is_additive(spec.objective)
     schedule = CheckpointSchedule(train.checkpoint_every, progress.step)
-    return _Run(spec, state, progress, meter, schedule, ema, measures_noise)
+    return _Run(spec, state, progress, meter, schedule, ema)
 
 
 def _load(
@@ -164,6 +160,9 @@ def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
         try:
             run.meter.count_flops(run.state, micro_batches)
             seed_of = partial(micro_seed, spec.train.seed, step, group.rank)
+            if _is_due(step + 1, spec.train.noise_scale_every):
+                noise = measure_noise(run.state, micro_batches, seed_of, spec.plan.global_rows)
+                run.noise_scale = average_noise(progress.gradient_noise, noise)
             return optimizer_step(run.state, micro_batches, seed_of, stop)
         except RecoverableOom as error:
             local_error = str(error)
@@ -230,10 +229,9 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
     """Metrics of the step just taken. Takes three small collectives, so only for steps that are logged."""
     spec, state, step = run.spec, run.state, run.progress.step - 1
     means = [(value / result.counts).sum() for value in result.sums.values()]
-    noise = state.noise.estimate(result.grad_norm, spec.plan.global_rows, spec.group.world_size)
-    local_sums = [*noise, *means, *run.meter.token_counts]
+    local_sums = [*means, *run.meter.token_counts]
     sums, reduced = reduce_over_ranks(spec.group, local_sums, run.meter.compute(state))
-    noise_scale, sums = average_noise(run.progress.gradient_noise, sums[: len(noise)]), sums[len(noise) :]
+    noise_scale, run.noise_scale = run.noise_scale, {}
     run.meter.token_counts.zero_()
     return (
         {

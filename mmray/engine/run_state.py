@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mmray.engine.collectives import Group
-from mmray.engine.metrics.noise_scale import NoiseMeter
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.metrics.writers import Metrics, MetricsLog
 from mmray.engine.precision import Precision
@@ -105,7 +104,6 @@ class TrainState:
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     timers: PhaseTimers
-    noise: NoiseMeter = field(default_factory=NoiseMeter)
     clip_norm: float = 0.0
     can_recover_oom: bool = True  # False if a forward has collectives, or on a CPU by default
 

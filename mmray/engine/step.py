@@ -106,8 +106,6 @@ def accumulate_gradients(
     for index in range(last):
         with strategy.maybe_no_sync(state.model, last=False):
             guard.run(lambda index=index: backward(forward(index)))  # type: ignore[misc]
-        if index == 0 and state.noise.due:
-            state.noise.measure(state.model, len(cache.micro_batches[0]["valid"]), state.scaler)
     with strategy.maybe_no_sync(state.model, last=True):
         backward_inputs = guard.run(lambda: forward(last))
         if guard.error is not None:

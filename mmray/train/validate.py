@@ -46,6 +46,9 @@ def unsupported_reasons(config: Config) -> list[str]:
             reasons.append(f"evaluate.num_generations is not supported with {train.parallel}; set it to 0")
     if train.precision == "bf16-true" and train.ema:
         reasons.append("train.ema needs float32 weights; set --train.precision bf16, or --train.ema 0")
+    if train.noise_scale_every and config.batch.group_by_length:
+        problem = "train.noise_scale_every needs random micro-batches"
+        reasons.append(f"{problem}; set --batch.group-by-length False, or --train.noise-scale-every 0")
     if train.parallel == "branches":
         if kind not in TWO_TOWER_KINDS:
             reasons.append(f"train.parallel branches needs an image and a text tower, not `{kind}`; use `ddp`")

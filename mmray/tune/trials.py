@@ -29,6 +29,7 @@ MAX_RUNGS = 3
 MAX_GENERATIONS = 8  # of population based training
 MIN_RUNG_STEPS = 4  # of the largest global batch
 MIN_RUNG_WARMUPS = 2  # losses are compared after the warm-up only
+NOISE_SCALE_EVERY = 20  # steps, between the last two rungs: 7 % of the time of the few trials that train them
 # Settings that a run can change when it resumes, and that do not change the memory of a step.
 CHANGEABLE = tuple(f"optimizer.{name}" for name in ("lr", "weight_decay", "betas", "eps", "clip_norm"))
 LR_FACTOR = 10.0  # half the width of the default range of the learning rate
@@ -261,8 +262,10 @@ class SweepPlan:
         shortest = math.ceil(self.rungs[0] / rows)
         train = config.train.replace(steps=None, samples=samples, epochs=None, checkpoint_every=0)
         evaluate = config.evaluate.replace(every=0, limit=min(config.evaluate.limit or EVAL_ROWS, EVAL_ROWS))
-        optimizer = config.optimizer
+        optimizer, noise_scale_every = config.optimizer, 0
         if self.learning:
+            is_long = samples >= self.rungs[-1] and not config.batch.group_by_length
+            noise_scale_every = NOISE_SCALE_EVERY if is_long else 0
             loss_batch = config.evaluate.loss_batch or self.recipe_rows
             evaluated = min(self.held_out_rows, config.evaluate.limit or self.held_out_rows)
             every = max(shortest // EVALS_PER_RUNG, math.ceil(TRAINED_PER_EVALUATED * evaluated / rows))
@@ -270,7 +273,7 @@ class SweepPlan:
             warmup_steps = math.ceil(optimizer.warmup_steps * self.recipe_rows / rows)
             optimizer = optimizer.replace(schedule="cooldown" if cooldown else "constant", warmup_steps=warmup_steps)
         return config.replace(
-            train=train.replace(log_every=max(1, shortest // LOG_LINES)),
+            train=train.replace(log_every=max(1, shortest // LOG_LINES), noise_scale_every=noise_scale_every),
             evaluate=evaluate,
             optimizer=optimizer,
             data=config.data.replace(**self.data_sets.get(data_key(config), {})),

@@ -41,7 +41,6 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.contrastive import Contrastive, Sigmoid
 from tests.checkpoints import save_checkpoint
 from tests.engine import recipe_models, toy
-from tests.engine.metrics import test_noise_scale
 
 ROWS = 21  # the second of two ranks has one row of padding, the last of four has three rows
 INVALID = (2, 5, 6, 7)
@@ -214,11 +213,16 @@ def collectives(group: Group) -> dict[str, Any]:
     }
 
 
-def noise_scale(group: Group) -> list[float]:
-    """Of a replicated and of a sharded run."""
-    plan = replace(test_noise_scale.PLAN, world_size=group.world_size, steps=50)
-    trains = [toy.train_settings(log_every=1, parallel=parallel) for parallel in ("ddp", "fsdp")]
-    return [float(test_noise_scale.log_of(plan, group, train=train)[-1][test_noise_scale.SCALE]) for train in trains]
+def noise_scale(group: Group) -> list[list[float]]:
+    """The scales of two contrastive runs, replicated and (with several ranks) sharded."""
+    plan = SamplePlan(num_rows=64, global_rows=16, world_size=group.world_size, micro=4, seed=1, steps=4)
+    scales = []
+    for parallel in ("ddp", "fsdp"):
+        log = toy.Lines()
+        settings = {"log_every": 1, "noise_scale_every": 1, "parallel": parallel if group.world_size > 1 else "single"}
+        toy.run(toy.Toy().double(), plan, group, log=log, train=toy.train_settings(**settings))
+        scales.append([line.get("train/noise_scale") for line in log])
+    return scales
 
 
 def stopped_loop(group: Group) -> dict[str, Any]:

@@ -47,6 +47,7 @@ def train_settings(**changes) -> SimpleNamespace:
     """The section `train` of a config."""
     settings = {"precision": "fp32", "seed": SEED, "log_every": 2, "checkpoint_every": 3}
     settings |= {"ema": 0.0, "parallel": "ddp", "grad_compression": "none", "fsdp_sync": "micro_batch", "profile": 0}
+    settings |= {"noise_scale_every": 0}
     settings |= {"activation_checkpointing": (), "compile": "none", "channels_last": False}
     return SimpleNamespace(**settings | changes)
 

@@ -60,6 +60,10 @@ LLAVA = {"recipe": "llava", "workers": 2}
         (fsdp(precision="bf16-true"), "set --train.precision bf16"),
         (fsdp() | {"optimizer": {"kind": "adamw8bit"}}, "optimizer.kind adamw8bit cannot update sharded weights"),
         ({"train": {"precision": "bf16-true", "ema": 0.9}}, "train.ema needs float32 weights"),
+        (
+            {"train": {"noise_scale_every": 5}, "batch": {"micro": 4, "group_by_length": True}},
+            "train.noise_scale_every needs random micro-batches",
+        ),
         (fsdp(parallel="hsdp", precision="fp16"), "hsdp supports fp32 and bf16; set --train.precision bf16"),
         (fsdp(channels_last=True), "set --train.channels-last False"),
         (fsdp(grad_compression="bf16"), "train.grad_compression bf16 needs `ddp`"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 
 from mmray.data.stream.order import SamplePlan
 from mmray.engine.metrics import noise_scale
-from mmray.objectives.contrastive import Contrastive
+from mmray.engine.precision import micro_seed
+from mmray.engine.prefetch import make_local_batch
 from mmray.objectives.protocol import RowLoss
 from tests.engine import toy
 
@@ -47,32 +49,57 @@ def true_noise_scale():
 
 
 def log_of(plan, group=None, model=None, **options):
-    """The lines of a run with long averages, in which every step is logged."""
-    log, train = toy.Lines(), options.pop("train", toy.train_settings(log_every=1))
+    """The lines of a run with long averages, in which every step is measured."""
+    log, train = toy.Lines(), options.pop("train", toy.train_settings(log_every=1, noise_scale_every=1))
     with patch.object(noise_scale, "DECAY", 0.99):
         toy.run(model or Linear(), plan, group, log=log, train=train, **{"objective": Sum()} | options)
     return log
 
 
-def test_noise_scale_is_that_of_known_gradients():
-    assert log_of(PLAN)[-1][SCALE] == pytest.approx(true_noise_scale(), rel=0.15)
+@pytest.mark.parametrize("micro", [4, 10, 32])  # 8, 4 (one of 2 rows), 1 micro-batches
+def test_noise_scale_is_that_of_known_gradients(micro):
+    assert log_of(replace(PLAN, micro=micro))[-1][SCALE] == pytest.approx(true_noise_scale(), rel=0.15)
 
 
 def test_noise_scale_in_fp16_is_not_scaled_like_the_loss():
-    train, plan = toy.train_settings(log_every=1, precision="fp16"), replace(PLAN, steps=50)
+    train, plan = toy.train_settings(log_every=1, noise_scale_every=1, precision="fp16"), replace(PLAN, steps=50)
     assert log_of(plan, train=train)[-1][SCALE] == pytest.approx(true_noise_scale(), rel=0.5)
 
 
-@pytest.mark.parametrize("options", [{"model": toy.Toy(), "objective": Contrastive()}, {"group_by_length": True}])
-def test_noise_scale_of_dependent_micro_batches_is_not_reported(options):
-    plan = SamplePlan(num_rows=32, global_rows=8, world_size=1, micro=2, seed=1, steps=4)
-    assert all(SCALE not in line for line in log_of(plan, **options))
-    with_accumulation = [line for line in log_of(plan) if SCALE in line]
-    assert with_accumulation and all(SCALE not in line for line in log_of(SamplePlan(32, 8, 1, 8, seed=1, steps=4)))
+@pytest.mark.parametrize("kind", ["contrastive", "sigmoid", "contrastive + 0.5 * matching"])
+def test_estimates_are_those_of_the_gradients_of_two_batches(kind):
+    """Halves of micro-batches 0 and 2, and 1 and 3, compared with one backward each in plain torch."""
+    model = toy.Toy(kind=kind, dropout=0.3).double()
+    parts = toy.cut(toy.rows(16, 0), 4)
+    gradients = []
+    for half in (parts[0::2], parts[1::2]):
+        model.zero_grad()
+        toy.reference_gradients(model, half, 0, kind)
+        gradients.append(toy.flat_gradient(model).clone())
+    model.zero_grad()
+    one, other = gradients
+    state, seed_of = toy.train_state(model, objective=toy.objective(kind)), partial(micro_seed, toy.SEED, 0, 0)
+    trace, square = noise_scale.measure_noise(state, make_local_batch(parts), seed_of, 16)
+    assert square == pytest.approx(float(one @ other), rel=1e-9)
+    assert trace == pytest.approx(8 * float(one @ one + other @ other - 2 * one @ other) / 2, rel=1e-9)
+    assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_only_logged_steps_are_measured():
+@pytest.mark.parametrize("options", [{"dropout": 0.3, "kind": "contrastive + 0.5 * matching"}, {"batch_norm": True}])
+def test_measured_run_takes_the_same_steps(options):
+    plan = SamplePlan(num_rows=33, global_rows=10, world_size=1, micro=4, seed=1, steps=4)
+    if "batch_norm" in options:
+        plan = replace(plan, micro=10)
+    weights = []
+    for every in (0, 1):
+        model, train = toy.Toy(**options), toy.train_settings(noise_scale_every=every)
+        toy.run(model, plan, train=train, objective=toy.objective(options.get("kind", "contrastive")))
+        weights.append(torch.cat([tensor.flatten() for tensor in model.state_dict().values()]))
+    assert torch.equal(*weights)
+
+
+def test_only_due_steps_are_measured():
     plan = SamplePlan(num_rows=32, global_rows=8, world_size=1, micro=2, seed=1, steps=12)
-    with patch.object(noise_scale, "get_total_norm", side_effect=noise_scale.get_total_norm) as spy:
-        log_of(plan, train=toy.train_settings(log_every=4))
-    assert spy.call_count == 3
+    with patch("mmray.engine.loop.measure_noise", side_effect=noise_scale.measure_noise) as spy:
+        lines = log_of(plan, train=toy.train_settings(log_every=2, noise_scale_every=4))
+    assert spy.call_count == 3 and [SCALE in line for line in lines] == [False, True] * 3
