@@ -90,7 +90,7 @@ class LoopProgress:
     world: int = 0  # ranks that `micro` was found with
     planned_micro: int = 0  # at the start of the attempt
     micro: int = 0  # now, after reductions for OOM; kept by later attempts with equal `world` and `planned_micro`
-    gradient_noise: list[float] = field(default_factory=lambda: [0.0, 0.0])  # averages of trace and squared mean
+    gradient_noise: list[float] = field(default_factory=lambda: [0.0, 0.0])  # see `average_noise`
 
 
 @dataclass(frozen=True)
