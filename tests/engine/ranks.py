@@ -329,13 +329,14 @@ def oom_in_synchronizing_backward(group: Group) -> dict[str, Any]:
 
 
 def sharded_bf16(group: Group) -> dict[str, list[float]]:
-    """Losses of a sharded run that gathers weights in bf16, and of one in float32."""
+    """Losses of a sharded run that gathers weights in bf16, of one in float32, and of models with BatchNorm."""
     losses = {}
     plan = SamplePlan(num_rows=12, global_rows=12, world_size=group.world_size, micro=3, seed=1, steps=6)
-    for number in ("fp32", "bf16"):
-        log, train = toy.Lines(), toy.train_settings(parallel="fsdp", precision=number, log_every=1)
-        toy.run(toy.Branched(kind="sigmoid"), plan, group, objective=Sigmoid(), log=log, train=train)
-        losses[number] = log.of("train/loss")
+    for parallel, number, norm in (("fsdp", "fp32", 0), ("fsdp", "bf16", 0), ("fsdp", "bf16", 1), ("ddp", "bf16", 1)):
+        log, train = toy.Lines(), toy.train_settings(parallel=parallel, precision=number, log_every=1)
+        model = toy.Branched(kind="sigmoid", batch_norm=bool(norm))
+        toy.run(model, plan, group, objective=Sigmoid(), log=log, train=train)
+        losses[f"{parallel}, {number}{', norm' * norm}"] = log.of("train/loss")
     return losses
 
 

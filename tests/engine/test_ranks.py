@@ -29,9 +29,16 @@ def test_ranks_equal_one_process(request, fixture, name):
 
 def test_sharded_bf16_losses_are_close_to_float32(four):
     for result in four:
-        plain, half = result["sharded_bf16"]["fp32"], result["sharded_bf16"]["bf16"]
+        plain, half = (result["sharded_bf16"][f"fsdp, {number}"] for number in ("fp32", "bf16"))
         assert half == pytest.approx(plain, rel=0.03) and half != pytest.approx(plain, rel=1e-6)
         assert plain[-1] < 0.95 * plain[0]
+
+
+def test_sharded_bf16_trains_batch_norm_as_ddp_does(four):
+    for result in four:
+        sharded, replicated = (result["sharded_bf16"][f"{parallel}, bf16, norm"] for parallel in ("fsdp", "ddp"))
+        assert sharded == pytest.approx(replicated, rel=5e-3)
+        assert sharded != pytest.approx(result["sharded_bf16"]["fsdp, bf16"], rel=5e-3)
 
 
 def test_collectives_keep_rank_order_and_reduce_metrics(two):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from mmray.engine.collectives import Group
@@ -185,7 +186,6 @@ def shard(
 
     mesh = _device_mesh(group, hybrid)
     reduce_dtype = None if dtype is None else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     has_weights = group.broadcast_object(not any(parameter.is_meta for parameter in module.parameters()))
     # Without single layers, such as a BatchNorm in a Sequential: too small for collectives of their own.
     blocks = [block for block in find_blocks(module) if next(block.children(), None) is not None]
@@ -194,6 +194,9 @@ def shard(
         full = {name: weight.detach() for name, weight in part.named_parameters() if not is_dtensor(weight)}
         if part is not module and not full:
             continue
+        # Kernels of BatchNorm refuse bf16 weights with float32 running statistics; autocast casts the other weights.
+        has_batch_norm = any(isinstance(part.get_submodule(name.rpartition(".")[0]), _BatchNorm) for name in full)
+        policy = MixedPrecisionPolicy(None if has_batch_norm else dtype, reduce_dtype, cast_forward_inputs=False)
         fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=set(_replicated(part)))
         part._apply(lambda t: torch.zeros_like(t, device=group.device) if t.is_meta else t.to(group.device))
         for name, weight in part.named_parameters():
