@@ -69,14 +69,15 @@ class Generative(HfModel, nn.Module):
             prompt = (torch.from_numpy(array).long().to(device) for array in encoder.encode_prompt(question))
             prompts.append(self.text.insert_image(features, *prompt)[0])
         masks = [prompt.new_ones(len(prompt), dtype=torch.long) for prompt in prompts]
-        rows = net.generate(
-            inputs_embeds=pad_sequence(prompts, batch_first=True, padding_side="left"),
-            attention_mask=pad_sequence(masks, batch_first=True, padding_side="left"),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=encoder.eos_id,
-            pad_token_id=encoder.eos_id,
-        )
+        with torch.compiler.set_stance("force_eager"):  # a compiled block has graphs for each layer of the cache
+            rows = net.generate(
+                inputs_embeds=pad_sequence(prompts, batch_first=True, padding_side="left"),
+                attention_mask=pad_sequence(masks, batch_first=True, padding_side="left"),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=encoder.eos_id,
+                pad_token_id=encoder.eos_id,
+            )
         tokens = [list(takewhile(lambda token: token != encoder.eos_id, row)) for row in rows.tolist()]
         return [str(encoder.tokenizer.decode(row)).strip() for row in tokens]
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.evaluate.generation import GenerationEvaluator, caption_scores, cider_d
@@ -67,7 +68,10 @@ def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, worl
 
 
 def test_answers_equal_greedy_decoding_without_cache_and_padding() -> None:
-    """The reference decodes one row and one token at a time from the full text; answers are decoded together."""
+    """The reference decodes one row and one token at a time from the full text; answers are decoded together.
+
+    Decoding runs a compiled language model eagerly: each layer of the cache would need its own graphs.
+    """
     model, questions, expected = model_of(seed=1), ["a red", "what is this? a blue square", ""], []
     pixels = torch.tensor([90, 20, 200], dtype=torch.uint8).view(3, 1, 1, 1).expand(-1, 3, 32, 32)
     for image, question in zip(pixels.split(1), questions, strict=True):
@@ -83,6 +87,10 @@ def test_answers_equal_greedy_decoding_without_cache_and_padding() -> None:
         expected.append(ENCODER.tokenizer.decode(tokens).strip())
     assert any(expected)
     assert model.answer(ENCODER, pixels, questions, 7) == expected
+    counter = CompileCounter()
+    for layer in model.text.tower.layers:
+        layer.compile(backend=counter)
+    assert model.answer(ENCODER, pixels, questions, 7) == expected and counter.frame_count == 0
 
 
 def test_the_best_captions_have_the_highest_scores() -> None:
