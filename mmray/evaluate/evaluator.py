@@ -142,8 +142,9 @@ def retrieval_scores(
 def embed_dataset(model: Any, batches: EvalBatches, group: Group, objective: Objective) -> EmbeddingSet:
     """Embed the rows of all ranks; every rank gets all embeddings."""
     with eval_mode(model):
-        # A synthetic row: a rank without rows needs the width and the scalar outputs too.
-        synthetic = synthetic_batch(batches.data.inputs, 1, 1, group.device)
+        # Synthetic rows: a rank without rows needs the width and the scalar outputs too. Two, because torch.compile
+        # makes separate graphs for one.
+        synthetic = synthetic_batch(batches.data.inputs, vocab_size=1, rows=2, device=group.device)
         outputs, no_rows = model(synthetic), model.embed_image(synthetic["image"])[:0].float().cpu()
         none, no_hits = torch.zeros(0, dtype=torch.int64), torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64)
         empty = {"row": none, "image": no_rows, "caption_row": none, "text_hash": none, "text": no_rows, "label": none}

@@ -126,6 +126,18 @@ def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, worl
     assert score(prepared, world=world, limit=limit) == [alone] * world
 
 
+class BatchNormalized(Toy):
+    """Fails for a single row."""
+
+    def embed_image(self, image: Tensor) -> Tensor:
+        F.batch_norm(image[:, :, 0, 0].float(), None, None, training=True)
+        return super().embed_image(image)
+
+
+def test_a_single_row_is_embedded_only_if_a_batch_has_one(prepared: PreparedSet) -> None:
+    assert score(prepared, model=BatchNormalized, limit=8) == score(prepared, limit=8)
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 1000])
 def test_scores_do_not_depend_on_the_chunk(prepared: PreparedSet, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (one,) = score(prepared)
