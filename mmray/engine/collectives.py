@@ -26,6 +26,7 @@ class Group:
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default=torch.device("cpu"))
+    timeout_s: float | None = None  # of collectives; None: as the process group was initialized
 
     @classmethod
     def current(cls, device: torch.device | str = "cpu", timeout_s: float | None = None) -> Group:
@@ -35,10 +36,15 @@ class Group:
         """
         if not dist.is_initialized():
             return cls(device=torch.device(device))
-        if timeout_s is not None:
+        group = cls(dist.get_rank(), dist.get_world_size(), torch.device(device), timeout_s)
+        group.set_timeout(dist.group.WORLD)
+        return group
+
+    def set_timeout(self, process_group: Any) -> None:
+        """Set `timeout_s` of a process group of torch.distributed; new ones have torch's default."""
+        if self.timeout_s is not None:
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before 2.15
-            set_timeout(timedelta(seconds=timeout_s))
-        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device))
+            set_timeout(timedelta(seconds=self.timeout_s), process_group)
 
     def all_reduce_min(self, value: int) -> int:
         """Minimum over ranks; a CPU collective that does not wait for the device."""

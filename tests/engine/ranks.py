@@ -74,7 +74,7 @@ def main_four(rank: int, folder: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks, for hsdp
     group = join_group(folder, "four", rank, 4)
     results: dict[str, Any] = {name: train(group) for name, (train, _) in FOUR_RANKS.items()}
-    results["sharded_bf16"] = sharded_bf16(group)
+    results |= {scenario.__name__: scenario(group) for scenario in (sharded_bf16, timeouts_of_hsdp)}
     group.barrier()
     dist.destroy_process_group()
     scenario = (oom_in_sharded_forward, oom_in_optimizer)[rank // 2]
@@ -338,6 +338,12 @@ def sharded_bf16(group: Group) -> dict[str, list[float]]:
         toy.run(model, plan, group, objective=Sigmoid(), log=log, train=train)
         losses[f"{parallel}, {number}{', norm' * norm}"] = log.of("train/loss")
     return losses
+
+
+def timeouts_of_hsdp(group: Group) -> list[float]:
+    """Timeout of the collectives within and across nodes, in seconds."""
+    groups: list[Any] = strategy._device_mesh(replace(group, timeout_s=77.0), hybrid=True).get_all_groups()
+    return [part._get_backend(group.device).options._timeout.total_seconds() for part in groups]
 
 
 def oom_in_sharded_forward(group: Group) -> dict[str, Any]:

@@ -41,6 +41,10 @@ def test_sharded_bf16_trains_batch_norm_as_ddp_does(four):
         assert sharded != pytest.approx(result["sharded_bf16"]["fsdp, bf16"], rel=5e-3)
 
 
+def test_groups_of_hsdp_have_the_timeout_of_the_run(four):
+    assert [result["timeouts_of_hsdp"] for result in four] == [[77.0, 77.0]] * 4
+
+
 def test_collectives_keep_rank_order_and_reduce_metrics(two):
     maxima = ("time/step_p95_s", "time/first_step_s", "memory/peak_gib", "host/memory_gib")
     for result in two:

@@ -229,7 +229,10 @@ def _device_mesh(group: Group, hybrid: bool) -> DeviceMesh:
     if shards == group.world_size:
         return init_device_mesh(group.device.type, (shards,))
     shape = group.world_size // shards, shards
-    return init_device_mesh(group.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(group.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    for process_group in mesh.get_all_groups():
+        group.set_timeout(process_group)
+    return mesh
 
 
 def _copy_from_rank0(weight: Tensor, full: Tensor, group: Group) -> None:

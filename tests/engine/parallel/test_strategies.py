@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,12 +91,13 @@ class Nodes(Group):
 
 def test_hsdp_shards_over_ranks_of_one_node(monkeypatch):
     """As many as divide the number of ranks of every node; one node is sharded as by fsdp."""
-    monkeypatch.setattr(strategy, "init_device_mesh", lambda device, shape, **names: (device, shape))
+    mesh = partial(SimpleNamespace, get_all_groups=list)
+    monkeypatch.setattr(strategy, "init_device_mesh", lambda device, shape, **names: mesh(shape=shape))
     monkeypatch.setattr(Nodes, "ranks", (4, 4, 2))
-    assert strategy._device_mesh(Nodes(0, 10), hybrid=True) == ("cpu", (5, 2))
-    assert strategy._device_mesh(Nodes(0, 10), hybrid=False) == ("cpu", (10,))
+    assert strategy._device_mesh(Nodes(0, 10), hybrid=True).shape == (5, 2)
+    assert strategy._device_mesh(Nodes(0, 10), hybrid=False).shape == (10,)
     monkeypatch.setattr(Nodes, "ranks", (4,))
-    assert strategy._device_mesh(Nodes(0, 4), hybrid=True) == ("cpu", (4,))
+    assert strategy._device_mesh(Nodes(0, 4), hybrid=True).shape == (4,)
     monkeypatch.setattr(Nodes, "ranks", (3, 2))
     with pytest.raises(UsageError, match=r"the numbers of workers on the nodes \(2, 3\) need a common divisor"):
         strategy._device_mesh(Nodes(0, 5), hybrid=True)
