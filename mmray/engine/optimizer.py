@@ -98,8 +98,10 @@ class MasterWeights(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group, own in zip(self._optimizer.param_groups, self.param_groups, strict=True):
             group["lr"] = own["lr"]
-        for weight, copy in self._copies.items():
-            copy.grad = None if weight.grad is None else weight.grad.float()
+        updated = [(weight.grad, copy) for weight, copy in self._copies.items() if weight.grad is not None]
+        for _, copy in updated:
+            copy.grad = torch.empty_like(copy)
+        torch._foreach_copy_([copy.grad for _, copy in updated], [gradient for gradient, _ in updated])
         self._optimizer.step()
         torch._foreach_copy_(list(self._copies), list(self._copies.values()))
         for copy in self._copies.values():
@@ -160,7 +162,10 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
         for (scale, ndim, is_hidden), weights in sorted(by_key.items(), key=lambda item: item[0], reverse=True)
     ]
     build = partial(_construct, config)
-    return MasterWeights(groups, build) if any(is_half(w) for ws in by_key.values() for w in ws) else build(groups)
+    has_half = any(is_half(weight) for weights in by_key.values() for weight in weights)
+    optimizer = MasterWeights(groups, build) if has_half else build(groups)
+    optimizer.defaults["foreach"] = True  # `zero_grad` takes one kernel per dtype instead of one per weight
+    return optimizer
 
 
 def _construct(config: OptimizerConfig, groups: Groups) -> Optimizer:

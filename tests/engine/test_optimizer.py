@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmray.engine import optimizer, precision, run_state
 from mmray.errors import UsageError
@@ -176,6 +178,34 @@ def test_half_precision_weights_follow_float32_copies():
         built.step()
     changed = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
     assert all(changed)
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "torch.optim:SGD"])
+def test_gradients_are_zeroed_and_cast_together(kind):
+    """As one operator per dtype, for half-precision weights too."""
+    model = toy.Branched()
+    precision.cast_weights(model, "bf16-true")
+    built = optimizer.build_optimizer(model, toy.optimizer_settings(kind=kind))
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    with Operators() as operators:
+        built.zero_grad(set_to_none=False)
+    assert (operators.names["_foreach_zero_"], operators.names["zero_"]) == (2, 0)
+    assert not any(weight.grad.any() for weight in model.parameters())
+    with Operators() as operators:
+        built.step()
+    assert operators.names["_foreach_copy_"] == 2
+    assert operators.names["_to_copy"] == 0 or kind == "muon"  # whose own arithmetic is in bf16
 
 
 def weights_of(built):
