@@ -137,6 +137,7 @@ def test_copy_of_a_checkpoint_is_awaited_by_its_write_and_on_the_device_by_the_n
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
         stager = HostStager()
         staged = stager.stage({"w": torch.ones(2, device=GPU), "step": torch.ones(())})
+        assert list(staged) == ["step", "w"]  # the host waits for the copy of a scalar
         assert all(tensor.device == CPU for tensor in staged.values()) and calls == [compute]
         optimizer.step()
         assert calls == [compute, side]

@@ -107,6 +107,8 @@ class HostStager(AsyncStager):
 
     A GPU copies on a side stream while the next step computes: only the optimizer's update waits for it, on the
     device. torch's DefaultStager makes the host wait, or copies without waiting for the optimizer's kernels.
+    Tensors of less than 5 bytes, such as AdamW's step counts, are not pinned, so the host waits for their copies: they
+    come first, because copies of a stream are in order.
     """
 
     _synchronize_after_execute = False
@@ -128,7 +130,8 @@ class HostStager(AsyncStager):
             for stream in self._streams:
                 stream.wait_stream(torch.cuda.current_stream(stream.device))
                 stack.enter_context(torch.cuda.stream(stream))
-            copies = self._buffers.stage(state_dict, non_blocking=bool(self._streams))
+            by_size = dict(sorted(state_dict.items(), key=lambda item: item[1].nbytes))
+            copies = self._buffers.stage(by_size, non_blocking=bool(self._streams))
         self._source = state_dict  # tensors only of this save must not be freed before they are copied
         return copies
 
