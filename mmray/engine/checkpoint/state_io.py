@@ -60,7 +60,7 @@ from mmray.engine.run_state import CheckpointState, DestinationFn, tensor_key
 from mmray.errors import MmrayError, StorageError
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, open_for_upload, staged_upload
-from mmray.storage.storage import ByteRange, RangeReader, Storage, coalesce_ranges, parallel_map
+from mmray.storage.storage import ByteRange, RangeReader, Storage, coalesce_ranges, iter_parallel, parallel_map
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP without a group is intended here
 warnings.filterwarnings("ignore", "The given buffer is not writable")  # tensors of it are only copied
@@ -288,11 +288,7 @@ class ShardReader(HuggingFaceStorageReader):
     def _metadata(self) -> Metadata:
         tensors: dict[str, Any] = {}
         chunks: dict[MetadataIndex, _SavedChunk] = {}
-        for name in self._names:
-            (header_bytes,) = struct.unpack("<Q", self._read(name, 0, 8))
-            if header_bytes > MAX_HEADER_BYTES:
-                raise ValueError(f"{name} is not a safetensors file")
-            header = json.loads(self._read(name, 8, 8 + header_bytes))
+        for name, (header_bytes, header) in zip(self._names, iter_parallel(self._header, self._names), strict=True):
             offsets = json.loads(header.pop("__metadata__")[CUSTOM_METADATA_KEY])
             for key, entry in header.items():
                 dtype, shape, offset = _getdtype(entry["dtype"]), entry["shape"], offsets[key][SAVED_OFFSETS_KEY]
@@ -303,6 +299,13 @@ class ShardReader(HuggingFaceStorageReader):
                 start = 8 + header_bytes + entry["data_offsets"][0]
                 chunks[MetadataIndex(key, offset)] = _SavedChunk(name, start, dtype, tuple(shape))
         return Metadata(tensors, storage_data=chunks, storage_meta=StorageMeta(load_id=self.load_id))
+
+    def _header(self, name: str) -> tuple[int, dict[str, Any]]:
+        """Return the number of bytes of a file's header, and the header."""
+        (header_bytes,) = struct.unpack("<Q", self._read(name, 0, 8))
+        if header_bytes > MAX_HEADER_BYTES:
+            raise ValueError(f"{name} is not a safetensors file")
+        return header_bytes, json.loads(self._read(name, 8, 8 + header_bytes))
 
     def read_metadata(self) -> Metadata:
         """Read the headers of all files, once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from mmray.engine.checkpoint import files, state_io
 from mmray.engine.collectives import Group
 from mmray.errors import TrainingError
 from mmray.storage.paths import to_path
+from mmray.storage.storage import RangeReader
 from mmray.train.ray_backend import COLLECTIVE_ERRORS
 from tests.engine import toy
 from tests.engine.checkpoint import shard_ranks
@@ -144,6 +146,20 @@ def test_object_store_has_the_same_files_as_a_disk(ranks):
     tensors = [state_io.split(state_io.load(path))[1] for path in (folder / "run" / "checkpoints" / "step-4", latest)]
     assert len(tensors[0]) > 20 and tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(tensor, tensors[1][key]) for key, tensor in tensors[0].items())
+
+
+def test_headers_are_read_in_parallel(checkpoint, monkeypatch):
+    """Each waits for the other."""
+    names, both, read = files.shard_names(2), threading.Barrier(2), RangeReader.read
+
+    def wait_and_read(reader, file, start, stop):
+        if start == 0:
+            both.wait(timeout=20)
+        return read(reader, file, start, stop)
+
+    monkeypatch.setattr(RangeReader, "read", wait_and_read)
+    metadata = state_io.ShardReader(checkpoint).read_metadata()
+    assert {chunk.file for chunk in metadata.storage_data.values()} == set(names)
 
 
 class Bomb:
