@@ -15,12 +15,11 @@ from typing import Any, Literal
 
 import numpy as np
 import orjson
-import pyarrow as pa
 
 from mmray.data.formats.rows import HELD_OUT_SPLITS
 from mmray.data.prepare.pack import read_chunk_record, record_path
-from mmray.data.store.manifest import QUARANTINE, TOKENIZER, Shard
-from mmray.data.store.prepared_set import SCHEMA
+from mmray.data.store.manifest import QUARANTINE, RECORD_BATCH_ROWS, TOKENIZER, Manifest, Shard
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError
 from mmray.storage.storage import Storage, iter_parallel
@@ -29,6 +28,8 @@ NO_ROW = -1
 OVERLAP = "overlap"  # the reason of rows that --drop-overlap quarantines; they do not count as bad
 REASONS = ("", "duplicate-key", "duplicate", "duplicate-text")
 SAME_KEY, SAME_CONTENT, SAME_TEXT = 1, 2, 3
+MAX_TRAINING_TEXTS = 1_000_000  # more hardly change a vocabulary of some thousand tokens, and all are in memory
+MAX_SAMPLED_BYTES, MAX_RUNS, ROWS_PER_READ = 8 << 30, 8192, 1 << 16  # of the rows with these texts
 
 
 def iter_chunk_records(out: Storage, chunks: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -252,18 +253,26 @@ def rejection_error(
     return DataError("\n".join(lines))
 
 
-def write_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> bool:
+def write_tokenizer(out: Storage, manifest: Manifest, vocab_size: int) -> bool:
     """Train a tokenizer on the captions outside the held-out splits, if there are any; return whether it is written."""
-    used = [shard for shard in shards if shard.split not in HELD_OUT_SPLITS and shard.num_kept]
-    only_texts = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index("texts")])
-
-    def captions_of(shard: Shard) -> Iterator[str]:
-        with pa.ipc.open_file(out.open(shard.file, mapped=True), options=only_texts) as reader:
-            rows = reader.read_all().column("texts").to_pylist()
-        dropped = set(shard.dropped)
-        return chain.from_iterable(texts for row, texts in enumerate(rows) if row not in dropped)
-
+    used = [shard for shard in manifest.shards if shard.split not in HELD_OUT_SPLITS]
     if vocab_size and used:
-        captions = chain.from_iterable(iter_parallel(captions_of, used))
+        captions = sample_captions(PreparedSet(out, replace(manifest, shards=tuple(used))))
         out.write(TOKENIZER, train_tokenizer(captions, vocab_size).encode())
     return bool(vocab_size and used)
+
+
+def sample_captions(prepared: PreparedSet) -> Iterator[str]:
+    """Yield the captions of evenly spaced runs of rows, at most MAX_TRAINING_TEXTS; all if the set is small.
+
+    A store sends runs with their images: at most about MAX_SAMPLED_BYTES, and 1 MiB between two runs.
+    """
+    num_rows = prepared.num_rows
+    sampled = min(num_rows, MAX_TRAINING_TEXTS, MAX_SAMPLED_BYTES * num_rows // prepared.num_bytes + 1)
+    num_runs = min(-(-sampled // RECORD_BATCH_ROWS), MAX_RUNS)
+    starts = np.arange(num_runs) * num_rows // num_runs
+    rows = np.unique(starts[:, None] + np.arange(-(-sampled // num_runs)))
+    rows = rows[rows < num_rows]
+    for part in np.array_split(rows, -(-len(rows) // ROWS_PER_READ)):
+        texts = list(chain.from_iterable(prepared.texts(part)))
+        yield from texts[:: -(-len(texts) * len(rows) // (MAX_TRAINING_TEXTS * len(part))) or 1]

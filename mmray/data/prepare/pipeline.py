@@ -171,11 +171,6 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     num_rows, num_bad = sum(shard.num_kept for shard in result.shards), result.reasons.total()
     if is_rejected:
         raise assemble.rejection_error(source_path, out, num_rows + num_bad, total, result, settings.max_bad_fraction)
-    progress(PrepareProgress("tokenize", num_rows + num_bad, total, num_bad))
-    # A set that only grew keeps its tokenizer, because models were trained with it.
-    values, old = settings.model_dump(mode="json"), before.settings if before and before.tokenizer else {}
-    same_captions = all(old.get(name) == values[name] for name in _TOKENIZER_SETTINGS)
-    has_tokenizer = same_captions or assemble.write_tokenizer(out, result.shards, settings.vocab_size)
     shards = [shard for shard in result.shards if shard.num_kept]
     if any(shard.split for shard in shards):  # rows without a split are training rows if others have one
         shards = [replace(shard, split=shard.split or "train") for shard in shards]
@@ -183,6 +178,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     for shard in shards:
         splits.update({shard.split: shard.num_kept} if shard.split else {})
     spec = {"format": job.source.format, "folder": job.source.address, "file": job.source.name}
+    values = settings.model_dump(mode="json")
     manifest = Manifest(
         num_rows=num_rows,
         num_read=num_rows + num_bad,
@@ -190,7 +186,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
         reasons=dict(result.reasons.most_common()),
         splits=dict(splits),
         fingerprint=fingerprint(shards),
-        tokenizer=TOKENIZER if has_tokenizer else None,
+        tokenizer=None,
         source=_source_identity(job, chunks) | spec,
         settings=values,
         shards=tuple(shards),
@@ -200,6 +196,12 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
         class_names=source.class_names,
         languages=dict(sorted(result.languages.items())),
     )
+    progress(PrepareProgress("tokenize", num_rows + num_bad, total, num_bad))
+    # A set that only grew keeps its tokenizer, because models were trained with it.
+    old = before.settings if before and before.tokenizer else {}
+    same_captions = all(old.get(name) == values[name] for name in _TOKENIZER_SETTINGS)
+    if same_captions or assemble.write_tokenizer(out, manifest, settings.vocab_size):
+        manifest = replace(manifest, tokenizer=TOKENIZER)
     write_lease.check()  # a process that was paused must not overwrite or delete the files of the one that took over
     out.write(MANIFEST, manifest.to_json())
     # Leftovers of killed tasks and earlier settings. The shards come from this process, not from the records, because

@@ -288,6 +288,10 @@ class PreparedSet:
         """Return the keys of these rows, by default of all rows; does not read images."""
         return self._read_batches(np.arange(self.num_rows) if rows is None else rows, "key")
 
+    def texts(self, rows: np.ndarray) -> list[list[str]]:
+        """Return the captions of these rows."""
+        return self._read_batches(rows, "texts")
+
     def refs(self, rows: np.ndarray) -> list[dict[str, Any] | None]:
         """Return file, offset and length of the images of these rows; does not read images."""
         return self._read_batches(rows, "ref")

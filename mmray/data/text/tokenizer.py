@@ -5,7 +5,6 @@ Only `tokenizers` is imported, because transformers would slow down the start of
 
 from __future__ import annotations
 
-import itertools
 import re
 import unicodedata
 from collections import Counter
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from mmray.data.store.prepared_set import Row
 
 MAX_CAPTION_BYTES = 64 * 1024
-MAX_TRAINING_TEXTS = 1_000_000  # more hardly change a vocabulary of some thousand tokens, and all are in memory
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode category Cc, which is stable
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
@@ -136,9 +134,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     """Train a lower-casing WordPiece tokenizer (BERT's normalizer) and return the text of its tokenizer.json.
 
     The trainer of `tokenizers` numbers the alphabet in the order of a randomly seeded hash map and breaks ties by
-    number. So the alphabet is numbered here, and training is deterministic. Only the first million texts are used.
+    number. So the alphabet is numbered here, and training is deterministic.
     """
-    texts = list(itertools.islice(texts, MAX_TRAINING_TEXTS))
+    texts = list(texts)
     tokenizer = BertWordPieceTokenizer(lowercase=True)
     counts: Counter[str] = Counter()
     for start in range(0, len(texts), 1000):  # batched, because the overhead of a call exceeds the work for one text

@@ -29,7 +29,7 @@ from mmray.data.prepare.pipeline import ensure_prepared, prepare
 from mmray.data.prepare.tasks import MAX_ATTEMPTS
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, MmrayError, ResourceError, TrainingError, UsageError
-from tests.made import encode
+from tests.made import encode, row, write_set
 
 LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=4, vocab_size=100)
 
@@ -398,6 +398,34 @@ def test_tokenizer_is_trained_on_training_captions_if_there_are_any(tmp_path, in
     tokenizer.write_text("old")
     assert run("c").tokenizer and tokenizer.read_text() == "old"
     assert run("c", duplicates="keep").tokenizer and tokenizer.read_text() != "old"  # may select other captions
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_rows", "gap"),
+    [
+        ({}, 160, 0),
+        ({"MAX_TRAINING_TEXTS": 24}, 24, 160 // 3 - 8),
+        ({"MAX_TRAINING_TEXTS": 48, "MAX_RUNS": 2}, 48, 160 // 2 - 24),
+        ({"MAX_SAMPLED_BYTES": 1}, 1, 0),
+    ],
+)
+def test_captions_of_the_tokenizer_are_sampled_evenly(memory, latency, monkeypatch, limits, num_rows, gap):
+    shards = [
+        ([row(n, texts=[f"{n} a", f"{n} b"]) for n in range(first, first + 41)], None, (40,))
+        for first in (0, 40, 80, 120)
+    ]
+    prepared = PreparedSet.open(write_set(memory, shards))
+    for name, value in limits.items():
+        monkeypatch.setattr(assemble, name, value)
+    latency.clear()
+    captions = list(assemble.sample_captions(prepared))
+    assert latency.count("read") <= 4  # one for each shard
+    assert captions == list(assemble.sample_captions(prepared))
+    if not limits:
+        assert captions == [f"{n} {letter}" for n in range(160) for letter in "ab"]
+    numbers = sorted({int(caption.split()[0]) for caption in captions})
+    assert len(numbers) == num_rows and len(captions) <= limits.get("MAX_TRAINING_TEXTS", 320)
+    assert max(np.diff(numbers), default=1) <= gap + 2
 
 
 def test_cache_name_ignores_the_error_budget(tmp_path, monkeypatch):
