@@ -223,11 +223,11 @@ def run_sweep(
     recipe_rows: see `Sweep`.
     """
     from mmray.tune import trials
-    from mmray.tune.sweep import Budget
+    from mmray.tune.sweep import Budget, Sweep
 
     trials.corner_trials(base, space)  # report invalid values before Ray and torch are imported
     budget = Budget.parse(command.budget)
-    from mmray.tune.search import Sweep, search
+    from mmray.tune.search import search
 
     terminal.note(f"mmray {version('mmray')}, sweep of recipe {base.recipe}")
     with terminal.progress("starting Ray"):

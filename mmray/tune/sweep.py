@@ -1,4 +1,4 @@
-"""Folder, state and budget of a sweep, without Ray.
+"""Request, budget, folder and state of a sweep, without Ray.
 
 STORAGE/NAME/  recipe.yaml (base of all trials)  sweep.json  trials.jsonl (one row per trial)  best.yaml
                trials/tNNN/ (run folders)
@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 from mmray.config import Config, from_yaml
+from mmray.config.search_space import Space
 from mmray.errors import ForceExit, StorageError, UsageError
 from mmray.report.run import read_lines
 from mmray.report.sweep import SWEEP, TRIALS
@@ -59,6 +60,21 @@ class Budget:
     def is_spent(self, seconds: float, gpu_seconds: float) -> bool:
         spent = ((seconds, self.seconds), (gpu_seconds, self.gpu_seconds))
         return any(limit is not None and value >= limit for value, limit in spent)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A search request."""
+
+    base: Config  # with the length of the recipe (steps, samples or epochs), for best.yaml
+    trial_settings: Config  # equal, but with the length of a trial if the user gave one
+    space: Space
+    goal: str
+    concurrency: int | None = None  # None: 1 on a single machine, as many as fit on a cluster
+    searcher: str = "random"  # or `optuna`
+    scheduler: str = "halving"  # or `asha`, `pbt`
+    budget: Budget = field(default_factory=Budget)
+    recipe_rows: int | None = None  # global batch of the recipe; `base` has none if accumulation is searched
 
 
 @dataclass(frozen=True)

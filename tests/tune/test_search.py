@@ -18,7 +18,8 @@ from mmray.config.search_space import parse_space
 from mmray.errors import ResourceError
 from mmray.models.two_tower import TwoTower
 from mmray.train.resolve import resolve_run
-from mmray.tune.search import Sweep, search
+from mmray.tune.search import search
+from mmray.tune.sweep import Sweep
 from mmray.tune.trials import clear_length_and_derived_batch
 from tests.made import make_set, row
 from tests.nodes import several_nodes

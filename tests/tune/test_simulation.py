@@ -15,8 +15,8 @@ import pytest
 
 from mmray.config import recipes
 from mmray.config.search_space import DEFAULT_SAMPLES, Range, Space
+from mmray.tune.ray_tune import build_scheduler
 from mmray.tune.results import promoted
-from mmray.tune.search import build_scheduler
 from mmray.tune.suggestions import distinct_settings, tune_space
 from mmray.tune.trials import SweepPlan, rungs_of, starting_points
 

@@ -14,9 +14,9 @@ from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.report.sweep import SWEEP
 from mmray.train.monitor import signal_handlers
 from mmray.train.run_dir import RunDir
-from mmray.tune import search
+from mmray.tune import ray_tune, search
 from mmray.tune.results import TrialOutcome, promoted, select_best
-from mmray.tune.sweep import STOP_FILE, Budget, SweepDir, SweepState, TimeLeft, resolve_sweep_dir
+from mmray.tune.sweep import STOP_FILE, Budget, Sweep, SweepDir, SweepState, TimeLeft, resolve_sweep_dir
 from mmray.tune.trials import Share, SweepPlan
 from tests.train.runs import Silent
 
@@ -305,7 +305,7 @@ POPULATION = Space({"optimizer.lr": Range(1e-4, 1.0, log=True)}, 8)
 
 def test_population_based_training_replaces_the_worst_and_diverged_trials(begin, simulated):
     state = begin()
-    sweep = search.Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
+    sweep = Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
     search.run_trials(state, sweep, alone)
     first, *others = simulated
     assert len(first) == 8
@@ -326,7 +326,7 @@ def test_population_based_training_replaces_the_worst_and_diverged_trials(begin,
 
 
 def test_stopped_population_continues_with_the_same_children(begin, simulated):
-    sweep = search.Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
+    sweep = Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
     whole = begin()
     search.run_trials(whole, sweep, alone)
     expected, rows = list(simulated), dict(whole.rows)
@@ -354,7 +354,7 @@ def test_stopped_population_continues_with_the_same_children(begin, simulated):
 
 
 def test_population_that_was_copied_does_not_grow(begin, simulated):
-    sweep = search.Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
+    sweep = Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
     search.run_trials(begin(), sweep, alone)
     simulated.clear()
     larger = replace(sweep, space=replace(POPULATION, num_samples=12))
@@ -366,7 +366,7 @@ def test_population_that_was_copied_does_not_grow(begin, simulated):
 
 @pytest.mark.parametrize("interrupted", ["add_child", "copy_run", "fit"])
 def test_resumed_population_does_not_train_replaced_trials_again(begin, simulated, monkeypatch, interrupted):
-    sweep = search.Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
+    sweep = Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
     whole = begin()
     search.run_trials(whole, sweep, alone)
     whole.folder.write_rows([])
@@ -407,13 +407,13 @@ def test_trial_that_only_an_earlier_command_suggested_is_promoted(begin, simulat
         first.reach(name, {"samples": 100, "value": abs(lr - 1e-2)})
         first.end(name, TrialOutcome("paused"))
     state = begin()
-    search.run_trials(state, search.Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": (1e-3,)}), "loss"), alone)
+    search.run_trials(state, Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": (1e-3,)}), "loss"), alone)
     assert simulated == [["t002", "t001"], ["t002", "t001"]]
     assert state.rows["t002"]["settings"] == {"optimizer.lr": 1e-2} and state.rows["t002"]["status"] == "finished"
 
 
 def test_halving_continues_where_the_earlier_command_stopped(begin, simulated):
-    sweep = search.Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": (1e-3, 1e-2, 2e-2, 3e-2, 4e-2)}), "loss")
+    sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": (1e-3, 1e-2, 2e-2, 3e-2, 4e-2)}), "loss")
     for stop_after in (2, 99):
         state = begin()
         state.reporter.progress = lambda row, rungs, state=state, after=stop_after: (
@@ -447,7 +447,7 @@ def test_failure_of_ray_tune_is_recorded_and_raised(tmp_path, monkeypatch):
 
     monkeypatch.setattr(search, "run_trials", fail)
     config = base(tmp_path)
-    sweep, folder = search.Sweep(config, config, Space({"optimizer.lr": (1, 2)}), "loss"), started(config)
+    sweep, folder = Sweep(config, config, Space({"optimizer.lr": (1, 2)}), "loss"), started(config)
     with pytest.raises(TrainingError, match="Ray Tune failed"):
         search._search(sweep, plan_for(folder.path), alone, IDENTITY, folder, Reporter())
     assert folder.read_json("sweep.json")["status"] == "failed" and (folder.path / "report.html").exists()
@@ -472,7 +472,7 @@ def test_only_a_finished_trial_is_cooled_down_and_a_stop_leaves_the_sweep_unfini
     monkeypatch.setattr(search, "run_trials", run_trials)
     monkeypatch.setattr(search, "train", train)
     config = base(tmp_path)
-    request, folder = search.Sweep(config, config, Space({"optimizer.lr": (1e-3,)}), "loss"), started(config)
+    request, folder = Sweep(config, config, Space({"optimizer.lr": (1e-3,)}), "loss"), started(config)
     _, summary, rows = search._search(
         request, plan_for(folder.path, rungs=(12800, 51200)), alone, IDENTITY, folder, Reporter()
     )
@@ -493,7 +493,7 @@ def test_dead_driver_of_a_trial_is_reported_with_its_cause(begin, tmp_path):
         def __str__(self):
             return name
 
-    search._TuneCallback(state).on_trial_error(1, [], DeadTrial())
+    ray_tune._TuneCallback(state).on_trial_error(1, [], DeadTrial())
     assert state.rows[name]["error"] == "its driver process died: Memory on the node was low"
 
 

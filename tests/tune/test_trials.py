@@ -16,7 +16,9 @@ from mmray.config import Cluster, Config, recipes
 from mmray.config.search_space import Range, Space, parse_space
 from mmray.engine.optimizer import lr_at
 from mmray.errors import ResourceError, UsageError
-from mmray.tune.search import Sweep, check_corners, plan_share, sized, train_rungs
+from mmray.tune.ray_tune import sized, train_rungs
+from mmray.tune.search import check_corners, plan_share
+from mmray.tune.sweep import Sweep
 from mmray.tune.trials import (
     DEFAULT_STEPS,
     EVAL_ROWS,
@@ -296,8 +298,8 @@ def test_trial_trains_from_rung_to_rung_and_skips_those_that_are_done(tmp_path, 
         (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "rows_stop": 1, "evaluate/loss": {len(trained)}}}\n')
         return Ended(tmp_path, {"status": next(statuses)})
 
-    monkeypatch.setattr("mmray.tune.search.train", train)
-    monkeypatch.setattr("mmray.tune.search.check_capacity", lambda config: None)
+    monkeypatch.setattr("mmray.tune.ray_tune.train", train)
+    monkeypatch.setattr("mmray.tune.ray_tune.check_capacity", lambda config: None)
     plan = replace(plan_of("batch.global=64,128"), folder=tmp_path, rungs=(100, 400, 1600))
     trial = plan.trial("t001", {"batch.global": 64})
     assert train_rungs(trial, plan, 1, 3, runs.Silent(), reported.append).status == "finished"
