@@ -53,6 +53,14 @@ def test_bar_shows_the_seconds_of_a_stage_and_stays_during_an_evaluation():
         assert "evaluating" in (drawn := terminal.drawn()) and "310/1,350" in drawn
 
 
+def test_terminal_without_cursor_codes_gets_lines():
+    file = io.StringIO()
+    terminal = Terminal(Console(force_terminal=True, file=file, _environ={"TERM": "dumb"}))
+    with terminal.progress("importing"):
+        terminal.status("first step")
+    assert "first step" in file.getvalue()
+
+
 class FakeLog:
     """A log, and a run that reports to it."""
 

@@ -39,7 +39,8 @@ class Terminal:
         self.start_s = time.monotonic() if start_s is None else start_s  # of the command
         self.console = console or Console(highlight=False, soft_wrap=True)
         notebook = self.console.is_jupyter  # rich needs ipywidgets to update a bar in Jupyter
-        self.is_live = find_spec("ipywidgets") is not None if notebook else self.console.is_terminal
+        animated = self.console.is_terminal and not self.console.is_dumb_terminal  # rich draws no bar with TERM=dumb
+        self.is_live = find_spec("ipywidgets") is not None if notebook else animated
         if console is None and not (notebook or self.console.is_terminal):
             self.console.width = LOG_WIDTH  # tables in a log cannot be resized later
         self._live: _Display | None = None
