@@ -166,6 +166,18 @@ def test_time_left_counts_steps_of_this_attempt(clock, steps, pace_s, total, exp
 def test_paths_stay_absolute_if_the_working_directory_was_deleted(tmp_path, monkeypatch):
     (tmp_path / "job").mkdir()
     monkeypatch.chdir(tmp_path / "job")
-    assert relative_paths(f"{tmp_path}/job/run") == "run"
+    assert relative_paths(f"{tmp_path}/job/run; see ({tmp_path}/job/a)") == "run; see (a)"
     (tmp_path / "job").rmdir()
     assert relative_paths(f"{tmp_path}/job/run") == f"{tmp_path}/job/run"
+
+
+@pytest.mark.parametrize(
+    ("folder", "text"),
+    [
+        ("/", "s3://bucket/runs/a and file:///tmp/b"),
+        ("/tmp", "/mnt/tmp/run, /tmp-2/run, file:///tmp/run"),
+    ],
+)
+def test_other_paths_and_uris_are_not_shortened(monkeypatch, folder, text):
+    monkeypatch.chdir(folder)
+    assert relative_paths(text) == text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -211,6 +212,7 @@ class Reporter:
 def relative_paths(text: str) -> str:
     """Return the text with paths below the working directory made relative."""
     try:
-        return text.replace(f"{Path.cwd()}/", "")
+        folder = re.escape(f"{Path.cwd()}/")
     except FileNotFoundError:  # deleted meanwhile, such as the folder of a job
         return text
+    return re.sub(rf"(?<![\w.~:/-]){folder}", "", text)  # not inside a longer path or URI
