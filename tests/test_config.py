@@ -37,6 +37,10 @@ from mmray.errors import UsageError
         ("data: {train: 'a + 0 * b'}", r"data.train: .* is neither a set nor a sum of different sets, at `0 \* b`"),
         ("- 1", "run.yaml contains no settings"),
         ("a: [", "run.yaml is not valid YAML"),
+        (
+            "train: {steps: 3}\ntrain: {seed: 1}",
+            r"run.yaml is not valid YAML .*`train` is given twice\n.*line 2, column 1",
+        ),
         ("a: 2020-99-99", "run.yaml is not valid YAML .*month must be in"),
         (b"recipe: caf\xe9", "run.yaml is not valid YAML in UTF-8: unacceptable character #x00e9"),
     ],

@@ -96,12 +96,25 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+class _Loader(yaml.SafeLoader):
+    """A loader that refuses repeated keys: the last would replace the others, such as a whole section."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        names = set[str]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in names:
+                raise yaml.composer.ComposerError(None, None, f"`{key.value}` is given twice", key.start_mark)
+            names.add(key.value)
+        return node
+
+
 def from_yaml(
     text: str | bytes, where: str, recipes: Mapping[str, Callable[[], Config]] = MappingProxyType({})
 ) -> Config:
     """Parse a config; missing settings come from its recipe if in `recipes`, else defaults. Raises UsageError."""
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
         raise UsageError(f"{where} is not valid YAML in UTF-8: {error}") from None
     if not isinstance(values, dict):
