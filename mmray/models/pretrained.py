@@ -10,11 +10,12 @@ from mmray.data.text.tokenizer_files import tokenizer_file
 from mmray.errors import UsageError
 from mmray.models import open_clip
 from mmray.models.encoders.image import HF_TYPES
+from mmray.models.export.export import EXPORT_MARKER, RESAMPLING
 from mmray.models.weights import load_config, load_local_or_hub, read_state_dict
 
 SETTING = "--weights"
 KINDS = {"clip": "clip", "siglip": "siglip", "llava": "generative"}  # model_type of transformers -> model.kind
-RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+INTERPOLATIONS = {number: name for name, number in RESAMPLING.items()}
 SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")  # no hub name has one
 OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # in a repository of the hub
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -27,7 +28,7 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
     """
     path = Path(weights).expanduser()
     given = open_clip.read_config(path / "config.json", ("config.json",))
-    if "mmray" in given and "model_type" not in given:
+    if EXPORT_MARKER in given and "model_type" not in given:
         if (kind := given.get("model", {}).get("kind")) is None:
             raise UsageError(
                 f"{SETTING}: {path / 'config.json'} has no model.kind, so the export is incomplete; export the run "
@@ -54,9 +55,12 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
                 f"with it: --model.image.name transformers --model.image.weights {weights}"
             )
         folder, kind, rows = path, KINDS[config.model_type], config.text_config.vocab_size
-        inputs = {"image_side": config.vision_config.image_size} | _preprocessing(weights)
-        if kind != "generative":
-            inputs["max_tokens"] = config.text_config.max_position_embeddings
+        if hasattr(config, EXPORT_MARKER):
+            inputs = dict(config.model["inputs"])
+        else:
+            inputs = {"image_side": config.vision_config.image_size} | _preprocessing(weights)
+            if kind != "generative":
+                inputs["max_tokens"] = config.text_config.max_position_embeddings
     if not folder.is_dir():
         inputs["tokenizer"] = weights  # a hub name
     elif (file := tokenizer_file(folder)) is not None:
@@ -68,10 +72,10 @@ def _preprocessing(weights: str) -> dict[str, Any]:
     """The settings of `model.inputs` that preprocessor_config.json defines. Raises UsageError if it is unreachable."""
     given = load_local_or_hub(SETTING, weights, _read_processor)
     inputs = {name: given[f"image_{name}"] for name in ("mean", "std") if f"image_{name}" in given}
-    if given.get("resample") in RESAMPLING:
-        inputs["interpolation"] = RESAMPLING[given["resample"]]
+    if given.get("resample") in INTERPOLATIONS:
+        inputs["interpolation"] = INTERPOLATIONS[given["resample"]]
     if given:
-        inputs["fit"] = given.get("fit") or ("crop" if given.get("do_center_crop") else "squash")
+        inputs["fit"] = "crop" if given.get("do_center_crop") else "squash"
     return inputs
 
 

@@ -218,7 +218,9 @@ def _with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Co
             "model.inputs.tokenizer: `trained` is the tokenizer of a prepared set; name the file, folder or hub name "
             "of the tokenizer that the weights were trained with"
         )
-    tokenizer_json = extend_tokenizer(load_tokenizer(inputs.tokenizer, None), inputs)
+    tokenizer_json = load_tokenizer(inputs.tokenizer, None)
+    if hasattr(inputs, "chat"):  # language tokens are those of the weights' tokenizer
+        tokenizer_json = extend_tokenizer(tokenizer_json, inputs)
     num_tokens, rows = build_encoder(tokenizer_json, inputs).vocab_size, config.model.vocab_size
     if num_tokens < rows:
         log(f"{inputs.tokenizer} has {num_tokens:,} tokens, the weights {rows:,}: is it their tokenizer?", "warning")

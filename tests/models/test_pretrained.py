@@ -18,16 +18,19 @@ from torch import Tensor, nn
 import mmray
 from mmray import cli
 from mmray.cli.console import Terminal
-from mmray.data.text.tokenizer import train_tokenizer
+from mmray.data.text.chat import build_encoder
+from mmray.data.text.tokenizer import add_language_tokens, train_tokenizer
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 from mmray.models import open_clip, pretrained
 from mmray.models.build import build
+from mmray.models.export.export import export
 from mmray.models.weights import read_state_dict
 from mmray.train import evaluate_export
 from mmray.train.evaluate_export import export_pretrained, pretrained_config
 from tests.data.text.test_tokenizer_files import small_clip_bpe
 from tests.made import make_set, row
+from tests.models import test_generative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, SIDE, TOKENS = 520, 48, 12  # ids of small_clip_bpe, pixels, positions
@@ -349,6 +352,25 @@ def test_transformers_folder_is_exported_with_equal_embeddings(kind: str, tmp_pa
     if kind == "clip":
         with pytest.raises(UsageError, match="trained with gelu, not quick_gelu"):
             build(config.model.replace(activation="quick_gelu"), ROWS)
+
+
+def test_export_keeps_its_settings_as_pretrained_weights(tmp_path: Path) -> None:
+    """transformers' files have no `pad`, language tokens, conversation template, or limit of a conversation."""
+    text = add_language_tokens(
+        load_tokenizer(str(saved(tmp_path / "in", OpenClip(False)).parent), None), "[{}]", ["de"]
+    )
+    spec = pretrained_config(str(saved(tmp_path / "in", OpenClip(False), {"model_cfg": GELU}))).model
+    inputs = spec.inputs.replace(fit="pad", mean=(0.1, 0.2, 0.3), max_tokens=9, language_token="[{}]")
+    spec = spec.replace(inputs=inputs, vocab_size=ROWS + 1)
+    export(build(spec, ROWS + 1), spec.model_dump(mode="json"), text, tmp_path / "clip")
+    config = pretrained_config(str(tmp_path / "clip"))
+    assert config.model.inputs == inputs.replace(tokenizer=str(tmp_path / "clip" / "tokenizer.json"))
+    config, tokenizer_json = evaluate_export._with_tokenizer(config, lambda *_: None)
+    assert build_encoder(tokenizer_json, config.model.inputs).languages == ("de",)
+
+    out = test_generative.exported(test_generative.model_of(), tmp_path / "llava")
+    again = pretrained_config(str(out)).model.inputs
+    assert again == test_generative.INPUTS.replace(tokenizer=str(out / "tokenizer.json"))
 
 
 def test_unreachable_hub_is_not_a_missing_preprocessor_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

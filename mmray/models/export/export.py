@@ -151,7 +151,7 @@ def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
     resize = {"do_resize": True, "resample": RESAMPLING[inputs["interpolation"]]}
     rescale = {"do_rescale": True, "rescale_factor": 1 / 255}
     normalize = {"do_normalize": True, "image_mean": list(inputs["mean"]), "image_std": list(inputs["std"])}
-    return shape | {"do_convert_rgb": True, "fit": inputs["fit"]} | resize | rescale | normalize
+    return shape | {"do_convert_rgb": True} | resize | rescale | normalize
 
 
 def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
