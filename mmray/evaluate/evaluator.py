@@ -57,7 +57,7 @@ class Evaluator(EvalDataset):
             save_examples(retrieval.retrieval_examples(embedded, retrieval_ranks, *data))
         if classes := settings.classes or self.prepared.manifest.class_names:
             metrics |= self._zero_shot(model, embedded, group, classes)
-        if (head := getattr(model, "class_head", None)) is not None:
+        if (head := _class_head(model)) is not None:
             metrics |= topk_accuracy(embedded.class_hits, "classification", head.out_features)
         if isinstance(label_texts := getattr(model, "label_texts", None), LabelTexts):
             metrics |= topk_accuracy(embedded.region_hits, "regions", int(label_texts.named.sum()), "boxes")
@@ -169,10 +169,10 @@ def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device)
     pixels = batch["image"].to(device)
     text = _embed_texts(model, batch, text_rows, device)
     classes = regions = torch.zeros(len(TOP_K) + 1, dtype=torch.int64)
-    if getattr(model, "class_head", None) is not None:  # each image with its first caption
+    if (head := _class_head(model)) is not None:  # each image with its first caption
         first = torch.searchsorted(batch["caption_row"], batch["row"])
         tokens = (batch[name][first].to(device) for name in ("input_ids", "attention_mask"))
-        classes = topk_hits(model.class_head(model.embed_pair(pixels, *tokens)).float().cpu(), batch["label"])
+        classes = topk_hits(head(model.embed_pair(pixels, *tokens)).float().cpu(), batch["label"])
     if isinstance(getattr(model, "label_texts", None), LabelTexts) and "boxes" in batch:
         logits = model.classify_regions(pixels, batch["boxes"].to(device)).float().cpu()
         label = torch.where(batch["box_mask"], batch["box_labels"], NO_LABEL)
@@ -180,6 +180,12 @@ def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device)
     image = model.embed_image(pixels).float().cpu()
     same = {name: batch[name] for name in ("row", "caption_row", "text_hash", "label")}
     return same | {"image": image, "text": text, "class_hits": classes[None], "region_hits": regions[None]}
+
+
+def _class_head(model: Any) -> Any:
+    """The classification head of `fusion`, or None; the class of a user may have another part of this name."""
+    head = getattr(model, "class_head", None)
+    return head if hasattr(head, "out_features") and hasattr(model, "embed_pair") else None
 
 
 def _embed_texts(model: Any, tokens: Batch, rows: int, device: torch.device) -> Tensor:

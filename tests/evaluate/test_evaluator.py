@@ -269,6 +269,15 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
         assert metrics["zero_shot/top_1"] == pytest.approx(sum(hits) / 9)
 
 
+def test_own_model_may_have_a_class_head_of_another_kind(prepared: PreparedSet) -> None:
+    class Own(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.class_head = nn.Sequential(nn.Linear(3, 2))
+
+    assert score(prepared, Own) == score(prepared)
+
+
 class Naming(Toy):
     """Labels a box by its left edge: 0.0 is label 1, 0.1 label 2."""
 
