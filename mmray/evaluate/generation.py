@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,18 +28,25 @@ MAX_NEW_TOKENS = 64  # of an answer
 MAX_NGRAM = 4  # longest n-gram
 SIGMA = 6.0  # of the Gaussian length penalty
 SCALE = 10.0  # as in the paper
-_WORD = re.compile(r"[^\W_]+(?:'\w+)?")
 
 
 def caption_scores(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """bleu_4 (0 to 1) and cider (0 to 10; 0 for a single image, or if all images have the same captions)."""
     from torchmetrics.functional.text import bleu_score
 
-    words = [_WORD.findall(text.lower()) for text in hypotheses]
-    correct = [[_WORD.findall(text.lower()) for text in texts] for texts in references]
+    words = [split_words(text) for text in hypotheses]
+    correct = [[split_words(text) for text in texts] for texts in references]
     joined = [[" ".join(text) for text in texts] for texts in correct]
     bleu = bleu_score([" ".join(text) for text in words], joined, n_gram=MAX_NGRAM)
     return {"bleu_4": float(bleu), "cider": cider_d(words, correct)}
+
+
+def split_words(text: str) -> list[str]:
+    """Words in lower case without punctuation; a combining mark, such as a vowel of Hindi, is a part of its word."""
+    characters = unicodedata.normalize("NFC", text.lower())
+    is_kept = (each.isalnum() or each == "'" or unicodedata.category(each)[0] == "M" for each in characters)
+    words = "".join(each if kept else " " for each, kept in zip(characters, is_kept, strict=True)).split()
+    return [word.strip("'") for word in words if any(map(str.isalnum, word))]
 
 
 def cider_d(hypotheses: Sequence[list[str]], references: Sequence[Sequence[list[str]]]) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.evaluate.generation import GenerationEvaluator, caption_scores, cider_d
+from mmray.evaluate.generation import GenerationEvaluator, caption_scores, cider_d, split_words
 from tests.evaluate.test_evaluator import on_ranks
 from tests.made import make_set, row
 from tests.models.test_generative import CONVERSATIONS, ENCODER, INPUTS, TOKENIZER, model_of
@@ -103,6 +103,13 @@ def test_the_best_captions_have_the_highest_scores() -> None:
     assert shuffled["cider"] < 0.5 < near["cider"] < best["cider"]
     assert shuffled["bleu_4"] < near["bleu_4"] < 1 or near["bleu_4"] == shuffled["bleu_4"] == 0
     assert caption_scores(["", "", ""], references) == {"bleu_4": 0.0, "cider": 0.0}
+
+
+def test_combining_marks_belong_to_their_words() -> None:
+    assert split_words("लाल कुत्ता, घास!") == ["लाल", "कुत्ता", "घास"]
+    assert split_words("Cafe\u0301 \u2764\ufe0f 3.5 'dogs' don't_stop") == ["café", "3", "5", "dogs", "don't", "stop"]
+    wrong = caption_scores(["लील कोत्ते घास पर बैठा"], [["लाल कुत्ता घास पर बैठा"]])
+    assert wrong["bleu_4"] == 0  # the consonants are equal
 
 
 def test_cider_equals_hand_computed_value() -> None:
