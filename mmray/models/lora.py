@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from mmray.errors import UsageError
 from mmray.plugins import check_installed
@@ -26,7 +27,13 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     check_installed("peft", "model.lora.rank", "lora")
     from peft import LoraConfig, inject_adapter_in_model
 
-    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part.weight.requires_grad]
+    linear = [
+        name
+        for name, part in model.named_modules()
+        # nn.MultiheadAttention reads the weight of its output layer without calling it, so an adapter had no effect.
+        if isinstance(part, nn.Linear) and not isinstance(part, NonDynamicallyQuantizableLinear)
+        if part.weight.requires_grad
+    ]
     layers: list[str] = []
     for pattern in lora.targets:
         if not (matching := [name for name in linear if fnmatchcase(name, pattern)]):

@@ -18,7 +18,7 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.train.driver import check_classes
 from tests.engine import toy
 from tests.engine.test_step import take
-from tests.models import test_generative
+from tests.models import test_clip, test_generative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 INPUTS = Inputs(image_side=32, max_tokens=10, fit="squash")
@@ -89,6 +89,16 @@ def test_frozen_layers_get_no_adapter() -> None:
     adapted = [name for name, layer in model.named_modules() if hasattr(layer, "lora_A")]
     assert any(name.startswith("image.tower.encoder.layers.0") for name in adapted)
     assert not any(name.startswith("image.tower.encoder.layers.1") for name in adapted)
+
+
+def test_output_layer_of_torch_attention_gets_no_adapter() -> None:
+    """SigLIP pools with nn.MultiheadAttention, which does not call its output layer."""
+    model = build(test_clip.SPECS["siglip"], test_clip.VOCAB)
+    lora.add_adapters(model, ADAPTERS.model_copy(update={"targets": ("*.out_proj",)}))
+    outputs = model(synthetic_batch(test_clip.INPUTS, test_clip.VOCAB, 2, "cpu"))
+    (outputs["image_embed"].sum() + outputs["text_embed"].sum()).backward()
+    trainable = [weight for weight in model.parameters() if weight.requires_grad]
+    assert len(trainable) == 2 * 4 and all(weight.grad is not None for weight in trainable)
 
 
 def test_merged_export_equals_adapted_model(tmp_path: Path) -> None:
