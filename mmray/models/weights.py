@@ -245,7 +245,7 @@ class HfModel:
             net = model_class(cls.default_hf_config(spec, vocab_size))
         elif not spec.is_checkpoint_file:
             config = load_config(WEIGHTS_SETTING, spec.weights, (model_class.config_class.model_type,))
-            open_clip.check_activation(spec, config.text_config.hidden_act)
+            open_clip.check_activation(spec, getattr(config.text_config, "hidden_act", None))  # not of Gemma 2
             net = load_pretrained(WEIGHTS_SETTING, spec.weights, model_class, config)
             add_language_rows(net, vocab_size, token)
         else:

@@ -122,6 +122,28 @@ def test_weights_load_from_a_directory(tmp_path: Path) -> None:
         build(saved, ENCODER.vocab_size)
 
 
+@torch.no_grad()
+def test_language_model_without_hidden_act_loads(tmp_path: Path) -> None:
+    """Gemma 2 names its activation differently, and alternates sliding windows with full attention."""
+    from transformers import Gemma2Config, LlavaForConditionalGeneration
+
+    config = model_of()._hf_config
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    values = sizes | ends | {"intermediate_size": 32, "head_dim": 12, "sliding_window": 4}
+    config.text_config = Gemma2Config(vocab_size=SPEC.vocab_size, **values)
+    theirs = LlavaForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    model = build(SPEC.model_copy(update={"weights": str(tmp_path)}), SPEC.vocab_size).eval()
+    batch = batch_of([CONVERSATIONS[1]])
+    at = int(batch["image_pos"])
+    ids = batch["input_ids"][0]
+    repeated = torch.cat([ids[:at], ids[at].repeat(16), ids[at + 1 :]])[None]
+    theirs.config.image_token_index = theirs.config.image_token_id = ENCODER.image_id
+    logits = theirs(input_ids=repeated, pixel_values=model.image.pixels(batch["image"])).logits[0]
+    torch.testing.assert_close(model(batch)["logits"][0, at:], logits[at + 15 :], rtol=1e-4, atol=1e-4)
+
+
 def test_untrained_language_model_has_positions_for_long_texts() -> None:
     model = build(SPEC.model_copy(update={"inputs": INPUTS.model_copy(update={"max_tokens": 2045})}), 20)
     assert model.text.tower.config.max_position_embeddings == 2045 + model.image.num_tokens > 2048
