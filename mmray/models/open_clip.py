@@ -56,6 +56,20 @@ _OPENAI_ENTRIES = ("input_resolution", "context_length", "vocab_size")  # furthe
 HEAD_WIDTH = 64  # of all published models up to width 1024; wider image encoders have 16 heads
 TEXT_HEADS = 8  # open_clip's default
 FIT = {"shortest": "crop", "squash": "squash", "longest": "pad"}  # open_clip's resize_mode
+# Settings in open_clip's config that change a model, but not its weights -> values of transformers' classes; the first
+# value of CLIP is open_clip's default.
+_SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "clip": {
+        "vision_cfg.pool_type": ("tok",),
+        "vision_cfg.act_kwargs": (None, {}),
+        "vision_cfg.norm_kwargs": (None, {}),
+        "text_cfg.pool_type": ("argmax", "eos"),
+        "text_cfg.no_causal_mask": (False,),
+        "text_cfg.act_kwargs": (None, {}),
+        "text_cfg.norm_kwargs": (None, {}),
+    },
+    "siglip": {"text_cfg.pool_type": ("last",), "text_cfg.no_causal_mask": (True,)},
+}
 _TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh"}  # classes of timm -> names of transformers
 
 
@@ -150,11 +164,12 @@ def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dic
     shared: dict[str, Any] = {}
     if kind == "siglip":
         vision |= _siglip_image(spec.weights, model)
-        text |= _siglip_text(spec.weights, model) | {"projection_size": len(hf["text_model.head.weight"])}
+        text |= _siglip_text(model) | {"projection_size": len(hf["text_model.head.weight"])}
     else:
         shared = {"projection_dim": len(hf["text_projection.weight"])}
         activation = shared | {"hidden_act": _activation(state, spec, config, model)}
         vision, text = vision | activation, text | activation
+    _check_supported(spec.weights, model, kind)
 
     def tower(part: str, values: dict[str, Any]) -> dict[str, Any]:
         width = hf[f"{part}_model.embeddings.position_embedding.weight"].shape[1]
@@ -171,6 +186,18 @@ def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dic
         "vision_config": tower("vision", vision),
         "text_config": tower("text", text),
     }
+
+
+def _check_supported(weights: str, model: dict[str, Any], kind: str) -> None:
+    """Raise UsageError for a setting of open_clip that the classes of transformers do not have."""
+    for setting, values in _SUPPORTED[kind].items():
+        part, _, name = setting.partition(".")
+        given = model.get(part, {}).get(name, values[0] if kind == "clip" else None)
+        if given not in values:
+            raise UsageError(
+                f"model.weights: {weights} has {setting} {given} in open_clip_config.json, but model.kind {kind} "
+                f"supports only {values[0]}"
+            )
 
 
 def _siglip_image(weights: str, model: dict[str, Any]) -> dict[str, Any]:
@@ -196,14 +223,9 @@ def _siglip_image(weights: str, model: dict[str, Any]) -> dict[str, Any]:
     return {"hidden_act": activation, "num_attention_heads": block.attn.num_heads}
 
 
-def _siglip_text(weights: str, model: dict[str, Any]) -> dict[str, Any]:
-    """Activation and epsilon of SigLIP's text encoder. Raises UsageError for another kind of text encoder."""
+def _siglip_text(model: dict[str, Any]) -> dict[str, Any]:
+    """Activation and epsilon of SigLIP's text encoder."""
     text = model.get("text_cfg", {})
-    if not text.get("no_causal_mask") or text.get("pool_type") != "last":
-        raise UsageError(
-            f"model.weights: the text encoder of {weights} is not that of SigLIP, which has no_causal_mask true and "
-            "pool_type last in open_clip_config.json"
-        )
     tanh = text.get("act_kwargs", {}).get("approximate") == "tanh"
     activation = "quick_gelu" if model.get("quick_gelu") else "gelu_pytorch_tanh" if tanh else "gelu"
     return {"hidden_act": activation, "layer_norm_eps": text.get("norm_kwargs", {}).get("eps", 1e-5)}

@@ -218,7 +218,7 @@ def test_open_clip_siglip_is_exported_with_equal_embeddings(
     with pytest.raises(UsageError, match=r"model\.kind: .* is a siglip checkpoint, not clip"):
         build(pretrained_config(str(saved(tmp_path / "c", OpenClip(False)))).model.replace(weights=str(file)), ROWS)
     (file.parent / "open_clip_config.json").write_text(json.dumps(config["model_cfg"] | {"text_cfg": {}}))
-    with pytest.raises(UsageError, match="not that of SigLIP, which has no_causal_mask true"):
+    with pytest.raises(UsageError, match=r"text_cfg\.pool_type None in .*, but model\.kind siglip supports only last"):
         build(pretrained_config(str(file)).model, ROWS)
     (file.parent / "open_clip_config.json").unlink()
     with pytest.raises(UsageError, match=r"whose config is not next to it; copy it there as open_clip_config\.json"):
@@ -313,6 +313,24 @@ def test_setting_that_contradicts_the_weights_is_refused(tmp_path: Path) -> None
     torch.save(state, tmp_path / "clip.pt")
     with pytest.raises(UsageError, match=r"not a checkpoint of open_clip with a ViT: Missing.*pre_layrnorm"):
         build(config.model, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("part", "setting", "value"),
+    [
+        ("vision_cfg", "pool_type", "avg"),
+        ("text_cfg", "no_causal_mask", True),
+        ("text_cfg", "pool_type", "last"),
+        ("text_cfg", "norm_kwargs", {"eps": 1e-6}),
+    ],
+)
+def test_setting_of_open_clip_without_equal_in_transformers_is_refused(
+    part: str, setting: str, value: Any, tmp_path: Path
+) -> None:
+    config = GELU | {part: GELU[part] | {setting: value}}
+    model = pretrained_config(str(saved(tmp_path, OpenClip(False), config))).model
+    with pytest.raises(UsageError, match=rf"clip\.pt has {part}\.{setting} .*, but model\.kind clip supports only"):
+        build(model, ROWS)
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
