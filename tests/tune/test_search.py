@@ -184,7 +184,7 @@ def test_best_trial_ends_with_a_cooldown(finished):
 
 
 def test_best_config_is_the_recipe_that_the_trial_trained(finished, recipe):
-    """Equal but for the length, the logs and the folder of a trial."""
+    """Equal but for the length, the measurements and the folder of a trial."""
     _, _, folder = finished
     assert (folder / "best.yaml").read_text().startswith("# t001 has held-out loss ")
     best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
@@ -192,9 +192,10 @@ def test_best_config_is_the_recipe_that_the_trial_trained(finished, recipe):
     assert (best.batch.micro, best.batch.global_, best.run.name) == (4, 16, None)
     ours = resolve_run(best, Silent()).config
     trained = from_yaml((folder / "trials" / "t001" / "config.yaml").read_text(), "config.yaml")
-    length = {name: getattr(trained.train, name) for name in ("steps", "samples", "log_every", "checkpoint_every")}
+    names = ("steps", "samples", "log_every", "checkpoint_every", "noise_scale_every")
+    own = {name: getattr(trained.train, name) for name in names}
     cluster = ours.cluster.replace(max_failures=trained.cluster.max_failures)
-    measured = ours.replace(train=ours.train.replace(**length), cluster=cluster)
+    measured = ours.replace(train=ours.train.replace(**own), cluster=cluster)
     assert measured.replace(evaluate=trained.evaluate, run=trained.run) == trained
 
 
