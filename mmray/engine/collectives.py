@@ -94,19 +94,6 @@ class Group:
         gathered = self.all_gather(padded).unflatten(0, (self.world_size, max(counts)))
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
-    def ring_shift(self, tensor: Tensor) -> Tensor:
-        """Send this rank's tensor to the next rank of the ring; return the previous rank's, of the same shape."""
-        if self.world_size == 1:
-            return tensor
-        received = torch.empty_like(tensor)
-        transfers = [
-            dist.P2POp(dist.isend, tensor.contiguous(), (self.rank + 1) % self.world_size),
-            dist.P2POp(dist.irecv, received, (self.rank - 1) % self.world_size),
-        ]
-        for work in dist.batch_isend_irecv(transfers):
-            work.wait()
-        return received
-
     def to_host(self, tensor: Tensor) -> Tensor:
         """Copy to the host, which waits for the device and its collectives."""
         return tensor.cpu()

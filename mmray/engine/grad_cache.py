@@ -72,10 +72,10 @@ def build_grad_cache(
     collectives, because others wait in them.
     """
     group, parts = state.group, state.parts
-    objective, mining, ring = parts.global_loss, parts.mining_loss, parts.ring_loss
+    objective, mining, pairwise = parts.global_loss, parts.mining_loss, parts.pairwise_loss
     num_global, counts = _local_counts(parts, batch.micro_batches, stop)
     with state.timers("sync"):
-        if detached and ring is None:
+        if detached and pairwise is None:
             gathered = gather_outputs(group, detached, batch, counts, parts.gathered_names)
         else:
             gathered = GatheredOutputs(group.all_reduce_sum(counts))
@@ -90,9 +90,9 @@ def build_grad_cache(
     if objective is None:
         return cache
     remote_gradients: Outputs = {}
-    if ring is not None:
-        valid = torch.cat([micro_batch["valid"] for micro_batch in batch.micro_batches])
-        loss = compute_ring_loss(ring, _leaves(objective, detached), valid, batch.rows, cache.loss_weights[0], guard)
+    if pairwise is not None:
+        valid, leaves = torch.cat([rows["valid"] for rows in batch.micro_batches]), _leaves(objective, detached)
+        loss = compute_pairwise_loss(pairwise, leaves, valid, batch.rows, cache.loss_weights[0], guard)
     else:
         loss = guard.run(lambda: _global_loss(state, objective, batch, detached, gathered, cache.loss_weights[0]))
         if gathered.packed is not None:
@@ -122,6 +122,7 @@ class GlobalLossResult(NamedTuple):
 
 
 PACKED = "packed"  # key of the gradient at GatheredOutputs.packed
+GATHERED_BYTES = 2 << 30  # of the outputs of all ranks, and their gradients, that a loss over pairs gathers at once
 
 
 def _leaves(objective: Objective, detached: list[Outputs]) -> Outputs:
@@ -216,36 +217,34 @@ def _split_columns(columns: Tensor, shapes: dict[str, torch.Size]) -> Outputs:
     return outputs
 
 
-# --- ring loss: outputs rotate from rank to rank, with their gradients (Zhai et al. 2023, SigLIP, section 3.3)
+# --- losses over pairs: outputs of all ranks are gathered, but their scores computed in chunks
 
 
-def compute_ring_loss(
+def compute_pairwise_loss(
     objective: PairwiseLoss, leaves: Outputs, valid: Tensor, rows: int, loss_weight: Tensor, guard: OomGuard
 ) -> GlobalLossResult:
     """This rank's loss sum, metric sums, and the gradient of (all ranks' losses x loss_weight) at its own outputs.
 
     leaves: outputs of this rank's rows that require gradients. rows: equal on every rank, at least this rank's number.
-    Memory: this rank's rows, those of one other rank, and `chunk_rows` columns of scores, for any number of ranks.
-    After an OOM this rank forwards the rotating rows unchanged until the ranks agree; its results are then unusable.
+    Two collectives: the all-gather of the remote outputs and the reduce-scatter of their gradients, or two for each
+    part of GATHERED_BYTES. 512 ranks x 64 rows x 1152 float32 are 151 MB, and as much for gradients. A ring of ranks
+    (Zhai et al. 2023, SigLIP, section 3.3) needs less memory, but a message for each rank, one after the other.
+    After an OOM this rank still takes part in them; its results are then unusable.
     """
-    local = {name: leaf for name, leaf in leaves.items() if name not in objective.rotating_outputs}
+    group = guard.group
+    local = {name: leaf for name, leaf in leaves.items() if name not in objective.remote_outputs}
     gradients = {name: torch.zeros_like(leaf) for name, leaf in local.items()}
     sums = {"loss": loss_weight.new_zeros(())}
-    shapes = {name: leaves[name].shape for name in objective.rotating_outputs}
+    shapes = {name: leaves[name].shape for name in objective.remote_outputs}
     values = torch.cat([leaves[name].detach().flatten(1) for name in shapes], dim=1)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
-    column_widths = [values.shape[1], values.shape[1], 1]
-    # Values, the gradients accumulated so far, and `valid`: one message a hop.
-    rotating = torch.cat([values, torch.zeros_like(values), valid.to(values.dtype)[:, None]], dim=1)
-    rotating = F.pad(rotating, (0, 0, 0, rows - len(rotating)))
+    values = F.pad(torch.cat([values, valid.to(values.dtype)[:, None]], dim=1), (0, 0, 0, rows - len(values)))
 
-    def accumulate(rotating: Tensor, is_first_hop: bool) -> None:
-        for first in range(0, rows, objective.chunk_rows):
-            chunk = rotating[first : first + objective.chunk_rows]
-            values, gradient_sums, valid_column = chunk.split(column_widths, dim=1)
+    def accumulate(remote: Tensor, remote_gradients: Tensor, positive_row: Tensor) -> None:
+        chunks = (tensor.split(objective.chunk_rows) for tensor in (remote, remote_gradients, positive_row))
+        for values, gradient_sums, positive in zip(*chunks, strict=True):
             outputs = {name: part.clone().requires_grad_() for name, part in _split_columns(values, shapes).items()}
-            offset = first if is_first_hop else None
-            loss_sum, metrics = objective.pairwise_loss(local, valid, outputs, valid_column[:, 0] > 0, offset)
+            loss_sum, metrics = objective.pairwise_loss(local, valid, outputs, values[:, -1] > 0, positive)
             inputs = {**local, **outputs}
             loss = loss_sum * loss_weight.to(loss_sum.dtype)
             grads = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
@@ -255,11 +254,18 @@ def compute_ring_loss(
             for name, value in {"loss": loss_sum.detach(), **metrics}.items():
                 sums[name] = sums[name] + value if name in sums else value
 
-    for hop in range(guard.group.world_size):
-        guard.run(partial(accumulate, rotating, is_first_hop=hop == 0))
-        rotating = guard.group.ring_shift(rotating)
-    own_gradients = _split_columns(rotating[: len(valid)].split(column_widths, dim=1)[1], shapes)
-    return GlobalLossResult(sums.pop("loss"), sums, gradients | own_gradients)
+    own_gradients = []
+    part_rows = max(1, GATHERED_BYTES // (2 * group.world_size * values[:1].nbytes))
+    for first in range(0, rows, part_rows):
+        part = values[first : first + part_rows]
+        remote = group.all_gather(part)
+        remote_gradients = torch.zeros_like(remote)
+        positive_row = torch.full((group.world_size, len(part)), -1, device=part.device)
+        positive_row[group.rank] = torch.arange(first, first + len(part), device=part.device)
+        guard.run(partial(accumulate, remote, remote_gradients, positive_row.flatten()))
+        own_gradients.append(group.reduce_scatter(remote_gradients))
+    own = _split_columns(torch.cat(own_gradients)[: len(valid)], shapes)
+    return GlobalLossResult(sums.pop("loss"), sums, gradients | own)
 
 
 # --- hard negatives: token ids and positions of all ranks, never pixels

@@ -151,9 +151,6 @@ class FakeGroup(Group):
     def all_gather(self, rows: Tensor) -> Tensor:
         return rows.repeat(self.world_size, *(1 for _ in rows.shape[1:]))
 
-    def ring_shift(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
     def reduce_scatter(self, gradients: Tensor) -> Tensor:
         return gradients.view(self.world_size, -1, *gradients.shape[1:]).sum(0)
 

@@ -56,7 +56,7 @@ class Sigmoid(RowLoss):
 
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
     scalar_output_names: tuple[str, ...] = ("logit_scale", "logit_bias")
-    rotating_outputs: tuple[str, ...] = ("text_embed",)
+    remote_outputs: tuple[str, ...] = ("text_embed",)
 
     def __init__(self, chunk_rows: int = CHUNK) -> None:
         self.chunk_rows = chunk_rows
@@ -65,19 +65,17 @@ class Sigmoid(RowLoss):
         if gathered is None:
             gathered = {"text_embed": outputs["text_embed"], "valid": batch["valid"], "offset": 0}
         texts = {"text_embed": gathered["text_embed"]}
-        loss, metric_sums = self.pairwise_loss(outputs, batch["valid"], texts, gathered["valid"], -gathered["offset"])
+        row = torch.arange(len(gathered["valid"]), device=gathered["valid"].device) - gathered["offset"]
+        loss, metric_sums = self.pairwise_loss(outputs, batch["valid"], texts, gathered["valid"], row)
         return loss, self.count(batch), metric_sums
 
     def pairwise_loss(
-        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, positive_offset: int | None
+        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, positive_row: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss summed over local images [B] and remote texts [V]; text i belongs to image i + positive_offset."""
+        """Loss summed over local images [B] and remote texts [V]; text i belongs to image positive_row[i], if any."""
         image, text = mask_invalid(outputs["image_embed"], valid), mask_invalid(remote["text_embed"], remote_valid)
         logits = outputs["logit_scale"].to(image.dtype) * image @ text.T + outputs["logit_bias"].to(image.dtype)
-        rows = torch.arange(len(image), device=image.device)[:, None]
-        columns = torch.arange(len(text), device=image.device)[None]
-        none = torch.zeros_like(logits, dtype=torch.bool)
-        positive = none if positive_offset is None else rows == columns + positive_offset
+        positive = torch.arange(len(image), device=image.device)[:, None] == positive_row
         counted = valid[:, None] & remote_valid[None]
         losses = torch.where(counted, -F.logsigmoid(torch.where(positive, logits, -logits)), 0)
         positive_sum, total = torch.where(positive, losses, 0).sum(), losses.sum()

@@ -75,18 +75,17 @@ class HardNegativeMining(Protocol):
 
 @runtime_checkable
 class PairwiseLoss(Protocol):
-    """A global loss that is a sum over pairs, so it can be computed on a ring of ranks."""
+    """A global loss that is a sum over pairs, so its scores can be computed in chunks of remote rows."""
 
-    rotating_outputs: tuple[str, ...]  # sent around the ring; the others in `gathered_outputs` stay on their rank
+    remote_outputs: tuple[str, ...]  # needed from all ranks; the others in `gathered_outputs` stay on their rank
     chunk_rows: int  # remote rows at a time
 
     def pairwise_loss(
-        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, positive_offset: int | None
+        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, positive_row: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss summed over the pairs of local and remote rows, and the sums of further metrics.
+        """Loss summed over the pairs of local rows [B] and remote rows [V], and the sums of further metrics.
 
-        positive_offset: remote row i belongs to local row i + positive_offset; None: the remote rows belong to another
-        rank, so no pair is positive.
+        positive_row: int64 [V], the local row that each remote row belongs to; none if it is not in 0..B-1.
         """
 
 
@@ -104,8 +103,8 @@ class ObjectiveParts:
         return local if isinstance(local, HardNegativeMining) and local.score_outputs else None
 
     @cached_property
-    def ring_loss(self) -> PairwiseLoss | None:
-        """The global loss, if its outputs are sent around a ring of ranks instead of gathered."""
+    def pairwise_loss(self) -> PairwiseLoss | None:
+        """The global loss, if it is computed in chunks of remote rows."""
         return self.global_loss if isinstance(self.global_loss, PairwiseLoss) and self.mining_loss is None else None
 
     @cached_property

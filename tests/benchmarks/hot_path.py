@@ -98,7 +98,7 @@ class CountingGroup(FakeGroup):
     calls: ClassVar[Counter[str]] = Counter()
 
 
-for _name in ("all_reduce_min", "all_reduce_sum", "all_gather", "reduce_scatter", "ring_shift"):
+for _name in ("all_reduce_min", "all_reduce_sum", "all_gather", "reduce_scatter"):
 
     def _counted(self: Any, *args: Any, name: str = _name) -> Any:
         CountingGroup.calls[name] += 1

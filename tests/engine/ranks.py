@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from mmray import config
 from mmray.data.stream.order import SamplePlan
+from mmray.engine import grad_cache
 from mmray.engine import step as engine_step
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
@@ -141,6 +142,13 @@ def train_objective(kind: str) -> Train:
     return partial(train_toy, kind=kind, invalid=(*INVALID, 11, 12, 13, 14))  # some ranks have no rows
 
 
+def gather_in_parts(group: Group, **options: Any) -> torch.Tensor:
+    """A sigmoid loss that gathers 3 rows of each of two ranks at once, or one of each of four."""
+    with patch.object(grad_cache, "GATHERED_BYTES", 900):
+        return train_objective("sigmoid")(group, **options)
+
+
+IN_PARTS: tuple[Train, Train] = partial(gather_in_parts, micro=4), train_objective("sigmoid")
 ROW_WISE: dict[str, Any] = {"objective": toy.Regression()}
 CLIPPED = partial(train_toy, model=toy.Branched, micro=4)
 LLAVA = partial(recipe_models.train_llava, micro=3, group_by_length=False, parallel="single")
@@ -150,6 +158,7 @@ TWO_RANKS: dict[str, tuple[Train, Train]] = {
     "accumulated": variant(train_toy, micro=4),
     "rank without rows": variant(partial(train_toy, invalid=tuple(range(11, ROWS))), micro=4),
     "row-wise": variant(partial(train_toy, **ROW_WISE), micro=4),
+    "sigmoid, gathered in parts": IN_PARTS,
     **{kind: variant(train_objective(kind), micro=4) for kind in KINDS},
     **{f"clipped, {way}": variant(CLIPPED, parallel=way) for way in ("ddp", "fsdp")},
     "fsdp, reduced once per step": variant(CLIPPED, parallel="fsdp", sync_once=True),
@@ -172,6 +181,7 @@ TWO_RANKS: dict[str, tuple[Train, Train]] = {
 FOUR_RANKS: dict[str, tuple[Train, Train]] = {
     "accumulated": variant(train_toy, micro=4),
     "row-wise": variant(partial(train_toy, **ROW_WISE), micro=4),
+    "sigmoid, gathered in parts": IN_PARTS,
     **{kind: variant(train_objective(kind), micro=4) for kind in ("sigmoid", "language_modelling", KINDS[-2])},
     **{f"{key}, sharded": variant(partial(train_objective(key), steps=4), micro=4, parallel="fsdp") for key in KINDS},
     **{
@@ -301,7 +311,7 @@ def recovered_oom_in_fp16(group: Group) -> tuple[int, float]:
     return outcome.skipped_steps, scaler.get_scale()
 
 
-COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv")
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 def collectives_of_a_step(group: Group) -> dict[str, list[str]]:

@@ -157,7 +157,7 @@ class MemoryFault:
             raise self.error(f"allocation failed at {point}")
 
     def add_to_loss(self, objective):
-        """Fail in the loss of the objective; with a ring, in the sum over pairs."""
+        """Fail in the loss of the objective; of pairs, in a chunk."""
         name = "pairwise_loss" if isinstance(objective, Sigmoid) else "compute_loss"
         original = getattr(objective, name)
         setattr(objective, name, lambda *args: (self.reach("loss"), original(*args))[1])

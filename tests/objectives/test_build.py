@@ -37,7 +37,7 @@ def test_sum_splits_into_global_and_local_loss(own):
     assert parts.mining_loss is parts.local_loss
     assert parts.global_loss.count({"valid": torch.ones(3)}).tolist() == [3, 3]
     assert split_objective(objectives.build(kind("classification"))).global_loss is None
-    assert split_objective(objectives.build(kind("sigmoid + classification"))).ring_loss is not None
+    assert split_objective(objectives.build(kind("sigmoid + classification"))).pairwise_loss is not None
     assert isinstance(split_objective(objectives.build(kind("contrastive + classification"))).global_loss, Contrastive)
 
 

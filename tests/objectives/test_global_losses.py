@@ -1,4 +1,4 @@
-"""Contrastive and sigmoid loss: reference formulas, padding, rows of other ranks, chunks of the ring, low precision."""
+"""Contrastive and sigmoid loss: reference formulas, padding, rows of other ranks, chunks of pairs, low precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.engine.collectives import Group
-from mmray.engine.grad_cache import compute_ring_loss
+from mmray.engine.grad_cache import compute_pairwise_loss
 from mmray.engine.oom import OomGuard
 from mmray.objectives.contrastive import Contrastive, Sigmoid
 from mmray.objectives.protocol import split_objective
@@ -99,24 +99,26 @@ def test_invalid_rows_do_not_affect_loss_or_gradient(objective) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_ring_of_one_equals_any_chunk(chunk: int) -> None:
+def test_pairwise_loss_in_any_chunk_equals_the_plain_one(chunk: int) -> None:
     outputs, batch = random_outputs(), batch_of(1, 4)
     loss, _, parts = Sigmoid().compute_loss(outputs, batch)
     expected = torch.autograd.grad(loss * 3, list(outputs.values()))
     factor = torch.tensor([3.0], dtype=torch.float64)
-    total, further, gradients = compute_ring_loss(Sigmoid(chunk), random_outputs(), batch["valid"], B, factor, ALONE)
+    arguments = random_outputs(), batch["valid"], B, factor, ALONE
+    total, further, gradients = compute_pairwise_loss(Sigmoid(chunk), *arguments)
     torch.testing.assert_close(total, loss.detach())
     torch.testing.assert_close(further["loss_negative"], parts["loss_negative"])
     for name, value in zip(outputs, expected, strict=True):
         torch.testing.assert_close(gradients[name], value, rtol=0, atol=1e-12, msg=name)
-    assert split_objective(Sigmoid()).ring_loss is not None and split_objective(Contrastive()).ring_loss is None
+    parts = [split_objective(objective) for objective in (Sigmoid(), Contrastive())]
+    assert [part.pairwise_loss is None for part in parts] == [False, True]
 
 
-def test_memory_of_the_ring_is_bounded_by_the_chunk() -> None:
+def test_memory_of_the_pairwise_loss_is_bounded_by_the_chunk() -> None:
     """No tensor saved for backward is larger than rows x chunk, for any number of rows."""
     rows, chunk, sizes = 64, 8, []
     leaves = random_outputs() | {name: torch.randn(rows, D, dtype=torch.float64).requires_grad_() for name in EMBEDS}
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.numel()) or tensor, lambda t: t):
         valid, factor = torch.ones(rows, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
-        compute_ring_loss(Sigmoid(chunk), leaves, valid, rows, factor, ALONE)
+        compute_pairwise_loss(Sigmoid(chunk), leaves, valid, rows, factor, ALONE)
     assert max(sizes) == rows * chunk
