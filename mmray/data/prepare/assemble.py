@@ -1,20 +1,23 @@
 """Assemble finished chunks into a prepared set: deduplication, quarantine, limit of bad rows, tokenizer.
 
-Runs on the driver after the Ray job, on the records of the chunks. Only digests and a few records are in memory.
+Runs on the driver after the Ray job, on the records of the chunks. In memory are a few records and about 20
+bytes for each row; the digests are in temporary files.
 """
 
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import orjson
+import pyarrow as pa
 
 from mmray.data.formats.rows import HELD_OUT_SPLITS
 from mmray.data.prepare.pack import read_chunk_record, record_path
@@ -26,6 +29,8 @@ from mmray.storage.storage import Storage, iter_parallel
 
 NO_ROW = -1
 OVERLAP = "overlap"  # the reason of rows that --drop-overlap quarantines; they do not count as bad
+MAX_SORTED_ROWS = 1 << 21  # at a time; about 60 bytes each
+DuplicateRule = Literal["image", "row", "text", "keep"]
 REASONS = ("", "duplicate-key", "duplicate", "duplicate-text")
 SAME_KEY, SAME_CONTENT, SAME_TEXT = 1, 2, 3
 MAX_TRAINING_TEXTS = 1_000_000  # more hardly change a vocabulary of some thousand tokens, and all are in memory
@@ -49,34 +54,52 @@ def parse_digests(hexadecimal: Sequence[str]) -> np.ndarray:
     return np.frombuffer(joined, dtype=">u8").astype(np.uint64).reshape(-1, 2)
 
 
-def first_occurrence(values: np.ndarray) -> np.ndarray:
-    """Return the index of the first row equal to each row of `values` [N, 2]; -1 for the first itself."""
-    order = np.lexsort((values[:, 1], values[:, 0]))  # stable: of equal rows the earliest comes first
-    ordered = values[order]
-    is_first = np.ones(len(values), dtype=bool)
-    is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    first = order[np.maximum.accumulate(np.where(is_first, np.arange(len(values)), 0))]
-    out = np.full(len(values), NO_ROW, dtype=np.int64)
-    out[order[~is_first]] = first[~is_first]
+def first_occurrence(
+    values: np.ndarray, among: np.ndarray | None = None, is_later: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the first row with the `values` [N, 2] of each row; -1 for the first itself, and for rows not in `among`.
+
+    Rows in `is_later` [N] come after all others. Sorts a part of the values at a time, selected by their first byte.
+    """
+    out = np.full(len(values), NO_ROW, np.int32 if len(values) < 2**31 else np.int64)
+    first_byte = np.ascontiguousarray(values.view(np.uint8)[:, 0])
+    num_parts = min(255, 1 + len(values) // MAX_SORTED_ROWS)
+    for part in range(num_parts):
+        selected = first_byte % num_parts == part
+        rows = np.flatnonzero(selected if among is None else selected & among)
+        ordered = values[rows]
+        later = () if is_later is None else (is_later[rows],)
+        order = np.lexsort((*later, ordered[:, 1], ordered[:, 0]))  # stable: of equal rows the earliest comes first
+        rows, ordered = rows[order], ordered[order]
+        is_first = np.ones(len(rows), dtype=bool)
+        is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+        first = rows[np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))]
+        out[rows[~is_first]] = first[~is_first]
     return out
 
 
-def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _first_kept_occurrence(
+    packed: PackedRows, among: np.ndarray, is_later: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the earlier kept row with the same image, otherwise the one with the same captions, and which it is.
 
     Works row by row, because a row that is dropped for its captions must not cause another row with its image to be
-    dropped.
+    dropped. Rows whose image and captions occur once are skipped.
     """
-    first, reason_code = np.full(len(images), NO_ROW, np.int64), np.full(len(images), SAME_CONTENT, np.uint8)
-    by_image: dict[bytes, int] = {}
-    by_text: dict[bytes, int] = {}
-    for row, (image, text) in enumerate(zip(map(bytes, images), map(bytes, texts), strict=True)):
-        if image in by_image:
-            first[row] = by_image[image]
-        elif text in by_text:
-            first[row], reason_code[row] = by_text[text], SAME_TEXT
+    same_image, same_text = (first_occurrence(values, among) for values in (packed.contents, packed.texts))
+    first, reason_code = np.full_like(same_image, NO_ROW), np.full(len(among), SAME_CONTENT, np.uint8)
+    kept_image, kept_text = np.full_like(first, NO_ROW), np.full_like(first, NO_ROW)  # by first row with that content
+    is_repeated = np.zeros(len(among), bool)
+    for same in (same_image, same_text):
+        is_repeated[same != NO_ROW] = is_repeated[same[same != NO_ROW]] = True
+    for row in chain(np.flatnonzero(is_repeated & ~is_later), np.flatnonzero(is_repeated & is_later)):
+        image, text = (row if same[row] == NO_ROW else same[row] for same in (same_image, same_text))
+        if kept_image[image] != NO_ROW:
+            first[row] = kept_image[image]
+        elif kept_text[text] != NO_ROW:
+            first[row], reason_code[row] = kept_text[text], SAME_TEXT
         else:
-            by_image[image] = by_text[text] = row
+            kept_image[image] = kept_text[text] = row
     return first, reason_code
 
 
@@ -84,7 +107,7 @@ def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.nd
 class DedupResult:
     """Duplicate rows, and contaminated rows that are dropped."""
 
-    duplicate_of: np.ndarray  # int64 [N]: the kept row that each row duplicates, or NO_ROW
+    duplicate_of: np.ndarray  # int32 [N], int64 above 2^31 rows: the kept row that each row duplicates, or NO_ROW
     reason: np.ndarray  # uint8 [N]: index in REASONS
     num_same_text: int = 0  # kept rows with the captions of an earlier one
     contaminated: dict[int, str] = field(default_factory=dict)  # row -> detail in the quarantine
@@ -99,11 +122,10 @@ class DedupResult:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Columns of the rows of all chunks in source order: digests uint64 [N, 2], and their shards."""
+    """Columns of the rows of all chunks in source order: digests uint64 [N, 2], memory-mapped, and their shards."""
 
     keys: np.ndarray
-    images: np.ndarray
-    rows: np.ndarray  # images with captions
+    contents: np.ndarray  # images, or under the rule `row` images with captions
     texts: np.ndarray
     shard_of: np.ndarray  # int32 [N]: index in `shards`
     shards: list[Shard]
@@ -115,44 +137,52 @@ class PackedRows:
         return np.argsort(self.shard_of, kind="stable")
 
 
-def read_packed_rows(out: Storage, chunks: Sequence[int]) -> PackedRows:
-    """Read the columns of the rows of these chunks."""
-    columns: list[tuple[np.ndarray, ...]] = []
+def read_packed_rows(out: Storage, chunks: Sequence[int], rule: DuplicateRule) -> PackedRows:
+    """Read the columns of the rows of these chunks. The digests are in unnamed temporary files, 48 bytes a row."""
+    content = "row_digest" if rule == "row" else "image_digest"
+    files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 - _map_digests closes them
+    shard_of = [np.zeros(0, np.int32)]
     shards: list[Shard] = []
     num_bad = 0
     for _, record in iter_chunk_records(out, chunks):
         rows = record["rows"]
         hashes = [hashlib.blake2b(key.encode(), digest_size=16).hexdigest() for key in rows["key"]]
-        digests = map(parse_digests, (hashes, rows["image_digest"], rows["row_digest"], rows["text_digest"]))
-        columns.append((*digests, np.array(rows["shard"], np.int32) + len(shards)))
+        for file, digests in zip(files, (hashes, rows[content], rows["text_digest"]), strict=True):
+            file.write(parse_digests(digests).data)
+        shard_of.append(np.array(rows["shard"], np.int32) + len(shards))
         shards += map(Shard.from_json, record["shards"])
         num_bad += len(record["bad_rows"])
-    keys, images, row_digests, texts, shard_of = (np.concatenate(column) for column in zip(*columns, strict=True))
-    return PackedRows(keys, images, row_digests, texts, shard_of, shards, num_bad)
+    keys, contents, texts = map(_map_digests, files)
+    return PackedRows(keys, contents, texts, np.concatenate(shard_of), shards, num_bad)
 
 
-def find_duplicates(packed: PackedRows, rule: Literal["image", "row", "text", "keep"]) -> DedupResult:
+def _map_digests(file: IO[bytes]) -> np.ndarray:
+    """Return the digests in a file as a memory-mapped array, uint64 [N, 2]; close the file."""
+    with file:
+        return np.memmap(file, np.uint64, "r").reshape(-1, 2) if file.tell() else np.zeros((0, 2), np.uint64)
+
+
+def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
     """Find the rows that repeat another one: of equal rows a held-out one is kept, otherwise the earliest.
 
     This also holds for rows with the same key. A duplicate key is an error under each rule, and no row is a duplicate
     of such a row.
     """
-    held_out = np.array([shard.split in HELD_OUT_SPLITS for shard in packed.shards], bool)
-    order = np.argsort(~held_out[packed.shard_of], kind="stable")  # held-out rows first
-    first, duplicate_of = first_occurrence(packed.keys[order]), np.full(len(order), NO_ROW)
-    repeats = first != NO_ROW
-    duplicate_of[order[repeats]] = order[first[repeats]]
-    reason = np.where(duplicate_of != NO_ROW, SAME_KEY, 0).astype(np.uint8)
-    unique = order[~repeats]
-    first, reason_code = np.full(len(unique), NO_ROW), np.full(len(unique), SAME_CONTENT, np.uint8)
-    if rule == "text":
-        first, reason_code = _first_kept_occurrence(packed.images[unique], packed.texts[unique])
-    elif rule != "keep":
-        first = first_occurrence((packed.images if rule == "image" else packed.rows)[unique])
-    repeats = first != NO_ROW
-    duplicate_of[unique[repeats]], reason[unique[repeats]] = unique[first[repeats]], reason_code[repeats]
-    result = DedupResult(duplicate_of, reason)
-    return replace(result, num_same_text=int((first_occurrence(packed.texts[~result.dropped]) != NO_ROW).sum()))
+    is_training = ~np.array([shard.split in HELD_OUT_SPLITS for shard in packed.shards], bool)[packed.shard_of]
+    duplicate_of = first_occurrence(packed.keys, None, is_training)
+    reason = (duplicate_of != NO_ROW).astype(np.uint8) * np.uint8(SAME_KEY)
+    if rule != "keep":
+        reason_code: np.ndarray | np.uint8
+        if rule == "text":
+            first, reason_code = _first_kept_occurrence(packed, reason == 0, is_training)
+        else:
+            first, reason_code = first_occurrence(packed.contents, reason == 0, is_training), np.uint8(SAME_CONTENT)
+        repeats = first != NO_ROW
+        np.copyto(duplicate_of, first, where=repeats)
+        np.copyto(reason, reason_code, where=repeats)
+        del first
+    same_text = first_occurrence(packed.texts, duplicate_of == NO_ROW) != NO_ROW
+    return DedupResult(duplicate_of, reason, int(same_text.sum()))
 
 
 @dataclass
@@ -173,17 +203,18 @@ def quarantine_rows(
     dropped = dedup.dropped
     result = PrepareResult(list(_drop_rows(packed, dropped)), file_name)
     wanted = np.unique(dedup.duplicate_of[dedup.duplicate_of != NO_ROW])
-    originals: dict[int, str] = {}  # key by row
+    originals: list[pa.Array] = []  # keys of the rows `wanted`
     for start, record in iter_chunk_records(out, chunks if wanted.size else ()):
         names = record["rows"]["key"]
         first, last = np.searchsorted(wanted, (start, start + len(names)))
-        originals |= {row: names[row - start] for row in wanted[first:last].tolist()}
+        originals.append(pa.array([names[row - start] for row in wanted[first:last].tolist()], pa.string()))
+    original_keys = pa.chunked_array(originals, pa.string())
     with out.open_output(file_name) as file:
         for start, record in iter_chunk_records(out, chunks):
             rows, entries = record["rows"], record["bad_rows"]
             drops = dropped[start : start + len(rows["key"])]
             for index in np.flatnonzero(drops).tolist():
-                reason = _drop_reason(packed, dedup, start + index, originals)
+                reason = _drop_reason(packed, dedup, start + index, wanted, original_keys)
                 names = {"line": "line", "key": "key", "source": "location"}
                 entries.append({name: rows[column][index] for name, column in names.items()} | reason)
             for entry in sorted(entries, key=lambda entry: entry["line"]):
@@ -204,12 +235,14 @@ def _drop_rows(packed: PackedRows, dropped: np.ndarray) -> Iterator[Shard]:
         yield replace(shard, dropped=tuple(np.flatnonzero(in_shards[start:end]).tolist()))
 
 
-def _drop_reason(packed: PackedRows, dedup: DedupResult, row: int, originals: dict[int, str]) -> dict[str, str]:
-    """Return the quarantine entry of a packed row: why it is dropped."""
+def _drop_reason(
+    packed: PackedRows, dedup: DedupResult, row: int, originals: np.ndarray, original_keys: pa.ChunkedArray
+) -> dict[str, str]:
+    """Return the quarantine entry of a packed row: why it is dropped. `originals` are sorted row numbers."""
     original, reason = int(dedup.duplicate_of[row]), int(dedup.reason[row])
     if original == NO_ROW:
         return {"stage": "leakage", "reason": OVERLAP, "detail": dedup.contaminated[row]}
-    key = originals[original]
+    key = original_keys[int(np.searchsorted(originals, original))].as_py()
     split, original_split = (packed.shards[packed.shard_of[each]].split for each in (row, original))
     detail = ("", "another row has this id", f"duplicate of row {key}", f"same captions as row {key}")[reason]
     if split != original_split:

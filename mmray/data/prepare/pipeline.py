@@ -155,7 +155,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     if not total:
         raise DataError(f"{source_path} has no rows (it was read as {source.title}; --format sets another format)")
     progress(PrepareProgress("deduplicate", total, total))
-    packed = assemble.read_packed_rows(out, done)
+    packed = assemble.read_packed_rows(out, done, settings.duplicates)
     dedup = assemble.find_duplicates(packed, settings.duplicates)
     num_bad = packed.num_bad + int((dedup.duplicate_of != assemble.NO_ROW).sum())
     is_over_limit = num_bad > assemble.max_bad_rows(settings.max_bad_fraction, total)
