@@ -133,13 +133,16 @@ def to_path(address: str | AnyPath) -> AnyPath:
 
 
 def write_atomic(path: AnyPath, text: str) -> None:
-    """Write a file atomically."""
+    """Write a file atomically; an error leaves no partial file."""
     if isinstance(path, RemotePath):
         path.write_text(text)
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -82,6 +82,9 @@ def test_file_operations_are_the_same_on_disk_and_store(kind, s3, tmp_path):
     assert not (folder / "step-1").exists()
     write_atomic(folder / "result.json", "é")
     assert (folder / "result.json").read_text() == "é"
+    if kind == "disk":
+        with pytest.raises(IsADirectoryError):
+            write_atomic(folder / "stacks", "text")  # leaves no temporary file
     left = [b"two"] if kind == "store" else []  # by a merge that was killed before it deleted the separate objects
     for lines in ([b"one"], [b"two"], [*left, b"three", b"four"]):
         for line in lines:
