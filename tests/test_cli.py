@@ -158,6 +158,12 @@ def test_terminated_command_exits_with_130(work):
     assert (running.returncode, "interrupted" in said) == (130, True), said
 
 
+def test_deleted_working_directory_is_a_usage_error(tmp_path):
+    code = "import os; from mmray.cli import main; os.rmdir(os.getcwd()); main(['runs'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "error: the working directory was deleted; change to another one\n")
+
+
 def test_help_lists_commands_and_flags(typed):
     code, out, _ = typed("train", "--help")
     assert code == 0 and "--batch.global" in out and "Rows per optimizer step over all workers" in out

@@ -37,7 +37,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # same as Ctrl-C; `ray job stop` sends SIGTERM
     # User classes are imported from the working directory, as on the workers (cluster/connect.py). It is last in
     # sys.path so that files there do not shadow packages.
-    sys.path.append(str(Path.cwd()))
+    try:
+        sys.path.append(str(Path.cwd()))
+    except FileNotFoundError:
+        terminal.error("the working directory was deleted; change to another one")
+        sys.exit(UsageError.exit_code)
     try:
         code = run(list(sys.argv[1:] if argv is None else argv), terminal)
     except ForceExit:
