@@ -31,7 +31,8 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
     """Write the report of the run or sweep in `folder` to `out`; return its path. Raises UsageError."""
     folder, out = folder.expanduser().resolve(), (out or folder / REPORT).expanduser()
     if not folder.is_dir():
-        raise UsageError(f"folder {folder} does not exist; give a run (runs/NAME) or a sweep")
+        problem = "is a file" if folder.exists() else "does not exist"
+        raise UsageError(f"{folder} {problem}; give the folder of a run (runs/NAME) or of a sweep")
     if (folder / SWEEP).exists():
         sweep = SweepRecord.read(folder)
         found, explanation = rank_settings(sweep)

@@ -249,6 +249,7 @@ def test_invalid_arguments_are_usage_errors(tmp_path):
     run = make_whole_run(tmp_path / "calm")
     for folder, out, message in (
         (tmp_path / "nowhere", None, "does not exist"),
+        (run / "config.yaml", None, "config.yaml is a file; give the folder"),
         (tmp_path, None, "is neither a run"),
         (run, run / "no" / "page.html", "cannot write"),
     ):
