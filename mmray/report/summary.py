@@ -126,7 +126,8 @@ MAX_LEAK_LINES = 100_000  # lines of leaks.jsonl
 
 def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
     """Return the rows quarantined in training and by prepare of `data`, a mixture, and each set's contamination."""
-    folders = [to_path(address) for address, _ in parse_mixture(data)] if data else []
+    given = [to_path(address) for address, _ in parse_mixture(data)] if data else []
+    folders = [folder for folder in given if _is_readable(folder / MANIFEST)]
     manifests = [read_json(folder / MANIFEST) for folder in folders]
     reasons: Counter[str] = Counter()
     examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -146,4 +147,13 @@ def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
             checks.append({"set": folder.name, **summary, "pairs": list(pairs)})
     num_read, num_in_training = sum(each.get("num_read") or 0 for each in manifests), reasons.get("in training", 0)
     counts = {"num_read": num_read, "num_in_training": num_in_training, "num_rows": reasons.total() - num_in_training}
-    return counts | {"reasons": reasons.most_common(), "shown": shown, "contamination": checks}
+    counts |= {"reasons": reasons.most_common(), "shown": shown, "contamination": checks}
+    return counts | {"unread": [folder.name for folder in given if folder not in folders]}
+
+
+def _is_readable(file: AnyPath) -> bool:
+    """Return whether a file exists; False without access, as for a run that was copied from a cluster."""
+    try:
+        return file.is_file()
+    except OSError:
+        return False

@@ -10,7 +10,7 @@ from mmray.cli.console import Terminal
 from mmray.errors import UsageError
 from mmray.report.figures import linear_ticks, log_ticks
 from mmray.report.write import write_report
-from mmray.storage.paths import to_path
+from mmray.storage.paths import RemotePath, to_path
 from mmray.storage.storage import Storage
 from tests.report.factories import (
     examples,
@@ -145,6 +145,16 @@ def test_quarantined_rows_are_shown(quarantined):
     assert "Prepare quarantined 60 of 500 rows" in page and "training 1 (" in page
     assert page.index("in training</span>") < page.index("duplicate</span><p>")  # one of each reason in turn
     assert "its images changed" in page and "about truncated" in page
+
+
+def test_set_without_access_does_not_prevent_the_page(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(f"{path}: access denied")
+
+    monkeypatch.setattr(RemotePath, "_info", refuse)
+    folder = make_run(tmp_path / "run", [line(1)])
+    (folder / "data.json").write_text(json.dumps({"train": "s3://bucket/far?region=eu-west-1", "num_rows": 440}))
+    assert "the set cannot be read: far." in page_of(folder)
 
 
 def test_leaked_pairs_are_shown_side_by_side(quarantined):
