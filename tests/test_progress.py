@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from mmray.cli.console import Reporter, Terminal, relative_paths
+from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table
 from mmray.data.prepare.pipeline import PrepareProgress
 
 FIGURES = ("loss 1.234", "2,560 samples/s", "data wait 3%", "worker peak 0.45 GiB", "all processes 1.50 GiB")
@@ -181,3 +181,13 @@ def test_paths_stay_absolute_if_the_working_directory_was_deleted(tmp_path, monk
 def test_other_paths_and_uris_are_not_shortened(monkeypatch, folder, text):
     monkeypatch.chdir(folder)
     assert relative_paths(text) == text
+
+
+@pytest.mark.parametrize("width", [60, 30])
+def test_names_in_a_table_are_complete_in_a_narrow_terminal(width):
+    name, file = "resnet50-bert-cc12m-lr1e-4-seed0", io.StringIO()
+    columns = {"name": ("name", ""), "steps": ("steps", ">"), "note": ("", "")}
+    table = rows_table([{"name": name, "steps": 300, "note": "out of memory " * 3}], columns)
+    Terminal(Console(file=file, width=width, soft_wrap=True)).console.print(table)
+    lines = file.getvalue().splitlines()
+    assert "".join(line[: lines[0].index("steps")].strip() for line in lines[2:]) == name

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -20,6 +20,7 @@ from mmray.report.run import DIRECTIONS, format_compact, non_retrieval_metrics, 
 
 LOG_INTERVAL_S = 5.0  # interval of progress lines in a log
 LOG_WIDTH = 200
+MIN_WIDTH = 12  # of a column of text in a narrow terminal
 COMPACT = "compact"  # style of a column: about three digits
 
 
@@ -136,16 +137,22 @@ def scores_tables(metrics: dict[str, Any]) -> list[Table]:
 
 
 def rows_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, str]]) -> Table:
-    """Return the table of rows with a title and a format (or COMPACT) per column; a dash is a missing value."""
+    """Return the table of rows with a title and a format (or COMPACT) per column; a dash is a missing value.
+
+    Texts that are too long for the terminal continue on further lines, because names are needed in full.
+    """
 
     def text(value: Any, style: str) -> str:
         return "-" if value is None else format_compact(value) if style == COMPACT else format(value, style)
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for title, style in columns.values():
-        table.add_column(title, justify="right" if style else "left", no_wrap=bool(style))
-    for row in rows:
-        table.add_row(*(text(row.get(name), style) for name, (_, style) in columns.items()))
+    cells = [[text(row.get(name), style) for row in rows] for name, (_, style) in columns.items()]
+    for (title, style), column in zip(columns.values(), cells, strict=True):
+        least = min(MIN_WIDTH, max(map(len, (title, *column))))
+        justify: Literal["left", "right"] = "right" if style else "left"
+        table.add_column(title, justify=justify, no_wrap=bool(style), overflow="fold", min_width=least)
+    for row_cells in zip(*cells, strict=True):
+        table.add_row(*row_cells)
     return table
 
 
