@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args, get_type_hints
 
 from mmray.cli.args import require_positive
 from mmray.cli.console import Terminal
@@ -23,7 +23,7 @@ from mmray.config.base import Section
 from mmray.config.search_space import build_space
 from mmray.errors import UsageError, suggest
 from mmray.report.run import RunRecord
-from mmray.report.sweep import GOALS, SweepRecord
+from mmray.report.sweep import SweepRecord
 from mmray.storage.paths import AnyPath, to_path
 
 if TYPE_CHECKING:
@@ -155,8 +155,10 @@ def tune(
     """
     from mmray.tune import trials  # imports numpy
 
-    if goal not in GOALS:
-        raise UsageError(f"goal: unknown goal `{goal}`; {suggest(goal, GOALS)}")
+    kinds = get_type_hints(TuneCommand)
+    for name, value in {"goal": goal, "search": search, "scheduler": scheduler}.items():
+        if value not in (known := get_args(kinds[name])):
+            raise UsageError(f"{name}: unknown {name} `{value}`; {suggest(str(value), known)}")
     if reuse and goal != "throughput":
         raise UsageError("reuse: only goal `throughput` has measurements to reuse")
     base = _load(recipe)

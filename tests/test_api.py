@@ -122,6 +122,8 @@ def test_config_objects_and_files_replace_recipe_names(commands, tmp_path):
             "--space batch.micro=8,8: a value is empty, or listed twice",
         ),
         (lambda: mmray.tune(space={"batch.micro": [8]}, goal="speed"), "unknown goal `speed`; known: throughput"),
+        (lambda: mmray.tune(goal="loss", search="optun"), "search: unknown search `optun`; did you mean `optuna`?"),
+        (lambda: mmray.tune(goal="loss", scheduler="hyper"), "unknown scheduler `hyper`; known: halving, asha, pbt"),
         (lambda: mmray.tune(goal="loss", reuse=True), "reuse: only goal `throughput` has measurements to reuse"),
         (lambda: mmray.tune(space={"batch.micro": [8]}, concurrency=0), "--concurrency: must be above 0 (got 0)"),
         (
