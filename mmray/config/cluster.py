@@ -88,6 +88,11 @@ class Cluster(Section, settings_prefix="cluster"):
         return max(300.0, 1.5 * self.hang_timeout_s)
 
     @property
+    def first_heartbeat_s(self) -> float:
+        """Longest time to the first heartbeat of a worker: its node starts, it imports torch and joins the group."""
+        return self.start_timeout_s + self.state_limits_s["starting"] + self.group_timeout_s
+
+    @property
     def collective_timeout_s(self) -> float:
         """Timeout of a collective in training, where ranks wait for one that is within the limit of its state.
 

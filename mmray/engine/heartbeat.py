@@ -37,13 +37,14 @@ _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 class Heartbeat:
-    """Loop callback that sends heartbeats. If `send` returns True, all stacks are written to the file `stacks`.
+    """Loop callback that sends heartbeats. If `send` returns True, all stacks are written to `folder`/stacks.
 
-    A rank without progress hangs after a time that depends on its state (`Cluster.state_limits_s`).
+    A rank without progress hangs after a time that depends on its state (`Cluster.state_limits_s`). `process_info` has
+    rank, node and process.
     """
 
-    def __init__(self, send: Callable[[dict[str, Any]], bool], process_info: dict[str, Any], stacks: AnyPath):
-        self._send, self._process_info, self._stacks = send, process_info, stacks
+    def __init__(self, send: Callable[[dict[str, Any]], bool], process_info: dict[str, Any], folder: AnyPath):
+        self._send, self._process_info, self._folder = send, process_info, folder
         self._thread_id = threading.get_ident()
         self._first_step = self._step = self._progress = 0
         self._frames: list[FrameSummary] = []
@@ -72,21 +73,23 @@ class Heartbeat:
         while not self._ended.is_set():
             if self._send({**self._process_info, **self._observe()}) and not dumped:
                 dumped = True
-                with open_for_upload(self._stacks) as path, path.open("w") as file:
+                name = f"step-{self._first_step}-rank-{self._process_info['rank']}.txt"
+                with open_for_upload(self._folder / "stacks" / name) as path, path.open("w") as file:
                     print(self._process_info, file=file, flush=True)
                     faulthandler.dump_traceback(file, all_threads=True)
             self._ended.wait(INTERVAL_S)
 
     def _observe(self) -> dict[str, Any]:
         frames = stack_of_thread(self._thread_id)
-        package_frames = [frame for frame in frames if frame.filename.startswith(PACKAGE)]
+        calls = [frame for frame in frames if frame.name != "<module>"]  # an import is none of the states below
+        package_frames = [frame for frame in calls if frame.filename.startswith(PACKAGE)]
         functions = {frame.name for frame in package_frames if frame.filename == LOOP_FILE}
         outside_steps = bool(functions & FUNCTIONS_WITHOUT_STEPS) or LOOP_FUNCTION not in functions
         if outside_steps and frames != self._frames:
             self._progress += 1
         self._frames = frames
-        state = _state(frames, package_frames, started=self._step > self._first_step)
-        files = [frame.filename.replace(os.sep, "/") for frame in frames]
+        state = _state(calls, package_frames, started=self._step > self._first_step)
+        files = [frame.filename.replace(os.sep, "/") for frame in calls]
         return {
             "step": self._step,
             "progress": self._progress,
@@ -96,7 +99,7 @@ class Heartbeat:
             "in_collective": state != "compiling"
             and (
                 any(part in file for file in files for part in COLLECTIVE_PATHS)
-                or (bool(frames) and frames[0].filename == COLLECTIVES_FILE)
+                or (bool(calls) and calls[0].filename == COLLECTIVES_FILE)
             ),
         }
 

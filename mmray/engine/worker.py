@@ -25,7 +25,6 @@ from mmray.engine.bad_rows import quarantine_bad_rows
 from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
-from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.memory_probe import dry_run, keep_freed_memory
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel import strategy
@@ -55,20 +54,6 @@ def train_worker(
     driver: DriverHandle,
 ) -> dict[str, Any]:
     """Train from `resume_point` to the end of its plan; return the fields of result.json."""
-    stacks = context.folder / "stacks" / f"step-{resume_point.step}-rank-{driver.process_info['rank']}.txt"
-    heartbeat = Heartbeat(driver.send_heartbeat, driver.process_info, stacks)
-    with heartbeat.running(resume_point.step):
-        return _train(context, resume_point, blocks, device, driver, heartbeat)
-
-
-def _train(
-    context: WorkerContext,
-    resume_point: ResumePoint,
-    blocks: Iterable[Block],
-    device: torch.device,
-    driver: DriverHandle,
-    heartbeat: Heartbeat,
-) -> dict[str, Any]:
     config, plan = context.config, resume_point.plan
     driver.stage("building the model")
     torch.set_num_threads(config.cluster.num_threads)  # fixed: the order of sums changes rounding
@@ -86,7 +71,7 @@ def _train(
     micro, memory_table = dry_run(config, model, objective, group, plan, context.micro)
     checkpoints = _checkpoint_manager(context, group, model, driver)
     rank0_checkpoints = checkpoints if group.rank == 0 else None
-    callbacks = [*(plugins.load_class(name, "train.callbacks")() for name in config.train.callbacks), heartbeat]
+    callbacks = [*(plugins.load_class(name, "train.callbacks")() for name in config.train.callbacks), driver.heartbeat]
     log = profile_path = None
     if rank0_checkpoints is not None:
         log = rank0_checkpoints.log_from(resume_point.step)

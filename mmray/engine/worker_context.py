@@ -14,6 +14,7 @@ from mmray.storage.paths import AnyPath
 if TYPE_CHECKING:
     from mmray.config import Config
     from mmray.engine.checkpoint.manager import CheckpointManager
+    from mmray.engine.heartbeat import Heartbeat
     from mmray.engine.metrics.writers import Metrics
 
 
@@ -44,8 +45,7 @@ class DriverHandle:
     report: Report
     stop_requested: Callable[[], bool]  # True: save a checkpoint after the next step and end the attempt
     count_bad_row: Callable[[int], int]  # counts an unreadable row; returns the number so far, 0 if counted before
-    send_heartbeat: Callable[[dict[str, Any]], bool]  # returns True if this rank's stacks are requested
-    process_info: dict[str, Any]  # rank, node and process, for the heartbeat
+    heartbeat: Heartbeat
 
     def notify(self, label: str, text: str) -> None:
         """Report a console line."""

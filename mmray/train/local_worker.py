@@ -31,6 +31,7 @@ def run_worker(connection: Connection) -> None:
     import torch
 
     from mmray.data.stream.local import iter_local_blocks
+    from mmray.engine.heartbeat import Heartbeat
     from mmray.engine.worker import train_worker
     from mmray.engine.worker_context import DriverHandle
 
@@ -53,11 +54,13 @@ def run_worker(connection: Connection) -> None:
         return bool(stacks_requested)
 
     process = {"rank": 0, "node": "here", "pid": os.getpid(), "started_s": psutil.Process().create_time()}
-    driver = DriverHandle(report, stop.is_set, lambda row: int(call("record_bad_row", row)), send_heartbeat, process)
+    heartbeat = Heartbeat(send_heartbeat, process, context.folder)
+    driver = DriverHandle(report, stop.is_set, lambda row: int(call("record_bad_row", row)), heartbeat)
     device = torch.device("cuda", 0) if config.cluster.accelerator == "gpu" else torch.device("cpu")
     try:
         args = context.reader, resume_point, config.data.block_mb, context.decode_actors
-        with closing(iter_local_blocks(*args, warn=lambda text: driver.notify("data", text))) as blocks:
+        blocks = iter_local_blocks(*args, warn=lambda text: driver.notify("data", text))
+        with heartbeat.running(resume_point.step), closing(blocks):
             answer: tuple[str, Any] = "returned", train_worker(context, resume_point, blocks, device, driver)
     except Exception as error:  # noqa: BLE001 - raised again in the driver
         if is_device_error(error):

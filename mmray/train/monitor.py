@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mmray.config import Config
 from mmray.engine.worker_context import TRAINING
-from mmray.errors import ForceExit
+from mmray.errors import ForceExit, ResourceError
 from mmray.machine import process_memory
 
 if TYPE_CHECKING:
@@ -130,6 +130,10 @@ class HangDetector:
             return None
         return f"no progress for {stalled_s:.0f} s: {'; '.join(str(record) for record in stuck_ranks(records))}"
 
+    def missing_ranks(self, world: int) -> list[int]:
+        """Return the ranks that have sent no heartbeat yet."""
+        return sorted(set(range(world)) - self._last.keys())
+
     def waits_for_data(self) -> tuple[list[int], float]:
         """The ranks that wait for data, and the longest time of one, at the last check."""
         return sorted(self._waits_s), max(self._waits_s.values(), default=0.0)
@@ -202,6 +206,7 @@ class AttemptMonitor:
     def __post_init__(self) -> None:
         cluster = self.config.cluster
         self.progress.last_step = self.start_step
+        self._start_s = time.monotonic()
         self._detector = HangDetector(cluster.state_limits_s)
 
     def poll(self) -> None:
@@ -211,6 +216,7 @@ class AttemptMonitor:
         if now_s < self._next_check_s:
             return
         self._next_check_s = now_s + CHECK_INTERVAL_S
+        self._check_start(now_s)
         if self.heartbeats and now_s >= self._next_memory_s:
             self._sample_memory(now_s)
         try:
@@ -266,6 +272,15 @@ class AttemptMonitor:
         if sizes is not None and all(record.pid in sizes for record in self.heartbeats):
             gib = sum(sizes.values()) / 2**30
             self.progress.all_processes_peak_gib = max(self.progress.all_processes_peak_gib, gib)
+
+    def _check_start(self, now_s: float) -> None:
+        """Raise ResourceError if a worker sends no first heartbeat; Ray would wait for its import of torch forever."""
+        limit_s = self.config.cluster.first_heartbeat_s
+        if now_s - self._start_s > limit_s and (missing := self._detector.missing_ranks(self.world)):
+            raise ResourceError(
+                f"no heartbeat of rank {', '.join(map(str, missing))} (of {self.world}) within {limit_s:.0f} s: "
+                "a process may hang in an import. Check the file systems of the nodes and rerun the same command"
+            )
 
     def _check_hang(self, now_s: float) -> None:
         """Kill the processes of a hung group, after all that can have written their stacks."""

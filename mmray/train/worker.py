@@ -14,6 +14,7 @@ import ray.train
 import ray.train.torch
 
 from mmray.data.stream.stream import iter_blocks
+from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.worker_context import DriverHandle
 from mmray.errors import DeviceError, MmrayError, first_line, is_device_error
 from mmray.train.coordinator import IMPORTING
@@ -22,11 +23,7 @@ from mmray.train.coordinator import IMPORTING
 def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     """Train in the process group that Ray Train made. `arguments` come from ray_backend.RayWorkers."""
     coordinator, rank = arguments["coordinator"], ray.train.get_context().get_world_rank()
-    if rank == 0:
-        coordinator.push.remote({"stage": IMPORTING})
-    # Imported here: the driver imports this module without the engine, 2 s of CPU time.
-    from mmray.engine.worker import train_worker
-
+    context, start = arguments["context"], arguments["resume_point"]
     this_worker = ray.get_runtime_context()
     stop = threading.Event()
 
@@ -40,25 +37,28 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
             stop.set()
         return bool(stacks_requested)
 
+    node = this_worker.get_node_id()
+    process = {"rank": rank, "node": node, "pid": os.getpid(), "started_s": psutil.Process().create_time()}
+    heartbeat = Heartbeat(send_heartbeat, process, context.folder)
     driver = DriverHandle(
         report=coordinator.push.remote if rank == 0 else (lambda _: None),
         stop_requested=stop.is_set,  # the ranks agree on it in the next step
         count_bad_row=lambda row: ray.get(coordinator.record_bad_row.remote(row)),
-        send_heartbeat=send_heartbeat,
-        process_info={
-            "rank": rank,
-            "node": this_worker.get_node_id(),
-            "pid": os.getpid(),
-            "started_s": psutil.Process().create_time(),
-        },
+        heartbeat=heartbeat,
     )
     try:
-        blocks = iter_blocks(ray.train.get_dataset_shard("train"))
-        device = ray.train.torch.get_device()
-        return train_worker(arguments["context"], arguments["resume_point"], blocks, device, driver)
+        with heartbeat.running(start.step):
+            driver.stage(IMPORTING)
+            # Before the imports, because ranks wait here for rank 0, which may import more slowly.
+            blocks = iter_blocks(ray.train.get_dataset_shard("train"))
+            device = ray.train.torch.get_device()
+            # Imported here: the driver imports this module without the engine, 2 s of CPU time.
+            from mmray.engine.worker import train_worker
+
+            return train_worker(context, start, blocks, device, driver)
     except Exception as error:
         if is_device_error(error):
-            node, gpus = this_worker.get_node_id(), this_worker.get_accelerator_ids().get("GPU", [])
+            gpus = this_worker.get_accelerator_ids().get("GPU", [])
             where = f"rank {rank}, GPU {', '.join(gpus) or 'none'}, node {node[:8]} at {ray.util.get_node_ip_address()}"
             failed = DeviceError(f"{first_line(error)} ({where})", node)
             failed.add_note(traceback.format_exc())

@@ -12,6 +12,7 @@ from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.checkpoint import files, state_io
 from mmray.engine.collectives import Group
+from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.worker import train_worker
 from mmray.engine.worker_context import DriverHandle, WorkerContext
 from mmray.storage.lease import Lease
@@ -45,8 +46,8 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
     rows = (
         reader.read_block(plan, blocks.positions(each)) for each in range(group.rank, blocks.count, group.world_size)
     )
-    about = {"rank": group.rank, "node": "", "pid": 0}
-    driver = DriverHandle(messages.append, lambda: False, lambda _: 0, lambda _: False, about)
+    heartbeat = Heartbeat(lambda _: False, {"rank": group.rank, "node": "", "pid": 0}, folder)
+    driver = DriverHandle(messages.append, lambda: False, lambda _: 0, heartbeat)
     try:
         result = train_worker(context, ResumePoint(plan, first, checkpoint and str(checkpoint)), rows, device, driver)
         group.barrier()

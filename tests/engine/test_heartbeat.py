@@ -5,6 +5,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import torch
 
 from mmray.config import Cluster
@@ -32,7 +33,7 @@ def states_of(call, messages, tmp_path, first_step=0):
     """Run `call` in a thread with a heartbeat; wait until it ends."""
 
     def run():
-        with Heartbeat(lambda message: messages.append(message) or False, {}, tmp_path / "0.txt").running(first_step):
+        with Heartbeat(lambda message: messages.append(message) or False, {}, tmp_path).running(first_step):
             call()
 
     thread = threading.Thread(target=run, daemon=True)
@@ -67,9 +68,21 @@ def test_compilation_in_a_backward_is_no_wait_for_other_ranks(tmp_path, monkeypa
     assert not any(message["in_collective"] for message in messages[:-1] if message["state"] == "compiling")
 
 
+@pytest.mark.parametrize(
+    "file",
+    [heartbeat.DATA_WAIT_FILE, heartbeat.CHECKPOINT_WAIT_FILE, heartbeat.COLLECTIVES_FILE, "/torch/distributed/a.py"],
+)
+def test_import_of_a_module_does_not_count_as_its_waits(tmp_path, monkeypatch, file):
+    """A rank whose import hangs waits for no other rank."""
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
+    messages, code = [], compile("sleep(0.2)", file, "exec")
+    assert set(states_of(lambda: exec(code, {"sleep": time.sleep}), messages, tmp_path)) == {"starting"}
+    assert not any(message["in_collective"] for message in messages[:-1])
+
+
 def test_rank_starts_until_its_first_step(tmp_path):
     messages = []
-    beat = Heartbeat(lambda message: messages.append(message) or False, {}, tmp_path / "0.txt")
+    beat = Heartbeat(lambda message: messages.append(message) or False, {}, tmp_path)
     with beat.running(3):
         assert beat._observe()["state"] == "starting"
         beat.on_step(4, None)
@@ -87,7 +100,7 @@ def test_wait_for_rows_is_reported_on_a_cpu(tmp_path, monkeypatch):
         yield from ()
 
     def train():
-        with Heartbeat(messages.append, {}, tmp_path / "rank-0.txt").running(0), suppress(TrainingError):
+        with Heartbeat(messages.append, {}, tmp_path).running(0), suppress(TrainingError):
             loop.train_loop(toy.train_spec(toy.Toy(), plan), iter_micro_batches(slow_blocks(), plan))
 
     thread = threading.Thread(target=train, daemon=True)

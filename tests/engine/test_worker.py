@@ -109,7 +109,7 @@ def test_first_batch_is_reported_and_not_kept_in_memory():
         """Can be weakly referenced."""
 
     seen = []
-    driver = DriverHandle(seen.append, lambda: False, lambda _: 0, lambda _: False, {})
+    driver = DriverHandle(seen.append, lambda: False, lambda _: 0, None)
     steps = _report_first((Rows([number]) for number in range(3)), driver)
     assert seen == []
     first = weakref.ref(next(steps))

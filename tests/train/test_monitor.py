@@ -10,7 +10,7 @@ import pytest
 
 from mmray.config import Cluster
 from mmray.engine.worker_context import TRAINING
-from mmray.errors import ForceExit
+from mmray.errors import ForceExit, ResourceError
 from mmray.train.coordinator import Coordinator
 from mmray.train.monitor import (
     AttemptMonitor,
@@ -100,6 +100,18 @@ def test_rank_that_waits_for_another_on_its_gpu_does_not_hang(state):
     detector = HangDetector(LIMITS_S)
     assert detector.check([waits, beat(1)], 0.0) is None
     assert "rank 1 (process 101, node node1) has not" in detector.check([waits, beat(1, age_s=11)], 11.0)
+
+
+def test_worker_without_a_first_heartbeat_ends_the_run():
+    """Its import of torch hangs, before its heartbeat starts."""
+    monitor = AttemptMonitor(SimpleNamespace(cluster=Cluster()), 3, None, Silent(), 12, 0, RunProgress())
+    monitor._detector.check([beat(0), beat(2)], 0.0)
+    late_s = monitor._start_s + 1501.0
+    monitor._check_start(late_s - 2.0)  # nodes may start for 600 s, a worker for 600 s, its group for 300 s
+    with pytest.raises(ResourceError, match=r"no heartbeat of rank 1 \(of 3\) within 1500 s"):
+        monitor._check_start(late_s)
+    monitor._detector.check([beat(1)], 0.0)  # heartbeats of the others have not reached the driver in time
+    monitor._check_start(late_s)
 
 
 def test_all_ranks_may_wait_for_data():

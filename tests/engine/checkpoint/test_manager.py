@@ -130,7 +130,7 @@ def test_waiting_for_a_save_is_a_state_without_progress(local, gate, tmp_path, m
     """A dead network mount never answers, so hang detection must apply, with the limit of this state."""
     monkeypatch.setattr("mmray.engine.heartbeat.INTERVAL_S", 0.02)
     sent = []
-    heartbeat = Heartbeat(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path / "rank-0.txt")
+    heartbeat = Heartbeat(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path)
     local.save(3)
     threading.Timer(0.9, gate.set).start()
     with heartbeat.running(4):
