@@ -53,6 +53,10 @@ class Heartbeat:
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
         """Callback of the loop after each step."""
         self._step = step
+        self.count_progress()
+
+    def count_progress(self) -> None:
+        """Record progress that the stack may not show, such as a read by another thread."""
         self._progress += 1
 
     @contextmanager
@@ -86,7 +90,7 @@ class Heartbeat:
         functions = {frame.name for frame in package_frames if frame.filename == LOOP_FILE}
         outside_steps = bool(functions & FUNCTIONS_WITHOUT_STEPS) or LOOP_FUNCTION not in functions
         if outside_steps and frames != self._frames:
-            self._progress += 1
+            self.count_progress()
         self._frames = frames
         state = _state(calls, package_frames, started=self._step > self._first_step)
         files = [frame.filename.replace(os.sep, "/") for frame in calls]

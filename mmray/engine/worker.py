@@ -114,7 +114,7 @@ def train_worker(
         steps = iter_micro_batches(rows, replace(plan, micro=micro), *padding)
         if checkpoint is not None:
             driver.stage("loading the checkpoint")
-        load = None if checkpoint is None else partial(_load, checkpoint)
+        load = None if checkpoint is None else partial(_load, checkpoint, driver.heartbeat.count_progress)
         outcome = loop.train_loop(spec, _report_first(steps, driver), load)
     return result_fields(**vars(outcome))
 
@@ -163,10 +163,10 @@ def _architecture(model: nn.Module) -> Architecture:
     return model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
 
 
-def _load(checkpoint: AnyPath, destination: DestinationFn) -> CheckpointState:
+def _load(checkpoint: AnyPath, on_read: Callable[[], None], destination: DestinationFn) -> CheckpointState:
     from mmray.engine.checkpoint import state_io
 
-    return state_io.load(checkpoint, destination)
+    return state_io.load(checkpoint, destination, on_read=on_read)
 
 
 def _report_first(steps: Iterable[list[Batch]], driver: DriverHandle) -> Iterator[list[Batch]]:

@@ -68,19 +68,20 @@ def test_user_model_without_evaluation_is_refused_before_first_step(prepared, tm
 
 def test_resumed_worker_frees_checkpoint_and_gives_same_weights(prepared, tmp_path, monkeypatch):
     whole, _, _ = run_worker(prepared, tmp_path / "whole", 4, checkpoint_every=2)
-    loaded, alive, load = [], [], state_io.load
+    loaded, alive, load, progress = [], [], state_io.load, []
 
-    def load_and_track(*args):
-        state = load(*args)
+    def load_and_track(*args, **kwargs):
+        state = load(*args, **kwargs)
         loaded.extend(weakref.ref(tensor) for tensor in state["model"].values())
         return state
 
     with monkeypatch.context() as patch:
         patch.setattr(state_io, "load", load_and_track)
+        patch.setattr(Heartbeat, "count_progress", lambda _: progress.append(len(loaded)))
         patch.setattr(Heartbeat, "on_step", lambda *_: alive.append(sum(it() is not None for it in loaded)))
         options = {"checkpoint": tmp_path / "whole" / "checkpoints" / "step-2"}
         resumed, _, _ = run_worker(prepared, tmp_path / "resumed", 4, options=options, checkpoint_every=2)
-    assert loaded and alive == [0, 0]
+    assert loaded and alive == [0, 0] and progress == [0]  # one request: a long load is no hang
     assert runs.same_weights(whole["model"], resumed["model"])
 
 

@@ -153,16 +153,22 @@ class HostStager(AsyncStager):
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
-def load(path: AnyPath, destination: DestinationFn | None = None, only: str = "") -> CheckpointState:
+def load(
+    path: AnyPath,
+    destination: DestinationFn | None = None,
+    only: str = "",
+    on_read: Callable[[], None] = lambda: None,
+) -> CheckpointState:
     """Return the saved state, or its part `only`, with tensors as `destination` returns them (default: full, on CPU).
 
-    Of a sharded destination, only the bytes of this rank's shard are read. Needs no process group. Raises TrainingError
-    if a file cannot be read.
+    Of a sharded destination, only the bytes of this rank's shard are read. `on_read` is called after each request, of
+    at most MAX_REQUEST_BYTES unless a tensor is larger. Needs no process group. Raises TrainingError if a file cannot
+    be read.
     """
     destination = destination or (lambda _, saved: torch.empty_like(saved, device="cpu"))
     state: CheckpointState = read_json(path / STATE)
     with as_user_error(path):
-        reader = ShardReader(path)
+        reader = ShardReader(path, on_read)
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             tensors: dict[str, Any] = {
@@ -276,8 +282,9 @@ class _SavedChunk(NamedTuple):
 class ShardReader(HuggingFaceStorageReader):
     """DCP storage: reads ranges of the safetensors files. The base class opens local files only, and maps them."""
 
-    def __init__(self, path: AnyPath):
+    def __init__(self, path: AnyPath, on_read: Callable[[], None]):
         super().__init__(str(path))
+        self._on_read = on_read
         self._names = files.shard_names(files.shards_of(path))
         self._is_remote = isinstance(path, RemotePath)
         if isinstance(path, RemotePath):
@@ -321,6 +328,7 @@ class ShardReader(HuggingFaceStorageReader):
         def read(request: tuple[str, ByteRange]) -> None:
             name, (start, stop, indices) = request
             data = memoryview(self._read(name, start, stop))
+            self._on_read()
             for index in indices:
                 item, (first, last) = items[name][index], spans[name][index]
                 if first < last:
