@@ -73,17 +73,17 @@ class Supervisor:
     def _run_attempt(self) -> dict[str, Any] | None:
         """Run an attempt, unless no step is left; return its outcome, None if another attempt follows."""
         checkpoint, meta, bad_rows = self._prepare_attempt()
+        start_step = 0 if checkpoint is None else files.step_of(checkpoint)
         if checkpoint is not None:
             self.reporter.log(f"from {checkpoint}", "resume")
+            if start_step >= self.resolved.steps:
+                return outcome_of(meta)  # workers would have no step to take, and the stream no rows
+            check_rows(checkpoint, meta, self.resolved.shape.global_rows)
         elif self.config.run.resume == "must":
             raise UsageError(
                 f"--run.resume must: no valid checkpoint in {self.run.checkpoints}; "
                 "--run.resume auto starts from step 0"
             )
-        if checkpoint is not None and files.step_of(checkpoint) >= self.resolved.steps:
-            return outcome_of(meta)  # workers would have no step to take, and the stream no rows
-        if checkpoint is not None:
-            check_rows(checkpoint, meta, self.resolved.shape.global_rows)
         world, workers = self._start_workers(checkpoint, bad_rows)
         monitor = AttemptMonitor(
             config=self.config,
@@ -91,7 +91,7 @@ class Supervisor:
             workers=workers,
             reporter=self.reporter,
             total_steps=self.resolved.steps,
-            start_step=files.step_of(checkpoint) if checkpoint is not None else 0,
+            start_step=start_step,
             progress=self.progress,
             retried_errors=self.backend.errors,
             failed_resizes=self.unconfirmed_resizes.count(world),
