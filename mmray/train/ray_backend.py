@@ -156,7 +156,7 @@ class RayBackend:
             # An elastic run retries with fewer workers: resources were taken, or a node was lost.
             return "lost" if monitor.world > monitor.config.cluster.min_workers else "raised", timeout_error
         if not isinstance(error, ray.train.WorkerGroupError):
-            return "lost", TrainingError(f"Ray Train failed: {error}")
+            return "lost", TrainingError(f"Ray Train failed: {getattr(error, 'controller_failure', error)}")
         failures = [root_cause(each) for each in error.worker_failures.values()]
         raised = [each for each in failures if not is_worker_lost(each)]
         oom_killed = next((each for each in failures if isinstance(each, ray.exceptions.OutOfMemoryError)), None)

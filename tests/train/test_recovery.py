@@ -188,6 +188,13 @@ def test_start_timeout_of_elastic_group_restarts_with_fewer_workers(monkeypatch)
     assert "start_timeout_s" in str(decide_recovery(failure_from(late, least=2), None, 1, 3))
 
 
+def test_failed_start_of_the_group_names_its_cause():
+    """Only the first line of an error is logged, and that of Ray Train's names none."""
+    failure = failure_from(ray.train.ControllerError(RuntimeError("the store of the group does not answer")))
+    cause = "Ray Train failed: the store of the group does not answer"
+    assert decide_recovery(failure, None, 1, 3) == Restart(f"worker lost after step 0: {cause}")
+
+
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for"
 
 
