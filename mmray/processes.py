@@ -10,11 +10,13 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -22,8 +24,54 @@ SPAWN = multiprocessing.get_context("spawn")
 sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_work: Callable[..., Any]  # of this child process
 _start_lock = threading.Lock()
+
+
+class _ProcessDied(Exception):
+    """A child process died before it had sent its result."""
+
+
+class _Processes:
+    """Child processes that run `work`, each called by one thread at a time.
+
+    Each has a pipe of its own, which ends with it. In the pipe that the processes of a ProcessPoolExecutor share, the
+    rest of a result is waited for forever if its sender is killed.
+    """
+
+    def __init__(self, work: Callable[..., Any], count: int) -> None:
+        self._threads = ThreadPoolExecutor(count, "mmray-map")
+        self._idle, self._children = SimpleQueue[Connection](), []
+        with starting_children():
+            for _ in range(count):
+                connection, theirs = SPAWN.Pipe()
+                child = SPAWN.Process(target=_serve, args=(theirs, work))
+                child.start()
+                theirs.close()
+                self._children.append((child, connection))
+                self._idle.put(connection)
+
+    def submit(self, item: Any, after_crash: bool) -> Future[Any]:
+        return self._threads.submit(self._call, item, after_crash)
+
+    def _call(self, item: Any, after_crash: bool) -> Any:
+        connection = self._idle.get()
+        try:
+            connection.send((item, after_crash))
+            error, result = connection.recv()
+        except (EOFError, OSError) as lost:
+            raise _ProcessDied from lost
+        finally:
+            self._idle.put(connection)
+        if error is not None:
+            raise error
+        return result
+
+    def close(self) -> None:
+        """Wait until running calls return, and end the processes."""
+        self._threads.shutdown(cancel_futures=True)
+        for child, connection in self._children:
+            connection.close()
+            child.join()
 
 
 def map_in_processes(
@@ -39,36 +87,26 @@ def map_in_processes(
     called before with the number of crashes, and ends the repetition by raising. Raises what `work` raises.
     """
     unsent, pending, crashes = iter(items), deque[tuple[Item, Future[Result]]](), 0
-    pool = ProcessPoolExecutor(num_processes, SPAWN, _init_map, (work,))
-
-    def submit(item: Item) -> tuple[Item, Future[Result]]:
-        try:
-            with starting_children():
-                return item, pool.submit(_call, item, crashes > 0)
-        except BrokenProcessPool as error:
-            failed: Future[Result] = Future()
-            failed.set_exception(error)
-            return item, failed
-
+    processes = _Processes(work, num_processes)
     try:
         while True:
             while len(pending) < max_in_flight and (item := next(unsent, None)) is not None:
-                pending.append(submit(item))
+                pending.append((item, processes.submit(item, crashes > 0)))
             if not pending:
                 return
             try:
                 result = pending[0][1].result()
-            except BrokenProcessPool:
+            except _ProcessDied:
                 crashes += 1
                 on_crash(crashes)
-                pool.shutdown()
-                pool = ProcessPoolExecutor(num_processes, SPAWN, _init_map, (work,))
-                pending = deque(submit(item) for item, _ in pending)
+                processes.close()
+                processes = _Processes(work, num_processes)
+                pending = deque((item, processes.submit(item, True)) for item, _ in pending)
                 continue
             pending.popleft()
             yield result
     finally:
-        pool.shutdown(cancel_futures=True)
+        processes.close()
 
 
 @contextmanager
@@ -110,11 +148,14 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _init_map(work: Callable[..., Any]) -> None:
-    global _work
+def _serve(connection: Connection, work: Callable[..., Any]) -> None:
+    """Send the result or the error of each item, until the parent closes the pipe or dies."""
     init_child()
-    _work = work
-
-
-def _call(item: Any, after_crash: bool) -> Any:
-    return _work(item, after_crash)
+    with suppress(EOFError, ConnectionError):
+        while True:
+            item, after_crash = connection.recv()
+            try:
+                connection.send((None, work(item, after_crash)))
+            except Exception as error:  # noqa: BLE001 - raised again in the parent
+                error.add_note(traceback.format_exc())
+                connection.send((error, None))

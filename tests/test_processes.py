@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -25,6 +26,22 @@ def test_results_are_in_order_and_survive_a_killed_process():
     results = list(map_in_processes(square, range(12), 2, 4, crashes.append))
     assert [value for value, _ in results] == [number**2 for number in range(12)]
     assert crashes == [1] and results[5] == (25, True)
+
+
+def die_while_sending(number, after_crash):
+    def send_half(connection, data):
+        os.write(connection.fileno(), data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if number == 2 and not after_crash:
+        Connection._send = send_half
+    return number
+
+
+def test_process_killed_while_it_sends_a_result_is_replaced():
+    crashes = []
+    assert list(map_in_processes(die_while_sending, range(4), 1, 2, crashes.append)) == [0, 1, 2, 3]
+    assert crashes == [1]
 
 
 def test_script_without_a_guard_is_not_run_again_by_its_children(tmp_path):
