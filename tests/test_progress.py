@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table
+from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table, shell_path
 from mmray.data.prepare.pipeline import PrepareProgress
 
 FIGURES = ("loss 1.234", "2,560 samples/s", "data wait 3%", "worker peak 0.45 GiB", "all processes 1.50 GiB")
@@ -169,6 +169,11 @@ def test_paths_stay_absolute_if_the_working_directory_was_deleted(tmp_path, monk
     assert relative_paths(f"{tmp_path}/job/run; see ({tmp_path}/job/a)") == "run; see (a)"
     (tmp_path / "job").rmdir()
     assert relative_paths(f"{tmp_path}/job/run") == f"{tmp_path}/job/run"
+
+
+def test_paths_of_suggested_commands_are_quoted_if_needed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert shell_path(tmp_path / "runs" / "a") == "runs/a" and shell_path("my runs/a") == "'my runs/a'"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mmray.report.run import DIRECTIONS, format_compact, non_retrieval_metrics, recall_rows
+from mmray.storage.paths import AnyPath
 
 LOG_INTERVAL_S = 5.0  # interval of progress lines in a log
 LOG_WIDTH = 200
@@ -223,3 +225,8 @@ def relative_paths(text: str) -> str:
     except FileNotFoundError:  # deleted meanwhile, such as the folder of a job
         return text
     return re.sub(rf"(?<![\w.~:/-]){folder}", "", text)  # not inside a longer path or URI
+
+
+def shell_path(path: AnyPath | str) -> str:
+    """Return a path for a command that the user may copy: relative, and quoted if it has spaces."""
+    return shlex.quote(relative_paths(str(path)))

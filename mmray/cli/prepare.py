@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tyro.conf import OmitArgPrefixes
 
 from mmray.cli.args import OutPath, SourcePath, parse_args
-from mmray.cli.console import Reporter, Terminal
+from mmray.cli.console import Reporter, Terminal, shell_path
 from mmray.config import Cluster, Prepare
 
 if TYPE_CHECKING:
@@ -77,5 +77,5 @@ def run_prepare(command: PrepareCommand, terminal: Terminal) -> Manifest:
     terminal.note(f"{manifest.num_quarantined:,} rows{reasons}", "quarantined")
     for label, line in _findings(manifest, command.out):
         terminal.note(line, label)
-    terminal.note(f"mmray train --data.train {command.out}", "next")
+    terminal.note(f"mmray train --data.train {shell_path(command.out)}", "next")
     return manifest

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from mmray.cli.args import parse_config
-from mmray.cli.console import Reporter, Terminal, relative_paths, scores_tables
+from mmray.cli.console import Reporter, Terminal, scores_tables, shell_path
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED
 
@@ -55,7 +55,7 @@ def _print_outcome(outcome: RunOutcome, terminal: Terminal) -> None:
     if result["scores"]:
         terminal.console.print(*scores_tables(result["scores"]))
     _print_best(outcome, terminal)
-    name = relative_paths(str(outcome.path))
+    name = shell_path(outcome.path)
     terminal.note(f"mmray evaluate {name}    mmray export {name} exported/{outcome.path.name}", "next")
 
 
@@ -64,6 +64,6 @@ def _print_best(outcome: RunOutcome, terminal: Terminal) -> None:
     best = outcome.result["best"]
     if best is None or best["step"] == outcome.result["steps"]:
         return
-    name = relative_paths(str(outcome.path))
+    name = shell_path(outcome.path)
     best_step = f"step {best['step']:,} with {best['metric']} {best['score']:.3f}"
     terminal.note(f"{best_step}: mmray export {name} exported/{outcome.path.name} --step best", "best")

@@ -15,7 +15,7 @@ from rich.text import Text
 from tyro.conf import UseAppendAction
 
 from mmray.cli.args import flag_values, load_recipe, parse_args, require_positive, split_args
-from mmray.cli.console import COMPACT, Reporter, Terminal, relative_paths, rows_table
+from mmray.cli.console import COMPACT, Reporter, Terminal, relative_paths, rows_table, shell_path
 from mmray.cli.tune_shape import run_probe, split_global_list
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED, TrainingError, UsageError
@@ -260,5 +260,5 @@ def _print_outcome(path: AnyPath, summary: Row, rows: list[Row], terminal: Termi
         terminal.note(recommendation["why"], "best")
         if cooldown := recommendation.get("cooldown"):
             terminal.note(f"{cooldown['value']:.4g} after a cooldown, at {cooldown['samples']:,} samples", "cooldown")
-        terminal.note(f"mmray train {relative_paths(str(path / 'best.yaml'))}", "next")
+        terminal.note(f"mmray train {shell_path(path / 'best.yaml')}", "next")
     return INTERRUPTED if summary["status"] == "stopped" else 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mmray.cli.console import COMPACT, Reporter, Terminal, relative_paths, rows_table
+from mmray.cli.console import COMPACT, Reporter, Terminal, relative_paths, rows_table, shell_path
 from mmray.config import Config
 from mmray.config.search_space import Space
 from mmray.errors import TrainingError
@@ -49,7 +49,7 @@ def run_probe(base: Config, space: Space | None, terminal: Terminal, reuse: bool
             "no shape could be measured:\n" + "\n".join(f"  {row['trial']} {row['error']}" for row in rows)
         )
     terminal.note(summary["recommendation"]["why"], "best")
-    terminal.note(f"mmray train {relative_paths(str(path / 'best.yaml'))}", "next")
+    terminal.note(f"mmray train {shell_path(path / 'best.yaml')}", "next")
     return path
 
 
