@@ -1,6 +1,7 @@
 """The command line without Ray: parsing, messages, exit codes."""
 
 import io
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -156,6 +157,15 @@ def test_terminated_command_exits_with_130(work):
     running.terminate()
     _, said = running.communicate(timeout=60)
     assert (running.returncode, "interrupted" in said) == (130, True), said
+
+
+@pytest.mark.parametrize("words", [["train", "--print-config"], ["--print-completion", "bash"], ["--help"]])
+def test_closed_pipe_ends_a_command_silently(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "mmray", *words], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_deleted_working_directory_is_a_usage_error(tmp_path):

@@ -67,7 +67,7 @@ def run(argv: list[str], terminal: Terminal) -> int:
         if argv[0] == "--print-completion":
             from mmray.cli.completion import completion_script
 
-            print(completion_script(argv[1] if argv[1:] else "", COMMANDS), end="")
+            terminal.output(completion_script(argv[1] if argv[1:] else "", COMMANDS).rstrip())
             return 0
         if argv[0] not in COMMANDS:
             raise UsageError(f"unknown command `{argv[0]}`; {suggest(argv[0], COMMANDS)}")

@@ -54,6 +54,10 @@ class Terminal:
     def note(self, text: str, label: str = "") -> None:
         self.console.print(Text.assemble((f"{label:<10} ", "bold"), text) if label else Text(text))
 
+    def output(self, text: str) -> None:
+        """Print data unchanged; if the reader has closed the pipe, exit silently as for notes and tables."""
+        self.console.out(text, highlight=False)
+
     def error(self, text: str) -> None:
         Console(stderr=True, highlight=False, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), text))
 

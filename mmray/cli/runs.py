@@ -35,7 +35,7 @@ def runs(argv: Sequence[str], terminal: Terminal) -> int:
 
     rows = list_runs(to_path(command.folder))
     if command.json == "-":
-        print(json.dumps({"runs": rows}, indent=2))
+        terminal.output(json.dumps({"runs": rows}, indent=2))
         return 0
     write_json(command.json, {"runs": rows})
     if not rows:

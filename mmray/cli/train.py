@@ -19,7 +19,7 @@ def train(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray train [RECIPE] [--section.field value ...] [--print-config]"""
     config, print_config = parse_config(argv, "train")
     if print_config:
-        print(to_yaml(config), end="")
+        terminal.output(to_yaml(config).rstrip())
         return 0
     return INTERRUPTED if run_training(config, terminal).result["status"] == "stopped" else 0
 

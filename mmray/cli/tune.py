@@ -187,7 +187,7 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     require_positive(command, "samples", "concurrency")
     base = trials.restore_length(command.settings, recipe)
     if print_config:
-        print(to_yaml(base), end="")
+        terminal.output(to_yaml(base).rstrip())
         return 0
     given = (*command.space, *listed)
     if command.goal == "throughput":
