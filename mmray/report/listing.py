@@ -26,8 +26,16 @@ def list_runs(folder: AnyPath) -> list[dict[str, Any]]:
     except OSError as error:
         raise UsageError(f"cannot list {folder}: {error.strerror or error}; give a folder of runs") from None
     with ThreadPoolExecutor(MAX_PARALLEL) as threads:
-        rows = [row for row in threads.map(_summarize, children) if row is not None]
+        rows = [row for row in threads.map(_summarize_readable, children) if row is not None]
     return sorted(rows, key=lambda row: row["age_s"])
+
+
+def _summarize_readable(folder: AnyPath) -> dict[str, Any] | None:
+    """Return the row of a run or sweep; None for other entries, also those without access, such as lost+found."""
+    try:
+        return _summarize(folder)
+    except PermissionError:
+        return None
 
 
 def _summarize(folder: AnyPath) -> dict[str, Any] | None:

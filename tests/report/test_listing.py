@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,20 @@ def test_missing_folder_is_a_usage_error_and_empty_folder_is_not(tmp_path, capfd
         list_runs(tmp_path / "nowhere")
     assert cli.run(["runs", str(tmp_path)], Terminal()) == 0
     assert "no runs in" in capfd.readouterr().out
+
+
+def test_folder_without_access_is_left_out(tmp_path, monkeypatch):
+    make_run(tmp_path / "mine", [line(3)])
+    make_run(tmp_path / "locked", [line(3)])
+    stat = Path.stat
+
+    def refuse(path, **options):
+        if path.parent.name == "locked":
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)  # permissions do not bind root
+    assert [row["name"] for row in list_runs(tmp_path)] == ["mine"]
 
 
 def test_runs_on_an_object_store_are_listed(s3):
