@@ -122,6 +122,12 @@ def test_invalid_arguments_exit_with_2(typed, words, said):
     assert said in " ".join(err.split())
 
 
+def test_json_file_without_access_is_a_usage_error(typed, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # permissions do not bind root
+    code, _, err = typed("runs", str(tmp_path), "--json", str(tmp_path / "x.json"))
+    assert code == 2 and "x.json: not writable; choose another file" in err
+
+
 def test_storage_errors_exit_with_4(typed, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device", "runs/x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -87,6 +88,8 @@ def parse_args(
         raise UsageError(f"--json {file}: folder {Path(file).parent} does not exist; create it or choose another file")
     if file is not None and Path(file).is_dir():
         raise UsageError(f"--json {file}: is a folder; give a file in it")
+    if file not in (None, "-") and not os.access(file if Path(file).exists() else Path(file).parent, os.W_OK):
+        raise UsageError(f"--json {file}: not writable; choose another file")  # before the work, not after it
     return parsed
 
 
