@@ -96,6 +96,10 @@ def _load_file(file: Path) -> str:
     pad_id = tokenizer.token_to_id(pad) if isinstance(pad, str) else None
     if pad_id is not None and pad_id != declared_pad_id(tokenizer_json):
         tokenizer.enable_padding(pad_id=pad_id, pad_token=pad)
+    kind = str(settings.get("tokenizer_class")).removesuffix("Fast")
+    # SigLIP 2 was trained on lower case; many of its files name Gemma's class, which ignores the setting.
+    if kind == "Siglip2Tokenizer" or (kind == "GemmaTokenizer" and settings.get("do_lower_case")):
+        _prepend_normalizers(tokenizer, [normalizers.Lowercase()])
     open_clip = _read_settings(file.with_name(OPEN_CLIP_CONFIG))
     text = open_clip.get("model_cfg", open_clip).get("text_cfg", {})
     if text.get("tokenizer_kwargs", {}).get("clean") == "canonicalize":
@@ -213,4 +217,8 @@ def _canonicalize(tokenizer: Tokenizer, lowercase: bool = True, split_at_undersc
         normalizers.Replace(Regex(r"\s+"), " "),
         normalizers.Strip(),
     ]
-    tokenizer.normalizer = normalizers.Sequence([*cleaning, *([tokenizer.normalizer] if tokenizer.normalizer else [])])
+    _prepend_normalizers(tokenizer, cleaning)
+
+
+def _prepend_normalizers(tokenizer: Tokenizer, first: list[Any]) -> None:
+    tokenizer.normalizer = normalizers.Sequence([*first, *([tokenizer.normalizer] if tokenizer.normalizer else [])])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import regex
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, CLIPTokenizer, RobertaTokenizer, T5Tokenizer
+from transformers import AutoTokenizer, CLIPTokenizer, RobertaTokenizer, Siglip2Tokenizer, T5Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode, import_protobuf
 
 from mmray.data.text.tokenizer import TextEncoder, declared_pad_id
@@ -223,3 +223,18 @@ def test_unsupported_tokenizer_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     with pytest.raises(UsageError, match=r"vocab\.json has neither <\|startoftext\|> \(CLIP\)"):
         load_tokenizer(str(tmp_path), None)
+
+
+@pytest.mark.parametrize("kind", ["Siglip2Tokenizer", "GemmaTokenizer"])
+def test_siglip_2_reads_lower_case(kind: str, tmp_path: Path) -> None:
+    """Its tokenizer.json has no such normalizer; transformers' class and, in older files, do_lower_case add it."""
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *"\u2581AaCct"]
+    Siglip2Tokenizer(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]).save_pretrained(tmp_path)
+    expected = AutoTokenizer.from_pretrained(tmp_path)("A CAt").input_ids
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = tokenizer["normalizer"]["normalizers"][1]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": kind}
+    settings |= {"do_lower_case": True} if kind == "GemmaTokenizer" else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert Tokenizer.from_str(load_tokenizer(str(tmp_path), None)).encode("A CAt").ids == expected
