@@ -50,8 +50,6 @@ def _summarize(folder: AnyPath) -> dict[str, Any] | None:
         row = _run_row(folder)
     else:
         return None
-    if row["state"] == "running":  # as written by a sweep; it may have been killed
-        row["state"] = "unfinished"
     if lease.is_live(folder):
         row["state"] = "running"
     return {"name": folder.name, **row, "age_s": max(0.0, time.time() - max(changed_s))}

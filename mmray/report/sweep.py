@@ -162,7 +162,8 @@ class SweepRecord:
 
     @property
     def status(self) -> str:
-        return str(self.summary.get("status", "unfinished"))
+        """As in sweep.json; `unfinished` if it is running or was killed."""
+        return str(self.summary.get("status", "unfinished")).replace("running", "unfinished")
 
     @property
     def goal(self) -> Goal:

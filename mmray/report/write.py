@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import yaml
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
@@ -39,7 +40,10 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
         parts = sweep_figures(sweep, found)
         page = _render("sweep.html", sweep=sweep, title=folder.name, parts=parts, explanation=explanation)
     elif (folder / "config.yaml").exists():
-        run = RunRecord.read(folder)
+        try:
+            run = RunRecord.read(folder)
+        except yaml.YAMLError as error:
+            raise UsageError(f"{folder / 'config.yaml'} is not valid YAML: {error}") from None
         settings = summary.settings_table(run.config)
         page = _render(
             "run.html",

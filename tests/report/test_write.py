@@ -246,7 +246,11 @@ def test_running_sweep_has_a_page(tmp_path):
     rows = [learned("t001", 1e-3, "paused"), learned("t002", 1e-2, "running", rungs=[], curve=[], eval_loss=None)]
     about = {"status": "running", "recommendation": None, "gpu_hours": 0.25}
     page = page_of(make_sweep(tmp_path / "sweep", rows, goal="loss", rungs=[64, 256], **about))
-    assert "None yet: the sweep has not ended." in page and "so far" in page and "1 paused, 1 running" in page
+    assert (
+        "None yet: the sweep is still running or was killed." in page
+        and "so far" in page
+        and "1 paused, 1 running" in page
+    )
 
 
 def test_report_command_writes_the_page(tmp_path, capfd):
@@ -265,6 +269,9 @@ def test_invalid_arguments_are_usage_errors(tmp_path):
     ):
         with pytest.raises(UsageError, match=message):
             write_report(folder, out)
+    (run / "config.yaml").write_text("train: {steps: 5")
+    with pytest.raises(UsageError, match=r"config.yaml is not valid YAML"):
+        write_report(run)
 
 
 def test_report_of_a_run_on_an_object_store_equals_the_local_one(s3, tmp_path):
