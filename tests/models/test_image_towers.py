@@ -158,6 +158,21 @@ def test_timm_features_are_those_of_the_wrapped_model(name: str, args: Any, pool
     assert tower.grid(tower.features(pixels)).shape == (2, tower.width, 2, 2)
 
 
+def test_head_of_timm_is_frozen_and_wrong_side_is_named(tmp_path: Path) -> None:
+    """ConvNeXt normalizes after pooling; a weight without gradient would stop the dry run."""
+    pytest.importorskip("timm")
+    for name, args in (("test_convnext", {}), TIMM[2][:2]):
+        config = AutoConfig.for_model("timm_wrapper", architecture=name, model_args=args)
+        AutoModel.from_config(config).save_pretrained(tmp_path / name)
+    tower = build_image_tower(spec_of(tmp_path / "test_convnext"), 64, "local")
+    tower(PIXELS).sum().backward()
+    frozen = [name for name, weight in tower.named_parameters() if not weight.requires_grad]
+    assert frozen == ["net.timm_model.head.norm.weight", "net.timm_model.head.norm.bias"]
+    assert all(weight.grad is not None for weight in tower.parameters() if weight.requires_grad)
+    with pytest.raises(UsageError, match=r"image_side: .* cannot encode images of 48 pixels: Input height"):
+        build_image_tower(spec_of(tmp_path / TIMM[2][0]), 48, "local")
+
+
 def test_folder_that_timm_saved_is_an_image_tower(tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
     net = timm.create_model("test_resnet", num_classes=3).eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import TYPE_CHECKING, Any, Self
 from urllib.error import URLError
@@ -9,7 +10,7 @@ from urllib.error import URLError
 import torch
 from torch import Tensor, nn
 
-from mmray.errors import UsageError
+from mmray.errors import UsageError, first_line
 from mmray.models.protocol import Architecture
 from mmray.models.weights import (
     build_hf_encoder,
@@ -123,20 +124,36 @@ def _hf_network(spec: ImageTower, image_side: int, architecture: Architecture) -
         weights = spec.weights if architecture is None else None
     net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
     config = net.config
-    if config.model_type == "vit" and config.image_size != image_side:
-        raise UsageError(
-            f"model.inputs.image_side: {spec.weights} needs images of {config.image_size} pixels, not {image_side}"
-        )
     if config.model_type == "dinov2" and image_side % config.patch_size:  # it interpolates its positions
         raise UsageError(
             f"model.inputs.image_side: {spec.weights} needs a multiple of {config.patch_size} pixels, not {image_side}"
         )
-    for name, weight in net.named_parameters():
-        if any(part in name for part in ("mask_token", "attn_pool", "fc_norm")):
-            weight.requires_grad_(False)  # not used here, so it would never get a gradient
+    try:
+        _freeze_unused(net, image_side)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"model.inputs.image_side: {spec.weights} cannot encode images of {image_side} pixels: {first_line(error)}"
+        ) from None
     if config.model_type == "timm_wrapper":
         return net, net.timm_model.num_features, int(getattr(net.timm_model, "num_prefix_tokens", 0))
     return (net, config.hidden_sizes[-1], 0) if config.model_type == "resnet" else (net, config.hidden_size, 1)
+
+
+def _freeze_unused(net: Any, image_side: int) -> None:
+    """Freeze the weights that the features do not depend on, such as those of a head: they would get no gradient.
+
+    They are found by a backward pass of a copy on the meta device, without memory. Raises the network's errors.
+    """
+    weights = dict(net.named_parameters())
+    on_meta = {id(weight): nn.Parameter(weight.detach().to("meta")) for weight in weights.values()}
+    memo = on_meta | {id(buffer): buffer.to("meta") for buffer in net.buffers()}
+    with torch.enable_grad():
+        pixels = torch.zeros(1, 3, image_side, image_side, device="meta")
+        features = copy.deepcopy(net, memo).eval()(pixels).last_hidden_state
+        gradients = torch.autograd.grad(features.sum(), list(on_meta.values()), allow_unused=True)
+    for weight, gradient in zip(weights.values(), gradients, strict=True):
+        if gradient is None:
+            weight.requires_grad_(False)
 
 
 def _resnet(spec: ImageTower, read_weights: bool) -> tuple[Any, int, int]:
