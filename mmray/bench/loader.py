@@ -61,6 +61,8 @@ def bench_loader(
     """Return {machine, ratios, spread, rows, notes}, one row per loader (median window). Raises UsageError."""
     if images < GLOBAL_ROWS:
         raise UsageError(f"--images {images}: bench loader needs at least {GLOBAL_ROWS}, a global batch")
+    if workers < 0:
+        raise UsageError(f"--workers {workers}: must be 0 (one per core) or more")
     actors = workers or cores()
     rates: list[dict[str, float]] = []  # images/s of each loader, by round
     first_s: dict[str, list[float]] = defaultdict(list)
@@ -72,6 +74,8 @@ def bench_loader(
                 start_s = time.time()
                 arrivals = loaders[name]()
                 rate = rows_per_s(arrivals, STREAM_WARMUP_ARRIVALS if name.startswith("stream") else WARMUP_ARRIVALS)
+                if rate == 0:
+                    raise UsageError(f"{name}: too few blocks to measure a rate; raise --window-s or lower --block-mb")
                 rates[-1][name] = rate
                 first_s[name].append(max(each[0].at_s for each in arrivals) - start_s)
                 notify(f"round {number + 1} of {rounds}: {name} {rate:,.0f} images/s")

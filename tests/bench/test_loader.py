@@ -114,6 +114,16 @@ def test_table_and_json_of_fixed_windows(tmp_path, monkeypatch):
     assert all(note in text for note in written["notes"])
 
 
+def test_window_of_one_block_and_negative_workers_are_refused(monkeypatch):
+    loaders = {name: lambda: [arrivals(0.1, count=1)] for name in RATES}
+    monkeypatch.setattr(loader, "_build_loaders", lambda *_: loaders)
+    monkeypatch.setattr(loader, "ray_session", lambda _: nullcontext())
+    with pytest.raises(UsageError, match=r"reader original: too few blocks .* lower --block-mb"):
+        bench_loader(lambda _: None, gpu_rate=1000.0)
+    with pytest.raises(UsageError, match="--workers -3: must be 0"):
+        bench_loader(lambda _: None, workers=-3)
+
+
 @pytest.mark.cluster
 def test_bench_loader_end_to_end(local_ray, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
