@@ -38,10 +38,10 @@ from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.optimizer import freeze_parameters, lr_at
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
-from mmray.engine.parallel.transforms import apply_transforms, compile_branches
+from mmray.engine.parallel.transforms import RECOMPILE_LIMIT, apply_transforms, compile_branches
 from mmray.engine.precision import Precision, seed_everything, select_precision
 from mmray.engine.run_state import Callback, LoopResult, TrainSpec
-from mmray.errors import UsageError, is_out_of_memory
+from mmray.errors import OutOfMemoryError, UsageError, is_out_of_memory
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
 
@@ -129,11 +129,15 @@ def copy_ahead(device: torch.device, batches: Iterator[Batch]) -> Iterator[Batch
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> nn.Module:
-    """Compile each block of a list of blocks; equal ones share their code. Without effect on a CPU and before sm70."""
+    """Compile each block of a list of blocks; equal ones share their code. Without effect on a CPU and before sm70.
+
+    Shapes are static: by default the later stages of a ResNet would run slower code of dynamic height and width.
+    """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0):  # Triton
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         for blocks in [part for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]:
             for block in blocks:
-                block.compile()
+                block.compile(dynamic=False)
     return model
 
 
@@ -271,8 +275,11 @@ class Bench:
         world, rows = self.group.world_size, self.rank_rows if accumulated else self.micro
         shape = BatchShape(rows * world, self.micro, -(-rows // self.micro), world)
         timer = StepTimer((self.group.device,), total_until=steps)
-        result = self.train(self._copy(), shape, steps, timer, log=self.log)
-        return sum(timer.times_s), result.metrics["train/loss"]
+        metrics = self.train(self._copy(), shape, steps, timer, log=self.log).metrics
+        if (micro := metrics["batch/micro"]) < self.micro:  # the other loops have not changed theirs
+            problem = f"out of memory with micro-batches of {self.micro} rows, {micro:.0f} fit"
+            raise OutOfMemoryError(f"{problem}: lower batch.micro in the recipe")
+        return sum(timer.times_s), metrics["train/loss"]
 
     def bare_window(self, steps: int) -> tuple[float, float]:
         """Return (seconds, last loss) of a window of the bare loop on a copy of the model, a micro-batch per step."""

@@ -15,8 +15,11 @@ from mmray.bench import step
 from mmray.bench.spawn import WorkerFailed, spawn_workers
 from mmray.bench.step import WARMUP_STEPS, Bench, bench_step, build_bench, time_pairs
 from mmray.config import Batch, Cluster, Config, ImageTower, Inputs, Objective, Optimizer, TextTower, Train, TwoTower
+from mmray.engine import loop
 from mmray.engine.collectives import Group
-from mmray.errors import ResourceError, UsageError
+from mmray.engine.oom import RecoverableOom
+from mmray.engine.prefetch import LocalBatch
+from mmray.errors import OutOfMemoryError, ResourceError, UsageError
 from tests.engine.fake_cuda import DEVICES, gpus
 
 CPU = torch.device("cpu")
@@ -84,6 +87,41 @@ def test_best_loop_takes_the_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Bench, "best_window", window)
     assert bench.best_rows() == 3 and tried == [10, 5, 3]
+
+
+def test_best_loop_compiles_static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stage has other sizes than the first, which torch would take for dynamic ones."""
+    compiled, graphs = torch.nn.Module.compile, []
+
+    def record(graph: torch.nn.Module, inputs: list[object]) -> torch.nn.Module:
+        graphs.append([value for value in inputs if not isinstance(value, torch.Tensor)])
+        return graph
+
+    def compile_recorded(block: torch.nn.Module, **options: object) -> None:
+        compiled(block, backend=record, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_recorded)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    bench = build_bench(tiny(), Group(), micro=4)
+    torch.compiler.reset()
+    step.compile_blocks(bench.model, DEVICES[0])(bench.batches[0])
+    torch.compiler.reset()
+    assert len(graphs) >= 3  # two stages and a layer
+    assert not any(graphs)  # a dynamic size is an input of the graph
+
+
+def test_loop_that_reduced_its_micro_batch_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the loop continues after an OOM; the loops that it is compared with do not."""
+    bench, step_of_loop = build_bench(tiny(), Group(), micro=4), loop.optimizer_step
+
+    def without_memory(state: object, batch: LocalBatch, *arguments: object) -> object:
+        if max(batch.sizes) > 2:
+            raise RecoverableOom("CUDA out of memory")
+        return step_of_loop(state, batch, *arguments)
+
+    monkeypatch.setattr(loop, "optimizer_step", without_memory)
+    with pytest.raises(OutOfMemoryError, match=r"out of memory with micro-batches of 4 rows, 2 fit: lower batch.micro"):
+        bench.loop_window(4)
 
 
 @pytest.mark.gpu
