@@ -90,7 +90,7 @@ def train(kind: str, device: torch.device, plan: SamplePlan = PLAN, **options: A
     """The final weights of a run, on the CPU; the options are those of `spec_of`."""
     spec = spec_of(kind, device, plan=plan, **options)
     outcome = loop.train_loop(spec, steps_of(kind, plan=plan))
-    assert (outcome.status, outcome.steps) == ("finished", plan.steps)
+    assert (outcome.status, outcome.steps) == ("finished", plan.steps), outcome
     return flat(spec.model)
 
 
@@ -157,12 +157,14 @@ def check_half_precision(kind: str, device: torch.device, syncs: Any = None) -> 
             settings: dict[str, Any] = {"precision": name, "ema": 0.9, "log_every": 100}
             weights = train(kind, device, double=False, options={"callbacks": (callback,)}, **settings)
         expected = [1 if device.type == "cuda" else 0] * (PLAN.steps - 2)
-        assert callback.per_step()[1:-1] == expected  # the model moves in the first step; the last one logs
-        assert weights.dtype == torch.float32 and bool(weights.isfinite().all())
-        assert callback.lines[-1]["memory/peak_gib"] > 0
+        counts = callback.per_step()[1:-1]  # the model moves in the first step; the last one logs
+        places = getattr(counter, "places", "")
+        assert counts == expected, f"{name}: host synchronizations by step {counts}, not {expected}: {places}"
+        assert weights.dtype == torch.float32 and bool(weights.isfinite().all()), f"{name}: weights are not finite"
+        assert callback.lines[-1]["memory/peak_gib"] > 0, callback.lines[-1]
         losses[name] = callback.lines[-1]["train/loss"]
     assert abs(losses["bf16"] / losses["fp32"] - 1) < 0.05 and losses["bf16"] != losses["fp32"], losses
-    assert math.isfinite(losses["fp16"])  # its first steps may be skipped, until the loss scale fits
+    assert math.isfinite(losses["fp16"]), losses  # its first steps may be skipped, until the loss scale fits
     return losses
 
 

@@ -2,7 +2,7 @@
 
 It needs torch, torchvision, transformers, Pillow and pyarrow: no Ray, no pydantic, no network. Each stage of
 gpu_stages.py runs in its own process with a time limit and writes DIR/STAGE.json after each case, so that a crash of
-the GPU, or a stop, loses one case. DIR/summary.json has all of them.
+the GPU, or a stop, loses one case. DIR/summary.json has the stages that have ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from mmray.bench import stand_ins
 
 MISSING = stand_ins.install()  # here, because processes that a stage spawns import this module first
 
-LIMITS_S = {  # the stages in their order; together 8 minutes. Time that a stage leaves is for the next
+TOTAL_S = 480.0  # of a command, whatever its stages: compiling takes minutes of `step` and `models`
+LIMITS_S = {  # the stages in their order, and their shares of TOTAL_S. Time that a stage leaves is for the next
     "environment": 35,
     "checks": 60,
     "step": 170,
@@ -50,16 +51,19 @@ def main(argv: list[str] | None = None) -> int:
     if args.child_limit_s is not None:
         run_child(args.stages[0], args.device, args.out, start_s + args.child_limit_s)
         os._exit(0)  # the end of an interpreter with compile workers takes seconds
-    stages: list[dict[str, Any]] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by an exception, so that the stage is killed too
+    factor = TOTAL_S / sum(LIMITS_S[name] for name in args.stages) * (1 if args.device == "cuda" else CPU_FACTOR)
+    result: dict[str, Any] = {"device": args.device, "stand_ins": MISSING, "stages": []}
     end_s = start_s
     for name in args.stages:
-        end_s += LIMITS_S[name] * (1 if args.device == "cuda" else CPU_FACTOR)
-        stages.append(run_stage(name, args.device, args.out, end_s - time.monotonic()))
-        print(f"{name}: {format_counts(stages[-1]['counts'])} in {stages[-1]['seconds']:.0f} s", flush=True)
-    counts = count_outcomes([row for stage in stages for row in stage["rows"]])
-    result = {"device": args.device, "stand_ins": MISSING, "seconds": time.monotonic() - start_s, "counts": counts}
-    write_json(args.out / "summary.json", result | {"stages": stages})
-    print("\n".join(format_table(stages)))
+        end_s += LIMITS_S[name] * factor
+        stage = run_stage(name, args.device, args.out, end_s - time.monotonic())
+        result["stages"].append(stage)
+        counts = count_outcomes([row for each in result["stages"] for row in each["rows"]])
+        result |= {"seconds": time.monotonic() - start_s, "counts": counts}
+        write_json(args.out / "summary.json", result)
+        print("\n".join(format_table(stage)))
+        print(f"{name}: {format_counts(stage['counts'])} in {stage['seconds']:.0f} s", flush=True)
     print(f"{format_counts(counts)} in {result['seconds']:.0f} s; results in {args.out / 'summary.json'}")
     return int(counts["failed"] > 0)
 
@@ -132,13 +136,10 @@ def format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
 
 
-def format_table(stages: list[dict[str, Any]]) -> list[str]:
+def format_table(stage: dict[str, Any]) -> list[str]:
     """Lines of a table: stage, case, result."""
-    lines = [("stage", "case", "result")]
-    for stage in stages:
-        lines += [(stage["stage"], row["case"], format_result(row)) for row in stage["rows"]]
-    widths = [max(len(line[column]) for line in lines) for column in range(2)]
-    return [f"{stage:{widths[0]}}  {case:{widths[1]}}  {result}" for stage, case, result in lines]
+    width = max((len(row["case"]) for row in stage["rows"]), default=0)
+    return [f"{stage['stage']}  {row['case']:{width}}  {format_result(row)}" for row in stage["rows"]]
 
 
 def format_result(row: dict[str, Any]) -> str:

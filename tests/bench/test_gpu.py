@@ -6,15 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import time
+from itertools import accumulate, count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
 from mmray import machine
-from mmray.bench import gpu, gpu_stages, stand_ins
+from mmray.bench import device_checks, gpu, gpu_stages, stand_ins
 from mmray.bench.gpu_stages import STAGES, largest_gaps, run_stage
 from mmray.config import recipes
 from mmray.config.base import Section
@@ -117,5 +120,60 @@ def test_largest_gaps_are_between_spans_that_do_not_overlap() -> None:
     assert rows == [{"gap_us": 18.0, "after": "b", "before": "c"}]
 
 
-def test_limits_of_the_stages_are_eight_minutes() -> None:
-    assert sum(gpu.LIMITS_S.values()) == 480 and set(gpu.LIMITS_S) == set(STAGES)
+@pytest.mark.parametrize(
+    ("stages", "limits"),
+    [([], list(gpu.LIMITS_S.values())), (["models"], [480]), (["gaps", "syncs"], [480 * 5 / 9, 480])],
+)
+def test_chosen_stages_share_eight_minutes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stages: list[str], limits: list[float]
+) -> None:
+    """A stage leaves its time to the next; the summary is complete after each."""
+    given: list[float] = []
+
+    def run(name: str, device_type: str, folder: Path, limit_s: float) -> dict[str, Any]:
+        summary = folder / "summary.json"
+        assert len(json.loads(summary.read_text())["stages"] if given else []) == len(given)
+        given.append(limit_s)
+        return {"stage": name, "seconds": 0.0, "counts": gpu.count_outcomes([]), "rows": []}
+
+    monkeypatch.setattr(gpu, "run_stage", run)
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    assert gpu.main(["--out", str(tmp_path), *(["--stages", *stages] if stages else [])]) == 0
+    assert set(gpu.LIMITS_S) == set(STAGES)
+    assert given == pytest.approx(limits if stages else list(accumulate(limits)))
+    assert given[-1] == pytest.approx(480)
+
+
+def test_stopped_command_stops_its_stage(tmp_path: Path) -> None:
+    child = "import os, pathlib, time; pathlib.Path('pid').write_text(f'{os.getpid()};'); time.sleep(60)"
+    script = f"from mmray.bench import gpu; gpu.COMMAND = [{sys.executable!r}, '-c', {child!r}]; gpu.main()"
+    command = subprocess.Popen(
+        [sys.executable, "-c", script, "--out", ".", "--stages", "gaps"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    pid = tmp_path / "pid"
+    while not (pid.exists() and pid.read_text().endswith(";")):
+        assert command.poll() is None
+        time.sleep(0.05)
+    command.terminate()
+    assert command.wait() != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()[:-1]), 0)
+
+
+def test_failed_check_reports_its_values() -> None:
+    class Syncs:
+        values = count(1)
+
+        @property
+        def count(self) -> int:
+            return next(self.values)
+
+    with pytest.raises(AssertionError, match=r"fp32: host synchronizations by step \[1\], not \[0\]"):
+        device_checks.check_half_precision("clip", CPU, Syncs())
+
+
+def test_gaps_are_measured_without_the_recording_of_operators() -> None:
+    assert gpu_stages.ProfiledSteps(torch.device("cuda")).profile.activities == {ProfilerActivity.CUDA}
