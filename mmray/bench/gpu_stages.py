@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from traceback import extract_tb
+from traceback import extract_tb, print_exc
 from typing import Any
 
 import torch
@@ -299,6 +299,7 @@ def run_stage(name: str, device: torch.device, write: Callable[[list[dict[str, A
         try:
             result = measure()
         except Exception as error:  # noqa: BLE001 - any failure is a line of the result
+            print_exc()  # into the log of the stage: the first line may lack the reason, as of torch.compile
             result = {"error": describe_error(error)}
         results: list[dict[str, Any]] = result if isinstance(result, list) else [{"case": case, **result}]
         results[0] |= {"seconds": time.monotonic() - start_s}

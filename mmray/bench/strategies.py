@@ -69,7 +69,8 @@ def bench_strategies(
             name = row["strategy"].replace(" ", "_").replace(",", "")
             ratios[f"{name}_vs_ddp"] = row["samples_per_s"] / base["samples_per_s"]
     machine = describe_machine(torch.device(device_type))
-    return {"machine": machine, "batch": str(shape), "ratios": ratios, "rows": rows}
+    batch = str(replace(shape, auto=False))  # the upper limit of `batch.micro auto`, because no row is probed
+    return {"machine": machine, "batch": batch, "ratios": ratios, "rows": rows}
 
 
 def _time_row(config: Config, train: dict[str, Any], shape: BatchShape, device_type: str, steps: int) -> dict[str, Any]:

@@ -80,7 +80,9 @@ def test_stages_run_with_few_packages(few_packages: dict[str, str], tmp_path: Pa
     assert "resnet50-bert, gap 1" in done.stdout and f"{passed} passed, 0 failed, 0 skipped" in done.stdout
 
 
-def test_failed_case_is_a_line_and_late_cases_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_case_is_a_line_and_late_cases_are_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now_s, written = [0.0], []
 
     def fail() -> dict[str, Any]:
@@ -96,6 +98,7 @@ def test_failed_case_is_a_line_and_late_cases_are_skipped(monkeypatch: pytest.Mo
     assert [len(rows) for rows in written] == [1, 3, 4]
     bad, one, two, late = written[-1]
     assert (bad["case"], bad["seconds"]) == ("bad", 0.0) and bad["error"].startswith("RuntimeError: no kernel image")
+    assert "no kernel image\nis available" in capsys.readouterr().err  # with its traceback
     assert (one["value"], one["seconds"], two) == (1, 11.0, {"case": "two", "value": 2})
     assert late == {"case": "late", "skipped": "time limit of the stage"}
 

@@ -62,6 +62,11 @@ def test_failed_baseline_has_a_reason_and_leaves_other_rows_without_ratios(worke
     assert rows == [("RuntimeError: no memory", None, None), (None, 1, None)] and result["ratios"] == {}
 
 
+def test_batch_of_auto_is_the_measured_one(workers):
+    result = bench_strategies(tiny(workers=2, batch=Batch(micro="auto", global_=12)), steps=2)
+    assert result["batch"] == "micro 6 x accumulation 1 x workers 2 = 12 rows per step"
+
+
 def test_all_rows_use_the_same_device_type(workers, monkeypatch):
     """A worker uses the CPU if the baseline has too few GPUs; an explicit GPU request is an error."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
