@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -164,6 +165,20 @@ def test_stopped_command_stops_its_stage(tmp_path: Path) -> None:
     assert command.wait() != 0
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()[:-1]), 0)
+
+
+def test_memory_probe_is_kept_if_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("cannot compile")
+
+    monkeypatch.setattr(gpu_stages.Bench, "train", fail)
+    written: list[dict[str, Any]] = []
+    run_stage("memory", CPU, lambda rows: written.extend(rows[-1:]), end_s=math.inf)
+    rows = {row["case"]: row for row in written}
+    assert list(rows) == [f"{name}, {part}" for part in ("probe", "run") for name in gpu_stages.RECIPES]
+    for name in gpu_stages.RECIPES:
+        assert rows[f"{name}, probe"]["micro"] == gpu_stages.TINY_GLOBAL_ROWS
+        assert rows[f"{name}, run"]["error"].startswith("RuntimeError: cannot compile")
 
 
 def test_failed_check_reports_its_values() -> None:
