@@ -90,8 +90,11 @@ def on_ranks(world: int, work: Any) -> list[Any]:
         except DataError as error:
             return error
 
-    with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(run, range(world)))
+    try:
+        with ThreadPoolExecutor(world) as pool:
+            return list(pool.map(run, range(world)))
+    finally:
+        torch.compiler.set_stance("default")  # of the process: threads that set and restore it interleave
 
 
 @pytest.fixture(scope="module")

@@ -158,7 +158,7 @@ def test_headers_are_read_in_parallel(checkpoint, monkeypatch):
         return read(reader, file, start, stop)
 
     monkeypatch.setattr(RangeReader, "read", wait_and_read)
-    metadata = state_io.ShardReader(checkpoint).read_metadata()
+    metadata = state_io.ShardReader(checkpoint, lambda: None).read_metadata()
     assert {chunk.file for chunk in metadata.storage_data.values()} == set(names)
 
 
