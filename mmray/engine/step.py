@@ -51,7 +51,7 @@ def optimizer_step(state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: 
     rank that runs out of memory leaves a collective that others wait in, it raises the original error.
     """
     error = ""
-    guard = OomGuard(state.group, enabled=state.can_recover_oom and state.group.world_size > 1)
+    guard = oom_guard(state)
     try:
         cache, scalars = accumulate_gradients(state, batch, seed_of, stop, guard)
     except (RuntimeError, MemoryError) as raised:
@@ -63,6 +63,11 @@ def optimizer_step(state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: 
     with state.timers("optimizer"):
         grad_norm, stop_requested = apply_update(state, cache.num_stop_requests, guard)
     return StepResult(cache.sums, cache.loss_counts, scalars, grad_norm, stop_requested)
+
+
+def oom_guard(state: TrainState) -> OomGuard:
+    """Return the guard of one accumulation. A single rank needs none: no other rank waits for it in a collective."""
+    return OomGuard(state.group, enabled=state.can_recover_oom and state.group.world_size > 1)
 
 
 def accumulate_gradients(

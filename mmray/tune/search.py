@@ -29,24 +29,13 @@ from mmray.storage.storage import parallel_map
 from mmray.train.backend import num_gpus
 from mmray.train.driver import train
 from mmray.train.local import count_gpus
-from mmray.train.ray_backend import (
-    check_capacity,
-    check_storage,
-    is_single_node,
-    resource_demand,
-)
+from mmray.train.ray_backend import check_capacity, check_storage, is_single_node, resource_demand
 from mmray.train.resolve import resolve_run
 from mmray.train.run_dir import collect_environment
 from mmray.tune import population
 from mmray.tune import trials as trial_module
 from mmray.tune.ray_tune import ENVIRONMENT, fit
-from mmray.tune.results import (
-    Row,
-    flag_unequal_losses,
-    promoted,
-    rung_value,
-    select_best,
-)
+from mmray.tune.results import Row, flag_unequal_losses, promoted, rung_value, select_best
 from mmray.tune.suggestions import distinct_settings
 from mmray.tune.sweep import STOP_FILE, Sweep, SweepDir, SweepReporter, SweepState, resolve_sweep_dir
 from mmray.tune.trials import FeasibleSpace, Share, SweepPlan, Trial, starting_points

@@ -15,12 +15,11 @@ import math
 from dataclasses import replace
 
 from mmray.engine.metrics.writers import Metrics
-from mmray.engine.oom import OomGuard
 from mmray.engine.optimizer import grad_norm
 from mmray.engine.parallel import strategy
 from mmray.engine.prefetch import LocalBatch, split_micro_batches
 from mmray.engine.run_state import SeedFn, TrainState
-from mmray.engine.step import accumulate_gradients, zero_gradients
+from mmray.engine.step import accumulate_gradients, oom_guard, zero_gradients
 
 DECAY = 0.95  # of the average, per measured step
 
@@ -43,8 +42,7 @@ def measure_noise(
         for half in (*halves, halves[0]):
             if len(squares) == 1:
                 zero_gradients(state)
-            guard = OomGuard(state.group, enabled=state.can_recover_oom and state.group.world_size > 1)
-            accumulate_gradients(state, half, seed_of, guard=guard)
+            accumulate_gradients(state, half, seed_of, guard=oom_guard(state))
             norm = float(grad_norm(list(state.model.parameters()))) / state.scaler.get_scale()
             squares.append(norm**2)
             if not math.isfinite(norm):  # on all ranks
