@@ -165,10 +165,10 @@ def test_worker_that_exits_has_a_bug_and_one_that_is_killed_is_lost(code, kind):
 
 
 class KillingDataProcess(Stopping):
-    """Kills one of the data processes at step 3; later stops the run by SIGTERM to all, as Slurm and systemd do."""
+    """Kills one of the data processes at step 1; later stops the run by SIGTERM to all, as Slurm and systemd do."""
 
     def step(self, metrics, total_steps):
-        if metrics["step"] == 3:
+        if metrics["step"] == 1:
             children = psutil.Process(worker().pid).children()
             next(each for each in children if "spawn_main" in " ".join(each.cmdline())).kill()
         if self.at and metrics["step"] >= self.at:
@@ -179,7 +179,8 @@ class KillingDataProcess(Stopping):
 def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weights(data, tmp_path, calm):
     reporter = KillingDataProcess(at=7)
     wanted = one_worker(data, tmp_path, "run", ["Slowly"])
-    two = wanted.replace(data=wanted.data.model_copy(update={"workers": 2}))
+    data_changes = {"workers": 2, "block_mb": 0.004}  # four blocks a step: the killed process has work in each
+    two = wanted.replace(data=wanted.data.model_copy(update=data_changes))
     stopped = driver.train(two, reporter)
     assert stopped.result["status"] == "stopped" and 7 <= stopped.result["steps"] < STEPS
     assert stopped.result["restarts"] == 0
