@@ -177,12 +177,12 @@ class KillingDataProcess(Stopping):
 
 
 def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weights(data, tmp_path, calm):
-    reporter = KillingDataProcess(at=7)
+    reporter = KillingDataProcess(at=5)
     wanted = one_worker(data, tmp_path, "run", ["Slowly"])
     data_changes = {"workers": 2, "block_mb": 0.004}  # four blocks a step: the killed process has work in each
     two = wanted.replace(data=wanted.data.model_copy(update=data_changes))
     stopped = driver.train(two, reporter)
-    assert stopped.result["status"] == "stopped" and 7 <= stopped.result["steps"] < STEPS
+    assert stopped.result["status"] == "stopped" and 5 <= stopped.result["steps"] < STEPS
     assert stopped.result["restarts"] == 0
     assert any("data process died" in text for text in notes(reporter, "data"))
     worker_peak_gib = max(line["memory/peak_gib"] for line in lines(stopped.path))
