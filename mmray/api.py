@@ -153,7 +153,7 @@ def tune(
     `space={"batch.global": [512, 1024], "optimizer.lr": "loguniform(1e-5,1e-3)"}` lists the settings to compare.
     `best.yaml` in the folder of the returned sweep is a recipe for `train`.
     """
-    from mmray.tune import trials  # imports numpy
+    from mmray.tuning import trials  # imports numpy
 
     kinds = get_type_hints(TuneCommand)
     for name, value in {"goal": goal, "search": search, "scheduler": scheduler}.items():

@@ -20,7 +20,7 @@ from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from tests.checkpoints import save_checkpoint
 from tests.made import CAPTIONS
-from tests.train import runs
+from tests.training import runs
 
 
 @pytest.fixture

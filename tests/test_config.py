@@ -2,7 +2,18 @@
 
 import pytest
 
-from mmray.config import Clip, Cluster, Config, CustomModel, ImageTower, Siglip, TextTower, TwoTower, from_yaml, to_yaml
+from mmray.config import (
+    Clip,
+    Cluster,
+    Config,
+    CustomModel,
+    ImageTower,
+    Siglip,
+    TextTower,
+    TwoTower,
+    from_yaml,
+    to_yaml,
+)
 from mmray.config import data as data_settings
 from mmray.data.formats import rows
 from mmray.errors import UsageError

@@ -15,7 +15,7 @@ from mmray.models.export.export import export
 from tests.conftest import ROOT
 from tests.engine.single_worker import run_worker
 from tests.made import make_set, noisy, row
-from tests.train import runs
+from tests.training import runs
 
 README = (ROOT / "README.md").read_text()
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)

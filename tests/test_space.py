@@ -3,7 +3,13 @@
 import pytest
 
 from mmray.config import Batch, Config
-from mmray.config.search_space import DEFAULT_SAMPLES, Range, override_settings, parse_space, setting_value
+from mmray.config.search_space import (
+    DEFAULT_SAMPLES,
+    Range,
+    override_settings,
+    parse_space,
+    setting_value,
+)
 from mmray.errors import UsageError
 
 

@@ -23,7 +23,15 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from mmray.bench.device_checks import CHECKS, INPUTS, MODELS, TOWERS, SyncsPerStep, compile_backend, count_syncs
+from mmray.bench.device_checks import (
+    CHECKS,
+    INPUTS,
+    MODELS,
+    TOWERS,
+    SyncsPerStep,
+    compile_backend,
+    count_syncs,
+)
 from mmray.bench.spawn import describe_machine
 from mmray.bench.step import WARMUP_STEPS, Bench, StepTimer, build_bench, measure_loops
 from mmray.bench.strategies import bench_strategies

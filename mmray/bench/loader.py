@@ -17,7 +17,14 @@ import ray
 import torch
 
 from mmray.bench import synthetic_images
-from mmray.bench.baselines import WARMUP_ARRIVALS, Arrival, LoaderWorker, TextbookDataset, TunedDataset, rows_per_s
+from mmray.bench.baselines import (
+    WARMUP_ARRIVALS,
+    Arrival,
+    LoaderWorker,
+    TextbookDataset,
+    TunedDataset,
+    rows_per_s,
+)
 from mmray.bench.spawn import describe_machine
 from mmray.cluster.connect import ray_session
 from mmray.config import Cluster, Inputs, Prepare

@@ -156,7 +156,7 @@ def fast_kernels() -> Iterator[None]:
 
 def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[str, Any]:
     """Measure the loops in `pairs` rounds of windows. Raises UsageError."""
-    from mmray.train.validate import unsupported_reasons
+    from mmray.training.validate import unsupported_reasons
 
     if config.objective.kind != "contrastive":
         raise UsageError(f"bench step supports objective.kind `contrastive` only, got `{config.objective.kind}`")

@@ -22,7 +22,7 @@ from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import Metrics
 from mmray.engine.parallel.strategy import two_devices
 from mmray.errors import UsageError, suggest
-from mmray.train.validate import unsupported_reasons
+from mmray.training.validate import unsupported_reasons
 
 if TYPE_CHECKING:
     from mmray.config import Config

@@ -163,7 +163,7 @@ def rows_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, str]]) 
 
 
 class Reporter:
-    """Shows a run on the console; implements mmray.train.monitor.RunReporter."""
+    """Shows a run on the console; implements mmray.training.monitor.RunReporter."""
 
     def __init__(self, terminal: Terminal):
         self.terminal = terminal

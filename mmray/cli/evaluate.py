@@ -68,7 +68,7 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
 def load_settings(run: str) -> EvalSettings:
     """Return the evaluation settings of a run. Raises UsageError."""
     from mmray.storage.paths import to_path
-    from mmray.train.evaluate_export import load_run_config
+    from mmray.training.evaluate_export import load_run_config
 
     return load_run_config(to_path(run)).evaluate.without_interval
 
@@ -76,7 +76,7 @@ def load_settings(run: str) -> EvalSettings:
 def evaluate(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray evaluate RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...] [--json FILE]"""
     if weights := flag_values("--weights", argv):
-        from mmray.train.evaluate_export import evaluate_pretrained
+        from mmray.training.evaluate_export import evaluate_pretrained
 
         given, config = parse_evaluate_weights(weights[-1], argv)
         metrics = _show(lambda reporter: evaluate_pretrained(config, given.data, given.split, reporter), terminal)
@@ -90,7 +90,7 @@ def evaluate(argv: Sequence[str], terminal: Terminal) -> int:
 def run_evaluation(command: EvaluateCommand, terminal: Terminal) -> dict[str, float]:
     """Evaluate a run; show and return the metrics. Raises MmrayError."""
     from mmray.storage.paths import to_path
-    from mmray.train.evaluate_export import evaluate_run
+    from mmray.training.evaluate_export import evaluate_run
 
     cluster: dict[str, Any] = {"workers": command.workers, "accelerator": command.accelerator}
 
@@ -110,7 +110,7 @@ def _show(call: Callable[[Reporter], dict[str, float]], terminal: Terminal) -> d
 
 def parse_evaluate_weights(weights: str, argv: Sequence[str]) -> tuple[EvaluateWeightsCommand, Config]:
     """Return the command line and its config, with the settings of the weights as defaults. Raises UsageError."""
-    from mmray.train.evaluate_export import pretrained_config
+    from mmray.training.evaluate_export import pretrained_config
 
     config = pretrained_config(weights)
     own = EvaluateWeightsCommand(

@@ -53,7 +53,7 @@ def export(argv: Sequence[str], terminal: Terminal) -> int:
 def run_export(command: ExportCommand, terminal: Terminal) -> AnyPath:
     """Export a run's model and return the folder. Raises MmrayError."""
     from mmray.storage.paths import to_path
-    from mmray.train.evaluate_export import export_run
+    from mmray.training.evaluate_export import export_run
 
     with terminal.progress("exporting"):
         out = export_run(to_path(command.run), command.out, command.step)
@@ -71,7 +71,7 @@ def _print_exported(out: AnyPath, terminal: Terminal) -> None:
 
 
 def _export_weights(weights: str, argv: Sequence[str], terminal: Terminal) -> AnyPath:
-    from mmray.train.evaluate_export import export_pretrained, pretrained_config
+    from mmray.training.evaluate_export import export_pretrained, pretrained_config
 
     config = pretrained_config(weights)
     own = ExportWeightsCommand(out="", weights=weights, model=config.model)

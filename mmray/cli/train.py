@@ -12,7 +12,7 @@ from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED
 
 if TYPE_CHECKING:
-    from mmray.train.driver import RunOutcome
+    from mmray.training.driver import RunOutcome
 
 
 def train(argv: Sequence[str], terminal: Terminal) -> int:
@@ -28,7 +28,9 @@ def run_training(config: Config, terminal: Terminal) -> RunOutcome:
     """Train a config; show its progress and its outcome. Raises MmrayError."""
     terminal.note(f"mmray {version('mmray')}, recipe {config.recipe}")
     with terminal.progress("importing"):
-        from mmray.train import driver  # `--help` and `--print-config` must not import Ray and torch
+        from mmray.training import (
+            driver,  # `--help` and `--print-config` must not import Ray and torch
+        )
 
         outcome = driver.train(config, Reporter(terminal), terminal.start_s)
     _print_outcome(outcome, terminal)

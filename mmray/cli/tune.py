@@ -25,7 +25,7 @@ from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
     from mmray.config.search_space import Space
-    from mmray.tune.sweep import TimeLeft
+    from mmray.tuning.sweep import TimeLeft
 
 Row = dict[str, Any]
 POPULATION = 8  # trials of population based training
@@ -34,7 +34,7 @@ SHORT_TITLES = {"loss": "held-out", "recall": "R@1", "time-to-quality": "s to ta
 
 
 class ConsoleSweepReporter(Reporter):
-    """Prints a line per rung and ended trial, and a live table; implements mmray.tune.sweep.SweepReporter."""
+    """Prints a line per rung and ended trial, and a live table; implements mmray.tuning.sweep.SweepReporter."""
 
     def __init__(self, terminal: Terminal, goal: str):
         super().__init__(terminal)
@@ -177,7 +177,7 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     name, rest, print_config = split_args(argv)
     rest, listed = split_global_list(rest)
     from mmray.config import search_space  # these import numpy, which parsing errors do not need
-    from mmray.tune import trials
+    from mmray.tuning import trials
 
     recipe = load_recipe(name, rest)
     given = (*flag_values("--space", rest), *listed)
@@ -222,12 +222,12 @@ def run_sweep(
 
     recipe_rows: see `Sweep`.
     """
-    from mmray.tune import trials
-    from mmray.tune.sweep import Budget, Sweep
+    from mmray.tuning import trials
+    from mmray.tuning.sweep import Budget, Sweep
 
     trials.corner_trials(base, space)  # report invalid values before Ray and torch are imported
     budget = Budget.parse(command.budget)
-    from mmray.tune.search import search
+    from mmray.tuning.search import search
 
     terminal.note(f"mmray {version('mmray')}, sweep of recipe {base.recipe}")
     with terminal.progress("starting Ray"):

@@ -31,7 +31,7 @@ def split_global_list(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run_probe(base: Config, space: Space | None, terminal: Terminal, reuse: bool = False) -> AnyPath:
     """Measure the shapes; show progress and results, and return the folder. Raises MmrayError."""
-    from mmray.tune.shape_probe import plan_probes, probe_shapes
+    from mmray.tuning.shape_probe import plan_probes, probe_shapes
 
     plan_probes(base, space)  # report invalid settings before Ray and torch are imported
     terminal.note(f"mmray {version('mmray')}, batch shapes of recipe {base.recipe}")

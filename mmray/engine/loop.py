@@ -25,7 +25,14 @@ from mmray.engine.optimizer import ExponentialMovingAverage, build_optimizer, lr
 from mmray.engine.parallel import strategy
 from mmray.engine.precision import micro_seed, select_precision
 from mmray.engine.prefetch import LocalBatch, prefetch, split_micro_batches
-from mmray.engine.run_state import EMA_KEY, LoadCheckpointFn, LoopProgress, LoopResult, TrainSpec, TrainState
+from mmray.engine.run_state import (
+    EMA_KEY,
+    LoadCheckpointFn,
+    LoopProgress,
+    LoopResult,
+    TrainSpec,
+    TrainState,
+)
 from mmray.engine.step import StepResult, optimizer_step, zero_gradients
 from mmray.errors import OutOfMemoryError, TrainingError, first_line, is_out_of_memory
 from mmray.objectives.protocol import Batch

@@ -1,6 +1,6 @@
 """One training worker, without Ray: build the model, do the dry run, load the checkpoint, and run the loop.
 
-train/worker.py calls `train_worker` in each Ray Train worker; torchrun can call it with any iterable of blocks.
+training/worker.py calls `train_worker` in each Ray Train worker; torchrun can call it with any iterable of blocks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,15 @@ from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
 from mmray.engine.parallel.transforms import TOKEN_MULTIPLE, apply_transforms
 from mmray.engine.precision import seed_everything
 from mmray.engine.run_state import CheckpointState, DestinationFn, TrainSpec
-from mmray.engine.worker_context import DataBoundHint, DriverHandle, ProgressReporter, WorkerContext, result_fields
+from mmray.engine.worker_context import (
+    DataBoundHint,
+    DriverHandle,
+    ProgressReporter,
+    WorkerContext,
+    result_fields,
+)
 from mmray.errors import MmrayError, UsageError
-from mmray.evaluate.build import build_evaluator, check_evaluable
+from mmray.evaluation.build import build_evaluator, check_evaluable
 from mmray.models.build import build, build_without_weights
 from mmray.models.fusion import LabelTexts
 from mmray.models.protocol import Architecture

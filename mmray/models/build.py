@@ -32,7 +32,7 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
     """
     rows = spec.vocab_size or vocab_size
     if spec.kind in BUILT_IN:
-        if architecture is None and (reasons := spec.unsupported_reasons()):  # train/validate.py checks this earlier
+        if architecture is None and (reasons := spec.unsupported_reasons()):  # training/validate.py checks this earlier
             raise UsageError("\n".join(reasons))
         model: nn.Module = plugins.load_class(BUILT_IN[spec.kind], "model.kind")(spec, rows, architecture)
     else:

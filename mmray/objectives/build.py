@@ -13,7 +13,14 @@ from mmray.errors import UsageError
 from mmray.objectives.contrastive import Contrastive, Sigmoid
 from mmray.objectives.cross_entropy import Classification, LanguageModelling, RegionText
 from mmray.objectives.matching import Matching
-from mmray.objectives.protocol import Batch, HardNegativeMining, LossSums, Objective, ObjectiveParts, Outputs
+from mmray.objectives.protocol import (
+    Batch,
+    HardNegativeMining,
+    LossSums,
+    Objective,
+    ObjectiveParts,
+    Outputs,
+)
 
 if TYPE_CHECKING:
     from mmray.config import Objective as ObjectiveConfig

@@ -71,7 +71,7 @@ SPEED_DETAILS = ("samples_per_s_min", "samples_per_s_max", "step_p50_s")  # not 
 
 
 class Probe(NamedTuple):
-    """Measured steps of a worker group, and the fit to them (tune/README.md has their fields)."""
+    """Measured steps of a worker group, and the fit to them (tuning/README.md has their fields)."""
 
     number: int
     settings: str

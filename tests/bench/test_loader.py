@@ -13,7 +13,13 @@ from PIL import Image
 from rich.console import Console
 
 from mmray.bench import loader, synthetic_images
-from mmray.bench.baselines import WARMUP_ARRIVALS, Arrival, TextbookDataset, TunedDataset, rows_per_s
+from mmray.bench.baselines import (
+    WARMUP_ARRIVALS,
+    Arrival,
+    TextbookDataset,
+    TunedDataset,
+    rows_per_s,
+)
 from mmray.bench.loader import RATIOS, bench_loader, bottlenecks, loader_ratios
 from mmray.cli.bench import bench
 from mmray.cli.console import Terminal

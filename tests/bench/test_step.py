@@ -14,7 +14,18 @@ import torch
 from mmray.bench import step
 from mmray.bench.spawn import WorkerFailed, spawn_workers
 from mmray.bench.step import WARMUP_STEPS, Bench, bench_step, build_bench, time_pairs
-from mmray.config import Batch, Cluster, Config, ImageTower, Inputs, Objective, Optimizer, TextTower, Train, TwoTower
+from mmray.config import (
+    Batch,
+    Cluster,
+    Config,
+    ImageTower,
+    Inputs,
+    Objective,
+    Optimizer,
+    TextTower,
+    Train,
+    TwoTower,
+)
 from mmray.engine import loop
 from mmray.engine.collectives import Group
 from mmray.engine.oom import RecoverableOom

@@ -1,6 +1,6 @@
 """Faults on several Ray nodes of this machine: after any of them the same rows give the same model.
 
-Faults come from callbacks (tests/train/faults.py), or from a reporter that is called at each logged step.
+Faults come from callbacks (tests/training/faults.py), or from a reporter that is called at each logged step.
 """
 
 import os
@@ -20,11 +20,11 @@ from mmray.cluster.capacity import NODE_ID
 from mmray.cluster.placement import alive_nodes, free_nodes
 from mmray.config import Cluster, CustomModel
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.train import backend, monitor
-from mmray.train.driver import train
+from mmray.training import backend, monitor
+from mmray.training.driver import train
 from tests.engine.single_worker import run_config
-from tests.train.faults import StoppingReader
-from tests.train.runs import Silent, config, expected_marks, lines, marks, weights
+from tests.training.faults import StoppingReader
+from tests.training.runs import Silent, config, expected_marks, lines, marks, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 AWAY_S = 60.0  # from the loss of a node to the first step on another

@@ -6,9 +6,18 @@ import pytest
 
 from mmray.storage.paths import copy_file, to_path
 from mmray.storage.storage import Storage
-from mmray.train.driver import train
-from mmray.train.evaluate_export import evaluate_run, export_run
-from tests.train.runs import STEPS, Silent, Stopping, config, make_data, marks, same_weights, weights
+from mmray.training.driver import train
+from mmray.training.evaluate_export import evaluate_run, export_run
+from tests.training.runs import (
+    STEPS,
+    Silent,
+    Stopping,
+    config,
+    make_data,
+    marks,
+    same_weights,
+    weights,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

@@ -4,7 +4,12 @@ import pytest
 
 from mmray.cluster.capacity import NODE_ID, Node
 from mmray.cluster.connect import num_local_cpus
-from mmray.cluster.placement import ROLE_LABEL, SchedulableNodes, data_label_selector, train_label_selector
+from mmray.cluster.placement import (
+    ROLE_LABEL,
+    SchedulableNodes,
+    data_label_selector,
+    train_label_selector,
+)
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Cluster
 

@@ -9,11 +9,11 @@ from ray._private.state import actors
 from mmray.cluster.placement import ROLE_LABEL
 from mmray.config import Batch
 from mmray.errors import ResourceError
-from mmray.train.driver import train
-from mmray.train.ray_backend import num_free_workers
+from mmray.training.driver import train
+from mmray.training.ray_backend import num_free_workers
 from tests.made import make_set, row
 from tests.nodes import several_nodes
-from tests.train.runs import Silent, config, expected_marks, marks
+from tests.training.runs import Silent, config, expected_marks, marks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 STEPS = 3

@@ -8,11 +8,20 @@ import sys
 import psutil
 import pytest
 import ray
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckTimeoutError,
+)
 from ray.train.v2.api.exceptions import PreemptionError
 
 from mmray.cluster import placement, ray_internals
-from mmray.cluster.placement import AutoscalerRequest, alive_nodes, free_nodes, kill_process, schedulable_nodes
+from mmray.cluster.placement import (
+    AutoscalerRequest,
+    alive_nodes,
+    free_nodes,
+    kill_process,
+    schedulable_nodes,
+)
 from mmray.errors import ResourceError
 
 

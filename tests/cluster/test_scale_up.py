@@ -15,12 +15,12 @@ from ray.util.state import list_nodes
 
 from mmray.cluster.placement import ROLE_LABEL
 from mmray.config import Cluster, to_yaml
-from mmray.train.driver import train
+from mmray.training.driver import train
 from tests.cluster.fake_autoscaler import fake_autoscaler
 from tests.conftest import ROOT
 from tests.jobs.test_jobs import ended
 from tests.nodes import free_ports
-from tests.train.runs import Silent, config, expected_marks, make_data, marks
+from tests.training.runs import Silent, config, expected_marks, make_data, marks
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(400)]  # three minutes
 POOLS = {

@@ -12,7 +12,7 @@ import ray
 from ray._private.state import actors
 
 from mmray.config import to_yaml
-from tests.train.runs import TRAINS, config, expected_marks, marks
+from tests.training.runs import TRAINS, config, expected_marks, marks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]  # two minutes; run by hand
 CANARY = "canary-5f1d0c"  # a secret that no file of a run may contain

@@ -14,11 +14,11 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 from mmray.config import to_yaml
 from mmray.data.stream.reader import IMAGE_CACHE_MB
 from mmray.errors import UsageError
-from mmray.train.driver import train
+from mmray.training.driver import train
 from tests.cluster.test_faults import assert_same_model, in_double, losses_of_one_worker
 from tests.cluster.test_stops import start, wait_for_step
 from tests.made import make_set, png, row
-from tests.train.runs import STEPS, Silent, config, expected_marks, marks, same_weights, weights
+from tests.training.runs import STEPS, Silent, config, expected_marks, marks, same_weights, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 FLAT_MIB = 48  # two blocks and memory kept by the allocator
@@ -50,7 +50,7 @@ class StartingTwice(Silent):
 
 def test_full_disk_skips_a_checkpoint_and_second_process_is_refused(data, tmp_path, monkeypatch):
     """Without Ray, which takes no part in this."""
-    monkeypatch.setattr("mmray.train.driver.needs_ray", lambda _: False)
+    monkeypatch.setattr("mmray.training.driver.needs_ray", lambda _: False)
     faults = ("tests.train.faults:FullDiskAtStepSix", "tests.train.faults:Slowly")
     wanted = config(data, tmp_path, "full", callbacks=faults, keep_checkpoints=9).with_cluster(workers=1)
     reporter = StartingTwice(wanted)

@@ -15,7 +15,11 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.collectives import Group
 from mmray.engine.parallel.strategy import SHARDED
-from mmray.engine.parallel.transforms import apply_transforms, checkpoint_activations, compile_branches
+from mmray.engine.parallel.transforms import (
+    apply_transforms,
+    checkpoint_activations,
+    compile_branches,
+)
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.models.build import build, build_without_weights

@@ -16,9 +16,9 @@ from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.worker import train_worker
 from mmray.engine.worker_context import DriverHandle, WorkerContext
 from mmray.storage.lease import Lease
-from mmray.train import run_dir
+from mmray.training import run_dir
 from tests.made import make_set, row
-from tests.train import runs
+from tests.training import runs
 
 STEPS = 4
 CPU = torch.device("cpu")

@@ -35,5 +35,5 @@ def test_step_of_the_sample_imports_only_torch():
 
 
 def test_driver_of_a_run_without_ray_imports_neither_torch_nor_ray():
-    code = "import sys, mmray.train.driver; print(sorted({'torch', 'ray'} & sys.modules.keys()))"
+    code = "import sys, mmray.training.driver; print(sorted({'torch', 'ray'} & sys.modules.keys()))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

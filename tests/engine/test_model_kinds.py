@@ -11,11 +11,11 @@ import mmray
 from mmray.config import Batch, Config, Data, Evaluate, Lora, Objective, Optimizer, Run, Train
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.engine.checkpoint import state_io
-from mmray.train.evaluate_export import export_run
+from mmray.training.evaluate_export import export_run
 from tests.engine import recipe_models
 from tests.engine.single_worker import run_config
 from tests.made import CAPTIONS, make_set, png, row
-from tests.train.runs import lines, same_weights
+from tests.training.runs import lines, same_weights
 
 STEPS = 6
 REGIONS = {"regions": True, "region_labels": ("", "a", "red")}

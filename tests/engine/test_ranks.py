@@ -13,7 +13,7 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine import prefetch
 from mmray.engine.batch import halve
 from mmray.engine.collectives import Group
-from mmray.train.ray_backend import COLLECTIVE_ERRORS
+from mmray.training.ray_backend import COLLECTIVE_ERRORS
 from tests.engine import ranks, toy
 
 

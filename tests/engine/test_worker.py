@@ -19,7 +19,7 @@ from mmray.engine.worker import _report_first
 from mmray.engine.worker_context import DriverHandle
 from mmray.errors import UsageError
 from tests.engine.single_worker import make_prepared, run_worker
-from tests.train import runs
+from tests.training import runs
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from ray.util.state import list_actors, list_placement_groups
 from mmray.config import to_yaml
 from tests.jobs.test_lines import submit_line
 from tests.nodes import free_ports, ray_head
-from tests.train.runs import TRAINS, config, make_data, marks
+from tests.training.runs import TRAINS, config, make_data, marks
 
 ROOT = Path(__file__).parents[2]
 ENDED = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}

@@ -13,7 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmray.config import CustomModel, ImageTower, Inputs, Lora, Model, TextTower, TwoTower, model_section
+from mmray.config import (
+    CustomModel,
+    ImageTower,
+    Inputs,
+    Lora,
+    Model,
+    TextTower,
+    TwoTower,
+    model_section,
+)
 from mmray.errors import UsageError
 from mmray.models.build import build, build_without_weights
 from mmray.models.synthetic import synthetic_batch

@@ -15,7 +15,7 @@ from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
-from mmray.train.driver import check_classes
+from mmray.training.driver import check_classes
 from tests.engine import toy
 from tests.engine.test_step import take
 from tests.models import test_clip, test_generative

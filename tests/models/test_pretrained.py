@@ -26,8 +26,8 @@ from mmray.models import open_clip, pretrained
 from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.models.weights import read_state_dict
-from mmray.train import evaluate_export
-from mmray.train.evaluate_export import export_pretrained, pretrained_config
+from mmray.training import evaluate_export
+from mmray.training.evaluate_export import export_pretrained, pretrained_config
 from tests.data.text.test_tokenizer_files import small_clip_bpe
 from tests.made import make_set, row
 from tests.models import test_generative

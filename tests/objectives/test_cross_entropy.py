@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.objectives.cross_entropy import Classification, CrossEntropy, LanguageModelling, RegionText
+from mmray.objectives.cross_entropy import (
+    Classification,
+    CrossEntropy,
+    LanguageModelling,
+    RegionText,
+)
 
 VALID = torch.tensor([True, True, False, True])
 # Four rows: without a label; invalid; padded, unlabeled boxes; a prompt of one token, and padding.

@@ -9,7 +9,14 @@ import subprocess
 import pytest
 
 from mmray.report.write import write_report
-from tests.report.factories import line, make_learning_sweep, make_probe, make_run, make_whole_run, make_whole_sweep
+from tests.report.factories import (
+    line,
+    make_learning_sweep,
+    make_probe,
+    make_run,
+    make_whole_run,
+    make_whole_sweep,
+)
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium (or google-chrome) on PATH")

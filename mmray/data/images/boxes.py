@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmray.data.images.transform import CROP_SLICE, FLIP_INDEX, Rect, crop_box, letterbox_xywh, random_crop_box
+from mmray.data.images.transform import (
+    CROP_SLICE,
+    FLIP_INDEX,
+    Rect,
+    crop_box,
+    letterbox_xywh,
+    random_crop_box,
+)
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs

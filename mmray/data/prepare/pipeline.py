@@ -21,8 +21,20 @@ from mmray.data.formats.detect import detect_source
 from mmray.data.formats.source import Source, SourceChunk
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare import assemble, contamination, sample
-from mmray.data.prepare.pack import PrepareJob, is_current, pack_chunk, read_chunk_record, record_path
-from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, Result, map_tasks, run_with_crash_limit
+from mmray.data.prepare.pack import (
+    PrepareJob,
+    is_current,
+    pack_chunk,
+    read_chunk_record,
+    record_path,
+)
+from mmray.data.prepare.tasks import (
+    ATTEMPT_SUFFIX,
+    RESUME_HINT,
+    Result,
+    map_tasks,
+    run_with_crash_limit,
+)
 from mmray.data.store.manifest import (
     CHUNK_RECORDS,
     MANIFEST,

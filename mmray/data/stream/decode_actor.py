@@ -17,7 +17,7 @@ class DecodeActor:
     """Reads and decodes blocks. After a restart it decodes in a child process first.
 
     Ray gives the same block to a restarted actor again, forever, so the image that crashed it must be identified here.
-    A restart pushes a note for the driver's log, headed `label`, to the actor `coordinator` (train/coordinator.py).
+    A restart pushes a note for the driver's log, headed `label`, to the actor `coordinator` (training/coordinator.py).
     """
 
     def __init__(self, reader: RowReader, block_plan: BlockPlan, coordinator: Any = None):

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from mmray.data.text.tokenizer import TextEncoder, add_language_tokens, add_special_tokens, remove_tokens
+from mmray.data.text.tokenizer import (
+    TextEncoder,
+    add_language_tokens,
+    add_special_tokens,
+    remove_tokens,
+)
 
 if TYPE_CHECKING:
     from mmray.config import Chat, Inputs

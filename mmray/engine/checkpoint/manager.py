@@ -14,7 +14,7 @@ from mmray.engine.checkpoint import files
 from mmray.engine.metrics.writers import LogUploader, Metrics, MetricsLog
 from mmray.engine.run_state import CheckpointState
 from mmray.errors import StorageError, TrainingError
-from mmray.evaluate.build import best_metric
+from mmray.evaluation.build import best_metric
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
 

@@ -38,7 +38,10 @@ from torch import Tensor
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -47,7 +50,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -55,12 +64,28 @@ from torch.futures import Future as TorchFuture
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mmray.engine.checkpoint import files
-from mmray.engine.checkpoint.files import META, STATE, SUMS, as_user_error, discard, fsync, read_json, sha256
+from mmray.engine.checkpoint.files import (
+    META,
+    STATE,
+    SUMS,
+    as_user_error,
+    discard,
+    fsync,
+    read_json,
+    sha256,
+)
 from mmray.engine.run_state import CheckpointState, DestinationFn, tensor_key
 from mmray.errors import MmrayError, StorageError
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, open_for_upload, staged_upload
-from mmray.storage.storage import ByteRange, RangeReader, Storage, coalesce_ranges, iter_parallel, parallel_map
+from mmray.storage.storage import (
+    ByteRange,
+    RangeReader,
+    Storage,
+    coalesce_ranges,
+    iter_parallel,
+    parallel_map,
+)
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP without a group is intended here
 warnings.filterwarnings("ignore", "The given buffer is not writable")  # tensors of it are only copied

@@ -132,7 +132,9 @@ class MetricsLog:
 
     def _write_tensorboard(self, metrics: Metrics) -> None:
         """Write the line to TensorBoard. Raises OSError; pending events are then missing there."""
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import: after the start, on one rank
+        from torch.utils.tensorboard import (
+            SummaryWriter,  # takes seconds to import: after the start, on one rank
+        )
 
         try:
             if self._events is None:

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from mmray.errors import UsageError
 from mmray.models.protocol import Architecture
-from mmray.models.weights import add_language_rows, build_hf_encoder, check_vocab_size, load_config, transformer_config
+from mmray.models.weights import (
+    add_language_rows,
+    build_hf_encoder,
+    check_vocab_size,
+    load_config,
+    transformer_config,
+)
 
 if TYPE_CHECKING:
     from mmray.config import TextTower

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from mmray.data.prepare import assemble
-from mmray.data.prepare.assemble import NO_ROW, SAME_CONTENT, SAME_KEY, SAME_TEXT, PackedRows, find_duplicates
+from mmray.data.prepare.assemble import (
+    NO_ROW,
+    SAME_CONTENT,
+    SAME_KEY,
+    SAME_TEXT,
+    PackedRows,
+    find_duplicates,
+)
 from mmray.data.store.manifest import Shard
 from mmray.storage.storage import Storage
 

@@ -12,7 +12,12 @@ from mmray.config import Prepare
 from mmray.data.prepare import contamination
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.assemble import NO_ROW
-from mmray.data.prepare.contamination import IMAGE_HASH_DTYPE, MAX_COLOR_DISTANCE, nearest, perceptual_hash
+from mmray.data.prepare.contamination import (
+    IMAGE_HASH_DTYPE,
+    MAX_COLOR_DISTANCE,
+    nearest,
+    perceptual_hash,
+)
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError

@@ -10,14 +10,14 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
 from mmray.errors import UsageError
 from mmray.storage.storage import Storage
-from mmray.train.backend import resume_point
-from mmray.train.resolve import resolve_run
+from mmray.training.backend import resume_point
+from mmray.training.resolve import resolve_run
 from tests import made
 from tests.data.store.test_prepared_set import make_rows
 from tests.data.store.test_shards import put
 from tests.made import write_set as make_set
 from tests.made import write_shard
-from tests.train.runs import Silent, config
+from tests.training.runs import Silent, config
 
 STORE = "memory://raw"
 

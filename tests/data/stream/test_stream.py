@@ -19,7 +19,7 @@ from mmray.data.stream.reader import RowReader
 from mmray.data.stream.stream import StreamDataConfig
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.storage import TransientStorageError
-from mmray.train.ray_backend import root_cause
+from mmray.training.ray_backend import root_cause
 from tests.made import CAPTIONS, make_set, png, row
 
 INPUTS = Inputs(image_side=8, fit="squash", max_tokens=12)

@@ -18,12 +18,12 @@ from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import MAX_LANGUAGES, add_language_tokens, train_tokenizer
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
-from mmray.evaluate.batches import EvalBatches, EvalDataset
-from mmray.evaluate.evaluator import Evaluator
+from mmray.evaluation.batches import EvalBatches, EvalDataset
+from mmray.evaluation.evaluator import Evaluator
 from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.objectives.contrastive import Contrastive
-from tests.evaluate.test_evaluator import Toy, on_ranks
+from tests.evaluation.test_evaluator import Toy, on_ranks
 from tests.made import CAPTIONS, make_set, row
 
 INPUTS = Inputs(image_side=16, fit="squash", max_tokens=12, language_token="[{}]")

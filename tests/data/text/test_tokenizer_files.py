@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 import regex
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, CLIPTokenizer, RobertaTokenizer, Siglip2Tokenizer, T5Tokenizer
+from transformers import (
+    AutoTokenizer,
+    CLIPTokenizer,
+    RobertaTokenizer,
+    Siglip2Tokenizer,
+    T5Tokenizer,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode, import_protobuf
 
 from mmray.data.text.tokenizer import TextEncoder, declared_pad_id

@@ -34,7 +34,7 @@ from mmray.storage.paths import AnyPath, to_path
 from tests.engine import toy
 from tests.engine.ranks import join_group
 from tests.engine.single_worker import run_config
-from tests.train import runs
+from tests.training import runs
 
 WORLD, OTHERS = 4, 2
 WORLDS = (1, 2, 3, 4)

@@ -8,7 +8,11 @@ import torch
 
 from mmray.config import Config, Run
 from mmray.engine.checkpoint import files, manager, state_io
-from mmray.engine.checkpoint.manager import CheckpointManager, CheckpointSchedule, steps_between_checkpoints
+from mmray.engine.checkpoint.manager import (
+    CheckpointManager,
+    CheckpointSchedule,
+    steps_between_checkpoints,
+)
 from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.worker import _closing
 from mmray.errors import StorageError, TrainingError

@@ -5,9 +5,9 @@ import torch
 
 import mmray
 from mmray.engine.checkpoint import files, state_io
-from mmray.train.driver import train
-from mmray.train.evaluate_export import evaluate_run, export_run
-from tests.train.runs import STEPS, Silent, config, make_data, marks
+from mmray.training.driver import train
+from mmray.training.evaluate_export import evaluate_run, export_run
+from tests.training.runs import STEPS, Silent, config, make_data, marks
 
 FSDP = {"parallel": "fsdp", "precision": "fp32"}
 

@@ -26,7 +26,7 @@ from mmray.models.synthetic import synthetic_batch
 from tests.engine import recipe_models, toy
 from tests.engine.recipe_models import MODELS, VOCAB, WITH_DROPOUT
 from tests.engine.single_worker import make_prepared, run_config
-from tests.train.runs import lines
+from tests.training.runs import lines
 
 CPU = torch.device("cpu")
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")

@@ -15,7 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmray import objectives
-from mmray.config import Clip, Config, CrossAttention, Fusion, Model, Objective, Siglip, TextTower, TwoTower
+from mmray.config import (
+    Clip,
+    Config,
+    CrossAttention,
+    Fusion,
+    Model,
+    Objective,
+    Siglip,
+    TextTower,
+    TwoTower,
+)
 from mmray.config import Optimizer as OptimizerSection
 from mmray.data.stream.order import SamplePlan
 from mmray.engine.bad_rows import _check_labels

@@ -1,0 +1,1 @@
+"""Metrics of embeddings and answers."""

@@ -1,0 +1,55 @@
+"""Choose the evaluator of a model: by embeddings, or by generated text. The driver imports this without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mmray.config import Config
+
+
+def build_evaluator(
+    config: Config, prepared: PreparedSet, tokenizer_json: str, on_rows: Callable[[int], None] | None = None
+) -> Any:
+    """Build the evaluator for this run's kind of model over a set of held-out rows; on_rows: see EvalDataset."""
+    from mmray.evaluation.evaluator import Evaluator
+    from mmray.evaluation.generation import GenerationEvaluator
+
+    evaluator_class = GenerationEvaluator if is_generative(config) else Evaluator
+    inputs, max_pixels = config.model.inputs, max(config.prepare.max_pixels, prepared.max_pixels)
+    return evaluator_class(prepared, inputs, tokenizer_json, config.evaluate, max_pixels, on_rows)
+
+
+def num_evaluated_rows(config: Config, prepared: PreparedSet) -> int:
+    """Return how many rows `score` reads, those of generated answers twice."""
+    rows = min(prepared.num_rows, config.evaluate.limit or prepared.num_rows)
+    return rows + (min(rows, config.evaluate.num_generations) if is_generative(config) else 0)
+
+
+def check_evaluable(config: Config, model: nn.Module) -> None:
+    """Raise UsageError if the model lacks methods that its evaluator calls."""
+    from mmray.models.protocol import EMBEDDING_METHODS
+
+    missing = [name for name in EMBEDDING_METHODS if not callable(getattr(model, name, None))]
+    if missing and not is_generative(config):
+        raise UsageError(
+            f"model.kind: `{config.model.kind}` has no {' and no '.join(missing)}, which evaluation calls. Add the "
+            "methods (see mmray/models/protocol.py), or disable evaluation with a --data.eval-split that the set does "
+            "not have"
+        )
+
+
+def is_generative(config: Config) -> bool:
+    """Return True if the model generates text instead of embeddings."""
+    return hasattr(config.model.inputs, "chat")
+
+
+def best_metric(config: Config) -> str:
+    """The metric that selects the best checkpoint."""
+    return "evaluate/loss" if is_generative(config) else "evaluate/recall_at_1/mean"

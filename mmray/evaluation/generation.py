@@ -1,0 +1,147 @@
+"""Evaluation of generative models: loss, perplexity and token accuracy of held-out answers, BLEU-4 and CIDEr-D.
+
+Each caption of a row counts as an answer to the same question.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mmray.errors import DataError
+from mmray.evaluation.batches import EvalBatches, EvalDataset
+from mmray.evaluation.evaluator import Group, eval_mode
+from mmray.objectives.cross_entropy import LanguageModelling
+
+# BLEU (Papineni et al. 2002) is that of torchmetrics. CIDEr-D (Vedantam et al. 2015, arXiv:1411.5726, equations 1 to 4
+# with the penalties of section 6) is implemented here, because pycocoevalcap needs Java for its tokenizer. Words are in
+# lower case without punctuation, so the scores differ slightly from published ones.
+MAX_NEW_TOKENS = 64  # of an answer
+MAX_NGRAM = 4  # longest n-gram
+SIGMA = 6.0  # of the Gaussian length penalty
+SCALE = 10.0  # as in the paper
+
+
+def caption_scores(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """bleu_4 (0 to 1) and cider (0 to 10; 0 for a single image, or if all images have the same captions)."""
+    from torchmetrics.functional.text import bleu_score
+
+    words = [split_words(text) for text in hypotheses]
+    correct = [[split_words(text) for text in texts] for texts in references]
+    joined = [[" ".join(text) for text in texts] for texts in correct]
+    bleu = bleu_score([" ".join(text) for text in words], joined, n_gram=MAX_NGRAM)
+    return {"bleu_4": float(bleu), "cider": cider_d(words, correct)}
+
+
+def split_words(text: str) -> list[str]:
+    """Words in lower case without punctuation; a combining mark, such as a vowel of Hindi, is a part of its word."""
+    characters = unicodedata.normalize("NFC", text.lower())
+    is_kept = (each.isalnum() or each == "'" or unicodedata.category(each)[0] == "M" for each in characters)
+    words = "".join(each if kept else " " for each, kept in zip(characters, is_kept, strict=True)).split()
+    return [word.strip("'") for word in words if any(map(str.isalnum, word))]
+
+
+def cider_d(hypotheses: Sequence[list[str]], references: Sequence[Sequence[list[str]]]) -> float:
+    """Mean CIDEr-D over the images; n-grams are weighted by inverse document frequency over the references."""
+    seen = Counter(gram for texts in references for gram in set().union(*map(_ngrams, texts)))
+
+    def weigh(text: list[str]) -> list[dict[tuple[str, ...], float]]:
+        weighed: list[dict[tuple[str, ...], float]] = [{} for _ in range(MAX_NGRAM)]  # by length of the n-gram
+        for gram, count in _ngrams(text).items():
+            weighed[len(gram) - 1][gram] = count * math.log(len(references) / max(1, seen[gram]))
+        return weighed
+
+    scores = []
+    for text, texts in zip(hypotheses, references, strict=True):
+        total, weighed = 0.0, weigh(text)
+        for reference in texts:
+            penalty = math.exp(-((len(text) - len(reference)) ** 2) / (2 * SIGMA**2))
+            for ours, other in zip(weighed, weigh(reference), strict=True):
+                norms = math.hypot(*ours.values()) * math.hypot(*other.values())
+                dot = sum(min(weight, other[gram]) * other[gram] for gram, weight in ours.items() if gram in other)
+                total += penalty * dot / norms / MAX_NGRAM if norms else 0.0
+        scores.append(total / max(1, len(texts)))
+    return SCALE * sum(scores) / max(1, len(scores))
+
+
+def _ngrams(text: list[str]) -> Counter[tuple[str, ...]]:
+    """Counts of the 1- to 4-grams."""
+    lengths = range(1, MAX_NGRAM + 1)
+    return Counter(tuple(text[at : at + length]) for length in lengths for at in range(len(text) - length + 1))
+
+
+@torch.no_grad()
+def answer_scores(model: Any, batches: EvalBatches, group: Group) -> dict[str, float]:
+    """bleu_4, cider and answered (rows) over the rows of `batches`; every rank gets the same."""
+    results: list[Any] = []
+    encoder = batches.data.encoder
+    for readable in batches.readable_rows():
+        pixels = torch.from_numpy(np.stack([record.pixels for _, record in readable]))
+        prompts = [encoder.prompt_and_references(record.texts) for _, record in readable]
+        answers = model.answer(encoder, pixels, [question for question, _ in prompts], MAX_NEW_TOKENS)
+        references = [texts for _, texts in prompts]
+        results += zip([row for row, _ in readable], answers, references, strict=True)
+    lines = "".join(json.dumps(row) + "\n" for row in results).encode()
+    gathered = group.all_gather_variable(torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8))
+    results = sorted(json.loads(line) for line in bytes(gathered.cpu().numpy()).splitlines() if line)
+    if not results:
+        return {}
+    scores = caption_scores([answer for _, answer, _ in results], [texts for _, _, texts in results])
+    return scores | {"answered": float(len(results))}
+
+
+class GenerationEvaluator(EvalDataset):
+    """Scores a model with `logits` on one set of held-out rows; same interface as `Evaluator`."""
+
+    @torch.no_grad()
+    def score(
+        self,
+        model: nn.Module,
+        group: Group,
+        objective: Any,
+        global_rows: int,
+        save_examples: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, float]:
+        """loss, perplexity, token_accuracy, tokens, rows, bad_rows; with `num_generations` also `answer_scores`.
+
+        Raises DataError on every rank if no row is readable.
+        """
+        settings = self.settings
+        batches = EvalBatches(self, group.rank, group.world_size, settings.limit)
+        sums = torch.zeros(5, dtype=torch.float64)  # loss, tokens, correct tokens, rows, bad rows
+        with eval_mode(model):
+            for batch in batches:
+                sums[3] += len(batch["row"])
+                image_index = torch.searchsorted(batch["row"], batch["caption_row"])
+                for part in torch.arange(len(image_index)).split(settings.batch):  # conversations of these images
+                    local = {name: batch[name][part].to(group.device) for name in ("input_ids", "labels", "image_pos")}
+                    local["image"] = batch["image"][image_index[part]].to(group.device)
+                    local["valid"] = torch.ones(len(part), dtype=torch.bool, device=group.device)
+                    loss, count, metrics = LanguageModelling().compute_loss(model(local), local)
+                    sums[:3] += torch.stack([loss.double(), count.double(), metrics["token_accuracy"].double()]).cpu()
+        sums[4] = len(batches.skipped)
+        loss, tokens, correct, rows, bad_rows = group.all_gather_variable(sums[None]).sum(0).tolist()
+        if not rows:
+            raise DataError(f"cannot read any of {bad_rows:.0f} evaluation rows: {'; '.join(batches.skipped[:1])}")
+        mean, answers = loss / max(1.0, tokens), {}
+        if settings.num_generations:
+            with eval_mode(model):
+                limit = min(settings.num_generations, settings.limit or settings.num_generations)
+                batches = EvalBatches(self, group.rank, group.world_size, limit)
+                answers = answer_scores(model, batches, group)
+        return answers | {
+            "loss": mean,
+            "perplexity": math.exp(min(mean, 700.0)),  # exp of more is infinite
+            "token_accuracy": correct / max(1.0, tokens),
+            "tokens": tokens,
+            "rows": rows,
+            "bad_rows": bad_rows,
+        }

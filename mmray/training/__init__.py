@@ -1,0 +1,1 @@
+"""One run, on Ray or on this machine."""

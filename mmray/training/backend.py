@@ -1,0 +1,144 @@
+"""Where the workers of a run start: on a Ray cluster (ray_backend.py) or in a process of this machine (local.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mmray.config import Config
+from mmray.data.store.prepared_set import PreparedMixture
+from mmray.data.stream.order import ResumePoint, SamplePlan
+from mmray.data.stream.reader import IMAGE_CACHE_MB, RowReader
+from mmray.engine.checkpoint import files
+from mmray.engine.worker_context import WorkerContext
+from mmray.storage.paths import AnyPath
+from mmray.training.resolve import ResolvedRun
+
+if TYPE_CHECKING:
+    from mmray.training.monitor import AttemptMonitor, HeartbeatRecord, RunReporter
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What the workers of an attempt start from."""
+
+    resolved: ResolvedRun
+    folder: AnyPath
+    fencing_token: int
+    config: Config  # with the number of workers and the device of the attempt; the workers get the run's config
+    checkpoint: AnyPath | None
+    bad_rows: set[int]  # rows that earlier attempts could not read
+
+    def worker_context(self, decoders: int) -> WorkerContext:
+        """Return the context of each worker; `decoders` processes decode for all of them."""
+        resolved, config = self.resolved, self.resolved.config
+        reader = RowReader(
+            resolved.train_set,
+            config.model.inputs,
+            resolved.tokenizer_json,
+            max(config.prepare.max_pixels, resolved.train_set.max_pixels),
+            config.augment,
+            IMAGE_CACHE_MB,
+        )
+        return WorkerContext(
+            config=config,
+            folder=self.folder,
+            fencing_token=self.fencing_token,
+            reader=reader,
+            eval_set=resolved.eval_set,
+            tokenizer_json=resolved.tokenizer_json,
+            decode_actors=decoders,
+            micro=resolved.micro,
+        )
+
+
+def num_gpus(config: Config) -> int:
+    """Return the GPUs of a worker that trains on GPUs."""
+    return 2 if config.train.parallel == "branches" else 1  # branches: one GPU per tower
+
+
+def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) -> ResumePoint:
+    """Return the resume point of `world` workers, the same for every rank."""
+    config, (rows_per_block, blocks_per_window) = resolved.config, resolved.config.data.shuffle_shape
+    assert rows_per_block and blocks_per_window, "resolve_run leaves no `auto`"
+    plan = SamplePlan(
+        num_rows=resolved.data_identity["num_rows"],
+        global_rows=resolved.shape.global_rows,
+        world_size=world,
+        micro=resolved.shape.micro,
+        seed=config.train.seed,
+        steps=resolved.steps,
+        shuffle=config.data.shuffle,
+        components=resolved.train_set.components if isinstance(resolved.train_set, PreparedMixture) else (),
+        shuffle_block=rows_per_block,
+        blocks_per_window=blocks_per_window,
+    )
+    return ResumePoint(plan, 0) if checkpoint is None else ResumePoint(plan, files.step_of(checkpoint), str(checkpoint))
+
+
+def format_counts(names: Iterable[str]) -> str:
+    """Format as `1 stopped, 3 sleeping`."""
+    return ", ".join(f"{count} {name}" for name, count in Counter(names).items()) or "none"
+
+
+class Workers(Protocol):
+    """The workers of a running attempt."""
+
+    def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
+        """Return the outcome of rank 0, or raise why the attempt failed; calls `poll` several times per second."""
+
+    def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the messages after the first `num_received`, and the last heartbeat of each rank."""
+
+    def request_stop(self) -> None:
+        """Request a checkpoint and the end of the attempt after the next step."""
+
+    def request_stacks(self) -> None:
+        """Request the stacks of all ranks, written to the run's folder."""
+
+    def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
+        """Send SIGKILL to the processes of the ranks."""
+
+    def draining_nodes(self) -> dict[str, float]:
+        """Return the nodes that will be preempted: ID and time (epoch seconds, 0: unknown)."""
+
+    def num_more_workers(self) -> int:
+        """Return how many workers fit in addition, after requesting nodes for them if the cluster can grow."""
+
+    def describe_data(self) -> str:
+        """Return the state of the processes that read and decode, for a log line while ranks wait for rows."""
+
+    def close(self) -> None:
+        """Release what the attempt holds."""
+
+
+class Backend(Protocol):
+    """Starts the workers of each attempt."""
+
+    errors: tuple[type[Exception], ...]  # failures of a cluster or a worker, which are retried; others are bugs
+
+    def check(self, config: Config, reporter: RunReporter) -> None:
+        """Raise ResourceError or UsageError if the run can never start here; log warnings."""
+
+    def resolve(self, config: Config) -> Config:
+        """Return the config with the device of the workers and their CPUs, fixed for all attempts."""
+
+    def num_local(self, device: str) -> int | None:
+        """Return the cores (device `cpu`) or GPUs of this machine if all workers run on it, otherwise None."""
+
+    def choose_world_size(self, config: Config) -> int:
+        """Return the number of workers of the next attempt: of a range, as many as fit and at least the minimum."""
+
+    def start(self, attempt: Attempt) -> Workers:
+        """Start the workers of an attempt."""
+
+    def exclude_node(self, config: Config, node: str) -> bool:
+        """Start no more workers on this node, where a device failed; False if the run would not fit without it."""
+
+    def find_cause(self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> Cause:
+        """Return the kind of a failure (recovery.Failure) and its error."""
+
+
+Cause = tuple[str, BaseException]

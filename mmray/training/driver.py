@@ -1,0 +1,176 @@
+"""One training run, from config to result, on the driver: resolve, check, lock the run's folder, train, finalize."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mmray import plugins
+from mmray.cluster.connect import needs_ray, ray_session
+from mmray.config import Config
+from mmray.config.data import parse_mixture
+from mmray.data.store.manifest import QUARANTINE
+from mmray.data.store.prepared_set import PreparedMixture
+from mmray.engine.batch import resolve_batch_shape
+from mmray.errors import ForceExit, TrainingError, UsageError
+from mmray.report.write import write_report_safely
+from mmray.storage.lease import Lease
+from mmray.storage.paths import AnyPath, merge_appended_lines, to_path
+from mmray.training import run_dir, trackers, validate
+from mmray.training.backend import Backend, num_gpus
+from mmray.training.local import LocalBackend
+from mmray.training.monitor import RunReporter, StartTimeline
+from mmray.training.resolve import ResolvedRun, resolve_run
+from mmray.training.supervisor import Supervisor
+
+
+@dataclass
+class RunOutcome:
+    """Outcome of a run; `result` is the content of result.json."""
+
+    path: AnyPath
+    result: dict[str, Any]
+    already_done: bool = False
+
+
+def train(
+    config: Config,
+    reporter: RunReporter,
+    start_s: float | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    local: bool = False,
+    check_storage: bool = True,
+) -> RunOutcome:
+    """Train `config`, or resume its run. Raises MmrayError with its exit code.
+
+    start_s: time.monotonic() at the command; None: now. should_stop: polled each second; True stops like Ctrl-C.
+    local: do not use Ray, although this process is connected to it. check_storage: whether all nodes can use it.
+    """
+    timeline = StartTimeline(reporter, time.monotonic() if start_s is None else start_s)
+    validate_settings(config)
+    if local or not needs_ray(config.cluster):
+        timeline.status("checking the settings")
+        with closing(LocalBackend()) as backend:
+            check_classes(config)
+            return _train(config, timeline, backend, should_stop)
+    timeline.status("starting Ray")
+    actors = 1 if config.data.workers == "auto" else config.data.workers
+    # Classes of the user may import torch, which takes seconds: they are loaded while Ray starts.
+    with ray_session(config.cluster, actors, while_starting=partial(check_classes, config)):
+        from mmray.training.ray_backend import RayBackend  # late: it imports Ray Train
+
+        outcome = _train(config, timeline, RayBackend(check_storage), should_stop)
+        timeline.phase("stopping Ray")
+        return outcome
+
+
+def validate_settings(config: Config) -> None:
+    """Raise UsageError for settings that contradict each other; uses neither Ray nor data nor weights."""
+    resolve_batch_shape(config.batch, config.cluster.max_workers)
+    if reasons := validate.unsupported_reasons(config):
+        raise UsageError("\n".join(reasons))
+    sources = [config.data.eval, *(source for source, _ in parse_mixture(config.data.train))]
+    for address in filter(None, [*sources, config.data.cache, config.run.storage]):
+        to_path(address)  # raises UsageError for an address that cannot be opened
+
+
+def check_classes(config: Config) -> None:
+    """Raise UsageError for classes and packages named in settings that cannot be loaded."""
+    trackers.check_trackers(config)
+    if config.model.lora.rank:
+        plugins.check_installed("peft", "model.lora.rank", "lora")
+    if ":" in config.objective.kind:
+        from mmray import objectives
+
+        objectives.build(config.objective)
+    for name in config.train.callbacks:
+        plugins.load_class(name, "train.callbacks")
+    if ":" in config.model.kind:
+        plugins.load_class(config.model.kind, "model.kind")
+
+
+def _train(config: Config, reporter: StartTimeline, backend: Backend, should_stop: Callable[[], bool]) -> RunOutcome:
+    reporter.status("checking the data")
+    backend.check(config, reporter)
+    resolved, given = resolve_run(backend.resolve(config), reporter), config.cluster
+    # Device and CPUs depend on the machine: the run's file keeps what was given.
+    saved = resolved.config.with_cluster(accelerator=given.accelerator, cpus_per_worker=given.cpus_per_worker)
+    selection = run_dir.select_run(saved, resolved.data_identity, resolved.steps)
+    if selection.skipped:
+        more = f" (and {len(selection.skipped) - 1:,} more)" if len(selection.skipped) > 1 else ""
+        advice = "use its settings or raise --train.steps to resume it"
+        reporter.log(f"{selection.skipped[-1]}{more}; {advice}", "not resumed")
+    if selection.action == "done":
+        result = run_dir.RunDir(selection.path).read_json("result.json") or {}
+        return RunOutcome(selection.path, result, already_done=True)
+    with Lease(selection.path) as lease:
+        run = run_dir.write_run_files(selection.path, saved, resolved.data_identity, resolved.tokenizer_json)
+        _log_summary(resolved, run, reporter)
+        if idle := describe_idle(resolved.config, backend.num_local(resolved.config.cluster.accelerator)):
+            reporter.log(idle, "idle")
+        try:
+            with trackers.TrackingReporter(resolved.config, run.path, reporter) as tracking:
+                supervisor = Supervisor(resolved, run, lease, tracking, backend, reporter.starts, should_stop)
+                result = supervisor.train()
+                tracking.run_status = result["status"]
+        finally:
+            if not isinstance(sys.exception(), ForceExit):
+                _finalize_run_dir(run, lease, reporter)
+        return RunOutcome(run.path, result)
+
+
+def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: RunReporter) -> None:
+    """Merge the quarantine file and write the report, unless another process owns the run now."""
+    try:
+        lease.check()
+        merge_appended_lines(run.path / QUARANTINE)
+    except TrainingError:
+        return
+    except OSError as error:
+        reporter.log(f"{QUARANTINE} could not be merged from its parts: {error}", "storage")
+    reporter.phase("writing the report")
+    try:
+        write_report_safely(run.path, reporter.log)
+    except KeyboardInterrupt:  # the run has ended, so its outcome is shown
+        reporter.log(f"interrupted; `mmray report {run.path}` writes it", "report")
+
+
+def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReporter) -> None:
+    num_rows, eval_set = resolved.data_identity["num_rows"], resolved.eval_set
+    held_out = f"{eval_set.num_rows:,} held out" if eval_set else "none held out, so no evaluation"
+    reporter.log(str(run.path), "run")
+    reporter.log(f"{resolved.data_identity['train']}: {num_rows:,} rows, {held_out}", "data")
+    if isinstance(resolved.train_set, PreparedMixture):
+        for name, part in zip(resolved.train_set.names, resolved.train_set.components, strict=True):
+            reporter.log(f"{part.per_epoch:,} rows of {name} per epoch (it has {part.num_rows:,})", "mixture")
+    rows_per_block, blocks_per_window = resolved.config.data.shuffle_shape
+    if rows_per_block != 1:
+        reporter.log(f"{rows_per_block:,} adjacent rows per block, {blocks_per_window:,} blocks per window", "shuffle")
+    epochs = resolved.steps * resolved.shape.global_rows / num_rows
+    cluster, gpus = resolved.config.cluster, num_gpus(resolved.config)
+    count, device = (gpus, "GPU") if cluster.accelerator == "gpu" else (cluster.num_threads, "CPU thread")
+    devices = f"with {count} {device}{'s' * (count > 1)}{' each' * (cluster.max_workers > 1)}"
+    reporter.log(f"{cluster.workers} {devices}{', elastic' * cluster.elastic}", "workers")
+    reporter.log(str(resolved.shape), "batch")
+    reporter.log(f"{resolved.steps:,} steps, about {epochs:.1f} epochs", "schedule")
+
+
+def describe_idle(config: Config, num_local: int | None) -> str | None:
+    """Say which cores or GPUs of this machine train nothing, and the setting that uses them.
+
+    num_local: GPUs (cores for training on CPUs) of the machine; None: the workers run on a cluster.
+    """
+    cluster, on_gpus = config.cluster, config.cluster.accelerator == "gpu"
+    if num_local is None:
+        return None
+    unit = num_gpus(config) if on_gpus else cluster.max_workers
+    used = cluster.max_workers * (unit if on_gpus else cluster.num_threads)
+    if used >= num_local // unit * unit:  # the largest multiple that the machine has
+        return None
+    flag = f"--cluster.workers {num_local // unit}" if on_gpus else "--cluster.cpus-per-worker auto"
+    return f"{num_local - used} of {num_local} {'GPUs' if on_gpus else 'cores'}; {flag} uses them"

@@ -1,0 +1,283 @@
+"""Evaluate or export a run's checkpoint or pretrained weights. Workers evaluate, so the driver needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from mmray import objectives
+from mmray.cluster.connect import needs_ray, ray_session
+from mmray.config import Config, EvalSettings, Lora, from_yaml, recipes
+from mmray.config.data import parse_mixture
+from mmray.data.prepare.pipeline import PrepareProgress, ensure_prepared
+from mmray.data.store.manifest import MANIFEST
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.text.chat import build_encoder, extend_tokenizer
+from mmray.data.text.tokenizer import declared_pad_id
+from mmray.data.text.tokenizer_files import load_tokenizer
+from mmray.engine import precision
+from mmray.engine.checkpoint import files
+from mmray.engine.collectives import Group
+from mmray.engine.run_state import EMA_KEY
+from mmray.errors import ResourceError, TrainingError, UsageError
+from mmray.evaluation.build import best_metric, build_evaluator, check_evaluable, num_evaluated_rows
+from mmray.models import lora
+from mmray.models.build import build
+from mmray.models.export.export import export
+from mmray.models.pretrained import pretrained_settings
+from mmray.storage.paths import AnyPath, to_path
+from mmray.training import validate
+from mmray.training.local import count_gpus, resolve_on_this_machine
+from mmray.training.monitor import RunReporter
+from mmray.training.resolve import eval_prepare_settings
+from mmray.training.run_dir import RunDir
+
+Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
+# Kinds of models that load from one checkpoint.
+RECIPES = {"clip": recipes.clip, "siglip": recipes.siglip, "generative": recipes.llava}
+
+
+def load_run_config(folder: AnyPath) -> Config:
+    """The config of a run. Raises UsageError if the folder is not a run."""
+    file = folder.expanduser().resolve() / "config.yaml"
+    if not file.exists():
+        problem = "is not a run: it has no config.yaml" if file.parent.exists() else "does not exist"
+        raise UsageError(f"{file.parent} {problem}; `mmray runs` lists the runs of a folder")
+    return from_yaml(file.read_text(), str(file))
+
+
+def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
+    """Config, tokenizer and valid checkpoint of a run, which may be active. Raises UsageError without one."""
+    run, config = RunDir(folder.expanduser().resolve()), load_run_config(folder)
+    metric, faults = best_metric(config), list[str]()
+    if step is None:
+        checkpoint = files.latest_valid_checkpoint(run.checkpoints, faults.append, rename=False)
+    else:
+        checkpoint = (
+            files.best_checkpoint(run.checkpoints, metric) if step == "best" else run.checkpoints / f"step-{step}"
+        )
+        if checkpoint is None:
+            faults = [f"none has {metric}: the run holds out no rows, or was never evaluated at a checkpoint"]
+        elif not checkpoint.exists():
+            faults, checkpoint = [], None
+        elif (fault := files.verify(checkpoint)) is not None:
+            faults, checkpoint = [f"checkpoint {checkpoint} is not valid: {fault}"], None
+    if checkpoint is None:
+        existing = ", ".join(files.list_checkpoint_names(run.checkpoints)) or "none"
+        which = "valid checkpoint" if step is None else f"valid checkpoint for --step {step}"
+        raise UsageError("\n".join([f"{run.path} has no {which}; checkpoints: {existing}", *faults]))
+    return config, (run.path / "tokenizer.json").read_text(), checkpoint
+
+
+def pretrained_config(weights: str) -> Config:
+    """The recipe for pretrained weights, with the settings that they define. Raises UsageError."""
+    settings = pretrained_settings(weights)
+    recipe = RECIPES[settings.pop("kind")]()
+    inputs = recipe.model.inputs.replace(**settings.pop("inputs"))
+    return recipe.replace(model=recipe.model.replace(**settings, inputs=inputs))
+
+
+def export_run(folder: AnyPath, out: str | AnyPath, step: Step) -> AnyPath:
+    """Export the model of a run's checkpoint to `out`, for `mmray.load`."""
+    config, tokenizer_json, checkpoint = open_run(folder, step)
+    model = lora.merge_adapters(load_model(config, checkpoint))
+    model_config = config.model.replace(lora=Lora())  # the adapters are merged into the weights
+    return export(model, model_config.model_dump(mode="json"), tokenizer_json, out)
+
+
+def export_pretrained(config: Config, out: str | AnyPath, log: Callable[[str, str], None]) -> AnyPath:
+    """Export the model of `model.weights` to `out`, for `mmray.load`. Raises UsageError."""
+    config, tokenizer_json = _with_tokenizer(config, log)
+    return export(load_model(config, None), config.model.model_dump(mode="json"), tokenizer_json, out)
+
+
+def evaluate_run(
+    folder: AnyPath,
+    data: str | None,
+    split: str | None,
+    step: Step,
+    address: str | None,
+    reporter: RunReporter,
+    settings: EvalSettings | None = None,
+    **cluster: Any,
+) -> dict[str, float]:
+    """Return the metrics of a checkpoint. None: the value of the run; for `data`, its held-out rows."""
+    config, tokenizer_json, checkpoint = open_run(folder, step)
+    if settings is not None:
+        config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
+    changes = {name: value for name, value in cluster.items() if value is not None}
+    config = config.with_cluster(address=address, **changes)
+    if "workers" not in changes and not needs_ray(config.with_cluster(workers=1).cluster):
+        # On one machine the workers of a training cluster would only share its devices.
+        config = config.with_cluster(workers=max(1, min(config.cluster.max_workers, count_gpus())))
+    return _evaluate(config, folder, checkpoint, tokenizer_json, data, split, reporter)
+
+
+def evaluate_pretrained(config: Config, data: str, split: str | None, reporter: RunReporter) -> dict[str, float]:
+    """Return the metrics of the model of `model.weights` on a set; Ray Train's small files are in run.storage/ray."""
+    config, tokenizer_json = _with_tokenizer(config, reporter.log)
+    return _evaluate(config, to_path(config.run.storage), None, tokenizer_json, data, split, reporter)
+
+
+def _evaluate(
+    config: Config,
+    folder: AnyPath,
+    checkpoint: AnyPath | None,
+    tokenizer_json: str,
+    data: str | None,
+    split: str | None,
+    reporter: RunReporter,
+) -> dict[str, float]:
+    if reasons := validate.evaluation_reasons(config):
+        raise UsageError("\n".join(reasons))
+    config = config.replace(train=config.train.replace(parallel="single"))  # one device per worker, also of `branches`
+    with ray_session(config.cluster) if (on_ray := needs_ray(config.cluster)) else nullcontext():
+        if on_ray:
+            from mmray.training.ray_backend import check_capacity
+
+            try:
+                check_capacity(config, with_data=False)
+            except ResourceError as error:  # names the settings of a run
+                raise ResourceError(str(error).replace("--cluster.", "--")) from None
+        held_out = _open_held_out(config, folder, data, split, reporter)
+        total = num_evaluated_rows(config, held_out)
+        model: Any = config.model
+        reporter.log(f"{checkpoint or model.weights} on {total:,} rows of {held_out.storage.address}", "evaluate")
+        rows: list[int] = []  # of the batches that are done
+
+        def on_rows(num_rows: int) -> None:
+            rows.append(num_rows)
+            reporter.prepare_progress(PrepareProgress("evaluate", sum(rows), total))
+
+        if on_ray:
+            return _score_on_ray(config, tokenizer_json, held_out, checkpoint, folder, reporter, on_rows)
+        config = resolve_on_this_machine(config)
+        on_gpu = config.cluster.accelerator == "gpu"
+        _log_idle_gpus(on_gpu, count_gpus(), reporter)
+        device = torch.device("cuda" if on_gpu else "cpu")
+        return _score(config, tokenizer_json, held_out, checkpoint, on_rows, device)
+
+
+def _log_idle_gpus(on_gpu: bool, num_gpus: float, reporter: RunReporter) -> None:
+    if num_gpus and not on_gpu:
+        reporter.log(f"evaluating on the CPU; --accelerator gpu uses a GPU ({num_gpus:g} found)", "warning")
+
+
+def _score_on_ray(
+    config: Config,
+    tokenizer_json: str,
+    held_out: PreparedSet,
+    checkpoint: AnyPath | None,
+    folder: AnyPath,
+    reporter: RunReporter,
+    on_rows: Callable[[int], None],
+) -> dict[str, float]:
+    import ray.train
+
+    from mmray.cluster.placement import alive_nodes
+    from mmray.training import ray_backend
+
+    config = config.with_cluster(workers=ray_backend.num_free_workers(config))
+    on_gpu = "GPU" in ray_backend.resource_demand(config, with_data=False).per_worker
+    _log_idle_gpus(on_gpu, sum(node.resources.get("GPU", 0) for node in alive_nodes()), reporter)
+    coordinator, num_received = ray_backend.start_coordinator(set()), 0
+
+    def poll() -> None:
+        nonlocal num_received
+        messages, _ = ray.get(coordinator.drain.remote(num_received))
+        num_received += len(messages)
+        for message in messages:
+            on_rows(message["rows"])
+
+    def send_rows(num_rows: int) -> None:
+        coordinator.push.remote({"rows": num_rows})
+
+    score = partial(_score, config, tokenizer_json, held_out, checkpoint, send_rows)
+    trainer = ray_backend.torch_trainer(score, config, folder.resolve())
+    workers = config.cluster.max_workers
+    reporter.status(f"starting {workers} worker{'s' * (workers > 1)}")
+    try:
+        result: Any = ray_backend.run_in_thread(trainer.fit, poll)
+        return dict(result.return_value)
+    except ray.train.TrainingFailedError as error:
+        raise ray_backend.start_timeout_error(error) or TrainingError(f"the evaluation failed: {error}") from error
+    finally:
+        ray.kill(coordinator)
+
+
+def _with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Config, str]:
+    """Load the tokenizer of pretrained weights; return it and the config with its padding token. Raises UsageError."""
+    inputs = config.model.inputs
+    if inputs.tokenizer == "trained":
+        raise UsageError(
+            "model.inputs.tokenizer: `trained` is the tokenizer of a prepared set; name the file, folder or hub name "
+            "of the tokenizer that the weights were trained with"
+        )
+    tokenizer_json = load_tokenizer(inputs.tokenizer, None)
+    if hasattr(inputs, "chat"):  # language tokens are those of the weights' tokenizer
+        tokenizer_json = extend_tokenizer(tokenizer_json, inputs)
+    num_tokens, rows = build_encoder(tokenizer_json, inputs).vocab_size, config.model.vocab_size
+    if num_tokens < rows:
+        log(f"{inputs.tokenizer} has {num_tokens:,} tokens, the weights {rows:,}: is it their tokenizer?", "warning")
+    return config.replace(model=config.model.with_vocab(num_tokens, declared_pad_id(tokenizer_json))), tokenizer_json
+
+
+def load_model(config: Config, checkpoint: AnyPath | None) -> nn.Module:
+    """The model of a checkpoint on the CPU, with the EMA weights if the run has them; None: of `model.weights`."""
+    if checkpoint is None:
+        return build(config.model, config.model.vocab_size)
+    model = build(config.model, config.model.vocab_size, files.load_meta(checkpoint).get("architecture"))
+    from mmray.engine.checkpoint import state_io  # late: DCP takes seconds to import
+
+    if config.train.ema:
+        ema_weights = state_io.load_weights(checkpoint, EMA_KEY).items()
+        weights = {name.removeprefix("module."): each for name, each in ema_weights if name.startswith("module.")}
+    else:
+        weights = state_io.load_weights(checkpoint)
+    model.load_state_dict(weights)
+    return model
+
+
+def _open_held_out(
+    config: Config, folder: AnyPath, data: str | None, split: str | None, reporter: RunReporter
+) -> PreparedSet:
+    """The set to evaluate on: `data`, or the run's evaluation set or split. A raw source is prepared first."""
+    split = split or (config.data.eval_split if data is None else "test")
+    source = data or config.data.eval
+    if source is None:
+        return PreparedSet.open(parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0], split)
+    if needs_ray(config.cluster) and not (to_path(source) / MANIFEST).exists():
+        from mmray.cluster.placement import check_data_capacity
+
+        check_data_capacity(config.cluster)
+    settings = eval_prepare_settings(config, source)
+    prepared = ensure_prepared(source, config.data.cache, settings, reporter.log, reporter.prepare_progress)
+    return PreparedSet.open(str(prepared), split)
+
+
+def _score(
+    config: Config,
+    tokenizer_json: str,
+    held_out: PreparedSet,
+    checkpoint: AnyPath | None,
+    on_rows: Callable[[int], None],
+    device: torch.device | None = None,
+) -> dict[str, Any]:
+    """The metrics, on `device` or (None) in a worker of Ray Train."""
+    if device is None:
+        import ray.train.torch
+
+        device = ray.train.torch.get_device()
+    group = Group.current(device)
+    model = load_model(config, checkpoint)
+    check_evaluable(config, model)
+    evaluator = build_evaluator(config, held_out, tokenizer_json, on_rows)
+    loss_batch_size = config.batch.global_  # as in training, because the loss depends on it
+    assert loss_batch_size is not None, "resolved when the run started"
+    with precision.select_precision(config.train.precision, group.device).autocast():
+        return dict(evaluator.score(model.to(group.device), group, objectives.build(config.objective), loss_batch_size))

@@ -1,0 +1,341 @@
+"""Supervision of a running attempt: progress, hung ranks, preempted nodes, capacity for more workers, signals.
+
+`AttemptMonitor.poll` is called several times per second while Ray Train runs. Its requests reach the ranks through the
+coordinator actor, and the ranks agree on them in the next step, so no rank waits in the hot path. The driver reads the
+draining nodes itself, because `ray.train.get_preemption_info` is a barrier over all ranks.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from mmray.config import Config
+from mmray.engine.worker_context import TRAINING
+from mmray.errors import ForceExit, ResourceError
+from mmray.machine import process_memory
+
+if TYPE_CHECKING:
+    from mmray.data.prepare.pipeline import PrepareProgress
+    from mmray.training.backend import Workers
+
+WASTED_STEPS, CHECKPOINT_S = "wasted_steps", "checkpoint_s"
+CHECK_INTERVAL_S, CAPACITY_INTERVAL_S = 1.0, 5.0
+MEMORY_INTERVAL_S, MEMORY_COST_FRACTION = 3.0, 0.01  # of samples, which take at most this share of the time
+CAPACITY_POLLS = 2  # in a row before a resize; four times as many after each failed resize
+STACKS_WAIT_S = 3.0  # until all ranks have written their stacks: a heartbeat comes each second
+REQUEST_DELAY_S = 3.0  # from the driver's request to the ranks' agreement, in addition to a step
+DATA_WAIT_LOG_S = 60.0  # a rank that waits for data is logged after this time, then after twice as long, and so on
+SILENT_S = 5.0  # a process that is stopped, or holds its interpreter, sends no heartbeat
+STATE_TEXTS = {  # states in which other ranks wait for a rank longer than for a step
+    "waiting_for_data": "waits for data at",
+    "compiling": "is compiling at",
+    "saving": "waits for a checkpoint to be written at",
+}
+StopReason = Literal["user", "resize", "preempted"]
+
+
+class RunReporter(Protocol):
+    """Receives the progress of a run (the console); called on the driver's main thread."""
+
+    def log(self, text: str, label: str = "") -> None: ...
+    def status(self, title: str) -> None: ...  # a stage of a start, the last is TRAINING
+    def phase(self, title: str) -> None: ...  # what follows or interrupts the steps, such as an evaluation
+    def prepare_progress(self, progress: PrepareProgress) -> None: ...
+    def step(self, metrics: dict[str, Any], total_steps: int) -> None: ...
+
+
+class StartTimeline:
+    """Passes progress to another reporter; keeps the stages of each start, from the command or a restart to step 1.
+
+    start_s: time.monotonic() at the command.
+    """
+
+    def __init__(self, reporter: RunReporter, start_s: float) -> None:
+        self.log, self.phase, self.step = reporter.log, reporter.phase, reporter.step
+        self.prepare_progress = reporter.prepare_progress
+        self.starts: list[list[dict[str, Any]]] = [[{"stage": "importing", "at_s": 0.0}]]
+        self._reporter, self._start_s = reporter, start_s
+
+    def status(self, title: str) -> None:
+        if self.starts[-1][-1]["stage"] == TRAINING:
+            self.starts.append([])
+        self.starts[-1].append({"stage": title, "at_s": round(time.monotonic() - self._start_s, 2)})
+        self._reporter.status(title)
+
+
+@dataclass(frozen=True)
+class HeartbeatRecord:
+    """The last heartbeat of a rank; `age_s` by the coordinator's clock."""
+
+    rank: int
+    node: str
+    pid: int
+    started_s: float  # start time of the process, seconds since the epoch
+    step: int
+    progress: int  # grows with each step, and while starting, evaluating or saving advances (see README.md)
+    where: str  # file:line in function, the innermost of mmray or user code
+    in_collective: bool  # or in a backward with collectives: it waits for the other ranks
+    state: str = "training"  # or another key of Cluster.state_limits_s
+    age_s: float = 0.0
+
+    def __str__(self) -> str:
+        if self.age_s > SILENT_S:
+            state = f"has not responded for {self.age_s:.0f} s, last at"
+        else:
+            state = "waits in a collective at" if self.in_collective else STATE_TEXTS.get(self.state, "is at")
+        return f"rank {self.rank} (process {self.pid}, node {self.node[:8]}) {state} {self.where}"
+
+
+@dataclass
+class HangDetector:
+    """Detect ranks that made no progress for the limit of their state.
+
+    A new state counts as progress: a rank that waited longer than a step may take has just received its rows, or a
+    rank that waited for it has just left the collective.
+    """
+
+    limits_s: dict[str, float]  # Cluster.state_limits_s
+    _last: dict[int, tuple[tuple[Any, ...], float]] = field(default_factory=dict)  # rank: progress, and since when
+    _waits_s: dict[int, float] = field(default_factory=dict)  # rank: how long it has waited for data
+
+    def check(self, records: Sequence[HeartbeatRecord], now_s: float) -> str | None:
+        """Return a message that names the ranks the others wait for; None without a hang."""
+        stalled, stalled_s, some_within_limit = [], 0.0, False
+        self._waits_s = {}
+        some_wait = any(record.state in STATE_TEXTS and record.age_s <= SILENT_S for record in records)
+        for record in records:
+            progress = record.progress, record.state, record.in_collective
+            # On a GPU a rank waits for another wherever it launches work behind a collective.
+            excused = some_wait and record.state not in STATE_TEXTS and record.age_s <= SILENT_S
+            if excused or self._last.get(record.rank, ((), 0.0))[0] != progress:
+                self._last[record.rank] = progress, now_s
+            idle_s, limit_s = now_s - self._last[record.rank][1], self.limits_s[record.state]
+            if record.state == "waiting_for_data":
+                self._waits_s[record.rank] = idle_s
+            if record.state in STATE_TEXTS and record.age_s > SILENT_S:
+                idle_s, limit_s = record.age_s, self.limits_s["training"]  # perhaps stopped (SIGSTOP) since then
+            if idle_s > limit_s:
+                stalled.append(record)
+                stalled_s = max(stalled_s, idle_s)
+            some_within_limit |= idle_s < limit_s
+        all_wait = all(record.in_collective and record.age_s <= SILENT_S for record in stalled)
+        if not stalled or (all_wait and some_within_limit):  # they wait for the rank that is within its limit
+            return None
+        return f"no progress for {stalled_s:.0f} s: {'; '.join(str(record) for record in stuck_ranks(records))}"
+
+    def missing_ranks(self, world: int) -> list[int]:
+        """Return the ranks that have sent no heartbeat yet."""
+        return sorted(set(range(world)) - self._last.keys())
+
+    def waits_for_data(self) -> tuple[list[int], float]:
+        """The ranks that wait for data, and the longest time of one, at the last check."""
+        return sorted(self._waits_s), max(self._waits_s.values(), default=0.0)
+
+
+def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
+    """Ranks the others wait for: silent processes, otherwise ranks outside a collective, otherwise all."""
+    silent = [record for record in records if record.age_s > SILENT_S]
+    outside = [record for record in records if not record.in_collective]
+    return silent or outside or list(records)
+
+
+def checkpoint_request_time_s(preempted_at_s: float, checkpoint_duration_s: float, step_duration_s: float) -> float:
+    """Return the Unix time at which to request the last checkpoint before a preemption; 0: immediately."""
+    if not preempted_at_s or not checkpoint_duration_s:  # unknown
+        return 0.0
+    # Two steps: the current one, and the one that carries the request.
+    return preempted_at_s - 2 * checkpoint_duration_s - 2 * step_duration_s - REQUEST_DELAY_S
+
+
+@dataclass
+class RunProgress:
+    """State of a run, from the messages of its workers; kept over attempts."""
+
+    last_step: int = 0  # last logged step, else the step the attempt resumed from
+    logged: bool = False  # some attempt logged a step
+    wasted_steps: int = 0
+    step_s: float = 0.0  # newest measurement, like the next two; 0: unknown
+    checkpoint_s: float = 0.0
+    micro: int = 0
+    all_processes_peak_gib: float = 0.0  # largest sum over the processes of the run; 0: unknown
+
+    def update(self, message: dict[str, Any]) -> None:
+        self.wasted_steps += message.get(WASTED_STEPS, 0)
+        self.step_s = message.get("time/step_s", self.step_s)
+        self.checkpoint_s = message.get(CHECKPOINT_S, self.checkpoint_s)
+        self.micro = message.get("batch/micro", self.micro)
+        if "step" in message:
+            self.last_step, self.logged = message["step"], True
+
+
+@dataclass
+class AttemptMonitor:
+    """Monitors one attempt of `world` workers from the driver: hangs, preemption, capacity, signals."""
+
+    config: Config  # with the range of workers that the user set
+    world: int  # number of workers, torch's world size
+    workers: Workers
+    reporter: RunReporter
+    total_steps: int
+    start_step: int
+    progress: RunProgress
+    retried_errors: tuple[type[Exception], ...] = (OSError,)  # of checks of the cluster
+    failed_resizes: int = 0  # resizes from this number of workers after which no larger group started
+    should_stop: Callable[[], bool] = lambda: False  # of the caller of train()
+    hang: str | None = None  # names the ranks
+    preempted: bool = False  # a node of the group is being preempted
+    stop_reason: StopReason | None = None
+    started: bool = False  # a worker has sent a heartbeat
+    trained: bool = False  # the first step has been taken
+    heartbeats: list[HeartbeatRecord] = field(default_factory=list)
+    _num_received: int = 0  # messages
+    _next_check_s: float = 0.0
+    _data_wait_logs: int = 0  # of the present wait
+    _next_capacity_s: float = 0.0
+    _next_memory_s: float = 0.0
+    _capacity_polls: int = 0
+    _signalled: bool = False
+
+    def __post_init__(self) -> None:
+        cluster = self.config.cluster
+        self.progress.last_step = self.start_step
+        self._start_s = time.monotonic()
+        self._detector = HangDetector(cluster.state_limits_s)
+
+    def poll(self) -> None:
+        """Read messages and heartbeats of the workers, and run the checks that are due."""
+        self.read_updates()
+        now_s = time.monotonic()
+        if now_s < self._next_check_s:
+            return
+        self._next_check_s = now_s + CHECK_INTERVAL_S
+        self._check_start(now_s)
+        if self.heartbeats and now_s >= self._next_memory_s:
+            self._sample_memory(now_s)
+        try:
+            if self.stop_reason != "user" and self.should_stop():
+                self.stop_reason = None  # overrides a resize or a preemption
+                self.request_stop("user", "stopping after this step, with a checkpoint")
+            self._check_hang(now_s)
+            self._log_data_wait()
+            self._check_preemption()
+            if self.world < self.config.cluster.max_workers and now_s >= self._next_capacity_s:
+                self._next_capacity_s = now_s + CAPACITY_INTERVAL_S
+                self._check_capacity()
+        except self.retried_errors as error:  # training continues meanwhile
+            self.reporter.log(f"no response from Ray, retrying: {error}", "cluster")
+
+    def request_stop(self, reason: StopReason, message: str) -> None:
+        """Request a checkpoint and the end of the attempt after the next step; the first reason is kept."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+            self.reporter.log(message, "stop")
+            self.workers.request_stop()
+
+    def on_signal(self, _: int, __: FrameType | None) -> None:
+        """Stop at a checkpoint on the first Ctrl-C or SIGTERM; exit on the second, or before the first step."""
+        if self._signalled or not self.trained:
+            raise ForceExit
+        self._signalled, self.stop_reason = True, None  # overrides a resize or a preemption
+        self.request_stop("user", "stopping after this step, with a checkpoint; press Ctrl-C again to exit immediately")
+
+    def read_updates(self) -> None:
+        messages, records = self.workers.drain(self._num_received)
+        self._num_received += len(messages)
+        self.heartbeats = [HeartbeatRecord(**record) for record in records]
+        self.started |= bool(records)
+        for message in messages:
+            self.progress.update(message)
+            if "stage" in message:  # of DriverHandle.stage
+                self.trained |= message["stage"] == TRAINING
+                self.reporter.status(message["stage"])
+            if "phase" in message:
+                self.reporter.phase(message["phase"])
+            if "note" in message:  # a console line, of DriverHandle.notify
+                self.reporter.log(message["note"], message["label"])
+            if "step" in message:  # a logged line of metrics
+                peak_gib = self.progress.all_processes_peak_gib
+                memory = {"memory/all_processes_peak_gib": peak_gib} if peak_gib else {}
+                self.reporter.step(message | memory, self.total_steps)
+
+    def _sample_memory(self, now_s: float) -> None:
+        """Measure the memory of all processes of the run, if the driver started them all."""
+        sizes = process_memory()
+        self._next_memory_s = now_s + max(MEMORY_INTERVAL_S, (time.monotonic() - now_s) / MEMORY_COST_FRACTION)
+        if sizes is not None and all(record.pid in sizes for record in self.heartbeats):
+            gib = sum(sizes.values()) / 2**30
+            self.progress.all_processes_peak_gib = max(self.progress.all_processes_peak_gib, gib)
+
+    def _check_start(self, now_s: float) -> None:
+        """Raise ResourceError if a worker sends no first heartbeat; Ray would wait for its import of torch forever."""
+        limit_s = self.config.cluster.first_heartbeat_s
+        if now_s - self._start_s > limit_s and (missing := self._detector.missing_ranks(self.world)):
+            raise ResourceError(
+                f"no heartbeat of rank {', '.join(map(str, missing))} (of {self.world}) within {limit_s:.0f} s: "
+                "a process may hang in an import. Check the file systems of the nodes and rerun the same command"
+            )
+
+    def _check_hang(self, now_s: float) -> None:
+        """Kill the processes of a hung group, after all that can have written their stacks."""
+        if self.hang is not None or (hang := self._detector.check(self.heartbeats, now_s)) is None:
+            return
+        self.hang = hang
+        self.reporter.log(f"{hang}; stacks are written to stacks/ in the run's folder", "hang")
+        self.workers.request_stacks()
+        time.sleep(STACKS_WAIT_S)
+        self.workers.kill(self.heartbeats)
+
+    def _log_data_wait(self) -> None:
+        """Log what ranks wait for, at intervals that double until rows arrive."""
+        ranks, wait_s = self._detector.waits_for_data()
+        if self._data_wait_logs and wait_s < DATA_WAIT_LOG_S and self.heartbeats:
+            self._data_wait_logs = 0
+            self.reporter.log("rows arrive again", "data")
+        if wait_s < DATA_WAIT_LOG_S * 2**self._data_wait_logs:
+            return
+        self._data_wait_logs += 1
+        names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        limit_s = self.config.cluster.state_limits_s["waiting_for_data"]
+        data = self.workers.describe_data()
+        text = f"{names} waited {wait_s:.0f} s for rows, a failure after {limit_s:.0f} s; {data}"
+        self.reporter.log(text, "data")
+
+    def _check_preemption(self) -> None:
+        """Request a checkpoint in time if a node of the group is being preempted."""
+        draining = self.workers.draining_nodes()
+        deadlines = [draining[record.node] for record in self.heartbeats if record.node in draining]
+        if not deadlines:
+            return
+        self.preempted, first_s = True, min(deadlines)
+        if time.time() >= checkpoint_request_time_s(first_s, self.progress.checkpoint_s, self.progress.step_s):
+            when = f"in {first_s - time.time():.0f} s" if first_s else "soon"
+            self.request_stop("preempted", f"node will be preempted {when}; checkpointing and moving to another node")
+
+    def _check_capacity(self) -> None:
+        """Request a resize if more workers fit at several polls in a row."""
+        extra = self.workers.num_more_workers()
+        extra = extra if self.heartbeats else 0
+        self._capacity_polls = self._capacity_polls + 1 if extra else 0
+        if self._capacity_polls >= CAPACITY_POLLS * 4**self.failed_resizes:
+            self.request_stop("resize", f"{self.world + extra} workers fit now; checkpointing to restart with all")
+
+
+@contextmanager
+def signal_handlers(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM with `handle` inside the block; without effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

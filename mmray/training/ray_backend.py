@@ -1,0 +1,461 @@
+"""Workers on a Ray cluster: the resources that a run requests; each attempt is a new `TorchTrainer`."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import ray
+import ray.exceptions
+import ray.train
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util import get_node_ip_address
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mmray.cluster import placement, shared_storage
+from mmray.cluster.capacity import (
+    NODE_GROUP,
+    NODE_ID,
+    Demand,
+    LabelSelector,
+    Node,
+    exclude_nodes,
+    fits,
+    missing_capacity,
+    num_workers_that_fit,
+)
+from mmray.cluster.connect import INPUT_TASK_CPUS
+from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error, version_warning
+from mmray.config import Config
+from mmray.data.stream.stream import StreamDataConfig
+from mmray.engine.batch import halve
+from mmray.engine.collectives import BACKENDS
+from mmray.errors import (
+    DeviceError,
+    MmrayError,
+    OutOfMemoryError,
+    ResourceError,
+    TrainingError,
+    first_line,
+)
+from mmray.machine import LOOPBACK, cores, free_memory, set_network_interface
+from mmray.storage.paths import AnyPath, RemotePath
+from mmray.training.backend import Attempt, Cause, format_counts, num_gpus, resume_point
+from mmray.training.coordinator import Coordinator
+from mmray.training.resolve import ResolvedRun
+from mmray.training.worker import train_loop_per_worker
+
+if TYPE_CHECKING:
+    from mmray.training.monitor import AttemptMonitor, HeartbeatRecord, RunReporter
+
+JOIN_INTERVAL_S = 0.25
+POLL_INTERVAL_S = 0.5  # of the free resources, while workers of the last attempt release theirs
+STABLE_POLLS, MAX_POLLS = 4, 20
+FREE_WAIT_S = 4.0
+NODE_LOSS_S = 40.0  # Ray reports a node that does not answer as lost after about half a minute
+# Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through which ranks connect.
+COLLECTIVE_ERRORS = re.compile(
+    "Connection (closed|reset) by peer|Broken pipe|Connection timed out|No route to host|NCCL|Socket Timeout"
+    "|(recv|send) operation to complete|wait timeout after|Connection was likely closed|timeout caused pair closure"
+)
+T = TypeVar("T")
+
+
+class RayBackend:
+    """Starts workers with Ray Train."""
+
+    errors: tuple[type[Exception], ...] = (
+        ray.train.TrainingFailedError,
+        MmrayError,
+        ray.exceptions.RayError,
+        RuntimeError,
+        OSError,
+    )
+
+    def __init__(self, check_storage: bool = True) -> None:
+        self._check_storage = check_storage
+        self.autoscaler = placement.AutoscalerRequest(f"mmray-{os.urandom(4).hex()}")
+        self._nodes: placement.SchedulableNodes | None = None  # at the last choice of the number of workers
+        self._excluded: frozenset[str] = frozenset()  # IDs of nodes on which a device failed
+
+    def check(self, config: Config, reporter: RunReporter) -> None:
+        if warning := version_warning():
+            reporter.log(warning, "warning")
+        check_capacity(config)
+        if self._check_storage:
+            check_storage(config)
+
+    def resolve(self, config: Config) -> Config:
+        cluster = config.cluster
+        device = "gpu" if "GPU" in resource_demand(config).per_worker else "cpu"
+        num_cores = cores() if device == "cpu" and placement.available_cores_if_local() else 1
+        return config.with_cluster(accelerator=device, cpus_per_worker=cluster.resolve_cpus(num_cores))
+
+    def num_local(self, device: str) -> int | None:
+        if (available := placement.available_cores_if_local()) is None:
+            return None
+        return int(placement.alive_nodes()[0].resources.get("GPU", 0)) if device == "gpu" else available
+
+    def choose_world_size(self, config: Config) -> int:
+        self._nodes = placement.schedulable_nodes()
+        if not config.cluster.elastic:
+            self._wait_for_network(config)
+            return config.cluster.max_workers  # if they do not fit, Ray waits and an autoscaler adds nodes
+        request_nodes(config, self.autoscaler, 0, self._excluded)
+        counts: list[int] = []
+        for _ in range(MAX_POLLS):
+            counts.append(num_workers_that_fit(resource_demand(config, excluded=self._excluded), self._nodes.nodes))
+            stable = len(counts) >= STABLE_POLLS and len(set(counts[-STABLE_POLLS:])) == 1
+            if counts[-1] == config.cluster.max_workers or (stable and counts[-1]):
+                break
+            time.sleep(POLL_INTERVAL_S)
+            self._nodes = placement.schedulable_nodes()
+        world = max(counts[-1], config.cluster.min_workers)
+        request_nodes(config, self.autoscaler, world, self._excluded)  # Ray Train requests those of the workers itself
+        return world
+
+    def _wait_for_network(self, config: Config) -> None:
+        """Wait for nodes that do not answer, unless the others suffice, until Ray would notice that they are lost."""
+        assert self._nodes is not None, "schedulable_nodes comes before"
+        demand, end_s = resource_demand(config, excluded=self._excluded), time.monotonic() + NODE_LOSS_S
+        while time.monotonic() < end_s:
+            alive, unavailable = placement.alive_nodes(), set(self._nodes.unavailable)
+            answering = [node for node in alive if (node.labels or {})[NODE_ID] not in unavailable]
+            is_draining = unavailable <= placement.draining_nodes().keys()  # also without any
+            if is_draining or fits(demand, answering) or not fits(demand, alive):
+                return
+            time.sleep(POLL_INTERVAL_S)
+            self._nodes = placement.schedulable_nodes()
+
+    def start(self, attempt: Attempt) -> RayWorkers:
+        assert self._nodes is not None, "choose_world_size comes before"
+        return RayWorkers(attempt, self._nodes, self._excluded, self.autoscaler)
+
+    def exclude_node(self, config: Config, node: str) -> bool:
+        try:
+            check_capacity(config, excluded={*self._excluded, node})
+        except (ResourceError, ray.exceptions.RayError):
+            return False
+        self._excluded |= {node}
+        return True
+
+    def find_cause(self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> Cause:
+        if is_train_error(error, "PreemptionError"):  # of Ray Train's preemption watcher, which is off by default
+            return "preempted", TrainingError("a node was preempted")
+        if (timeout_error := start_timeout_error(error)) is not None:
+            # An elastic run retries with fewer workers: resources were taken, or a node was lost.
+            return "lost" if monitor.world > monitor.config.cluster.min_workers else "raised", timeout_error
+        if not isinstance(error, ray.train.WorkerGroupError):
+            return "lost", TrainingError(f"Ray Train failed: {getattr(error, 'controller_failure', error)}")
+        failures = [root_cause(each) for each in error.worker_failures.values()]
+        raised = [each for each in failures if not is_worker_lost(each)]
+        oom_killed = next((each for each in failures if isinstance(each, ray.exceptions.OutOfMemoryError)), None)
+        if oom_killed is not None and not raised:
+            return "lost", _host_oom_error(oom_killed, monitor, resolved)
+        # Errors of mmray first, and of these a bad device or a lack of memory: other ranks' errors only follow from it.
+        mmray_errors = [each for each in raised if isinstance(each, MmrayError)]
+        mmray_errors.sort(key=lambda each: not isinstance(each, (DeviceError, OutOfMemoryError)))
+        cause = next(iter([*mmray_errors, *raised, *failures]), error)
+        if raised:
+            return "device" if isinstance(cause, DeviceError) else "raised", cause
+        return "preempted" if monitor.preempted else "lost", cause
+
+
+class RayWorkers:
+    """The worker group, stream and coordinator actor of an attempt."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        nodes: placement.SchedulableNodes,
+        excluded: frozenset[str],
+        autoscaler: placement.AutoscalerRequest,
+    ) -> None:
+        self.config, self._excluded, self.autoscaler = attempt.resolved.config, excluded, autoscaler
+        self.world = attempt.config.cluster.max_workers
+        self.coordinator = start_coordinator(attempt.bad_rows)
+        demand = resource_demand(attempt.config, excluded=excluded)
+        start = resume_point(attempt.resolved, attempt.checkpoint, self.world)
+        # Counted for the largest group, so that CPUs for the workers of a later, larger group stay free.
+        actors = num_decode_actors(self.config.with_cluster(accelerator=attempt.config.cluster.accelerator))
+        context = attempt.worker_context(actors)
+        selector = nodes.excluding_unavailable(demand.data_label_selector)
+        stream = StreamDataConfig(start, context.reader, actors, self.config.data.block_mb, selector, self.coordinator)
+        self.trainer = torch_trainer(
+            train_loop_per_worker,
+            attempt.config,
+            attempt.folder,
+            name=f"attempt-{attempt.fencing_token}",
+            label_selector=nodes.excluding_unavailable(demand.worker_label_selector),
+            train_loop_config={"context": context, "resume_point": start, "coordinator": self.coordinator},
+            datasets=stream.datasets(),
+            dataset_config=stream,
+        )
+
+    def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
+        result: Any = run_in_thread(self.trainer.fit, poll)
+        return dict(result.return_value)
+
+    def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        try:
+            messages, heartbeats = ray.get(self.coordinator.drain.remote(num_received), timeout=10)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return [], []  # the next call returns them; if Ray is shutting down, the attempt itself raises
+        return messages, heartbeats
+
+    def request_stop(self) -> None:
+        self.coordinator.request_stop.remote()
+
+    def request_stacks(self) -> None:
+        self.coordinator.request_stacks.remote()
+
+    def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
+        placement.kill_processes((record.node, record.pid, record.started_s) for record in heartbeats)
+
+    def draining_nodes(self) -> dict[str, float]:
+        return placement.draining_nodes()
+
+    def num_more_workers(self) -> int:
+        request_nodes(self.config, self.autoscaler, self.world, self._excluded)
+        demand = resource_demand(self.config, with_data=False, excluded=self._excluded)
+        remaining = replace(demand, workers=demand.workers - self.world)
+        return num_workers_that_fit(remaining, placement.schedulable_nodes().nodes)
+
+    def describe_data(self) -> str:
+        return f"decode actors: {format_counts(placement.actor_states('DecodeActor'))}"
+
+    def close(self) -> None:
+        self.autoscaler.cancel()
+        ray.kill(self.coordinator)
+
+
+def start_coordinator(bad_rows: set[int]) -> Any:
+    """Start the actor for messages of the workers, on the driver's node."""
+    driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=driver_node).remote(bad_rows)
+
+
+def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
+    """Return or raise what `call` does in a daemon thread; polls meanwhile and once after its end."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="mmray-trainer", daemon=True)
+    thread.start()
+    running = True
+    while running:
+        thread.join(JOIN_INTERVAL_S)
+        running = thread.is_alive()  # before the poll, so that the last poll comes after the end
+        poll()  # an exception leaves at once; the daemon thread then ends with the process
+    return done.result()
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return what failed a worker: the error that a task raised (maybe in a task of a task), or of a health check."""
+    if not isinstance(error, ray.exceptions.RayTaskError):
+        return getattr(error, "health_check_failure", error)
+    cause: BaseException = error
+    while isinstance(cause, ray.exceptions.RayTaskError):
+        cause = cause.cause
+    cause.add_note(str(error))  # the traceback of the task
+    return cause
+
+
+def is_worker_lost(error: BaseException) -> bool:
+    """Return whether the root cause is a lost worker; its peers only report a broken collective."""
+    if isinstance(error, MmrayError) or type(error) is ray.exceptions.RayError:
+        return False  # it may quote NCCL running out of memory; RayError: of a task's error that cannot be pickled
+    lost = isinstance(error, ray.exceptions.RayError) or is_train_error(error, "WorkerHealthCheckTimeoutError")
+    return lost or COLLECTIVE_ERRORS.search(str(error)) is not None
+
+
+def _host_oom_error(error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> OutOfMemoryError:
+    """Ray's memory monitor killed a worker: its node, not a device, was out of memory."""
+    rows_per_rank = -(-resolved.shape.global_rows // monitor.world)
+    micro = min(rows for rows in (monitor.progress.micro, resolved.micro, resolved.shape.micro, rows_per_rank) if rows)
+    smaller = halve(micro)
+    what = f"a node ran out of memory with micro-batches of {micro} rows ({first_line(error)})"
+    fix = f"Retrying with micro-batches of {smaller}" if smaller else "Check what else uses memory on that node"
+    return OutOfMemoryError(f"{what}. {fix}", retry_micro=smaller)
+
+
+def start_timeout_error(error: BaseException) -> ResourceError | None:
+    """Return the error to raise if Ray Train's error is the start timeout; None for any other."""
+    if not is_train_error(getattr(error, "controller_failure", None), "WorkerGroupStartupTimeoutError"):
+        return None
+    waited_s = float(os.environ[START_TIMEOUT_VARIABLE])
+    return ResourceError(
+        f"the training workers did not start within {waited_s:g} s (cluster.start_timeout_s): their nodes are in use "
+        "or did not start. Check `ray status` on the head, and rerun the same command to resume"
+    )
+
+
+# --- resources of a run
+
+
+def resource_demand(config: Config, with_data: bool = True, excluded: Collection[str] = ()) -> Demand:
+    """Return the run's workers and data CPUs; accelerator `auto`: GPUs if the cluster has, or can add, any.
+
+    `excluded` are IDs of nodes on which no worker may start.
+    """
+    nodes, cluster = placement.alive_nodes(), config.cluster
+    per_worker = {"CPU": cluster.num_cpus}
+    pools = [Node(pool.resources) for pool in placement.autoscaling_pools()]
+    has_gpus = any(node.resources.get("GPU") for node in [*nodes, *pools])
+    if cluster.accelerator == "gpu" or (cluster.accelerator == "auto" and has_gpus):
+        per_worker["GPU"] = float(num_gpus(config))
+    actors = config.data.workers if isinstance(config.data.workers, int) else 1
+    train_label_selector = placement.train_label_selector(cluster.train_label, nodes)
+    return Demand(
+        cluster.max_workers,
+        per_worker | cluster.resources_per_worker,
+        actors + INPUT_TASK_CPUS if with_data else 0,
+        exclude_nodes(excluded, train_label_selector) if excluded else train_label_selector,
+        placement.data_label_selector(cluster.data_label, nodes),
+    )
+
+
+def check_capacity(config: Config, with_data: bool = True, excluded: Collection[str] = ()) -> None:
+    """Raise ResourceError if the cluster can never provide what the run needs, even after growing.
+
+    `excluded` are IDs of nodes that the run cannot use.
+    """
+    if config.cluster.wait_for_nodes:
+        return  # limits unknown: cluster.start_timeout_s ends the wait
+    demand = replace(resource_demand(config, with_data), workers=config.cluster.min_workers)
+    labels = [node.labels or {} for node in placement.alive_nodes()]
+    nodes = [node for node in placement.alive_nodes() if (node.labels or {}).get(NODE_ID) not in excluded]
+    taken = Counter(each.get(NODE_GROUP) for each in labels if each.get(NODE_ID) in excluded)
+    pools = [replace(pool, max_nodes=pool.max_nodes - taken[pool.name]) for pool in placement.autoscaling_pools()]
+    if missing := missing_capacity(demand, nodes, pools):
+        raise ResourceError(missing)
+
+
+def num_free_workers(config: Config) -> int:
+    """Return how many workers, without data, fit the free resources. Raises ResourceError."""
+    demand = resource_demand(config, with_data=False)
+    minimum = replace(demand, workers=config.cluster.min_workers)
+    free = placement.wait_for_free_nodes(minimum, FREE_WAIT_S)
+    can_grow = config.cluster.wait_for_nodes or placement.autoscaling_pools()
+    if not can_grow and (missing := missing_capacity(minimum, free)):
+        raise ResourceError(f"with the resources that are free now, {missing}; or wait until other jobs have ended")
+    return max(num_workers_that_fit(demand, free), minimum.workers)
+
+
+def check_storage(config: Config) -> None:
+    """Raise if the run's folder would be deleted with a job, or is not shared by all training nodes."""
+    shared_storage.check_persistent(config.run.storage, Path.cwd())
+    demand, nodes = resource_demand(config, with_data=False), placement.alive_nodes()
+    if len(nodes) > 1 or "://" in config.run.storage:
+        selector = demand.worker_label_selector
+        training_nodes = [node for node in nodes if node.matches_labels(selector) and node.fits(demand.per_worker)]
+        shared_storage.check_shared(config.run.storage, training_nodes)
+
+
+def request_nodes(
+    config: Config, autoscaler: placement.AutoscalerRequest, running: int, excluded: Collection[str] = ()
+) -> None:
+    """Request nodes for the workers that an elastic run can use in addition to `running`, if the cluster can grow."""
+    if config.cluster.wait_for_nodes or placement.autoscaling_pools():
+        demand = resource_demand(config, with_data=False, excluded=excluded)
+        autoscaler.request(demand.per_worker, demand.worker_label_selector, demand.workers - running)
+
+
+def ray_storage(folder: AnyPath) -> dict[str, Any]:
+    """Return the options of Ray's RunConfig for its files in `folder`."""
+    if isinstance(folder, RemotePath):
+        return {"storage_path": folder.fs_path, "storage_filesystem": folder.storage.filesystem[0]}
+    return {"storage_path": str(folder)}
+
+
+class ProcessGroupConfig(TorchConfig):
+    """Ray's process group, on the network interface that Ray uses, or the loopback if all workers are on one node."""
+
+    @property
+    def backend_cls(self) -> type[Any]:
+        return _Backend
+
+
+class _Backend(TorchConfig().backend_cls):  # type: ignore[misc]
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        ips = worker_group.execute(get_node_ip_address)
+        worker_group.execute(_set_network_interface, loopback=len(set(ips)) == 1)
+        super().on_start(worker_group, backend_config)
+
+
+def _set_network_interface(loopback: bool) -> None:
+    set_network_interface(LOOPBACK if loopback else get_node_ip_address())
+
+
+def torch_trainer(
+    loop: Callable[..., Any],
+    config: Config,
+    folder: AnyPath,
+    name: str | None = None,
+    label_selector: LabelSelector | None = None,
+    **trainer_options: Any,
+) -> TorchTrainer:
+    """Return Ray Train's trainer of `loop`, without retries; its small files are written to `folder`/ray."""
+    os.environ[START_TIMEOUT_VARIABLE] = str(config.cluster.start_timeout_s)  # Ray would wait forever
+    demand = resource_demand(config, with_data=False)
+    no_retries: Any = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
+    selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}  # missing in Ray's stub
+    return TorchTrainer(
+        loop,
+        # With a timeout, which neither gloo nor NCCL has by default.
+        torch_config=ProcessGroupConfig(
+            backend=BACKENDS["cuda" if "GPU" in demand.per_worker else "cpu"],
+            timeout_s=math.ceil(config.cluster.group_timeout_s),
+        ),
+        scaling_config=ScalingConfig(
+            num_workers=demand.workers,
+            use_gpu="GPU" in demand.per_worker,
+            resources_per_worker=demand.per_worker,
+            **selector,
+        ),
+        run_config=RunConfig(name=name, failure_config=FailureConfig(**no_retries), **ray_storage(folder / "ray")),
+        **trainer_options,
+    )
+
+
+def is_single_node(config: Config) -> bool:
+    """Return True if the cluster is one machine and cannot grow."""
+    return len(placement.alive_nodes()) == 1 and not placement.autoscaling_pools() and not config.cluster.wait_for_nodes
+
+
+def num_decode_actors(config: Config) -> int:
+    """Return the number of decode actors: as configured, or as many as cores and memory of the data nodes allow."""
+    if isinstance(config.data.workers, int):
+        return config.data.workers
+    demand, pools = resource_demand(config), placement.autoscaling_pools()
+    cpu_pools = [Node(pool.resources, pool.labels) for pool in pools if not pool.resources.get("GPU")]
+    selector = demand.data_label_selector
+    data_nodes, pool_nodes = (
+        [node.resources for node in group if node.matches_labels(selector) and node.resources.get("CPU")]
+        for group in (placement.alive_nodes(), cpu_pools)
+    )
+    node_resources = data_nodes or pool_nodes  # one node of each pool while no data node has started
+    cpus = sum(resources["CPU"] for resources in node_resources) - INPUT_TASK_CPUS
+    memory_gib = sum(resources.get("memory", math.inf) for resources in node_resources) / 2**30
+    if is_single_node(config):  # Ray may count more CPUs than cores (connect.num_local_cpus): use at most the cores
+        cpus, memory_gib = min(cpus + INPUT_TASK_CPUS, cores()), free_memory() / 2**30
+    separate_nodes = selector and (demand.worker_label_selector or "GPU" in demand.per_worker)
+    worker_cpus = 0 if separate_nodes else demand.workers * demand.per_worker.get("CPU", 0)
+    # Each actor needs a CPU that no worker uses, and memory for itself and its blocks.
+    actor_gib = 0.5 + 4 * config.data.block_mb / 1024
+    return max(1, int(min(cpus - worker_cpus, memory_gib * 0.5 / actor_gib)))

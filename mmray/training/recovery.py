@@ -1,0 +1,103 @@
+"""Classify the failure of an attempt and decide the recovery. Pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
+from mmray.storage.storage import TransientStorageError
+from mmray.training.backend import Backend
+from mmray.training.monitor import AttemptMonitor
+from mmray.training.resolve import ResolvedRun
+
+EVENTS = {
+    "lost": "worker lost",
+    "hung": "worker hung",
+    "preempted": "node preempted",
+    "device": "device failed",
+    "storage": "storage failed",
+    "raised": "worker failed",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Cause of a failed attempt.
+
+    Kinds: `lost`: a worker, node or connection was lost; `hung`: a rank made no progress and the group was killed;
+    `preempted`: a node was drained; `device`: a GPU or its link failed; `storage`: data, a checkpoint or the
+    log could not be read; `raised`: code raised an error.
+    """
+
+    kind: str
+    error: BaseException
+    step: int  # last logged step, else the step the attempt resumed from
+    logged: bool = True  # this attempt or an earlier one logged a step
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Restart from the latest valid checkpoint with as many workers as fit."""
+
+    reason: str
+    micro: int = 0  # rows of a micro-batch from now on; 0: unchanged
+
+
+def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
+    """Consecutive failures without a new checkpoint, including this one if it counts.
+
+    Preemptions do not count, nor do restarts with smaller micro-batches, which end at one row.
+    """
+    return (0 if progressed else failures) + (failure.kind != "preempted" and not retry_micro(failure.error))
+
+
+def retry_micro(error: BaseException) -> int:
+    """Return the smaller micro-batch to restart with after running out of memory; 0 for another error."""
+    return error.retry_micro if isinstance(error, OutOfMemoryError) else 0
+
+
+def decide_recovery(failure: Failure, before: Failure | None, failures: int, max_failures: int) -> Restart | MmrayError:
+    """Return a restart, or the error that ends the run; `before` is the latest failure of earlier attempts."""
+    error = failure.error
+    if micro := retry_micro(error):
+        return Restart(str(error), micro)
+    if isinstance(error, MmrayError) and failure.kind == "raised":
+        return error
+    message = str(error).strip() or type(error).__name__
+    if failure.kind == "raised":
+        message = f"{type(error).__name__}: {message}"
+    repeated = (
+        before is not None
+        and failure.kind == before.kind == "raised"
+        and (type(error), str(error), failure.step) == (type(before.error), str(before.error), before.step)
+    )
+    if repeated:
+        return _final_error(f"the same error occurred again after step {failure.step}: {message}", error)
+    if failure.kind == "raised" and not failure.logged:
+        return _final_error(f"failed before the first logged step: {message}", error)
+    if failures > max_failures:
+        if isinstance(error, ResourceError | StorageError):
+            return error  # has its exit code and names the fix
+        count = f"{failures} failures without a new checkpoint (cluster.max_failures {max_failures})"
+        return _final_error(f"{count}; the last: {message}", error)
+    return Restart(f"{EVENTS[failure.kind]} after step {failure.step}: {message.splitlines()[0].rstrip('.')}")
+
+
+def _final_error(message: str, cause: BaseException) -> TrainingError:
+    """Return a TrainingError with the worker's traceback, which is in a note of `cause`."""
+    traceback = "".join(f"{note.rstrip()}\n" for note in getattr(cause, "__notes__", ()))
+    return TrainingError(f"{traceback}{message}")
+
+
+def classify_failure(error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun, backend: Backend) -> Failure:
+    """Return the cause of a failed attempt: from the monitor, otherwise from the error of the backend."""
+    kind, cause = "raised", error
+    if monitor.hang is not None:
+        kind, cause = "hung", TrainingError(monitor.hang)
+    elif not isinstance(error, MmrayError):
+        kind, cause = backend.find_cause(error, monitor, resolved)
+    # Final if the last save failed: a restart would repeat the steps that no checkpoint has, on the same storage.
+    can_repeat = not monitor.trained or monitor.stop_reason in ("resize", "preempted")
+    if isinstance(cause, TransientStorageError) or (isinstance(cause, StorageError) and can_repeat):
+        kind = "storage"
+    return Failure(kind, cause, monitor.progress.last_step, monitor.progress.logged)

@@ -1,0 +1,142 @@
+"""Resolve a config before its run folder is created: open the sets, load the tokenizer, compute batch and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from mmray.config import Batch, Config, Prepare
+from mmray.config.data import format_mixture, is_mixture, parse_mixture
+from mmray.data.prepare.pipeline import ensure_prepared
+from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
+from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
+from mmray.data.text.chat import build_encoder, extend_tokenizer
+from mmray.data.text.tokenizer import declared_pad_id
+from mmray.data.text.tokenizer_files import load_tokenizer
+from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
+from mmray.errors import UsageError
+from mmray.storage.paths import to_path
+from mmray.training.monitor import RunReporter
+
+MAX_LABELS = 20_000  # of boxes; the text tower embeds each label in every micro-batch
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run with every `auto` resolved, ready to start."""
+
+    config: Config
+    train_set: PreparedSet | PreparedMixture
+    eval_set: PreparedSet | None
+    tokenizer_json: str
+    shape: BatchShape  # the rows of a step and how they are split: micro-batch, accumulation, workers
+    steps: int
+    data_identity: dict[str, Any]  # content of data.json; equal in all attempts and when the run is resumed
+    micro: int = 0  # micro-batch size after an out-of-memory error; 0: as `shape` has it
+
+
+def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
+    """Resolve the config of a run, preparing its data first if needed. Raises MmrayError for mistakes of the user."""
+
+    def prepare(source: str, settings: Prepare = config.prepare) -> str:
+        return str(ensure_prepared(source, config.data.cache, settings, reporter.log, reporter.prepare_progress))
+
+    mixture = [(prepare(source), weight) for source, weight in parse_mixture(config.data.train)]
+    train_sets = [PreparedSet.open(folder, "train") for folder, _ in mixture]
+    eval_set, split = None, config.data.eval_split
+    if config.data.eval is not None:
+        eval_set = PreparedSet.open(prepare(config.data.eval, eval_prepare_settings(config, config.data.eval)), split)
+    elif split in train_sets[0].manifest.splits:
+        eval_set = PreparedSet.open(mixture[0][0], split)
+    batch = batch_on_device(config)
+    shape = resolve_batch_shape(batch, config.cluster.max_workers)
+    rows_per_block, blocks_per_window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
+    train_sets = [with_local_cache(config.data, each, rows_per_block) for each in train_sets]
+    eval_set = eval_set and with_local_cache(config.data, eval_set, rows_per_block)
+    if config.data.local_cache and all(each.storage.local_path for each in [*train_sets, eval_set] if each):
+        reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
+    train_set: PreparedSet | PreparedMixture = train_sets[0]
+    if is_mixture(config.data.train):
+        train_set = PreparedMixture(train_sets, [weight for _, weight in mixture])
+    inputs = config.model.inputs
+    loaded = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
+    tokenizer_json = extend_tokenizer(loaded, inputs, train_set.languages)
+    encoder = build_encoder(tokenizer_json, inputs)
+    if config.evaluate.language is not None:
+        encoder.format_caption("", config.evaluate.language)  # raises UsageError for an unknown language
+    num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
+    if isinstance(train_set, PreparedMixture):
+        num_rows = sum(part.per_epoch for part in train_set.components)
+    if shape.global_rows > num_rows:  # rows would be negatives of themselves
+        raise UsageError(
+            f"batch.global: {shape.global_rows:,} rows per step are more than the {num_rows:,} rows of an epoch of "
+            f"{config.data.train}, so rows would repeat within each step; set --batch.global to at most {num_rows}"
+        )
+    steps = total_steps(config.train, num_rows, shape.global_rows)
+    model = with_region_labels(config.model, train_sets, eval_set)
+    resolved_config = config.replace(
+        model=model.with_vocab(encoder.vocab_size, declared_pad_id(tokenizer_json)),
+        data=config.data.replace(shuffle_blocks=f"{rows_per_block}x{blocks_per_window}"),
+        batch=batch.replace(global_=shape.global_rows, micro="auto" if shape.auto else shape.micro),
+    )
+    data_identity = {
+        "train": format_mixture(mixture),
+        "fingerprint": train_set.fingerprint,
+        "num_rows": num_rows,
+        "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
+    }
+    return ResolvedRun(resolved_config, train_set, eval_set, tokenizer_json, shape, steps, data_identity)
+
+
+def eval_prepare_settings(config: Config, source: str) -> Prepare:
+    """Return the prepare settings of an evaluation source: no holdout, because all of it is held out.
+
+    A source that the run also trains on keeps the holdout, so its training rows are not evaluated.
+    """
+    trained_on = [str(to_path(address)) for address, _ in parse_mixture(config.data.train)]
+    return config.prepare if str(to_path(source)) in trained_on else config.prepare.replace(holdout=0.0)
+
+
+def batch_on_device(config: Config) -> Batch:
+    """The `batch` section; on a GPU without a given division of the rows, with the micro-batch that fits."""
+    batch, can_probe = config.batch, getattr(config.model, "batch_norm", "frozen") != "synced"
+    given = batch.micro is not None or batch.accumulation is not None
+    return batch.replace(micro="auto") if config.cluster.accelerator == "gpu" and can_probe and not given else batch
+
+
+def with_region_labels(model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None) -> Any:
+    """The `model` section with `region_labels`, by default those of the sets. Raises UsageError."""
+    if not getattr(model, "regions", False):
+        return model
+    names, address = model.region_labels, train_sets[0].storage.address
+    if not names:
+        labels = _merge_label_names(train_sets)
+        if not labels:
+            raise UsageError(
+                f"model.regions: {address} has no names of its box labels; set the names of labels 0, 1, ... with "
+                "--model.region-labels"
+            )
+        if (last := max(labels)) >= MAX_LABELS:
+            raise UsageError(
+                f"model.regions: {address} has a box label {last} ({labels[last]}); they count from 0 and are fewer "
+                f"than {MAX_LABELS:,}: renumber them in the source"
+            )
+        names = tuple(labels.get(label, "") for label in range(last + 1))
+        if eval_set is not None:
+            _merge_label_names([*train_sets, eval_set])  # raises if the evaluation set names a label differently
+    return model.replace(region_labels=names)
+
+
+def _merge_label_names(sets: Sequence[PreparedSet]) -> dict[int, str]:
+    """Merge the label names of the sets. Raises UsageError if two sets name a label differently."""
+    labels: dict[int, str] = {}
+    for each in sets:
+        for label, name in each.manifest.box_names.items():
+            if labels.setdefault(int(label), name) != name:
+                raise UsageError(
+                    f"model.regions: box label {label} is `{labels[int(label)]}` in one set and `{name}` in "
+                    f"{each.storage.address}; use the same label numbers in both sources"
+                )
+    return labels

@@ -1,0 +1,269 @@
+"""Attempts to train a run until one finishes it: retries, elasticity and preemption, on the driver (see README.md)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mmray.data.store.manifest import QUARANTINE
+from mmray.engine.bad_rows import load_bad_rows
+from mmray.engine.checkpoint import files
+from mmray.engine.worker_context import result_fields
+from mmray.errors import (
+    DeviceError,
+    ForceExit,
+    MmrayError,
+    ResourceError,
+    StorageError,
+    TrainingError,
+    UsageError,
+)
+from mmray.evaluation.build import best_metric
+from mmray.storage.lease import Lease
+from mmray.storage.paths import AnyPath, merge_appended_lines
+from mmray.training.backend import Attempt, Backend, Workers
+from mmray.training.monitor import (
+    WASTED_STEPS,
+    AttemptMonitor,
+    RunProgress,
+    RunReporter,
+    signal_handlers,
+)
+from mmray.training.recovery import (
+    Failure,
+    Restart,
+    classify_failure,
+    count_failures,
+    decide_recovery,
+)
+from mmray.training.resolve import ResolvedRun
+from mmray.training.run_dir import RunDir, redact_text
+
+STORAGE_RETRIES_S = (1.0, 5.0, 30.0)  # pauses while the storage fails between two attempts
+
+
+class Supervisor:
+    """Runs the attempts of one run; writes result.json. `config` has the range of workers that the user set."""
+
+    def __init__(
+        self,
+        resolved: ResolvedRun,
+        run: RunDir,
+        lease: Lease,
+        reporter: RunReporter,
+        backend: Backend,
+        starts: list[Any] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """starts: of StartTimeline, for result.json. should_stop: polled each second; True stops like Ctrl-C."""
+        self.resolved, self.run, self.lease, self.reporter = resolved, run, lease, reporter
+        self.config, self.backend, self.starts = resolved.config, backend, starts or []
+        self.start_s, self.earlier = time.monotonic(), run.read_json("result.json") or {}  # of earlier commands
+        self.attempts = self.failures = self.preemptions = self.resizes = 0
+        self.trusted_from = math.inf  # checkpoints from this step on were verified, or written by this command
+        self.last_failure: Failure | None = None
+        self.restart: Restart | None = None  # the decision after the last attempt, if it failed
+        self.reduced_micro: dict[int, int] = {}  # after OOM: number of workers -> rows of a micro-batch
+        self.unconfirmed_resizes: list[int] = []  # one each: the workers of the group that stopped for a larger one
+        self.progress = RunProgress()
+        self.should_stop = should_stop
+
+    def train(self) -> dict[str, Any]:
+        """Run attempts until one finishes, recovery fails or the user stops it. Writes and returns result.json."""
+        try:
+            while (outcome := self._run_attempt()) is None:
+                pass
+        except ForceExit:  # at once, without the storage
+            raise
+        except KeyboardInterrupt:
+            step = files.latest_complete_step(self.run.checkpoints)
+            resume = f"run the same command to resume from step {step:,}, the latest checkpoint"
+            self.reporter.log(resume if step else "before the first checkpoint", "stopped")
+            raise
+        except Exception as error:
+            self._write_ended("failed", error=redact_text(str(error)))
+            raise
+        return self._write_result(outcome)
+
+    def _run_attempt(self) -> dict[str, Any] | None:
+        """Run an attempt, unless no step is left; return its outcome, None if another attempt follows."""
+        checkpoint, meta, bad_rows = self._prepare_attempt()
+        start_step = 0 if checkpoint is None else files.step_of(checkpoint)
+        if checkpoint is not None:
+            self.reporter.log(f"from {checkpoint}", "resume")
+            if start_step >= self.resolved.steps:
+                return outcome_of(meta)  # workers would have no step to take, and the stream no rows
+            check_rows(checkpoint, meta, self.resolved.shape.global_rows)
+        elif self.config.run.resume == "must":
+            raise UsageError(
+                f"--run.resume must: no valid checkpoint in {self.run.checkpoints}; "
+                "--run.resume auto starts from step 0"
+            )
+        world, workers = self._start_workers(checkpoint, bad_rows)
+        monitor = AttemptMonitor(
+            config=self.config,
+            world=world,
+            workers=workers,
+            reporter=self.reporter,
+            total_steps=self.resolved.steps,
+            start_step=start_step,
+            progress=self.progress,
+            retried_errors=self.backend.errors,
+            failed_resizes=self.unconfirmed_resizes.count(world),
+            should_stop=self.should_stop,
+        )
+        try:
+            with signal_handlers(monitor.on_signal):
+                outcome = workers.wait(monitor.poll)
+            if outcome["status"] == "finished" or monitor.stop_reason == "user":
+                return outcome
+            self.restart = None
+            if files.latest_complete_step(self.run.checkpoints) > monitor.start_step:
+                self.failures = 0
+            self.preemptions += monitor.stop_reason == "preempted"
+            if monitor.stop_reason == "resize":
+                self.resizes += 1
+                self.unconfirmed_resizes.append(world)
+        except self.backend.errors as error:
+            self._handle_failure(error, monitor)
+        finally:
+            if monitor.started:
+                # A group of `world` workers started, so resizes from fewer succeeded.
+                self.unconfirmed_resizes = [workers for workers in self.unconfirmed_resizes if workers >= world]
+            with suppress(*self.backend.errors):  # Ray may have ended
+                workers.close()
+        return None
+
+    def _prepare_attempt(self) -> tuple[AnyPath | None, dict[str, Any], set[int]]:
+        """The checkpoint for the next attempt, its meta.json, and the known bad rows.
+
+        A storage that fails between two attempts is retried.
+        """
+        self.attempts += 1
+        pauses_s = iter(STORAGE_RETRIES_S if self.attempts > 1 else ())
+        while True:
+            try:
+                if self.attempts > 1:
+                    self.lease.claim_next_token()
+                if self.trusted_from == math.inf and files.latest_complete_step(self.run.checkpoints):
+                    self.reporter.status("verifying the checkpoint")
+                log = partial(self.reporter.log, label="checkpoint")
+                checkpoint = files.latest_valid_checkpoint(self.run.checkpoints, log, trusted_from=self.trusted_from)
+                self.trusted_from = min(self.trusted_from, 0 if checkpoint is None else files.step_of(checkpoint))
+                meta = {} if checkpoint is None else files.load_meta(checkpoint)
+                merge_appended_lines(self.run.path / QUARANTINE)
+                return checkpoint, meta, load_bad_rows(self.run.path)
+            except (StorageError, OSError) as error:
+                pause_s = next(pauses_s, None)
+                message = f"cannot access the storage of {self.run.path}: {error}"
+                if pause_s is None:
+                    raise StorageError(f"{message}. Fix it and rerun the same command to resume") from error
+            self.reporter.log(f"{message}; retrying in {pause_s:g} s", "storage")
+            time.sleep(pause_s)
+
+    def _handle_failure(self, error: Exception, monitor: AttemptMonitor) -> None:
+        """Decide what follows a failure: set `restart`, or raise."""
+        failure = classify_failure(error, monitor, self.resolved, self.backend)
+        latest_step = files.latest_complete_step(self.run.checkpoints)
+        self.failures = count_failures(self.failures, failure, latest_step > monitor.start_step)
+        self.preemptions += failure.kind == "preempted"
+        decision = decide_recovery(failure, self.last_failure, self.failures, self.config.cluster.max_failures)
+        if isinstance(decision, MmrayError):
+            raise decision from error
+        if monitor.stop_reason == "user":  # the group failed before it could stop
+            self._write_ended("stopped", steps=latest_step)
+            raise KeyboardInterrupt from error
+        self.last_failure, self.restart = failure, decision
+        if decision.micro:
+            self.reduced_micro[monitor.world] = decision.micro
+        start = f"the checkpoint of step {latest_step:,}" if latest_step else "step 0, as there is no checkpoint yet"
+        self.reporter.log(f"{decision.reason}; restarting from {start}", "failure")
+        if isinstance(bad := failure.error, DeviceError):
+            excluded = self.backend.exclude_node(self.config, bad.node)
+            node = f"node {bad.node[:8]} gets no more workers of this run"
+            kept = "no other node has what the run needs, retrying on the same"
+            self.reporter.log(f"{node if excluded else kept}: {bad}", "device")
+
+    def _start_workers(self, checkpoint: AnyPath | None, bad_rows: set[int]) -> tuple[int, Workers]:
+        """Start as many workers as the next attempt can have; return their number, too."""
+        if self.config.cluster.elastic:
+            self.reporter.status("counting the workers that fit")
+        try:
+            world = self.backend.choose_world_size(self.config)
+            self.reporter.status(f"starting {world} worker{'s' * (world > 1)}")
+            self.resolved = replace(self.resolved, micro=self.reduced_micro.get(world, 0))
+            config, token = self.config.with_cluster(workers=world), self.lease.fencing_token
+            attempt = Attempt(self.resolved, self.run.path, token, config, checkpoint, bad_rows)
+            return world, self.backend.start(attempt)
+        except self.backend.errors as error:
+            if isinstance(error, MmrayError):
+                raise
+            before = f"{self.restart.reason}; then " if self.restart is not None else ""
+            message = f"{before}workers could not start: {error}. Rerun the same command to resume {self.run.path}"
+            raise TrainingError(message) from error
+
+    def _write_result(self, outcome: dict[str, Any]) -> dict[str, Any]:
+        """Write and return result.json of a run that finished or was stopped."""
+        best, metric = None, best_metric(self.resolved.config)
+        with suppress(TrainingError):  # the checkpoints' metadata cannot be read
+            if path := files.best_checkpoint(self.run.checkpoints, metric):
+                score = files.load_meta(path)["metrics"][metric]
+                best = {"step": files.step_of(path), "metric": metric.removeprefix("evaluate/"), "score": score}
+        try:
+            return self._write_json(outcome | {"best": best})
+        except OSError as error:
+            raise ResourceError(
+                f"cannot write {self.run.path / 'result.json'} (the weights of step {outcome['steps']} are saved in "
+                f"{self.run.checkpoints}): {error.strerror or error}. Free disk space (or fix the storage) "
+                "and rerun the same command; completed steps are not repeated"
+            ) from error
+
+    def _write_ended(self, status: str, **fields: Any) -> None:
+        """Write result.json unless another process owns the run; a failing storage is logged, not raised."""
+        try:
+            self._write_json({"status": status, **fields})
+        except (OSError, TrainingError) as failed:
+            self.reporter.log(f"cannot write result.json: {failed}", "storage")
+
+    def _write_json(self, outcome: dict[str, Any]) -> dict[str, Any]:
+        self.lease.check()
+        totals = {
+            "restarts": self.attempts - 1,
+            "resizes": self.resizes,
+            "preemptions": self.preemptions,
+            WASTED_STEPS: self.progress.wasted_steps,
+            "elapsed_s": time.monotonic() - self.start_s,
+        }
+        totals = {name: value + self.earlier.get(name, 0) for name, value in totals.items()}
+        peak_gib = max(self.progress.all_processes_peak_gib, self.earlier.get("all_processes_peak_gib") or 0.0)
+        result = outcome | totals | {"batch": str(self.resolved.shape), "starts": self.starts}
+        result |= {"all_processes_peak_gib": peak_gib or None}
+        self.run.write_json("result.json", result)
+        return result
+
+
+def check_rows(checkpoint: AnyPath, meta: dict[str, Any], global_rows: int) -> None:
+    """Raise UsageError if the steps of a checkpoint with this meta.json took other rows than they would now."""
+    step, rows_consumed = meta["step"], meta["rows_consumed"]
+    if rows_consumed != step * global_rows:
+        raise UsageError(
+            f"cannot resume from {checkpoint}: its {step:,} steps took {rows_consumed:,} rows, but {step:,} steps of "
+            f"{global_rows:,} rows take {step * global_rows:,}. An older mmray wrote it, whose last step of an "
+            "epoch was smaller: start a new run with another --run.name, or without a name and --run.resume never"
+        )
+
+
+def outcome_of(meta: dict[str, Any]) -> dict[str, Any]:
+    """Return the outcome of the workers that saved the last checkpoint of a run, from its meta.json."""
+    return result_fields(
+        meta["metrics"],
+        status="finished",
+        steps=meta["step"],
+        rows_consumed=meta["rows_consumed"],
+        skipped_steps=meta["metrics"].get("train/skipped_steps", 0),
+    )

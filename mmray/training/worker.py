@@ -1,0 +1,68 @@
+"""The `train_loop_per_worker` of Ray Train: connects engine/worker.py, which does not import Ray, to Ray."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from typing import Any
+
+import psutil
+import ray
+import ray.exceptions
+import ray.train
+import ray.train.torch
+
+from mmray.data.stream.stream import iter_blocks
+from mmray.engine.heartbeat import Heartbeat
+from mmray.engine.worker_context import DriverHandle
+from mmray.errors import DeviceError, MmrayError, first_line, is_device_error
+from mmray.training.coordinator import IMPORTING
+
+
+def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Train in the process group that Ray Train made. `arguments` come from ray_backend.RayWorkers."""
+    coordinator, rank = arguments["coordinator"], ray.train.get_context().get_world_rank()
+    context, start = arguments["context"], arguments["resume_point"]
+    this_worker = ray.get_runtime_context()
+    stop = threading.Event()
+
+    def send_heartbeat(record: dict[str, Any]) -> bool:
+        """Send a heartbeat, and read the driver's requests (none, if the coordinator does not answer)."""
+        try:
+            stop_requested, stacks_requested = ray.get(coordinator.heartbeat.remote(record), timeout=5)
+        except (ray.exceptions.RayError, TimeoutError):
+            return False
+        if stop_requested:
+            stop.set()
+        return bool(stacks_requested)
+
+    node = this_worker.get_node_id()
+    process = {"rank": rank, "node": node, "pid": os.getpid(), "started_s": psutil.Process().create_time()}
+    heartbeat = Heartbeat(send_heartbeat, process, context.folder)
+    driver = DriverHandle(
+        report=coordinator.push.remote if rank == 0 else (lambda _: None),
+        stop_requested=stop.is_set,  # the ranks agree on it in the next step
+        count_bad_row=lambda row: ray.get(coordinator.record_bad_row.remote(row)),
+        heartbeat=heartbeat,
+    )
+    try:
+        with heartbeat.running(start.step):
+            driver.stage(IMPORTING)
+            # Before the imports, because ranks wait here for rank 0, which may import more slowly.
+            blocks = iter_blocks(ray.train.get_dataset_shard("train"))
+            device = ray.train.torch.get_device()
+            # Imported here: the driver imports this module without the engine, 2 s of CPU time.
+            from mmray.engine.worker import train_worker
+
+            return train_worker(context, start, blocks, device, driver)
+    except Exception as error:
+        if is_device_error(error):
+            gpus = this_worker.get_accelerator_ids().get("GPU", [])
+            where = f"rank {rank}, GPU {', '.join(gpus) or 'none'}, node {node[:8]} at {ray.util.get_node_ip_address()}"
+            failed = DeviceError(f"{first_line(error)} ({where})", node)
+            failed.add_note(traceback.format_exc())
+            raise failed from None
+        if not isinstance(error, MmrayError):
+            error.add_note(traceback.format_exc())  # a traceback is not sent to the driver, a note is
+        raise

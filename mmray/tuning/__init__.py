@@ -1,0 +1,1 @@
+"""Hyperparameter search: short runs of one recipe."""

@@ -1,0 +1,99 @@
+"""A Ray Train worker group that measures batch shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import ray.exceptions
+import ray.train
+import ray.train.torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from mmray.config import Config
+from mmray.errors import MmrayError, OutOfMemoryError, TrainingError, first_line, is_out_of_memory
+from mmray.storage.paths import AnyPath
+from mmray.training.coordinator import Coordinator
+from mmray.training.local import WorkerFailed
+from mmray.training.monitor import RunReporter
+from mmray.training.ray_backend import (
+    RayBackend,
+    is_worker_lost,
+    run_in_thread,
+    start_timeout_error,
+    torch_trainer,
+)
+from mmray.tuning.shape import Measurements, ShapeTask
+
+
+class ShapeGroup:
+    """As many workers as fit, at most the largest number of the config. Raises ResourceError if too few ever fit."""
+
+    def __init__(self, config: Config, scratch: AnyPath, reporter: RunReporter) -> None:
+        backend = RayBackend()
+        backend.check(config, reporter)
+        self.config = backend.resolve(config)
+        try:
+            self.workers = backend.choose_world_size(self.config)
+        finally:
+            backend.autoscaler.cancel()
+        self._scratch, self._groups = scratch, 0
+
+    def run(self, task: ShapeTask, on_message: Callable[[dict[str, Any]], None]) -> Measurements:
+        """Measure in a new group. Raises WorkerFailed for a lost worker, and errors of workers."""
+        self._groups += 1
+        driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        coordinator: Any = ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=driver_node).remote(set())
+        trainer = torch_trainer(
+            _measure_in_worker,
+            task.config.with_cluster(workers=self.workers),
+            self._scratch,
+            name=f"shapes-{self._groups}",
+            train_loop_config={"task": task, "coordinator": coordinator},
+        )
+        received = 0
+
+        def poll() -> None:
+            nonlocal received
+            messages, _ = ray.get(coordinator.drain.remote(received))
+            received += len(messages)
+            for message in messages:
+                on_message(message)
+
+        try:
+            result: Any = run_in_thread(trainer.fit, poll)
+            return result.return_value
+        except ray.train.TrainingFailedError as error:
+            raise _find_cause(error) from error
+        finally:
+            ray.kill(coordinator)
+
+
+def _find_cause(error: ray.train.TrainingFailedError) -> Exception:
+    """Return the error to report: mmray's own, then any other, then a lost worker. Out of memory is first of a kind."""
+    if (timeout_error := start_timeout_error(error)) is not None:
+        return timeout_error
+    failures = getattr(error, "worker_failures", {}).values()
+    causes = [getattr(each, "health_check_failure", each) for each in failures] or [error]
+    raised = [each for each in causes if not is_worker_lost(each)]
+    mmray_errors = [each for each in raised if isinstance(each, MmrayError)]
+    mmray_errors.sort(key=lambda each: not isinstance(each, OutOfMemoryError))
+    if mmray_errors:
+        return mmray_errors[0]
+    if raised:
+        return WorkerFailed("raised", raised[0])
+    killed = next(filter(is_out_of_memory, causes), None)  # by Ray's memory monitor; peers only lose a connection
+    kind = TrainingError if killed is None else OutOfMemoryError
+    return WorkerFailed("lost", kind(f"a worker was lost ({first_line(killed or causes[0])})"))
+
+
+def _measure_in_worker(arguments: dict[str, Any]) -> Measurements:
+    """Measure in the process group that Ray Train made."""
+    from mmray.engine.collectives import Group  # the driver imports this module without the engine
+    from mmray.tuning.shape_worker import measure_shapes
+
+    task, coordinator = arguments["task"], arguments["coordinator"]
+    group = Group.current(ray.train.torch.get_device(), task.config.cluster.group_timeout_s)
+    report = coordinator.push.remote if group.rank == 0 else lambda _: None
+    return measure_shapes(task, group, report)

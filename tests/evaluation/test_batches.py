@@ -1,0 +1,100 @@
+"""Evaluation batches: every row once over the ranks, all captions, unreadable rows reported and skipped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmray.config import Inputs
+from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.evaluation.batches import EvalBatches, EvalDataset
+from tests.data.images.crashing_images import deadly, decoder_dies
+from tests.made import CAPTIONS, make_set, png, row
+
+INPUTS = Inputs(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> PreparedSet:
+    """23 rows with one to three captions each; row 5 is not an image, row 6 was changed after prepare."""
+    rows = [row(number, texts=CAPTIONS[: 1 + number % 3]) for number in range(23)]
+    rows[5] = row(5, data=b"nothing")
+    rows[6].sha256 = "0" * 64
+    return make_set(tmp_path / "set", rows)
+
+
+def batches(prepared: PreparedSet, batch: int = 4, max_pixels: int = 1000, **options: Any) -> EvalBatches:
+    data = EvalDataset(prepared, INPUTS, prepared.tokenizer_json or "", SimpleNamespace(batch=batch), max_pixels)  # type: ignore[arg-type]
+    return EvalBatches(data, **options)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 30])
+@pytest.mark.parametrize("limit", [None, 10])
+def test_every_row_once(prepared: PreparedSet, world: int, limit: int | None) -> None:
+    parts = [batches(prepared, rank=rank, world_size=world, limit=limit) for rank in range(world)]  # type: ignore[arg-type]
+    seen = [number for part in parts for batch in part for number in batch["row"].tolist()]
+    assert seen == [number for number in range(limit or 23) if number not in (5, 6)]
+    faults = [fault for part in parts for fault in part.skipped]
+    assert [fault.split(":")[0] for fault in faults] == ["row 5", "row 6"]
+    sizes = [len(part.rows) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_batches_have_all_captions_and_pixels_at_each_iteration(prepared: PreparedSet, size: int) -> None:
+    reading = batches(prepared, batch=size)
+    for _ in range(2):
+        sizes = []
+        for batch in reading:
+            rows = batch["row"].tolist()
+            sizes.append(len(rows))
+            assert batch["caption_row"].tolist() == [number for number in rows for _ in range(1 + number % 3)]
+            ids, num_tokens = reading.data.encoder.encode([text for n in rows for text in CAPTIONS[: 1 + n % 3]])
+            assert np.array_equal(batch["input_ids"].numpy(), ids)
+            assert batch["attention_mask"].sum(1).tolist() == num_tokens.tolist()
+            assert ((batch["attention_mask"].diff(dim=1)) <= 0).all()
+            assert batch["image"].shape[1:] == (3, 8, 8)
+            assert batch["image"][:, 0, 0, 0].tolist() == rows  # row N has gray level N
+        assert sizes == ([1] * 21 if size == 1 else [4, 2, 4, 4, 4, 3])  # batches without readable rows are omitted
+        assert len(reading.skipped) == 2
+
+
+def test_image_that_kills_the_decoder_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bad, log = row(3, data=deadly(png(3), tmp_path / "tries")), tmp_path / "tries"
+    made = make_set(tmp_path / "set", [*map(row, range(3)), bad, row(4)])
+    unchecked = PreparedSet(made.storage, replace(made.manifest, settings={"check": "header", "image_side": 0}))
+    with decoder_dies():
+        reading = batches(unchecked, batch=2)
+        for _ in range(2):
+            assert [number for batch in reading for number in batch["row"].tolist()] == [0, 1, 2, 4]
+            assert reading.skipped[0].startswith("row 3: decoder-crash: row-3: the decoder process died")
+    assert len(log.read_text().splitlines()) == 1 and "row-3" in caplog.text
+
+
+def test_damaged_record_skips_only_its_rows(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = PreparedSet.read
+
+    def damaged(self: PreparedSet, rows: np.ndarray) -> list[Row]:
+        if 9 in rows:
+            raise ValueError("shard 0, record batch 1: damaged")
+        return read(self, rows)
+
+    monkeypatch.setattr(PreparedSet, "read", damaged)
+    reading = batches(prepared)
+    seen = [number for batch in reading for number in batch["row"].tolist()]
+    assert seen == [number for number in range(23) if number not in (5, 6, 9)]
+    assert [fault.split(":")[0] for fault in reading.skipped] == ["row 5", "row 6", "row 9"]
+
+
+def test_failing_store_raises_instead_of_skipping(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(self: PreparedSet, rows: np.ndarray) -> list[Row]:
+        raise TimeoutError("the store does not answer")
+
+    monkeypatch.setattr(PreparedSet, "read", silent)
+    with pytest.raises(TimeoutError):
+        list(batches(prepared))

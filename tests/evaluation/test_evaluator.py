@@ -1,0 +1,379 @@
+"""Evaluator and its examples: correct, and independent of the number of ranks."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmray.config import Inputs
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.text.tokenizer import TextEncoder
+from mmray.errors import DataError
+from mmray.evaluation import retrieval
+from mmray.evaluation.evaluator import (
+    Evaluator,
+    compute_retrieval_ranks,
+    retrieval_scores,
+    topk_accuracy,
+    topk_hits,
+)
+from mmray.evaluation.retrieval import NUM_SHOWN, EmbeddingSet
+from mmray.models.fusion import LabelTexts
+from mmray.objectives.contrastive import Contrastive
+from tests.made import CAPTIONS, make_set, row
+
+SETTINGS = SimpleNamespace(batch=4, limit=None, classes=(), prompts=("{}",), language=None, loss_batch=None)
+INPUTS = Inputs(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16)
+NUM_ROWS = 23
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieval, "CHUNK", 5)
+
+
+class Toy(nn.Module):
+    """Embeds the gray level of a row and the length of a caption, with the interface of a two-tower model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.log_scale = nn.Parameter(torch.tensor(1.5))
+
+    def embed_image(self, image: Tensor) -> Tensor:
+        angle = self.dropout(image[:, 0, 0, :1].float())
+        return F.normalize(torch.cat([angle.cos(), angle.sin(), angle.sin() ** 2], dim=1), dim=1)
+
+    def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        angle = (input_ids * attention_mask).sum(1, keepdim=True).float()
+        return F.normalize(torch.cat([angle.cos(), angle.sin(), angle.cos() ** 2], dim=1), dim=1)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            "image_embed": self.embed_image(batch["image"]),
+            "text_embed": self.embed_text(batch["input_ids"], batch["attention_mask"]),
+            "logit_scale": self.log_scale.exp(),
+        }
+
+
+@dataclass
+class Rank:
+    """A process group for evaluation whose ranks are threads."""
+
+    rank: int
+    world_size: int
+    rows: list[Any]  # shared by all ranks
+    barrier: threading.Barrier
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def all_gather_variable(self, rows: Tensor) -> Tensor:
+        self.rows[self.rank] = rows
+        self.barrier.wait()
+        everyone = torch.cat(self.rows)
+        self.barrier.wait()
+        return everyone
+
+
+def on_ranks(world: int, work: Any) -> list[Any]:
+    """Results of `work(group)` on each of `world` ranks; a DataError is the result of its rank."""
+    rows, barrier = [None] * world, threading.Barrier(world, timeout=30)
+
+    def run(rank: int) -> Any:
+        try:
+            return work(Rank(rank, world, rows, barrier))
+        except DataError as error:
+            return error
+
+    try:
+        with ThreadPoolExecutor(world) as pool:
+            return list(pool.map(run, range(world)))
+    finally:
+        torch.compiler.set_stance("default")  # of the process: threads that set and restore it interleave
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
+    rows = [row(number, texts=[f"{'a ' * (number % 5 + 1)}red", *CAPTIONS][: 1 + number % 3]) for number in range(23)]
+    rows[4] = row(4, data=b"nothing")
+    return make_set(tmp_path_factory.mktemp("scored") / "set", rows)
+
+
+def score(
+    prepared: PreparedSet,
+    model: Callable[[], nn.Module] = Toy,
+    world: int = 1,
+    rows: int = 6,
+    objective: Any = None,
+    inputs: Any = INPUTS,
+    **settings: Any,
+) -> list[Any]:
+    """Scores on each rank, each with its own `model()`: ranks are threads."""
+    section: Any = SimpleNamespace(**vars(SETTINGS) | settings)
+    evaluator = Evaluator(prepared, inputs, prepared.tokenizer_json, section)  # type: ignore[arg-type]
+    return on_ranks(world, lambda group: evaluator.score(model(), group, objective or Contrastive(), rows))
+
+
+@pytest.mark.parametrize("world", [2, 3, 30])
+@pytest.mark.parametrize("limit", [None, 9])
+def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, world: int, limit: int | None) -> None:
+    """30 ranks for 23 rows: some ranks have no row."""
+    (alone,) = score(prepared, limit=limit)
+    assert alone["rows"] == (limit or NUM_ROWS) - 1
+    assert alone["bad_rows"] == 1
+    assert score(prepared, world=world, limit=limit) == [alone] * world
+
+
+class BatchNormalized(Toy):
+    """Fails for a single row."""
+
+    def embed_image(self, image: Tensor) -> Tensor:
+        F.batch_norm(image[:, :, 0, 0].float(), None, None, training=True)
+        return super().embed_image(image)
+
+
+def test_a_single_row_is_embedded_only_if_a_batch_has_one(prepared: PreparedSet) -> None:
+    assert score(prepared, model=BatchNormalized, limit=8) == score(prepared, limit=8)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 1000])
+def test_scores_do_not_depend_on_the_chunk(prepared: PreparedSet, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,) = score(prepared)
+    monkeypatch.setattr(retrieval, "CHUNK", chunk)
+    assert score(prepared) == [one | {"loss": pytest.approx(one["loss"], rel=1e-6)}]
+
+
+def test_scores_of_a_case_computed_by_hand() -> None:
+    """Three images on the axes. Image 1 has two captions, one of them wrong; the caption of image 2 equals image 0."""
+    axes = torch.eye(3)
+    embedded = EmbeddingSet(
+        row=torch.tensor([10, 11, 12]),
+        image=axes,
+        caption_row=torch.tensor([10, 11, 11, 12]),
+        text=axes[[0, 1, 2, 0]],
+        text_id=torch.arange(4),
+        label=torch.full((3,), -1),
+        class_hits=torch.zeros(3),
+        region_hits=torch.zeros(3),
+        scalar_outputs={"logit_scale": torch.tensor(2.0)},
+    )
+    ranks = compute_retrieval_ranks
+    (metrics,) = on_ranks(1, lambda g: retrieval_scores(embedded, ranks(embedded, g), g, Contrastive(), 2))
+    # Image to text: image 0 ties with a wrong caption (rank 2), image 1 is right, image 2 scores 0 where wrong ones
+    # score 1, 0 and 0: rank 4. Text to image: 1, 1, then rank 3 (1, and a tie at 0), then rank 3 likewise.
+    assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)
+    assert metrics["recall_at_1/text_to_image"] == pytest.approx(2 / 4)
+    assert metrics["recall_at_5/image_to_text"] == 1
+    assert metrics["median_rank/image_to_text"] == 2
+    assert metrics["median_rank/text_to_image"] == 2
+    assert metrics["recall_at_1/mean"] == pytest.approx((1 / 3 + 1 / 2) / 2)
+    # Groups of two rows and their first captions: {10, 11} match perfectly, {12} is alone and costs nothing.
+    two = torch.tensor([[2.0, 0.0], [0.0, 2.0]])
+    assert metrics["loss"] == pytest.approx(F.cross_entropy(two, torch.arange(2)).item() * 2 / 3, rel=1e-6)
+
+
+class KnowsClasses(Toy):
+    """Knows the class of an image by its gray level and of a caption by its length, up to `known` classes."""
+
+    def __init__(self, known: int) -> None:
+        super().__init__()
+        self.known = known
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"logit_scale": torch.ones(())}
+
+    def embed_image(self, image: Tensor) -> Tensor:
+        return F.one_hot((image[:, 0, 0, 0] % 3).long(), 3).float()
+
+    def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        shortest = 3  # one word, with start and end token
+        return F.one_hot((attention_mask.sum(1) - shortest).clamp(max=self.known - 1), 3).float()
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_images_that_share_a_caption_are_correct_answers(tmp_path: Path, world: int) -> None:
+    """Three images of each of three classes, as from class folders."""
+    rows = [row(number, texts=[" ".join(["a"] * (1 + number % 3))]) for number in range(9)]
+    held_out = make_set(tmp_path / "set", rows)
+    for metrics in score(held_out, lambda: KnowsClasses(3), world):
+        assert metrics["recall_at_1/image_to_text"] == metrics["recall_at_1/text_to_image"] == 1
+    for metrics in score(held_out, lambda: KnowsClasses(2), world):
+        # An image of class 1 ties with the three captions of class 2, one of class 2 with all wrong captions; captions
+        # of class 2 rank the three images of class 1 first, and tie with three more.
+        assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)
+        assert metrics["median_rank/image_to_text"] == 4
+        assert metrics["recall_at_1/text_to_image"] == pytest.approx(2 / 3)
+        assert metrics["recall_at_5/text_to_image"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_loss_equals_training_loss_and_state_is_restored(prepared: PreparedSet, training: bool) -> None:
+    model, before = Toy().train(training), torch.get_rng_state()
+    (metrics,) = score(prepared, lambda: model, rows=100)
+    assert model.training == training
+    assert torch.equal(torch.get_rng_state(), before)
+    good = [number for number in range(NUM_ROWS) if number != 4]
+    texts = [prepared.read([number])[0].texts[0] for number in good]  # type: ignore[arg-type]
+    ids, num_tokens = TextEncoder(prepared.tokenizer_json or "", INPUTS.max_tokens).encode(texts)
+    batch = {
+        "image": torch.tensor(good, dtype=torch.uint8).view(-1, 1, 1, 1).repeat(1, 3, 8, 8),
+        "input_ids": torch.from_numpy(ids),
+        "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
+        "valid": torch.ones(len(good), dtype=torch.bool),
+    }
+    loss_sum, count, _ = Contrastive().compute_loss(model.eval()(batch), batch)
+    assert metrics["loss"] == pytest.approx((loss_sum / count).item(), rel=1e-6)
+
+
+class Labeled(Toy):
+    """Classifies a pair by its image's gray level: correct except for rows of class 2, predicted as class 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.class_head = nn.Linear(1, 3)
+        self.class_head.forward = head  # type: ignore[method-assign]
+
+    def embed_pair(self, image: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return image[:, 0, 0, :1].float()
+
+
+def head(gray: Tensor) -> Tensor:
+    return F.one_hot((gray[:, 0] % 3 % 2).long(), 3).float()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int) -> None:
+    """Rows 0..11 with class row % 3, two of them without a label and one with a label outside the classes."""
+    rows = [replace(row(number), label=number % 3) for number in range(12)]
+    rows[3], rows[4], rows[5] = replace(rows[3], label=None), replace(rows[4], label=None), replace(rows[5], label=7)
+    held_out = make_set(tmp_path / "set", rows)
+    classes, prompts = ("a", "red", "one"), ("{}", "a {}")
+    named = replace(held_out.manifest, class_names=classes)  # like class folders
+    of_the_set = score(PreparedSet(held_out.storage, named), Labeled, prompts=prompts)
+    assert of_the_set == score(held_out, Labeled, classes=classes, prompts=prompts)
+    model, encoder = Labeled().eval(), TextEncoder(held_out.tokenizer_json or "", INPUTS.max_tokens)
+    embeddings = []
+    for name in classes:
+        ids = [torch.from_numpy(encoder.encode([prompt.format(name)])[0]) for prompt in prompts]
+        embeddings.append(F.normalize(sum(model.embed_text(each, torch.ones_like(each)) for each in ids) / 2))
+    hits = []
+    for number in (number for number in range(12) if rows[number].label in (0, 1, 2)):
+        image = model.embed_image(torch.full((1, 3, 8, 8), number, dtype=torch.uint8))
+        hits.append(int((image * torch.cat(embeddings)).sum(dim=1).argmax()) == rows[number].label)
+    for metrics in score(held_out, Labeled, world, classes=classes, prompts=prompts):
+        assert metrics["classification/rows"] == metrics["zero_shot/rows"] == 9
+        assert metrics["classification/top_1"] == pytest.approx(6 / 9)
+        assert "classification/top_5" not in metrics  # of three classes
+        assert metrics["zero_shot/top_1"] == pytest.approx(sum(hits) / 9)
+
+
+def test_own_model_may_have_a_class_head_of_another_kind(prepared: PreparedSet) -> None:
+    class Own(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.class_head = nn.Sequential(nn.Linear(3, 2))
+
+    assert score(prepared, Own) == score(prepared)
+
+
+class Naming(Toy):
+    """Labels a box by its left edge: 0.0 is label 1, 0.1 label 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.label_texts = LabelTexts(("", "a", "red"), [[1], [2], [3]])
+
+    def classify_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
+        return F.one_hot((boxes[..., 0] * 10).round().long() + 1, 3).float()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_region_head_is_scored(world: int, tmp_path: Path) -> None:
+    """Row r has r % 3 boxes, all labeled 1 except the first of every fourth row, which has no label."""
+    rows = []
+    for number in range(10):
+        boxes = [[0.1 * each, 0.0, 0.9, 1.0] for each in range(number % 3)]
+        labels = [-1 if not each and number % 4 == 0 else 1 for each in range(number % 3)]
+        rows.append(replace(row(number), boxes=boxes, box_labels=labels))
+    prepared = make_set(tmp_path / "set", rows)
+    labeled = [(each, label) for made in rows for each, label in enumerate(made.box_labels) if label >= 0]
+    for metrics in score(prepared, Naming, world, inputs=INPUTS.replace(max_boxes=2)):
+        assert metrics["regions/boxes"] == len(labeled) == 7
+        assert metrics["regions/top_1"] == sum(each == 0 for each, _ in labeled) / len(labeled)
+        assert "regions/top_5" not in metrics  # two label names
+
+
+def test_no_readable_row_raises_on_every_rank(tmp_path: Path) -> None:
+    damaged = make_set(tmp_path / "set", [row(number, data=b"nothing") for number in range(2)])
+    for error in score(damaged, world=2):
+        assert isinstance(error, DataError)
+        assert "cannot read any of 2 evaluation rows" in str(error)
+
+
+def test_topk_of_a_case_computed_by_hand() -> None:
+    scores = torch.tensor([[3.0, 1, 2], [1, 1, 0], [0, math.nan, 1], [9, 0, 0], [0, 0, 9], [math.nan, 0, 0]])
+    label = torch.tensor([0, 0, 2, -1, 7, 0])
+    right, in_five, rows = topk_hits(scores, label).tolist()
+    # Correct; a tie (wrong); a NaN in another class (wrong); no label; label out of range; a NaN in its own class.
+    assert (right, rows) == (1, 4)
+    assert in_five == 3
+    assert topk_accuracy(topk_hits(scores, label), "zero_shot", 3) == {"zero_shot/top_1": 0.25, "zero_shot/rows": 4.0}
+
+
+def test_top_5_equals_naive_search() -> None:
+    draw = torch.Generator().manual_seed(0)
+    scores, label = torch.randn(50, 9, generator=draw), torch.randint(0, 9, (50,), generator=draw)
+    found = topk_accuracy(topk_hits(scores, label), "c", 9)
+    naive = [label[row] in scores[row].argsort(descending=True)[:5] for row in range(50)]
+    assert found["c/top_5"] == pytest.approx(sum(naive) / 50)
+    assert found["c/top_1"] == pytest.approx((scores.argmax(1) == label).double().mean().item())
+
+
+def shown_of(prepared: PreparedSet, world: int = 1) -> tuple[list[Any], dict[str, float]]:
+    """The examples of rank 0 and the metrics of the same evaluation."""
+    evaluator, shown = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SETTINGS), []  # type: ignore[arg-type]
+
+    def score(group: Any) -> dict[str, float]:
+        return evaluator.score(Toy(), group, Contrastive(), 6, shown.append if group.rank == 0 else None)
+
+    return shown, on_ranks(world, score)[0]
+
+
+def test_examples_do_not_depend_on_ranks_or_chunk(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    (alone,), _ = shown_of(prepared)
+    for world, chunk in ((3, 5), (30, 5), (1, 2)):
+        monkeypatch.setattr(retrieval, "CHUNK", chunk)
+        assert shown_of(prepared, world=world)[0] == [alone]
+
+
+def test_examples_agree_with_the_recall_and_with_the_set(prepared: PreparedSet) -> None:
+    (examples,), metrics = shown_of(prepared)
+    assert examples["rows"] == metrics["rows"]
+    for way in ("image_to_text", "text_to_image"):
+        hits = [item for item in examples[way] if item["rank"] == 1]
+        assert len(hits) <= NUM_SHOWN and 0 < len(examples[way]) - len(hits) <= NUM_SHOWN
+        for item in examples[way]:
+            row = prepared.read(np.array([item["row"]]))[0]
+            assert item["key"] == row.key and item["caption"] in row.texts
+            scores = [answer["score"] for answer in item["answers"]]
+            assert scores == sorted(scores, reverse=True)
+            marked = [rank for rank, answer in enumerate(item["answers"], 1) if answer["correct"]]
+            assert (marked[:1] == [item["rank"]]) if item["rank"] <= 5 else not marked
+            for answer in item["answers"]:
+                texts = prepared.read(np.array([answer["row"]]))[0].texts
+                assert answer["caption"] in texts
+                if way == "image_to_text":
+                    assert answer["correct"] == (answer["caption"] in row.texts)
+                else:
+                    assert answer["correct"] == (item["caption"] in texts)

@@ -1,0 +1,57 @@
+"""Evaluation on a real or simulated GPU: same scores as on a CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mmray.engine.collectives import Group
+from mmray.evaluation.evaluator import Evaluator
+from mmray.evaluation.generation import GenerationEvaluator
+from mmray.objectives.contrastive import Contrastive
+from tests.engine.fake_cuda import CPU, DEVICES, gpus, has_gpus
+from tests.evaluation import test_evaluator, test_generation
+from tests.made import make_set, row
+from tests.models import test_fusion, test_generative
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_thread")]
+CLASSES = {"classes": ("red circle", "blue square"), "prompts": ("{}", "a {}")}
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Nine rows of two classes, one of them unreadable; each image has two boxes."""
+    rows = [row(number, texts=test_generation.TEXTS[number % 3]) for number in range(9)]
+    for number, record in enumerate(rows):
+        record.label = number % 2
+        record.boxes = [[0.0, 0.1, 0.5, 0.9], [0.2, 0.0, 1.0, 0.4]]
+        record.box_labels = [1 + number % 2, 3]
+    rows[5] = row(5, data=b"nothing")
+    return make_set(tmp_path / "set", rows)
+
+
+def by_embeddings(prepared, device):
+    """Scores and examples of a model with a region head and class names."""
+    model = test_fusion.region_model(matching=False).double().to(device)
+    settings = SimpleNamespace(**vars(test_evaluator.SETTINGS) | CLASSES)
+    shown = []
+    evaluator = Evaluator(prepared, test_fusion.BOXED, test_fusion.TOKENIZER, settings)
+    return evaluator.score(model, Group(device=device), Contrastive(), 4, shown.append), shown
+
+
+def by_writing(prepared, device):
+    model = test_generative.model_of().double().to(device)
+    settings = SimpleNamespace(**vars(test_generation.SETTINGS) | {"num_generations": 3})
+    evaluator = GenerationEvaluator(prepared, test_generative.INPUTS, test_generative.TOKENIZER, settings)
+    return evaluator.score(model, Group(device=device), None, 4), []
+
+
+@pytest.mark.parametrize("scored", [by_embeddings, by_writing])
+def test_scores_on_gpu_equal_cpu(monkeypatch, prepared, scored):
+    plain, shown = scored(prepared, CPU)
+    with gpus(monkeypatch):
+        there, shown_there = scored(prepared, DEVICES[0])
+    assert there == pytest.approx(plain, rel=1e-5 if has_gpus() else 1e-9)  # norms in float32
+    assert shown_there == shown
+    assert there["bad_rows"] == 1

@@ -1,0 +1,61 @@
+"""Labels of a region head are resolved, or refused, before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mmray.config import Fusion, Inputs
+from mmray.data.store.manifest import MANIFEST
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.engine.bad_rows import quarantine_bad_rows
+from mmray.errors import DataError, UsageError
+from mmray.storage.storage import Storage
+from mmray.training.resolve import with_region_labels
+from tests.made import make_set, row
+
+MODEL = Fusion(inputs=Inputs(max_boxes=4), regions=True)
+
+
+def named(folder: Path, names: dict[str, str], boxed: bool = True) -> PreparedSet:
+    """A set of three rows, the last with a box, with these names of box labels."""
+    box = {"boxes": [[0.0, 0.0, 1.0, 1.0]], "box_labels": [1]} if boxed else {}
+    made = make_set(folder, [row(0), row(1), replace(row(2), **box)])
+    Storage(str(folder)).write(MANIFEST, replace(made.manifest, box_names=names).to_json())
+    return PreparedSet.open(str(folder))
+
+
+def test_region_labels_default_to_names_of_the_sets(tmp_path: Path) -> None:
+    one, two = named(tmp_path / "one", {"1": "cat"}), named(tmp_path / "two", {"1": "cat", "4": "dog"}, boxed=False)
+    assert with_region_labels(MODEL, [one, two], None).region_labels == ("", "cat", "", "", "dog")
+    given = MODEL.model_copy(update={"region_labels": ("sky", "sea")})
+    assert with_region_labels(given, [one], two).region_labels == ("sky", "sea")
+    plain = Fusion()
+    assert with_region_labels(plain, [one], None) is plain
+
+
+def test_missing_or_contradicting_labels_are_errors(tmp_path: Path) -> None:
+    one = named(tmp_path / "one", {"1": "cat"})
+    with pytest.raises(UsageError, match=r"box label 1 is `cat` in one set and `dog` in .*/other"):
+        with_region_labels(MODEL, [one], named(tmp_path / "other", {"1": "dog"}))
+    with pytest.raises(UsageError, match=r"with --model\.region-labels$"):
+        with_region_labels(MODEL, [named(tmp_path / "nameless", {})], None)
+    with pytest.raises(UsageError, match=r"a box label 90000 \(far\)"):
+        with_region_labels(MODEL, [named(tmp_path / "far", {"90000": "far"})], None)
+
+
+@pytest.mark.parametrize(("labels", "bad"), [([0, -1], 0), ([1, 3], 3), ([-2], -2), ([1, -1], None)])
+def test_box_label_without_name_ends_the_run(labels: list[int], bad: int | None, tmp_path: Path) -> None:
+    block = {"label": np.array([-1]), "box_labels": np.array([labels]), "valid": np.array([True]), "pos": np.array([0])}
+    config = SimpleNamespace(model=SimpleNamespace(region_labels=("", "cat")), data=SimpleNamespace(train="made"))
+    plan = SimpleNamespace(row_ids_at=lambda positions: positions)
+    passing = quarantine_bad_rows([block], config, tmp_path, None, plan, lambda _: 0)  # type: ignore[arg-type]
+    if bad is None:
+        assert list(passing) == [block]
+    else:
+        with pytest.raises(DataError, match=f"a box of made has label {bad}, which has no name in model.region_labels"):
+            list(passing)

@@ -1,0 +1,88 @@
+"""Settings resolved before a run starts: rows, steps, tokens."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mmray.config import Evaluate, Prepare
+from mmray.data.prepare import pipeline as prepare_module
+from mmray.data.text.chat import build_encoder
+from mmray.errors import UsageError
+from mmray.evaluation.build import build_evaluator
+from mmray.training.backend import Attempt, resume_point
+from mmray.training.resolve import resolve_run
+from tests.data.prepare.test_pipeline import make_source, run_here
+from tests.made import make_set, png, row
+from tests.training.runs import Silent, config
+
+
+def test_data_limit_is_rows_per_epoch(tmp_path):
+    make_set(tmp_path / "set", [row(number) for number in range(50)])
+    wanted = config(tmp_path / "set", tmp_path, "limited", steps=None, epochs=2.0)
+    limited = wanted.replace(data=wanted.data.replace(limit=20))
+    whole, first = resolve_run(wanted, Silent()), resolve_run(limited, Silent())
+    assert (whole.data_identity["num_rows"], first.data_identity["num_rows"]) == (50, 20)
+    assert (whole.steps, first.steps) == (7, 3)
+    plan = resume_point(first, None, 2).plan
+    for epoch in range(2):
+        assert sorted(plan.row_ids_at(np.arange(20) + 20 * epoch)) == list(range(20))
+
+
+def test_evaluation_source_is_held_out_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "map_tasks", run_here)
+    monkeypatch.chdir(tmp_path)
+    train, other = make_source(tmp_path / "a", 40), make_source(tmp_path / "b", 12, start=100)
+    splitting = config(train, tmp_path, "run")
+    splitting = splitting.replace(prepare=Prepare(holdout=0.25))
+
+    def num_rows(eval_source):
+        resolved = resolve_run(splitting.replace(data=splitting.data.replace(eval=eval_source)), Silent())
+        assert resolved.train_set.num_rows + held_out == 40
+        return resolved.eval_set.num_rows
+
+    held_out = 40 - resolve_run(splitting, Silent()).train_set.num_rows
+    assert 0 < held_out < 20
+    assert num_rows(str(other)) == 12
+    assert num_rows(None) == num_rows(str(train)) == num_rows("a/rows.jsonl") == held_out
+
+
+def test_images_that_prepare_accepted_are_valid_in_training_and_evaluation(tmp_path):
+    """The images of the second set and of the evaluation set have 256 pixels, above the run's limit."""
+    for name, side, max_pixels in (("a", 8, 100), ("b", 16, 300), ("held-out", 16, 400)):
+        make_set(tmp_path / name, [row(number, png(number, side)) for number in range(8)])
+        manifest = tmp_path / name / "manifest.json"
+        values = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps(values | {"settings": {"max_pixels": max_pixels}}))
+    wanted = config(f"{tmp_path}/a + {tmp_path}/b", tmp_path, "mixed")
+    data = wanted.data.replace(eval=str(tmp_path / "held-out"))
+    resolved = resolve_run(wanted.replace(prepare=Prepare(max_pixels=200), data=data), Silent())
+    reader = Attempt(resolved, tmp_path, 0, resolved.config, None, set()).worker_context(1).reader
+    assert reader.read_block(resume_point(resolved, None, 1).plan, np.arange(16))["valid"].all()
+    assert reader.max_pixels == 300
+    assert build_evaluator(resolved.config, resolved.eval_set, resolved.tokenizer_json).max_pixels == 400
+
+
+def test_global_batch_above_the_rows_of_an_epoch_is_refused(tmp_path):
+    make_set(tmp_path / "set", [row(number) for number in range(15)])
+    small = config(tmp_path / "set", tmp_path, "small")
+    with pytest.raises(
+        UsageError, match=r"16 rows per step are more than the 15 rows .* --batch.global to at most 15$"
+    ):
+        resolve_run(small, Silent())
+    assert resolve_run(small.replace(batch=small.batch.replace(global_=15)), Silent()).shape.global_rows == 15
+
+
+def test_language_tokens_are_those_of_the_sets(tmp_path):
+    make_set(tmp_path / "a", [row(number, language="de") for number in range(8)])
+    make_set(tmp_path / "b", [row(number, language=["fr", None][number % 2]) for number in range(8)])
+    wanted = config(f"{tmp_path}/a + {tmp_path}/b", tmp_path, "mixed")
+    inputs = wanted.model.inputs.replace(language_token="[{}]")
+    speaking = wanted.replace(model=wanted.model.replace(inputs=inputs))
+    plain, resolved = resolve_run(wanted, Silent()), resolve_run(speaking, Silent())
+    assert build_encoder(resolved.tokenizer_json, inputs).languages == ("de", "fr")
+    assert resolved.config.model.vocab_size == plain.config.model.vocab_size + 2
+    assert resolved.data_identity["tokenizer"] != plain.data_identity["tokenizer"]
+    asked = speaking.model_copy(update={"evaluate": Evaluate(classes=("a", "b"), language="en")})
+    with pytest.raises(UsageError, match="no token for language 'en'; its language tokens are de, fr"):
+        resolve_run(asked, Silent())

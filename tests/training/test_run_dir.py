@@ -1,0 +1,127 @@
+"""Whether a command starts a run, resumes it or leaves it unchanged."""
+
+import pytest
+import yaml
+
+from mmray.config import Batch, Config, Run
+from mmray.errors import UsageError
+from mmray.training.run_dir import select_run, write_run_files
+
+DATA = {"train": "set", "fingerprint": "ab", "num_rows": 100}
+
+
+def parse(settings):
+    """{setting: value} of words `setting=value`."""
+    words = (word.partition("=") for word in settings.split())
+    return {name: yaml.safe_load(value.replace("slot:", "slot: ")) for name, _, value in words}
+
+
+ALLOWED = parse(
+    """recipe=mine batch.micro=8 batch.accumulation=2 cluster.workers=3 cluster.resources_per_worker={slot:1.0}
+    run.resume=must prepare.image_side=64 data.workers=3 data.block_mb=6.0 data.cache=elsewhere
+    data.local_cache=cache data.local_cache_gb=5.0 data.max_bad_rows=0 data.eval=another data.eval_split=val
+    evaluate.every=5 train.steps=20 train.samples=500 train.epochs=2.0 train.log_every=1 train.checkpoint_every=7
+    train.keep_checkpoints=5 train.callbacks=[my.module:Class] train.profile=3 train.parallel=single
+    train.activation_checkpointing=[text] train.compile=inductor train.channels_last=true"""
+)
+FORBIDDEN = parse(
+    """batch.global=32 batch.group_by_length=true data.train=another data.limit=10 data.shuffle=false
+    data.shuffle_blocks=8x16 augment.flip=0.5 objective.kind=sigmoid optimizer.lr=0.5 model.embed_dim=64
+    model.image.depth=2 model.inputs.image_side=32 train.seed=1 train.precision=bf16 train.ema=0.9"""
+)
+
+
+def config(tmp_path, global_rows=16, **run):
+    return Config(recipe="sample", batch=Batch(micro=4, global_=global_rows), run=Run(storage=str(tmp_path), **run))
+
+
+def changed(before, setting, value):
+    """The config with one setting changed, as by a flag."""
+    values = before.model_dump(mode="json", by_alias=True)
+    *sections, name = setting.split(".")
+    inner = values
+    for section in sections:
+        inner = inner[section]
+    inner[name] = value
+    return Config.model_validate(values)
+
+
+def finish(path, steps):
+    (path / "result.json").write_text(f'{{"status": "finished", "steps": {steps}}}')
+
+
+def test_new_name_starts_and_same_command_resumes(tmp_path):
+    wanted = config(tmp_path)
+    (tmp_path / "sample").mkdir()
+    (tmp_path / "sample" / ".tokenizer.json.7").touch()  # of a command that was interrupted
+    first = select_run(wanted, DATA, steps=10)
+    assert (first.action, first.path) == ("start", tmp_path / "sample")
+    write_run_files(first.path, wanted, DATA, "{}")
+    assert select_run(wanted, DATA, steps=10).action == "resume"
+
+
+def test_unnamed_run_takes_next_name_if_done_or_different(tmp_path):
+    write_run_files(tmp_path / "sample", config(tmp_path), DATA, "{}")
+    assert select_run(config(tmp_path, global_rows=32), DATA, 10).path == tmp_path / "sample-2"
+    finish(tmp_path / "sample", 10)
+    assert select_run(config(tmp_path), DATA, 10).path == tmp_path / "sample-2"
+    assert select_run(config(tmp_path), DATA, 20).action == "resume"  # more steps than before
+
+
+def test_named_run_is_resumed_refused_or_done(tmp_path):
+    write_run_files(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
+    with pytest.raises(UsageError, match=r"batch.global: 16 -> 32"):
+        select_run(config(tmp_path, global_rows=32, name="mine"), DATA, 10)
+    with pytest.raises(UsageError, match="data fingerprint: 'ab' -> 'cd'"):
+        select_run(config(tmp_path, name="mine"), {**DATA, "fingerprint": "cd"}, 10)
+    finish(tmp_path / "mine", 10)
+    assert select_run(config(tmp_path, name="mine"), DATA, 10).action == "done"
+    assert select_run(config(tmp_path, name="mine"), DATA, 11).action == "resume"
+    run = write_run_files(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
+    assert run.read_json("result.json") == {"status": "unfinished", "steps": 10}  # until it ends again
+
+
+@pytest.mark.parametrize("setting", ALLOWED)
+def test_run_resumes_with_changed_setting(tmp_path, setting):
+    before = config(tmp_path, name="mine")
+    write_run_files(tmp_path / "mine", before, DATA, "{}")
+    decision = select_run(changed(before, setting, ALLOWED[setting]), DATA, 10)
+    assert (decision.action, decision.skipped) == ("resume", ())
+
+
+@pytest.mark.parametrize("setting", FORBIDDEN)
+def test_run_refuses_changed_setting(tmp_path, setting):
+    before = config(tmp_path, name="mine")
+    write_run_files(tmp_path / "mine", before, DATA, "{}")
+    with pytest.raises(UsageError) as refused:
+        select_run(changed(before, setting, FORBIDDEN[setting]), DATA, 10)
+    lines = str(refused.value).splitlines()
+    assert lines[0].endswith("mine has other settings:") and "restore these settings" in lines[-1]
+    assert len(lines) == 3 and lines[1].startswith(f"  {setting}: ") and lines[1].endswith(f"-> {FORBIDDEN[setting]!r}")
+
+
+def test_constant_rate_can_end_with_a_cooldown(tmp_path):
+    def scheduled(schedule):
+        return changed(config(tmp_path, name="mine"), "optimizer.schedule", schedule)
+
+    write_run_files(tmp_path / "mine", scheduled("constant"), DATA, "{}")
+    assert select_run(scheduled("cooldown"), DATA, 20).action == "resume"
+    with pytest.raises(UsageError, match=r"optimizer\.schedule: 'constant' -> 'cosine'"):
+        select_run(scheduled("cosine"), DATA, 20)
+
+
+def test_resume_modes(tmp_path):
+    with pytest.raises(UsageError, match="no run at"):
+        select_run(config(tmp_path, resume="must"), DATA, 10)
+    write_run_files(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
+    with pytest.raises(UsageError, match="exists; choose another"):
+        select_run(config(tmp_path, name="mine", resume="never"), DATA, 10)
+    write_run_files(tmp_path / "sample", config(tmp_path), DATA, "{}")
+    assert select_run(config(tmp_path, resume="never"), DATA, 10).path == tmp_path / "sample-2"
+
+
+def test_folder_that_is_not_a_run_is_refused(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match="not an mmray run"):
+        select_run(config(tmp_path, name="mine"), DATA, 10)

@@ -1,0 +1,69 @@
+"""The worker of Ray Train, in this process without Ray."""
+
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray.train.torch
+
+from mmray.data.stream.order import ResumePoint
+from mmray.training.coordinator import Coordinator
+from mmray.training.worker import train_loop_per_worker
+
+
+class HangingImport:
+    """An import of the engine that hangs, as from a file system that does not answer, and then fails."""
+
+    def __init__(self):
+        self.release = threading.Event()
+
+    def find_spec(self, name, *_):
+        if name == "mmray.engine.worker":
+            self.release.wait(60)
+            raise ImportError("released")
+
+
+@pytest.fixture
+def coordinator(monkeypatch):
+    """The coordinator of rank 1; calls are made at once."""
+    monkeypatch.setattr(ray.train, "get_context", lambda: SimpleNamespace(get_world_rank=lambda: 1))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(ray, "get", lambda reply, timeout=None: reply)
+    split = SimpleNamespace(iter_batches=lambda **_: [])
+    monkeypatch.setattr(ray.train, "get_dataset_shard", lambda _: split)
+    monkeypatch.setattr(ray.train.torch, "get_device", lambda: None)
+    made = Coordinator(set())
+    made.heartbeat = SimpleNamespace(remote=made.heartbeat)
+    return made
+
+
+def test_worker_whose_import_hangs_sends_heartbeats(coordinator, monkeypatch, tmp_path):
+    finder, errors = HangingImport(), []
+    monkeypatch.delitem(sys.modules, "mmray.engine.worker", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    monkeypatch.setattr("mmray.engine.heartbeat.INTERVAL_S", 0.02)
+    context, start = SimpleNamespace(folder=tmp_path), ResumePoint(SimpleNamespace(world_size=2), 6)
+    arguments = {"coordinator": coordinator, "context": context, "resume_point": start}
+
+    def run():
+        try:
+            train_loop_per_worker(arguments)
+        except ImportError as error:
+            errors.append(error)
+
+    thread, beats = threading.Thread(target=run, daemon=True), []
+    thread.start()
+    deadline_s = time.monotonic() + 60
+    while len([beat for beat in beats if "find_spec" in beat["where"]]) < 5 and time.monotonic() < deadline_s:
+        beats += coordinator.drain(0)[1]
+        time.sleep(0.02)
+    finder.release.set()
+    thread.join(60)
+    hanging = [beat for beat in beats if "find_spec" in beat["where"]]
+    assert len(hanging) >= 5 and len({beat["progress"] for beat in hanging[1:]}) == 1
+    assert {(beat["rank"], beat["step"], beat["state"], beat["in_collective"]) for beat in hanging} == {
+        (1, 6, "starting", False)
+    }
+    assert "train_loop_per_worker" in errors[0].__notes__[0] and coordinator.drain(0)[1] == []
