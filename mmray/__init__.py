@@ -1,4 +1,6 @@
-"""mmray trains image-text models on a Ray cluster: `mmray.train("clip", data="prepared/my")`, as `mmray train` does."""
+"""mmray trains image-text models on a Ray cluster: `mmray.train("clip", data="prepared/my")`, as
+`mmray train` does.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,14 @@ if TYPE_CHECKING:
     from mmray.models.export.load import load
 
 __all__ = ["Config", "MmrayError", "Run", "evaluate", "export", "load", "prepare", "train", "tune"]
-_MODULES = {"Config": "config", "MmrayError": "errors", "load": "models.export.load"}  # of the others: api
+# of the others: api
+_MODULES = {"Config": "config", "MmrayError": "errors", "load": "models.export.load"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use: importing torch and Ray takes seconds, and `--help` does not need them."""
+    """Import a public name on first use: importing torch and Ray takes seconds, and `--help` does
+    not need them.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'api')}"), name)

@@ -1,4 +1,6 @@
-"""Entry point of `mmray` and `python -m mmray`; child processes import this module again, so it imports little."""
+"""Entry point of `mmray` and `python -m mmray`; child processes import this module again, so it
+imports little.
+"""
 
 import sys
 

@@ -1,7 +1,8 @@
-"""mmray from Python, for notebooks and scripts: each function does what the command of its name does.
+"""mmray from Python, for notebooks and scripts: each function does what the command of its name
+does.
 
-Errors are MmrayError; Ctrl-C (interrupting the kernel) stops a run at a checkpoint, as on the command line. The heavy
-imports (Ray, torch) are in the functions of mmray.cli.
+Errors are MmrayError; Ctrl-C (interrupting the kernel) stops a run at a checkpoint, as on the
+command line. The heavy imports (Ray, torch) are in the functions of mmray.cli.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ Settings = Mapping[str, Any] | Section  # {field: value}, or an object of mmray.
 
 
 class Sections(TypedDict, total=False):
-    """Sections of the config, as in a recipe file; `data` may be the training set alone (data.train)."""
+    """Sections of the config, as in a recipe file;
+
+    `data` may be the training set alone (data.train).
+    """
 
     model: Settings
     objective: Settings
@@ -49,7 +53,9 @@ class Sections(TypedDict, total=False):
 
 
 class Run:
-    """A run in its folder; all values are read from its files, so they are current while it trains."""
+    """A run in its folder; all values are read from its files, so they are current while it
+    trains.
+    """
 
     def __init__(self, folder: str | AnyPath):
         self.path = to_path(folder)
@@ -61,12 +67,16 @@ class Run:
 
     @property
     def result(self) -> dict[str, Any]:
-        """Content of result.json: status, steps, scores of the last evaluation, best checkpoint, ..."""
+        """Content of result.json: status, steps, scores of the last evaluation, best checkpoint,
+        ...
+        """
         return RunRecord.read(self.path).result
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The last logged metrics, with those of the last evaluation without their prefix `evaluate/`."""
+        """The last logged metrics, with those of the last evaluation without their prefix
+        `evaluate/`.
+        """
         record = RunRecord.read(self.path)
         last = record.lines[-1] if record.lines else {}
         metrics = {name: value for name, value in last.items() if not name.startswith("evaluate/")}
@@ -78,14 +88,18 @@ class Run:
         return RunRecord.read(self.path).lines
 
     def report(self, out: str | AnyPath | None = None) -> AnyPath:
-        """Write the HTML page of the run (default: report.html in its folder) and return its path."""
+        """Write the HTML page of the run (default: report.html in its folder) and return its
+        path.
+        """
         from mmray.report.write import write_report  # importing Plotly takes a second
 
         return write_report(self.path, None if out is None else to_path(out))
 
 
 def train(recipe: str | Path | Config = "sample", **sections: Unpack[Sections]) -> Run:
-    """Train a recipe (a name, a YAML file or a Config) with these settings changed, or resume its run."""
+    """Train a recipe (a name, a YAML file or a Config) with these settings changed, or resume its
+    run.
+    """
     return Run(run_training(_override(_load(recipe), sections), Terminal()).path)
 
 
@@ -98,9 +112,13 @@ def prepare(
     wait_for_nodes: bool = False,
     **settings: Any,
 ) -> Manifest:
-    """Validate, deduplicate and pack `source` into the set `out`, with the settings of `mmray.config.Prepare`."""
+    """Validate, deduplicate and pack `source` into the set `out`, with the settings of
+    `mmray.config.Prepare`.
+    """
     checked = Prepare.model_validate(_plain(settings))
-    command = PrepareCommand(str(source), str(out), checked, retry_quarantined, address, wait_for_nodes)
+    command = PrepareCommand(
+        str(source), str(out), checked, retry_quarantined, address, wait_for_nodes
+    )
     return run_prepare(command, Terminal())
 
 
@@ -115,7 +133,10 @@ def evaluate(
     accelerator: Literal["auto", "gpu", "cpu"] | None = None,
     **settings: Any,
 ) -> dict[str, float]:
-    """Return the metrics of a run's checkpoint on held-out rows; `settings` change its section `evaluate`."""
+    """Return the metrics of a run's checkpoint on held-out rows;
+
+    `settings` change its section `evaluate`.
+    """
     folder = _folder(run)
     command = EvaluateCommand(
         run=folder,
@@ -130,7 +151,9 @@ def evaluate(
     return run_evaluation(command, Terminal())
 
 
-def export(run: Run | str | AnyPath, out: str | AnyPath, *, step: int | Literal["best"] | None = None) -> AnyPath:
+def export(
+    run: Run | str | AnyPath, out: str | AnyPath, *, step: int | Literal["best"] | None = None
+) -> AnyPath:
     """Write a run's model to a folder for `mmray.load` or transformers, and return the folder."""
     return run_export(ExportCommand(_folder(run), str(out), step), Terminal())
 
@@ -150,8 +173,8 @@ def tune(
 ) -> SweepRecord:
     """Find the fastest batch shape, or with another goal compare settings in short runs.
 
-    `space={"batch.global": [512, 1024], "optimizer.lr": "loguniform(1e-5,1e-3)"}` lists the settings to compare.
-    `best.yaml` in the folder of the returned sweep is a recipe for `train`.
+    `space={"batch.global": [512, 1024], "optimizer.lr": "loguniform(1e-5,1e-3)"}` lists the
+    settings to compare. `best.yaml` in the folder of the returned sweep is a recipe for `train`.
     """
     from mmray.tuning import trials  # imports numpy
 
@@ -164,7 +187,13 @@ def tune(
     base = _load(recipe)
     settings = _override(trials.clear_length_and_derived_batch(base, list(space or ())), sections)
     command = TuneCommand(
-        settings, samples=samples, goal=goal, search=search, scheduler=scheduler, budget=budget, concurrency=concurrency
+        settings,
+        samples=samples,
+        goal=goal,
+        search=search,
+        scheduler=scheduler,
+        budget=budget,
+        concurrency=concurrency,
     )
     require_positive(command, "samples", "concurrency")
     recipe_rows, base = base.batch.global_, trials.restore_length(settings, base)
@@ -194,7 +223,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Section):
         return value.model_dump(mode="json", by_alias=True)
     if isinstance(value, Mapping):
-        return {"global" if name == "global_" else name: _plain(item) for name, item in value.items()}
+        return {
+            "global" if name == "global_" else name: _plain(item) for name, item in value.items()
+        }
     return str(value) if isinstance(value, Path) else value
 
 

@@ -1,8 +1,8 @@
 """Errors reported to users, each with an exit code.
 
-Exit codes: 0 success, 1 unexpected error, 2 usage, 3 training failed, 4 resources not available, 5 data missing,
-unusable or over the bad-row limit, 130 interrupted. A message has the problem, the value, its location, and what to do
-next.
+Exit codes: 0 success, 1 unexpected error, 2 usage, 3 training failed, 4 resources not available, 5
+data missing, unusable or over the bad-row limit, 130 interrupted. A message has the problem, the
+value, its location, and what to do next.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class MmrayError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""  # the others are fields of a subclass, kept when it is pickled
+        # the others are fields of a subclass, kept when it is pickled
+        return str(self.args[0]) if self.args else ""
 
 
 class ForceExit(KeyboardInterrupt):
@@ -52,7 +53,9 @@ class TrainingError(MmrayError):
 
 
 class StorageError(TrainingError):
-    """A checkpoint could not be written or storage does not respond; complete checkpoints are intact."""
+    """A checkpoint could not be written or storage does not respond; complete checkpoints are
+    intact.
+    """
 
 
 class OutOfMemoryError(TrainingError):
@@ -85,7 +88,8 @@ class DataError(MmrayError):
 
 OOM_TYPES = ("OutOfMemoryError", "MemoryError")
 # cuBLAS, cuDNN and cuSOLVER report failed allocations as RuntimeError with their own status names.
-# "unable to find an engine": torch reports this if all plans of a convolution ran out of memory (pytorch#108645).
+# "unable to find an engine": torch reports this if all plans of a convolution ran out of memory
+# (pytorch#108645).
 OOM_TEXT = re.compile(
     r"out of memory|allocate memory|not enough memory|(CUBLAS|CUDNN|CUSOLVER)\w*_ALLOC(ATION)?_FAILED"
     r"|running low on memory|memory pressure|OutOfMemoryError|MemoryError|was unable to find an engine",
@@ -94,8 +98,11 @@ OOM_TEXT = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether host or device memory ran out, by the error's type (torch, Ray, mmray) or text."""
-    named = any(kind.__name__ in OOM_TYPES for kind in type(error).__mro__)  # by name, so that torch is not imported
+    """Return whether host or device memory ran out, by the error's type (torch, Ray, mmray) or
+    text.
+    """
+    # by name, so that torch is not imported
+    named = any(kind.__name__ in OOM_TYPES for kind in type(error).__mro__)
     return named or OOM_TEXT.search(str(error)) is not None
 
 
@@ -104,7 +111,8 @@ DEVICE_TEXT = re.compile(
     r"|ncclUnhandledCudaError|No CUDA GPUs are available|CUDA unknown error",
     re.IGNORECASE,
 )
-CUDA_ERROR = re.compile(r"(?:CUDA (?:driver )?error: |Cuda failure (?:\d+ )?')(.*)")  # of torch and NCCL
+# of torch and NCCL
+CUDA_ERROR = re.compile(r"(?:CUDA (?:driver )?error: |Cuda failure (?:\d+ )?')(.*)")
 # A bug in a kernel or a wrong call raises these on a sound GPU; they would recur on every node.
 CODE_ERROR = re.compile(
     r"device-side assert triggered|illegal (memory access|instruction)|misaligned address|invalid |no kernel image"
@@ -114,9 +122,11 @@ CODE_ERROR = re.compile(
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Return whether a GPU or its link failed, by the text of torch, NCCL or the driver, quoted by any error.
+    """Return whether a GPU or its link failed, by the text of torch, NCCL or the driver, quoted by
+    any error.
 
-    Any other `CUDA error` counts, such as `unspecified launch failure`, unless it names a lack of memory or a bug.
+    Any other `CUDA error` counts, such as `unspecified launch failure`, unless it names a lack of
+    memory or a bug.
     """
     cuda_errors = CUDA_ERROR.findall(str(error))
     if is_out_of_memory(error) or any(CODE_ERROR.search(text) for text in cuda_errors):

@@ -1,4 +1,5 @@
-"""CPU cores and memory available to this process, within the limits of its container, pod or batch job; its network.
+"""CPU cores and memory available to this process, within the limits of its container, pod or batch
+job; its network.
 
 Reads `cpu.max` and `memory.max` of the process's cgroup and its parents
 (https://docs.kernel.org/admin-guide/cgroup-v2.html).
@@ -20,8 +21,12 @@ CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cores() -> int:
-    """Return the number of CPU cores available to this process: its affinity, limited by CPU quotas."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of CPU cores available to this process: its affinity, limited by CPU
+    quotas.
+    """
+    affinity = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, math.ceil(min([affinity, *_cpu_quotas()])))
 
 
@@ -31,9 +36,11 @@ def free_memory() -> int:
 
 
 def process_memory() -> dict[int, int] | None:
-    """Return the memory in bytes of this process and each of its descendants by PID; None if the system has no PSS.
+    """Return the memory in bytes of this process and each of its descendants by PID; None if the
+    system has no PSS.
 
-    PSS (proportional set size): each shared page is divided among the processes that map it, so the sum has it once.
+    PSS (proportional set size): each shared page is divided among the processes that map it, so the
+    sum has it once.
     """
     sizes, own = {}, psutil.Process()
     for process in (own, *own.children(recursive=True)):
@@ -47,19 +54,26 @@ def process_memory() -> dict[int, int] | None:
 def process_age_s() -> float:
     """Return the seconds since this process started."""
     start_s = psutil.Process().create_time()
-    if hasattr(time, "CLOCK_BOOTTIME"):  # on Linux, psutil adds the time of the boot in whole seconds
+    # on Linux, psutil adds the time of the boot in whole seconds
+    if hasattr(time, "CLOCK_BOOTTIME"):
         return time.clock_gettime(time.CLOCK_BOOTTIME) - (start_s - psutil.boot_time())
     return time.time() - start_s
 
 
 def network_interface(ip: str) -> str | None:
-    """Return the name of the network interface of this machine that has an IP address; None without one."""
+    """Return the name of the network interface of this machine that has an IP address;
+
+    None without one.
+    """
     interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if ip in {each.address for each in addresses}), None)
+    return next(
+        (name for name, addresses in interfaces if ip in {each.address for each in addresses}), None
+    )
 
 
 def set_network_interface(ip: str) -> None:
-    """Make gloo and NCCL of this process use the interface of an IP address, unless the user has chosen one.
+    """Make gloo and NCCL of this process use the interface of an IP address, unless the user has
+    chosen one.
 
     By default gloo takes the one of the host name, which may be the loopback, and NCCL the first.
     """
@@ -85,7 +99,9 @@ def _free_bytes() -> Iterator[float]:
 
 
 def _cgroup_dirs() -> list[Path]:
-    """Return the folders of this process's cgroup v2 and its parents; only the root in most containers."""
+    """Return the folders of this process's cgroup v2 and its parents; only the root in most
+    containers.
+    """
     own_cgroup = next((line[3:] for line in _read_words(OWN_CGROUP) if line.startswith("0::")), "/")
     path = CGROUPS / own_cgroup.lstrip("/")
     return [CGROUPS, *(folder for folder in [path, *path.parents] if CGROUPS in folder.parents)]

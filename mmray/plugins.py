@@ -10,11 +10,16 @@ from mmray.errors import UsageError
 
 
 def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
-    """Import the class `name`. Raises UsageError with the setting and the built-in names (`known`)."""
+    """Import the class `name`.
+
+    Raises UsageError with the setting and the built-in names (`known`).
+    """
     module, _, attribute = name.partition(":")
     if not attribute:
         built_in = f"use one of {', '.join(known)}, or " if known else ""
-        raise UsageError(f"{setting}: no `{name}`; {built_in}name your own class as package.module:Class")
+        raise UsageError(
+            f"{setting}: no `{name}`; {built_in}name your own class as package.module:Class"
+        )
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -24,4 +29,6 @@ def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
 def check_installed(package: str, setting: str, extra: str) -> None:
     """Raise UsageError with the setting and the extra of mmray if the package is missing."""
     if find_spec(package) is None:
-        raise UsageError(f'{setting}: needs {package}; install it on every node: pip install "mmray[{extra}]"')
+        raise UsageError(
+            f'{setting}: needs {package}; install it on every node: pip install "mmray[{extra}]"'
+        )

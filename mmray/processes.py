@@ -1,4 +1,5 @@
-"""Child processes of this machine, for work that needs no Ray cluster: an ordered map that survives crashes.
+"""Child processes of this machine, for work that needs no Ray cluster: an ordered map that survives
+crashes.
 
 Children are spawned, not forked, because the parent has threads.
 """
@@ -34,8 +35,8 @@ class _ProcessDied(Exception):
 class _Processes:
     """Child processes that run `work`, each called by one thread at a time.
 
-    Each has a pipe of its own, which ends with it. In the pipe that the processes of a ProcessPoolExecutor share, the
-    rest of a result is waited for forever if its sender is killed.
+    Each has a pipe of its own, which ends with it. In the pipe that the processes of a
+    ProcessPoolExecutor share, the rest of a result is waited for forever if its sender is killed.
     """
 
     def __init__(self, work: Callable[..., Any], count: int) -> None:
@@ -83,8 +84,9 @@ def map_in_processes(
 ) -> Generator[Result, None, None]:
     """Yield `work(item, after_crash)` of each item, in order; `work` is pickled once per process.
 
-    After a process died all are replaced, and items without a result are repeated with after_crash True. `on_crash` is
-    called before with the number of crashes, and ends the repetition by raising. Raises what `work` raises.
+    After a process died all are replaced, and items without a result are repeated with after_crash
+    True. `on_crash` is called before with the number of crashes, and ends the repetition by
+    raising. Raises what `work` raises.
     """
     unsent, pending, crashes = iter(items), deque[tuple[Item, Future[Result]]](), 0
     processes = _Processes(work, num_processes)
@@ -111,15 +113,19 @@ def map_in_processes(
 
 @contextmanager
 def starting_children() -> Iterator[None]:
-    """Processes that start in the block ignore Ctrl-C, which the parent handles, from their first instruction.
+    """Processes that start in the block ignore Ctrl-C, which the parent handles, from their first
+    instruction.
 
-    They do not run the user's script again, as spawned processes do otherwise; it may start a run without a guard.
+    They do not run the user's script again, as spawned processes do otherwise; it may start a run
+    without a guard.
     """
     main = sys.modules["__main__"]
     with _start_lock:
         in_main_thread = threading.current_thread() is threading.main_thread()
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
-        hidden: dict[str, Any] = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
+        hidden: dict[str, Any] = {
+            name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)
+        }
         vars(main)["__spec__"] = None
         try:
             yield
@@ -130,7 +136,9 @@ def starting_children() -> Iterator[None]:
 
 
 def describe_signal(number: int) -> str:
-    """Return the name of the signal that ended a process, and what sends it if that is not obvious."""
+    """Return the name of the signal that ended a process, and what sends it if that is not
+    obvious.
+    """
     memory = " (the kernel sends it when the machine is out of memory)" * (number == signal.SIGKILL)
     return f"{signal.Signals(number).name}{memory}"
 

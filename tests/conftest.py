@@ -18,17 +18,22 @@ import pytest
 
 # The same examples in each run, and no limits of time, which a loaded machine does not keep.
 hypothesis.settings.register_profile(
-    "tests", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "tests",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("tests")
 
-# Set before the first Ray import: one authentication mode for heads and clients, and short health-check intervals.
+# Set before the first Ray import: one authentication mode for heads and clients, and short
+# health-check intervals.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Address of the test S3 server (`s3` starts it); tests use no other one. No other process can take the port meanwhile.
+# Address of the test S3 server (`s3` starts it); tests use no other one. No other process can take
+# the port meanwhile.
 S3_SOCKET = socket.create_server(("127.0.0.1", 0))
 os.environ |= {
     "AWS_ENDPOINT_URL": f"http://127.0.0.1:{S3_SOCKET.getsockname()[1]}",
@@ -40,7 +45,8 @@ os.environ |= {
 
 ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = str(ROOT)  # workers import modules of tests/
-if "PYTEST_XDIST_WORKER" in os.environ:  # Ray keeps the address of the last started head in this folder
+# Ray keeps the address of the last started head in this folder
+if "PYTEST_XDIST_WORKER" in os.environ:
     # A short path, because that of a Unix socket has at most 107 bytes.
     os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,21 +57,31 @@ SHARED = Path(os.environ.get("MMRAY_SHARED", ROOT.parent / "shared" / "data"))
 def local_ray(tmp_path_factory):
     """A Ray with 8 logical CPUs on this machine, reused by later modules.
 
-    A module that starts its own cluster shuts this one down first; the next module that uses it starts another.
+    A module that starts its own cluster shuts this one down first; the next module that uses it
+    starts another.
     """
     import ray
     import ray.data
 
-    # Other tests leave the address of their head in the environment. Ray Train would ask it whether its controller
-    # is alive, and wait for an answer.
+    # Other tests leave the address of their head in the environment. Ray Train would ask it whether
+    # its controller is alive, and wait for an answer.
     ray._common.utils.reset_ray_address()
     if not ray.is_initialized():
-        os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))  # inherited by workers
-        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        # inherited by workers
+        os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))
+        ray.init(
+            address="local",
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
-        context.execution_options.label_selector = None  # an earlier module may have had a cluster with data nodes
-    for done_once in Path(os.environ["MMRAY_TEST_FAULTS"]).iterdir():  # left by fault injection in an earlier module
+        # an earlier module may have had a cluster with data nodes
+        context.execution_options.label_selector = None
+    # left by fault injection in an earlier module
+    for done_once in Path(os.environ["MMRAY_TEST_FAULTS"]).iterdir():
         done_once.unlink(missing_ok=True)
 
 
@@ -86,7 +102,9 @@ class Bucket:
 
     @contextmanager
     def requests(self):
-        """Collect (method, path, bytes requested) of the requests made in the block; the list is filled at its end."""
+        """Collect (method, path, bytes requested) of the requests made in the block; the list is
+        filled at its end.
+        """
         seen, made = self._faults.parent / "requests", []
         seen.write_text("")
         try:
@@ -104,7 +122,13 @@ def s3_server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("s3")
     file = S3_SOCKET.fileno()
     with (folder / "log").open("w") as log:
-        command = [sys.executable, "-m", "tests.storage.s3_server", str(file), str(folder / "faults")]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.storage.s3_server",
+            str(file),
+            str(folder / "faults"),
+        ]
         server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, pass_fds=[file])
     while True:
         assert server.poll() is None, (folder / "log").read_text()
@@ -131,7 +155,8 @@ def s3(s3_server, tmp_path, monkeypatch):
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Run the tests of a folder in one process, so that they share its Ray, its rank processes and their results.
+    """Run the tests of a folder in one process, so that they share its Ray, its rank processes and
+    their results.
 
     Tests marked `cluster` start their own, so those are divided by file, the longest first.
     """
@@ -148,10 +173,14 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(items):
-    """Start with the files that have the longest limits of time, so that both processes end at about the same time."""
+    """Start with the files that have the longest limits of time, so that both processes end at
+    about the same time.
+    """
     limits_s = defaultdict(int)
     for item in items:
-        limits_s[item.path] = max([limits_s[item.path], *(mark.args[0] for mark in item.iter_markers("timeout"))])
+        limits_s[item.path] = max(
+            [limits_s[item.path], *(mark.args[0] for mark in item.iter_markers("timeout"))]
+        )
     items.sort(key=lambda item: -limits_s[item.path])
 
 
@@ -164,7 +193,9 @@ def pytest_sessionfinish():
 
 @pytest.fixture
 def one_thread():
-    """Limit torch to one thread: tiny models run faster, above all if other processes use the cores."""
+    """Limit torch to one thread: tiny models run faster, above all if other processes use the
+    cores.
+    """
     import torch
 
     before = torch.get_num_threads()
@@ -175,7 +206,9 @@ def one_thread():
 
 @pytest.fixture
 def forked_workers(monkeypatch):
-    """Fork processes of a benchmark from the server of the rank scenarios; spawned ones import torch for seconds."""
+    """Fork processes of a benchmark from the server of the rank scenarios; spawned ones import
+    torch for seconds.
+    """
     import torch.multiprocessing as mp
 
     from tests.engine.conftest import preload

@@ -38,7 +38,9 @@ def row(number, data=None, texts=None, language=None):
     data = png(number) if data is None else data
     texts = texts or [CAPTIONS[number % 3]]
     sha256 = hashlib.sha256(data).hexdigest()
-    return Row(f"row-{number}", data, texts, language=language, source=f"made:{number}", sha256=sha256)
+    return Row(
+        f"row-{number}", data, texts, language=language, source=f"made:{number}", sha256=sha256
+    )
 
 
 def write_shard(rows, storage, name, split=None):
@@ -55,11 +57,15 @@ def write_set(folder, shards, tokenizer=None, languages=()):
     storage.mkdir("shards")
     entries, splits = [], Counter()
     for number, (rows, split, dropped) in enumerate(shards):
-        entries.append(replace(write_shard(rows, storage, f"shards/{number}.arrow", split), dropped=dropped))
+        entries.append(
+            replace(write_shard(rows, storage, f"shards/{number}.arrow", split), dropped=dropped)
+        )
         splits.update({split: entries[-1].num_kept} if split else {})
     count = sum(entry.num_kept for entry in entries)
     name = TOKENIZER if tokenizer else None
-    manifest = Manifest(count, count, 0, {}, dict(splits), fingerprint(entries), name, {}, {}, tuple(entries))
+    manifest = Manifest(
+        count, count, 0, {}, dict(splits), fingerprint(entries), name, {}, {}, tuple(entries)
+    )
     if tokenizer:
         storage.write(TOKENIZER, tokenizer.encode())
     storage.write(MANIFEST, replace(manifest, languages=dict(Counter(languages))).to_json())

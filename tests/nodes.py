@@ -1,4 +1,6 @@
-"""Ray clusters of several nodes or with a separate head on this machine, for tests marked `cluster`."""
+"""Ray clusters of several nodes or with a separate head on this machine, for tests marked
+`cluster`.
+"""
 
 import itertools
 import os
@@ -12,7 +14,9 @@ import psutil
 
 @contextmanager
 def several_nodes(*nodes, head=None):
-    """A cluster with a head without CPUs and a node per mapping; a running Ray is shut down first."""
+    """A cluster with a head without CPUs and a node per mapping; a running Ray is shut down
+    first.
+    """
     import ray
     from ray.cluster_utils import Cluster
 
@@ -32,7 +36,9 @@ _candidates = itertools.count(20000 + os.getpid() % 5000)
 
 
 def free_ports(count):
-    """Free ports above those (10002-19999) that Ray gives to its workers; none is returned twice."""
+    """Free ports above those (10002-19999) that Ray gives to its workers; none is returned
+    twice.
+    """
     found = []
     while len(found) < count:
         candidate = next(_candidates)
@@ -44,7 +50,9 @@ def free_ports(count):
 
 @contextmanager
 def ray_head(folder, port, options, env, is_ready):
-    """A separate head, started with `ray start` until `is_ready()`, and killed with its children."""
+    """A separate head, started with `ray start` until `is_ready()`, and killed with its
+    children.
+    """
     words = ["ray", "start", "--head", "--block", f"--port={port}", "--num-gpus=0", *options]
     with (folder / "head.log").open("w") as log:
         # Started in a separate folder, because workers import from the folder of the head.
@@ -60,7 +68,9 @@ def ray_head(folder, port, options, env, is_ready):
         until = time.monotonic() + 180
         while not is_ready():
             if time.monotonic() > until or head.poll() is not None:
-                raise RuntimeError(f"the head did not start: {(folder / 'head.log').read_text()[-800:]}")
+                raise RuntimeError(
+                    f"the head did not start: {(folder / 'head.log').read_text()[-800:]}"
+                )
             time.sleep(0.3)
         yield
     finally:

@@ -69,10 +69,23 @@ def commands(monkeypatch, tmp_path):
         ("clip", {"data": "prepared/my"}, ["--data.train", "prepared/my"]),
         ("clip", {"data": ROOT / "my"}, ["--data.train", str(ROOT / "my")]),
         ("sample", {"data": {"limit": 9, "eval": "b"}}, ["--data.limit", "9", "--data.eval", "b"]),
-        ("clip", {"train": {"steps": 10}}, ["--train.steps", "10"]),  # instead of the recipe's epochs
-        ("clip", {"batch": {"micro": 64, "global": 1024}}, ["--batch.micro", "64", "--batch.global", "1024"]),
-        ("clip", {"batch": {"micro": 64, "global_": 128}}, ["--batch.micro", "64", "--batch.global", "128"]),
-        ("clip", {"batch": {"micro": 8, "accumulation": 2}}, ["--batch.micro", "8", "--batch.accumulation", "2"]),
+        # instead of the recipe's epochs
+        ("clip", {"train": {"steps": 10}}, ["--train.steps", "10"]),
+        (
+            "clip",
+            {"batch": {"micro": 64, "global": 1024}},
+            ["--batch.micro", "64", "--batch.global", "1024"],
+        ),
+        (
+            "clip",
+            {"batch": {"micro": 64, "global_": 128}},
+            ["--batch.micro", "64", "--batch.global", "128"],
+        ),
+        (
+            "clip",
+            {"batch": {"micro": 8, "accumulation": 2}},
+            ["--batch.micro", "8", "--batch.accumulation", "2"],
+        ),
         ("sample", {"model": {"inputs": {"max_tokens": 16}}}, ["--model.inputs.max-tokens", "16"]),
         ("clip", {"model": {"kind": "siglip"}}, ["--model.kind", "siglip"]),
         (
@@ -101,11 +114,23 @@ def test_config_objects_and_files_replace_recipe_names(commands, tmp_path):
     ("call", "message"),
     [
         (lambda: mmray.train("clpi"), "there is no recipe `clpi`; did you mean `clip`?"),
-        (lambda: mmray.train(batch={"micr": 3}), "batch.micr: unknown setting; did you mean `micro`?"),
+        (
+            lambda: mmray.train(batch={"micr": 3}),
+            "batch.micr: unknown setting; did you mean `micro`?",
+        ),
         (lambda: mmray.train(bacth={"micro": 3}), "bacth: unknown setting; did you mean `batch`?"),
-        (lambda: mmray.train(model={"inputs": {"image_sde": 3}}), "unknown setting; did you mean `image_side`?"),
-        (lambda: mmray.train(batch={"micro": 0}), "batch.micro: input should be greater than or equal to 1 (got 0)"),
-        (lambda: mmray.prepare("a", "b", holdut=0.1), "prepare.holdut: unknown setting; did you mean `holdout`?"),
+        (
+            lambda: mmray.train(model={"inputs": {"image_sde": 3}}),
+            "unknown setting; did you mean `image_side`?",
+        ),
+        (
+            lambda: mmray.train(batch={"micro": 0}),
+            "batch.micro: input should be greater than or equal to 1 (got 0)",
+        ),
+        (
+            lambda: mmray.prepare("a", "b", holdut=0.1),
+            "prepare.holdut: unknown setting; did you mean `holdout`?",
+        ),
         (lambda: mmray.evaluate("nowhere"), "nowhere does not exist"),
         (lambda: mmray.export(".", "out"), "is not a run: it has no config.yaml"),
         (lambda: mmray.Run("nowhere"), "is not a run: it has no config.yaml"),
@@ -113,11 +138,26 @@ def test_config_objects_and_files_replace_recipe_names(commands, tmp_path):
             lambda: mmray.tune(space={"batch.micro": [8, 8]}),
             "--space batch.micro=8,8: a value is empty, or listed twice",
         ),
-        (lambda: mmray.tune(space={"batch.micro": [8]}, goal="speed"), "unknown goal `speed`; known: throughput"),
-        (lambda: mmray.tune(goal="loss", search="optun"), "search: unknown search `optun`; did you mean `optuna`?"),
-        (lambda: mmray.tune(goal="loss", scheduler="hyper"), "unknown scheduler `hyper`; known: halving, asha, pbt"),
-        (lambda: mmray.tune(goal="loss", reuse=True), "reuse: only goal `throughput` has measurements to reuse"),
-        (lambda: mmray.tune(space={"batch.micro": [8]}, concurrency=0), "--concurrency: must be above 0 (got 0)"),
+        (
+            lambda: mmray.tune(space={"batch.micro": [8]}, goal="speed"),
+            "unknown goal `speed`; known: throughput",
+        ),
+        (
+            lambda: mmray.tune(goal="loss", search="optun"),
+            "search: unknown search `optun`; did you mean `optuna`?",
+        ),
+        (
+            lambda: mmray.tune(goal="loss", scheduler="hyper"),
+            "unknown scheduler `hyper`; known: halving, asha, pbt",
+        ),
+        (
+            lambda: mmray.tune(goal="loss", reuse=True),
+            "reuse: only goal `throughput` has measurements to reuse",
+        ),
+        (
+            lambda: mmray.tune(space={"batch.micro": [8]}, concurrency=0),
+            "--concurrency: must be above 0 (got 0)",
+        ),
         (
             lambda: mmray.tune(space={"batch.micro": [0]}, goal="loss"),
             "batch.micro: input should be greater than or equal to 1",
@@ -140,7 +180,11 @@ def test_unknown_setting_reads_as_in_a_recipe_file(tmp_path, capfd):
 
 def test_tune_has_base_trial_length_and_space_of_the_command(commands, monkeypatch):
     monkeypatch.setattr(api.SweepRecord, "read", lambda folder: folder)
-    listed = {"batch.micro": [8, 16], "batch.accumulation": (1, 2), "optimizer.lr": "loguniform(1e-5,1e-3)"}
+    listed = {
+        "batch.micro": [8, 16],
+        "batch.accumulation": (1, 2),
+        "optimizer.lr": "loguniform(1e-5,1e-3)",
+    }
     mmray.tune("clip", space=listed, samples=3, goal="loss", train={"steps": 5})
     command, base, space, recipe_rows = commands[0]
     assert (base.batch.global_, recipe_rows) == (None, 1024)
@@ -149,21 +193,42 @@ def test_tune_has_base_trial_length_and_space_of_the_command(commands, monkeypat
     mmray.tune("clip", goal="recall", budget="2h", search="optuna")
     command, _, rates, _ = commands[1]
     assert (command.budget, command.search) == ("2h", "optuna")
-    assert rates.axes == {"optimizer.lr": Range(1e-6, 1e-4, log=True)} and rates.num_samples == DEFAULT_SAMPLES
+    assert (
+        rates.axes == {"optimizer.lr": Range(1e-6, 1e-4, log=True)}
+        and rates.num_samples == DEFAULT_SAMPLES
+    )
     assert space.axes["batch.micro"] == (8, 16) and space.num_samples == 3
 
 
 def test_prepare_evaluate_and_export_pass_all_arguments(commands, tmp_path):
     own = make_run(tmp_path / "run", evaluate={"limit": 7})
-    mmray.prepare(tmp_path / "a", "b", holdout=0.1, columns=["image=url"], retry_quarantined=True, address="auto")
-    mmray.evaluate(own, data=tmp_path, step="best", workers=2, accelerator="cpu", classes=["cat", "dog"])
+    mmray.prepare(
+        tmp_path / "a",
+        "b",
+        holdout=0.1,
+        columns=["image=url"],
+        retry_quarantined=True,
+        address="auto",
+    )
+    mmray.evaluate(
+        own, data=tmp_path, step="best", workers=2, accelerator="cpu", classes=["cat", "dog"]
+    )
     mmray.export(str(own), tmp_path / "out", step=5)
     settings = recipes.sample().evaluate.without_interval.replace(limit=7, classes=("cat", "dog"))
     assert commands == [
-        (PrepareCommand(f"{tmp_path}/a", "b", Prepare(holdout=0.1, columns=("image=url",)), True, "auto"),),
+        (
+            PrepareCommand(
+                f"{tmp_path}/a", "b", Prepare(holdout=0.1, columns=("image=url",)), True, "auto"
+            ),
+        ),
         (
             EvaluateCommand(
-                run=str(own), data=str(tmp_path), step="best", workers=2, accelerator="cpu", evaluate=settings
+                run=str(own),
+                data=str(tmp_path),
+                step="best",
+                workers=2,
+                accelerator="cpu",
+                evaluate=settings,
             ),
         ),
         (ExportCommand(str(own), str(tmp_path / "out"), 5),),
@@ -175,7 +240,10 @@ def test_run_reads_its_files(tmp_path):
     assert run.result["status"] == "finished" and repr(run) == f"Run('{tmp_path}/run')"
     assert len(run.history) == 20 and run.metrics["recall_at_1/image_to_text"] == 1.0
     assert run.metrics["train/loss"] == run.history[-1]["train/loss"] and run.metrics["step"] == 20
-    assert run.report() == tmp_path / "run" / "report.html" and run.report(tmp_path / "page.html").exists()
+    assert (
+        run.report() == tmp_path / "run" / "report.html"
+        and run.report(tmp_path / "page.html").exists()
+    )
     started = mmray.Run(make_run(tmp_path / "started", [line(3)]))
     assert started.metrics == line(3) and started.result == {}
     assert mmray.Run(make_run(tmp_path / "empty")).metrics == {}
@@ -190,14 +258,18 @@ def test_exported_run_loads(tmp_path):
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(config))
     (folder / "tokenizer.json").write_text(tokenizer)
-    save_checkpoint(folder / "checkpoints", 1, {"model": build(config.model, vocab_size).state_dict()}, {})
+    save_checkpoint(
+        folder / "checkpoints", 1, {"model": build(config.model, vocab_size).state_dict()}, {}
+    )
     out = mmray.export(mmray.Run(folder), tmp_path / "out")
     assert torch.isfinite(mmray.load(out).embed_images([noisy(1)])).all()
 
 
 @pytest.fixture
 def jupyter(monkeypatch):
-    """A Jupyter kernel with and without ipywidgets, of which rich uses `display` and `Output`; displayed texts."""
+    """A Jupyter kernel with and without ipywidgets, of which rich uses `display` and `Output`;
+    displayed texts.
+    """
     displayed = []
 
     class Output:
@@ -249,7 +321,8 @@ def test_notebook_shows_a_bar_with_ipywidgets_and_lines_without(jupyter, widgets
 
 
 def test_prepare_train_and_evaluate_without_ray(tmp_path, capfd, monkeypatch):
-    for module in ("cluster.connect", "train.driver", "train.evaluate_export"):  # other tests may have started Ray
+    # other tests may have started Ray
+    for module in ("cluster.connect", "train.driver", "train.evaluate_export"):
         monkeypatch.setattr(f"mmray.{module}.needs_ray", lambda _: False)
     for number in range(40):
         (tmp_path / f"{number}.png").write_bytes(noisy(number))
@@ -258,7 +331,9 @@ def test_prepare_train_and_evaluate_without_ray(tmp_path, capfd, monkeypatch):
     manifest = mmray.prepare(tmp_path / "my.jsonl", tmp_path / "set", holdout=0.25, vocab_size=300)
     assert manifest.num_rows == 40
     config = runs.config(tmp_path / "set", tmp_path / "runs", "one").with_cluster(workers=1)
-    run = mmray.train(config, train={"steps": 4, "checkpoint_every": 0}, batch={"micro": 4, "global": 8})
+    run = mmray.train(
+        config, train={"steps": 4, "checkpoint_every": 0}, batch={"micro": 4, "global": 8}
+    )
     assert run.path == tmp_path / "runs" / "one" and run.result["status"] == "finished"
     assert run.metrics["step"] == len(run.history) == 4 and (run.path / "report.html").exists()
     scores = mmray.evaluate(run, batch=5)

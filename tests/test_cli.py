@@ -52,17 +52,32 @@ OWN = ["--model.kind", "mine:Net", "--model.settings"]
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--data.shuffle", "false", "--augment.crop-scale", "0.5", "1"], {"augment.crop_scale": [0.5, 1.0]}),
-        *((["--batch.group-by-length", *word], {"batch.group_by_length": True}) for word in (["true"], ["True"], [])),
-        *(([f"--batch.group-by-length={word}"], {"batch.group_by_length": True}) for word in ("true", "True")),
-        (["--data.shuffle=false", "--batch.group-by-length"], {"data.shuffle": False, "batch.group_by_length": True}),
+        (
+            ["--data.shuffle", "false", "--augment.crop-scale", "0.5", "1"],
+            {"augment.crop_scale": [0.5, 1.0]},
+        ),
+        *(
+            (["--batch.group-by-length", *word], {"batch.group_by_length": True})
+            for word in (["true"], ["True"], [])
+        ),
+        *(
+            ([f"--batch.group-by-length={word}"], {"batch.group_by_length": True})
+            for word in ("true", "True")
+        ),
+        (
+            ["--data.shuffle=false", "--batch.group-by-length"],
+            {"data.shuffle": False, "batch.group_by_length": True},
+        ),
         *(
             (["--train.channels-last", *word], {"train.channels_last": value})
             for word, value in (([], True), (["False"], False), (["auto"], "auto"))
         ),
         # `true` is a class name here
         (["--evaluate.classes", "true", "null"], {"evaluate.classes": ["true", "null"]}),
-        (["--evaluate.limit", "None", "--evaluate.language=None"], {"evaluate.limit": None, "evaluate.language": None}),
+        (
+            ["--evaluate.limit", "None", "--evaluate.language=None"],
+            {"evaluate.limit": None, "evaluate.language": None},
+        ),
         (
             [*OWN, "deep", "true", "width", "3", "name", "x"],
             {"model.settings": {"deep": True, "width": 3, "name": "x"}},
@@ -82,9 +97,16 @@ def test_flags_change_settings(typed, words, expected):
 
 @pytest.mark.parametrize("verb", ["train", "tune"])
 def test_model_kind_is_selected_by_name(typed, verb):
-    code, out, _ = typed(verb, "clip", "--model.kind", "siglip", "--model.logit-bias", "-5", "--print-config")
+    code, out, _ = typed(
+        verb, "clip", "--model.kind", "siglip", "--model.logit-bias", "-5", "--print-config"
+    )
     model = from_yaml(out, "printed").model
-    assert code == 0 and isinstance(model, Siglip) and model.logit_bias == -5 and model.inputs.max_tokens == 77
+    assert (
+        code == 0
+        and isinstance(model, Siglip)
+        and model.logit_bias == -5
+        and model.inputs.max_tokens == 77
+    )
     told = "".join(typed(verb, "clip", "--help")[1].split())
     assert f"--model.kind{{{','.join(KINDS)}}}|package.module:Class" in told
 
@@ -95,25 +117,55 @@ def test_model_kind_is_selected_by_name(typed, verb):
         (["trian"], "did you mean `train`"),
         (["train", "sampel"], "did you mean `sample`"),
         (["train", "nowhere.yaml"], "cannot read the recipe nowhere.yaml"),
-        (["train", "--batch.micro", "0"], "batch.micro: input should be greater than or equal to 1 (got 0)"),
-        (["train", "--batch.micr", "3"], "--batch.micro"),
-        (["train", "--train.steps", "3", "--train.epochs", "2"], "give one of steps, samples, epochs"),
-        (["train", "--batch.global", "1", "--cluster.workers", "2"], "1 rows are fewer than 2 workers"),
         (
-            ["tune", "sample", "--goal", "loss", "--cluster.workers", "2", "--space", "batch.micro=128"],
+            ["train", "--batch.micro", "0"],
+            "batch.micro: input should be greater than or equal to 1 (got 0)",
+        ),
+        (["train", "--batch.micr", "3"], "--batch.micro"),
+        (
+            ["train", "--train.steps", "3", "--train.epochs", "2"],
+            "give one of steps, samples, epochs",
+        ),
+        (
+            ["train", "--batch.global", "1", "--cluster.workers", "2"],
+            "1 rows are fewer than 2 workers",
+        ),
+        (
+            [
+                "tune",
+                "sample",
+                "--goal",
+                "loss",
+                "--cluster.workers",
+                "2",
+                "--space",
+                "batch.micro=128",
+            ],
             "64 rows per worker (batch.global 128 on 2 workers)",
         ),
         (["evaluate", "nowhere"], "nowhere does not exist"),
         (["export", ".", "out"], "is not a run: it has no config.yaml"),
         (["bench", "everything"], "unknown benchmark `everything`"),
         (["bench", "step", "--pairs", "0"], "--pairs: must be above 0 (got 0)"),
-        (["bench", "loader", "--images", "32"], "--images 32: bench loader needs at least 256, a global batch"),
+        (
+            ["bench", "loader", "--images", "32"],
+            "--images 32: bench loader needs at least 256, a global batch",
+        ),
         (["bench", "loader", "--window-s=-1"], "--window-s: must be above 0 (got -1.0)"),
         (["bench", "strategies", "--only", "ddp fp8"], "unknown strategy `ddp fp8`; did you mean"),
-        (["tune", "sample", "--goal", "loss", "--budget", "2 hours"], "--budget 2 hours: write a time such as 2h"),
+        (
+            ["tune", "sample", "--goal", "loss", "--budget", "2 hours"],
+            "--budget 2 hours: write a time such as 2h",
+        ),
         (["tune", "sample", "--concurrency", "0"], "--concurrency: must be above 0 (got 0)"),
-        (["doctor", "--json", "no/such/x.json"], "--json no/such/x.json: folder no/such does not exist; create it"),
-        (["train", "--optimizer.betas", "1.5", "0.9"], "optimizer.betas.0: input should be less than 1 (got 1.5)"),
+        (
+            ["doctor", "--json", "no/such/x.json"],
+            "--json no/such/x.json: folder no/such does not exist; create it",
+        ),
+        (
+            ["train", "--optimizer.betas", "1.5", "0.9"],
+            "optimizer.betas.0: input should be less than 1 (got 1.5)",
+        ),
     ],
 )
 def test_invalid_arguments_exit_with_2(typed, words, said):
@@ -153,7 +205,8 @@ JOINED = """
 
 
 @pytest.mark.parametrize(
-    "work", ['print("begun", flush=True); time.sleep(60)', pytest.param(JOINED, marks=pytest.mark.cluster)]
+    "work",
+    ['print("begun", flush=True); time.sleep(60)', pytest.param(JOINED, marks=pytest.mark.cluster)],
 )
 def test_terminated_command_exits_with_130(work):
     """SIGTERM, as `ray job stop` sends it; Ray's own handler would exit with 15."""
@@ -165,24 +218,37 @@ def test_terminated_command_exits_with_130(work):
     assert (running.returncode, "interrupted" in said) == (130, True), said
 
 
-@pytest.mark.parametrize("words", [["train", "--print-config"], ["--print-completion", "bash"], ["--help"]])
+@pytest.mark.parametrize(
+    "words", [["train", "--print-config"], ["--print-completion", "bash"], ["--help"]]
+)
 def test_closed_pipe_ends_a_command_silently(words):
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-m", "mmray", *words], stdout=writer, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "mmray", *words], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_deleted_working_directory_is_a_usage_error(tmp_path):
     code = "import os; from mmray.cli import main; os.rmdir(os.getcwd()); main(['runs'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, "error: the working directory was deleted; change to another one\n")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: the working directory was deleted; change to another one\n",
+    )
 
 
 def test_help_lists_commands_and_flags(typed):
     code, out, _ = typed("train", "--help")
-    assert code == 0 and "--batch.global" in out and "Rows per optimizer step over all workers" in out
+    assert (
+        code == 0
+        and "--batch.global" in out
+        and ("Rows per optimizer step over all workers") in out
+    )
     code, out, _ = typed()
     assert code == 0 and all(f"mmray {verb}" in out for verb in cli.COMMANDS)
 
@@ -194,7 +260,11 @@ def test_log_gets_plain_lines_including_the_last():
         for step in range(1, 101):
             terminal.update(step, 100, "loss 1.0", "step")
     lines = text.getvalue().splitlines()
-    assert lines[1] == "step 1/100  loss 1.0" and lines[-1] == "step 100/100  loss 1.0" and len(lines) <= 4
+    assert (
+        lines[1] == "step 1/100  loss 1.0"
+        and lines[-1] == ("step 100/100  loss 1.0")
+        and len(lines) <= 4
+    )
 
 
 def test_messages_are_not_parsed_as_markup(capfd):
@@ -202,7 +272,9 @@ def test_messages_are_not_parsed_as_markup(capfd):
     terminal.note('pip install -e ".[dev]"', "next")
     terminal.error("layers [bold] are unknown")
     out, err = capfd.readouterr()
-    assert out == 'next       pip install -e ".[dev]"\n' and err == "error: layers [bold] are unknown\n"
+    assert out == 'next       pip install -e ".[dev]"\n' and err == (
+        "error: layers [bold] are unknown\n"
+    )
 
 
 OWN_MODEL = """
@@ -220,7 +292,9 @@ class Net(nn.Module):
 
 
 def test_export_imports_model_from_working_directory(tmp_path):
-    """In an installed script, Python's path has the script's folder instead of the working directory."""
+    """In an installed script, Python's path has the script's folder instead of the working
+    directory.
+    """
     config = runs.config("none", tmp_path, "one")
     model = CustomModel(kind="mine:Net", inputs=config.model.inputs, vocab_size=90)
     run = tmp_path / "run"
@@ -233,7 +307,11 @@ def test_export_imports_model_from_working_directory(tmp_path):
     script.parent.mkdir()
     script.write_text("from mmray.cli import main\nmain()\n")
     told = subprocess.run(
-        [sys.executable, str(script), "export", "run", "out"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, str(script), "export", "run", "out"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert told.returncode == 0, told.stderr
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -241,7 +319,11 @@ def test_export_imports_model_from_working_directory(tmp_path):
 
 def test_module_entry_point_prints_version(tmp_path):
     told = subprocess.run(
-        [sys.executable, "-m", "mmray", "--version"], cwd=tmp_path, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "mmray", "--version"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert told.stdout == f"mmray {version('mmray')}\n"
 
@@ -250,10 +332,20 @@ def test_evaluation_flags_override_run_settings(tmp_path):
     config = runs.config("none", tmp_path, "one")
     own = config.evaluate.model_copy(update={"limit": 7, "classes": ("cat",)})
     (tmp_path / "config.yaml").write_text(to_yaml(config.model_copy(update={"evaluate": own})))
-    words = [str(tmp_path), "--evaluate.classes", "fox", "dog", "--evaluate.batch", "3", "--workers=1"]
+    words = [
+        str(tmp_path),
+        "--evaluate.classes",
+        "fox",
+        "dog",
+        "--evaluate.batch",
+        "3",
+        "--workers=1",
+    ]
     command = parse_evaluate(words)
     assert command.workers == 1 and command.accelerator is None
-    assert command.evaluate == own.without_interval.model_copy(update={"classes": ("fox", "dog"), "batch": 3})
+    assert command.evaluate == own.without_interval.model_copy(
+        update={"classes": ("fox", "dog"), "batch": 3}
+    )
     assert parse_evaluate([str(tmp_path)]).evaluate == own.without_interval
     with pytest.raises(UsageError, match=r"--workers: must be above 0 \(got 0\)"):
         parse_evaluate([str(tmp_path), "--workers", "0"])

@@ -47,7 +47,9 @@ def test_pools_start_at_zero_spot_nodes_with_role_labels(cluster, pool, role):
 def test_idle_nodes_are_terminated_and_versions_match_the_package(cluster):
     assert 0 < cluster["idle_timeout_minutes"] <= 30
     assert cluster["provider"]["cache_stopped_nodes"] is False
-    wanted = re.search(r"ray\[[^]]*\]~=(\d+\.\d+)", (FILE.parent / "pyproject.toml").read_text()).group(1)
+    wanted = re.search(
+        r"ray\[[^]]*\]~=(\d+\.\d+)", (FILE.parent / "pyproject.toml").read_text()
+    ).group(1)
     assert cluster["docker"]["image"].startswith(f"rayproject/ray:{wanted}.")
     assert f'"ray[default]=={wanted}.' in TEXT
 
@@ -55,7 +57,10 @@ def test_idle_nodes_are_terminated_and_versions_match_the_package(cluster):
 def test_every_node_uses_the_auth_token(cluster):
     assert "~/.ray/auth_token" in cluster["file_mounts"]
     starts = [
-        line for key in ("head", "worker") for line in cluster[f"{key}_start_ray_commands"] if "ray start" in line
+        line
+        for key in ("head", "worker")
+        for line in cluster[f"{key}_start_ray_commands"]
+        if "ray start" in line
     ]
     assert len(starts) == 2 and all("RAY_AUTH_MODE=token" in line for line in starts)
     assert "--dashboard-host=127.0.0.1" in starts[0]
@@ -66,13 +71,20 @@ def test_empty_pools_accept_feasible_and_refuse_infeasible_run(cluster):
     types = cluster["available_node_types"]
     head = Node({"CPU": 0.0}, {**types["head"]["labels"], NODE_GROUP: "head"})
     pools = [
-        Pool(name, {key: float(amount) for key, amount in types[name]["resources"].items()}, types[name]["max_workers"])
+        Pool(
+            name,
+            {key: float(amount) for key, amount in types[name]["resources"].items()},
+            types[name]["max_workers"],
+        )
         for name in ("cpu", "gpu")
     ]
     train, data = train_label_selector("auto", [head]), data_label_selector("auto", [head])
     assert (train, data) == ({ROLE_LABEL: "train"}, {ROLE_LABEL: "data"})
     gpus = int(types["gpu"]["max_workers"] * types["gpu"]["resources"]["GPU"])
-    assert missing_capacity(Demand(gpus, {"CPU": 1.0, "GPU": 1.0}, 2, train, data), [head], pools) is None
+    assert (
+        missing_capacity(Demand(gpus, {"CPU": 1.0, "GPU": 1.0}, 2, train, data), [head], pools)
+        is None
+    )
     message = missing_capacity(Demand(99, {"CPU": 1.0, "GPU": 1.0}, 2, train, data), [head], pools)
     assert message is not None and f"--cluster.workers {gpus} would fit" in message
 

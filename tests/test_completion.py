@@ -32,24 +32,40 @@ from mmray.config.model import KINDS
     ],
 )
 def test_bash_completes_commands_recipes_and_flags(words, expected):
-    call = f'{completion_script("bash", cli.COMMANDS)}\nCOMP_WORDS=(mmray "$@"); COMP_CWORD=$#; _mmray mmray\n'
-    command = ["bash", "-c", call + 'printf "%s\\n" "${COMPREPLY[@]}"; complete -p mmray', "bash", *words]
+    call = (
+        f'{completion_script("bash", cli.COMMANDS)}\nCOMP_WORDS=(mmray "$@"); COMP_CWORD=$#; '
+        "_mmray mmray\n"
+    )
+    command = [
+        "bash",
+        "-c",
+        call + 'printf "%s\\n" "${COMPREPLY[@]}"; complete -p mmray',
+        "bash",
+        *words,
+    ]
     completed = subprocess.run(command, capture_output=True, text=True, check=True)
     *found, registered = completed.stdout.split("\n")[:-1]
-    assert set(filter(None, found)) == expected and registered == "complete -o default -F _mmray mmray"
+    assert set(filter(None, found)) == expected and registered == (
+        "complete -o default -F _mmray mmray"
+    )
 
 
 def test_every_flag_of_the_parsers_is_completed(capsys):
     script = completion_script("zsh", cli.COMMANDS)
     assert script.startswith("autoload") and set(SETTINGS) == set(cli.COMMANDS)
     kinds = [["--model.kind", kind] for kind in (*KINDS, "mine:Net")]
-    variants = {"train": [["sample", *kind] for kind in kinds], "tune": [["sample", *kind] for kind in kinds]}
+    variants = {
+        "train": [["sample", *kind] for kind in kinds],
+        "tune": [["sample", *kind] for kind in kinds],
+    }
     variants["bench"] = [["step"], ["loader"], ["strategies"]]
     for command in set(SETTINGS) - {"evaluate"}:  # its --help needs a run
         documented = set()
         for words in variants.get(command, [[]]):
             with pytest.raises(SystemExit):
                 cli.run([command, *words, "--help"], Terminal(Console(file=io.StringIO())))
-            documented |= set(re.findall(r"^[│ ]? {0,4}(--[a-z][\w.-]*)", capsys.readouterr().out, re.M))
+            documented |= set(
+                re.findall(r"^[│ ]? {0,4}(--[a-z][\w.-]*)", capsys.readouterr().out, re.M)
+            )
         completed = set(next(re.finditer(rf'\*" {command} -"\*\) names="(.*)"', script))[1].split())
         assert documented and documented <= completed, (command, documented - completed)

@@ -24,28 +24,58 @@ from mmray.errors import UsageError
     [
         ("batch: {micro: 0}", r"run.yaml: batch.micro: .*greater than or equal to 1 \(got 0\)"),
         ("batch: {micr: 3}", "batch.micr: unknown setting; did you mean `micro`"),
-        ("train: {steps: 3, epochs: 2}", r"train: give one of steps, samples, epochs \(got steps, epochs\)"),
+        (
+            "train: {steps: 3, epochs: 2}",
+            r"train: give one of steps, samples, epochs \(got steps, epochs\)",
+        ),
         ("model: {inputs: {std: [0, 1, 1]}}", "model.inputs.std.0: input should be greater than 0"),
-        ("model: {inputs: {image_side: big}}", r"model.inputs.image_side: .*integer.*\(got 'big'\)"),
+        (
+            "model: {inputs: {image_side: big}}",
+            r"model.inputs.image_side: .*integer.*\(got 'big'\)",
+        ),
         ("data: {workers: 0}", "data: workers must be `auto` or at least 1"),
         ("run: {name: '../x'}", "run.name: .*pattern"),
-        ("model: {kind: clap}", r"model.kind: unknown kind `clap`; use one of two_tower, clip, siglip"),
-        ("model: {kind: clip, embed_dm: 3}", "model.embed_dm: unknown setting; did you mean `embed_dim`"),
+        (
+            "model: {kind: clap}",
+            r"model.kind: unknown kind `clap`; use one of two_tower, clip, siglip",
+        ),
+        (
+            "model: {kind: clip, embed_dm: 3}",
+            "model.embed_dm: unknown setting; did you mean `embed_dim`",
+        ),
         (
             "optimizer: {lr_multipliers: ['image.*']}",
             r"optimizer.lr_multipliers.0: string should match pattern .*\(got 'image\.\*'\)",
         ),
-        ("train: {compile: cudagraphs}", "train.compile: a CUDA graph overwrites its outputs .*; use `inductor`"),
-        ("train: {compile: inductr}", r"train.compile: input should be .*'inductor'.* \(got 'inductr'\)"),
+        (
+            "train: {compile: cudagraphs}",
+            "train.compile: a CUDA graph overwrites its outputs .*; use `inductor`",
+        ),
+        (
+            "train: {compile: inductr}",
+            r"train.compile: input should be .*'inductor'.* \(got 'inductr'\)",
+        ),
         (
             "optimizer: {kind: sgd}",
             r"optimizer.kind: no `sgd`; use one of adamw, muon, lion, adamw8bit, or name",
         ),
-        ("optimizer: {schedule: cosin}", r"optimizer.schedule: no `cosin`; use one of cosine, linear"),
-        ("train: {activation_checkpointing: ['text=all']}", r"train.activation_checkpointing.0: .*pattern"),
-        (f"train: {{seed: {2**63}}}", "train.seed: input should be less than or equal to 9223372036854775807"),
+        (
+            "optimizer: {schedule: cosin}",
+            r"optimizer.schedule: no `cosin`; use one of cosine, linear",
+        ),
+        (
+            "train: {activation_checkpointing: ['text=all']}",
+            r"train.activation_checkpointing.0: .*pattern",
+        ),
+        (
+            f"train: {{seed: {2**63}}}",
+            "train.seed: input should be less than or equal to 9223372036854775807",
+        ),
         ("data: {shuffle_blocks: 0}", "data.shuffle_blocks: must be `auto`, rows per block"),
-        ("data: {train: 'a + 0 * b'}", r"data.train: .* is neither a set nor a sum of different sets, at `0 \* b`"),
+        (
+            "data: {train: 'a + 0 * b'}",
+            r"data.train: .* is neither a set nor a sum of different sets, at `0 \* b`",
+        ),
         ("- 1", "run.yaml contains no settings"),
         ("a: [", "run.yaml is not valid YAML"),
         (
@@ -66,7 +96,9 @@ def test_columns_are_those_of_source_rows():
 
 
 def test_kind_selects_the_model_config():
-    own = from_yaml("model: {kind: 'my.models:Mine', settings: {width: 3, deep: true}}", "run.yaml").model
+    own = from_yaml(
+        "model: {kind: 'my.models:Mine', settings: {width: 3, deep: true}}", "run.yaml"
+    ).model
     assert isinstance(own, CustomModel) and own.settings == {"width": 3, "deep": True}
     assert isinstance(from_yaml("model: {kind: siglip}", "run.yaml").model, Siglip)
     assert isinstance(from_yaml("model: {temperature: 0.1}", "run.yaml").model, TwoTower)
@@ -77,7 +109,11 @@ def test_kind_selects_the_model_config():
 @pytest.mark.parametrize(("given", "least", "most"), [(2, 2, 2), ("1-4", 1, 4), ("3", 3, 3)])
 def test_workers_are_a_number_or_a_range(given, least, most):
     cluster = Cluster(workers=given)
-    assert (cluster.min_workers, cluster.max_workers, cluster.elastic) == (least, most, least != most)
+    assert (cluster.min_workers, cluster.max_workers, cluster.elastic) == (
+        least,
+        most,
+        least != most,
+    )
     assert from_yaml(to_yaml(Config(cluster=cluster)), "here").cluster == cluster
 
 
@@ -87,7 +123,10 @@ def test_local_weight_paths_become_absolute(tmp_path, monkeypatch):
     assert Clip(weights="exported").weights == str(tmp_path / "exported")
     assert Clip(weights="openai/clip").weights == "openai/clip"
     absolute = TwoTower(text=TextTower(weights="exported"), image=ImageTower(weights="pretrained"))
-    assert (absolute.text.weights, absolute.image.weights) == (str(tmp_path / "exported"), "pretrained")
+    assert (absolute.text.weights, absolute.image.weights) == (
+        str(tmp_path / "exported"),
+        "pretrained",
+    )
 
 
 @pytest.mark.parametrize(

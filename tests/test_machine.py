@@ -19,7 +19,9 @@ GIB = 2**30
 def host(monkeypatch, tmp_path):
     """A host of 64 cores with 240 GiB available; write(file, text) creates a cgroup file."""
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=240 * GIB))
+    monkeypatch.setattr(
+        machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=240 * GIB)
+    )
     monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(machine, "OWN_CGROUP", tmp_path / "own")
 
@@ -43,10 +45,16 @@ PARENTS = {
     "cgroup/slurm/job_7/memory.current": 2 * GIB,
     "cgroup/slurm/job_7/step_0/memory.max": "max",
 }
-UNLIMITED = {"cgroup/cpu.max": "max 100000", "cgroup/memory.max": "max", "cgroup/memory.current": 9 * GIB}
+UNLIMITED = {
+    "cgroup/cpu.max": "max 100000",
+    "cgroup/memory.max": "max",
+    "cgroup/memory.current": 9 * GIB,
+}
 
 
-@pytest.mark.parametrize(("files", "cores", "gib"), [(UNLIMITED, 64, 240), (CONTAINER, 4, 12), (PARENTS, 8, 30)])
+@pytest.mark.parametrize(
+    ("files", "cores", "gib"), [(UNLIMITED, 64, 240), (CONTAINER, 4, 12), (PARENTS, 8, 30)]
+)
 def test_cgroup_limits_are_reported(host, files, cores, gib):
     for file, content in files.items():
         host(file, f"{content}\n")
@@ -61,13 +69,20 @@ def test_cpu_affinity_limits_cores(host, monkeypatch):
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs the PSS of Linux")
 def test_process_memory_counts_shared_pages_once():
     """A child of a child with 32 MiB, which a fork shares."""
-    fork = "import os, time; block = os.urandom(2**25); os.fork(); print(flush=True); time.sleep(60)"
+    fork = (
+        "import os, time; block = os.urandom(2**25); os.fork(); print(flush=True); time.sleep(60)"
+    )
     command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {fork!r}])"
-    with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, process_group=0) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", command], stdout=subprocess.PIPE, process_group=0
+    ) as child:
         try:
             child.stdout.readline(), child.stdout.readline()
             sizes = machine.process_memory()
-            started = [child.pid, *(each.pid for each in psutil.Process(child.pid).children(recursive=True))]
+            started = [
+                child.pid,
+                *(each.pid for each in psutil.Process(child.pid).children(recursive=True)),
+            ]
         finally:
             os.killpg(child.pid, 9)
     assert os.getpid() in sizes and len(started) == 3
@@ -75,20 +90,29 @@ def test_process_memory_counts_shared_pages_once():
 
 
 def test_process_memory_is_unknown_without_pss(monkeypatch):
-    monkeypatch.setattr(machine.psutil.Process, "memory_full_info", lambda self: SimpleNamespace(uss=1))
+    monkeypatch.setattr(
+        machine.psutil.Process, "memory_full_info", lambda self: SimpleNamespace(uss=1)
+    )
     assert machine.process_memory() is None
 
 
 def test_process_age_includes_the_start_of_python():
     code = "from mmray.machine import process_age_s; print(process_age_s())"
     start_s = time.monotonic()
-    age_s = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    age_s = float(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+    )
     assert 0.01 < age_s < time.monotonic() - start_s + 0.02  # the kernel counts in 1/100 s
 
 
 def test_gloo_and_nccl_get_the_interface_of_an_ip_unless_the_user_chose_one(monkeypatch):
     interfaces = {"lo": "127.0.0.1", "eth0": "172.17.0.2", "eth1": "10.0.0.7"}
-    addresses = {name: [SimpleNamespace(address=each) for each in ("aa:bb", ip)] for name, ip in interfaces.items()}
+    addresses = {
+        name: [SimpleNamespace(address=each) for each in ("aa:bb", ip)]
+        for name, ip in interfaces.items()
+    }
     monkeypatch.setattr(machine.psutil, "net_if_addrs", lambda: addresses)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # restored after the test

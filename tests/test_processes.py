@@ -47,7 +47,10 @@ def test_process_killed_while_it_sends_a_result_is_replaced():
 def test_script_without_a_guard_is_not_run_again_by_its_children(tmp_path):
     """In a spawned child it would start children too."""
     script = tmp_path / "mine.py"
-    lines = ["from mmray.processes import map_in_processes", "print(list(map_in_processes(max, [1, 2], 1, 2, print)))"]
+    lines = [
+        "from mmray.processes import map_in_processes",
+        "print(list(map_in_processes(max, [1, 2], 1, 2, print)))",
+    ]
     script.write_text("\n".join([*lines, "print(__file__)"]))
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, f"[1, 2]\n{script}\n"), ended.stderr
@@ -60,7 +63,10 @@ def die_with_a_semaphore():
 
 
 def test_semaphores_of_a_killed_process_are_not_reported():
-    code = f"import {__name__} as t; p = t.SPAWN.Process(target=t.die_with_a_semaphore); p.start(); p.join()"
+    code = (
+        f"import {__name__} as t; p = t.SPAWN.Process(target=t.die_with_a_semaphore); "
+        "p.start(); p.join()"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
 

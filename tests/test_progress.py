@@ -9,11 +9,21 @@ from rich.console import Console
 from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table, shell_path
 from mmray.data.prepare.pipeline import PrepareProgress
 
-FIGURES = ("loss 1.234", "2,560 samples/s", "data wait 3%", "worker peak 0.45 GiB", "all processes 1.50 GiB")
+FIGURES = (
+    "loss 1.234",
+    "2,560 samples/s",
+    "data wait 3%",
+    "worker peak 0.45 GiB",
+    "all processes 1.50 GiB",
+)
 
 
 def line(step):
-    measured = {"throughput/samples_per_s": 2560.4, "time/data_wait_share": 0.031, "memory/peak_gib": 0.45}
+    measured = {
+        "throughput/samples_per_s": 2560.4,
+        "time/data_wait_share": 0.031,
+        "memory/peak_gib": 0.45,
+    }
     measured["memory/all_processes_peak_gib"] = 1.5
     return {"step": step, "train/loss": 1.2341} | measured
 
@@ -31,7 +41,9 @@ class FakeTerminal:
 
     def __init__(self):
         self._file = io.StringIO()
-        console = Console(force_terminal=True, file=self._file, width=80, color_system=None, _environ={})
+        console = Console(
+            force_terminal=True, file=self._file, width=80, color_system=None, _environ={}
+        )
         self.terminal = Terminal(console)
         self.reporter = Reporter(self.terminal)
 
@@ -91,7 +103,10 @@ def test_log_has_a_line_per_stage_with_the_seconds_since_the_command(clock):
 
 def test_last_evaluation_is_shown_once(clock):
     """The table of the outcome has it."""
-    log, scores = FakeLog(), {f"evaluate/recall_at_1/{way}": 0.25 for way in ("image_to_text", "text_to_image")}
+    log, scores = (
+        FakeLog(),
+        {f"evaluate/recall_at_1/{way}": 0.25 for way in ("image_to_text", "text_to_image")},
+    )
     for step in (10, 20):
         log.reporter.step(line(step) | scores, 20)
     assert [each for each in log.lines if "recall" in each] == [
@@ -107,7 +122,11 @@ def test_prepare_shows_a_growing_count_until_the_total_is_known(clock):
     scan, pack = PrepareProgress("scan", 12_000, 0), PrepareProgress("pack", 300, 36_000, 2)
     estimate = PrepareProgress("pack", 300, 35_000, is_estimate=True)
     with terminal.terminal.progress("starting"):
-        for progress, shown in ((scan, "scan rows"), (estimate, "300/35,000 (total estimated)"), (pack, "300/36,000")):
+        for progress, shown in (
+            (scan, "scan rows"),
+            (estimate, "300/35,000 (total estimated)"),
+            (pack, "300/36,000"),
+        ):
             terminal.reporter.prepare_progress(progress)
             assert shown in terminal.drawn()
             clock.s += 10.0
@@ -129,7 +148,8 @@ def test_bar_shows_metrics_and_time_left(clock):
         assert "starting 2 workers" in terminal.drawn()
         terminal.reporter.step(line(310), 1350)
         first = terminal.drawn()
-        assert "step" in first and "310/1,350" in first and "left" not in first  # a pace needs two lines
+        # a pace needs two lines
+        assert "step" in first and "310/1,350" in first and "left" not in first
         clock.s = 155.0
         terminal.reporter.step(line(620), 1350)
         second = terminal.drawn()
@@ -144,9 +164,15 @@ RESTART = None  # a minute without steps
 @pytest.mark.parametrize(
     ("steps", "pace_s", "total", "expected"),
     [
-        (range(10, 101, 10), 0.5, 100, [None, *((100 - step) * 0.5 for step in range(20, 101, 10))]),
+        (
+            range(10, 101, 10),
+            0.5,
+            100,
+            [None, *((100 - step) * 0.5 for step in range(20, 101, 10))],
+        ),
         ((510, 520, 590), 2.0, 600, [None, 160.0, 20.0]),  # resumed
-        ((10, 60, RESTART, 35, 45), 2.0, 100, [None, 80.0, None, 110.0]),  # from an older checkpoint
+        # from an older checkpoint
+        ((10, 60, RESTART, 35, 45), 2.0, 100, [None, 80.0, None, 110.0]),
         ((10, 60, RESTART, 65, 75), 2.0, 100, [None, 80.0, None, 50.0]),
     ],
 )
@@ -173,7 +199,9 @@ def test_paths_stay_absolute_if_the_working_directory_was_deleted(tmp_path, monk
 
 def test_paths_of_suggested_commands_are_quoted_if_needed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert shell_path(tmp_path / "runs" / "a") == "runs/a" and shell_path("my runs/a") == "'my runs/a'"
+    assert (
+        shell_path(tmp_path / "runs" / "a") == "runs/a" and shell_path("my runs/a") == "'my runs/a'"
+    )
 
 
 @pytest.mark.parametrize(

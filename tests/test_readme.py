@@ -27,7 +27,10 @@ def commands():
     """Arguments of each `mmray train` or `jobs/train.py` in the code blocks."""
     for language, block in FENCES:
         if language != "python":
-            yield from (shlex.split(found[1], comments=True) for found in COMMAND.finditer(block.replace("\\\n", " ")))
+            yield from (
+                shlex.split(found[1], comments=True)
+                for found in COMMAND.finditer(block.replace("\\\n", " "))
+            )
 
 
 def own_model_flags():
@@ -55,9 +58,15 @@ def test_example_model_trains_evaluates_and_exports(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_pkg", raising=False)  # of another test
     config, _ = parse_config(own_model_flags(), "train")
-    spec = config.model.model_copy(update={"inputs": runs.config("made", tmp_path, "run").model.inputs})
+    spec = config.model.model_copy(
+        update={"inputs": runs.config("made", tmp_path, "run").model.inputs}
+    )
     state, lines, _ = run_worker(
-        make_set(tmp_path / "set", list(rows_with_words())), tmp_path / "run", 4, model=spec, steps=60
+        make_set(tmp_path / "set", list(rows_with_words())),
+        tmp_path / "run",
+        4,
+        model=spec,
+        steps=60,
     )
     losses = [line["train/loss"] for line in lines]
     assert len(losses) == 60 and sum(losses[-10:]) < 0.5 * sum(losses[:10])
@@ -68,5 +77,7 @@ def test_example_model_trains_evaluates_and_exports(tmp_path, monkeypatch):
     model.load_state_dict(state["model"])
     spec = spec.model_copy(update={"vocab_size": vocabulary})
     loaded = mmray.load(export(model, spec.model_dump(mode="json"), tokenizer, tmp_path / "out"))
-    norms = torch.cat([loaded.embed_images([noisy(9)]), loaded.embed_texts(["a red one"])]).norm(dim=1)
+    norms = torch.cat([loaded.embed_images([noisy(9)]), loaded.embed_texts(["a red one"])]).norm(
+        dim=1
+    )
     assert torch.allclose(norms, torch.ones(2), atol=1e-5)

@@ -32,18 +32,31 @@ def test_resnet50_bert_takes_a_step(monkeypatch):
     after = bench.model.state_dict()
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
     for branch in ("image", "text"):
-        learning = {name for name, _ in bench.model.named_parameters() if name.startswith(f"{branch}.")}
+        learning = {
+            name for name, _ in bench.model.named_parameters() if name.startswith(f"{branch}.")
+        }
         assert len(learning & changed) > 0.9 * len(learning), branch
-    assert not any("running_" in name or "num_batches" in name for name in changed)  # batch_norm: frozen
-    assert all(bool(value.isfinite().all()) for value in after.values()) and loss == pytest.approx(0.69, abs=0.2)
+    # batch_norm: frozen
+    assert not any("running_" in name or "num_batches" in name for name in changed)
+    assert all(bool(value.isfinite().all()) for value in after.values()) and loss == pytest.approx(
+        0.69, abs=0.2
+    )
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_full_recipe_yaml_round_trip_is_equal(name, tmp_path):
     """Also for changes back to a default that no recipe has."""
-    changed = recipes.load(name).model_copy(update={"train": Train(steps=3), "batch": Batch(micro=2, accumulation=3)})
+    changed = recipes.load(name).model_copy(
+        update={"train": Train(steps=3), "batch": Batch(micro=2, accumulation=3)}
+    )
     other_kind = recipes.load(name).with_model_kind("fusion" if name != "fusion" else "clip")
-    for config in (recipes.load(name), changed, other_kind, Config(recipe=name), Config(recipe="mine")):
+    for config in (
+        recipes.load(name),
+        changed,
+        other_kind,
+        Config(recipe=name),
+        Config(recipe="mine"),
+    ):
         (tmp_path / "whole.yaml").write_text(to_yaml(config))
         assert recipes.load(str(tmp_path / "whole.yaml")) == config
 
@@ -52,10 +65,16 @@ def test_full_recipe_yaml_round_trip_is_equal(name, tmp_path):
     ("text", "expected"),
     [
         ("batch: {micro: 8, global: 64}", {"batch.micro": 8, "batch.global": 64}),
-        ("model: {image: {depth: 2}, weights: none}", {"model.image.depth": 2, "model.weights": "none"}),
+        (
+            "model: {image: {depth: 2}, weights: none}",
+            {"model.image.depth": 2, "model.weights": "none"},
+        ),
         ("train: {steps: 9}", {"train.steps": 9, "train.epochs": None}),
         ("train: {steps: null}", {}),
-        ("batch: {micro: 8, accumulation: 4}", {"batch.micro": 8, "batch.accumulation": 4, "batch.global": None}),
+        (
+            "batch: {micro: 8, accumulation: 4}",
+            {"batch.micro": 8, "batch.accumulation": 4, "batch.global": None},
+        ),
     ],
 )
 def test_short_yaml_overrides_the_named_recipe(text, expected, tmp_path):
@@ -75,7 +94,9 @@ def test_accumulation_replaces_the_automatic_micro_batch_of_a_recipe(tmp_path):
 def test_short_yaml_may_change_model_kind(tmp_path):
     (tmp_path / "short.yaml").write_text("recipe: clip\nmodel: {kind: siglip, logit_bias: -5}\n")
     model = recipes.clip().with_model_kind("siglip").model.model_copy(update={"logit_bias": -5.0})
-    assert recipes.load(str(tmp_path / "short.yaml")) == recipes.clip().model_copy(update={"model": model})
+    assert recipes.load(str(tmp_path / "short.yaml")) == recipes.clip().model_copy(
+        update={"model": model}
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +106,10 @@ def test_short_yaml_may_change_model_kind(tmp_path):
             "recipe: clipp\nbatch: {micro: 8}\n",
             r"short.yaml: recipe: unknown recipe `clipp`; use one of sample, .*clip",
         ),
-        ("recipe: clip\nbatch: {micr: 8}\n", r"short.yaml: batch.micr: unknown setting; did you mean `micro`"),
+        (
+            "recipe: clip\nbatch: {micr: 8}\n",
+            r"short.yaml: batch.micr: unknown setting; did you mean `micro`",
+        ),
     ],
 )
 def test_invalid_short_yaml_is_refused_with_its_name(tmp_path, text, message):

@@ -21,18 +21,32 @@ def test_lists_are_crossed_with_the_last_fastest():
 
 def test_settings_get_the_types_of_the_config():
     base = Config(batch=Batch(micro=4, global_=64))
-    for typed, value in (({"batch.micro": "16"}, 16), ({"optimizer.lr": "1e-3"}, 1e-3), ({"data.limit": None}, None)):
+    for typed, value in (
+        ({"batch.micro": "16"}, 16),
+        ({"optimizer.lr": "1e-3"}, 1e-3),
+        ({"data.limit": None}, None),
+    ):
         (key,) = typed
         changed = override_settings(base, typed)
-        assert setting_value(changed, key) == value and type(setting_value(changed, key)) is type(value)
+        assert setting_value(changed, key) == value and type(setting_value(changed, key)) is type(
+            value
+        )
         assert setting_value(changed, "batch.global") == 64
     betas = parse_space(["optimizer.betas=[0.9, 0.95],[0.9, 0.99]"]).corners()
-    assert [override_settings(base, each).optimizer.betas for each in betas] == [(0.9, 0.95), (0.9, 0.99)]
+    assert [override_settings(base, each).optimizer.betas for each in betas] == [
+        (0.9, 0.95),
+        (0.9, 0.99),
+    ]
 
 
 def test_corners_have_both_ends_of_each_range():
     space = parse_space(["optimizer.lr=loguniform(1e-5,1e-3)", "batch.micro=8,16"])
-    assert [tuple(each.values()) for each in space.corners()] == [(1e-5, "8"), (1e-5, "16"), (1e-3, "8"), (1e-3, "16")]
+    assert [tuple(each.values()) for each in space.corners()] == [
+        (1e-5, "8"),
+        (1e-5, "16"),
+        (1e-3, "8"),
+        (1e-3, "16"),
+    ]
     rate = space.axes["optimizer.lr"]
     assert str(rate) == "loguniform(1e-05, 0.001)" and space.num_trials == DEFAULT_SAMPLES
     assert [rate.at(0), rate.at(0.5), rate.at(1)] == pytest.approx([1e-5, 1e-4, 1e-3])
@@ -52,7 +66,9 @@ def test_lists_have_no_more_trials_than_combinations():
 
 
 def test_lists_accept_brackets_none_and_hyphens():
-    space = parse_space(["optimizer.betas=[0.9,0.98],[0.9,0.95]", "--data.block-mb=8", "evaluate.limit=None,5"])
+    space = parse_space(
+        ["optimizer.betas=[0.9,0.98],[0.9,0.95]", "--data.block-mb=8", "evaluate.limit=None,5"]
+    )
     assert list(space.axes.values()) == [([0.9, 0.98], [0.9, 0.95]), ("8",), (None, "5")]
     assert list(space.axes) == ["optimizer.betas", "data.block_mb", "evaluate.limit"]
 

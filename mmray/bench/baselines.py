@@ -1,4 +1,6 @@
-"""What `bench loader` compares: two PyTorch baseline datasets, and the actor that runs every loader."""
+"""What `bench loader` compares: two PyTorch baseline datasets, and the actor that runs every
+loader.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,12 @@ class BaselineDataset(Dataset[Any]):
     pad = False  # captions to `max_tokens`
 
     def __init__(self, source: Source, tokenizer_json: str, side: int, max_tokens: int) -> None:
-        self.source, self.tokenizer_json, self.side, self.max_tokens = source, tokenizer_json, side, max_tokens
+        self.source, self.tokenizer_json, self.side, self.max_tokens = (
+            source,
+            tokenizer_json,
+            side,
+            max_tokens,
+        )
 
     def __len__(self) -> int:
         return len(self.source) if isinstance(self.source, list) else self.source.num_rows
@@ -84,17 +91,26 @@ class TextbookDataset(BaselineDataset):
 
     def __init__(self, source: Source, tokenizer_json: str, side: int) -> None:
         super().__init__(source, tokenizer_json, side, TEXTBOOK_TOKENS)
-        self.transform = Compose([Resize(side * 256 // 224), CenterCrop(side), ToTensor(), Normalize(MEAN, STD)])
+        self.transform = Compose(
+            [Resize(side * 256 // 224), CenterCrop(side), ToTensor(), Normalize(MEAN, STD)]
+        )
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         image, text = self.row(index)
         encoded = self.tokenizer.encode(text)
         mask = torch.tensor(encoded.attention_mask)
-        return {"image": self.transform(image), "input_ids": torch.tensor(encoded.ids), "attention_mask": mask}
+        return {
+            "image": self.transform(image),
+            "input_ids": torch.tensor(encoded.ids),
+            "attention_mask": mask,
+        }
 
 
 class TunedDataset(BaselineDataset):
-    """Rows: image uint8 [3, side, side] and unpadded caption ids; `TunedDataset.collate` builds the batch."""
+    """Rows: image uint8 [3, side, side] and unpadded caption ids;
+
+    `TunedDataset.collate` builds the batch.
+    """
 
     def __getitem__(self, index: int) -> tuple[Tensor, list[int]]:
         image, text = self.row(index)
@@ -108,15 +124,23 @@ class TunedDataset(BaselineDataset):
     @staticmethod
     def collate(rows: list[tuple[Tensor, list[int]]]) -> dict[str, Tensor]:
         """Return images uint8 [B, 3, side, side], ids and mask int64 [B, longest]."""
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for _, ids in rows], batch_first=True)
+        ids = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(ids) for _, ids in rows], batch_first=True
+        )
         lengths = torch.tensor([len(ids) for _, ids in rows])
         mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-        return {"image": torch.stack([image for image, _ in rows]), "input_ids": ids, "attention_mask": mask}
+        return {
+            "image": torch.stack([image for image, _ in rows]),
+            "input_ids": ids,
+            "attention_mask": mask,
+        }
 
 
 @ray.remote(num_cpus=0)
 class LoaderWorker:
-    """A process that runs one window per method call and returns its arrivals; batches are dropped."""
+    """A process that runs one window per method call and returns its arrivals; batches are
+    dropped.
+    """
 
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
@@ -131,24 +155,36 @@ class LoaderWorker:
                 pass
         return arrivals
 
-    def loader(self, dataset: BaselineDataset, batch: int, workers: int, window_s: float) -> list[Arrival]:
+    def loader(
+        self, dataset: BaselineDataset, batch: int, workers: int, window_s: float
+    ) -> list[Arrival]:
         """Consume a DataLoader with `workers` processes."""
         seed = torch.Generator().manual_seed(self.rank)
         batches = DataLoader(
             dataset,
             batch_size=batch,
-            sampler=RandomSampler(dataset, replacement=True, num_samples=UNLIMITED_ROWS, generator=seed),
+            sampler=RandomSampler(
+                dataset, replacement=True, num_samples=UNLIMITED_ROWS, generator=seed
+            ),
             num_workers=workers,
             collate_fn=dataset.collate if isinstance(dataset, TunedDataset) else None,
             pin_memory=torch.cuda.is_available(),
         )
-        return collect_arrivals((Arrival(time.time(), len(each["image"])) for each in batches), window_s)
+        return collect_arrivals(
+            (Arrival(time.time(), len(each["image"])) for each in batches), window_s
+        )
 
-    def reader(self, world: int, reader: RowReader, plan: SamplePlan, window_s: float) -> list[Arrival]:
-        """Read, decode and tokenize as the stream does, in this process without Ray Data: its upper bound."""
+    def reader(
+        self, world: int, reader: RowReader, plan: SamplePlan, window_s: float
+    ) -> list[Arrival]:
+        """Read, decode and tokenize as the stream does, in this process without Ray Data: its upper
+        bound.
+        """
         starts = range(self.rank * CHUNK_ROWS, plan.steps * plan.global_rows, world * CHUNK_ROWS)
         blocks = (reader.read_block(plan, np.arange(start, start + CHUNK_ROWS)) for start in starts)
-        return collect_arrivals((Arrival(time.time(), int(block["valid"].sum())) for block in blocks), window_s)
+        return collect_arrivals(
+            (Arrival(time.time(), int(block["valid"].sum())) for block in blocks), window_s
+        )
 
 
 def collect_arrivals(arrivals: Iterable[Arrival], window_s: float) -> list[Arrival]:
@@ -156,6 +192,9 @@ def collect_arrivals(arrivals: Iterable[Arrival], window_s: float) -> list[Arriv
     seen: list[Arrival] = []
     for arrival in arrivals:
         seen.append(arrival)
-        if len(seen) > WARMUP_ARRIVALS + 1 and arrival.at_s - seen[WARMUP_ARRIVALS].at_s >= window_s:
+        if (
+            len(seen) > WARMUP_ARRIVALS + 1
+            and arrival.at_s - seen[WARMUP_ARRIVALS].at_s >= window_s
+        ):
             break
     return seen

@@ -1,6 +1,8 @@
-"""Checks that a device takes the steps of a CPU: bench/gpu.py on a real one, tests/engine/test_on_gpu.py on fake GPUs.
+"""Checks that a device takes the steps of a CPU: bench/gpu.py on a real one,
+tests/engine/test_on_gpu.py on fake GPUs.
 
-Runs in float64 of a tiny model of each kind. A check returns what it measured and raises AssertionError.
+Runs in float64 of a tiny model of each kind. A check returns what it measured and raises
+AssertionError.
 """
 
 from __future__ import annotations
@@ -31,17 +33,28 @@ from mmray.objectives.protocol import Batch
 
 VOCAB = 40
 SHAPE = {"width": 16, "depth": 1, "heads": 2}
-INPUTS, CHAT = config.Inputs(image_side=16, max_tokens=6), config.ChatInputs(image_side=16, max_tokens=8)
+INPUTS, CHAT = (
+    config.Inputs(image_side=16, max_tokens=6),
+    config.ChatInputs(image_side=16, max_tokens=8),
+)
 IMAGE, TEXT = config.ClipImage(**SHAPE, patch=8), config.ClipText(**SHAPE)
-TOWERS = {"image": config.ImageTower(name="convnet", width=8, depth=2), "text": config.TextTower(**SHAPE)}
+TOWERS = {
+    "image": config.ImageTower(name="convnet", width=8, depth=2),
+    "text": config.TextTower(**SHAPE),
+}
 MODELS: dict[str, tuple[config.Model, str]] = {
     "clip": (config.Clip(inputs=INPUTS, image=IMAGE, text=TEXT, embed_dim=8), "contrastive"),
     "siglip": (config.Siglip(inputs=INPUTS, image=IMAGE, text=TEXT), "sigmoid"),
     "fusion": (
-        config.Fusion(inputs=INPUTS, **TOWERS, cross=config.CrossAttention(**SHAPE), embed_dim=8, classes=3),
+        config.Fusion(
+            inputs=INPUTS, **TOWERS, cross=config.CrossAttention(**SHAPE), embed_dim=8, classes=3
+        ),
         "contrastive + 0.5 * matching + classification",
     ),
-    "generative": (config.Generative(inputs=CHAT, image=IMAGE, text=config.Decoder(**SHAPE)), "language_modelling"),
+    "generative": (
+        config.Generative(inputs=CHAT, image=IMAGE, text=config.Decoder(**SHAPE)),
+        "language_modelling",
+    ),
 }
 PLAN = SamplePlan(num_rows=20, global_rows=8, world_size=1, micro=3, seed=1, steps=3)
 OPTIMIZER = config.Optimizer(lr=0.01, warmup_steps=2)
@@ -76,14 +89,22 @@ def spec_of(
     `options` are fields of TrainSpec, `settings` those of `train`.
     """
     train = config.Train(
-        **{"precision": "fp32", "compile": "none", "channels_last": False, "log_every": 2, "checkpoint_every": 0}
+        **{
+            "precision": "fp32",
+            "compile": "none",
+            "channels_last": False,
+            "log_every": 2,
+            "checkpoint_every": 0,
+        }
         | settings
     )
     torch.manual_seed(3)
     model = build(MODELS[kind][0], VOCAB).train()
     model = apply_transforms(model.double() if double else model, train, OPTIMIZER, device)
     objective = objectives.build(config.Objective(kind=MODELS[kind][1]))
-    return TrainSpec(model, objective, plan, Group(device=device), train, OPTIMIZER, **options or {})
+    return TrainSpec(
+        model, objective, plan, Group(device=device), train, OPTIMIZER, **options or {}
+    )
 
 
 def train(kind: str, device: torch.device, plan: SamplePlan = PLAN, **options: Any) -> Tensor:
@@ -100,21 +121,34 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def compare(limit: float, **pairs: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """Return the largest differences by name. Raises AssertionError for one above the limit, or NaN."""
+    """Return the largest differences by name.
+
+    Raises AssertionError for one above the limit, or NaN.
+    """
     differences = {name: (one - other).abs().max().item() for name, (one, other) in pairs.items()}
     for name, difference in differences.items():
-        assert difference <= limit, f"{name}: weights differ by {difference:.3g}, at most {limit:g} expected"
+        assert difference <= limit, (
+            f"{name}: weights differ by {difference:.3g}, at most {limit:g} expected"
+        )
     return differences
 
 
 def check_run(kind: str, device: torch.device) -> dict[str, float]:
-    """A run equals that of a CPU, with EMA, activation checkpointing and channels-last, and when it is resumed."""
+    """A run equals that of a CPU, with EMA, activation checkpointing and channels-last, and when it
+    is resumed.
+    """
     states: dict[int, Any] = {}
 
     def save(step: int, state: dict[str, Any], _metrics: Any, _last: bool) -> None:
-        states[step] = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+        states[step] = tree_map_only(
+            Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state
+        )
 
-    settings: dict[str, Any] = {"activation_checkpointing": ("image", "text"), "channels_last": True, "ema": 0.9}
+    settings: dict[str, Any] = {
+        "activation_checkpointing": ("image", "text"),
+        "channels_last": True,
+        "ema": 0.9,
+    }
     whole = train(kind, device, options={"save": save}, checkpoint_every=2, **settings)
     spec = spec_of(kind, device, **settings)
     loop.train_loop(spec, steps_of(kind, first=2), lambda _: states[2])
@@ -129,7 +163,9 @@ def check_accumulation(kind: str, device: torch.device) -> dict[str, float]:
 
 
 def check_compiled(kind: str, device: torch.device) -> dict[str, float]:
-    """Compiled branches equal eager ones; all micro-batches have one shape, because each compiles anew."""
+    """Compiled branches equal eager ones; all micro-batches have one shape, because each compiles
+    anew.
+    """
     torch._dynamo.reset()
     plan = replace(PLAN, num_rows=PLAN.steps * PLAN.global_rows, micro=PLAN.global_rows // 2)
     compiled = train(kind, device, plan, compile=compile_backend(device))
@@ -142,29 +178,45 @@ def compile_backend(device: torch.device) -> str:
 
 
 def check_branches(kind: str, device: torch.device) -> dict[str, float]:
-    """An image and a text branch on two devices equal a model on the CPU; in half precision weights are finite."""
-    half = [train(kind, device, double=False, precision=name, parallel="branches") for name in ("bf16", "fp16")]
+    """An image and a text branch on two devices equal a model on the CPU; in half precision weights
+    are finite.
+    """
+    half = [
+        train(kind, device, double=False, precision=name, parallel="branches")
+        for name in ("bf16", "fp16")
+    ]
     assert all(bool(weights.isfinite().all()) for weights in half), "weights are not finite"
     return compare(1e-9, from_cpu=(train(kind, device, parallel="branches"), train(kind, CPU)))
 
 
 def check_half_precision(kind: str, device: torch.device, syncs: Any = None) -> dict[str, float]:
-    """Losses of bf16 are close to those of fp32, fp16 is finite, and the host waits for the device once in a step."""
+    """Losses of bf16 are close to those of fp32, fp16 is finite, and the host waits for the device
+    once in a step.
+    """
     losses = {}
     for name in ("fp32", "bf16", "fp16"):
         with nullcontext(syncs) if syncs else count_syncs() as counter:
             callback = SyncsPerStep(counter)
             settings: dict[str, Any] = {"precision": name, "ema": 0.9, "log_every": 100}
-            weights = train(kind, device, double=False, options={"callbacks": (callback,)}, **settings)
+            weights = train(
+                kind, device, double=False, options={"callbacks": (callback,)}, **settings
+            )
         expected = [1 if device.type == "cuda" else 0] * (PLAN.steps - 2)
         counts = callback.per_step()[1:-1]  # the model moves in the first step; the last one logs
         places = getattr(counter, "places", "")
-        assert counts == expected, f"{name}: host synchronizations by step {counts}, not {expected}: {places}"
-        assert weights.dtype == torch.float32 and bool(weights.isfinite().all()), f"{name}: weights are not finite"
+        assert counts == expected, (
+            f"{name}: host synchronizations by step {counts}, not {expected}: {places}"
+        )
+        assert weights.dtype == torch.float32 and bool(weights.isfinite().all()), (
+            f"{name}: weights are not finite"
+        )
         assert callback.lines[-1]["memory/peak_gib"] > 0, callback.lines[-1]
         losses[name] = callback.lines[-1]["train/loss"]
-    assert abs(losses["bf16"] / losses["fp32"] - 1) < 0.05 and losses["bf16"] != losses["fp32"], losses
-    assert math.isfinite(losses["fp16"]), losses  # its first steps may be skipped, until the loss scale fits
+    assert abs(losses["bf16"] / losses["fp32"] - 1) < 0.05 and losses["bf16"] != losses["fp32"], (
+        losses
+    )
+    # its first steps may be skipped, until the loss scale fits
+    assert math.isfinite(losses["fp16"]), losses
     return losses
 
 
@@ -185,8 +237,14 @@ class SyncCounter:
 
     @property
     def places(self) -> Counter[str]:
-        found = [warning for warning in self.caught if "synchronizing CUDA operation" in str(warning.message)]
-        return Counter(f"{'/'.join(Path(warning.filename).parts[-2:])}:{warning.lineno}" for warning in found)
+        found = [
+            warning
+            for warning in self.caught
+            if "synchronizing CUDA operation" in str(warning.message)
+        ]
+        return Counter(
+            f"{'/'.join(Path(warning.filename).parts[-2:])}:{warning.lineno}" for warning in found
+        )
 
     @property
     def count(self) -> int:
@@ -195,7 +253,9 @@ class SyncCounter:
 
 @contextmanager
 def count_syncs() -> Iterator[SyncCounter]:
-    """Scope in which torch warns about each synchronization with a GPU; without CUDA there are none."""
+    """Scope in which torch warns about each synchronization with a GPU; without CUDA there are
+    none.
+    """
     if not torch.cuda.is_available():
         yield SyncCounter()
         return

@@ -1,8 +1,10 @@
-"""`python -m mmray.bench.gpu --out DIR`: what a machine with a GPU shows about mmray, in at most 8 minutes.
+"""`python -m mmray.bench.gpu --out DIR`: what a machine with a GPU shows about mmray, in at most 8
+minutes.
 
-It needs torch, torchvision, transformers, Pillow and pyarrow: no Ray, no pydantic, no network. Each stage of
-gpu_stages.py runs in its own process with a time limit and writes DIR/STAGE.json after each case, so that a crash of
-the GPU, or a stop, loses one case. DIR/summary.json has the stages that have ended.
+It needs torch, torchvision, transformers, Pillow and pyarrow: no Ray, no pydantic, no network. Each
+stage of gpu_stages.py runs in its own process with a time limit and writes DIR/STAGE.json after
+each case, so that a crash of the GPU, or a stop, loses one case. DIR/summary.json has the stages
+that have ended.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from typing import Any
 
 from mmray.bench import stand_ins
 
-MISSING = stand_ins.install()  # here, because processes that a stage spawns import this module first
+# here, because processes that a stage spawns import this module first
+MISSING = stand_ins.install()
 
 TOTAL_S = 480.0  # of a command, whatever its stages: compiling takes minutes of `step` and `models`
-LIMITS_S = {  # the stages in their order, and their shares of TOTAL_S. Time that a stage leaves is for the next
+# the stages in their order, and their shares of TOTAL_S. Time that a stage leaves is for the next
+LIMITS_S = {
     "environment": 35,
     "checks": 60,
     "step": 170,
@@ -42,17 +46,27 @@ def main(argv: list[str] | None = None) -> int:
     """Run the stages; return 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="python -m mmray.bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same with tiny models")
-    parser.add_argument("--stages", nargs="+", choices=tuple(LIMITS_S), default=list(LIMITS_S), help="only these")
-    parser.add_argument("--child-limit-s", type=float, help=argparse.SUPPRESS)  # run one stage in this process
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same with tiny models"
+    )
+    parser.add_argument(
+        "--stages", nargs="+", choices=tuple(LIMITS_S), default=list(LIMITS_S), help="only these"
+    )
+    # run one stage in this process
+    parser.add_argument("--child-limit-s", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     start_s = time.monotonic()
     if args.child_limit_s is not None:
         run_child(args.stages[0], args.device, args.out, start_s + args.child_limit_s)
         os._exit(0)  # the end of an interpreter with compile workers takes seconds
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by an exception, so that the stage is killed too
-    factor = TOTAL_S / sum(LIMITS_S[name] for name in args.stages) * (1 if args.device == "cuda" else CPU_FACTOR)
+    # by an exception, so that the stage is killed too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    factor = (
+        TOTAL_S
+        / sum(LIMITS_S[name] for name in args.stages)
+        * (1 if args.device == "cuda" else CPU_FACTOR)
+    )
     result: dict[str, Any] = {"device": args.device, "stand_ins": MISSING, "stages": []}
     end_s = start_s
     for name in args.stages:
@@ -64,7 +78,10 @@ def main(argv: list[str] | None = None) -> int:
         write_json(args.out / "summary.json", result)
         print("\n".join(format_table(stage)))
         print(f"{name}: {format_counts(stage['counts'])} in {stage['seconds']:.0f} s", flush=True)
-    print(f"{format_counts(counts)} in {result['seconds']:.0f} s; results in {args.out / 'summary.json'}")
+    print(
+        f"{format_counts(counts)} in {result['seconds']:.0f} s; results in "
+        f"{args.out / 'summary.json'}"
+    )
     return int(counts["failed"] > 0)
 
 
@@ -75,28 +92,40 @@ def run_child(name: str, device_type: str, folder: Path, end_s: float) -> None:
     from mmray.bench import gpu_stages
 
     if device_type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("torch sees no GPU: install a CUDA build of torch and a driver, or pass --device cpu")
+        raise SystemExit(
+            "torch sees no GPU: install a CUDA build of torch and a driver, or pass --device cpu"
+        )
     if device_type == "cpu":
-        torch.set_num_threads(1)  # tiny models are faster, above all if other processes use the cores
+        # tiny models are faster, above all if other processes use the cores
+        torch.set_num_threads(1)
     file = folder / f"{name}.json"
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
     gpu_stages.run_stage(name, device, lambda rows: write_json(file, {"rows": rows}), end_s)
 
 
 def run_stage(name: str, device_type: str, folder: Path, limit_s: float) -> dict[str, Any]:
-    """Run a stage in a new process, until its limit; return its result, which is in its file too."""
+    """Run a stage in a new process, until its limit; return its result, which is in its file
+    too.
+    """
     file, log, start_s = folder / f"{name}.json", folder / f"{name}.log", time.monotonic()
     file.unlink(missing_ok=True)
     options = ["--out", str(folder), "--device", device_type, "--stages", name]
     command = [*COMMAND, *options, "--child-limit-s", str(limit_s - LAST_CASE_S)]
     with log.open("w") as output:
         # A session of its own, so that the processes that it spawns end with it.
-        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        child = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         error = ""
         try:
             if child.wait(limit_s) != 0:
-                lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-                error = f"the process ended with {child.returncode}: {lines[-1] if lines else 'no output'}"
+                lines = [
+                    line for line in log.read_text(errors="replace").splitlines() if line.strip()
+                ]
+                error = (
+                    f"the process ended with {child.returncode}: "
+                    f"{lines[-1] if lines else 'no output'}"
+                )
         except subprocess.TimeoutExpired:
             error = f"stopped at the limit of {limit_s:.0f} s"
         finally:
@@ -106,7 +135,12 @@ def run_stage(name: str, device_type: str, folder: Path, limit_s: float) -> dict
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
     if error:
         rows.append({"case": "stage", "error": f"{error} ({log})"})
-    stage = {"stage": name, "seconds": time.monotonic() - start_s, "counts": count_outcomes(rows), "rows": rows}
+    stage = {
+        "stage": name,
+        "seconds": time.monotonic() - start_s,
+        "counts": count_outcomes(rows),
+        "rows": rows,
+    }
     write_json(file, stage)
     return stage
 
@@ -139,7 +173,9 @@ def format_counts(counts: dict[str, int]) -> str:
 def format_table(stage: dict[str, Any]) -> list[str]:
     """Lines of a table: stage, case, result."""
     width = max((len(row["case"]) for row in stage["rows"]), default=0)
-    return [f"{stage['stage']}  {row['case']:{width}}  {format_result(row)}" for row in stage["rows"]]
+    return [
+        f"{stage['stage']}  {row['case']:{width}}  {format_result(row)}" for row in stage["rows"]
+    ]
 
 
 def format_result(row: dict[str, Any]) -> str:
@@ -147,7 +183,10 @@ def format_result(row: dict[str, Any]) -> str:
         if key in row:
             return f"{key.upper()}: {row[key]}"
     values = {name: value for name, value in row.items() if name != "case" and value is not None}
-    return ", ".join(f"{n} {value:.4g}" if isinstance(value, float) else f"{n} {value}" for n, value in values.items())
+    return ", ".join(
+        f"{n} {value:.4g}" if isinstance(value, float) else f"{n} {value}"
+        for n, value in values.items()
+    )
 
 
 if __name__ == "__main__":

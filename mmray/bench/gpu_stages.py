@@ -1,4 +1,5 @@
-"""The stages of `python -m mmray.bench.gpu`: each yields cases, which bench/gpu.py runs in a process of the stage.
+"""The stages of `python -m mmray.bench.gpu`: each yields cases, which bench/gpu.py runs in a
+process of the stage.
 
 On a CPU the same code runs with tiny models.
 """
@@ -41,7 +42,8 @@ from mmray.engine.collectives import Group
 from mmray.errors import first_line
 from mmray.machine import free_memory
 
-Case = tuple[str, Callable[[], dict[str, Any] | list[dict[str, Any]]]]  # several rows: each has its `case`
+# several rows: each has its `case`
+Case = tuple[str, Callable[[], dict[str, Any] | list[dict[str, Any]]]]
 RECIPES = ("resnet50-bert", "clip")  # of the stages about speed
 GLOBAL_ROWS, MICROS = 1024, (1024, 256, 64)
 TINY_GLOBAL_ROWS, TINY_MICROS = 8, (8, 4)
@@ -57,8 +59,16 @@ def recipe(name: str, device: torch.device, **train: Any) -> Config:
     """A recipe on one worker, with random weights; on a CPU its model is tiny."""
     config = recipes.load(name)
     model = config.model if device.type == "cuda" else TINY[config.model.kind]
-    settings = {"parallel": "single", "steps": None, "samples": None, "epochs": None, "log_every": 5} | train
-    cluster = config.cluster.replace(workers=1, accelerator="gpu" if device.type == "cuda" else "cpu")
+    settings = {
+        "parallel": "single",
+        "steps": None,
+        "samples": None,
+        "epochs": None,
+        "log_every": 5,
+    } | train
+    cluster = config.cluster.replace(
+        workers=1, accelerator="gpu" if device.type == "cuda" else "cpu"
+    )
     return config.replace(model=model, cluster=cluster, train=config.train.replace(**settings))
 
 
@@ -66,13 +76,25 @@ def environment(device: torch.device) -> Iterator[Case]:
     """Versions, devices, and the speed of a large matrix product."""
 
     def machine() -> dict[str, Any]:
-        packages = {name: importlib.import_module(name) for name in ("torchvision", "transformers", "numpy", "PIL")}
-        row = describe_machine(device) | {name: module.__version__ for name, module in packages.items()}
+        packages = {
+            name: importlib.import_module(name)
+            for name in ("torchvision", "transformers", "numpy", "PIL")
+        }
+        row = describe_machine(device) | {
+            name: module.__version__ for name, module in packages.items()
+        }
         row |= {"platform": platform.platform(), "free_memory_gib": round(free_gib(device), 1)}
         if device.type == "cuda":
             row |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-            row |= {"triton": importlib.import_module("triton").__version__, "gpus": torch.cuda.device_count()}
-        return row | {name: value for name, value in os.environ.items() if name.startswith(("PYTORCH_", "NCCL_"))}
+            row |= {
+                "triton": importlib.import_module("triton").__version__,
+                "gpus": torch.cuda.device_count(),
+            }
+        return row | {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("PYTORCH_", "NCCL_"))
+        }
 
     def gpu(index: int) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(index)
@@ -104,7 +126,9 @@ def free_gib(device: torch.device) -> float:
 
 
 def checks(device: torch.device) -> Iterator[Case]:
-    """Runs on the device equal those of a CPU: accumulated, resumed, compiled, in half precision, on two GPUs."""
+    """Runs on the device equal those of a CPU: accumulated, resumed, compiled, in half precision,
+    on two GPUs.
+    """
     for check, kinds in CHECKS:
         name = check.__name__.removeprefix("check_")
         for kind in kinds:
@@ -143,8 +167,16 @@ def models(device: torch.device) -> Iterator[Case]:
         assert math.isfinite(loss), f"the loss is {loss}"
         if (precision, backend) == ("fp32", "none"):
             eager_losses[name] = loss
-        row = {"rows": rows, "first_step_s": first_s, "step_s": second_s, "loss": loss, "peak_gib": peak_gib}
-        return row | ({"loss_vs_fp32_eager": loss / eager_losses[name] - 1} if name in eager_losses else {})
+        row = {
+            "rows": rows,
+            "first_step_s": first_s,
+            "step_s": second_s,
+            "loss": loss,
+            "peak_gib": peak_gib,
+        }
+        return row | (
+            {"loss_vs_fp32_eager": loss / eager_losses[name] - 1} if name in eager_losses else {}
+        )
 
     for backend in ("none", compile_backend(device)):
         for precision in ("fp32", "bf16", "fp16"):
@@ -169,24 +201,34 @@ def memory(device: torch.device) -> Iterator[Case]:
     def run(name: str) -> dict[str, Any]:
         bench, micro, log = build(name), micros[name], StepLog((device,))
         bench.train(bench.model, BatchShape(rows, micro, -(-rows // micro), 1), 3, log)
-        row = {"micro_after": log.metrics["batch/micro"], "peak_gib": log.metrics["memory/peak_gib"]}
+        row = {
+            "micro_after": log.metrics["batch/micro"],
+            "peak_gib": log.metrics["memory/peak_gib"],
+        }
         if device.type == "cuda":
             row["reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
             row["total_gib"] = torch.cuda.mem_get_info(device)[1] / 2**30
         return row
 
-    for name in RECIPES:  # first, because they run eagerly: a run compiles, which may exceed the limit of the stage
+    # first, because they run eagerly: a run compiles, which may exceed the limit of the stage
+    for name in RECIPES:
         yield f"{name}, probe", partial(probe, name)
     for name in RECIPES:
         yield f"{name}, run", partial(run, name)
 
 
 def step(device: torch.device) -> Iterator[Case]:
-    """`mmray bench step`: mmray's loop, the same by hand, and the best by hand on the whole global batch."""
-    global_rows, micros = (GLOBAL_ROWS, MICROS) if device.type == "cuda" else (TINY_GLOBAL_ROWS, TINY_MICROS)
+    """`mmray bench step`: mmray's loop, the same by hand, and the best by hand on the whole global
+    batch.
+    """
+    global_rows, micros = (
+        (GLOBAL_ROWS, MICROS) if device.type == "cuda" else (TINY_GLOBAL_ROWS, TINY_MICROS)
+    )
 
     def measure(name: str, micro: int) -> dict[str, Any]:
-        bench = build_bench(recipe(name, device), Group(device=device), micro, rank_rows=global_rows)
+        bench = build_bench(
+            recipe(name, device), Group(device=device), micro, rank_rows=global_rows
+        )
         window_s = 2.0 if device.type == "cuda" else 0.2
         result = measure_loops(bench, 1, window_s)
         flops = {f"{arm}_tflops": value for arm, value in result["tflops"].items()}
@@ -202,7 +244,8 @@ class ProfiledSteps:
     """Callback: a profile of the last steps of a run."""
 
     def __init__(self, device: torch.device) -> None:
-        # Not the operators that start kernels: recording each delays the next kernel, and so widens the gaps.
+        # Not the operators that start kernels: recording each delays the next kernel, and so widens
+        # the gaps.
         kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
         self._device, self.profile = device, profile(activities=[kind])
 
@@ -214,17 +257,31 @@ class ProfiledSteps:
 
 
 def gaps(device: torch.device) -> Iterator[Case]:
-    """The share of time in kernels, and the largest gaps between them, where the device waits for the host."""
+    """The share of time in kernels, and the largest gaps between them, where the device waits for
+    the host.
+    """
 
     def profile_loop(name: str) -> list[dict[str, Any]]:
         rows = 64 if device.type == "cuda" else 4
-        bench, recorder = build_bench(recipe(name, device), Group(device=device), rows), ProfiledSteps(device)
-        bench.train(bench.model, BatchShape(rows, rows, 1, 1), WARMUP_STEPS + PROFILED_STEPS, recorder)
+        bench, recorder = (
+            build_bench(recipe(name, device), Group(device=device), rows),
+            ProfiledSteps(device),
+        )
+        bench.train(
+            bench.model, BatchShape(rows, rows, 1, 1), WARMUP_STEPS + PROFILED_STEPS, recorder
+        )
         spans = kernel_spans(recorder.profile.events(), device)
         assert spans, "the profiler recorded no kernel"
         busy_share, largest = largest_gaps(spans, NUM_GAPS)
-        row = {"case": name, "kernels_per_step": len(spans) / PROFILED_STEPS, "busy_share": busy_share}
-        return [row, *({"case": f"{name}, gap {rank}"} | gap for rank, gap in enumerate(largest, 1))]
+        row = {
+            "case": name,
+            "kernels_per_step": len(spans) / PROFILED_STEPS,
+            "busy_share": busy_share,
+        }
+        return [
+            row,
+            *({"case": f"{name}, gap {rank}"} | gap for rank, gap in enumerate(largest, 1)),
+        ]
 
     for name in RECIPES:
         yield name, partial(profile_loop, name)
@@ -238,14 +295,22 @@ def kernel_spans(events: Any, device: torch.device) -> list[Span]:
 
     def is_kernel(event: Any) -> bool:
         if device.type == "cuda":
-            return event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+            return event.device_type == DeviceType.CUDA and not getattr(
+                event, "is_user_annotation", False
+            )
         return not event.cpu_children
 
-    return [(event.time_range.start, event.time_range.end, event.name) for event in events if is_kernel(event)]
+    return [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in events
+        if is_kernel(event)
+    ]
 
 
 def largest_gaps(spans: list[Span], count: int) -> tuple[float, list[dict[str, Any]]]:
-    """Return the share of time in any span, and the largest gaps between spans with the names on both sides."""
+    """Return the share of time in any span, and the largest gaps between spans with the names on
+    both sides.
+    """
     spans = sorted(spans)
     start_us, covered_until, last = spans[0]
     found: list[tuple[float, str, str]] = []
@@ -256,7 +321,10 @@ def largest_gaps(spans: list[Span], count: int) -> tuple[float, list[dict[str, A
             covered_until, last = end, name
     idle_us = sum(gap_us for gap_us, _, _ in found)
     found.sort(key=lambda gap: gap[0], reverse=True)
-    rows = [{"gap_us": gap_us, "after": after[:60], "before": before[:60]} for gap_us, after, before in found[:count]]
+    rows = [
+        {"gap_us": gap_us, "after": after[:60], "before": before[:60]}
+        for gap_us, after, before in found[:count]
+    ]
     return 1 - idle_us / max(covered_until - start_us, 1e-9), rows
 
 
@@ -283,10 +351,19 @@ def distributed(device: torch.device) -> Iterator[Case]:
 
     def strategies() -> list[dict[str, Any]]:
         micro, steps = (64, 5) if device.type == "cuda" else (2, 2)
-        config = recipe("clip", device, parallel="ddp").replace(batch=Batch(micro=micro, global_=4 * micro))
-        only = ("ddp bf16", "fsdp fp32", "fsdp bf16", "branches fp32") if device.type == "cuda" else ("fsdp fp32",)
+        config = recipe("clip", device, parallel="ddp").replace(
+            batch=Batch(micro=micro, global_=4 * micro)
+        )
+        only = (
+            ("ddp bf16", "fsdp fp32", "fsdp bf16", "branches fp32")
+            if device.type == "cuda"
+            else ("fsdp fp32",)
+        )
         rows = bench_strategies(config.with_cluster(workers=2), steps, only)["rows"]
-        return [{"case": row.pop("strategy")} | {k: v for k, v in row.items() if v is not None} for row in rows]
+        return [
+            {"case": row.pop("strategy")} | {k: v for k, v in row.items() if v is not None}
+            for row in rows
+        ]
 
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         yield "two devices", lambda: {"skipped": "needs two GPUs"}
@@ -295,12 +372,16 @@ def distributed(device: torch.device) -> Iterator[Case]:
 
 
 STAGES: dict[str, Callable[[torch.device], Iterator[Case]]] = {
-    stage.__name__: stage for stage in (environment, checks, step, memory, models, gaps, syncs, distributed)
+    stage.__name__: stage
+    for stage in (environment, checks, step, memory, models, gaps, syncs, distributed)
 }
 
 
-def run_stage(name: str, device: torch.device, write: Callable[[list[dict[str, Any]]], None], end_s: float) -> None:
-    """Run the cases of a stage and `write` all rows after each; a failed case is a row with `error`.
+def run_stage(
+    name: str, device: torch.device, write: Callable[[list[dict[str, Any]]], None], end_s: float
+) -> None:
+    """Run the cases of a stage and `write` all rows after each; a failed case is a row with
+    `error`.
 
     Cases that would start after `end_s` of the monotonic clock are rows with `skipped`.
     """
@@ -314,9 +395,12 @@ def run_stage(name: str, device: torch.device, write: Callable[[list[dict[str, A
         try:
             result = measure()
         except Exception as error:  # noqa: BLE001 - any failure is a line of the result
-            print_exc()  # into the log of the stage: the first line may lack the reason, as of torch.compile
+            # into the log of the stage: the first line may lack the reason, as of torch.compile
+            print_exc()
             result = {"error": describe_error(error)}
-        results: list[dict[str, Any]] = result if isinstance(result, list) else [{"case": case, **result}]
+        results: list[dict[str, Any]] = (
+            result if isinstance(result, list) else [{"case": case, **result}]
+        )
         results[0] |= {"seconds": time.monotonic() - start_s}
         rows += results
         write(rows)
@@ -329,6 +413,10 @@ def run_stage(name: str, device: torch.device, write: Callable[[list[dict[str, A
 
 def describe_error(error: BaseException) -> str:
     """Type, first line, and the innermost line of mmray in the traceback."""
-    frames = [frame for frame in extract_tb(error.__traceback__)[1:] if "mmray" in Path(frame.filename).parts]
+    frames = [
+        frame
+        for frame in extract_tb(error.__traceback__)[1:]
+        if "mmray" in Path(frame.filename).parts
+    ]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {first_line(error)}{place}"

@@ -1,4 +1,6 @@
-"""`mmray bench loader`: rate of the stream against PyTorch DataLoaders over the same images, in ABBA order."""
+"""`mmray bench loader`: rate of the stream against PyTorch DataLoaders over the same images, in
+ABBA order.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,11 @@ PREPARED_SIDE = 256  # shorter side of the re-encoded set
 MIN_STEPS = 12  # minimum of a stream window; its first blocks do not count
 ENDLESS = 10**6  # steps of a plan that no window finishes
 EXPECTED_RATE = 600  # images/s per actor, to choose the length of a stream window
-# The first blocks of a stream arrive while other actors start: they do not count, and its windows last longer.
+# The first blocks of a stream arrive while other actors start: they do not count, and its windows
+# last longer.
 STREAM_WINDOW_FACTOR, STREAM_WARMUP_ARRIVALS = 2, 6
-MIN_STREAM_SHARE = 0.75  # below this share of the slowest stage, the stream itself is the bottleneck
+# below this share of the slowest stage, the stream itself is the bottleneck
+MIN_STREAM_SHARE = 0.75
 RATIOS = {
     "stream_original_vs_textbook": ("stream original", "textbook original"),
     "stream_prepared_vs_textbook": ("stream prepared", "textbook original"),
@@ -52,7 +56,8 @@ RATIOS = {
     "stream_vs_reader": ("stream prepared", "reader prepared"),
 }
 Notify = Callable[[str], None]
-RunWindow = Callable[[], list[list[Arrival]]]  # of one loader; returns the arrivals of each consumer
+# of one loader; returns the arrivals of each consumer
+RunWindow = Callable[[], list[list[Arrival]]]
 
 
 def bench_loader(
@@ -65,9 +70,14 @@ def bench_loader(
     block_mb: float = 24.0,
     gpu_rate: float | None = None,
 ) -> dict[str, Any]:
-    """Return {machine, ratios, spread, rows, notes}, one row per loader (median window). Raises UsageError."""
+    """Return {machine, ratios, spread, rows, notes}, one row per loader (median window).
+
+    Raises UsageError.
+    """
     if images < GLOBAL_ROWS:
-        raise UsageError(f"--images {images}: bench loader needs at least {GLOBAL_ROWS}, a global batch")
+        raise UsageError(
+            f"--images {images}: bench loader needs at least {GLOBAL_ROWS}, a global batch"
+        )
     if workers < 0:
         raise UsageError(f"--workers {workers}: must be 0 (one per core) or more")
     actors = workers or cores()
@@ -80,9 +90,15 @@ def bench_loader(
             for name in loaders if number % 2 == 0 else reversed(loaders):
                 start_s = time.time()
                 arrivals = loaders[name]()
-                rate = rows_per_s(arrivals, STREAM_WARMUP_ARRIVALS if name.startswith("stream") else WARMUP_ARRIVALS)
+                rate = rows_per_s(
+                    arrivals,
+                    STREAM_WARMUP_ARRIVALS if name.startswith("stream") else WARMUP_ARRIVALS,
+                )
                 if rate == 0:
-                    raise UsageError(f"{name}: too few blocks to measure a rate; raise --window-s or lower --block-mb")
+                    raise UsageError(
+                        f"{name}: too few blocks to measure a rate; raise --window-s "
+                        "or lower --block-mb"
+                    )
                 rates[-1][name] = rate
                 first_s[name].append(max(each[0].at_s for each in arrivals) - start_s)
                 notify(f"round {number + 1} of {rounds}: {name} {rate:,.0f} images/s")
@@ -90,9 +106,15 @@ def bench_loader(
     medians = {name: statistics.median(each[name] for each in rates) for name in loaders}
     rows = []
     for name in loaders:
-        first_batch_s = None if name.startswith("reader") else round(statistics.median(first_s[name]), 3)
-        rows.append({"arm": name, "images_per_s": round(medians[name], 1), "first_batch_s": first_batch_s})
-    machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"data_workers": actors}
+        first_batch_s = (
+            None if name.startswith("reader") else round(statistics.median(first_s[name]), 3)
+        )
+        rows.append(
+            {"arm": name, "images_per_s": round(medians[name], 1), "first_batch_s": first_batch_s}
+        )
+    machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {
+        "data_workers": actors
+    }
     return {
         "machine": machine,
         "ratios": {name: each["median"] for name, each in spread.items()},
@@ -114,28 +136,45 @@ def _build_loaders(
         prepare = Prepare(image_side=side, duplicates="keep", max_bad_fraction=1.0)
         sets[name] = _prepare(str(folder / synthetic_images.CAPTIONS), cache / folder.name, prepare)
     if len(files) < GLOBAL_ROWS:
-        raise UsageError(f"bench loader needs {GLOBAL_ROWS} images (a global batch), and {data} has {len(files)}")
+        raise UsageError(
+            f"bench loader needs {GLOBAL_ROWS} images (a global batch), and {data} has {len(files)}"
+        )
     tokenizer_json = load_tokenizer("trained", sets["original"].tokenizer_json)
     workers = [LoaderWorker.remote(rank) for rank in range(max(actors, CONSUMERS))]  # type: ignore[attr-defined]
     consumers, readers = workers[:CONSUMERS], workers[:actors]
     ray.get([actor.__ray_ready__.remote() for actor in workers])
     inputs = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear")
-    row_readers = {name: RowReader(each, inputs, tokenizer_json, Prepare().max_pixels) for name, each in sets.items()}
+    row_readers = {
+        name: RowReader(each, inputs, tokenizer_json, Prepare().max_pixels)
+        for name, each in sets.items()
+    }
     share = GLOBAL_ROWS // CONSUMERS
     plan = SamplePlan(
-        num_rows=len(files), global_rows=GLOBAL_ROWS, world_size=CONSUMERS, micro=share, seed=0, steps=ENDLESS
+        num_rows=len(files),
+        global_rows=GLOBAL_ROWS,
+        world_size=CONSUMERS,
+        micro=share,
+        seed=0,
+        steps=ENDLESS,
     )
-    steps = max(MIN_STEPS, round(STREAM_WINDOW_FACTOR * window_s * EXPECTED_RATE * actors / plan.global_rows))
+    steps = max(
+        MIN_STEPS,
+        round(STREAM_WINDOW_FACTOR * window_s * EXPECTED_RATE * actors / plan.global_rows),
+    )
     window_plan = replace(plan, steps=steps)  # the stream ends with the window
 
     def run(workers: list[Any], method: str, *arguments: Any) -> RunWindow:
-        return lambda: ray.get([getattr(actor, method).remote(*arguments, window_s) for actor in workers])
+        return lambda: ray.get(
+            [getattr(actor, method).remote(*arguments, window_s) for actor in workers]
+        )
 
     def run_stream(reader: RowReader) -> list[list[Arrival]]:
         """Run one window of the stream as training workers receive it."""
         stream = StreamDataConfig(ResumePoint(window_plan, 0), reader, actors, block_mb)
         shards = zip(consumers, stream.configure({"train": None}, plan.world_size), strict=True)
-        return list(ray.get([actor.stream.remote(each["train"], window_plan) for actor, each in shards]))
+        return list(
+            ray.get([actor.stream.remote(each["train"], window_plan) for actor, each in shards])
+        )
 
     textbook = TextbookDataset(files, tokenizer_json, SIDE)
     tuned = TunedDataset(sets["prepared"], tokenizer_json, SIDE, inputs.max_tokens)
@@ -162,14 +201,21 @@ def write_images(data: str | None, images: int, cache: Path) -> Path:
 
 
 def _prepare(source: str, cache: Path, settings: Prepare) -> PreparedSet:
-    return PreparedSet.open(str(ensure_prepared(source, str(cache), settings, lambda *_: None, lambda _: None)))
+    return PreparedSet.open(
+        str(ensure_prepared(source, str(cache), settings, lambda *_: None, lambda _: None))
+    )
 
 
 def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int) -> list[str]:
-    """Return lines on the slowest stage, and on the number of decode actors that a device of `gpu_rate` needs."""
+    """Return lines on the slowest stage, and on the number of decode actors that a device of
+    `gpu_rate` needs.
+    """
     lines = []
     for name in ("original", "prepared"):
-        stream, limits = rates[f"stream {name}"], {"reading and decoding on the CPU": rates[f"reader {name}"]}
+        stream, limits = (
+            rates[f"stream {name}"],
+            {"reading and decoding on the CPU": rates[f"reader {name}"]},
+        )
         if gpu_rate is not None:
             limits["the device"] = gpu_rate
         slowest = min(limits, key=lambda stage: limits[stage])
@@ -178,7 +224,9 @@ def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int)
         lines.append(f"{name}: the bottleneck is {slowest}")
         if gpu_rate is not None:
             needed = math.ceil(gpu_rate / (stream / actors))
-            lines.append(f"{name}: a device of {gpu_rate:,.0f} images/s needs {needed} decode actors")
+            lines.append(
+                f"{name}: a device of {gpu_rate:,.0f} images/s needs {needed} decode actors"
+            )
     return lines
 
 
@@ -188,8 +236,12 @@ def loader_ratios(
     """Return {name: {median, min, max, pairs}} of the ratio of two loaders, paired by round."""
     out = {}
     for name, (loader, base) in loaders.items():
-        pairs = [each[loader] / each[base] for each in rounds if each.get(loader) and each.get(base)]
+        pairs = [
+            each[loader] / each[base] for each in rounds if each.get(loader) and each.get(base)
+        ]
         if pairs:
             spread = {"median": statistics.median(pairs), "min": min(pairs), "max": max(pairs)}
-            out[name] = {key: round(value, 4) for key, value in spread.items()} | {"pairs": len(pairs)}
+            out[name] = {key: round(value, 4) for key, value in spread.items()} | {
+                "pairs": len(pairs)
+            }
     return out

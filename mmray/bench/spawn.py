@@ -1,4 +1,6 @@
-"""Run a measurement in new worker processes (so that memory is not inherited) joined by torch.distributed."""
+"""Run a measurement in new worker processes (so that memory is not inherited) joined by
+torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from mmray.processes import describe_signal
 if TYPE_CHECKING:
     from mmray.config import Config
 
-Measure = Callable[["Config", Group, Path], Any]  # called on every rank; the result of rank 0 must be JSON
+# called on every rank; the result of rank 0 must be JSON
+Measure = Callable[["Config", Group, Path], Any]
 
 
 class WorkerFailed(TrainingError):
@@ -32,12 +35,20 @@ class WorkerFailed(TrainingError):
 
 
 def select_device(config: Config) -> torch.device:
-    """Return the device type a run would choose: GPUs if there is one per worker. Raises ResourceError."""
+    """Return the device type a run would choose: GPUs if there is one per worker.
+
+    Raises ResourceError.
+    """
     num_gpus, workers = torch.cuda.device_count(), config.cluster.max_workers
-    if config.cluster.accelerator == "cpu" or (config.cluster.accelerator == "auto" and num_gpus < workers):
+    if config.cluster.accelerator == "cpu" or (
+        config.cluster.accelerator == "auto" and num_gpus < workers
+    ):
         return torch.device("cpu")
     if num_gpus < workers:
-        raise ResourceError(f"{workers} workers need a GPU each, this machine has {num_gpus}: lower --cluster.workers")
+        raise ResourceError(
+            f"{workers} workers need a GPU each, this machine has {num_gpus}: "
+            "lower --cluster.workers"
+        )
     return torch.device("cuda", 0)
 
 
@@ -57,31 +68,43 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> Any:
-    """Run `measure`, a module-level function, in new processes; return rank 0's result. Raises WorkerFailed."""
+    """Run `measure`, a module-level function, in new processes; return rank 0's result.
+
+    Raises WorkerFailed.
+    """
     device_type = device_type or select_device(config).type
     with tempfile.TemporaryDirectory(prefix="mmray-bench-") as name:
         folder = Path(name)
         try:
             torch.multiprocessing.spawn(
-                _run_worker, (measure, config, device_type, folder), nprocs=config.cluster.max_workers
+                _run_worker,
+                (measure, config, device_type, folder),
+                nprocs=config.cluster.max_workers,
             )
         except torch.multiprocessing.ProcessExitedException as error:
             code = error.exit_code
             raise WorkerFailed(
-                f"a process ended with {describe_signal(-code) if code < 0 else f'exit code {code}'}"
+                "a process ended with "
+                f"{describe_signal(-code) if code < 0 else f'exit code {code}'}"
             ) from None
         except torch.multiprocessing.ProcessRaisedException:
             # Out of memory first, because the other ranks only see a broken connection.
-            failures = [json.loads(file.read_text()) for file in sorted(folder.glob("fault-*.json"))]
+            failures = [
+                json.loads(file.read_text()) for file in sorted(folder.glob("fault-*.json"))
+            ]
             failure = max(failures, key=lambda failure: failure["out_of_memory"])
             raise WorkerFailed(failure["reason"].splitlines()[0]) from None
         return json.loads((folder / "answer.json").read_text())
 
 
-def _run_worker(rank: int, measure: Measure, config: Config, device_type: str, folder: Path) -> None:
+def _run_worker(
+    rank: int, measure: Measure, config: Config, device_type: str, folder: Path
+) -> None:
     try:
         torch.set_num_threads(max(1, int(config.cluster.resolve_cpus(cores()))))
-        device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+        device = (
+            torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+        )
         if device_type == "cuda":
             torch.cuda.set_device(device)
         else:
@@ -97,7 +120,10 @@ def _run_worker(rank: int, measure: Measure, config: Config, device_type: str, f
         group = Group.current(device)
         result = measure(config, group, folder)
     except BaseException as error:
-        failure = {"reason": f"{type(error).__name__}: {error}", "out_of_memory": is_out_of_memory(error)}
+        failure = {
+            "reason": f"{type(error).__name__}: {error}",
+            "out_of_memory": is_out_of_memory(error),
+        }
         unfinished = folder / f"{rank}.unfinished"
         unfinished.write_text(json.dumps(failure))
         # In one step, because the parent terminates this process as soon as another rank fails.
@@ -106,5 +132,6 @@ def _run_worker(rank: int, measure: Measure, config: Config, device_type: str, f
     if rank == 0:
         (folder / "answer.json").write_text(json.dumps(result))
     group.barrier()
-    # Skip interpreter shutdown, during which a gloo thread may release a tensor and abort the process.
+    # Skip interpreter shutdown, during which a gloo thread may release a tensor and abort the
+    # process.
     os._exit(0)

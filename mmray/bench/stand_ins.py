@@ -1,8 +1,9 @@
-"""Stand-ins for packages that the engine imports, on a machine that has little more than torch and transformers.
+"""Stand-ins for packages that the engine imports, on a machine that has little more than torch and
+transformers.
 
-bench/gpu.py needs the sections of config/ with their defaults, not their validation; the other packages read files,
-images and settings of a process, of which a benchmark on synthetic batches needs almost nothing.
-tests/bench/test_gpu.py checks that the recipes are the same as with pydantic.
+bench/gpu.py needs the sections of config/ with their defaults, not their validation; the other
+packages read files, images and settings of a process, of which a benchmark on synthetic batches
+needs almost nothing. tests/bench/test_gpu.py checks that the recipes are the same as with pydantic.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def install() -> list[str]:
         except ImportError:
             missing.append(name)
             module = _Unused(name)
-            vars(module).update(STAND_INS.get(name, {}), __spec__=ModuleSpec(name, None))  # transformers looks at it
+            # transformers looks at it
+            vars(module).update(STAND_INS.get(name, {}), __spec__=ModuleSpec(name, None))
             sys.modules[name] = module
     return missing
 
@@ -70,9 +72,16 @@ class BaseModel:
     model_fields: ClassVar[dict[str, FieldInfo]] = {}
 
     def __init_subclass__(cls) -> None:
-        names = [name for name, annotation in get_annotations(cls).items() if "ClassVar" not in str(annotation)]
+        names = [
+            name
+            for name, annotation in get_annotations(cls).items()
+            if "ClassVar" not in str(annotation)
+        ]
         defaults = {name: vars(cls).get(name) for name in names}
-        own = {name: value if isinstance(value, FieldInfo) else FieldInfo(value) for name, value in defaults.items()}
+        own = {
+            name: value if isinstance(value, FieldInfo) else FieldInfo(value)
+            for name, value in defaults.items()
+        }
         fields: dict[str, FieldInfo] = {}
         for base in reversed(cls.__mro__[1:]):
             fields |= vars(base).get("model_fields", {})
@@ -104,7 +113,10 @@ def virtual_memory() -> SimpleNamespace:
 
 class Process:
     def memory_info(self) -> SimpleNamespace:
-        pages = [int(word) * os.sysconf("SC_PAGE_SIZE") for word in Path("/proc/self/statm").read_text().split()]
+        pages = [
+            int(word) * os.sysconf("SC_PAGE_SIZE")
+            for word in Path("/proc/self/statm").read_text().split()
+        ]
         return SimpleNamespace(rss=pages[1], shared=pages[2])
 
 
@@ -122,7 +134,8 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "Process": Process,
         "cpu_percent": lambda: math.nan,
         "virtual_memory": virtual_memory,
-        "net_if_addrs": lambda: {"lo": [SimpleNamespace(address="127.0.0.1")]},  # ranks are on one machine
+        # ranks are on one machine
+        "net_if_addrs": lambda: {"lo": [SimpleNamespace(address="127.0.0.1")]},
     },
     "orjson": {"dumps": lambda value, **_: json.dumps(value).encode(), "loads": json.loads},
 }

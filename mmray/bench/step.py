@@ -1,8 +1,10 @@
-"""`mmray bench step`: the training loop against two loops written by hand, on the same synthetic batches.
+"""`mmray bench step`: the training loop against two loops written by hand, on the same synthetic
+batches.
 
-`bare` is the loop without mmray at the same settings: what mmray's loop costs. `best` is the fastest loop one writes by
-hand for the device: the whole global batch in one pass, the precision of the device, compiled blocks, channels last,
-TF32, fused AdamW, and batches copied from pinned memory one step ahead. What mmray's defaults leave unused shows there.
+`bare` is the loop without mmray at the same settings: what mmray's loop costs. `best` is the
+fastest loop one writes by hand for the device: the whole global batch in one pass, the precision of
+the device, compiled blocks, channels last, TF32, fused AdamW, and batches copied from pinned memory
+one step ahead. What mmray's defaults leave unused shows there.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def train_by_hand(
     steps: int,
     on_step: Callable[[int], None],
 ) -> float:
-    """Run `steps` steps of a loop of plain torch whose losses equal those of engine/loop.py; return the last loss.
+    """Run `steps` steps of a loop of plain torch whose losses equal those of engine/loop.py; return
+    the last loss.
 
     batches: on the device, one per step.
     """
@@ -95,7 +98,8 @@ def baseline_loss(outputs: dict[str, Tensor], world: int) -> Tensor:
     image, text = outputs["image_embed"], outputs["text_embed"]
     if world > 1:
         rows = torch.cat([image, text], dim=1)
-        rows.register_hook(lambda gradient: gradient * world)  # undo DDP's averaging: only this rank has the gradient
+        # undo DDP's averaging: only this rank has the gradient
+        rows.register_hook(lambda gradient: gradient * world)
         parts = [torch.empty_like(rows) for _ in range(world)]
         dist.all_gather(parts, rows.detach())
         parts[dist.get_rank()] = rows
@@ -112,30 +116,39 @@ def copy_to(device: torch.device, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def copy_ahead(device: torch.device, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Copy each batch from pinned memory on a side stream, during the step before the one that uses it."""
+    """Copy each batch from pinned memory on a side stream, during the step before the one that uses
+    it.
+    """
     stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
 
     def start_copy(batch: Batch) -> tuple[Batch, torch.cuda.Event]:
         with torch.cuda.stream(stream):
-            return {name: batch[name].to(device, non_blocking=True) for name in MODEL_INPUTS}, stream.record_event()
+            return {
+                name: batch[name].to(device, non_blocking=True) for name in MODEL_INPUTS
+            }, stream.record_event()
 
     copied = start_copy(next(batches))
     for following in batches:
         (batch, arrived), copied = copied, start_copy(following)
         current.wait_event(arrived)
         for column in batch.values():
-            column.record_stream(current)  # otherwise the allocator would reuse its memory too early
+            # otherwise the allocator would reuse its memory too early
+            column.record_stream(current)
         yield batch
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> nn.Module:
-    """Compile each block of a list of blocks; equal ones share their code. Without effect on a CPU and before sm70.
+    """Compile each block of a list of blocks; equal ones share their code. Without effect on a CPU
+    and before sm70.
 
-    Shapes are static: by default the later stages of a ResNet would run slower code of dynamic height and width.
+    Shapes are static: by default the later stages of a ResNet would run slower code of dynamic
+    height and width.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0):  # Triton
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-        for blocks in [part for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)]:
+        for blocks in [
+            part for part in model.modules() if isinstance(part, nn.ModuleList | nn.Sequential)
+        ]:
             for block in blocks:
                 block.compile(dynamic=False)
     return model
@@ -143,7 +156,9 @@ def compile_blocks(model: nn.Module, device: torch.device) -> nn.Module:
 
 @contextmanager
 def fast_kernels() -> Iterator[None]:
-    """Scope with TF32 products, and with the convolution algorithms that cuDNN measures as the fastest."""
+    """Scope with TF32 products, and with the convolution algorithms that cuDNN measures as the
+    fastest.
+    """
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
@@ -159,7 +174,9 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     from mmray.training.validate import unsupported_reasons
 
     if config.objective.kind != "contrastive":
-        raise UsageError(f"bench step supports objective.kind `contrastive` only, got `{config.objective.kind}`")
+        raise UsageError(
+            f"bench step supports objective.kind `contrastive` only, got `{config.objective.kind}`"
+        )
     if reasons := unsupported_reasons(config):
         raise UsageError("\n".join(reasons))
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
@@ -185,13 +202,17 @@ def _measure(
 
 
 def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
-    """Return medians over `pairs` rounds: ratios of the loops, and model TFLOP/s and MFU per device of two of them."""
+    """Return medians over `pairs` rounds: ratios of the loops, and model TFLOP/s and MFU per device
+    of two of them.
+    """
     rows = time_pairs(bench, pairs, window_s)
     ratios = {name: [row[name] for row in rows] for name in RATIOS}
     loop = "accumulated" if "accumulated_samples_per_s" in rows[0] else "loop"
     flops_of_row, peak = bench.flops_of_row(), bench.peak_flops()
     flops = {
-        name: statistics.median(row[f"{arm}_samples_per_s"] for row in rows) * flops_of_row / bench.group.world_size
+        name: statistics.median(row[f"{arm}_samples_per_s"] for row in rows)
+        * flops_of_row
+        / bench.group.world_size
         for name, arm in (("loop", loop), ("best", "best"))
     }
     text = ", ".join(
@@ -202,7 +223,8 @@ def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
         "micro": bench.micro,
         "ratios": {name: statistics.median(values) for name, values in ratios.items()},
         "spread": {
-            name: {"min": min(values), "max": max(values), "pairs": len(values)} for name, values in ratios.items()
+            name: {"min": min(values), "max": max(values), "pairs": len(values)}
+            for name, values in ratios.items()
         },
         "tflops": {name: rate / 1e12 for name, rate in flops.items()},
         "mfu": {name: rate / peak if peak else None for name, rate in flops.items()},
@@ -213,7 +235,9 @@ def measure_loops(bench: Bench, pairs: int, window_s: float) -> dict[str, Any]:
 
 @dataclass
 class StepTimer:
-    """Callback: seconds of each step after the warm-up, or of all of them together, synchronized with the devices."""
+    """Callback: seconds of each step after the warm-up, or of all of them together, synchronized
+    with the devices.
+    """
 
     devices: tuple[torch.device, ...]
     total_until: int | None = None  # measure the total until this step; None: measure each step
@@ -247,7 +271,9 @@ class Bench:
     def rank_rows(self) -> int:
         return len(self.batches[0]["valid"])
 
-    def train(self, model: nn.Module, shape: BatchShape, steps: int, callback: Callback, **options: Any) -> LoopResult:
+    def train(
+        self, model: nn.Module, shape: BatchShape, steps: int, callback: Callback, **options: Any
+    ) -> LoopResult:
         """Run `steps` steps of mmray's loop; `options` are fields of TrainSpec."""
         plan = self._plan(shape, steps)
         spec = TrainSpec(
@@ -276,31 +302,43 @@ class Bench:
         shape = BatchShape(rows * world, self.micro, -(-rows // self.micro), world)
         timer = StepTimer((self.group.device,), total_until=steps)
         metrics = self.train(self._copy(), shape, steps, timer, log=self.log).metrics
-        if (micro := metrics["batch/micro"]) < self.micro:  # the other loops have not changed theirs
+        # the other loops have not changed theirs
+        if (micro := metrics["batch/micro"]) < self.micro:
             problem = f"out of memory with micro-batches of {self.micro} rows, {micro:.0f} fit"
             raise OutOfMemoryError(f"{problem}: lower batch.micro in the recipe")
         return sum(timer.times_s), metrics["train/loss"]
 
     def bare_window(self, steps: int) -> tuple[float, float]:
-        """Return (seconds, last loss) of a window of the bare loop on a copy of the model, a micro-batch per step."""
+        """Return (seconds, last loss) of a window of the bare loop on a copy of the model, a
+        micro-batch per step.
+        """
         device = self.group.device
         precision = select_precision(self.config.train.precision, device)
-        return self._window_by_hand(self._copy().to(device), copy_to(device, self._rows(self.micro)), precision, steps)
+        return self._window_by_hand(
+            self._copy().to(device), copy_to(device, self._rows(self.micro)), precision, steps
+        )
 
     def best_window(self, steps: int, rows: int) -> tuple[float, float]:
-        """Return (seconds, last loss) of a window of the best loop on a copy of the model, `rows` in one pass."""
+        """Return (seconds, last loss) of a window of the best loop on a copy of the model, `rows`
+        in one pass.
+        """
         device, spec = self.group.device, self.config.model
-        model = build(spec, spec.vocab_size, architecture={})  # without the transforms of the config
+        # without the transforms of the config
+        model = build(spec, spec.vocab_size, architecture={})
         model.load_state_dict(self.model.state_dict())
         freeze_parameters(model, self.config.optimizer.freeze)
         model.to(device)
         model.to(memory_format=torch.channels_last)
         batches = (copy_ahead if device.type == "cuda" else copy_to)(device, self._rows(rows))
         with fast_kernels():
-            return self._window_by_hand(compile_blocks(model, device), batches, select_precision("auto", device), steps)
+            return self._window_by_hand(
+                compile_blocks(model, device), batches, select_precision("auto", device), steps
+            )
 
     def best_rows(self) -> int:
-        """Rows that fit in one pass of the best loop: all of this rank, or a half, a quarter, ... of them."""
+        """Rows that fit in one pass of the best loop: all of this rank, or a half, a quarter, ...
+        of them.
+        """
         rows = self.rank_rows
         while True:
             try:
@@ -322,19 +360,27 @@ class Bench:
     def peak_flops(self) -> float | None:
         """Peak FLOP/s of the device in its own precision; None for a CPU and an unknown GPU."""
         device = self.group.device
-        peak = peak_flops(device, select_precision("auto", device)) if device.type == "cuda" else math.nan
+        peak = (
+            peak_flops(device, select_precision("auto", device))
+            if device.type == "cuda"
+            else math.nan
+        )
         return None if math.isnan(peak) else peak
 
     def _window_by_hand(
         self, model: nn.Module, batches: Iterator[Batch], precision: Precision, steps: int
     ) -> tuple[float, float]:
         timer = StepTimer((self.group.device,), total_until=steps)
-        loss = train_by_hand(model, batches, self.config, precision, self.group.device, steps, timer.on_step)
+        loss = train_by_hand(
+            model, batches, self.config, precision, self.group.device, steps, timer.on_step
+        )
         return sum(timer.times_s), loss
 
     def _rows(self, rows: int) -> Iterator[Batch]:
         """Yield the first `rows` rows of each batch, in rotation."""
-        return ({name: column[:rows] for name, column in batch.items()} for batch in cycle(self.batches))
+        return (
+            {name: column[:rows] for name, column in batch.items()} for batch in cycle(self.batches)
+        )
 
     def _plan(self, shape: BatchShape, steps: int) -> SamplePlan:
         return SamplePlan(
@@ -351,7 +397,9 @@ class Bench:
 
 
 def micro_batches(plan: SamplePlan, rank: int, batches: list[Batch]) -> Iterator[list[Batch]]:
-    """Yield this rank's micro-batches of each step as slices of `batches` in rotation; the last may be smaller."""
+    """Yield this rank's micro-batches of each step as slices of `batches` in rotation; the last may
+    be smaller.
+    """
     size = len(batches[0]["image"])  # of a micro-batch, or of a step
     for step in range(plan.steps):
         positions = torch.from_numpy(plan.positions(step, rank))
@@ -365,9 +413,14 @@ def micro_batches(plan: SamplePlan, rank: int, batches: list[Batch]) -> Iterator
 
 
 def build_bench(
-    config: Config, group: Group, micro: int, log: MetricsLog | None = None, rank_rows: int | None = None
+    config: Config,
+    group: Group,
+    micro: int,
+    log: MetricsLog | None = None,
+    rank_rows: int | None = None,
 ) -> Bench:
-    """Build the model of `config` as a worker does, with random weights, and this rank's synthetic batches.
+    """Build the model of `config` as a worker does, with random weights, and this rank's synthetic
+    batches.
 
     rank_rows: rows of this rank in a step, by default `micro`.
     """
@@ -380,17 +433,22 @@ def build_bench(
     model = build(config.model, vocab_size, architecture={})
     model = apply_transforms(model, config.train, config.optimizer, group.device)
     seeds = [group.rank * NUM_BATCHES + number for number in range(NUM_BATCHES)]
-    batches = [synthetic_batch(config.model.inputs, vocab_size, rank_rows or micro, "cpu", seed) for seed in seeds]
+    batches = [
+        synthetic_batch(config.model.inputs, vocab_size, rank_rows or micro, "cpu", seed)
+        for seed in seeds
+    ]
     if group.device.type == "cuda":
-        batches = [{name: column.pin_memory() for name, column in batch.items()} for batch in batches]
+        batches = [
+            {name: column.pin_memory() for name, column in batch.items()} for batch in batches
+        ]
     return Bench(config, group, model, batches, micro, log)
 
 
 def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]:
     """Return one row per round; all ranks run the same windows, timed on rank 0.
 
-    With more than one micro-batch in a step of the config, `accumulated` is mmray's loop on whole steps, and the best
-    loop is compared with it: both see the global batch.
+    With more than one micro-batch in a step of the config, `accumulated` is mmray's loop on whole
+    steps, and the best loop is compared with it: both see the global batch.
     """
     log_every, group = bench.config.train.log_every, bench.group
     took_s, _ = bench.bare_window(WARMUP_STEPS + 4)
@@ -400,7 +458,8 @@ def time_pairs(bench: Bench, pairs: int, window_s: float) -> list[dict[str, floa
         return int(group.broadcast_object(WARMUP_STEPS + max(4, round(window_s / (row_s * rows)))))
 
     steps = -(-steps_of(bench.micro) // log_every) * log_every
-    windows: dict[str, tuple[int, int, Callable[[int], tuple[float, float]]]] = {  # rows and number of steps
+    # rows and number of steps
+    windows: dict[str, tuple[int, int, Callable[[int], tuple[float, float]]]] = {
         "loop": (bench.micro, steps, bench.loop_window),
         "bare": (bench.micro, steps, bench.bare_window),
         "best": (best_rows, steps_of(best_rows), partial(bench.best_window, rows=best_rows)),

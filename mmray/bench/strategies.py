@@ -1,4 +1,6 @@
-"""`mmray bench strategies`: one model and global batch under every parallel strategy and precision of this machine."""
+"""`mmray bench strategies`: one model and global batch under every parallel strategy and precision
+of this machine.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,28 @@ if TYPE_CHECKING:
 
 BASELINE = "ddp fp32"
 PROFILED_STEPS = 2
-MEASUREMENTS = ("samples_per_s", "step_p50_s", "step_p95_s", "communication_share", "peak_gib", "loss", "loss_vs_ddp")
+MEASUREMENTS = (
+    "samples_per_s",
+    "step_p50_s",
+    "step_p95_s",
+    "communication_share",
+    "peak_gib",
+    "loss",
+    "loss_vs_ddp",
+)
 # Name: settings of `train`. The kinds in ONE_WORKER run with one worker.
 STRATEGIES: dict[str, dict[str, Any]] = {
     BASELINE: {"parallel": "ddp", "precision": "fp32"},
-    "ddp fp32, bf16 gradients": {"parallel": "ddp", "precision": "fp32", "grad_compression": "bf16"},
-    "ddp fp32, fp16 gradients": {"parallel": "ddp", "precision": "fp32", "grad_compression": "fp16"},
+    "ddp fp32, bf16 gradients": {
+        "parallel": "ddp",
+        "precision": "fp32",
+        "grad_compression": "bf16",
+    },
+    "ddp fp32, fp16 gradients": {
+        "parallel": "ddp",
+        "precision": "fp32",
+        "grad_compression": "fp16",
+    },
     "ddp bf16": {"parallel": "ddp", "precision": "bf16"},
     "ddp fp16": {"parallel": "ddp", "precision": "fp16"},
     "fsdp fp32": {"parallel": "fsdp", "precision": "fp32"},
@@ -46,16 +64,26 @@ ONE_WORKER = ("single", "branches")
 
 
 def bench_strategies(
-    config: Config, steps: int = 10, only: tuple[str, ...] = (), notify: Callable[[str], None] = lambda _: None
+    config: Config,
+    steps: int = 10,
+    only: tuple[str, ...] = (),
+    notify: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return {machine, batch, ratios, rows}, a row per strategy; a failed one has only `error`. Raises UsageError."""
+    """Return {machine, batch, ratios, rows}, a row per strategy; a failed one has only `error`.
+
+    Raises UsageError.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
     if unknown := [name for name in only if name not in STRATEGIES]:
-        raise UsageError(f"--only: unknown strategy `{unknown[0]}`; {suggest(unknown[0], STRATEGIES)}")
+        raise UsageError(
+            f"--only: unknown strategy `{unknown[0]}`; {suggest(unknown[0], STRATEGIES)}"
+        )
     config = config.with_cluster(workers=max(2, config.cluster.max_workers))
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
     device_type = select_device(config).type  # the same for all rows, with one worker too
-    chosen = {name: train for name, train in STRATEGIES.items() if not only or name in (BASELINE, *only)}
+    chosen = {
+        name: train for name, train in STRATEGIES.items() if not only or name in (BASELINE, *only)
+    }
     rows: list[dict[str, Any]] = []
     for number, (name, train) in enumerate(chosen.items(), 1):
         row = {"strategy": name} | _time_row(config, train, shape, device_type, steps)
@@ -69,19 +97,28 @@ def bench_strategies(
             name = row["strategy"].replace(" ", "_").replace(",", "")
             ratios[f"{name}_vs_ddp"] = row["samples_per_s"] / base["samples_per_s"]
     machine = describe_machine(torch.device(device_type))
-    batch = str(replace(shape, auto=False))  # the upper limit of `batch.micro auto`, because no row is probed
+    # the upper limit of `batch.micro auto`, because no row is probed
+    batch = str(replace(shape, auto=False))
     return {"machine": machine, "batch": batch, "ratios": ratios, "rows": rows}
 
 
-def _time_row(config: Config, train: dict[str, Any], shape: BatchShape, device_type: str, steps: int) -> dict[str, Any]:
-    """Measure one strategy in new processes, with the same rows per step; on failure `error` is the reason."""
+def _time_row(
+    config: Config, train: dict[str, Any], shape: BatchShape, device_type: str, steps: int
+) -> dict[str, Any]:
+    """Measure one strategy in new processes, with the same rows per step; on failure `error` is the
+    reason.
+    """
     if train["parallel"] in ONE_WORKER:
         config = config.with_cluster(workers=1)
     config = config.replace(
         train=config.train.replace(**{"grad_compression": "none", "profile": 0, **train}),
         batch=config.batch.replace(global_=shape.global_rows, micro=shape.micro, accumulation=None),
     )
-    row: dict[str, Any] = {"workers": config.cluster.max_workers, **dict.fromkeys(MEASUREMENTS), "error": None}
+    row: dict[str, Any] = {
+        "workers": config.cluster.max_workers,
+        **dict.fromkeys(MEASUREMENTS),
+        "error": None,
+    }
     if reasons := unsupported_reasons(config):
         return row | {"error": "; ".join(reasons)}
     try:
@@ -92,7 +129,9 @@ def _time_row(config: Config, train: dict[str, Any], shape: BatchShape, device_t
 
 @dataclass
 class ProfiledTimer(StepTimer):
-    """Callback: step times until `last_timed_step`, its metrics and peak memory, and a profile after it."""
+    """Callback: step times until `last_timed_step`, its metrics and peak memory, and a profile
+    after it.
+    """
 
     last_timed_step: int = 0
     metrics: Metrics = field(default_factory=dict)
@@ -105,10 +144,15 @@ class ProfiledTimer(StepTimer):
         super().on_step(step)
         if step == self.last_timed_step:
             self.metrics = metrics or {}
-            others = [device for device in self.devices[1:] if device.type == "cuda"]  # the metric is of the first
+            # the metric is of the first
+            others = [device for device in self.devices[1:] if device.type == "cuda"]
             bytes_of_others = sum(torch.cuda.max_memory_allocated(device) for device in others)
-            self.peak_gib = self.metrics["memory/peak_gib"] + bytes_of_others / 2**30  # before the profiler
-            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.devices[0].type == "cuda" else [])]
+            # before the profiler
+            self.peak_gib = self.metrics["memory/peak_gib"] + bytes_of_others / 2**30
+            kinds = [
+                ProfilerActivity.CPU,
+                *([ProfilerActivity.CUDA] if self.devices[0].type == "cuda" else []),
+            ]
             self._profile = profile(activities=kinds)
             self._profile.start()
             self._profile_start_s = time.perf_counter()
@@ -120,7 +164,11 @@ class ProfiledTimer(StepTimer):
 
 def communication_us(events: Any) -> float:
     """Return the microseconds of a profile during which any collective ran."""
-    collectives = (event.time_range for event in events if event.name.startswith(("gloo:", "nccl:", "ncclDevKernel")))
+    collectives = (
+        event.time_range
+        for event in events
+        if event.name.startswith(("gloo:", "nccl:", "ncclDevKernel"))
+    )
     total, covered_until = 0.0, float("-inf")
     for start, end in sorted((span.start, span.end) for span in collectives):
         total += max(0.0, end - max(start, covered_until))
@@ -129,14 +177,19 @@ def communication_us(events: Any) -> float:
 
 
 def _measure_rank(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, Any]:
-    shape, last_timed_step = resolve_batch_shape(config.batch, group.world_size), WARMUP_STEPS + steps
+    shape, last_timed_step = (
+        resolve_batch_shape(config.batch, group.world_size),
+        WARMUP_STEPS + steps,
+    )
     devices = two_devices(group.device) if config.train.parallel == "branches" else (group.device,)
     config = config.replace(train=config.train.replace(log_every=last_timed_step))
     # Every rank generates the same global batches, as rank 0 of 1, and takes its share of the rows.
     bench = build_bench(config, Group(device=group.device), shape.global_rows)
     batches = [rank_share(batch, group.rank, group.world_size) for batch in bench.batches]
     timer = ProfiledTimer(devices, last_timed_step=last_timed_step)
-    replace(bench, group=group, batches=batches).train(bench.model, shape, last_timed_step + PROFILED_STEPS, timer)
+    replace(bench, group=group, batches=batches).train(
+        bench.model, shape, last_timed_step + PROFILED_STEPS, timer
+    )
     times_s = timer.times_s[:steps]
     p50_s, p95_s = np.percentile(times_s, (50, 95)).tolist()
     return {

@@ -1,4 +1,7 @@
-"""Seeded noise with the spectrum of photographs (1/f; Field 1987) and captions, for benchmarks without user data."""
+"""Seeded noise with the spectrum of photographs (1/f;
+
+Field 1987) and captions, for benchmarks without user data.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,14 @@ from mmray.storage.paths import write_atomic
 
 VERSION = 1  # of the generator; part of the folder name
 WIDTH, HEIGHT, QUALITY = 500, 375, 95
-# Amplitude ~ 1 / frequency^SPECTRUM_EXPONENT, chosen to match the file size of photographs at both sizes.
+# Amplitude ~ 1 / frequency^SPECTRUM_EXPONENT, chosen to match the file size of photographs at both
+# sizes.
 SPECTRUM_EXPONENT = 1.35
 CAPTIONS = "captions.jsonl"
-WORDS = "a the red small old two dog street tree person sits near runs under bright water bicycle and with of"
+WORDS = (
+    "a the red small old two dog street tree person sits near runs under bright water bicycle "
+    "and with of"
+)
 
 
 def synthetic_photos(num: int) -> Iterator[tuple[bytes, str]]:
@@ -27,14 +34,17 @@ def synthetic_photos(num: int) -> Iterator[tuple[bytes, str]]:
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequency[0, 0] = np.inf
     noise = np.random.default_rng(0).standard_normal((height, width))
-    field = np.fft.irfft2(np.fft.rfft2(noise) / frequency**SPECTRUM_EXPONENT, (height, width))  # mean 0
+    # mean 0
+    field = np.fft.irfft2(np.fft.rfft2(noise) / frequency**SPECTRUM_EXPONENT, (height, width))
     field = np.asarray(field / field.std(), np.float32)
     for number in range(num):
         rng = np.random.default_rng((1, number))
         layers = []  # luma and two chroma channels: random crops, flipped, of deviation 1
         for _ in range(3):
             top, left = rng.integers(0, height - HEIGHT), rng.integers(0, width - WIDTH)
-            crop = field[top : top + HEIGHT, left : left + WIDTH][:: rng.choice([-1, 1]), :: rng.choice([-1, 1])]
+            crop = field[top : top + HEIGHT, left : left + WIDTH][
+                :: rng.choice([-1, 1]), :: rng.choice([-1, 1])
+            ]
             layers.append((crop - crop.mean()) / crop.std())
         luma, red, blue = layers
         gray = 128 + 55 * luma
@@ -46,7 +56,9 @@ def synthetic_photos(num: int) -> Iterator[tuple[bytes, str]]:
 
 def sample_rows(prepared: PreparedSet, num: int) -> Iterator[tuple[bytes, str]]:
     """Yield images and first captions of `num` rows, evenly spaced over the set."""
-    rows = np.unique(np.linspace(0, prepared.num_rows - 1, min(num, prepared.num_rows)).astype(np.int64))
+    rows = np.unique(
+        np.linspace(0, prepared.num_rows - 1, min(num, prepared.num_rows)).astype(np.int64)
+    )
     for part in np.array_split(rows, -(-len(rows) // 64)):
         yield from ((row.image, row.texts[0]) for row in prepared.read(part))
 

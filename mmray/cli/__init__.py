@@ -1,7 +1,8 @@
-"""The `mmray` command line; only this package prints. Each command is a function that returns its exit code.
+"""The `mmray` command line; only this package prints. Each command is a function that returns its
+exit code.
 
-Exit codes: 0 success, 1 unexpected error, 2 usage, 3 training failed, 4 resources not available, 5 data missing,
-unusable or over the bad-row limit, 130 interrupted.
+Exit codes: 0 success, 1 unexpected error, 2 usage, 3 training failed, 4 resources not available, 5
+data missing, unusable or over the bad-row limit, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -28,15 +29,18 @@ from mmray.errors import INTERRUPTED, ForceExit, MmrayError, ResourceError, Usag
 from mmray.machine import process_age_s
 
 _FUNCTIONS = (train, prepare, tune, evaluate, export, report, runs, bench, doctor)
-COMMANDS: dict[str, Callable[[Sequence[str], Terminal], int]] = {each.__name__: each for each in _FUNCTIONS}
+COMMANDS: dict[str, Callable[[Sequence[str], Terminal], int]] = {
+    each.__name__: each for each in _FUNCTIONS
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     terminal = Terminal(start_s=time.monotonic() - process_age_s())
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # same as Ctrl-C; `ray job stop` sends SIGTERM
-    # User classes are imported from the working directory, as on the workers (cluster/connect.py). It is last in
-    # sys.path so that files there do not shadow packages.
+    # same as Ctrl-C; `ray job stop` sends SIGTERM
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # User classes are imported from the working directory, as on the workers (cluster/connect.py).
+    # It is last in sys.path so that files there do not shadow packages.
     try:
         sys.path.append(str(Path.cwd()))
     except FileNotFoundError:
@@ -48,12 +52,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         terminal.error("interrupted")
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(INTERRUPTED)  # a thread may still wait in Ray's C++ code, which does not survive a normal exit
+        # a thread may still wait in Ray's C++ code, which does not survive a normal exit
+        os._exit(INTERRUPTED)
     sys.exit(code)
 
 
 def run(argv: list[str], terminal: Terminal) -> int:
-    """Run a command line and return its exit code; print an MmrayError without traceback. Raises ForceExit."""
+    """Run a command line and return its exit code; print an MmrayError without traceback.
+
+    Raises ForceExit.
+    """
     if not argv or argv[0] in ("-h", "--help", "help"):
         terminal.note("mmray trains image-text models on a Ray cluster. Each command has --help.\n")
         for command in COMMANDS.values():

@@ -53,7 +53,9 @@ def flag_values(flag: str, words: Sequence[str]) -> list[str]:
 
 
 def load_recipe(name: str, words: Sequence[str]) -> Config:
-    """Return the recipe with the model kind of `--model.kind`, because it determines the other flags."""
+    """Return the recipe with the model kind of `--model.kind`, because it determines the other
+    flags.
+    """
     recipe, kinds = recipes.load(name), flag_values("--model.kind", words)
     return recipe.with_model_kind(kinds[-1]) if kinds else recipe
 
@@ -61,13 +63,20 @@ def load_recipe(name: str, words: Sequence[str]) -> Config:
 def parse_config(argv: Sequence[str], command_name: str) -> tuple[Config, bool]:
     """Return the config of a recipe name and flags, and whether --print-config is given."""
     name, rest, print_config = split_args(argv)
-    given = [word.removeprefix("--").partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")]
+    given = [
+        word.removeprefix("--").partition("=")[0].replace("-", "_")
+        for word in rest
+        if word.startswith("--")
+    ]
     description = (
         f"Train the recipe `{name}`; the defaults below are the recipe's values. "
-        f"Recipes: {', '.join(recipes.RECIPES)}, or a YAML file. --print-config prints the settings and exits."
+        f"Recipes: {', '.join(recipes.RECIPES)}, or a YAML file. --print-config prints the "
+        "settings and exits."
     )
     recipe = load_recipe(name, rest).without_overridden_length_and_batch(given)
-    return parse_args(Config, rest, f"mmray {command_name} {name}", recipe, description), print_config
+    return parse_args(
+        Config, rest, f"mmray {command_name} {name}", recipe, description
+    ), print_config
 
 
 def parse_args(
@@ -77,19 +86,33 @@ def parse_args(
     default: Command | None = None,
     description: str | None = None,
 ) -> Command:
-    """Parse the arguments as `command`; exits for --help and invalid flags, UsageError if --json is not writable."""
+    """Parse the arguments as `command`; exits for --help and invalid flags, UsageError if --json is
+    not writable.
+    """
     given: dict[str, Any] = {} if default is None else {"default": default}
     style = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
     parsed = tyro.cli(
-        command, args=list(words), prog=prog, description=description, config=style, registry=_REGISTRY, **given
+        command,
+        args=list(words),
+        prog=prog,
+        description=description,
+        config=style,
+        registry=_REGISTRY,
+        **given,
     )
     file = vars(parsed).get("json")
     if file is not None and not Path(file).parent.is_dir():
-        raise UsageError(f"--json {file}: folder {Path(file).parent} does not exist; create it or choose another file")
+        raise UsageError(
+            f"--json {file}: folder {Path(file).parent} does not exist; create it or "
+            "choose another file"
+        )
     if file is not None and Path(file).is_dir():
         raise UsageError(f"--json {file}: is a folder; give a file in it")
-    if file not in (None, "-") and not os.access(file if Path(file).exists() else Path(file).parent, os.W_OK):
-        raise UsageError(f"--json {file}: not writable; choose another file")  # before the work, not after it
+    if file not in (None, "-") and not os.access(
+        file if Path(file).exists() else Path(file).parent, os.W_OK
+    ):
+        # before the work, not after it
+        raise UsageError(f"--json {file}: not writable; choose another file")
     return parsed
 
 

@@ -17,9 +17,11 @@ from mmray.errors import UsageError, suggest
 
 @dataclass(frozen=True)
 class StepCommand:
-    """Compare the training loop with two PyTorch loops written by hand, on synthetic batches and without Ray.
+    """Compare the training loop with two PyTorch loops written by hand, on synthetic batches and
+    without Ray.
 
-    `bare` has the settings of the recipe, `best` those that are fastest on this device, with the whole batch at once.
+    `bare` has the settings of the recipe, `best` those that are fastest on this device, with the
+    whole batch at once.
     """
 
     recipe: Positional[Annotated[str, arg(metavar="[RECIPE]")]] = "sample"
@@ -34,10 +36,13 @@ class StepCommand:
 
 @dataclass(frozen=True)
 class LoaderCommand:
-    """Compare the stream with PyTorch DataLoaders over the same images (224 pixels, global batch 256, 2 consumers)."""
+    """Compare the stream with PyTorch DataLoaders over the same images (224 pixels, global batch
+    256, 2 consumers).
+    """
 
     data: str | None = None
-    """A prepared set or a raw source; default: synthetic photographs of 500 x 375 pixels, 110 KB."""
+    """A prepared set or a raw source; default: synthetic photographs of 500 x 375 pixels, 110 KB.
+    """
     images: int = 512
     """Number of images."""
     rounds: int = 2
@@ -56,7 +61,9 @@ class LoaderCommand:
 
 @dataclass(frozen=True)
 class StrategiesCommand:
-    """Compare every parallel strategy and precision that this machine supports, on one model and global batch."""
+    """Compare every parallel strategy and precision that this machine supports, on one model and
+    global batch.
+    """
 
     recipe: Positional[Annotated[str, arg(metavar="[RECIPE]")]] = "sample"
     """Recipe whose model and batch are used."""
@@ -79,7 +86,9 @@ def bench(argv: Sequence[str], terminal: Terminal) -> int:
         raise UsageError(f"unknown benchmark `{what}`; {suggest(what, BENCHES)}")
     command_type, run = BENCHES[what]
     command = parse_args(command_type, rest, f"mmray bench {what}")
-    require_positive(command, "pairs", "images", "rounds", "steps", "window_s", "block_mb", "gpu_rate")
+    require_positive(
+        command, "pairs", "images", "rounds", "steps", "window_s", "block_mb", "gpu_rate"
+    )
     with terminal.progress("measuring"):
         result, table = run(command, terminal)
     machine = result["machine"]
@@ -101,10 +110,16 @@ def _step(command: StepCommand, terminal: Terminal) -> tuple[dict[str, Any], Tab
     from mmray.bench.step import bench_step
 
     total_s = 4 * command.pairs * command.window_s
-    terminal.status(f"{command.pairs} rounds of 3 or 4 windows of {command.window_s:g} s, at most {total_s:.0f} s")
+    terminal.status(
+        f"{command.pairs} rounds of 3 or 4 windows of {command.window_s:g} s, at most "
+        f"{total_s:.0f} s"
+    )
     result = bench_step(recipes.load(command.recipe), command.pairs, command.window_s)
     first = result["rows"][0].items()
-    columns = {name: (name.replace("_", " "), ",.3f" if isinstance(value, float) else "") for name, value in first}
+    columns = {
+        name: (name.replace("_", " "), ",.3f" if isinstance(value, float) else "")
+        for name, value in first
+    }
     return result, rows_table(result["rows"], columns)
 
 
@@ -114,7 +129,11 @@ def _loader(command: LoaderCommand, terminal: Terminal) -> tuple[dict[str, Any],
 
     given = {name: value for name, value in vars(command).items() if name != "json"}
     result = bench_loader(terminal.status, **given)
-    columns = {"arm": ("", ""), "images_per_s": ("images/s", ",.0f"), "first_batch_s": ("first batch s", ",.3f")}
+    columns = {
+        "arm": ("", ""),
+        "images_per_s": ("images/s", ",.0f"),
+        "first_batch_s": ("first batch s", ",.3f"),
+    }
     return result, rows_table(result["rows"], columns)
 
 
@@ -122,10 +141,20 @@ def _strategies(command: StrategiesCommand, terminal: Terminal) -> tuple[dict[st
     """compare DDP, FSDP, one tower per device and precisions"""
     from mmray.bench.strategies import bench_strategies
 
-    result = bench_strategies(recipes.load(command.recipe), command.steps, command.only, terminal.status)
+    result = bench_strategies(
+        recipes.load(command.recipe), command.steps, command.only, terminal.status
+    )
     columns = {"strategy": ("strategy", ""), "samples_per_s": ("samples/s", COMPACT)}
-    columns |= {"step_p50_s": ("p50 s", ".3f"), "step_p95_s": ("p95 s", ".3f"), "communication_share": ("comm", ".0%")}
-    columns |= {"peak_gib": ("GiB", ".2f"), "loss": ("loss", ".4f"), "loss_vs_ddp": ("loss vs ddp", "+.3%")}
+    columns |= {
+        "step_p50_s": ("p50 s", ".3f"),
+        "step_p95_s": ("p95 s", ".3f"),
+        "communication_share": ("comm", ".0%"),
+    }
+    columns |= {
+        "peak_gib": ("GiB", ".2f"),
+        "loss": ("loss", ".4f"),
+        "loss_vs_ddp": ("loss vs ddp", "+.3%"),
+    }
     notes = ["comm: share of the time in collectives; loss after the last step"]
     notes += [f"{row['strategy']}: {row['error']}" for row in result["rows"] if row["error"]]
     return result | {"notes": notes}, rows_table(result["rows"], columns)

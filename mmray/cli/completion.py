@@ -1,4 +1,6 @@
-"""`mmray --print-completion`: a shell script that completes commands, recipes and flags without starting Python."""
+"""`mmray --print-completion`: a shell script that completes commands, recipes and flags without
+starting Python.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ SETTINGS: dict[str, tuple[type[Any], ...]] = {
     "bench": tuple(command for command, _ in BENCHES.values()),
     "doctor": (DoctorCommand,),
 }
-ARGUMENTS = {"train": tuple(RECIPES), "tune": tuple(RECIPES), "bench": tuple(BENCHES)}  # files complete others
+# files complete others
+ARGUMENTS = {"train": tuple(RECIPES), "tune": tuple(RECIPES), "bench": tuple(BENCHES)}
 
 SCRIPT = """\
 _mmray() {{
@@ -67,7 +70,9 @@ def completion_script(shell: str, commands: Iterable[str]) -> str:
 def _flags(group: type[Any], prefix: str = "") -> Iterator[str]:
     """Yield the flags of a command or section; for a model those of every kind."""
     if issubclass(group, Section):
-        fields = {field.alias or name: field.annotation for name, field in group.model_fields.items()}
+        fields = {
+            field.alias or name: field.annotation for name, field in group.model_fields.items()
+        }
     else:
         fields = get_type_hints(group, include_extras=True)
     for name, kind in fields.items():
@@ -75,7 +80,10 @@ def _flags(group: type[Any], prefix: str = "") -> Iterator[str]:
             continue
         sections = set(_sections(kind))
         for section in sections:
-            yield from _flags(section, prefix if is_dataclass(group) and name == "settings" else f"{prefix}{name}.")
+            yield from _flags(
+                section,
+                prefix if is_dataclass(group) and name == "settings" else f"{prefix}{name}.",
+            )
         if not sections:
             yield f"--{prefix}{name}".replace("_", "-")
 

@@ -1,4 +1,6 @@
-"""Console output: labeled notes, tables, and progress as a live bar (terminal, notebook) or plain lines (log)."""
+"""Console output: labeled notes, tables, and progress as a live bar (terminal, notebook) or plain
+lines (log).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class Terminal:
         self.start_s = time.monotonic() if start_s is None else start_s  # of the command
         self.console = console or Console(highlight=False, soft_wrap=True)
         notebook = self.console.is_jupyter  # rich needs ipywidgets to update a bar in Jupyter
-        animated = self.console.is_terminal and not self.console.is_dumb_terminal  # rich draws no bar with TERM=dumb
+        # rich draws no bar with TERM=dumb
+        animated = self.console.is_terminal and not self.console.is_dumb_terminal
         self.is_live = find_spec("ipywidgets") is not None if notebook else animated
         if console is None and not (notebook or self.console.is_terminal):
             self.console.width = LOG_WIDTH  # tables in a log cannot be resized later
@@ -55,11 +58,15 @@ class Terminal:
         self.console.print(Text.assemble((f"{label:<10} ", "bold"), text) if label else Text(text))
 
     def output(self, text: str) -> None:
-        """Print data unchanged; if the reader has closed the pipe, exit silently as for notes and tables."""
+        """Print data unchanged; if the reader has closed the pipe, exit silently as for notes and
+        tables.
+        """
         self.console.out(text, highlight=False)
 
     def error(self, text: str) -> None:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), text))
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            Text.assemble(("error: ", "bold red"), text)
+        )
 
     @contextmanager
     def progress(self, title: str) -> Iterator[None]:
@@ -69,7 +76,8 @@ class Terminal:
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[count]}"),
-            TextColumn("{task.fields[details]}", style="cyan", table_column=Column()),  # wraps if it is narrow
+            # wraps if it is narrow
+            TextColumn("{task.fields[details]}", style="cyan", table_column=Column()),
             TimeElapsedColumn(),
         )
         if not self.is_live:
@@ -85,7 +93,9 @@ class Terminal:
                 self._live = None
 
     def status(self, title: str) -> None:
-        """Show the current activity in the bar of `progress`, or as a line of a log with the command's seconds."""
+        """Show the current activity in the bar of `progress`, or as a line of a log with the
+        command's seconds.
+        """
         if self._live is not None:
             self._live.remove_task(self._task)  # rich cannot reset a known total
             self._add_task(title)
@@ -109,7 +119,9 @@ class Terminal:
         self._task = self._live.add_task(title, total=None, count="", details="")
 
     def update(self, done: float, total: float, details: str, label: str) -> None:
-        """Set the progress to done of total (0: unknown); in a log, print a line every few seconds and at the end."""
+        """Set the progress to done of total (0: unknown); in a log, print a line every few seconds
+        and at the end.
+        """
         count = f"{done:,.0f}/{total:,.0f}" if total else f"{done:,.0f}"
         if self._live is not None:
             if not total and self._live.tasks[0].total:  # of the data set before
@@ -127,36 +139,57 @@ class Terminal:
 
 def language_note(metrics: dict[str, Any]) -> str:
     """Format the metrics of a generative model."""
-    answers = f"; BLEU-4 {metrics['bleu_4']:.3f}, CIDEr {metrics['cider']:.3f}" if "cider" in metrics else ""
+    answers = (
+        (f"; BLEU-4 {metrics['bleu_4']:.3f}, CIDEr {metrics['cider']:.3f}")
+        if "cider" in metrics
+        else ""
+    )
     correct = f"{metrics['token_accuracy']:.1%} of {metrics['tokens']:,.0f} tokens correct"
     return f"perplexity {metrics['perplexity']:.3f}, {correct}{answers}"
 
 
 def scores_tables(metrics: dict[str, Any]) -> list[Table]:
-    """Return the tables of an evaluation: retrieval if the model has embeddings, and all other metrics."""
+    """Return the tables of an evaluation: retrieval if the model has embeddings, and all other
+    metrics.
+    """
     others = Table(show_edge=False, show_header=False)
-    others.add_column(justify="right", min_width=len("image to text"))  # aligned with the recall table
+    # aligned with the recall table
+    others.add_column(justify="right", min_width=len("image to text"))
     for name, value in non_retrieval_metrics(metrics):
         others.add_row(name, value)
     rows = recall_rows(metrics)
-    return [rows_table(rows, {name: (name, ">" if name else "") for name in rows[0]}), others] if rows else [others]
+    return (
+        [rows_table(rows, {name: (name, ">" if name else "") for name in rows[0]}), others]
+        if rows
+        else [others]
+    )
 
 
 def rows_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, str]]) -> Table:
-    """Return the table of rows with a title and a format (or COMPACT) per column; a dash is a missing value.
+    """Return the table of rows with a title and a format (or COMPACT) per column; a dash is a
+    missing value.
 
-    Texts that are too long for the terminal continue on further lines, because names are needed in full.
+    Texts that are too long for the terminal continue on further lines, because names are needed in
+    full.
     """
 
     def text(value: Any, style: str) -> str:
-        return "-" if value is None else format_compact(value) if style == COMPACT else format(value, style)
+        return (
+            "-"
+            if value is None
+            else format_compact(value)
+            if style == COMPACT
+            else format(value, style)
+        )
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     cells = [[text(row.get(name), style) for row in rows] for name, (_, style) in columns.items()]
     for (title, style), column in zip(columns.values(), cells, strict=True):
         least = min(MIN_WIDTH, max(map(len, (title, *column))))
         justify: Literal["left", "right"] = "right" if style else "left"
-        table.add_column(title, justify=justify, no_wrap=bool(style), overflow="fold", min_width=least)
+        table.add_column(
+            title, justify=justify, no_wrap=bool(style), overflow="fold", min_width=least
+        )
     for row_cells in zip(*cells, strict=True):
         table.add_row(*row_cells)
     return table
@@ -182,7 +215,9 @@ class Reporter:
     def prepare_progress(self, progress: Any) -> None:
         details = f"{progress.bad_rows:,} quarantined" if progress.bad_rows else ""
         details += " (total estimated)" if progress.is_estimate else ""
-        self.terminal.update(progress.done_rows, progress.total_rows, details, f"{progress.stage} rows")
+        self.terminal.update(
+            progress.done_rows, progress.total_rows, details, f"{progress.stage} rows"
+        )
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
         if metrics["step"] < total_steps:  # the table of the outcome has the last evaluation
@@ -205,7 +240,8 @@ class Reporter:
     def _log_evaluation(self, metrics: dict[str, Any]) -> None:
         if "evaluate/recall_at_1/image_to_text" in metrics:
             recalls = ", ".join(
-                f"{each.replace('_', ' ')} {metrics[f'evaluate/recall_at_1/{each}']:.3f}" for each in DIRECTIONS
+                f"{each.replace('_', ' ')} {metrics[f'evaluate/recall_at_1/{each}']:.3f}"
+                for each in DIRECTIONS
             )
             self.log(f"step {metrics['step']:,}: recall@1 {recalls}", "evaluation")
         elif "evaluate/perplexity" in metrics:
@@ -213,7 +249,9 @@ class Reporter:
             self.log(f"step {metrics['step']:,}: {language_note(scores)}", "evaluation")
 
     def _seconds_left(self, done: int, total: int) -> float | None:
-        """Estimate the remaining time from the rate since the first logged line, which excludes warm-up."""
+        """Estimate the remaining time from the rate since the first logged line, which excludes
+        warm-up.
+        """
         now = time.monotonic()
         if self._first is None or done <= self._first[1]:
             self._first = (now, done)

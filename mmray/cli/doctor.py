@@ -16,7 +16,10 @@ ICONS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "b
 
 @dataclass(frozen=True)
 class DoctorCommand:
-    """Check this machine and the Ray cluster for problems that stop or slow a run. Exit code 4 if there are errors."""
+    """Check this machine and the Ray cluster for problems that stop or slow a run.
+
+    Exit code 4 if there are errors.
+    """
 
     address: str | None = None
     """Ray address; None: RAY_ADDRESS if set, otherwise a temporary cluster on this machine."""

@@ -16,13 +16,17 @@ from mmray.errors import UsageError
 @dataclass(frozen=True, kw_only=True)
 class _Options:
     split: str | None = None
-    """Split of the set, if it has splits; None: the run's data.eval_split, or `test` for another set."""
+    """Split of the set, if it has splits;
+
+    None: the run's data.eval_split, or `test` for another set.
+    """
     json: str | None = None
     """Write the metrics to this JSON file."""
     address: str | None = None
     """Ray address; None: RAY_ADDRESS if set, otherwise this machine."""
     workers: int | None = None
-    """Number of workers; None: as many as in training, or as this machine has GPUs; 1 for weights."""
+    """Number of workers; None: as many as in training, or as this machine has GPUs; 1 for weights.
+    """
     accelerator: Literal["auto", "gpu", "cpu"] | None = None
     """Device of the workers; None: as in training; auto: GPUs if the cluster has any."""
     evaluate: EvalSettings = field(default_factory=EvalSettings)
@@ -46,7 +50,9 @@ class EvaluateCommand(_Options):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateWeightsCommand(_Options):
-    """Evaluate pretrained weights without training; the defaults of `--model` are those of the weights."""
+    """Evaluate pretrained weights without training; the defaults of `--model` are those of the
+    weights.
+    """
 
     weights: str
     """Folder saved by transformers, a hub name, or an open_clip checkpoint."""
@@ -60,7 +66,12 @@ class EvaluateWeightsCommand(_Options):
 def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
     """Parse the command line, with the run's own settings as defaults. Raises UsageError."""
     run = parse_args(EvaluateCommand, argv, "mmray evaluate").run
-    command = parse_args(EvaluateCommand, argv, "mmray evaluate", EvaluateCommand(run=run, evaluate=load_settings(run)))
+    command = parse_args(
+        EvaluateCommand,
+        argv,
+        "mmray evaluate",
+        EvaluateCommand(run=run, evaluate=load_settings(run)),
+    )
     require_positive(command, "workers")
     return command
 
@@ -74,12 +85,17 @@ def load_settings(run: str) -> EvalSettings:
 
 
 def evaluate(argv: Sequence[str], terminal: Terminal) -> int:
-    """mmray evaluate RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...] [--json FILE]"""
+    """mmray evaluate RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...]
+    [--json FILE]
+    """
     if weights := flag_values("--weights", argv):
         from mmray.training.evaluate_export import evaluate_pretrained
 
         given, config = parse_evaluate_weights(weights[-1], argv)
-        metrics = _show(lambda reporter: evaluate_pretrained(config, given.data, given.split, reporter), terminal)
+        metrics = _show(
+            lambda reporter: evaluate_pretrained(config, given.data, given.split, reporter),
+            terminal,
+        )
         write_json(given.json, {"metrics": metrics})
     else:
         command = parse_evaluate(argv)
@@ -108,8 +124,13 @@ def _show(call: Callable[[Reporter], dict[str, float]], terminal: Terminal) -> d
     return metrics
 
 
-def parse_evaluate_weights(weights: str, argv: Sequence[str]) -> tuple[EvaluateWeightsCommand, Config]:
-    """Return the command line and its config, with the settings of the weights as defaults. Raises UsageError."""
+def parse_evaluate_weights(
+    weights: str, argv: Sequence[str]
+) -> tuple[EvaluateWeightsCommand, Config]:
+    """Return the command line and its config, with the settings of the weights as defaults.
+
+    Raises UsageError.
+    """
     from mmray.training.evaluate_export import pretrained_config
 
     config = pretrained_config(weights)
@@ -126,4 +147,6 @@ def parse_evaluate_weights(weights: str, argv: Sequence[str]) -> tuple[EvaluateW
         run=config.run.replace(storage=command.storage),
     )
     accelerator = command.accelerator or config.cluster.accelerator
-    return command, config.with_cluster(address=command.address, workers=command.workers or 1, accelerator=accelerator)
+    return command, config.with_cluster(
+        address=command.address, workers=command.workers or 1, accelerator=accelerator
+    )

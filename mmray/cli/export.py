@@ -1,4 +1,6 @@
-"""`mmray export`: write the model of a run, or of pretrained weights, to a folder for mmray.load or transformers."""
+"""`mmray export`: write the model of a run, or of pretrained weights, to a folder for mmray.load or
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class ExportCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportWeightsCommand:
-    """Write pretrained weights to a folder for `mmray.load`; the defaults of `--model` are those of the weights."""
+    """Write pretrained weights to a folder for `mmray.load`; the defaults of `--model` are those of
+    the weights.
+    """
 
     out: OutPath
     """Folder (or address, s3://...) to write."""
@@ -42,7 +46,9 @@ class ExportWeightsCommand:
 
 
 def export(argv: Sequence[str], terminal: Terminal) -> int:
-    """mmray export RUN OUT [--step N|best], or mmray export --weights FILE OUT [--model.SETTING VALUE ...]"""
+    """mmray export RUN OUT [--step N|best], or mmray export --weights FILE OUT [--model.SETTING
+    VALUE ...]
+    """
     if weights := flag_values("--weights", argv):
         _print_exported(_export_weights(weights[-1], argv, terminal), terminal)
     else:
@@ -66,7 +72,11 @@ def _print_exported(out: AnyPath, terminal: Terminal) -> None:
 
     folder = relative_paths(str(out))
     terminal.note(folder, "exported")
-    call = 'model.answer(["photo.jpg"])' if (out / PROCESSOR).exists() else 'model.embed_texts(["a red circle"])'
+    call = (
+        'model.answer(["photo.jpg"])'
+        if (out / PROCESSOR).exists()
+        else 'model.embed_texts(["a red circle"])'
+    )
     terminal.note(f'import mmray; model = mmray.load("{folder}"); {call}', "next")
 
 

@@ -22,7 +22,9 @@ class PrepareCommand:
     """Validate, deduplicate and pack image-text rows into a set that any run can use."""
 
     source: SourcePath
-    """JSON lines, CSV, TSV, Parquet, tars, class folders, images with texts, COCO or a saved dataset; detected."""
+    """JSON lines, CSV, TSV, Parquet, tars, class folders, images with texts, COCO or a saved
+    dataset; detected.
+    """
     out: OutPath
     """Folder of the prepared set; the same command again resumes, or adds new rows."""
     settings: OmitArgPrefixes[Prepare] = field(default_factory=Prepare)
@@ -37,13 +39,28 @@ class PrepareCommand:
 def _findings(manifest: Manifest, out: str) -> Iterator[tuple[str, str]]:
     """Yield (label, line) for unreadable rows, repeated captions and contamination."""
     if unreadable := manifest.reasons.get("unreadable"):
-        yield "unreadable", f"{unreadable:,} rows failed on a disk or a server; rerun the same command to retry them"
+        yield (
+            "unreadable",
+            (
+                f"{unreadable:,} rows failed on a disk or a server; rerun the same "
+                "command to retry them"
+            ),
+        )
     if manifest.num_same_text:
-        yield "captions", f"{manifest.num_same_text:,} rows repeat the captions of an earlier row; they are kept"
+        yield (
+            "captions",
+            (
+                f"{manifest.num_same_text:,} rows repeat the captions of an earlier "
+                "row; they are kept"
+            ),
+        )
     if leakage := manifest.leakage:
         total = leakage["exact"] + leakage["near"]
         found_in = leakage["found_in"].items()
-        where = ", ".join(f"{rows:,} in {'another split' if name == 'splits' else name}" for name, rows in found_in)
+        where = ", ".join(
+            f"{rows:,} in {'another split' if name == 'splits' else name}"
+            for name, rows in found_in
+        )
         kept = "quarantined" if leakage["dropped"] else "kept; --drop-overlap quarantines them"
         kinds = f"{leakage['exact']:,} exact, {leakage['near']:,} near-duplicates"
         listed = f"; listed in {out}/leaks.jsonl" * bool(total)
@@ -51,7 +68,9 @@ def _findings(manifest: Manifest, out: str) -> Iterator[tuple[str, str]]:
 
 
 def prepare(argv: Sequence[str], terminal: Terminal) -> int:
-    """mmray prepare SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] [--check-contamination SET] ..."""
+    """mmray prepare SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] [--check-contamination
+    SET] ...
+    """
     run_prepare(parse_args(PrepareCommand, argv, "mmray prepare"), terminal)
     return 0
 
@@ -69,8 +88,13 @@ def run_prepare(command: PrepareCommand, terminal: Terminal) -> Manifest:
     with terminal.progress("starting"), data_session(cluster_config):
         reporter = Reporter(terminal)
         report = (reporter.prepare_progress, reporter.log)
-        manifest = prepare_rows(command.source, command.out, command.settings, *report, command.retry_quarantined)
-    splits = ", ".join(f"{name} {rows:,}" for name, rows in sorted(manifest.splits.items())) or "no splits"
+        manifest = prepare_rows(
+            command.source, command.out, command.settings, *report, command.retry_quarantined
+        )
+    splits = (
+        ", ".join(f"{name} {rows:,}" for name, rows in sorted(manifest.splits.items()))
+        or "no splits"
+    )
     terminal.note(f"{manifest.num_read:,} rows in {time.monotonic() - start_s:.0f} s", "read")
     terminal.note(f"{manifest.num_rows:,} rows ({splits}) in {command.out}", "prepared")
     reasons = f"; reasons are in {command.out}/quarantine.jsonl" * bool(manifest.num_quarantined)

@@ -41,14 +41,18 @@ def _print_outcome(outcome: RunOutcome, terminal: Terminal) -> None:
     result = outcome.result
     if outcome.already_done:
         terminal.note(
-            f"{outcome.path} has finished its {result['steps']:,} steps; raise --train.steps to continue", "done"
+            f"{outcome.path} has finished its {result['steps']:,} steps; raise --train.steps to "
+            "continue",
+            "done",
         )
         return
     took = f"{result['steps']:,} steps in {result['elapsed_s']:.0f} s"
     count, wasted = result["restarts"], result["wasted_steps"]
     restarts = f", {count} restart{'s' * (count > 1)} ({wasted} steps repeated)" if count else ""
     if result["status"] == "stopped":
-        terminal.note(f"{took}; run the same command to resume from step {result['steps']:,}", "stopped")
+        terminal.note(
+            f"{took}; run the same command to resume from step {result['steps']:,}", "stopped"
+        )
         _print_best(outcome, terminal)
         return
     peak_gib = result.get("all_processes_peak_gib")
@@ -58,7 +62,9 @@ def _print_outcome(outcome: RunOutcome, terminal: Terminal) -> None:
         terminal.console.print(*scores_tables(result["scores"]))
     _print_best(outcome, terminal)
     name = shell_path(outcome.path)
-    terminal.note(f"mmray evaluate {name}    mmray export {name} exported/{outcome.path.name}", "next")
+    terminal.note(
+        f"mmray evaluate {name}    mmray export {name} exported/{outcome.path.name}", "next"
+    )
 
 
 def _print_best(outcome: RunOutcome, terminal: Terminal) -> None:
@@ -68,4 +74,6 @@ def _print_best(outcome: RunOutcome, terminal: Terminal) -> None:
         return
     name = shell_path(outcome.path)
     best_step = f"step {best['step']:,} with {best['metric']} {best['score']:.3f}"
-    terminal.note(f"{best_step}: mmray export {name} exported/{outcome.path.name} --step best", "best")
+    terminal.note(
+        f"{best_step}: mmray export {name} exported/{outcome.path.name} --step best", "best"
+    )

@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 POPULATION = 8  # trials of population based training
-MIN_LIVE_ROWS, LIVE_MARGIN = 5, 12  # rows of the live table, and lines of the terminal for everything else
+# rows of the live table, and lines of the terminal for everything else
+MIN_LIVE_ROWS, LIVE_MARGIN = 5, 12
 SHORT_TITLES = {"loss": "held-out", "recall": "R@1", "time-to-quality": "s to target"}
 
 
 class ConsoleSweepReporter(Reporter):
-    """Prints a line per rung and ended trial, and a live table; implements mmray.tuning.sweep.SweepReporter."""
+    """Prints a line per rung and ended trial, and a live table; implements
+    mmray.tuning.sweep.SweepReporter.
+    """
 
     def __init__(self, terminal: Terminal, goal: str):
         super().__init__(terminal)
@@ -47,16 +50,25 @@ class ConsoleSweepReporter(Reporter):
     def table(self, rows: Sequence[Row], rungs: tuple[int, ...], time_left: TimeLeft) -> None:
         if self.terminal.is_live:
             most = max(MIN_LIVE_ROWS, self.terminal.console.height - LIVE_MARGIN)
-            self.terminal.show(live_table(rows, rungs, self.goal, most), Text(format_time_left(time_left)))
+            self.terminal.show(
+                live_table(rows, rungs, self.goal, most), Text(format_time_left(time_left))
+            )
 
 
 def live_table(rows: Sequence[Row], rungs: Sequence[int], goal: str, most: int) -> Table:
-    """Return the table of a running sweep: running trials, then the best ones; `most` limits its rows."""
+    """Return the table of a running sweep: running trials, then the best ones;
+
+    `most` limits its rows.
+    """
     compared = RUNG_GOALS[goal]
     sign = -1 if compared.maximize else 1
 
     def order(row: Row) -> tuple[bool, int, float]:
-        return row["status"] != "running", -len(row["rungs"]), sign * row["rungs"][-1]["value"] if row["rungs"] else 0.0
+        return (
+            row["status"] != "running",
+            -len(row["rungs"]),
+            sign * row["rungs"][-1]["value"] if row["rungs"] else 0.0,
+        )
 
     shown = [
         row
@@ -66,8 +78,15 @@ def live_table(rows: Sequence[Row], rungs: Sequence[int], goal: str, most: int) 
         for row in sorted(rows, key=order)
     ]
     searched = {key: (key.rpartition(".")[2], "") for key in (rows[0]["settings"] if rows else ())}
-    columns = {"trial": ("trial", ""), **searched, "rung": ("rung", ""), "value": (compared.title, ".4g")}
-    table = rows_table(shown[:most], columns | {"status": ("status", ""), "elapsed_s": ("s", ",.0f")})
+    columns = {
+        "trial": ("trial", ""),
+        **searched,
+        "rung": ("rung", ""),
+        "value": (compared.title, ".4g"),
+    }
+    table = rows_table(
+        shown[:most], columns | {"status": ("status", ""), "elapsed_s": ("s", ",.0f")}
+    )
     if hidden := Counter(row["status"] for row in shown[most:]):
         table.caption = "and " + ", ".join(f"{count} {status}" for status, count in hidden.items())
     return table
@@ -80,16 +99,29 @@ def format_time_left(time_left: TimeLeft) -> str:
         return str(timedelta(seconds=round(seconds))).removeprefix("0:")
 
     parts = [f"{clock(time_left.elapsed_s)} elapsed"]
-    parts += [f"about {clock(time_left.estimated_s)} left"] if time_left.estimated_s is not None else []
-    return ", ".join(parts + ([f"budget {clock(time_left.budget_s)}"] if time_left.budget_s is not None else []))
+    parts += (
+        [f"about {clock(time_left.estimated_s)} left"] if time_left.estimated_s is not None else []
+    )
+    return ", ".join(
+        parts + ([f"budget {clock(time_left.budget_s)}"] if time_left.budget_s is not None else [])
+    )
 
 
 def trials_table(rows: list[Row], goal: str, recommendation: Row | None) -> Table:
     """Return the table of trials; a star marks the best of each global batch."""
     winners = set(recommendation["per_global"].values()) if recommendation else set()
     # Settings of the batch are in the columns `batch` and `global`.
-    searched = {key: (key.rpartition(".")[2], "") for key in rows[0]["settings"] if key not in BATCH_SETTINGS}
-    columns = {"trial": ("trial", ""), **searched, "batch": ("batch", ""), "global": ("global", "d")}
+    searched = {
+        key: (key.rpartition(".")[2], "")
+        for key in rows[0]["settings"]
+        if key not in BATCH_SETTINGS
+    }
+    columns = {
+        "trial": ("trial", ""),
+        **searched,
+        "batch": ("batch", ""),
+        "global": ("global", "d"),
+    }
     columns |= {
         "samples_per_s": ("samples/s", COMPACT),
         "step_p50_s": ("p50 s", ".3f"),
@@ -100,9 +132,16 @@ def trials_table(rows: list[Row], goal: str, recommendation: Row | None) -> Tabl
     columns |= {GOALS[goal].metric: (SHORT_TITLES[goal], ".3f")} if goal in SHORT_TITLES else {}
     shown = []
     for row in rows:
-        shape = "x".join(str(row[key]) for key in ("micro", "accumulation", "workers")) if row["global"] else None
+        shape = (
+            "x".join(str(row[key]) for key in ("micro", "accumulation", "workers"))
+            if row["global"]
+            else None
+        )
         values = {key: str(value) for key, value in row["settings"].items()} | {"batch": shape}
-        values |= {"trial": row["trial"] + "*" * (row["trial"] in winners), "status": row["status"].replace("_", " ")}
+        values |= {
+            "trial": row["trial"] + "*" * (row["trial"] in winners),
+            "status": row["status"].replace("_", " "),
+        }
         shown.append(row | values)
     return rows_table(shown, columns | {"status": ("status", "")})
 
@@ -114,11 +153,16 @@ def trial_line(row: Row, rungs: Sequence[int] = ()) -> str:
     reached = ""
     if len(rungs) > 1 and row["rungs"]:
         last = row["rungs"][-1]
-        reached = f"rung {len(row['rungs'])} of {len(rungs)}: {last['value']:.4g} after {last['samples']:,} samples"
+        reached = (
+            f"rung {len(row['rungs'])} of {len(rungs)}: {last['value']:.4g} after "
+            f"{last['samples']:,} samples"
+        )
     parts = [
         f"{settings}: {row['status'].replace('_', ' ')}{took}",
         reached,
-        f"{format_compact(row['samples_per_s'])} samples/s" if row["samples_per_s"] is not None else "",
+        f"{format_compact(row['samples_per_s'])} samples/s"
+        if row["samples_per_s"] is not None
+        else "",
         f"loss {row['loss']:.3f}" if row["loss"] is not None and not reached else "",
         f"{row['peak_gib']:.2f} GiB" if row["peak_gib"] is not None else "",
         relative_paths(row["error"] or ""),
@@ -151,21 +195,36 @@ class TuneCommand:
 
     settings: Annotated[Config, tyro.conf.arg(name="")]
     space: UseAppendAction[tuple[str, ...]] = ()
-    """SETTING=V1,V2,..., repeatable; or =uniform(LOW,HIGH), =loguniform(LOW,HIGH). Learning goals: default the rate."""
+    """SETTING=V1,V2,..., repeatable; or =uniform(LOW,HIGH), =loguniform(LOW,HIGH).
+
+    Learning goals: default the rate.
+    """
     samples: int | None = None
-    """Configurations to sample; None: 32 if there is a range (8 for pbt), otherwise all combinations of the lists."""
+    """Configurations to sample;
+
+    None: 32 if there is a range (8 for pbt), otherwise all combinations of the lists.
+    """
     goal: Literal["throughput", "loss", "recall", "time-to-quality", "memory"] = "throughput"
-    """What to optimize: samples/s, held-out loss or recall@1, seconds to the recipe's loss, or peak memory."""
+    """What to optimize: samples/s, held-out loss or recall@1, seconds to the recipe's loss, or peak
+    memory.
+    """
     search: Literal["random", "optuna"] = "random"
     """How configurations are suggested: at random, or by Optuna's TPE (extra `optuna`)."""
     scheduler: Literal["halving", "asha", "pbt"] = "halving"
-    """When trials end early: successive halving, Ray Tune's ASHA, or population based training (changes the rate)."""
+    """When trials end early: successive halving, Ray Tune's ASHA, or population based training
+    (changes the rate).
+    """
     budget: str | None = None
-    """Time or GPU-hours after which running trials stop: 2h, 30m, 40gpu-hours. A repeated command continues."""
+    """Time or GPU-hours after which running trials stop: 2h, 30m, 40gpu-hours.
+
+    A repeated command continues.
+    """
     concurrency: int | None = None
     """Trials at a time; None: one on a single machine, as many as fit on a cluster."""
     reuse: bool = False
-    """Goal throughput: take measurements of the same hardware and settings from earlier sweeps in --run.storage."""
+    """Goal throughput: take measurements of the same hardware and settings from earlier sweeps in
+    --run.storage.
+    """
 
     @property
     def num_samples(self) -> int | None:
@@ -173,7 +232,9 @@ class TuneCommand:
 
 
 def tune(argv: Sequence[str], terminal: Terminal) -> int:
-    """mmray tune [RECIPE] [--goal throughput] [--space SETTING=V1,V2 ...] [--section.field value ...]"""
+    """mmray tune [RECIPE] [--goal throughput] [--space SETTING=V1,V2 ...] [--section.field value
+    ...]
+    """
     name, rest, print_config = split_args(argv)
     rest, listed = split_global_list(rest)
     from mmray.config import search_space  # these import numpy, which parsing errors do not need
@@ -183,7 +244,9 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     given = (*flag_values("--space", rest), *listed)
     searched = [text.partition("=")[0].replace("-", "_") for text in given]
     default = TuneCommand(trials.clear_length_and_derived_batch(recipe, searched))
-    command = parse_args(TuneCommand, rest, f"mmray tune {name}", default, DESCRIPTION.strip().format(name=name))
+    command = parse_args(
+        TuneCommand, rest, f"mmray tune {name}", default, DESCRIPTION.strip().format(name=name)
+    )
     require_positive(command, "samples", "concurrency")
     base = trials.restore_length(command.settings, recipe)
     if print_config:
@@ -212,13 +275,17 @@ def check_no_trials(command: TuneCommand) -> None:
     ]
     if unused:
         options = ", ".join(f"--{name}" for name in unused)
-        raise UsageError(f"{options}: no effect on --goal throughput, which runs no trials; use it with --goal loss")
+        raise UsageError(
+            f"{options}: no effect on --goal throughput, which runs no trials; use it "
+            "with --goal loss"
+        )
 
 
 def run_sweep(
     command: TuneCommand, base: Config, space: Space, recipe_rows: int | None, terminal: Terminal
 ) -> tuple[AnyPath, int]:
-    """Search the space; show progress and results, and return the sweep's folder and exit code. Raises MmrayError.
+    """Search the space; show progress and results, and return the sweep's folder and exit code.
+    Raises MmrayError.
 
     recipe_rows: see `Sweep`.
     """
@@ -232,7 +299,14 @@ def run_sweep(
     terminal.note(f"mmray {version('mmray')}, sweep of recipe {base.recipe}")
     with terminal.progress("starting Ray"):
         reporter = ConsoleSweepReporter(terminal, command.goal)
-        options = command.goal, command.concurrency, command.search, command.scheduler, budget, recipe_rows
+        options = (
+            command.goal,
+            command.concurrency,
+            command.search,
+            command.scheduler,
+            budget,
+            recipe_rows,
+        )
         folder, summary, rows = search(Sweep(base, command.settings, space, *options), reporter)
     return folder.path, _print_outcome(folder.path, summary, rows, terminal)
 
@@ -240,7 +314,11 @@ def run_sweep(
 def _print_outcome(path: AnyPath, summary: Row, rows: list[Row], terminal: Terminal) -> int:
     recommendation, stopped = summary["recommendation"], summary["status"] in ("stopped", "budget")
     measured = sum(row["status"] == "finished" or bool(row["rungs"]) for row in rows)
-    errors = {row["trial"]: f"{row['status'].replace('_', ' ')}: {row['error']}" for row in rows if row["error"]}
+    errors = {
+        row["trial"]: f"{row['status'].replace('_', ' ')}: {row['error']}"
+        for row in rows
+        if row["error"]
+    }
     if rows:
         terminal.console.print(trials_table(rows, summary["goal"], recommendation))
     if recommendation is None and not stopped:
@@ -255,10 +333,15 @@ def _print_outcome(path: AnyPath, summary: Row, rows: list[Row], terminal: Termi
     terminal.note(took + "; run the same command to resume" * stopped, summary["status"])
     if saved := summary.get("saved_gpu_hours"):
         unit = "GPU-hours" if summary.get("device") == "gpu" else "worker-hours"
-        terminal.note(f"{summary['gpu_hours']:.2g} {unit}, {saved:.2g} saved by ending trials early", "cost")
+        terminal.note(
+            f"{summary['gpu_hours']:.2g} {unit}, {saved:.2g} saved by ending trials early", "cost"
+        )
     if recommendation is not None:
         terminal.note(recommendation["why"], "best")
         if cooldown := recommendation.get("cooldown"):
-            terminal.note(f"{cooldown['value']:.4g} after a cooldown, at {cooldown['samples']:,} samples", "cooldown")
+            terminal.note(
+                f"{cooldown['value']:.4g} after a cooldown, at {cooldown['samples']:,} samples",
+                "cooldown",
+            )
         terminal.note(f"mmray train {shell_path(path / 'best.yaml')}", "next")
     return INTERRUPTED if summary["status"] == "stopped" else 0

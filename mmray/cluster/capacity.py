@@ -1,4 +1,7 @@
-"""Check whether a run fits a cluster and what is missing, because Ray would wait forever. Pure functions."""
+"""Check whether a run fits a cluster and what is missing, because Ray would wait forever.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +21,41 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Node:
-    """Resources (total or free) and labels of a node; labels None: unknown until the node starts."""
+    """Resources (total or free) and labels of a node; labels None: unknown until the node
+    starts.
+    """
 
     resources: Resources
     labels: Labels | None = field(default_factory=dict)
 
     def matches_labels(self, selector: LabelSelector) -> bool:
-        """Return whether the node satisfies this label selector; True while its labels are unknown."""
+        """Return whether the node satisfies this label selector;
+
+        True while its labels are unknown.
+        """
         if self.labels is None:
             return True
         for key, condition in selector.items():
             body = condition.removeprefix("!")
             values = body[3:-1].split(",") if body.startswith("in(") else [body]
-            if (self.labels.get(key) in {each.strip() for each in values}) == condition.startswith("!"):
+            if (self.labels.get(key) in {each.strip() for each in values}) == condition.startswith(
+                "!"
+            ):
                 return False
         return True
 
     def fits(self, bundle: Resources) -> bool:
         """Return whether the node has all of these resources."""
-        return all(self.resources.get(name, 0) + TOLERANCE >= amount for name, amount in bundle.items())
+        return all(
+            self.resources.get(name, 0) + TOLERANCE >= amount for name, amount in bundle.items()
+        )
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A node type of an autoscaling cluster, with at most `max_nodes` nodes including existing ones."""
+    """A node type of an autoscaling cluster, with at most `max_nodes` nodes including existing
+    ones.
+    """
 
     name: str
     resources: Resources
@@ -61,47 +75,80 @@ class Demand:
 
     def __str__(self) -> str:
         workers = (
-            f"{self.workers} training worker{'s' * (self.workers != 1)} of {format_resources(self.per_worker)} each"
+            f"{self.workers} training worker{'s' * (self.workers != 1)} of "
+            f"{format_resources(self.per_worker)} each"
         )
         if self.worker_label_selector:
             workers += f" on nodes{format_label_selector(self.worker_label_selector)}"
         data = f"{self.data_cpus} CPU{'s' * (self.data_cpus != 1)} for data"
         if self.data_label_selector:
             data += f" on nodes{format_label_selector(self.data_label_selector)}"
-        return ", and ".join(part for part, count in ((workers, self.workers), (data, self.data_cpus)) if count)
+        return ", and ".join(
+            part for part, count in ((workers, self.workers), (data, self.data_cpus)) if count
+        )
 
 
-def missing_capacity(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool] = ()) -> str | None:
-    """Return None if the demand fits the nodes and pools; otherwise a message with what is missing and what fits."""
+def missing_capacity(
+    demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool] = ()
+) -> str | None:
+    """Return None if the demand fits the nodes and pools; otherwise a message with what is missing
+    and what fits.
+    """
     largest = max_cluster(demand, nodes, pools)
     if fits(demand, nodes) or fits(demand, largest):
         return None
     names = {"CPU", "GPU", *demand.per_worker}
     totals = {name: sum(node.resources.get(name, 0) for node in largest) for name in names}
     nodes_text = f"{len(largest)} node{'s' * (len(largest) != 1)}"
-    total = f"the cluster {'can grow to' if pools else 'has'} {format_resources(totals)} on {nodes_text}"
-    grow_fix = "raise the maximum of a pool of the autoscaler" if pools else "add nodes, or join a larger cluster"
+    total = (
+        f"the cluster {'can grow to' if pools else 'has'} {format_resources(totals)} on "
+        f"{nodes_text}"
+    )
+    grow_fix = (
+        "raise the maximum of a pool of the autoscaler"
+        if pools
+        else ("add nodes, or join a larger cluster")
+    )
     cause, fix = _cause_and_fix(demand, largest)
-    on_cpus = "; or train on CPUs (--cluster.accelerator cpu)" if demand.per_worker.get("GPU") else ""
+    on_cpus = (
+        ("; or train on CPUs (--cluster.accelerator cpu)") if demand.per_worker.get("GPU") else ""
+    )
     return f"{demand}: {cause}; {total}. {fix or grow_fix}{on_cpus}"
 
 
 def _cause_and_fix(demand: Demand, nodes: Sequence[Node]) -> tuple[str, str]:
-    """The first cause why the demand does not fit, and a change with which it may (empty: only more nodes)."""
-    missing = [name for name in demand.per_worker if not any(node.resources.get(name) for node in nodes)]
+    """The first cause why the demand does not fit, and a change with which it may (empty: only more
+    nodes).
+    """
+    missing = [
+        name for name in demand.per_worker if not any(node.resources.get(name) for node in nodes)
+    ]
     if missing:
         known = sorted({name for node in nodes for name in node.resources if ":" not in name})
         return f"no node has any {' or '.join(missing)}", f"the nodes have {', '.join(known)}"
-    for purpose, selector in (("training", demand.worker_label_selector), ("data", demand.data_label_selector)):
+    for purpose, selector in (
+        ("training", demand.worker_label_selector),
+        ("data", demand.data_label_selector),
+    ):
         if not any(node.matches_labels(selector) for node in nodes):
-            fix = f"Label a node, or in a run allow any (--cluster.{purpose.removesuffix('ing')}-label none)"
+            fix = (
+                "Label a node, or in a run allow any "
+                f"(--cluster.{purpose.removesuffix('ing')}-label none)"
+            )
             return f"no node for {purpose} is{format_label_selector(selector)}", fix
-    if not any(node.fits(demand.per_worker) and node.matches_labels(demand.worker_label_selector) for node in nodes):
+    if not any(
+        node.fits(demand.per_worker) and node.matches_labels(demand.worker_label_selector)
+        for node in nodes
+    ):
         return "no single node can hold one worker", ""
     if not fits(replace(demand, workers=0), nodes):
-        return "there are too few CPUs for data", "fewer --data.workers need fewer CPUs" if demand.data_cpus > 2 else ""
+        return "there are too few CPUs for data", (
+            "fewer --data.workers need fewer CPUs"
+        ) if demand.data_cpus > 2 else ""
     fitting = num_workers_that_fit(demand, nodes)
-    return f"{fitting} workers fit together with the data", f"--cluster.workers {fitting} would fit" if fitting else ""
+    return f"{fitting} workers fit together with the data", (
+        f"--cluster.workers {fitting} would fit"
+    ) if fitting else ""
 
 
 def fits(demand: Demand, nodes: Sequence[Node]) -> bool:
@@ -115,29 +162,43 @@ def max_concurrent(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
     # Data last, because single CPUs fit the gaps left by workers.
     bundles = [(demand.per_worker, demand.worker_label_selector)] * demand.workers
     bundles += [({"CPU": 1.0}, demand.data_label_selector)] * demand.data_cpus
-    return next((count for count in range(limit) if not all(_allocate(free, *each) for each in bundles)), limit)
+    return next(
+        (count for count in range(limit) if not all(_allocate(free, *each) for each in bundles)),
+        limit,
+    )
 
 
 def num_workers_that_fit(demand: Demand, nodes: Sequence[Node]) -> int:
     """Return how many workers of the demand fit together with its data CPUs."""
-    counts = range(1, demand.workers + 1)  # if more fit, fewer fit: bisect for the first count that does not fit
-    return bisect_left(counts, True, key=lambda count: not fits(replace(demand, workers=count), nodes))
+    # if more fit, fewer fit: bisect for the first count that does not fit
+    counts = range(1, demand.workers + 1)
+    return bisect_left(
+        counts, True, key=lambda count: not fits(replace(demand, workers=count), nodes)
+    )
 
 
 def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
-    """Return the largest cluster for this demand: the nodes outside pools, and each pool at its maximum."""
+    """Return the largest cluster for this demand: the nodes outside pools, and each pool at its
+    maximum.
+    """
     needed = demand.workers + demand.data_cpus  # each node hosts at least one worker or data CPU
     labels = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}  # by pool
     names = {pool.name for pool in pools}
     fixed = (node for node in nodes if (node.labels or {}).get(NODE_GROUP) not in names)
-    full = ([Node(pool.resources, labels.get(pool.name, pool.labels))] * min(pool.max_nodes, needed) for pool in pools)
+    full = (
+        [Node(pool.resources, labels.get(pool.name, pool.labels))] * min(pool.max_nodes, needed)
+        for pool in pools
+    )
     return [*fixed, *chain.from_iterable(full)]
 
 
 def exclude_nodes(node_ids: Iterable[str], selector: LabelSelector | None = None) -> LabelSelector:
     """Return the label selector extended to exclude these nodes."""
     before = (selector or {}).get(NODE_ID, "").removeprefix("!in(").removesuffix(")")
-    return {**(selector or {}), NODE_ID: f"!in({','.join(sorted({*node_ids, *filter(None, before.split(','))}))})"}
+    return {
+        **(selector or {}),
+        NODE_ID: f"!in({','.join(sorted({*node_ids, *filter(None, before.split(','))}))})",
+    }
 
 
 def format_resources(resources: Resources) -> str:
@@ -151,11 +212,15 @@ def format_label_selector(selector: LabelSelector) -> str:
 
 
 def _allocate(free: list[Node], bundle: Resources, selector: LabelSelector) -> bool:
-    """Allocate the bundle on the fitting node with the fewest GPUs, then CPUs; return False if none fits."""
+    """Allocate the bundle on the fitting node with the fewest GPUs, then CPUs; return False if none
+    fits.
+    """
     fitting = [node for node in free if node.matches_labels(selector) and node.fits(bundle)]
     if not fitting:
         return False
-    node = min(fitting, key=lambda node: (node.resources.get("GPU", 0), node.resources.get("CPU", 0)))
+    node = min(
+        fitting, key=lambda node: (node.resources.get("GPU", 0), node.resources.get("CPU", 0))
+    )
     for name, amount in bundle.items():
         node.resources[name] = node.resources.get(name, 0) - amount
     return True

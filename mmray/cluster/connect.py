@@ -21,27 +21,45 @@ from mmray.machine import cores
 if TYPE_CHECKING:
     from mmray.config import Cluster
 
-_PRELOADED_MODULES = "ray.data,mmray.data.stream.decode_actor"  # starts each decode actor a second faster
-# Object storage settings for workers of a remote cluster. No credentials, because Ray logs these values.
-S3_ENV = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED")
+# starts each decode actor a second faster
+_PRELOADED_MODULES = "ray.data,mmray.data.stream.decode_actor"
+# Object storage settings for workers of a remote cluster. No credentials, because Ray logs these
+# values.
+S3_ENV = (
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+    "AWS_EC2_METADATA_DISABLED",
+)
 INPUT_TASK_CPUS = 1  # for tasks that feed the decode actors
 CONNECT_TIMEOUT_S = 5.0
 
 
 def needs_ray(cluster_config: Cluster) -> bool:
-    """Return False if one worker without settings of a cluster is asked for, which a process of this machine can be."""
-    return ("ray" in sys.modules and sys.modules["ray"].is_initialized()) or asks_for_cluster(cluster_config)
+    """Return False if one worker without settings of a cluster is asked for, which a process of
+    this machine can be.
+    """
+    return ("ray" in sys.modules and sys.modules["ray"].is_initialized()) or asks_for_cluster(
+        cluster_config
+    )
 
 
 def asks_for_cluster(cluster_config: Cluster) -> bool:
     """Return whether there are several workers or settings of a cluster."""
-    cluster_only = (cluster_config.address, os.environ.get("RAY_ADDRESS"), cluster_config.resources_per_worker)
+    cluster_only = (
+        cluster_config.address,
+        os.environ.get("RAY_ADDRESS"),
+        cluster_config.resources_per_worker,
+    )
     return cluster_config.max_workers > 1 or cluster_config.wait_for_nodes or any(cluster_only)
 
 
 @contextmanager
 def data_session(cluster_config: Cluster) -> Iterator[None]:
-    """Connect to Ray for tasks of prepare, if it is asked for; otherwise they run in processes of this machine."""
+    """Connect to Ray for tasks of prepare, if it is asked for; otherwise they run in processes of
+    this machine.
+    """
     if not needs_ray(cluster_config):
         yield
         return
@@ -54,10 +72,15 @@ def data_session(cluster_config: Cluster) -> Iterator[None]:
 
 @contextmanager
 def ray_session(
-    cluster_config: Cluster, decode_actors: int = 1, while_starting: Callable[[], None] | None = None
+    cluster_config: Cluster,
+    decode_actors: int = 1,
+    while_starting: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Connect to Ray, or start it here; runs `while_starting`, which must not import Ray, in a thread meanwhile."""
-    # Read when Ray is imported. The run reports a lost worker itself; Ray's driver prints it whatever `_start` sets.
+    """Connect to Ray, or start it here; runs `while_starting`, which must not import Ray, in a
+    thread meanwhile.
+    """
+    # Read when Ray is imported. The run reports a lost worker itself; Ray's driver prints it
+    # whatever `_start` sets.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     import ray.data  # here: `mmray --help` must not import Ray
     import ray.exceptions
@@ -76,7 +99,9 @@ def ray_session(
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(while_starting) if while_starting is not None else None
-        _start(cluster_config.address or os.environ.get("RAY_ADDRESS"), cluster_config, decode_actors)
+        _start(
+            cluster_config.address or os.environ.get("RAY_ADDRESS"), cluster_config, decode_actors
+        )
     if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler exits with code 15
     try:
@@ -91,7 +116,9 @@ def ray_session(
     except ray.exceptions.RayTaskError:  # also a RayError; the task has a bug
         raise
     except ray.exceptions.RayError as error:
-        raise ResourceError(f"Ray failed: {error}. Check `ray status`, and rerun the same command") from error
+        raise ResourceError(
+            f"Ray failed: {error}. Check `ray status`, and rerun the same command"
+        ) from error
     finally:
         ray.shutdown()
 
@@ -101,17 +128,27 @@ def _start(address: str | None, cluster_config: Cluster, decode_actors: int) -> 
 
     from mmray.cluster.ray_internals import ENVIRONMENT, PRELOAD_VARIABLE
 
-    log_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+    log_options: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "configure_logging": True,
+    }
     try:
         if address:
             check_reachable(address)
-            env_vars = {name: os.environ[name] for name in (*ENVIRONMENT, *S3_ENV) if name in os.environ}
-            # A submitted job has the variables of its runtime environment here too; equal names are no conflict.
+            env_vars = {
+                name: os.environ[name] for name in (*ENVIRONMENT, *S3_ENV) if name in os.environ
+            }
+            # A submitted job has the variables of its runtime environment here too; equal names are
+            # no conflict.
             os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
             ray.init(address=address, runtime_env={"env_vars": env_vars}, **log_options)
         else:
             # For Ray's prestarted workers, which have no runtime environment.
-            paths = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+            paths = [
+                str(Path.cwd()),
+                *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+            ]
             os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
             os.environ.setdefault(PRELOAD_VARIABLE, _PRELOADED_MODULES)
             # A local cluster requires a token unless the user sets RAY_AUTH_MODE.
@@ -121,15 +158,21 @@ def _start(address: str | None, cluster_config: Cluster, decode_actors: int) -> 
             if token.exists() and token.stat().st_uid == os.getuid():
                 token.chmod(0o600)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ResourceError(f"cannot connect to Ray at {address or 'this machine'}: {error}") from error
+        raise ResourceError(
+            f"cannot connect to Ray at {address or 'this machine'}: {error}"
+        ) from error
 
 
 def check_reachable(address: str) -> None:
-    """Raise ResourceError if nothing listens at `host:port` (Ray would try for minutes), UsageError for Ray Client."""
+    """Raise ResourceError if nothing listens at `host:port` (Ray would try for minutes), UsageError
+    for Ray Client.
+    """
     if address.startswith("ray://"):
         raise UsageError(
-            f"{address}: Ray Client addresses are not supported. Submit the command as a job (`ray job submit "
-            "--address http://HEAD:8265 -- mmray ...`), or run it on a node of the cluster with RAY_ADDRESS=auto"
+            f"{address}: Ray Client addresses are not supported. Submit the command as a job (`ray "
+            "job submit "
+            "--address http://HEAD:8265 -- mmray ...`), or run it on a node of the cluster with "
+            "RAY_ADDRESS=auto"
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -138,13 +181,17 @@ def check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ResourceError(
-            f"no response from Ray at {address} ({error}). Check that the head is running (`ray status` there), that "
-            "its port (6379 by default) is reachable, and the address (--address, --cluster.address or RAY_ADDRESS)"
+            f"no response from Ray at {address} ({error}). Check that the head is running (`ray "
+            "status` there), that "
+            "its port (6379 by default) is reachable, and the address (--address, "
+            "--cluster.address or RAY_ADDRESS)"
         ) from None
 
 
 def num_local_cpus(cluster_config: Cluster, decode_actors: int, available_cores: int) -> int:
-    """Return the logical CPUs of a local cluster: at least enough for the workers and their data, which share cores."""
+    """Return the logical CPUs of a local cluster: at least enough for the workers and their data,
+    which share cores.
+    """
     workers = cluster_config.max_workers
     cpus = max(1, cluster_config.resolve_cpus(available_cores))
     return max(available_cores, math.ceil(workers * cpus) + decode_actors + INPUT_TASK_CPUS)

@@ -27,7 +27,8 @@ from mmray.machine import cores, free_memory, network_interface
 GIB = 2**30
 MIN_MEMORY_GIB = 2.0
 MIN_DISK_GIB = 5.0
-MIN_SHM_SHARE = 0.25  # of memory; Ray's object store takes 30 %, or slow files in /tmp if /dev/shm is too small
+# of memory; Ray's object store takes 30 %, or slow files in /tmp if /dev/shm is too small
+MIN_SHM_SHARE = 0.25
 MIN_OPEN_FILES = 4096
 PROBE_MB = 8
 
@@ -47,15 +48,22 @@ def _warn_if(problem: bool, name: str, observed: str, fix: str) -> Finding:
 
 
 def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
-    """Check this machine and the Ray cluster at `address` (default: RAY_ADDRESS, otherwise one started here)."""
+    """Check this machine and the Ray cluster at `address` (default: RAY_ADDRESS, otherwise one
+    started here).
+    """
     yield _check_packages()
     yield from _check_torch()
     yield check_cpus(cores(), psutil.cpu_count() or 1, psutil.cpu_count(logical=False))
     yield check_memory(free_memory() / GIB)
     if Path("/dev/shm").exists():
-        yield check_shm(shutil.disk_usage("/dev/shm").total / GIB, psutil.virtual_memory().total / GIB)
+        yield check_shm(
+            shutil.disk_usage("/dev/shm").total / GIB, psutil.virtual_memory().total / GIB
+        )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    fix = f"run `ulimit -n {min(hard, 65536) if hard > 0 else 65536}` in the shell that starts mmray (or Ray)"
+    fix = (
+        f"run `ulimit -n {min(hard, 65536) if hard > 0 else 65536}` in the shell that starts "
+        "mmray (or Ray)"
+    )
     yield _warn_if(0 < soft < MIN_OPEN_FILES, "open files", f"limit {soft:,}", fix)
     if "://" not in storage:
         yield check_disk("disk of run.storage", Path(storage).expanduser())
@@ -73,7 +81,9 @@ def _check_packages() -> Finding:
 
 
 def _check_torch() -> Iterator[Finding]:
-    """Check that torch and torchvision are builds of one index (mixed builds fail at import), and torch's GPUs."""
+    """Check that torch and torchvision are builds of one index (mixed builds fail at import), and
+    torch's GPUs.
+    """
     try:
         import torch
         import torchvision  # noqa: F401
@@ -83,7 +93,9 @@ def _check_torch() -> Iterator[Finding]:
         return
     yield Finding("ok", "torch", f"{torch.__version__} with torchvision {version('torchvision')}")
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20).stdout.splitlines()
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20
+        ).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired):
         listed = []
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
@@ -92,12 +104,20 @@ def _check_torch() -> Iterator[Finding]:
 
 
 def check_gpus(listed: int, usable: list[str], visible: str | None = None) -> Finding:
-    """Compare the GPUs that the driver lists with those that torch can use; `visible` is CUDA_VISIBLE_DEVICES."""
+    """Compare the GPUs that the driver lists with those that torch can use;
+
+    `visible` is CUDA_VISIBLE_DEVICES.
+    """
     if listed <= len(usable):
         return Finding("ok", "GPUs", ", ".join(usable) or "none; training uses the CPU")
     observed = f"the driver lists {listed} GPUs, torch can use {len(usable)}"
     if visible is None:
-        return Finding("error", "GPUs", observed, "update the driver, or install the torch build for its CUDA version")
+        return Finding(
+            "error",
+            "GPUs",
+            observed,
+            "update the driver, or install the torch build for its CUDA version",
+        )
     fix = f"CUDA_VISIBLE_DEVICES={visible} hides the others; unset it to use all of them"
     return Finding("warning", "GPUs", observed, fix)
 
@@ -115,15 +135,22 @@ def check_memory(available_gib: float) -> Finding:
 
 
 def check_shm(size_gib: float, memory_gib: float) -> Finding:
-    """Check the size of /dev/shm, which holds Ray's object store; containers limit it to 64 MB by default."""
-    fix = f"start the container with --shm-size={0.3 * memory_gib:.0f}g; otherwise Ray uses slow files in /tmp"
+    """Check the size of /dev/shm, which holds Ray's object store; containers limit it to 64 MB by
+    default.
+    """
+    fix = (
+        f"start the container with --shm-size={0.3 * memory_gib:.0f}g; otherwise Ray uses slow "
+        "files in /tmp"
+    )
     small = size_gib < MIN_SHM_SHARE * memory_gib
     return _warn_if(small, "shared memory", f"/dev/shm has {size_gib:.1f} GiB", fix)
 
 
 def check_disk(what: str, folder: Path) -> Finding:
     """Check the free disk space; Ray stops spilling objects above 95 %."""
-    existing = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
+    existing = next(
+        path for path in [folder.absolute(), *folder.absolute().parents] if path.exists()
+    )
     usage = shutil.disk_usage(existing)
     full = usage.free / GIB < MIN_DISK_GIB or usage.used > 0.95 * usage.total
     fix = "free disk space, or choose another folder (--run.storage; for Ray: RAY_TMPDIR)"
@@ -136,8 +163,14 @@ def check_storage(address: str) -> Finding:
     try:
         check_shared(address, [])
     except ResourceError as error:
-        return Finding("error", "run.storage", str(error), "fix the error above, or choose another --storage")
-    return Finding("ok", "run.storage", f"{address}: files written and read in {time.monotonic() - start_s:.1f} s")
+        return Finding(
+            "error", "run.storage", str(error), "fix the error above, or choose another --storage"
+        )
+    return Finding(
+        "ok",
+        "run.storage",
+        f"{address}: files written and read in {time.monotonic() - start_s:.1f} s",
+    )
 
 
 def check_auth(mode: str | None, file: Path) -> Finding:
@@ -148,7 +181,10 @@ def check_auth(mode: str | None, file: Path) -> Finding:
         return Finding("error", name, observed, "ray get-auth-token --generate")
     if file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077:
         return Finding("warning", name, f"other users can read {file}", f"chmod 600 {file}")
-    unset = "RAY_AUTH_MODE is not set: a local cluster gets a token; to join another cluster, set it as there"
+    unset = (
+        "RAY_AUTH_MODE is not set: a local cluster gets a token; to join another cluster, set "
+        "it as there"
+    )
     return Finding("ok", name, f"RAY_AUTH_MODE={mode}" if mode else unset)
 
 
@@ -167,19 +203,32 @@ def _check_ray(address: str | None) -> Iterator[Finding]:
             try:
                 yield check_interfaces(_interfaces(alive))
             except ray.exceptions.RayError as error:  # a node was lost, or did not answer in time
-                yield Finding("warning", "network", f"{type(error).__name__}: {error}", "see `ray status`, and repeat")
+                yield Finding(
+                    "warning",
+                    "network",
+                    f"{type(error).__name__}: {error}",
+                    "see `ray status`, and repeat",
+                )
             start_s = time.monotonic()
             try:
-                probe: Any = ray.remote(num_cpus=min(1, total.get("CPU", 0)))(lambda data: len(data))
+                probe: Any = ray.remote(num_cpus=min(1, total.get("CPU", 0)))(
+                    lambda data: len(data)
+                )
                 size = ray.get(probe.remote(bytes(PROBE_MB << 20)), timeout=60)
             except ray.exceptions.GetTimeoutError:
                 fix = "all CPUs are in use, or no node has one yet: see `ray status`"
                 yield Finding("error", "test task", "did not run within 60 s", fix)
                 return
-            observed = f"ran with {size >> 20} MB from the object store in {time.monotonic() - start_s:.2f} s"
+            observed = (
+                f"ran with {size >> 20} MB from the object store in "
+                f"{time.monotonic() - start_s:.2f} s"
+            )
             yield Finding("ok", "test task", observed)
     except (ResourceError, UsageError) as error:
-        fix = "check the address, that RAY_AUTH_MODE is the same here and on the head, and run `ray status` on the head"
+        fix = (
+            "check the address, that RAY_AUTH_MODE is the same here and on the head, and run "
+            "`ray status` on the head"
+        )
         yield Finding("error", "Ray", str(error).splitlines()[0], fix)
 
 
@@ -191,26 +240,35 @@ def _interfaces(alive: list[dict[str, Any]]) -> dict[str, str | None]:
     probe: Any = ray.remote(num_cpus=0)(network_interface)
     tasks = {}
     for node in alive:
-        affinity, ip = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False), node["NodeManagerAddress"]
+        affinity, ip = (
+            NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            node["NodeManagerAddress"],
+        )
         tasks[ip] = probe.options(scheduling_strategy=affinity).remote(ip)
     return dict(zip(tasks, ray.get(list(tasks.values()), timeout=60), strict=True))
 
 
 def check_interfaces(interfaces: dict[str, str | None]) -> Finding:
-    """Warn if a node has no network interface with the IP address that Ray uses; workers set it for gloo and NCCL."""
+    """Warn if a node has no network interface with the IP address that Ray uses; workers set it for
+    gloo and NCCL.
+    """
     missing = [ip for ip, name in interfaces.items() if name is None]
     observed = ", ".join(f"{ip} on {name or 'no interface'}" for ip, name in interfaces.items())
     fix = (
-        f"start Ray on {', '.join(missing)} with --node-ip-address, an address of the node's network interface, or set "
+        f"start Ray on {', '.join(missing)} with --node-ip-address, an address of the node's "
+        "network interface, or set "
         "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there"
     )
     return _warn_if(bool(missing), "network", observed, fix)
 
 
-def check_nodes(alive: list[dict[str, Any]], free: dict[str, float], local_cpus: int | None = None) -> Finding:
+def check_nodes(
+    alive: list[dict[str, Any]], free: dict[str, float], local_cpus: int | None = None
+) -> Finding:
     """Report the resources of the cluster; warn if training workers leave no CPU for data.
 
-    local_cpus: of this machine, if mmray started Ray here: Ray then counts more, because workers and data share them.
+    local_cpus: of this machine, if mmray started Ray here: Ray then counts more, because workers
+    and data share them.
     """
     cpus, gpus = (sum(node["Resources"].get(name, 0) for node in alive) for name in ("CPU", "GPU"))
     resources = f"{free.get('CPU', 0):g} of {cpus:g} CPU, {free.get('GPU', 0):g} of {gpus:g} GPU"

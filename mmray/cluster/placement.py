@@ -1,4 +1,6 @@
-"""Nodes and pools of the cluster, and the placement of data and training workers (see README.md)."""
+"""Nodes and pools of the cluster, and the placement of data and training workers (see
+README.md).
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ START_TOLERANCE_S = 2.0  # process start times shift with system clock correctio
 
 @dataclass(frozen=True)
 class SchedulableNodes:
-    """Reachable nodes that are not draining, with their free resources, and the IDs of the others."""
+    """Reachable nodes that are not draining, with their free resources, and the IDs of the
+    others.
+    """
 
     nodes: list[Node]
     unavailable: tuple[str, ...]
@@ -65,17 +69,25 @@ class SchedulableNodes:
 
 def alive_nodes() -> list[Node]:
     """Return the alive nodes with their total resources."""
-    return [Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]]
+    return [
+        Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]
+    ]
 
 
 def free_nodes() -> list[Node]:
     """Return the alive nodes with their free resources."""
     free = free_resources()
-    return [Node(free.get(node["NodeID"], {}), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]]
+    return [
+        Node(free.get(node["NodeID"], {}), dict(node["Labels"]))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
-    """Return the free resources when the demand fits them, or after the timeout: ended workers release theirs late."""
+    """Return the free resources when the demand fits them, or after the timeout: ended workers
+    release theirs late.
+    """
     end_s = time.monotonic() + timeout_s
     while not fits(demand, nodes := free_nodes()) and time.monotonic() < end_s:
         time.sleep(FREE_INTERVAL_S)
@@ -87,7 +99,9 @@ def schedulable_nodes() -> SchedulableNodes:
     draining, alive = draining_nodes(), [node for node in ray.nodes() if node["Alive"]]
     with ThreadPoolExecutor(MAX_PROBES) as threads:  # a probe of a lost node takes seconds
         reachable = {
-            node["NodeID"] for node, is_up in zip(alive, threads.map(_is_reachable, alive), strict=True) if is_up
+            node["NodeID"]
+            for node, is_up in zip(alive, threads.map(_is_reachable, alive), strict=True)
+            if is_up
         }
     unavailable = {node["NodeID"] for node in alive} - (reachable - draining.keys())
     nodes = [node for node in free_nodes() if (node.labels or {})[NODE_ID] not in unavailable]
@@ -95,7 +109,9 @@ def schedulable_nodes() -> SchedulableNodes:
 
 
 def _is_reachable(node: dict[str, Any]) -> bool:
-    """Return whether the raylet accepts a connection, because Ray reports a lost node as alive for half a minute."""
+    """Return whether the raylet accepts a connection, because Ray reports a lost node as alive for
+    half a minute.
+    """
     for _ in range(2):  # a packet may be lost
         with suppress(OSError):
             address = (node["NodeManagerAddress"], node["NodeManagerPort"])
@@ -106,12 +122,18 @@ def _is_reachable(node: dict[str, Any]) -> bool:
 
 
 def autoscaling_pools() -> list[Pool]:
-    """Return the pools of an autoscaling cluster; empty if it cannot grow or its limits are unknown."""
+    """Return the pools of an autoscaling cluster; empty if it cannot grow or its limits are
+    unknown.
+    """
     groups = autoscaler_groups()
     if groups is None:
         file = LAUNCHER_FILE.expanduser()  # of `ray up`, on the head node, where submitted jobs run
         return parse_launcher_config(yaml.safe_load(file.read_text())) if file.exists() else []
-    return [Pool(name, resources, UNLIMITED if limit < 0 else limit) for name, resources, limit in groups if limit]
+    return [
+        Pool(name, resources, UNLIMITED if limit < 0 else limit)
+        for name, resources, limit in groups
+        if limit
+    ]
 
 
 def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
@@ -121,38 +143,58 @@ def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
     for name, node_type in (launcher.get("available_node_types") or {}).items():
         max_nodes = min(limit, int(node_type.get("max_workers", limit)))
         if name != launcher.get("head_node_type") and max_nodes > 0:
-            resources = {key: float(amount) for key, amount in node_type.get("resources", {}).items()}
-            labels = {str(key): str(value) for key, value in (node_type.get("labels") or {}).items()}
+            resources = {
+                key: float(amount) for key, amount in node_type.get("resources", {}).items()
+            }
+            labels = {
+                str(key): str(value) for key, value in (node_type.get("labels") or {}).items()
+            }
             pools.append(Pool(name, resources, max_nodes, labels))
     return pools
 
 
 @dataclass
 class AutoscalerRequest:
-    """Autoscaler request of an elastic run; it expires unless repeated, which releases a dead driver's nodes."""
+    """Autoscaler request of an elastic run; it expires unless repeated, which releases a dead
+    driver's nodes.
+    """
 
     name: str
     _count: int = 0
     _sent_s: float = field(default=float("-inf"))
 
     def request(self, per_worker: Resources, selector: LabelSelector, count: int) -> None:
-        """Request capacity for `count` more workers; 0 cancels. Call it often: it is sent again after REFRESH_S."""
-        if (not count and not self._count) or (count == self._count and time.monotonic() - self._sent_s < REFRESH_S):
+        """Request capacity for `count` more workers; 0 cancels.
+
+        Call it often: it is sent again after REFRESH_S.
+        """
+        if (not count and not self._count) or (
+            count == self._count and time.monotonic() - self._sent_s < REFRESH_S
+        ):
             return
         self._count, self._sent_s = count, time.monotonic()
         try:
-            request_nodes(self.name, [dict(per_worker)] * count, selector, EXPIRES_S, REQUEST_TIMEOUT_S)
+            request_nodes(
+                self.name, [dict(per_worker)] * count, selector, EXPIRES_S, REQUEST_TIMEOUT_S
+            )
         except (ray.exceptions.RayError, TimeoutError):
-            self._sent_s = float("-inf")  # resend at the next call (a cancel is not: the request expires)
+            # resend at the next call (a cancel is not: the request expires)
+            self._sent_s = float("-inf")
 
     def cancel(self) -> None:
         self.request({}, {}, 0)
 
 
 def available_cores_if_local() -> int | None:
-    """Return the available cores of a single-node cluster if Ray counts more CPUs (see connect.py), otherwise None."""
+    """Return the available cores of a single-node cluster if Ray counts more CPUs (see connect.py),
+    otherwise None.
+    """
     nodes, available_cores = alive_nodes(), cores()
-    return available_cores if len(nodes) == 1 and nodes[0].resources.get("CPU", 0) > available_cores else None
+    return (
+        available_cores
+        if len(nodes) == 1 and nodes[0].resources.get("CPU", 0) > available_cores
+        else None
+    )
 
 
 def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
@@ -160,18 +202,31 @@ def data_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
     if setting != "auto" or _has_roles(nodes):
         return _role_label_selector(setting, "data")
     gpu_nodes = [node for node in nodes if node.resources.get("GPU")]
-    cpu_nodes = [n for n in nodes if n not in gpu_nodes and n.resources.get("CPU") and HEAD_RESOURCE not in n.resources]
-    return exclude_nodes((node.labels or {})[NODE_ID] for node in gpu_nodes) if gpu_nodes and cpu_nodes else {}
+    cpu_nodes = [
+        n
+        for n in nodes
+        if n not in gpu_nodes and n.resources.get("CPU") and HEAD_RESOURCE not in n.resources
+    ]
+    return (
+        exclude_nodes((node.labels or {})[NODE_ID] for node in gpu_nodes)
+        if gpu_nodes and cpu_nodes
+        else {}
+    )
 
 
 def train_label_selector(setting: str, nodes: list[Node]) -> LabelSelector:
-    """Return the label selector of nodes for training workers; GPU workers need none without roles."""
+    """Return the label selector of nodes for training workers;
+
+    GPU workers need none without roles.
+    """
     return _role_label_selector(setting, "train") if setting != "auto" or _has_roles(nodes) else {}
 
 
 def _role_label_selector(setting: str, role: str) -> LabelSelector:
     """Return the label selector of a setting: `auto` (those of `role`), `none` or `key=value`."""
-    key, _, value = {"auto": f"{ROLE_LABEL}={role}", "none": ""}.get(setting, setting).partition("=")
+    key, _, value = {"auto": f"{ROLE_LABEL}={role}", "none": ""}.get(setting, setting).partition(
+        "="
+    )
     return {key: value} if key else {}
 
 
@@ -186,27 +241,44 @@ def set_data_placement(cluster_config: Cluster) -> None:
 
 
 def check_data_capacity(cluster_config: Cluster) -> None:
-    """Raise ResourceError if there can be no data node with a CPU, because Ray would wait forever."""
+    """Raise ResourceError if there can be no data node with a CPU, because Ray would wait
+    forever.
+    """
     nodes = alive_nodes()
     demand = Demand(0, {}, 1, {}, data_label_selector(cluster_config.data_label, nodes))
     missing = missing_capacity(demand, nodes, autoscaling_pools())
     if missing is not None and not cluster_config.wait_for_nodes:
         raise ResourceError(
-            f"{missing}, or declare that nodes will be added (--wait-for-nodes; for training --cluster.wait-for-nodes)"
+            f"{missing}, or declare that nodes will be added (--wait-for-nodes; for training "
+            "--cluster.wait-for-nodes)"
         )
 
 
 def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Start a Ray task on the node with this ID, without CPUs and without retries; return its reference."""
+    """Start a Ray task on the node with this ID, without CPUs and without retries; return its
+    reference.
+    """
     affinity = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=affinity).remote(*args)
+    return (
+        ray.remote(num_cpus=0, max_retries=0)(function)
+        .options(scheduling_strategy=affinity)
+        .remote(*args)
+    )
 
 
 def actor_states(class_name: str, timeout_s: float = 5.0) -> list[str]:
-    """Return the state of each of this job's actors: of its process (psutil's), with the node, otherwise Ray's."""
+    """Return the state of each of this job's actors: of its process (psutil's), with the node,
+    otherwise Ray's.
+    """
     actors = actors_of_job(class_name)
-    tasks = {run_on_node(node, process_state, pid): node for state, node, pid in actors if state == "ALIVE"}
-    done, pending = ray.wait(list(tasks), num_returns=len(tasks), timeout=timeout_s) if tasks else ([], [])
+    tasks = {
+        run_on_node(node, process_state, pid): node
+        for state, node, pid in actors
+        if state == "ALIVE"
+    }
+    done, pending = (
+        ray.wait(list(tasks), num_returns=len(tasks), timeout=timeout_s) if tasks else ([], [])
+    )
     states = [f"{ray.get(task)} on node {tasks[task][:8]}" for task in done]
     states += [f"on node {tasks[task][:8]}, which does not answer" for task in pending]
     return states + [state.lower().replace("_", " ") for state, _, _ in actors if state != "ALIVE"]
@@ -220,7 +292,9 @@ def process_state(pid: int) -> str:
 
 
 def kill_processes(processes: Iterable[tuple[str, int, float]], timeout_s: float = 10.0) -> None:
-    """Send SIGKILL to processes (node ID, PID, start time in epoch seconds); skips unreachable nodes."""
+    """Send SIGKILL to processes (node ID, PID, start time in epoch seconds); skips unreachable
+    nodes.
+    """
     tasks = [run_on_node(node, kill_process, pid, started_s) for node, pid, started_s in processes]
     ray.wait(tasks, num_returns=len(tasks), timeout=timeout_s)
 

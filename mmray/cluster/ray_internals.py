@@ -16,9 +16,11 @@ JOB_DIR = "working_dir_files"  # Ray's folder for working directories of submitt
 PRELOAD_VARIABLE = "RAY_preload_python_modules"  # modules that idle worker processes import ahead
 START_TIMEOUT_VARIABLE = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 ENVIRONMENT = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # Ray's 2 s delay each report and the detection of each failure
+    # Ray's 2 s delay each report and the detection of each failure
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # it adds a process per worker group; the driver polls instead
+    # it adds a process per worker group; the driver polls instead
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_task_oom_retries": "5",  # the default is to retry out-of-memory tasks forever
@@ -31,7 +33,8 @@ def version_warning(installed: str = ray.__version__) -> str | None:
     if installed.split(".")[:2] == TESTED_VERSION.split("."):
         return None
     return (
-        f"Ray {installed} is untested: mmray uses private APIs of Ray {TESTED_VERSION}, so autoscaling and preemption "
+        f"Ray {installed} is untested: mmray uses private APIs of Ray {TESTED_VERSION}, so "
+        "autoscaling and preemption "
         f"may fail. Install it with: pip install 'ray~={TESTED_VERSION}.0'"
     )
 
@@ -43,7 +46,9 @@ def _checked(what: str) -> Iterator[None]:
         yield
     except (ImportError, AttributeError, TypeError) as error:
         fix = version_warning() or "This is a bug of mmray"
-        raise ResourceError(f"cannot read {what} from Ray {ray.__version__}: {error}. {fix}") from error
+        raise ResourceError(
+            f"cannot read {what} from Ray {ray.__version__}: {error}. {fix}"
+        ) from error
 
 
 def free_resources() -> dict[str, dict[str, float]]:
@@ -56,7 +61,9 @@ def free_resources() -> dict[str, dict[str, float]]:
 
 
 def draining_nodes() -> dict[str, float]:
-    """Return {node ID: deadline} of draining (preempted) nodes in seconds since the epoch; 0: no deadline."""
+    """Return {node ID: deadline} of draining (preempted) nodes in seconds since the epoch; 0: no
+    deadline.
+    """
     with _checked("the draining nodes"):
         from ray._private.state import state
 
@@ -65,7 +72,9 @@ def draining_nodes() -> dict[str, float]:
 
 
 def actors_of_job(class_name: str) -> list[tuple[str, str, int]]:
-    """Return state, node ID and PID of this job's actors, without dead ones, whose class name contains `class_name`."""
+    """Return state, node ID and PID of this job's actors, without dead ones, whose class name
+    contains `class_name`.
+    """
     with _checked("the actors"):
         from ray._private.state import actors
 
@@ -78,7 +87,10 @@ def actors_of_job(class_name: str) -> list[tuple[str, str, int]]:
 
 
 def autoscaler_groups() -> list[tuple[str, dict[str, float], int]] | None:
-    """Return name, resources per node and maximum nodes (negative: no limit) of each pool; None if unknown."""
+    """Return name, resources per node and maximum nodes (negative: no limit) of each pool;
+
+    None if unknown.
+    """
     with _checked("the autoscaler's pools"):
         from ray._private.state import state
 
@@ -86,19 +98,31 @@ def autoscaler_groups() -> list[tuple[str, dict[str, float], int]] | None:
         if config is None:
             return None
         return [
-            (group.name, {name: float(amount) for name, amount in group.resources.items()}, group.max_count)
+            (
+                group.name,
+                {name: float(amount) for name, amount in group.resources.items()},
+                group.max_count,
+            )
             for group in config.node_group_configs
         ]
 
 
 def request_nodes(
-    requester: str, bundles: list[dict[str, float]], selector: dict[str, str], expire_s: float, timeout_s: float
+    requester: str,
+    bundles: list[dict[str, float]],
+    selector: dict[str, str],
+    expire_s: float,
+    timeout_s: float,
 ) -> None:
-    """Request capacity for these bundles; an empty list cancels it. Raises RayError or TimeoutError."""
+    """Request capacity for these bundles; an empty list cancels it.
+
+    Raises RayError or TimeoutError.
+    """
     with _checked("the autoscaling coordinator"):
         from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as module
 
-        # It adds up all requests of Ray Data and Ray Train, and would overwrite those of `ray.autoscaler.sdk`.
+        # It adds up all requests of Ray Data and Ray Train, and would overwrite those of
+        # `ray.autoscaler.sdk`.
         coordinator: Any = module.get_or_create_autoscaling_coordinator()
         if bundles:
             answer = coordinator.request_resources.remote(
@@ -114,5 +138,7 @@ def request_nodes(
 
 
 def is_train_error(error: BaseException | None, name: str) -> bool:
-    """Match a type of Ray Train by name, because these types move between modules in new Ray versions."""
+    """Match a type of Ray Train by name, because these types move between modules in new Ray
+    versions.
+    """
     return any(each.__name__ == name for each in type(error).__mro__)

@@ -1,4 +1,6 @@
-"""Check before the first step that run.storage is shared by all training nodes: workers resume from it."""
+"""Check before the first step that run.storage is shared by all training nodes: workers resume from
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +19,49 @@ from mmray.storage.storage import Storage
 PROBE_TIMEOUT_S = 60.0
 MOUNT = "Mount one file system at the same path on all of them and pass that path as --run.storage."
 CREDENTIALS = (
-    "The bucket must exist; endpoint and credentials come from the environment of each node (AWS_ENDPOINT_URL, "
+    "The bucket must exist; endpoint and credentials come from the environment of each node "
+    "(AWS_ENDPOINT_URL, "
     "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or the machine's role)."
 )
 
 
 def check_persistent(storage: str, cwd: Path) -> None:
-    """Raise UsageError if `storage` is in a job's copy of the working directory, because Ray deletes it."""
-    if ray_internals.JOB_DIR in cwd.parts and "://" not in storage and not Path(storage).expanduser().is_absolute():
+    """Raise UsageError if `storage` is in a job's copy of the working directory, because Ray
+    deletes it.
+    """
+    if (
+        ray_internals.JOB_DIR in cwd.parts
+        and "://" not in storage
+        and not Path(storage).expanduser().is_absolute()
+    ):
         raise UsageError(
-            f"run.storage {storage} is relative, and Ray deletes a job's copy of the working directory later. Pass an "
+            f"run.storage {storage} is relative, and Ray deletes a job's copy of the working "
+            "directory later. Pass an "
             "absolute folder that every node sees (--run.storage /shared/runs)."
         )
 
 
 def check_shared(storage: str, nodes: list[Node]) -> None:
-    """Write and read `storage` from the driver and each node (without nodes, from the driver). Raises ResourceError."""
+    """Write and read `storage` from the driver and each node (without nodes, from the driver).
+
+    Raises ResourceError.
+    """
     folder = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         root = Storage(storage)
         _write(root, f"{folder}/driver", "written")
     except OSError as error:
-        hint = CREDENTIALS if "://" in storage else "Make it writable, or choose another --run.storage."
+        hint = (
+            CREDENTIALS
+            if "://" in storage
+            else ("Make it writable, or choose another --run.storage.")
+        )
         raise ResourceError(f"run.storage {storage} is not writable: {error}. {hint}") from error
     node_ids = [str((node.labels or {})[NODE_ID]) for node in nodes]
-    tasks = {node_id: run_on_node(node_id, _read_and_write, storage, folder, node_id) for node_id in node_ids}
+    tasks = {
+        node_id: run_on_node(node_id, _read_and_write, storage, folder, node_id)
+        for node_id in node_ids
+    }
     faults = []
     try:
         if tasks:
@@ -50,7 +70,10 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
             try:
                 ray.get(task, timeout=0)
                 if root.size(f"{folder}/{node_id}") is None:
-                    faults.append(f"node {node_id}: files written on that node are not visible from the driver")
+                    faults.append(
+                        f"node {node_id}: files written on that node are not visible "
+                        "from the driver"
+                    )
             except ray.exceptions.GetTimeoutError:
                 faults.append(f"node {node_id}: no response within {PROBE_TIMEOUT_S:g} s")
             except ray.exceptions.RayTaskError as error:
@@ -62,7 +85,9 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
             root.delete_tree(folder)
     if faults:
         raise ResourceError(
-            f"run.storage {storage} is not the same folder on every training node:\n  " + "\n  ".join(faults) + "\n"
+            f"run.storage {storage} is not the same folder on every training node:\n  "
+            + "\n  ".join(faults)
+            + "\n"
             f"{CREDENTIALS if '://' in storage else MOUNT}"
         )
 

@@ -1,5 +1,7 @@
 # ruff: noqa: F401 - the sections are imported from here
-"""All settings of mmray as typed, validated, immutable sections; a config comes from a recipe or YAML and flags."""
+"""All settings of mmray as typed, validated, immutable sections; a config comes from a recipe or
+YAML and flags.
+"""
 
 from __future__ import annotations
 
@@ -62,29 +64,46 @@ class Config(Section):
         return self.replace(cluster=self.cluster.replace(**settings))
 
     def with_model_kind(self, kind: str) -> Config:
-        """Return a copy with the defaults of another model kind; the inputs are kept. Raises UsageError."""
+        """Return a copy with the defaults of another model kind; the inputs are kept.
+
+        Raises UsageError.
+        """
         if kind == self.model.kind:
             return self
         section = model_section(kind)
         inputs: Any = section.model_fields["inputs"].annotation
-        shared = {name: value for name, value in vars(self.model.inputs).items() if name in inputs.model_fields}
+        shared = {
+            name: value
+            for name, value in vars(self.model.inputs).items()
+            if name in inputs.model_fields
+        }
         return self.replace(model=section(kind=kind, inputs=inputs(**shared)))
 
     def without_overridden_length_and_batch(self, given: Collection[str]) -> Config:
-        """Return a copy without the length and the batch settings that the settings `given` override."""
+        """Return a copy without the length and the batch settings that the settings `given`
+        override.
+        """
         update: dict[str, Any] = {}
         if any(name in LENGTHS for name in given):
-            update["train"] = self.train.replace(**dict.fromkeys(name.partition(".")[2] for name in LENGTHS))
+            update["train"] = self.train.replace(
+                **dict.fromkeys(name.partition(".")[2] for name in LENGTHS)
+            )
         if {"batch.micro", "batch.accumulation"} <= set(given) and "batch.global" not in given:
             update["batch"] = self.batch.replace(global_=None)
-        elif "batch.accumulation" in given and "batch.micro" not in given and self.batch.micro == "auto":
+        elif (
+            "batch.accumulation" in given
+            and "batch.micro" not in given
+            and self.batch.micro == "auto"
+        ):
             update["batch"] = self.batch.replace(micro=None)  # derived from the accumulation
         return self.replace(**update)
 
 
 def to_yaml(config: Section) -> str:
     """Return YAML that `from_yaml` reads back to an equal config."""
-    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(
+        config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True
+    )
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -97,47 +116,74 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that refuses repeated keys: the last would replace the others, such as a whole section."""
+    """A loader that refuses repeated keys: the last would replace the others, such as a whole
+    section.
+    """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         names = set[str]()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in names:
-                raise yaml.composer.ComposerError(None, None, f"`{key.value}` is given twice", key.start_mark)
+                raise yaml.composer.ComposerError(
+                    None, None, f"`{key.value}` is given twice", key.start_mark
+                )
             names.add(key.value)
         return node
 
 
 def from_yaml(
-    text: str | bytes, where: str, recipes: Mapping[str, Callable[[], Config]] = MappingProxyType({})
+    text: str | bytes,
+    where: str,
+    recipes: Mapping[str, Callable[[], Config]] = MappingProxyType({}),
 ) -> Config:
-    """Parse a config; missing settings come from its recipe if in `recipes`, else defaults. Raises UsageError."""
+    """Parse a config; missing settings come from its recipe if in `recipes`, else defaults.
+
+    Raises UsageError.
+    """
     try:
         values = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
         raise UsageError(f"{where} is not valid YAML in UTF-8: {error}") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{where} contains no settings; write `section: {{field: value}}`, as --print-config does")
+        raise UsageError(
+            f"{where} contains no settings; write `section: {{field: value}}`, as "
+            "--print-config does"
+        )
     try:
         recipe, name = recipes.get(str(values.get("recipe"))), values.get("recipe", "custom")
         if recipes and recipe is None and name != "custom" and "model" not in values:
             known = ", ".join(recipes)
-            raise UsageError(f"recipe: unknown recipe `{name}`; use one of {known}, or write a `model` section instead")
+            raise UsageError(
+                f"recipe: unknown recipe `{name}`; use one of {known}, or write a "
+                "`model` section instead"
+            )
         return Config.model_validate(values) if recipe is None else override(recipe(), values)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
 
 
 def override(recipe: Config, values: dict[str, Any]) -> Config:
-    """Return the recipe with the given settings, {section: {field: value}}, changed. Raises UsageError."""
+    """Return the recipe with the given settings, {section: {field: value}}, changed.
+
+    Raises UsageError.
+    """
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
-    given = [f"{name}.{key}" for name, fields in sections.items() for key in fields if fields[key] is not None]
+    given = [
+        f"{name}.{key}"
+        for name, fields in sections.items()
+        for key in fields
+        if fields[key] is not None
+    ]
     kind = str(sections.get("model", {}).get("kind", recipe.model.kind))
     base = recipe.with_model_kind(kind).without_overridden_length_and_batch(given)
 
     def merge(old: Any, new: Any) -> Any:
         nested = isinstance(old, dict) and isinstance(new, dict)
-        return old | {name: merge(old.get(name), value) for name, value in new.items()} if nested else new
+        return (
+            old | {name: merge(old.get(name), value) for name, value in new.items()}
+            if nested
+            else new
+        )
 
     return Config.model_validate(merge(base.model_dump(mode="json", by_alias=True), values))

@@ -9,21 +9,30 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mmray.errors import UsageError, suggest
 
-UNION_TAG = re.compile(r"bool|int|float|str|constrained-int|literal\[.*")  # a union's member in `loc`, not a setting
+# a union's member in `loc`, not a setting
+UNION_TAG = re.compile(r"bool|int|float|str|constrained-int|literal\[.*")
 
 
 class Section(BaseModel):
-    """A frozen group of settings; unknown names and invalid values raise UsageError with the full setting name."""
+    """A frozen group of settings; unknown names and invalid values raise UsageError with the full
+    setting name.
+    """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
-    settings_prefix: ClassVar[str] = ""  # such as `model.text`, from the class argument of this name
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False
+    )
+    # such as `model.text`, from the class argument of this name
+    settings_prefix: ClassVar[str] = ""
 
     def __init_subclass__(cls, settings_prefix: str = "", **config: Any) -> None:
         super().__init_subclass__(**config)
         cls.settings_prefix = settings_prefix or cls.settings_prefix
 
     def replace(self, **settings: Any) -> Self:
-        """Return a validated copy with these fields changed, unlike `model_copy`. Raises UsageError."""
+        """Return a validated copy with these fields changed, unlike `model_copy`.
+
+        Raises UsageError.
+        """
         return type(self).model_validate(dict(self) | settings)
 
     @model_validator(mode="wrap")

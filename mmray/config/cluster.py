@@ -11,40 +11,64 @@ from mmray.config.base import Section
 from mmray.storage.address import CREDENTIALS_REFUSED, has_credentials
 
 DATA_TIMEOUT_S = 3600.0  # longest wait for rows: data nodes may be preempted and replaced meanwhile
-SAVE_TIMEOUT_FACTOR = 10  # longest wait for a checkpoint, in multiples of hang_timeout_s: a dead mount never answers
+# longest wait for a checkpoint, in multiples of hang_timeout_s: a dead mount never answers
+SAVE_TIMEOUT_FACTOR = 10
 Label = Annotated[str, Field(pattern=r"^(auto|none|[A-Za-z0-9._/-]+=\S+)$")]
 
 
 class Cluster(Section, settings_prefix="cluster"):
     """Resources that a run requests from Ray."""
 
-    address: str | None = Field(None, description="Ray address; None: RAY_ADDRESS if set, otherwise this machine.")
-    workers: int | str = Field(1, description="Training workers, one GPU each or CPUs only; 1-4: as many as fit.")
-    accelerator: Literal["auto", "gpu", "cpu"] = Field("auto", description="auto: GPUs if the cluster has any.")
+    address: str | None = Field(
+        None, description="Ray address; None: RAY_ADDRESS if set, otherwise this machine."
+    )
+    workers: int | str = Field(
+        1, description="Training workers, one GPU each or CPUs only; 1-4: as many as fit."
+    )
+    accelerator: Literal["auto", "gpu", "cpu"] = Field(
+        "auto", description="auto: GPUs if the cluster has any."
+    )
     cpus_per_worker: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",
-        description="CPUs (threads) per training worker; auto: its share of this machine's, 1 with a GPU.",
+        description="CPUs (threads) per training worker; auto: its share of this machine's, 1 with "
+        "a GPU.",
     )
-    resources_per_worker: dict[str, float] = Field({}, description="Custom Ray resources per training worker.")
+    resources_per_worker: dict[str, float] = Field(
+        {}, description="Custom Ray resources per training worker."
+    )
     data_label: Label = Field(
-        "auto", description="Label (key=value) of nodes for data; auto: mmray/role=data, or CPU-only nodes; none: any."
+        "auto",
+        description="Label (key=value) of nodes for data; auto: mmray/role=data, or "
+        "CPU-only nodes; none: any.",
     )
     train_label: Label = Field(
-        "auto", description="Label (key=value) of nodes for training; auto: mmray/role=train if nodes have roles."
+        "auto",
+        description="Label (key=value) of nodes for training; auto: mmray/role=train if "
+        "nodes have roles.",
     )
-    wait_for_nodes: bool = Field(False, description="Skip the capacity check and wait for nodes to be added.")
-    max_failures: int = Field(3, ge=0, description="Maximum number of consecutive failures without a new checkpoint.")
+    wait_for_nodes: bool = Field(
+        False, description="Skip the capacity check and wait for nodes to be added."
+    )
+    max_failures: int = Field(
+        3, ge=0, description="Maximum number of consecutive failures without a new checkpoint."
+    )
     start_timeout_s: float = Field(
-        600.0, gt=0, description="Limit for nodes to start, for the first step, and for a compilation."
+        600.0,
+        gt=0,
+        description="Limit for nodes to start, for the first step, and for a compilation.",
     )
-    hang_timeout_s: float = Field(180.0, gt=0, description="Restart the workers after this long without progress.")
+    hang_timeout_s: float = Field(
+        180.0, gt=0, description="Restart the workers after this long without progress."
+    )
 
     @field_validator("workers")
     @classmethod
     def _check_range(cls, workers: int | str) -> int | str:
         low, high = _range(workers)
         if not 1 <= low <= high:
-            raise ValueError(f"must be a number of at least 1, or a range such as 1-4 (got {workers!r})")
+            raise ValueError(
+                f"must be a number of at least 1, or a range such as 1-4 (got {workers!r})"
+            )
         return workers
 
     @property
@@ -58,7 +82,11 @@ class Cluster(Section, settings_prefix="cluster"):
 
     def resolve_cpus(self, num_cores: int) -> float:
         """Return the CPUs per worker; `auto` is a worker's share of `num_cores`, at least 1."""
-        return float(max(1, num_cores // self.max_workers) if self.cpus_per_worker == "auto" else self.cpus_per_worker)
+        return float(
+            max(1, num_cores // self.max_workers)
+            if self.cpus_per_worker == "auto"
+            else self.cpus_per_worker
+        )
 
     @property
     def num_cpus(self) -> float:
@@ -72,7 +100,9 @@ class Cluster(Section, settings_prefix="cluster"):
 
     @property
     def state_limits_s(self) -> dict[str, float]:
-        """Longest time without progress in each state of a rank's heartbeat (engine/heartbeat.py)."""
+        """Longest time without progress in each state of a rank's heartbeat
+        (engine/heartbeat.py).
+        """
         start_s = max(self.hang_timeout_s, self.start_timeout_s)
         return {
             "training": self.hang_timeout_s,
@@ -89,12 +119,15 @@ class Cluster(Section, settings_prefix="cluster"):
 
     @property
     def first_heartbeat_s(self) -> float:
-        """Longest time to the first heartbeat of a worker: its node starts, it imports torch and joins the group."""
+        """Longest time to the first heartbeat of a worker: its node starts, it imports torch and
+        joins the group.
+        """
         return self.start_timeout_s + self.state_limits_s["starting"] + self.group_timeout_s
 
     @property
     def collective_timeout_s(self) -> float:
-        """Timeout of a collective in training, where ranks wait for one that is within the limit of its state.
+        """Timeout of a collective in training, where ranks wait for one that is within the limit of
+        its state.
 
         The hang of that rank is detected, and named, before.
         """
@@ -115,13 +148,21 @@ class Run(Section, settings_prefix="run"):
     """Name, files and trackers of a run."""
 
     name: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run's folder; None: the recipe's name."
+        None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run's folder; None: the recipe's name.",
     )
-    storage: str = Field("runs", description="Parent folder, visible to all nodes, or s3://bucket/prefix.")
+    storage: str = Field(
+        "runs", description="Parent folder, visible to all nodes, or s3://bucket/prefix."
+    )
     resume: Literal["auto", "never", "must"] = Field(
-        "auto", description="auto: resume the run if it exists; never: start a new one; must: fail if there is none."
+        "auto",
+        description="auto: resume the run if it exists; never: start a new one; must: fail "
+        "if there is none.",
     )
-    trackers: tuple[str, ...] = Field((), description="Trackers: `mlflow`, `wandb`, your own `package.module:Class`.")
+    trackers: tuple[str, ...] = Field(
+        (), description="Trackers: `mlflow`, `wandb`, your own `package.module:Class`."
+    )
 
     @field_validator("storage")
     @classmethod

@@ -13,7 +13,8 @@ from mmray.config.base import Section
 from mmray.errors import UsageError
 from mmray.storage.address import parse_host
 
-_TERM = re.compile(r"(?:([\d.]+(?:[eE][+-]?\d+)?) \* +)?((?!\S+ \* )\S.*)")  # `weight * address`, weight optional
+# `weight * address`, weight optional
+_TERM = re.compile(r"(?:([\d.]+(?:[eE][+-]?\d+)?) \* +)?((?!\S+ \* )\S.*)")
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -26,7 +27,8 @@ def parse_mixture(text: str) -> list[tuple[str, float]]:
         weight = float(match[1] or 1) if match else 0
         if match is None or not 0 < weight < math.inf or match[2] in dict(terms):
             raise ValueError(
-                f"`{text}` is neither a set nor a sum of different sets, at `{term.strip()}`; write for example "
+                f"`{text}` is neither a set nor a sum of different sets, at `{term.strip()}`; "
+                "write for example "
                 "`prepared/a + 2 * prepared/b`"
             )
         terms.append((match[2], weight))
@@ -40,10 +42,14 @@ def is_mixture(text: str) -> bool:
 
 def format_mixture(terms: list[tuple[str, float]]) -> str:
     """Format (address, weight) pairs; inverse of parse_mixture."""
-    return " + ".join(address if weight == 1 else f"{weight:g} * {address}" for address, weight in terms)
+    return " + ".join(
+        address if weight == 1 else f"{weight:g} * {address}" for address, weight in terms
+    )
 
 
-SourceFormat = Literal["auto", "jsonl", "csv", "tsv", "parquet", "webdataset", "coco", "folders", "pairs", "saved"]
+SourceFormat = Literal[
+    "auto", "jsonl", "csv", "tsv", "parquet", "webdataset", "coco", "folders", "pairs", "saved"
+]
 COLUMNS = (  # as in data/formats/rows.py, which does not import settings
     "id", "key", "image_path", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels",
     "messages",
@@ -53,36 +59,65 @@ COLUMNS = (  # as in data/formats/rows.py, which does not import settings
 class Prepare(Section, settings_prefix="prepare"):
     """Validation, deduplication and packing of raw rows into a prepared set."""
 
-    max_bad_fraction: Fraction = Field(0.01, description="Maximum fraction of quarantined rows; above it, exit code 5.")
-    image_side: int = Field(0, ge=0, description="Re-encode images whose shorter side is longer; 0: keep all bytes.")
-    max_pixels: int = Field(25_000_000, ge=1, description="Quarantine images of more pixels, before they are decoded.")
+    max_bad_fraction: Fraction = Field(
+        0.01, description="Maximum fraction of quarantined rows; above it, exit code 5."
+    )
+    image_side: int = Field(
+        0, ge=0, description="Re-encode images whose shorter side is longer; 0: keep all bytes."
+    )
+    max_pixels: int = Field(
+        25_000_000, ge=1, description="Quarantine images of more pixels, before they are decoded."
+    )
     duplicates: Literal["image", "row", "text", "keep"] = Field(
         "image",
-        description="Quarantine rows that repeat an earlier row's images, its images and captions (row), its images or "
+        description="Quarantine rows that repeat an earlier row's images, its images and captions "
+        "(row), its images or "
         "captions (text), or keep all.",
     )
-    holdout: float = Field(0.0, ge=0, lt=1, description="Fraction of the rows without a split that becomes `test`.")
-    vocab_size: int = Field(8192, ge=0, description="Size of the tokenizer trained on the captions; 0: train none.")
+    holdout: float = Field(
+        0.0, ge=0, lt=1, description="Fraction of the rows without a split that becomes `test`."
+    )
+    vocab_size: int = Field(
+        8192, ge=0, description="Size of the tokenizer trained on the captions; 0: train none."
+    )
     format: SourceFormat = Field("auto", description="Format of the source; auto: detect it.")
-    columns: tuple[str, ...] = Field((), description="Columns of the source, as OURS=THEIRS: image=url text=caption.")
+    columns: tuple[str, ...] = Field(
+        (), description="Columns of the source, as OURS=THEIRS: image=url text=caption."
+    )
     allow_urls: Annotated[tuple[str, ...], tyro.conf.arg(metavar="HOST [HOST ...]")] = Field(
         (),
-        description="Hosts for image downloads over https, as host or host:8443; empty: quarantine rows with URLs.",
+        description="Hosts for image downloads over https, as host or host:8443; empty: quarantine "
+        "rows with URLs.",
     )
-    caption: str = Field("a photo of a {}", description="Caption of a class, for sources with classes and no text.")
-    check: Literal["full", "header", "none"] = Field("full", description="Validate images fully, by header, or not.")
-    index_only: bool = Field(False, description="Index the images in the source, which must stay, instead of copying.")
+    caption: str = Field(
+        "a photo of a {}", description="Caption of a class, for sources with classes and no text."
+    )
+    check: Literal["full", "header", "none"] = Field(
+        "full", description="Validate images fully, by header, or not."
+    )
+    index_only: bool = Field(
+        False, description="Index the images in the source, which must stay, instead of copying."
+    )
     check_contamination: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = Field(
         (), description="Count rows whose image is also in this prepared set, such as a benchmark."
     )
     phash_distance: int = Field(
-        7, ge=-1, le=31, description="Maximum distance of near-duplicates' 256-bit perceptual hashes; -1: exact only."
+        7,
+        ge=-1,
+        le=31,
+        description="Maximum distance of near-duplicates' 256-bit perceptual "
+        "hashes; -1: exact only.",
     )
     drop_overlap: bool = Field(
-        False, description="Quarantine rows found by `check_contamination`, and training rows also in another split."
+        False,
+        description="Quarantine rows found by `check_contamination`, and training rows also "
+        "in another split.",
     )
     rows_per_shard: int = Field(
-        512, ge=1, le=65536, description="Rows per shard, and per task except for tars; 8192 for 100 million rows."
+        512,
+        ge=1,
+        le=65536,
+        description="Rows per shard, and per task except for tars; 8192 for 100 million rows.",
     )
 
     @field_validator("columns")
@@ -91,7 +126,9 @@ class Prepare(Section, settings_prefix="prepare"):
         for column in columns:
             ours, equals, theirs = column.partition("=")
             if not equals or not theirs or ours not in COLUMNS:
-                raise ValueError(f"must be OURS=THEIRS, with OURS one of {', '.join(COLUMNS)} (got {column!r})")
+                raise ValueError(
+                    f"must be OURS=THEIRS, with OURS one of {', '.join(COLUMNS)} (got {column!r})"
+                )
         return columns
 
     @field_validator("allow_urls")
@@ -102,38 +139,58 @@ class Prepare(Section, settings_prefix="prepare"):
     @model_validator(mode="after")
     def _check_index_only(self) -> Prepare:
         if self.index_only and self.image_side:
-            raise UsageError("prepare.index_only does not copy images, so prepare.image_side must be 0")
+            raise UsageError(
+                "prepare.index_only does not copy images, so prepare.image_side must be 0"
+            )
         return self
 
     @property
     def column_names(self) -> dict[str, str]:
         """Return {mmray column: source column}."""
-        return {ours: theirs for ours, _, theirs in (column.partition("=") for column in self.columns)}
+        return {
+            ours: theirs for ours, _, theirs in (column.partition("=") for column in self.columns)
+        }
 
 
 class Data(Section, settings_prefix="data"):
-    """Data sets, row selection and streaming; training takes the split `train` of a set with splits."""
+    """Data sets, row selection and streaming; training takes the split `train` of a set with
+    splits.
+    """
 
     train: str = Field(
         "sample",
-        description="A prepared set, a raw source (prepared on first use), `sample`, or a mixture in which a weight "
+        description="A prepared set, a raw source (prepared on first use), `sample`, or a mixture "
+        "in which a weight "
         "is how many times the set is repeated per epoch: `prepared/a + 2 * prepared/b`.",
     )
-    eval: str | None = Field(None, description="Set to evaluate on; None: `eval_split` of the (first) training set.")
+    eval: str | None = Field(
+        None, description="Set to evaluate on; None: `eval_split` of the (first) training set."
+    )
     eval_split: str = Field("test", description="Split to evaluate on, if the set has splits.")
     cache: str = Field("prepared", description="Folder for sets that a run prepares.")
-    workers: int | Literal["auto"] = Field("auto", description="Decode actors; auto: by CPU cores and memory.")
+    workers: int | Literal["auto"] = Field(
+        "auto", description="Decode actors; auto: by CPU cores and memory."
+    )
     limit: int | None = Field(None, ge=1, description="Train on the first N rows only.")
-    shuffle: bool = Field(True, description="Shuffle each epoch differently, by the seed; False: source order.")
+    shuffle: bool = Field(
+        True, description="Shuffle each epoch differently, by the seed; False: source order."
+    )
     shuffle_blocks: str | int = Field(
         "auto",
-        description="ROWSxBLOCKS: rows read contiguously x blocks shuffled together; 1: shuffle single rows; auto: "
+        description="ROWSxBLOCKS: rows read contiguously x blocks shuffled together; 1: shuffle "
+        "single rows; auto: "
         "by row size on object stores, single rows on disks.",
     )
-    local_cache: str | None = Field(None, description="Folder on each data node that caches reads from object stores.")
+    local_cache: str | None = Field(
+        None, description="Folder on each data node that caches reads from object stores."
+    )
     local_cache_gb: float = Field(20.0, gt=0, description="Size limit of the local cache in GB.")
-    block_mb: float = Field(24.0, gt=0, le=512, description="Maximum size of a Ray Data block in MB.")
-    max_bad_rows: int = Field(16, ge=0, description="Maximum number of unreadable rows before training fails.")
+    block_mb: float = Field(
+        24.0, gt=0, le=512, description="Maximum size of a Ray Data block in MB."
+    )
+    max_bad_rows: int = Field(
+        16, ge=0, description="Maximum number of unreadable rows before training fails."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Data:
@@ -142,7 +199,9 @@ class Data(Section, settings_prefix="data"):
         except ValueError as error:
             raise UsageError(f"data.train: {error}") from None
         if mixed and self.limit is not None:
-            raise UsageError("data.limit needs a single set; for a mixture, give the sets smaller weights")
+            raise UsageError(
+                "data.limit needs a single set; for a mixture, give the sets smaller weights"
+            )
         if isinstance(self.workers, int) and self.workers < 1:
             raise ValueError(f"workers must be `auto` or at least 1 (got {self.workers})")
         return self
@@ -151,7 +210,9 @@ class Data(Section, settings_prefix="data"):
     @classmethod
     def _check_shuffle_blocks(cls, value: str | int) -> str | int:
         if not re.fullmatch(r"auto|[1-9]\d*(x[1-9]\d*)?", str(value)):
-            raise ValueError(f"must be `auto`, rows per block as 32, or rows x blocks as 32x16 (got {value!r})")
+            raise ValueError(
+                f"must be `auto`, rows per block as 32, or rows x blocks as 32x16 (got {value!r})"
+            )
         return value
 
     @property
@@ -162,16 +223,20 @@ class Data(Section, settings_prefix="data"):
 
 
 class Augment(Section, settings_prefix="augment"):
-    """Random augmentation of training images, seeded by (seed, pass over the set, key); not of held-out ones."""
+    """Random augmentation of training images, seeded by (seed, pass over the set, key); not of
+    held-out ones.
+    """
 
     crop_scale: tuple[float, float] = Field(
         (1.0, 1.0), description="Area of a random crop, lowest and highest fraction."
     )
     flip: Fraction = Field(
-        0.0, description="Probability of a horizontal flip; wrong if captions mention left and right."
+        0.0,
+        description="Probability of a horizontal flip; wrong if captions mention left and right.",
     )
     color_jitter: tuple[float, float, float, float] = Field(
-        (0.0, 0.0, 0.0, 0.0), description="Brightness, contrast, saturation and hue jitter, as in torchvision."
+        (0.0, 0.0, 0.0, 0.0),
+        description="Brightness, contrast, saturation and hue jitter, as in torchvision.",
     )
 
     @property
@@ -186,9 +251,14 @@ class Augment(Section, settings_prefix="augment"):
     def _check_ranges(self) -> Augment:
         low, high = self.crop_scale
         if not 0 < low <= high <= 1:
-            raise ValueError(f"crop_scale must be two shares of the area, 0 < low <= high <= 1 (got {low:g} {high:g})")
+            raise ValueError(
+                "crop_scale must be two shares of the area, 0 < low <= high <= 1 "
+                f"(got {low:g} {high:g})"
+            )
         *factors, hue = self.color_jitter
         if not (all(0 <= factor < 1 for factor in factors) and 0 <= hue <= 0.5):
             given = " ".join(f"{factor:g}" for factor in self.color_jitter)
-            raise ValueError(f"color_jitter must be three numbers in [0, 1) and a hue in [0, 0.5] (got {given})")
+            raise ValueError(
+                f"color_jitter must be three numbers in [0, 1) and a hue in [0, 0.5] (got {given})"
+            )
         return self

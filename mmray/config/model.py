@@ -20,10 +20,17 @@ Heads = Annotated[int, Field(ge=1, description="Attention heads.")]
 Patch = Annotated[int, Field(ge=1, description="Side of a patch in pixels.")]
 Dropout = Annotated[float, Field(ge=0, lt=1, description="Dropout of hidden states and attention.")]
 EmbedDim = Annotated[int, Field(ge=2, description="Size of the shared embedding.")]
-Temperature = Annotated[float, Field(gt=0.001, le=1, description="Initial temperature of the scores; it is learned.")]
-LogitBias = Annotated[float | None, Field(description="Initial bias of the scores (objective `sigmoid`); None: none.")]
+Temperature = Annotated[
+    float, Field(gt=0.001, le=1, description="Initial temperature of the scores; it is learned.")
+]
+LogitBias = Annotated[
+    float | None, Field(description="Initial bias of the scores (objective `sigmoid`); None: none.")
+]
 RGB = tuple[float, float, float]
-MaxTokens = Annotated[int, Field(ge=4, le=8192, description="Maximum number of tokens of a text; longer ones are cut.")]
+MaxTokens = Annotated[
+    int,
+    Field(ge=4, le=8192, description="Maximum number of tokens of a text; longer ones are cut."),
+]
 
 
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
@@ -34,7 +41,9 @@ _TERM = re.compile(r"(?:(\d+(?:\.\d*)?(?:e-?\d+)?|\.\d+)\s*\*)?\s*([A-Za-z_][\w.
 def _absolute(weights: str) -> str:
     """Return the absolute path of local weights, because workers run in another folder."""
     file = Path(weights).expanduser()
-    return str(file.resolve()) if weights not in ("none", "pretrained") and file.exists() else weights
+    return (
+        str(file.resolve()) if weights not in ("none", "pretrained") and file.exists() else weights
+    )
 
 
 Weights = Annotated[str, AfterValidator(_absolute)]
@@ -43,8 +52,12 @@ Weights = Annotated[str, AfterValidator(_absolute)]
 class Inputs(Section, settings_prefix="model.inputs"):
     """Image preprocessing and tokenization, shared by data, evaluation and export."""
 
-    image_side: int = Field(224, ge=8, le=4096, description="Height and width of the model's input image in pixels.")
-    fit: Fit = Field("crop", description="How an image becomes square: center crop, squash, or pad with white.")
+    image_side: int = Field(
+        224, ge=8, le=4096, description="Height and width of the model's input image in pixels."
+    )
+    fit: Fit = Field(
+        "crop", description="How an image becomes square: center crop, squash, or pad with white."
+    )
     interpolation: Interpolation = Field("bicubic", description="Resampling filter.")
     mean: RGB = Field((0.485, 0.456, 0.406), description="Mean per channel, pixels in 0..1.")
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
@@ -52,32 +65,48 @@ class Inputs(Section, settings_prefix="model.inputs"):
     )
     tokenizer: str = Field(
         "trained",
-        description="`trained` (by prepare), a folder or file (tokenizer.json, vocab.txt, vocab.json with merges.txt, "
+        description="`trained` (by prepare), a folder or file (tokenizer.json, vocab.txt, "
+        "vocab.json with merges.txt, "
         "CLIP's bpe_simple_vocab_16e6.txt.gz, a SentencePiece .model), or a hub name.",
     )
     max_tokens: MaxTokens = 64
     language_token: str = Field(
-        "", description="Pattern of the token for a row's `language`, before its text, such as `[{}]`; empty: none."
+        "",
+        description="Pattern of the token for a row's `language`, before its text, such as "
+        "`[{}]`; empty: none.",
     )
-    max_boxes: int = Field(0, ge=0, le=1024, description="Maximum number of boxes per image, largest first.")
+    max_boxes: int = Field(
+        0, ge=0, le=1024, description="Maximum number of boxes per image, largest first."
+    )
 
     @field_validator("language_token")
     @classmethod
     def _check_language_token(cls, value: str) -> str:
         if value and not (value.count("{}") == 1 and all(value.split("{}"))):
-            raise ValueError(f"needs exactly one `{{}}` for the language, with text on both sides (got {value!r})")
+            raise ValueError(
+                f"needs exactly one `{{}}` for the language, with text on both sides "
+                f"(got {value!r})"
+            )
         return value
 
 
 class Chat(Section, settings_prefix="model.inputs.chat"):
     """Conversation template of a generative model; `{}` is the message."""
 
-    image: str = Field("<image>", min_length=1, description="Image placeholder token; a line break follows it.")
+    image: str = Field(
+        "<image>", min_length=1, description="Image placeholder token; a line break follows it."
+    )
     system: str = Field("{} ", description="System message.")
     user: str = Field("USER: {} ", description="User message.")
-    assistant: str = Field("ASSISTANT: {}", description="Assistant message, which the loss is computed on.")
-    end: str = Field("</s>", description="Token that ends an assistant message; the loss includes it.")
-    question: str = Field("Describe the image.", description="User message for rows that only have captions.")
+    assistant: str = Field(
+        "ASSISTANT: {}", description="Assistant message, which the loss is computed on."
+    )
+    end: str = Field(
+        "</s>", description="Token that ends an assistant message; the loss includes it."
+    )
+    question: str = Field(
+        "Describe the image.", description="User message for rows that only have captions."
+    )
 
     @field_validator("system", "user", "assistant")
     @classmethod
@@ -96,17 +125,22 @@ class ChatInputs(Inputs):
 
 
 _KIND = tyro.conf.arg(
-    metavar="{two_tower,clip,siglip,fusion,generative}|package.module:Class", help="Model kind, or a class of your own."
+    metavar="{two_tower,clip,siglip,fusion,generative}|package.module:Class",
+    help="Model kind, or a class of your own.",
 )
 
 
 class Lora(Section, settings_prefix="model.lora"):
     """Low-rank adapters (LoRA); all other weights are frozen."""
 
-    rank: int = Field(0, ge=0, le=1024, description="Rank of the adapters; 0: none, all weights are trained.")
+    rank: int = Field(
+        0, ge=0, le=1024, description="Rank of the adapters; 0: none, all weights are trained."
+    )
     alpha: int = Field(16, ge=1, description="Adapter outputs are scaled by alpha / rank.")
     targets: tuple[str, ...] = Field(
-        ("*.q_proj", "*.v_proj"), min_length=1, description="Name patterns of the linear layers that get an adapter."
+        ("*.q_proj", "*.v_proj"),
+        min_length=1,
+        description="Name patterns of the linear layers that get an adapter.",
     )
 
 
@@ -115,39 +149,55 @@ class Model(Section, settings_prefix="model"):
 
     kind: str
     inputs: Inputs = Inputs()
-    vocab_size: int = Field(0, ge=0, description="Rows of the token embedding; 0: the tokenizer's vocabulary size.")
+    vocab_size: int = Field(
+        0, ge=0, description="Rows of the token embedding; 0: the tokenizer's vocabulary size."
+    )
     lora: Lora = Lora()
 
     def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
-        """Return the model with vocabulary size and padding token of its tokenizer, unless set. Raises UsageError."""
+        """Return the model with vocabulary size and padding token of its tokenizer, unless set.
+
+        Raises UsageError.
+        """
         if 0 < self.vocab_size < vocab_size:
             raise UsageError(
-                f"model.vocab_size: {self.vocab_size} embedding rows are too few for a tokenizer of {vocab_size} "
+                f"model.vocab_size: {self.vocab_size} embedding rows are too few for a tokenizer "
+                f"of {vocab_size} "
                 "tokens; set 0 or a larger number"
             )
         return self.replace(vocab_size=self.vocab_size or vocab_size)
 
     def unsupported_reasons(self) -> list[str]:
-        """Reasons why no such model can be built, each with a fix; empty if the settings are supported."""
+        """Reasons why no such model can be built, each with a fix; empty if the settings are
+        supported.
+        """
         return []
 
 
 def _head_reasons(*parts: Any) -> list[str]:
     return [
-        f"{part.settings_prefix}.heads: {part.heads} heads do not divide the width of {part.width}; change one of them"
+        f"{part.settings_prefix}.heads: {part.heads} heads do not divide the width of "
+        f"{part.width}; change one of them"
         for part in parts
         if part.width % part.heads
     ]
 
 
 def _patch_reasons(side: int, patch: int) -> list[str]:
-    problem = f"patches of {patch} pixels do not tile an image of {side} pixels (model.inputs.image_side)"
+    problem = (
+        f"patches of {patch} pixels do not tile an image of {side} pixels (model.inputs.image_side)"
+    )
     return [f"model.image.patch: {problem}; change one of them"] if side % patch else []
 
 
 def _pretrained_reasons(setting: str, weights: str) -> list[str]:
-    problem = "only the ResNets of model.image.name have a default; set `none`, a hub name or a local path"
-    return [f"{setting}: `pretrained` names no weights, {problem}"] if weights == "pretrained" else []
+    problem = (
+        "only the ResNets of model.image.name have a default; set `none`, a hub name or a "
+        "local path"
+    )
+    return (
+        [f"{setting}: `pretrained` names no weights, {problem}"] if weights == "pretrained" else []
+    )
 
 
 class EmbeddingModel(Model):
@@ -160,23 +210,34 @@ class EmbeddingModel(Model):
 class ImageTower(Section, settings_prefix="model.image"):
     """Image tower."""
 
-    name: Literal["convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101", "transformers"] = Field(
+    name: Literal[
+        "convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101", "transformers"
+    ] = Field(
         "resnet50",
-        description="Small GroupNorm network, ViT, torchvision ResNet, or the transformers model in `weights`.",
+        description="Small GroupNorm network, ViT, torchvision ResNet, or the transformers model "
+        "in `weights`.",
     )
     weights: Weights = Field(
-        "none", description="`none`, `pretrained`, or a weights file; `transformers`: a saved folder or a hub name."
+        "none",
+        description="`none`, `pretrained`, or a weights file; `transformers`: a saved "
+        "folder or a hub name.",
     )
-    width: int = Field(48, ge=8, description="Channels of the first stage (convnet) or hidden size (vit).")
+    width: int = Field(
+        48, ge=8, description="Channels of the first stage (convnet) or hidden size (vit)."
+    )
     depth: int = Field(4, ge=1, description="Stages (convnet) or layers (vit).")
     heads: Heads = 4
     patch: Patch = 16
 
 
 class TextTower(Section, settings_prefix="model.text"):
-    """Text tower: a transformer, or a pretrained one such as BERT, whose weights define its shape."""
+    """Text tower: a transformer, or a pretrained one such as BERT, whose weights define its
+    shape.
+    """
 
-    weights: Weights = Field("none", description="`none`, a folder saved by transformers, or a hub name (BERT etc.).")
+    weights: Weights = Field(
+        "none", description="`none`, a folder saved by transformers, or a hub name (BERT etc.)."
+    )
     width: Width = 128
     depth: Depth = 2
     heads: Heads = 4
@@ -190,27 +251,36 @@ class TowerModel(EmbeddingModel):
     text: TextTower = TextTower()
     embed_dim: EmbedDim = 256
     batch_norm: Literal["local", "frozen", "synced"] = Field(
-        "local", description="Batch-norm statistics: per worker, frozen at those of the weights, or synced (GPU only)."
+        "local",
+        description="Batch-norm statistics: per worker, frozen at those of the weights, "
+        "or synced (GPU only).",
     )
 
     def unsupported_reasons(self) -> list[str]:
         text = _pretrained_reasons("model.text.weights", self.text.weights)
-        return self._image_reasons() + text + (_head_reasons(self.text) if self.text.weights == "none" else [])
+        return (
+            self._image_reasons()
+            + text
+            + (_head_reasons(self.text) if self.text.weights == "none" else [])
+        )
 
     def _image_reasons(self) -> list[str]:
         image, side = self.image, self.inputs.image_side
         if image.name.startswith("resnet"):
             if self.batch_norm == "frozen" and image.weights == "none":
                 return [
-                    "model.batch_norm: `frozen` needs the running statistics of trained weights, but "
-                    "model.image.weights is `none`. Set model.batch_norm to `local`, or model.image.weights to "
+                    "model.batch_norm: `frozen` needs the running statistics of trained weights, "
+                    "but "
+                    "model.image.weights is `none`. Set model.batch_norm to `local`, or "
+                    "model.image.weights to "
                     "`pretrained` or a file"
                 ]
             return []
         if image.name == "transformers":
             if image.weights in ("none", "pretrained"):
                 return [
-                    "model.image.weights: model.image.name `transformers` takes its shape from the weights; set a "
+                    "model.image.weights: model.image.name `transformers` takes its shape from the "
+                    "weights; set a "
                     f"directory saved by transformers, or a hub name (got `{image.weights}`)"
                 ]
             return []
@@ -218,10 +288,14 @@ class TowerModel(EmbeddingModel):
         if image.name == "vit":
             return reasons + _head_reasons(image) + _patch_reasons(side, image.patch)
         if image.width % GROUP_CHANNELS:
-            reasons.append(f"model.image.width: the convnet needs a multiple of {GROUP_CHANNELS} (got {image.width})")
+            reasons.append(
+                f"model.image.width: the convnet needs a multiple of {GROUP_CHANNELS} "
+                f"(got {image.width})"
+            )
         if side < (least := 2 ** (image.depth + 1)):
             reasons.append(
-                f"model.image.depth: {image.depth} stages need images of at least {least} pixels, not {side}. Reduce "
+                f"model.image.depth: {image.depth} stages need images of at least {least} pixels, "
+                f"not {side}. Reduce "
                 "the depth or increase model.inputs.image_side"
             )
         return reasons
@@ -248,9 +322,15 @@ class Fusion(TowerModel):
     kind: Annotated[Literal["fusion"], _KIND] = "fusion"
     cross: CrossAttention = CrossAttention()
     matching: bool = Field(True, description="Image-text matching head (objective `matching`).")
-    classes: int = Field(0, ge=0, description="Classes of the classification head (`classification`); 0: none.")
-    regions: bool = Field(False, description="Region head that scores boxes against label texts (`region_text`).")
-    region_labels: tuple[str, ...] = Field((), description="Names of the box labels 0, 1, ...; empty: the set's.")
+    classes: int = Field(
+        0, ge=0, description="Classes of the classification head (`classification`); 0: none."
+    )
+    regions: bool = Field(
+        False, description="Region head that scores boxes against label texts (`region_text`)."
+    )
+    region_labels: tuple[str, ...] = Field(
+        (), description="Names of the box labels 0, 1, ...; empty: the set's."
+    )
 
     def unsupported_reasons(self) -> list[str]:
         return super().unsupported_reasons() + _head_reasons(self.cross)
@@ -278,7 +358,8 @@ class HfModel(Model):
 
     weights: Weights = Field(
         "none",
-        description="`none`, a folder saved by transformers, a hub name, or an open_clip checkpoint (clip, siglip).",
+        description="`none`, a folder saved by transformers, a hub name, or an open_clip "
+        "checkpoint (clip, siglip).",
     )
 
     @property
@@ -290,11 +371,16 @@ class HfModel(Model):
     def unsupported_reasons(self) -> list[str]:
         model: Any = self
         if self.is_checkpoint_file and self.kind == "generative":
-            problem = "is a checkpoint file, which only model.kind `clip` and `siglip` load; set a folder or a hub name"
+            problem = (
+                "is a checkpoint file, which only model.kind `clip` and `siglip` load; set "
+                "a folder or a hub name"
+            )
             return [f"model.weights: {self.weights} {problem}"]
         if self.weights != "none":  # the weights define the shape
             return _pretrained_reasons("model.weights", self.weights)
-        return _head_reasons(model.image, model.text) + _patch_reasons(self.inputs.image_side, model.image.patch)
+        return _head_reasons(model.image, model.text) + _patch_reasons(
+            self.inputs.image_side, model.image.patch
+        )
 
 
 class ClipFamily(HfModel, EmbeddingModel):
@@ -302,7 +388,9 @@ class ClipFamily(HfModel, EmbeddingModel):
 
     image: ClipImage = ClipImage()
     text: ClipText = ClipText()
-    patch_dropout: float = Field(0.0, ge=0, lt=1, description="Fraction of image patches dropped in training.")
+    patch_dropout: float = Field(
+        0.0, ge=0, lt=1, description="Fraction of image patches dropped in training."
+    )
 
 
 class Clip(ClipFamily):
@@ -311,7 +399,9 @@ class Clip(ClipFamily):
     kind: Annotated[Literal["clip"], _KIND] = "clip"
     embed_dim: EmbedDim = 512
     activation: Literal["quick_gelu", "gelu"] | None = Field(
-        None, description="Activation of the MLPs; None: that of the weights, quick_gelu without weights."
+        None,
+        description="Activation of the MLPs; None: that of the weights, quick_gelu without "
+        "weights.",
     )
 
 
@@ -324,10 +414,16 @@ class Siglip(ClipFamily):
     text: ClipText = ClipText(width=768, heads=12)
     temperature: Temperature = 0.1
     logit_bias: LogitBias = -10.0
-    pad_id: int | None = Field(None, ge=0, description="Padding token id; None: that of tokenizer or weights.")
+    pad_id: int | None = Field(
+        None, ge=0, description="Padding token id; None: that of tokenizer or weights."
+    )
 
     def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
-        return super().with_vocab(vocab_size, pad_id).replace(pad_id=pad_id if self.pad_id is None else self.pad_id)
+        return (
+            super()
+            .with_vocab(vocab_size, pad_id)
+            .replace(pad_id=pad_id if self.pad_id is None else self.pad_id)
+        )
 
 
 class Decoder(ClipText):
@@ -337,7 +433,9 @@ class Decoder(ClipText):
 
 
 class Generative(HfModel):
-    """transformers' LLaVA: image features in Llama's token sequence; the loss covers the assistant's messages."""
+    """transformers' LLaVA: image features in Llama's token sequence; the loss covers the
+    assistant's messages.
+    """
 
     kind: Annotated[Literal["generative"], _KIND] = "generative"
     inputs: ChatInputs = ChatInputs()
@@ -349,7 +447,9 @@ class CustomModel(Model):
     """A user-defined model class, constructed from this section and the vocabulary size."""
 
     kind: Annotated[str, _KIND]
-    settings: dict[str, bool | int | float | str] = Field({}, description="Settings passed to your class.")
+    settings: dict[str, bool | int | float | str] = Field(
+        {}, description="Settings passed to your class."
+    )
 
 
 _BUILT_IN: tuple[type[Model], ...] = (TwoTower, Clip, Siglip, Fusion, Generative)
@@ -363,12 +463,17 @@ def model_section(kind: str) -> type[Model]:
     if ":" in kind:
         return CustomModel
     raise UsageError(
-        f"model.kind: unknown kind `{kind}`; use one of {', '.join(KINDS)}, or your own as package.module:Class"
+        f"model.kind: unknown kind `{kind}`; use one of {', '.join(KINDS)}, or your own as "
+        "package.module:Class"
     )
 
 
 def _kind_name(value: Any) -> str:
-    kind = value.get("kind", "two_tower") if isinstance(value, dict) else getattr(value, "kind", "two_tower")
+    kind = (
+        value.get("kind", "two_tower")
+        if isinstance(value, dict)
+        else getattr(value, "kind", "two_tower")
+    )
     return model_section(str(kind)).__name__
 
 
@@ -383,7 +488,14 @@ AnyModel = Annotated[
 ]
 
 
-OBJECTIVES = ("contrastive", "sigmoid", "matching", "classification", "region_text", "language_modelling")
+OBJECTIVES = (
+    "contrastive",
+    "sigmoid",
+    "matching",
+    "classification",
+    "region_text",
+    "language_modelling",
+)
 
 
 class Objective(Section, settings_prefix="objective"):
@@ -391,13 +503,16 @@ class Objective(Section, settings_prefix="objective"):
 
     kind: str = Field(
         "contrastive",
-        description="`contrastive`, `sigmoid`, `matching`, `classification`, `region_text`, `language_modelling`, your "
+        description="`contrastive`, `sigmoid`, `matching`, `classification`, `region_text`, "
+        "`language_modelling`, your "
         "own `package.module:Class`, or a sum such as `contrastive + 0.5 * matching`.",
     )
 
     @property
     def terms(self) -> dict[str, float]:
-        """Weight of each objective: {contrastive: 1, matching: 0.5} of `contrastive + 0.5 * matching`."""
+        """Weight of each objective: {contrastive: 1, matching: 0.5} of `contrastive + 0.5 *
+        matching`.
+        """
         return parse_terms(self.kind)
 
     @field_validator("kind")
@@ -406,7 +521,10 @@ class Objective(Section, settings_prefix="objective"):
         for name in parse_terms(kind):
             if name not in OBJECTIVES and ":" not in name:
                 known = ", ".join(OBJECTIVES)
-                raise ValueError(f"no `{name}`; use one of {known}, or name your own class as package.module:Class")
+                raise ValueError(
+                    f"no `{name}`; use one of {known}, or name your own class as "
+                    "package.module:Class"
+                )
         return kind
 
 
@@ -418,7 +536,8 @@ def parse_terms(kind: str) -> dict[str, float]:
         weight = float(match[1] or 1) if match else 0.0
         if match is None or weight == 0 or match[2] in terms:
             raise ValueError(
-                f"cannot parse `{text.strip()}` in `{kind}`. Write an objective or a sum of different ones, for "
+                f"cannot parse `{text.strip()}` in `{kind}`. Write an objective or a sum of "
+                "different ones, for "
                 "example `contrastive` or `contrastive + 0.5 * matching`."
             )
         terms[match[2]] = weight

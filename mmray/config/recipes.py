@@ -1,4 +1,7 @@
-"""Complete configs by name: plain functions that return a Config. `mmray train NAME --print-config` shows one."""
+"""Complete configs by name: plain functions that return a Config.
+
+`mmray train NAME --print-config` shows one.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,26 @@ from mmray.config import (
 )
 from mmray.errors import UsageError, suggest
 
-OPENAI: Any = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+OPENAI: Any = {
+    "mean": (0.48145466, 0.4578275, 0.40821073),
+    "std": (0.26862954, 0.26130258, 0.27577711),
+}
 
 
 def sample() -> Config:
-    """Generated sample set and a model with under a million parameters; trains on a laptop in about a minute."""
+    """Generated sample set and a model with under a million parameters; trains on a laptop in about
+    a minute.
+    """
     return Config(
         recipe="sample",
         model=TwoTower(
             inputs=Inputs(
-                image_side=64, fit="squash", interpolation="bilinear", mean=(0.5,) * 3, std=(0.25,) * 3, max_tokens=32
+                image_side=64,
+                fit="squash",
+                interpolation="bilinear",
+                mean=(0.5,) * 3,
+                std=(0.25,) * 3,
+                max_tokens=32,
             ),
             image=ImageTower(name="convnet", width=32, depth=3),
             text=TextTower(width=96, depth=1, heads=4),
@@ -53,7 +66,9 @@ def sample() -> Config:
 
 
 def resnet50_bert() -> Config:
-    """torchvision ResNet-50 and BERT-base with pretrained weights, at 224 pixels; a good starting point."""
+    """torchvision ResNet-50 and BERT-base with pretrained weights, at 224 pixels; a good starting
+    point.
+    """
     return Config(
         recipe="resnet50-bert",
         model=TwoTower(
@@ -61,7 +76,8 @@ def resnet50_bert() -> Config:
             image=ImageTower(name="resnet50", weights="pretrained"),
             text=TextTower(weights="bert-base-uncased", width=768, depth=12, heads=12),
             embed_dim=512,
-            batch_norm="frozen",  # exact under accumulation; the pretrained weights include statistics
+            # exact under accumulation; the pretrained weights include statistics
+            batch_norm="frozen",
         ),
         prepare=Prepare(image_side=256),
         batch=Batch(micro="auto", global_=1024),
@@ -72,7 +88,10 @@ def resnet50_bert() -> Config:
 
 
 def clip() -> Config:
-    """Fine-tune OpenAI's CLIP ViT-B/32. To train from scratch: --model.weights none --optimizer.lr 5e-4."""
+    """Fine-tune OpenAI's CLIP ViT-B/32.
+
+    To train from scratch: --model.weights none --optimizer.lr 5e-4.
+    """
     return Config(
         recipe="clip",
         model=Clip(
@@ -88,13 +107,20 @@ def clip() -> Config:
 
 
 def siglip() -> Config:
-    """Fine-tune Google's SigLIP ViT-B/16. To train from scratch: --model.weights none --optimizer.lr 1e-3."""
+    """Fine-tune Google's SigLIP ViT-B/16.
+
+    To train from scratch: --model.weights none --optimizer.lr 1e-3.
+    """
     return Config(
         recipe="siglip",
         model=Siglip(
             weights="google/siglip-base-patch16-224",
             inputs=Inputs(
-                tokenizer="google/siglip-base-patch16-224", max_tokens=64, fit="squash", mean=(0.5,) * 3, std=(0.5,) * 3
+                tokenizer="google/siglip-base-patch16-224",
+                max_tokens=64,
+                fit="squash",
+                mean=(0.5,) * 3,
+                std=(0.5,) * 3,
             ),
         ),
         objective=Objective(kind="sigmoid"),
@@ -107,7 +133,9 @@ def siglip() -> Config:
 
 
 def fusion() -> Config:
-    """ResNet-50 and BERT-base with four cross-attention layers, for retrieval and image-text matching."""
+    """ResNet-50 and BERT-base with four cross-attention layers, for retrieval and image-text
+    matching.
+    """
     return Config(
         recipe="fusion",
         model=Fusion(
@@ -120,7 +148,9 @@ def fusion() -> Config:
         objective=Objective(kind="contrastive + matching"),
         prepare=Prepare(image_side=256),
         batch=Batch(micro="auto", global_=512),
-        optimizer=Optimizer(lr=3e-4, warmup_steps=500, lr_multipliers=("image.tower.*=0.1", "text.tower.*=0.1")),
+        optimizer=Optimizer(
+            lr=3e-4, warmup_steps=500, lr_multipliers=("image.tower.*=0.1", "text.tower.*=0.1")
+        ),
         train=Train(epochs=10, log_every=20, checkpoint_every=500),
         evaluate=Evaluate(every=500),
     )
@@ -136,15 +166,29 @@ def llava() -> Config:
         ),
         objective=Objective(kind="language_modelling"),
         batch=Batch(micro=4, global_=128, group_by_length=True),
-        optimizer=Optimizer(lr=2e-5, warmup_steps=100, weight_decay=0.0, betas=(0.9, 0.999), freeze=("image.tower.*",)),
-        train=Train(epochs=1, log_every=10, checkpoint_every=500, activation_checkpointing=("text",), parallel="fsdp"),
+        optimizer=Optimizer(
+            lr=2e-5,
+            warmup_steps=100,
+            weight_decay=0.0,
+            betas=(0.9, 0.999),
+            freeze=("image.tower.*",),
+        ),
+        train=Train(
+            epochs=1,
+            log_every=10,
+            checkpoint_every=500,
+            activation_checkpointing=("text",),
+            parallel="fsdp",
+        ),
         evaluate=Evaluate(every=500, batch=16),
         cluster=Cluster(workers=8),
     )
 
 
 _FUNCTIONS = (sample, resnet50_bert, clip, siglip, fusion, llava)
-RECIPES: dict[str, Callable[[], Config]] = {recipe.__name__.replace("_", "-"): recipe for recipe in _FUNCTIONS}
+RECIPES: dict[str, Callable[[], Config]] = {
+    recipe.__name__.replace("_", "-"): recipe for recipe in _FUNCTIONS
+}
 
 
 def load(name: str) -> Config:
@@ -157,4 +201,6 @@ def load(name: str) -> Config:
             return from_yaml(file.read_bytes(), str(file), RECIPES)
         except OSError as error:
             raise UsageError(f"cannot read the recipe {file}: {error.strerror}") from None
-    raise UsageError(f"there is no recipe `{name}`; {suggest(name, RECIPES)} (or give the path of a .yaml file)")
+    raise UsageError(
+        f"there is no recipe `{name}`; {suggest(name, RECIPES)} (or give the path of a .yaml file)"
+    )

@@ -1,4 +1,6 @@
-"""Search space of `--space key=values`: a grid of listed values, or values to sample from lists and ranges."""
+"""Search space of `--space key=values`: a grid of listed values, or values to sample from lists and
+ranges.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Range:
 
 
 def round_sampled(value: Any) -> Any:
-    """Round a sampled number to four digits to keep recipes readable; other values are unchanged."""
+    """Round a sampled number to four digits to keep recipes readable; other values are
+    unchanged.
+    """
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
@@ -59,8 +63,13 @@ class Space:
         return (self.num_samples or grid) if has_range else min(self.num_samples or grid, grid)
 
     def corners(self) -> list[dict[str, Any]]:
-        """Return the combinations of all listed values and both ends of each range; the last axis changes fastest."""
-        values = [(axis.low, axis.high) if isinstance(axis, Range) else axis for axis in self.axes.values()]
+        """Return the combinations of all listed values and both ends of each range; the last axis
+        changes fastest.
+        """
+        values = [
+            (axis.low, axis.high) if isinstance(axis, Range) else axis
+            for axis in self.axes.values()
+        ]
         combinations = itertools.islice(itertools.product(*values), MAX_CORNERS)
         return [dict(zip(self.axes, each, strict=True)) for each in combinations]
 
@@ -72,24 +81,42 @@ def parse_space(given: Sequence[str], num_samples: int | None = None, seed: int 
         key, equals, values = text.partition("=")
         key = key.strip().removeprefix("--").replace("-", "_")
         if not equals or not key or not values.strip():
-            raise UsageError(f"--space {text}: write a setting and its values, as in --space batch.micro=8,16,32")
+            raise UsageError(
+                f"--space {text}: write a setting and its values, as in --space batch.micro=8,16,32"
+            )
         if key in axes:
-            raise UsageError(f"--space {key} is given twice; list its values after one `=`, with commas")
+            raise UsageError(
+                f"--space {key} is given twice; list its values after one `=`, with commas"
+            )
         axes[key] = values.strip()
     return build_space(axes, num_samples, seed)
 
 
-def build_space(given: Mapping[str, str | Sequence[Any]], num_samples: int | None = None, seed: int = 0) -> Space:
-    """Return the space of settings with their listed values, or text as after `=` in `--space`. Raises UsageError."""
+def build_space(
+    given: Mapping[str, str | Sequence[Any]], num_samples: int | None = None, seed: int = 0
+) -> Space:
+    """Return the space of settings with their listed values, or text as after `=` in `--space`.
+
+    Raises UsageError.
+    """
     axes: dict[str, tuple[Any, ...] | Range] = {}
     for key, values in given.items():
         if key in LENGTHS:
-            raise UsageError(f"--space {key}: every trial trains as many samples, so a sweep has one length: --{key} N")
+            raise UsageError(
+                f"--space {key}: every trial trains as many samples, so a sweep has "
+                f"one length: --{key} N"
+            )
         if key.startswith(("run.", "cluster.address")) or key == "recipe":
-            raise UsageError(f"--space {key}: it belongs to the whole sweep; give it once, as --{key} VALUE")
-        axes[key] = _parse_axis(key, values) if isinstance(values, str) else _checked_values(key, values)
+            raise UsageError(
+                f"--space {key}: it belongs to the whole sweep; give it once, as --{key} VALUE"
+            )
+        axes[key] = (
+            _parse_axis(key, values) if isinstance(values, str) else _checked_values(key, values)
+        )
     if not axes:
-        raise UsageError("nothing to search: give at least one --space, as in --space batch.micro=8,16,32")
+        raise UsageError(
+            "nothing to search: give at least one --space, as in --space batch.micro=8,16,32"
+        )
     has_ranges = any(isinstance(axis, Range) for axis in axes.values())
     return Space(axes, num_samples or (DEFAULT_SAMPLES if has_ranges else None), seed)
 
@@ -130,15 +157,20 @@ def _parse_axis(key: str, text: str) -> tuple[Any, ...] | Range:
         items = [item.strip() for item in _COMMA.split(text)]  # text, `None`, or a list in brackets
         try:
             values = [
-                yaml.safe_load(item) if item.startswith("[") else None if item == "None" else item for item in items
+                yaml.safe_load(item) if item.startswith("[") else None if item == "None" else item
+                for item in items
             ]
         except yaml.YAMLError:
-            raise UsageError(f"--space {key}={text}: a list must end with `]`, as in [0.9,0.98],[0.9,0.95]") from None
+            raise UsageError(
+                f"--space {key}={text}: a list must end with `]`, as in [0.9,0.98],[0.9,0.95]"
+            ) from None
         return _checked_values(key, values)
     try:
         low, high, log = float(match[2]), float(match[3]), match[1] == "loguniform"
     except ValueError:
         low = high = math.nan
     if not low < high or (log and low <= 0):
-        raise UsageError(f"--space {key}={text}: the bounds must be numbers, low < high, above 0 for loguniform")
+        raise UsageError(
+            f"--space {key}={text}: the bounds must be numbers, low < high, above 0 for loguniform"
+        )
     return Range(low, high, log)

@@ -20,15 +20,25 @@ Prompt = Annotated[str, Field(pattern=r"\{\}")]
 
 
 class Batch(Section, settings_prefix="batch"):
-    """global = micro x accumulation x workers. Give `global` and `micro`, or `micro` and `accumulation`."""
+    """global = micro x accumulation x workers.
+
+    Give `global` and `micro`, or `micro` and `accumulation`.
+    """
 
     micro: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
-        None, description="Rows per forward pass and worker; auto: as many as fit in memory, measured before step 1."
+        None,
+        description="Rows per forward pass and worker; auto: as many as fit in memory, "
+        "measured before step 1.",
     )
     accumulation: int | None = Field(None, ge=1, description="Forward passes per worker and step.")
-    group_by_length: bool = Field(False, description="Group rows of similar caption length in a micro-batch.")
+    group_by_length: bool = Field(
+        False, description="Group rows of similar caption length in a micro-batch."
+    )
     global_: Annotated[int | None, tyro.conf.arg(name="global")] = Field(
-        None, alias="global", ge=1, description="Rows per optimizer step over all workers; constant during a run."
+        None,
+        alias="global",
+        ge=1,
+        description="Rows per optimizer step over all workers; constant during a run.",
     )
 
 
@@ -37,25 +47,39 @@ class Optimizer(Section, settings_prefix="optimizer"):
 
     kind: str = Field(
         "adamw",
-        description="`adamw`, `muon` (with AdamW for all but hidden matrices), `lion`, `adamw8bit`, or your own "
+        description="`adamw`, `muon` (with AdamW for all but hidden matrices), `lion`, "
+        "`adamw8bit`, or your own "
         "`package.module:Class`, such as `torch.optim:SGD`.",
     )
-    settings: dict[str, bool | int | float | str] = Field({}, description="Further arguments of the optimizer's class.")
+    settings: dict[str, bool | int | float | str] = Field(
+        {}, description="Further arguments of the optimizer's class."
+    )
     lr: float = Field(5e-4, gt=0, description="Peak learning rate.")
-    final_lr_fraction: float = Field(0.0, ge=0, le=1, description="Final learning rate as a fraction of the peak.")
+    final_lr_fraction: float = Field(
+        0.0, ge=0, le=1, description="Final learning rate as a fraction of the peak."
+    )
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up.")
-    weight_decay: float = Field(0.1, ge=0, description="Weight decay of matrices; others have none.")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.98), description="Betas of the built-in optimizers.")
+    weight_decay: float = Field(
+        0.1, ge=0, description="Weight decay of matrices; others have none."
+    )
+    betas: tuple[Fraction, Fraction] = Field(
+        (0.9, 0.98), description="Betas of the built-in optimizers."
+    )
     eps: float = Field(1e-6, gt=0, description="Epsilon of the built-in optimizers.")
     clip_norm: float = Field(1.0, ge=0, description="Maximum gradient norm; 0: no clipping.")
     schedule: str = Field(
         "cosine",
-        description="Learning rate after warm-up: `cosine`, `linear`, `constant`, `cooldown` (constant, then linear in "
+        description="Learning rate after warm-up: `cosine`, `linear`, `constant`, `cooldown` "
+        "(constant, then linear in "
         "the last 20%), or your own `package.module:function` of (step, steps).",
     )
-    freeze: tuple[str, ...] = Field((), description="Name patterns of frozen weights, such as `image.tower.*`.")
+    freeze: tuple[str, ...] = Field(
+        (), description="Name patterns of frozen weights, such as `image.tower.*`."
+    )
     lr_multipliers: tuple[Multiplier, ...] = Field(
-        (), description="Learning rate factors as `pattern=factor`, such as `image.*=0.1`; the last match applies."
+        (),
+        description="Learning rate factors as `pattern=factor`, such as `image.*=0.1`; the "
+        "last match applies.",
     )
 
     @field_validator("kind", "schedule")
@@ -63,7 +87,10 @@ class Optimizer(Section, settings_prefix="optimizer"):
     def _check_name(cls, value: str, info: ValidationInfo) -> str:
         known = BUILT_IN[str(info.field_name)]
         if value not in known and ":" not in value:
-            raise ValueError(f"no `{value}`; use one of {', '.join(known)}, or name your own as package.module:Name")
+            raise ValueError(
+                f"no `{value}`; use one of {', '.join(known)}, or name your own as "
+                "package.module:Name"
+            )
         return value
 
 
@@ -72,58 +99,84 @@ class Train(Section, settings_prefix="train"):
 
     steps: int | None = Field(None, ge=1, description="Total optimizer steps.")
     samples: int | None = Field(None, ge=1, description="Total rows, rounded up to whole steps.")
-    epochs: float | None = Field(None, gt=0, description="Passes over the training set, rounded up to whole steps.")
+    epochs: float | None = Field(
+        None, gt=0, description="Passes over the training set, rounded up to whole steps."
+    )
     precision: Literal["auto", "fp32", "bf16", "fp16", "bf16-true"] = Field(
         "auto",
-        description="bf16 and fp16: autocast of float32 weights; bf16-true: matrices in bf16, with float32 copies in "
+        description="bf16 and fp16: autocast of float32 weights; bf16-true: matrices in bf16, with "
+        "float32 copies in "
         "the optimizer; auto: bf16 if the device supports it, fp16 on older GPUs, fp32 on a CPU.",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of all random numbers.")
     log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
     checkpoint_every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
-        description="Steps between checkpoints; 0: only at the end; auto: after each evaluation, and in between as "
+        description="Steps between checkpoints; 0: only at the end; auto: after each evaluation, "
+        "and in between as "
         "often as costs at most 2% of the time.",
     )
-    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints to keep, in addition to the best.")
+    keep_checkpoints: int = Field(
+        2, ge=1, description="Newest checkpoints to keep, in addition to the best."
+    )
     ema: Fraction = Field(
-        0.0, description="Decay of an exponential moving average of the weights, for evaluation and export; 0: none."
+        0.0,
+        description="Decay of an exponential moving average of the weights, for evaluation "
+        "and export; 0: none.",
     )
     activation_checkpointing: tuple[Branch, ...] = Field(
         (),
-        description="Branches (`image`, `text`) to recompute in backward; `text=selective` keeps the outputs of its "
+        description="Branches (`image`, `text`) to recompute in backward; `text=selective` keeps "
+        "the outputs of its "
         "matrix products, convolutions and attention.",
     )
     compile: Literal["auto", "none", "inductor", "aot_eager", "eager"] = Field(
         "auto",
-        description="Backend of torch.compile for the blocks of the towers; aot_eager, eager: to debug; auto: inductor "
+        description="Backend of torch.compile for the blocks of the towers; aot_eager, eager: to "
+        "debug; auto: inductor "
         "on GPUs of compute capability 8.0 or newer, otherwise none.",
     )
     channels_last: bool | Literal["auto"] = Field(
-        "auto", description="Channels-last memory format (faster convolutions); auto: on GPUs, not if sharded."
+        "auto",
+        description="Channels-last memory format (faster convolutions); auto: on GPUs, not "
+        "if sharded.",
     )
-    deterministic: bool = Field(False, description="Use torch's deterministic algorithms (slower on a GPU).")
+    deterministic: bool = Field(
+        False, description="Use torch's deterministic algorithms (slower on a GPU)."
+    )
     parallel: Literal["ddp", "fsdp", "hsdp", "branches", "single"] = Field(
         "ddp",
-        description="DDP; FSDP2 over all workers or (hsdp) within a node; a worker with a GPU per branch; one process.",
+        description="DDP; FSDP2 over all workers or (hsdp) within a node; a worker with a GPU per "
+        "branch; one process.",
     )
     fsdp_sync: Literal["micro_batch", "step"] = Field(
         "micro_batch",
-        description="When fsdp and hsdp reduce gradients; once per step is faster, but needs memory for all of them.",
+        description="When fsdp and hsdp reduce gradients; once per step is faster, but needs "
+        "memory for all of them.",
     )
-    grad_compression: Literal["none", "bf16", "fp16"] = Field("none", description="Dtype of DDP's gradient all-reduce.")
+    grad_compression: Literal["none", "bf16", "fp16"] = Field(
+        "none", description="Dtype of DDP's gradient all-reduce."
+    )
     noise_scale_every: int = Field(
-        0, ge=0, description="Steps between measurements of the gradient noise scale, each 1.5 steps long; 0: none."
+        0,
+        ge=0,
+        description="Steps between measurements of the gradient noise scale, each 1.5 "
+        "steps long; 0: none.",
     )
-    profile: int = Field(0, ge=0, description="Steps to record with torch.profiler into the run's folder.")
-    callbacks: tuple[str, ...] = Field((), description="Your own `package.module:Class`, called after each step.")
+    profile: int = Field(
+        0, ge=0, description="Steps to record with torch.profiler into the run's folder."
+    )
+    callbacks: tuple[str, ...] = Field(
+        (), description="Your own `package.module:Class`, called after each step."
+    )
 
     @field_validator("compile", mode="before")
     @classmethod
     def _refuse_cuda_graphs(cls, value: object) -> object:
         if value == "cudagraphs":
             raise ValueError(
-                "a CUDA graph overwrites its outputs at the next replay, but accumulation keeps those of the first "
+                "a CUDA graph overwrites its outputs at the next replay, but accumulation keeps "
+                "those of the first "
                 "micro-batch; use `inductor`"
             )
         return value
@@ -137,21 +190,33 @@ class Train(Section, settings_prefix="train"):
 
 
 class EvalSettings(Section, settings_prefix="evaluate"):
-    """Metrics on held-out rows: retrieval, and classification if there are class names or a classification head."""
+    """Metrics on held-out rows: retrieval, and classification if there are class names or a
+    classification head.
+    """
 
     batch: int = Field(128, ge=1, description="Rows per forward pass and worker.")
     limit: int | None = Field(None, ge=1, description="Evaluate on the first N rows only.")
     loss_batch: int | None = Field(
-        None, ge=1, description="Rows among which the held-out contrastive loss is computed; None: the global batch."
+        None,
+        ge=1,
+        description="Rows among which the held-out contrastive loss is computed; None: "
+        "the global batch.",
     )
-    num_generations: int = Field(0, ge=0, description="Answers that a generative model writes, for BLEU and CIDEr.")
-    classes: tuple[str, ...] = Field((), description="Names of the labels 0, 1, ...; empty: those of the set, if any.")
+    num_generations: int = Field(
+        0, ge=0, description="Answers that a generative model writes, for BLEU and CIDEr."
+    )
+    classes: tuple[str, ...] = Field(
+        (), description="Names of the labels 0, 1, ...; empty: those of the set, if any."
+    )
     prompts: tuple[Prompt, ...] = Field(
         ("a photo of a {}.",),
         min_length=1,
-        description="Zero-shot prompts, with `{}` for the class name; their embeddings are averaged.",
+        description="Zero-shot prompts, with `{}` for the class name; their embeddings are "
+        "averaged.",
     )
-    language: str | None = Field(None, description="Language of `classes` and `prompts`, for language tokens.")
+    language: str | None = Field(
+        None, description="Language of `classes` and `prompts`, for language tokens."
+    )
 
 
 class Evaluate(EvalSettings):

@@ -1,6 +1,7 @@
 """Quarantine rows that cannot be read during training, up to a limit.
 
-worker.py passes the stream's blocks through here. A bad row keeps its position in the step but does not count.
+worker.py passes the stream's blocks through here. A bad row keeps its position in the step but does
+not count.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def quarantine_bad_rows(
     plan: SamplePlan,
     count_bad_row: Callable[[int], int],
 ) -> Iterator[Block]:
-    """Yield the blocks; write rows that could not be read to quarantine.jsonl, up to `data.max_bad_rows`.
+    """Yield the blocks; write rows that could not be read to quarantine.jsonl, up to
+    `data.max_bad_rows`.
 
     Each row is written and counted once, over all ranks, epochs and attempts.
     """
@@ -43,31 +45,48 @@ def quarantine_bad_rows(
                 continue
             record, reason, detail = reader.explain_bad_row(row)
             key, source = (record.key, record.source) if record else (None, None)
-            entry = {"key": key, "source": source, "row": row, "stage": "train", "reason": reason, "detail": detail}
+            entry = {
+                "key": key,
+                "source": source,
+                "row": row,
+                "stage": "train",
+                "reason": reason,
+                "detail": detail,
+            }
             append_line(folder / QUARANTINE, orjson.dumps(entry))
             if num_bad > config.data.max_bad_rows:
                 raise DataError(
-                    f"{num_bad} rows could not be read (data.max_bad_rows {config.data.max_bad_rows}), the last: row "
-                    f"{row} ({key}, {source}): {reason}: {detail}. All are listed in {folder / QUARANTINE}; run "
+                    f"{num_bad} rows could not be read (data.max_bad_rows "
+                    f"{config.data.max_bad_rows}), the last: row "
+                    f"{row} ({key}, {source}): {reason}: {detail}. All are listed in "
+                    f"{folder / QUARANTINE}; run "
                     "`mmray prepare` again from the source"
                 )
         yield block
 
 
 def _check_labels(block: Block, config: Config) -> None:
-    """Raise DataError for a label without a class or a name, because it would fail a device-side assert on a GPU."""
+    """Raise DataError for a label without a class or a name, because it would fail a device-side
+    assert on a GPU.
+    """
     classes, names = getattr(config.model, "classes", 0), getattr(config.model, "region_labels", ())
     for label in np.unique(block["label"]).tolist() if classes else ():
         if label != NO_LABEL and not 0 <= label < classes:
-            fix = "number the classes from 0" if label < 0 else f"set --model.classes to {label + 1} or more"
+            fix = (
+                "number the classes from 0"
+                if label < 0
+                else (f"set --model.classes to {label + 1} or more")
+            )
             raise DataError(
-                f"a row of {config.data.train} has label {label}, but model.classes is {classes}, so labels are 0 to "
+                f"a row of {config.data.train} has label {label}, but model.classes is {classes}, "
+                "so labels are 0 to "
                 f"{classes - 1}: {fix}"
             )
     for label in np.unique(block["box_labels"]).tolist() if names and "box_labels" in block else ():
         if label != NO_LABEL and not (0 <= label < len(names) and names[label]):
             raise DataError(
-                f"a box of {config.data.train} has label {label}, which has no name in model.region_labels: list one "
+                f"a box of {config.data.train} has label {label}, which has no name in "
+                "model.region_labels: list one "
                 "for each label, starting at 0"
             )
 

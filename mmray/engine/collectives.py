@@ -1,7 +1,8 @@
-"""The process group of a run; only DDP, FSDP, DCP and SyncBatchNorm have collectives other than these methods.
+"""The process group of a run; only DDP, FSDP, DCP and SyncBatchNorm have collectives other than
+these methods.
 
-Without torch.distributed it is a group of one, and each method is the identity. So the same code runs in a notebook,
-under torchrun and under Ray Train.
+Without torch.distributed it is a group of one, and each method is the identity. So the same code
+runs in a notebook, under torchrun and under Ray Train.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Of torch.distributed, by the type of the training device. One group has both: NCCL cannot reduce on the host.
+# Of torch.distributed, by the type of the training device. One group has both: NCCL cannot reduce
+# on the host.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -32,7 +34,8 @@ class Group:
     def current(cls, device: torch.device | str = "cpu", timeout_s: float | None = None) -> Group:
         """Return the default process group of torch.distributed, or a group of one.
 
-        It must have a backend for the CPU and one for `device` (BACKENDS). timeout_s: of its collectives from now on.
+        It must have a backend for the CPU and one for `device` (BACKENDS). timeout_s: of its
+        collectives from now on.
         """
         if not dist.is_initialized():
             return cls(device=torch.device(device))
@@ -41,9 +44,14 @@ class Group:
         return group
 
     def set_timeout(self, process_group: Any) -> None:
-        """Set `timeout_s` of a process group of torch.distributed; new ones have torch's default."""
+        """Set `timeout_s` of a process group of torch.distributed; new ones have torch's
+        default.
+        """
         if self.timeout_s is not None:
-            set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before 2.15
+            # before 2.15
+            set_timeout = (
+                getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+            )
             set_timeout(timedelta(seconds=self.timeout_s), process_group)
 
     def all_reduce_min(self, value: int) -> int:
@@ -76,7 +84,9 @@ class Group:
         return gathered
 
     def reduce_scatter(self, gradients: Tensor) -> Tensor:
-        """Transpose of `all_gather`: gradients [B, D] of this rank's rows, summed over the gradients of all ranks."""
+        """Transpose of `all_gather`: gradients [B, D] of this rank's rows, summed over the
+        gradients of all ranks.
+        """
         if self.world_size == 1:
             return gradients
         local = gradients.new_empty(gradients.shape[0] // self.world_size, *gradients.shape[1:])
@@ -84,7 +94,9 @@ class Group:
         return local
 
     def all_gather_variable(self, rows: Tensor) -> Tensor:
-        """Rows of all ranks in rank order, without gradient; ranks may have different numbers of rows."""
+        """Rows of all ranks in rank order, without gradient; ranks may have different numbers of
+        rows.
+        """
         rows = rows.detach().to(self.device)
         if self.world_size == 1:
             return rows
@@ -117,7 +129,9 @@ class Group:
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def time_all_reduces(self, tensor: Tensor, num_ranks: int, repeats: int) -> list[float]:
-        """Seconds of all-reduces of `tensor` over the first ranks, on rank 0's clock; all ranks call this."""
+        """Seconds of all-reduces of `tensor` over the first ranks, on rank 0's clock; all ranks
+        call this.
+        """
         first_ranks: Any = dist.new_group(list(range(num_ranks)))  # on other ranks not a group
         times_s: list[float] = []
         for _ in range(repeats):

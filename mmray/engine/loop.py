@@ -1,7 +1,9 @@
-"""The training loop: micro-batches of rows in; weights, metrics and checkpoints out. Runs without Ray.
+"""The training loop: micro-batches of rows in; weights, metrics and checkpoints out. Runs without
+Ray.
 
-prefetch.py yields a batch, step.py takes the step, metrics/ measures it. The loop runs in one process, under torchrun,
-or in a Ray Train worker. Every rank makes the same calls; only rank 0 writes the log.
+prefetch.py yields a batch, step.py takes the step, metrics/ measures it. The loop runs in one
+process, under torchrun, or in a Ray Train worker. Every rank makes the same calls; only rank 0
+writes the log.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ MAX_NONFINITE_STEPS = 10  # in a row
 
 @dataclass
 class _Run:
-    """A started run: its spec, the state that steps change, and what the loop measures and schedules."""
+    """A started run: its spec, the state that steps change, and what the loop measures and
+    schedules.
+    """
 
     spec: TrainSpec
     state: TrainState
@@ -58,13 +62,16 @@ def train_loop(
 ) -> LoopResult:
     """Train until the last step of the plan, or until a stop is requested.
 
-    `steps` yields this rank's CPU micro-batches of each step, starting at the first step not yet taken.
-    `load_checkpoint` loads the checkpoint to resume from. Raises OutOfMemoryError, on which the driver restarts with
-    smaller micro-batches, and TrainingError for wrong or missing rows, or after too many non-finite steps.
+    `steps` yields this rank's CPU micro-batches of each step, starting at the first step not yet
+    taken. `load_checkpoint` loads the checkpoint to resume from. Raises OutOfMemoryError, on which
+    the driver restarts with smaller micro-batches, and TrainingError for wrong or missing rows, or
+    after too many non-finite steps.
     """
     run = _start(spec, load_checkpoint)
     plan, progress, group = spec.plan, run.progress, spec.group
-    batches = prefetch(steps, plan, progress.step, group.rank, group.device, run.state.timers, spec.group_by_length)
+    batches = prefetch(
+        steps, plan, progress.step, group.rank, group.device, run.state.timers, spec.group_by_length
+    )
     metrics: Metrics = {}
     stop = False
     with profile_steps(spec.train.profile, spec.profile_path, group.device) as profile_step:
@@ -94,12 +101,16 @@ def train_loop(
 
 
 def _start(spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> _Run:
-    """Build the train state: wrapped model, optimizer and scaler, restored from the checkpoint if there is one."""
+    """Build the train state: wrapped model, optimizer and scaler, restored from the checkpoint if
+    there is one.
+    """
     device, module, train = spec.group.device, spec.model.train(), spec.train
     precision = select_precision(train.precision, device)
     timers = PhaseTimers(device)
     shard_options = precision.dtype, train.fsdp_sync == "step"
-    model = strategy.wrap_model(module, spec.group, train.parallel, train.grad_compression, *shard_options)
+    model = strategy.wrap_model(
+        module, spec.group, train.parallel, train.grad_compression, *shard_options
+    )
     state = TrainState(
         model=model,
         objective=spec.objective,
@@ -109,22 +120,36 @@ def _start(spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> _Run:
         scaler=precision.scaler(),
         timers=timers,
         clip_norm=spec.optimizer.clip_norm,
-        can_recover_oom=(spec.recover_cpu_oom or device.type == "cuda") and not strategy.has_inner_collectives(model),
+        can_recover_oom=(spec.recover_cpu_oom or device.type == "cuda")
+        and not strategy.has_inner_collectives(model),
     )
     ema = ExponentialMovingAverage(module, train.ema) if train.ema else None
-    progress = LoopProgress() if load_checkpoint is None else _load(load_checkpoint, module, state, ema)
+    progress = (
+        LoopProgress() if load_checkpoint is None else _load(load_checkpoint, module, state, ema)
+    )
     planned = min(spec.plan.micro, spec.plan.rank_rows, spec.micro or spec.plan.rank_rows)
     if (progress.world, progress.planned_micro) != (spec.group.world_size, planned):
-        progress.world, progress.planned_micro, progress.micro = spec.group.world_size, planned, planned
-    meter = Meter(Throughput(timers), 2 if train.parallel == "branches" else 1, train.compile != "none")
+        progress.world, progress.planned_micro, progress.micro = (
+            spec.group.world_size,
+            planned,
+            planned,
+        )
+    meter = Meter(
+        Throughput(timers), 2 if train.parallel == "branches" else 1, train.compile != "none"
+    )
     schedule = CheckpointSchedule(train.checkpoint_every, progress.step)
     return _Run(spec, state, progress, meter, schedule, ema)
 
 
 def _load(
-    load_checkpoint: LoadCheckpointFn, module: nn.Module, state: TrainState, ema: ExponentialMovingAverage | None
+    load_checkpoint: LoadCheckpointFn,
+    module: nn.Module,
+    state: TrainState,
+    ema: ExponentialMovingAverage | None,
 ) -> LoopProgress:
-    """Restore model, optimizer and scaler from the checkpoint; each rank reads only its own shards."""
+    """Restore model, optimizer and scaler from the checkpoint; each rank reads only its own
+    shards.
+    """
     saved = load_checkpoint(run_state.load_destinations(module))
     module.load_state_dict(saved["model"])
     run_state.load_optimizer_state(module, state.optimizer, saved["optimizer"])
@@ -136,18 +161,24 @@ def _load(
 
 
 def _next_batch(run: _Run, batches: Iterator[LocalBatch]) -> LocalBatch:
-    """Return the next batch. Raises OutOfMemoryError, on which the driver restarts with smaller micro-batches."""
+    """Return the next batch.
+
+    Raises OutOfMemoryError, on which the driver restarts with smaller micro-batches.
+    """
     step, micro = run.progress.step, run.progress.micro
     try:
         batch = next(batches, None)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        text = oom.format_oom(f"after step {step}", micro, {run.spec.group.rank: first_line(error)}, "restarting")
+        text = oom.format_oom(
+            f"after step {step}", micro, {run.spec.group.rank: first_line(error)}, "restarting"
+        )
         raise OutOfMemoryError(text, retry_micro=halve(micro)) from error
     if batch is None:
         raise TrainingError(
-            f"the data stream ended after step {step} of {run.spec.plan.steps}. The prepared set may have changed: "
+            f"the data stream ended after step {step} of {run.spec.plan.steps}. The prepared set "
+            "may have changed: "
             "rerun its `mmray prepare` command, or compare its fingerprint with the run's data.json"
         )
     return batch
@@ -156,7 +187,8 @@ def _next_batch(run: _Run, batches: Iterator[LocalBatch]) -> LocalBatch:
 def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
     """Take one optimizer step; after an OOM, retry it on all ranks with smaller micro-batches.
 
-    Raises OutOfMemoryError if there are no smaller ones, or if a rank left a collective that the others wait in.
+    Raises OutOfMemoryError if there are no smaller ones, or if a rank left a collective that the
+    others wait in.
     """
     spec, progress = run.spec, run.progress
     step, group = progress.step, spec.group
@@ -182,7 +214,9 @@ def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
         # Outside `except`: the traceback would keep the step's tensors alive.
         del micro_batches
         errors = dict(enumerate(group.all_gather_objects(local_error)))
-        text = oom.format_oom(f"at step {step + 1}", progress.micro, errors, "retrying the same rows")
+        text = oom.format_oom(
+            f"at step {step + 1}", progress.micro, errors, "retrying the same rows"
+        )
         progress.micro = halve(progress.micro)
         if progress.micro == 0:
             raise OutOfMemoryError(text)
@@ -200,7 +234,8 @@ def _check_finite(run: _Run, result: StepResult) -> None:
     if progress.skipped_in_a_row >= MAX_NONFINITE_STEPS:
         rows = f"{plan.rows_start(progress.step - 1):,} to {plan.rows_start(progress.step) - 1:,}"
         raise TrainingError(
-            f"the gradient was not finite in {progress.skipped_in_a_row} steps in a row, up to step {progress.step} "
+            f"the gradient was not finite in {progress.skipped_in_a_row} steps in a row, up to "
+            f"step {progress.step} "
             f"(rows {rows} of the sample order). Lower --optimizer.lr, or try "
             "--train.precision fp32 to see whether the precision is the cause"
         )
@@ -210,7 +245,9 @@ def _finish_step(run: _Run, keys: Tensor, result: StepResult) -> Metrics | None:
     """Measure, evaluate, log, save, and call the callbacks. Every rank makes the same decisions."""
     spec, step, rates = run.spec, run.progress.step, run.meter.rates
     last = step == spec.plan.steps or result.stop
-    evaluating = spec.evaluate is not None and (step == spec.plan.steps or _is_due(step, spec.evaluate_every))
+    evaluating = spec.evaluate is not None and (
+        step == spec.plan.steps or _is_due(step, spec.evaluate_every)
+    )
     # With `auto`, save every evaluated step, so that the best one has a checkpoint.
     scored = evaluating and run.schedule.every == "auto"
     saving = spec.save is not None and (last or scored or run.schedule.is_due(step))
@@ -233,7 +270,10 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
-    """Metrics of the step just taken. Takes three small collectives, so only for steps that are logged."""
+    """Metrics of the step just taken.
+
+    Takes three small collectives, so only for steps that are logged.
+    """
     spec, state, step = run.spec, run.state, run.progress.step - 1
     means = [(value / result.counts).sum() for value in result.sums.values()]
     local_sums = [*means, *run.meter.token_counts]
@@ -248,9 +288,15 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
             "rows_stop": spec.plan.rows_start(step + 1),
             "rows_sha": rows_sha(spec.group.all_gather_variable(keys)),
         }
-        | {f"train/{name}": mean for name, mean in zip(result.sums, sums[: len(means)], strict=True)}
+        | {
+            f"train/{name}": mean
+            for name, mean in zip(result.sums, sums[: len(means)], strict=True)
+        }
         | {f"train/{name}": float(value) for name, value in result.scalars.items()}
-        | {"train/lr": lr_at(step, spec.optimizer, spec.plan.steps), "train/grad_norm": result.grad_norm}
+        | {
+            "train/lr": lr_at(step, spec.optimizer, spec.plan.steps),
+            "train/grad_norm": result.grad_norm,
+        }
         | {"train/skipped_steps": run.progress.skipped, "batch/micro": run.progress.micro}
         | padding_fractions(sums[len(means) :], spec.group_by_length)
         | noise_scale
@@ -278,10 +324,12 @@ def _evaluate(run: _Run) -> Metrics:
 
 
 def _save(run: _Run, metrics: Metrics, last: bool) -> None:
-    """Save a checkpoint. With `auto`, the interval is derived from the stall of training measured on rank 0.
+    """Save a checkpoint. With `auto`, the interval is derived from the stall of training measured
+    on rank 0.
 
-    The state refers to live weights (of sharded ones, this rank's shard), which `spec.save` must write or copy before
-    the next update, and to copies of the running statistics, which the next forward changes.
+    The state refers to live weights (of sharded ones, this rank's shard), which `spec.save` must
+    write or copy before the next update, and to copies of the running statistics, which the next
+    forward changes.
     """
     spec, step, schedule, rates = run.spec, run.progress.step, run.schedule, run.meter.rates
     assert spec.save is not None
@@ -299,6 +347,8 @@ def _save(run: _Run, metrics: Metrics, last: bool) -> None:
     stall_s = rates.lap("checkpoint")
     if schedule.every == "auto" and not last:
         taken = step - schedule.first
-        steps = steps_between_checkpoints(metrics.get("time/step_s"), stall_s, save_duration_s, taken)
+        steps = steps_between_checkpoints(
+            metrics.get("time/step_s"), stall_s, save_duration_s, taken
+        )
         schedule.saved(step, spec.group.broadcast_object(steps))
         rates.lap("checkpoint")

@@ -1,4 +1,6 @@
-"""Dry run: a synthetic step that finds shape errors and measures memory, and a search for the micro-batch that fits."""
+"""Dry run: a synthetic step that finds shape errors and measures memory, and a search for the
+micro-batch that fits.
+"""
 
 from __future__ import annotations
 
@@ -38,33 +40,50 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 HOST_FRACTION = 0.8  # of a host's free memory, available to its ranks
-HEADROOM = 0.05  # of a GPU's memory, left free by `batch.micro auto` for fragmentation and longer captions
-PEAK_PER_SAVED = 1.2  # peak memory of a row : bytes that autograd saves; on a CPU 1.05 (resnet50-bert) to 1.2 (sample)
+# of a GPU's memory, left free by `batch.micro auto` for fragmentation and longer captions
+HEADROOM = 0.05
+# peak memory of a row : bytes that autograd saves; on a CPU 1.05 (resnet50-bert) to 1.2 (sample)
+PEAK_PER_SAVED = 1.2
 REFINEMENTS = 2  # sizes tried between the largest that fits and the smallest that does not
 MakeBatch = Callable[[int], Batch]  # rows -> a synthetic micro-batch on the training device
 
 
 def dry_run(
-    config: Config, model: nn.Module, objective: Any, group: Group, plan: SamplePlan, max_micro: int = 0
+    config: Config,
+    model: nn.Module,
+    objective: Any,
+    group: Group,
+    plan: SamplePlan,
+    max_micro: int = 0,
 ) -> tuple[int, dict[str, float]]:
-    """Take a synthetic step to find shape and memory errors before the first; return as `probe_memory` does.
+    """Take a synthetic step to find shape and memory errors before the first; return as
+    `probe_memory` does.
 
-    model: sharded if `train.parallel` is fsdp or hsdp, otherwise not wrapped. max_micro: upper limit after an
-    OOM; 0: as configured. Raises UsageError if model and objective do not match.
+    model: sharded if `train.parallel` is fsdp or hsdp, otherwise not wrapped. max_micro: upper
+    limit after an OOM; 0: as configured. Raises UsageError if model and objective do not match.
     """
     device, mixed = group.device, precision.select_precision(config.train.precision, group.device)
     optimizer = build_optimizer(model, config.optimizer)  # temporary
     lr_at(plan.steps - 1, config.optimizer, plan.steps)  # raises the errors of a user's schedule
-    state = TrainState(model, objective, group, mixed, optimizer, mixed.scaler(), PhaseTimers(device))
+    state = TrainState(
+        model, objective, group, mixed, optimizer, mixed.scaler(), PhaseTimers(device)
+    )
     auto = config.batch.micro == "auto" and not max_micro
     micro = None if auto else min(plan.micro, plan.rank_rows, max_micro or plan.rank_rows)
-    ema_placeholder = [weight.detach().clone() for weight in model.parameters()] if config.train.ema else []
+    ema_placeholder = (
+        [weight.detach().clone() for weight in model.parameters()] if config.train.ema else []
+    )
 
     def check_all_have_gradients() -> None:
-        unused = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
+        unused = [
+            name
+            for name, weight in model.named_parameters()
+            if weight.requires_grad and weight.grad is None
+        ]
         if unused:  # DDP would wait for their gradients forever
             raise UsageError(
-                f"objective.kind `{config.objective.kind}` gives no gradient to {len(unused)} parameters of the model, "
+                f"objective.kind `{config.objective.kind}` gives no gradient to {len(unused)} "
+                "parameters of the model, "
                 f"the first is {unused[0]}: use another objective, or freeze them with "
                 f"--optimizer.freeze {' '.join(unused[:3])}"
             )
@@ -75,11 +94,17 @@ def dry_run(
     try:
         return probe_memory(state, make_batch, plan.rank_rows, micro, check_all_have_gradients)
     except KeyError as error:
-        if any(frame.name == forward_micro_batch.__name__ for frame in extract_tb(error.__traceback__)):
-            raise TrainingError(f"the dry run failed: the model's forward raised KeyError {error}") from error
+        if any(
+            frame.name == forward_micro_batch.__name__ for frame in extract_tb(error.__traceback__)
+        ):
+            raise TrainingError(
+                f"the dry run failed: the model's forward raised KeyError {error}"
+            ) from error
         raise UsageError(
-            f"objective.kind: `{config.objective.kind}` reads `{error.args[0]}`, which a model of model.kind "
-            f"`{config.model.kind}` with these settings does not return; use another objective or model"
+            f"objective.kind: `{config.objective.kind}` reads `{error.args[0]}`, which a model of "
+            "model.kind "
+            f"`{config.model.kind}` with these settings does not return; use another objective or "
+            "model"
         ) from error
     finally:
         ema_placeholder.clear()
@@ -92,55 +117,76 @@ def probe_memory(
     micro: int | None,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[int, dict[str, float]]:
-    """Take one synthetic step in micro-batches of `micro` rows, or (None) of as many as fit on every rank.
+    """Take one synthetic step in micro-batches of `micro` rows, or (None) of as many as fit on
+    every rank.
 
-    Return the rows of a micro-batch, and this rank's memory table in GiB. rows_per_rank: rows of a rank in a step.
-    `check` is called while the step's gradients exist. Model and random number generators are unchanged afterwards.
-    Raises OutOfMemoryError if `micro` rows, or one, do not fit; TrainingError if the model cannot process the rows.
+    Return the rows of a micro-batch, and this rank's memory table in GiB. rows_per_rank: rows of a
+    rank in a step. `check` is called while the step's gradients exist. Model and random number
+    generators are unchanged afterwards. Raises OutOfMemoryError if `micro` rows, or one, do not
+    fit; TrainingError if the model cannot process the rows.
     """
     group = state.group
     fake_group = FakeGroup(group.rank, group.world_size, group.device)
-    fake_state, together = replace(state, group=fake_group), strategy.has_inner_collectives(state.model)
-    # A real collective, as large as those of DDP: NCCL allocates its buffers (1 GiB and more) in the first.
+    fake_state, together = (
+        replace(state, group=fake_group),
+        strategy.has_inner_collectives(state.model),
+    )
+    # A real collective, as large as those of DDP: NCCL allocates its buffers (1 GiB and more) in
+    # the first.
     group.all_reduce_sum(torch.zeros(int(strategy.BUCKET_MB * 2**18), device=group.device))
     _allocate_optimizer(state.optimizer)
-    ddp_buckets = group.world_size > 1 and not strategy.is_sharded(state.model)  # allocated before the forward
+    # allocated before the forward
+    ddp_buckets = group.world_size > 1 and not strategy.is_sharded(state.model)
     searches_gpu = micro is None and group.device.type == "cuda"
     headroom = int(HEADROOM * torch.cuda.mem_get_info(group.device)[1]) if searches_gpu else 0
-    # One step is enough for a given size without DDP's buckets, with which every weight has a gradient.
+    # One step is enough for a given size without DDP's buckets, with which every weight has a
+    # gradient.
     once, saved_bytes = micro is not None and not ddp_buckets, None
 
     def try_rows(rows: int, size: int) -> int | None:
         nonlocal saved_bytes
         checks = (check,) if once else ()
-        saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, headroom, ddp_buckets, rows, size, *checks)
+        saved_bytes = _try_step(
+            fake_state, make_batch, rows_per_rank, headroom, ddp_buckets, rows, size, *checks
+        )
         return saved_bytes
 
-    # Searched in eager code, which saves more activations: graphs of each size tried would take minutes to compile.
+    # Searched in eager code, which saves more activations: graphs of each size tried would take
+    # minutes to compile.
     with force_eager() if micro is None else nullcontext():
-        largest = _largest_micro_that_fits(group, try_rows, rows_per_rank, micro, together, headroom)
+        largest = _largest_micro_that_fits(
+            group, try_rows, rows_per_rank, micro, together, headroom
+        )
     if not once:
-        saved_bytes = _try_step(fake_state, make_batch, rows_per_rank, 0, False, largest, largest, check)
+        saved_bytes = _try_step(
+            fake_state, make_batch, rows_per_rank, 0, False, largest, largest, check
+        )
     if saved_bytes is None:
         raise _oom_error(group, largest, halve(largest))
     if group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
     weights = list(state.model.parameters())
-    moments = tree_leaves(state.optimizer.state_dict()["state"])  # and float32 copies of half-precision weights
+    # and float32 copies of half-precision weights
+    moments = tree_leaves(state.optimizer.state_dict()["state"])
     gradients: list[Tensor] = [weight for weight in weights if weight.requires_grad]
     if not getattr(state.model, "sync_once", False):
         gradients = [strategy.to_local(weight) for weight in gradients]
-    sizes = {  # of sharded tensors, this rank's shard; rank 0, whose table is logged, has the largest
+    # of sharded tensors, this rank's shard; rank 0, whose table is logged, has the largest
+    sizes = {
         "parameters": sum(strategy.to_local(weight).nbytes for weight in weights),
         "gradients": sum(gradient.nbytes for gradient in gradients),
-        "optimizer": sum(strategy.to_local(value).nbytes for value in moments if isinstance(value, Tensor)),
+        "optimizer": sum(
+            strategy.to_local(value).nbytes for value in moments if isinstance(value, Tensor)
+        ),
         "activations": saved_bytes,  # of two devices (`branches`), those of the first
     }
     return largest, {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
 
 
 class FakeGroup(Group):
-    """A group whose other ranks have the same tensors: memory and arithmetic of a step without communication."""
+    """A group whose other ranks have the same tensors: memory and arithmetic of a step without
+    communication.
+    """
 
     def all_reduce_min(self, value: int) -> int:
         return value
@@ -156,7 +202,9 @@ class FakeGroup(Group):
 
 
 def _allocate_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate the optimizer state as a first step does; at learning rate 0 it leaves the weights unchanged."""
+    """Allocate the optimizer state as a first step does; at learning rate 0 it leaves the weights
+    unchanged.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -182,12 +230,14 @@ def _largest_micro_that_fits(
     together: bool,
     headroom: int,
 ) -> int:
-    """Rows of a micro-batch that fit on every rank: `micro`, or the largest found by `search_size` after 1 and 2 rows.
+    """Rows of a micro-batch that fit on every rank: `micro`, or the largest found by `search_size`
+    after 1 and 2 rows.
 
-    try_rows: `_try_step` for (rows, rows of a micro-batch). Each rank probes on its own, then all take the minimum. If
-    a forward has collectives, they probe together, because the unsharded model need not fit on one device. Then a
-    rank that runs out of memory leaves the others in a collective, and they cannot agree to retry: its error has a
-    smaller size, with which the group restarts. So that this is rare, they try half the expected size, then all of it.
+    try_rows: `_try_step` for (rows, rows of a micro-batch). Each rank probes on its own, then all
+    take the minimum. If a forward has collectives, they probe together, because the unsharded model
+    need not fit on one device. Then a rank that runs out of memory leaves the others in a
+    collective, and they cannot agree to retry: its error has a smaller size, with which the group
+    restarts. So that this is rare, they try half the expected size, then all of it.
     """
 
     def bytes_if_fits(rows: int, size: int, fallback_size: int) -> int | None:
@@ -211,16 +261,24 @@ def _largest_micro_that_fits(
 
     saved = bytes_if_fits(1 if micro is None else 2 * micro, largest, halve(largest))
     if saved is not None and micro is None:
-        on_host, two = group.device.type == "cpu", None  # where the kernel kills a process that has too much memory
+        # where the kernel kills a process that has too much memory
+        on_host, two = group.device.type == "cpu", None
         if rows_per_rank > 1 and (not on_host or expected_rows(saved, 2 * saved) > 1):
             two = bytes_if_fits(2, 2, 1)
         if two is not None:
             largest, guess = 2, expected_rows(saved, two)
             start = max(1, halve(guess)) if together and guess < rows_per_rank else guess
-            largest = search_size(rows_per_rank, start, guess if on_host or together else rows_per_rank, fits)
-        # The outputs of all rows are in memory at once. Tried so far: 2 x largest rows, or only one or two.
+            largest = search_size(
+                rows_per_rank, start, guess if on_host or together else rows_per_rank, fits
+            )
+        # The outputs of all rows are in memory at once. Tried so far: 2 x largest rows, or only one
+        # or two.
         tried = 2 * largest if largest > 2 else largest
-        while largest and tried < rows_per_rank and bytes_if_fits(rows_per_rank, largest, halve(largest)) is None:
+        while (
+            largest
+            and tried < rows_per_rank
+            and bytes_if_fits(rows_per_rank, largest, halve(largest)) is None
+        ):
             largest = halve(largest)
     largest = 0 if saved is None else largest
     if common := group.all_reduce_min(largest):
@@ -229,17 +287,22 @@ def _largest_micro_that_fits(
     if largest:
         cause = ""
     elif saved is not None:
-        cause = f"one row fits, but not the outputs of {rows_per_rank} rows: lower --batch.global or use more workers"
+        cause = (
+            f"one row fits, but not the outputs of {rows_per_rank} rows: lower --batch.global "
+            "or use more workers"
+        )
     elif micro in (None, 1):
         cause = f"a single row does not fit in the memory of a worker's device: {OOM_ADVICE}"
-    raise OutOfMemoryError(next(filter(None, group.all_gather_objects(cause))))  # another rank's, if this one fits
+    # another rank's, if this one fits
+    raise OutOfMemoryError(next(filter(None, group.all_gather_objects(cause))))
 
 
 def search_size(rows: int, start: int, limit: int, fits: Callable[[int], bool]) -> int:
     """Return the largest size found between 2, which fits, and `limit`.
 
-    The search doubles `start` until it does not fit, or halves it until it does; then it bisects on a geometric scale.
-    The rows of a step are divided evenly: 10 rows at most 7 at a time are 5 and 5.
+    The search doubles `start` until it does not fit, or halves it until it does; then it bisects on
+    a geometric scale. The rows of a step are divided evenly: 10 rows at most 7 at a time are 5 and
+    5.
     """
 
     def split_evenly(size: float) -> int:
@@ -258,7 +321,9 @@ def search_size(rows: int, start: int, limit: int, fits: Callable[[int], bool]) 
 
 
 def rows_in_memory(free_bytes: float, one_row: int, two_rows: int) -> int:
-    """Rows of a micro-batch that are expected to fit, from the bytes that autograd saves of one row and of two."""
+    """Rows of a micro-batch that are expected to fit, from the bytes that autograd saves of one row
+    and of two.
+    """
     row = max(1, two_rows - one_row)
     return max(1, int((free_bytes / PEAK_PER_SAVED - (one_row - row)) / row))
 
@@ -281,19 +346,27 @@ def _try_step(
     micro: int,
     check: Callable[[], None] = lambda: None,
 ) -> int | None:
-    """Take a synthetic step of `rows` rows; return the bytes that autograd saves at a time, None without memory.
+    """Take a synthetic step of `rows` rows; return the bytes that autograd saves at a time, None
+    without memory.
 
-    rows_per_rank: rows of a step; a GPU holds those of two steps at once (prefetch.py). headroom: bytes to leave free.
+    rows_per_rank: rows of a step; a GPU holds those of two steps at once (prefetch.py). headroom:
+    bytes to leave free.
     """
     sizes, fits = [min(micro, rows - first) for first in range(0, rows, micro)], False
     saved = SavedBytes(state.model)
     with strategy.preserve_buffers(state.model), saved.scope():
         try:
             for weight in state.model.parameters():
-                weight.grad = torch.zeros_like(weight) if ddp_buckets and weight.requires_grad else None
+                weight.grad = (
+                    torch.zeros_like(weight) if ddp_buckets and weight.requires_grad else None
+                )
             batch = make_local_batch([make_batch(size) for size in sizes])
-            on_gpu = [column for column in batch.micro_batches[0].values() if column.device.type == "cuda"]
-            reserved = [column.new_empty(2 * rows_per_rank - rows, *column.shape[1:]) for column in on_gpu]
+            on_gpu = [
+                column for column in batch.micro_batches[0].values() if column.device.type == "cuda"
+            ]
+            reserved = [
+                column.new_empty(2 * rows_per_rank - rows, *column.shape[1:]) for column in on_gpu
+            ]
             reserved.append(torch.empty(headroom, dtype=torch.uint8, device=state.group.device))
             accumulate_gradients(state, batch, lambda index: index)
             reserved.clear()
@@ -302,7 +375,8 @@ def _try_step(
         except (RuntimeError, MemoryError, ValueError, IndexError, TypeError) as error:
             if not is_out_of_memory(error):
                 raise TrainingError(
-                    f"the dry run failed: the model cannot process a synthetic micro-batch of {micro} rows: {error}"
+                    "the dry run failed: the model cannot process a synthetic micro-batch of "
+                    f"{micro} rows: {error}"
                 ) from error
         finally:
             state.model.zero_grad(set_to_none=True)
@@ -312,10 +386,11 @@ def _try_step(
 
 
 class SavedBytes:
-    """Counts the bytes that autograd keeps for backward, except weights, within `scope`; `peak` is the most at a time.
+    """Counts the bytes that autograd keeps for backward, except weights, within `scope`; `peak` is
+    the most at a time.
 
-    A storage counts once while a graph keeps it. An address alone does not identify it, because later micro-batches
-    reuse those of freed tensors.
+    A storage counts once while a graph keeps it. An address alone does not identify it, because
+    later micro-batches reuse those of freed tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -354,9 +429,12 @@ class _Saved:
 def keep_freed_memory() -> bool:
     """Make glibc's malloc keep freed memory on a CPU; return False if there is no mallopt.
 
-    By default large tensors are unmapped when freed, and each step maps and clears their pages again. Measured on a
-    ResNet-18 step: 14 % less CPU time (0.46 s instead of 0.54 s, mean of three pairs), 60 times fewer page faults.
+    By default large tensors are unmapped when freed, and each step maps and clears their pages
+    again. Measured on a ResNet-18 step: 14 % less CPU time (0.46 s instead of 0.54 s, mean of three
+    pairs), 60 times fewer page faults.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     m_mmap_threshold, m_trim_threshold = -3, -1  # <malloc.h>
-    return mallopt is not None and all(mallopt(option, 2**31 - 1) for option in (m_mmap_threshold, m_trim_threshold))
+    return mallopt is not None and all(
+        mallopt(option, 2**31 - 1) for option in (m_mmap_threshold, m_trim_threshold)
+    )

@@ -1,4 +1,5 @@
-"""Optimizers with parameter groups, gradient clipping, learning-rate schedules, and EMA of the weights.
+"""Optimizers with parameter groups, gradient clipping, learning-rate schedules, and EMA of the
+weights.
 
 `optimizer.kind` and `optimizer.schedule` name a built-in one or your own; README.md has an example.
 """
@@ -41,7 +42,9 @@ COOLDOWN_FRACTION = 0.2  # of the steps after warm-up, in which the schedule `co
 
 
 class EagerAdamW(AdamW):
-    """AdamW (Loshchilov & Hutter 2019) without the decorators for torch.compile, which import torch._dynamo (1.1 s)."""
+    """AdamW (Loshchilov & Hutter 2019) without the decorators for torch.compile, which import
+    torch._dynamo (1.1 s).
+    """
 
     add_param_group, zero_grad = unwrap(AdamW.add_param_group), unwrap(AdamW.zero_grad)
     state_dict, load_state_dict = unwrap(AdamW.state_dict), unwrap(AdamW.load_state_dict)
@@ -52,35 +55,45 @@ class EagerAdamW(AdamW):
 
 
 class MuonAndAdamW(Optimizer):
-    """Muon (Jordan et al. 2024) for hidden matrices and AdamW for all other weights, as one optimizer.
+    """Muon (Jordan et al. 2024) for hidden matrices and AdamW for all other weights, as one
+    optimizer.
 
-    Updates of Muon are scaled to the size of AdamW's (Liu et al. 2025, section 2.2), so that both take the same
-    learning rate and weight decay.
+    Updates of Muon are scaled to the size of AdamW's (Liu et al. 2025, section 2.2), so that both
+    take the same learning rate and weight decay.
     """
 
-    def __init__(self, groups: Groups, lr: float, betas: tuple[float, float], eps: float, **settings: Any) -> None:
+    def __init__(
+        self, groups: Groups, lr: float, betas: tuple[float, float], eps: float, **settings: Any
+    ) -> None:
         hidden = [group for group in groups if group[IS_HIDDEN]]
         others = [group for group in groups if not group[IS_HIDDEN]]
         self._optimizers: list[Optimizer] = []
         if hidden:
-            self._optimizers.append(Muon(hidden, lr=lr, **{"adjust_lr_fn": "match_rms_adamw"} | settings))
+            self._optimizers.append(
+                Muon(hidden, lr=lr, **{"adjust_lr_fn": "match_rms_adamw"} | settings)
+            )
         if others:
             self._optimizers.append(EagerAdamW(others, lr=lr, betas=betas, eps=eps))
-        super().__init__([group for optimizer in self._optimizers for group in optimizer.param_groups], {})
+        super().__init__(
+            [group for optimizer in self._optimizers for group in optimizer.param_groups], {}
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         groups = iter(self.param_groups)
-        for optimizer in self._optimizers:  # assigned in each step, because load_state_dict replaces groups and state
+        # assigned in each step, because load_state_dict replaces groups and state
+        for optimizer in self._optimizers:
             optimizer.param_groups = list(islice(groups, len(optimizer.param_groups)))
             optimizer.state = self.state
             optimizer.step()
 
 
 class MasterWeights(Optimizer):
-    """Update float32 copies of half-precision weights, and round them to the weights (Micikevicius et al. 2018, 3.1).
+    """Update float32 copies of half-precision weights, and round them to the weights (Micikevicius
+    et al. 2018, 3.1).
 
-    The copies are in the state of the weights. build: groups of parameters -> the optimizer of the copies.
+    The copies are in the state of the weights. build: groups of parameters -> the optimizer of the
+    copies.
     """
 
     def __init__(self, groups: Groups, build: Callable[[Groups], Optimizer]) -> None:
@@ -98,10 +111,14 @@ class MasterWeights(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group, own in zip(self._optimizer.param_groups, self.param_groups, strict=True):
             group["lr"] = own["lr"]
-        updated = [(weight.grad, copy) for weight, copy in self._copies.items() if weight.grad is not None]
+        updated = [
+            (weight.grad, copy) for weight, copy in self._copies.items() if weight.grad is not None
+        ]
         for _, copy in updated:
             copy.grad = torch.empty_like(copy)
-        torch._foreach_copy_([copy.grad for _, copy in updated], [gradient for gradient, _ in updated])
+        torch._foreach_copy_(
+            [copy.grad for _, copy in updated], [gradient for gradient, _ in updated]
+        )
         self._optimizer.step()
         torch._foreach_copy_(list(self._copies), list(self._copies.values()))
         for copy in self._copies.values():
@@ -110,7 +127,10 @@ class MasterWeights(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State of all weights, by index; that of a half-precision weight includes its copy."""
         saved = self._optimizer.state_dict()
-        states = {index: saved["state"].get(index, {}) | {MASTER: copy} for index, copy in self._indexed_copies()}
+        states = {
+            index: saved["state"].get(index, {}) | {MASTER: copy}
+            for index, copy in self._indexed_copies()
+        }
         return saved | {"state": saved["state"] | states}
 
     @torch.no_grad()
@@ -124,7 +144,11 @@ class MasterWeights(Optimizer):
 
     def _indexed_copies(self) -> list[tuple[int, Tensor]]:
         weights = (weight for group in self.param_groups for weight in group["params"])
-        return [(index, self._copies[weight]) for index, weight in enumerate(weights) if weight in self._copies]
+        return [
+            (index, self._copies[weight])
+            for index, weight in enumerate(weights)
+            if weight in self._copies
+        ]
 
 
 def is_half(tensor: Tensor) -> bool:
@@ -133,7 +157,10 @@ def is_half(tensor: Tensor) -> bool:
 
 
 def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Freeze the parameters whose names match a pattern. Raises UsageError for a pattern without matches."""
+    """Freeze the parameters whose names match a pattern.
+
+    Raises UsageError for a pattern without matches.
+    """
     for pattern in patterns:
         for name in _matching(module, pattern, "optimizer.freeze"):
             module.get_parameter(name).requires_grad_(False)
@@ -142,29 +169,41 @@ def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Build the optimizer that `config.kind` names over the trainable parameters, with weight decay if ndim >= 2.
+    """Build the optimizer that `config.kind` names over the trainable parameters, with weight decay
+    if ndim >= 2.
 
-    The last `pattern=factor` of `lr_multipliers` that matches a parameter applies to it. Half-precision weights get
-    float32 copies. A user's class is called with (groups, lr, **settings). Raises UsageError.
+    The last `pattern=factor` of `lr_multipliers` that matches a parameter applies to it.
+    Half-precision weights get float32 copies. A user's class is called with (groups, lr,
+    **settings). Raises UsageError.
     """
     scales: dict[str, float] = {}
     for text in config.lr_multipliers:
         pattern, _, factor = text.rpartition("=")
-        scales |= dict.fromkeys(_matching(module, pattern, "optimizer.lr_multipliers"), float(factor))
+        scales |= dict.fromkeys(
+            _matching(module, pattern, "optimizer.lr_multipliers"), float(factor)
+        )
     hidden = _hidden_matrices(module) if config.kind == "muon" else set()
     by_key: dict[tuple[float, int, bool], list[nn.Parameter]] = defaultdict(list)
     for name, weight in module.named_parameters():
-        if weight.requires_grad:  # scalars in their own group: FSDP does not shard them, fused AdamW takes one kind
+        # scalars in their own group: FSDP does not shard them, fused AdamW takes one kind
+        if weight.requires_grad:
             by_key[scales.get(name, 1.0), min(weight.ndim, 2), weight in hidden].append(weight)
     groups: Groups = [
-        {"params": weights, "weight_decay": config.weight_decay if ndim == 2 else 0.0, LR_SCALE: scale}
+        {
+            "params": weights,
+            "weight_decay": config.weight_decay if ndim == 2 else 0.0,
+            LR_SCALE: scale,
+        }
         | ({IS_HIDDEN: is_hidden} if config.kind == "muon" else {})
-        for (scale, ndim, is_hidden), weights in sorted(by_key.items(), key=lambda item: item[0], reverse=True)
+        for (scale, ndim, is_hidden), weights in sorted(
+            by_key.items(), key=lambda item: item[0], reverse=True
+        )
     ]
     build = partial(_construct, config)
     has_half = any(is_half(weight) for weights in by_key.values() for weight in weights)
     optimizer = MasterWeights(groups, build) if has_half else build(groups)
-    optimizer.defaults["foreach"] = True  # `zero_grad` takes one kernel per dtype instead of one per weight
+    # `zero_grad` takes one kernel per dtype instead of one per weight
+    optimizer.defaults["foreach"] = True
     return optimizer
 
 
@@ -176,12 +215,17 @@ def _construct(config: OptimizerConfig, groups: Groups) -> Optimizer:
         install = f'. Install it on every node: pip install "mmray[{extra}]"' if extra else ""
         raise UsageError(f"{error}{install}") from error
     try:
-        optimizer = build(groups, **{name: getattr(config, name) for name in ("lr", *settings)} | config.settings)
+        optimizer = build(
+            groups, **{name: getattr(config, name) for name in ("lr", *settings)} | config.settings
+        )
     except (TypeError, ValueError) as error:
-        raise UsageError(f"optimizer.kind: cannot build `{config.kind}`: {error}; see optimizer.settings") from error
+        raise UsageError(
+            f"optimizer.kind: cannot build `{config.kind}`: {error}; see optimizer.settings"
+        ) from error
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"optimizer.kind: `{config.kind}` built a {type(optimizer).__name__}, no torch.optim.Optimizer"
+            f"optimizer.kind: `{config.kind}` built a {type(optimizer).__name__}, no "
+            "torch.optim.Optimizer"
         )
     return optimizer
 
@@ -190,7 +234,9 @@ def _hidden_matrices(module: nn.Module) -> set[nn.Parameter]:
     """Matrices, except embeddings and output heads (as many rows as the largest embedding)."""
     embeddings = [part for part in module.modules() if isinstance(part, nn.Embedding)]
     vocab_size = max((part.num_embeddings for part in embeddings), default=0)
-    matrices = {weight for weight in module.parameters() if weight.ndim == 2 and len(weight) != vocab_size}
+    matrices = {
+        weight for weight in module.parameters() if weight.ndim == 2 and len(weight) != vocab_size
+    }
     return matrices - {part.weight for part in embeddings}
 
 
@@ -204,13 +250,19 @@ def _matching(module: nn.Module, pattern: str, setting: str) -> list[str]:
     names = [name for name, _ in module.named_parameters()]
     matching = [name for name in names if fnmatchcase(name, pattern)]
     if not matching:
-        raise UsageError(f"{setting}: `{pattern}` matches no parameter; names are like {names[0]} and {names[-1]}")
+        raise UsageError(
+            f"{setting}: `{pattern}` matches no parameter; names are like {names[0]} "
+            f"and {names[-1]}"
+        )
     return matching
 
 
 def grad_norm(weights: list[nn.Parameter]) -> Tensor:
     """The norm of all gradients, a scalar on the device."""
-    norms = [get_total_norm([w.grad for w in part if w.grad is not None]) for part in _by_tensor_type(weights)]
+    norms = [
+        get_total_norm([w.grad for w in part if w.grad is not None])
+        for part in _by_tensor_type(weights)
+    ]
     norms = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
@@ -222,7 +274,9 @@ def clip_gradients(weights: list[nn.Parameter], norm: Tensor, max_norm: float) -
 
 
 def _by_tensor_type(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split weights with a gradient into DTensors and plain ones: torch's foreach functions take one kind."""
+    """Split weights with a gradient into DTensors and plain ones: torch's foreach functions take
+    one kind.
+    """
     weights = [weight for weight in weights if weight.grad is not None]
     sharded = [weight for weight in weights if is_dtensor(weight.grad)]
     plain = [weight for weight in weights if not is_dtensor(weight.grad)]
@@ -232,9 +286,10 @@ def _by_tensor_type(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 def lr_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
     """Learning rate of step `step`, counted from 0: linear warm-up, then the schedule.
 
-    Step `warmup_steps` is the first at the peak; except for `constant`, the step after the last would have peak x
-    final_lr_fraction. `cosine`: Loshchilov & Hutter 2017, equation 5. `cooldown`: Hägele et al. 2024. A user's function
-    is called with (step, total_steps). Raises UsageError if it returns no valid factor.
+    Step `warmup_steps` is the first at the peak; except for `constant`, the step after the last
+    would have peak x final_lr_fraction. `cosine`: Loshchilov & Hutter 2017, equation 5. `cooldown`:
+    Hägele et al. 2024. A user's function is called with (step, total_steps). Raises UsageError if
+    it returns no valid factor.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
@@ -243,7 +298,9 @@ def lr_at(step: int, config: OptimizerConfig, total_steps: int) -> float:
         decay = float(plugins.load_class(config.schedule, "optimizer.schedule")(step, total_steps))
         if not 0 <= decay < math.inf:
             problem = f"`{config.schedule}` returned {decay} for step {step} of {total_steps}"
-            raise UsageError(f"optimizer.schedule: {problem}; return a factor of the learning rate, 0 or more")
+            raise UsageError(
+                f"optimizer.schedule: {problem}; return a factor of the learning rate, 0 or more"
+            )
     elif config.schedule == "constant":
         decay = 1.0
     elif config.schedule == "cosine":

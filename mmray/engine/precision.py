@@ -1,4 +1,6 @@
-"""Mixed precision and seeding: the dtype of a forward, loss scaling, and reproducible random numbers."""
+"""Mixed precision and seeding: the dtype of a forward, loss scaling, and reproducible random
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,22 @@ class Precision:
     device_type: str
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Scope of a forward; new each time, because weights cast under no_grad must not be reused with gradients."""
+        """Scope of a forward; new each time, because weights cast under no_grad must not be reused
+        with gradients.
+        """
         return nullcontext() if self.dtype is None else torch.autocast(self.device_type, self.dtype)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """Return a loss scaler; disabled unless fp16, whose gradients underflow (bf16 has float32's range)."""
+        """Return a loss scaler; disabled unless fp16, whose gradients underflow (bf16 has float32's
+        range).
+        """
         return torch.amp.GradScaler(self.device_type, enabled=self.dtype == torch.float16)
 
 
 def select_precision(setting: str, device: torch.device) -> Precision:
-    """Resolve `train.precision`: auto is bf16 on GPUs that support it, fp16 on older ones, fp32 on a CPU."""
+    """Resolve `train.precision`: auto is bf16 on GPUs that support it, fp16 on older ones, fp32 on
+    a CPU.
+    """
     name = device_defaults(capability_of(device)).precision if setting == "auto" else setting
     return Precision(name, DTYPES[name], device.type)
 
@@ -43,7 +51,8 @@ def select_precision(setting: str, device: torch.device) -> Precision:
 def cast_weights(model: nn.Module, name: str) -> None:
     """Cast the matrices to bf16 for `bf16-true`; optimizer.py keeps float32 copies.
 
-    Vectors, scalars and buffers stay in float32: they are small, and norms and the temperature need the precision.
+    Vectors, scalars and buffers stay in float32: they are small, and norms and the temperature need
+    the precision.
     """
     for weight in model.parameters() if name == "bf16-true" else ():
         if weight.ndim >= 2:
@@ -51,7 +60,9 @@ def cast_weights(model: nn.Module, name: str) -> None:
 
 
 def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:
-    """A 63-bit seed for the forward of one micro-batch, so that a second forward draws the same dropout masks."""
+    """A 63-bit seed for the forward of one micro-batch, so that a second forward draws the same
+    dropout masks.
+    """
     # Hashed, because neighboring seeds give correlated streams.
     digest = blake2b(struct.pack("<4q", seed, step, rank, micro_index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

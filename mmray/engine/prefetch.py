@@ -1,4 +1,5 @@
-"""From the stream's micro-batches to a batch on the device, verified, without invalid rows; on a GPU one step ahead.
+"""From the stream's micro-batches to a batch on the device, verified, without invalid rows; on a
+GPU one step ahead.
 
 Invalid rows would change BatchNorm's statistics and cost time in every encoder.
 """
@@ -34,9 +35,11 @@ class TokenCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """One rank's part of a global batch: valid rows only, in as many micro-batches as on every other rank.
+    """One rank's part of a global batch: valid rows only, in as many micro-batches as on every
+    other rank.
 
-    A micro-batch without valid rows has one dummy row, because all ranks must run equally many forwards.
+    A micro-batch without valid rows has one dummy row, because all ranks must run equally many
+    forwards.
     """
 
     micro_batches: list[Batch]
@@ -61,11 +64,18 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
     if not bool(valid.all()):
         dummy = torch.tensor([0])
         micro_batches = [
-            {name: tensor[dummy if empty else micro_batch["valid"]] for name, tensor in micro_batch.items()}
+            {
+                name: tensor[dummy if empty else micro_batch["valid"]]
+                for name, tensor in micro_batch.items()
+            }
             for micro_batch, empty in zip(micro_batches, is_dummy, strict=True)
         ]
-    real = [micro_batch for micro_batch, empty in zip(micro_batches, is_dummy, strict=True) if not empty]
-    masks = [micro_batch["attention_mask"] for micro_batch in real if "attention_mask" in micro_batch]
+    real = [
+        micro_batch for micro_batch, empty in zip(micro_batches, is_dummy, strict=True) if not empty
+    ]
+    masks = [
+        micro_batch["attention_mask"] for micro_batch in real if "attention_mask" in micro_batch
+    ]
     tokens, padded = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
     unbucketed = padded
     if group_by_length and masks:
@@ -76,24 +86,37 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
 
 
 def dummy_batch(batch: LocalBatch) -> LocalBatch:
-    """One dummy micro-batch in place of all, for a rank that ran out of memory; `rows` is unchanged."""
+    """One dummy micro-batch in place of all, for a rank that ran out of memory;
+
+    `rows` is unchanged.
+    """
     row = {name: tensor[:1] for name, tensor in batch.micro_batches[0].items()}
     row["valid"] = torch.zeros_like(row["valid"])
     return replace(batch, micro_batches=[row], is_dummy=(True,))
 
 
 def split_micro_batches(batch: LocalBatch, micro: int) -> LocalBatch:
-    """Split evenly into micro-batches of at most `micro` rows, equally many on every rank; views, without copies."""
+    """Split evenly into micro-batches of at most `micro` rows, equally many on every rank; views,
+    without copies.
+    """
     if max(batch.sizes) <= micro:
         return batch
     micro_batches, is_dummy, sizes = [], [], []
-    for micro_batch, was_dummy, size in zip(batch.micro_batches, batch.is_dummy, batch.sizes, strict=True):
+    for micro_batch, was_dummy, size in zip(
+        batch.micro_batches, batch.is_dummy, batch.sizes, strict=True
+    ):
         valid_rows = 0 if was_dummy else len(micro_batch["valid"])
         part = -(-size // -(-size // micro))
         for first in range(0, size, part):
             rows = slice(first, first + part) if first < valid_rows else slice(0, 1)
-            invalid = {} if first < valid_rows else {"valid": torch.zeros_like(micro_batch["valid"][rows])}
-            micro_batches.append({name: tensor[rows] for name, tensor in micro_batch.items()} | invalid)
+            invalid = (
+                {}
+                if first < valid_rows
+                else {"valid": torch.zeros_like(micro_batch["valid"][rows])}
+            )
+            micro_batches.append(
+                {name: tensor[rows] for name, tensor in micro_batch.items()} | invalid
+            )
             is_dummy.append(first >= valid_rows)
             sizes.append(min(part, size - first))
     return replace(batch, micro_batches=micro_batches, is_dummy=tuple(is_dummy), sizes=tuple(sizes))
@@ -110,8 +133,9 @@ def prefetch(
 ) -> Iterator[LocalBatch]:
     """Yield batches on `device`, starting at step `first`. `wait_s` is the time the caller waited.
 
-    On a GPU, a thread reads and copies the next batch during the current step. The GPU then has two batches, provided
-    the caller frees one before it requests another. Raises TrainingError if rows are not those of the plan.
+    On a GPU, a thread reads and copies the next batch during the current step. The GPU then has two
+    batches, provided the caller frees one before it requests another. Raises TrainingError if rows
+    are not those of the plan.
     """
 
     def checked() -> Iterator[LocalBatch]:
@@ -158,7 +182,9 @@ class Copied(NamedTuple):
 
 
 class DeviceCopier:
-    """Copies a rank's rows of a step to the device at once, on a side stream, through pinned memory that is reused."""
+    """Copies a rank's rows of a step to the device at once, on a side stream, through pinned memory
+    that is reused.
+    """
 
     def __init__(self, device: torch.device, timers: PhaseTimers):
         self._device, self._timers, self._stream = device, timers, torch.cuda.Stream(device)
@@ -166,21 +192,26 @@ class DeviceCopier:
         self._last_copy: torch.cuda.Event | None = None
 
     def __call__(self, batch: LocalBatch) -> Copied:
-        """Start copying a batch; waits for the copy of the previous one, a step before, which uses the same memory."""
+        """Start copying a batch; waits for the copy of the previous one, a step before, which uses
+        the same memory.
+        """
         columns = [tensor for micro_batch in batch.micro_batches for tensor in micro_batch.values()]
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in columns]
         starts = [0, *accumulate(sizes)]
         if self._last_copy is not None:
             self._last_copy.synchronize()
         if starts[-1] > len(self._pinned):
-            self._pinned = torch.empty(starts[-1] * 5 // 4, dtype=torch.uint8).pin_memory()  # captions vary in length
+            # captions vary in length
+            self._pinned = torch.empty(starts[-1] * 5 // 4, dtype=torch.uint8).pin_memory()
         for tensor, start in zip(columns, starts, strict=False):
             _view_at(self._pinned, start, tensor).copy_(tensor)
         with torch.cuda.stream(self._stream), self._timers("transfer"):
             memory = self._pinned[: starts[-1]].to(self._device, non_blocking=True)
             self._last_copy = self._stream.record_event()
         views = map(partial(_view_at, memory), starts, columns)
-        micro_batches = [{name: next(views) for name in micro_batch} for micro_batch in batch.micro_batches]
+        micro_batches = [
+            {name: next(views) for name in micro_batch} for micro_batch in batch.micro_batches
+        ]
         return Copied(replace(batch, micro_batches=micro_batches), memory, self._last_copy)
 
 
@@ -197,8 +228,11 @@ def _receive(copied: Copied, device: torch.device) -> LocalBatch:
     return copied.batch
 
 
-def _prefetch_in_thread(items: Iterator[Any], receive: Callable[[Any], Any], device: torch.device) -> Iterator[Any]:
-    """Yield items through `receive` while a thread, whose current GPU is `device`, produces the next one.
+def _prefetch_in_thread(
+    items: Iterator[Any], receive: Callable[[Any], Any], device: torch.device
+) -> Iterator[Any]:
+    """Yield items through `receive` while a thread, whose current GPU is `device`, produces the
+    next one.
 
     If the caller stops while the stream stalls, the pending item is not awaited.
     """

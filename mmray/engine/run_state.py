@@ -1,7 +1,9 @@
-"""Data of a training run: what is trained, the state that a step changes, its progress, and the result.
+"""Data of a training run: what is trained, the state that a step changes, its progress, and the
+result.
 
-The functions at the end turn weights and optimizer into the state that checkpoint/state_io.py saves, and back.
-`micro` is the number of rows of a micro-batch; where it is optional, 0 means as configured.
+The functions at the end turn weights and optimizer into the state that checkpoint/state_io.py
+saves, and back. `micro` is the number of rows of a micro-batch; where it is optional, 0 means as
+configured.
 """
 
 from __future__ import annotations
@@ -34,11 +36,15 @@ DestinationFn = Callable[[str, Tensor], Tensor]
 LoadCheckpointFn = Callable[[DestinationFn], CheckpointState]
 SeedFn = Callable[[int], int]  # index of a micro-batch -> seed of its forward
 EMA_KEY = "average"  # in a state: the EMA of the weights, under `module.` and the model's names
-FROM_CONFIG = ("params", "weight_decay", "betas", "eps")  # of a group: a trial of a sweep may resume with other values
+# of a group: a trial of a sweep may resume with other values
+FROM_CONFIG = ("params", "weight_decay", "betas", "eps")
 
 
 class Callback(Protocol):
-    """User code, constructed without arguments on every rank; `on_step` is called after each step."""
+    """User code, constructed without arguments on every rank;
+
+    `on_step` is called after each step.
+    """
 
     def on_step(self, step: int, metrics: Metrics | None) -> None:
         """`step` counts from 1; `metrics` is the logged line, None if the step was not logged."""
@@ -46,7 +52,10 @@ class Callback(Protocol):
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """Arguments of the loop, constant over the run. `save` and `evaluate` are called on every rank."""
+    """Arguments of the loop, constant over the run.
+
+    `save` and `evaluate` are called on every rank.
+    """
 
     model: nn.Module  # not wrapped, but may be sharded already
     objective: Objective
@@ -54,9 +63,11 @@ class TrainSpec:
     group: Group
     train: Train
     optimizer: OptimizerConfig
-    # (step, state, metrics, is this the last one) -> seconds from the start of the previous save to its end
+    # (step, state, metrics, is this the last one) -> seconds from the start of the previous save to
+    # its end
     save: Callable[[int, CheckpointState, Metrics, bool], float | None] | None = None
-    evaluate: Callable[[int, nn.Module], dict[str, float]] | None = None  # with the EMA model if there is one
+    # with the EMA model if there is one
+    evaluate: Callable[[int, nn.Module], dict[str, float]] | None = None
     evaluate_every: int = 0  # steps; 0: only after the last
     log: MetricsLog | None = None
     callbacks: tuple[Callback, ...] = ()
@@ -64,7 +75,8 @@ class TrainSpec:
     micro: int = 0  # at most the plan's; 0: the plan's
     notify: Callable[[str, str], None] = lambda label, text: None  # a console line, from rank 0
     profile_path: Path | None = None  # output of `train.profile`, on ranks that write one
-    static_metrics: Metrics = field(default_factory=dict)  # constant over the run, such as the memory table
+    # constant over the run, such as the memory table
+    static_metrics: Metrics = field(default_factory=dict)
     recover_cpu_oom: bool = False  # the kernel usually kills the process
     stop: Callable[[], bool] = lambda: False  # True on any rank ends the run after this step
 
@@ -89,13 +101,16 @@ class LoopProgress:
     skipped_in_a_row: int = 0
     world: int = 0  # ranks that `micro` was found with
     planned_micro: int = 0  # at the start of the attempt
-    micro: int = 0  # now, after reductions for OOM; kept by later attempts with equal `world` and `planned_micro`
+    # now, after reductions for OOM; kept by later attempts with equal `world` and `planned_micro`
+    micro: int = 0
     gradient_noise: list[float] = field(default_factory=lambda: [0.0, 0.0])  # see `average_noise`
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that one step reads or changes, except the rows; built from TrainSpec at the start."""
+    """Everything that one step reads or changes, except the rows; built from TrainSpec at the
+    start.
+    """
 
     model: nn.Module  # wrapped by parallel/strategy.py
     objective: Objective
@@ -119,13 +134,15 @@ class TrainState:
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> CheckpointState:
     """Return `optimizer.state_dict()` by the model's parameter names, for every strategy.
 
-    Not DCP's `get_optimizer_state_dict`: it takes a step of an optimizer that has no state yet, and loads nothing into
-    one whose gradients exist already, as DDP's do here.
+    Not DCP's `get_optimizer_state_dict`: it takes a step of an optimizer that has no state yet, and
+    loads nothing into one whose gradients exist already, as DDP's do here.
     """
     names, state = _trainable_names(module, optimizer), optimizer.state_dict()
     return {
         "state": {names[index]: dict(values) for index, values in state["state"].items()},
-        "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]],
+        "param_groups": [
+            {k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]
+        ],
     }
 
 
@@ -133,14 +150,20 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Checkpo
     """Load what `optimizer_state` returned. Raises as `load_state_dict` does."""
     index_of = {name: index for index, name in enumerate(_trainable_names(module, optimizer))}
     pairs = zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
-    groups = [saved | {key: group[key] for key in FROM_CONFIG if key in group} for saved, group in pairs]
+    groups = [
+        saved | {key: group[key] for key in FROM_CONFIG if key in group} for saved, group in pairs
+    ]
     by_index = {index_of[name]: values for name, values in state["state"].items()}
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})
 
 
 def load_destinations(module: nn.Module) -> DestinationFn:
-    """Return where to read weights (into the module) and optimizer state (shards like those of its parameter)."""
-    weights = {tensor_key("model", name): weight.detach() for name, weight in module.state_dict().items()}
+    """Return where to read weights (into the module) and optimizer state (shards like those of its
+    parameter).
+    """
+    weights = {
+        tensor_key("model", name): weight.detach() for name, weight in module.state_dict().items()
+    }
     parameters = {tensor_key(name): weight.detach() for name, weight in module.named_parameters()}
 
     def destination(key: str, saved: Tensor) -> Tensor:

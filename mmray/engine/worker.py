@@ -1,6 +1,8 @@
-"""One training worker, without Ray: build the model, do the dry run, load the checkpoint, and run the loop.
+"""One training worker, without Ray: build the model, do the dry run, load the checkpoint, and run
+the loop.
 
-training/worker.py calls `train_worker` in each Ray Train worker; torchrun can call it with any iterable of blocks.
+training/worker.py calls `train_worker` in each Ray Train worker; torchrun can call it with any
+iterable of blocks.
 """
 
 from __future__ import annotations
@@ -70,14 +72,20 @@ def train_worker(
     if text := configure_torch(config.train, device):
         driver.notify("device", text)
     checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
-    model, objective = _prepare_model(context, group, checkpoint), objectives.build(config.objective)
+    model, objective = (
+        _prepare_model(context, group, checkpoint),
+        objectives.build(config.objective),
+    )
     if device.type == "cpu":
         keep_freed_memory()  # after sharding, which frees most of rank 0's weights
     driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
     micro, memory_table = dry_run(config, model, objective, group, plan, context.micro)
     checkpoints = _checkpoint_manager(context, group, model, driver)
     rank0_checkpoints = checkpoints if group.rank == 0 else None
-    callbacks = [*(plugins.load_class(name, "train.callbacks")() for name in config.train.callbacks), driver.heartbeat]
+    callbacks = [
+        *(plugins.load_class(name, "train.callbacks")() for name in config.train.callbacks),
+        driver.heartbeat,
+    ]
     log = profile_path = None
     if rank0_checkpoints is not None:
         log = rank0_checkpoints.log_from(resume_point.step)
@@ -86,10 +94,16 @@ def train_worker(
         hint = DataBoundHint(context, driver.notify, "GPU" if device.type == "cuda" else "CPU")
         callbacks += [ProgressReporter(driver.report, rank0_checkpoints), hint]
 
-    def save(step: int, state: CheckpointState, metrics: dict[str, Any], last: bool) -> float | None:
+    def save(
+        step: int, state: CheckpointState, metrics: dict[str, Any], last: bool
+    ) -> float | None:
         if last:
             driver.phase("saving the last checkpoint")
-        return None if checkpoints is None else checkpoints.save(step, plan.rows_start(step), state, metrics, last)
+        return (
+            None
+            if checkpoints is None
+            else checkpoints.save(step, plan.rows_start(step), state, metrics, last)
+        )
 
     spec = TrainSpec(
         model=model,
@@ -113,39 +127,55 @@ def train_worker(
     if config.batch.micro == "auto":
         driver.notify("memory", f"micro-batches of {micro} rows fit")
     with _closing(log, checkpoints):
-        rows = quarantine_bad_rows(blocks, config, context.folder, context.reader, plan, driver.count_bad_row)
-        # Split here, so that group_by_length and the trimming of captions see the final micro-batches.
+        rows = quarantine_bad_rows(
+            blocks, config, context.folder, context.reader, plan, driver.count_bad_row
+        )
+        # Split here, so that group_by_length and the trimming of captions see the final
+        # micro-batches.
         multiple = 1 if config.train.compile == "none" else TOKEN_MULTIPLE
         padding = (config.batch.group_by_length, multiple, config.model.inputs.max_tokens)
         steps = iter_micro_batches(rows, replace(plan, micro=micro), *padding)
         if checkpoint is not None:
             driver.stage("loading the checkpoint")
-        load = None if checkpoint is None else partial(_load, checkpoint, driver.heartbeat.count_progress)
+        load = (
+            None
+            if checkpoint is None
+            else partial(_load, checkpoint, driver.heartbeat.count_progress)
+        )
         outcome = loop.train_loop(spec, _report_first(steps, driver), load)
     return result_fields(**vars(outcome))
 
 
 def _prepare_model(context: WorkerContext, group: Group, checkpoint: AnyPath | None) -> nn.Module:
-    """Build the model and apply the settings of `train`; sharded if it will be, otherwise not wrapped yet."""
+    """Build the model and apply the settings of `train`; sharded if it will be, otherwise not
+    wrapped yet.
+    """
     config, train = context.config, context.config.train
     architecture = None if checkpoint is None else files.load_meta(checkpoint)["architecture"]
     model = build_model(config, group, architecture, resumes=checkpoint is not None)
     label_texts = getattr(model, "label_texts", None)
-    if isinstance(label_texts, LabelTexts) and label_texts.token_ids is None:  # otherwise they come from a checkpoint
+    # otherwise they come from a checkpoint
+    if isinstance(label_texts, LabelTexts) and label_texts.token_ids is None:
         label_texts.tokenize(build_encoder(context.tokenizer_json, config.model.inputs))
     model = apply_transforms(model, train, config.optimizer, group.device)
     if context.eval_set is not None:
         check_evaluable(config, model)
     if train.parallel in strategy.SHARDED:
         dtype, sync_once = precision.DTYPES[train.precision], train.fsdp_sync == "step"
-        model = strategy.wrap_model(model, group, train.parallel, shard_dtype=dtype, sync_once=sync_once)
+        model = strategy.wrap_model(
+            model, group, train.parallel, shard_dtype=dtype, sync_once=sync_once
+        )
     return model
 
 
-def build_model(config: Config, group: Group, architecture: Architecture, resumes: bool) -> nn.Module:
-    """Build the model; one that will be sharded has weights on rank 0 only, or on no rank if a checkpoint has them.
+def build_model(
+    config: Config, group: Group, architecture: Architecture, resumes: bool
+) -> nn.Module:
+    """Build the model; one that will be sharded has weights on rank 0 only, or on no rank if a
+    checkpoint has them.
 
-    architecture: as the checkpoint has it. On other ranks parameters are on the meta device. Raises UsageError.
+    architecture: as the checkpoint has it. On other ranks parameters are on the meta device. Raises
+    UsageError.
     """
     spec = config.model
     if config.train.parallel not in strategy.SHARDED or group.world_size == 1:
@@ -165,11 +195,16 @@ def build_model(config: Config, group: Group, architecture: Architecture, resume
 
 
 def _architecture(model: nn.Module) -> Architecture:
-    """Return what builds the model without its pretrained files; None for a user's model without the method."""
+    """Return what builds the model without its pretrained files;
+
+    None for a user's model without the method.
+    """
     return model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
 
 
-def _load(checkpoint: AnyPath, on_read: Callable[[], None], destination: DestinationFn) -> CheckpointState:
+def _load(
+    checkpoint: AnyPath, on_read: Callable[[], None], destination: DestinationFn
+) -> CheckpointState:
     from mmray.engine.checkpoint import state_io
 
     return state_io.load(checkpoint, destination, on_read=on_read)
@@ -188,9 +223,11 @@ def _report_first(steps: Iterable[list[Batch]], driver: DriverHandle) -> Iterato
 
 @contextmanager
 def _closing(log: MetricsLog | None, manager: CheckpointManager | None) -> Iterator[None]:
-    """Close both at the end of the block, so the last checkpoint is complete, or its error raised, when a rank returns.
+    """Close both at the end of the block, so the last checkpoint is complete, or its error raised,
+    when a rank returns.
 
-    An error of the block takes precedence over errors of closing: the driver restarts or fails depending on its type.
+    An error of the block takes precedence over errors of closing: the driver restarts or fails
+    depending on its type.
     """
     with ExitStack() as both:
         if manager is not None:
@@ -208,14 +245,20 @@ def _closing(log: MetricsLog | None, manager: CheckpointManager | None) -> Itera
 def _checkpoint_manager(
     context: WorkerContext, group: Group, model: nn.Module, driver: DriverHandle
 ) -> CheckpointManager | None:
-    """Return the checkpoint manager: on rank 0, and under FSDP on every rank, because each writes its shard."""
+    """Return the checkpoint manager: on rank 0, and under FSDP on every rank, because each writes
+    its shard.
+    """
     sharded = context.config.train.parallel in strategy.SHARDED and group.world_size > 1
-    cpu_group = group.new_cpu_group(context.config.cluster.state_limits_s["saving"]) if sharded else None
+    cpu_group = (
+        group.new_cpu_group(context.config.cluster.state_limits_s["saving"]) if sharded else None
+    )
     if group.rank != 0 and not sharded:
         return None
     extra = {"world": group.world_size, "architecture": _architecture(model)}  # to resume from
     fencing_token = context.fencing_token if group.rank == 0 else None
-    return CheckpointManager(context.folder, fencing_token, context.config, extra, driver.notify, cpu_group, sharded)
+    return CheckpointManager(
+        context.folder, fencing_token, context.config, extra, driver.notify, cpu_group, sharded
+    )
 
 
 def _evaluate_fn(
@@ -238,6 +281,8 @@ def _evaluate_fn(
 
         driver.phase("evaluating")
         with mixed_precision.autocast():
-            return evaluator.score(model, group, objective, global_rows, save_examples if group.rank == 0 else None)
+            return evaluator.score(
+                model, group, objective, global_rows, save_examples if group.rank == 0 else None
+            )
 
     return evaluate

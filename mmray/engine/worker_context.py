@@ -30,7 +30,8 @@ class WorkerContext:
 
     config: Config
     folder: AnyPath
-    fencing_token: int  # of the lease (storage/lease.py); a higher one in the folder: another process took over
+    # of the lease (storage/lease.py); a higher one in the folder: another process took over
+    fencing_token: int
     reader: RowReader
     eval_set: PreparedSet | None
     tokenizer_json: str
@@ -43,8 +44,10 @@ class DriverHandle:
     """A worker's connection to the driver; `report` is a no-op except on rank 0."""
 
     report: Report
-    stop_requested: Callable[[], bool]  # True: save a checkpoint after the next step and end the attempt
-    count_bad_row: Callable[[int], int]  # counts an unreadable row; returns the number so far, 0 if counted before
+    # True: save a checkpoint after the next step and end the attempt
+    stop_requested: Callable[[], bool]
+    # counts an unreadable row; returns the number so far, 0 if counted before
+    count_bad_row: Callable[[int], int]
     heartbeat: Heartbeat
 
     def notify(self, label: str, text: str) -> None:
@@ -62,7 +65,9 @@ class DriverHandle:
 
 @dataclass
 class DataBoundHint:
-    """Callback that suggests every HINT_EVERY_STEPS steps how many decode actors a data-bound run needs."""
+    """Callback that suggests every HINT_EVERY_STEPS steps how many decode actors a data-bound run
+    needs.
+    """
 
     context: WorkerContext
     notify: Callable[[str, str], None]
@@ -80,16 +85,22 @@ class DataBoundHint:
             self._next, self._wait_fractions = step + HINT_EVERY_STEPS, ()
 
     def format_hint(self, wait_fraction: float) -> str:
-        """With w workers, rows arrive at (1 - wait) of the rate that training could use: w / (1 - wait) suffice."""
+        """With w workers, rows arrive at (1 - wait) of the rate that training could use: w / (1 -
+        wait) suffice.
+        """
         actors, prepared = self.context.decode_actors, self.context.reader.prepared
         sets: Any = getattr(prepared, "sets", (prepared,))
         more = max(1, ceil(actors * wait_fraction / max(0.01, 1 - wait_fraction)))
-        smaller = ceil(round(self.context.config.model.inputs.image_side * 1.14) / 32) * 32  # margin for a crop
+        # margin for a crop
+        smaller = ceil(round(self.context.config.model.inputs.image_side * 1.14) / 32) * 32
         sides = [each.manifest.settings.get("image_side", 0) for each in sets]
         large = any(side == 0 or side > smaller for side in sides)  # 0: not re-encoded
         shrink = f" or a set prepared with image side {smaller}" if large else ""
         advice = f"{more} more decode actors (--data.workers {actors + more}){shrink}"
-        return f"data-bound, waits {wait_fraction:.0%} of the time: {advice} would feed this {self.device}"
+        return (
+            f"data-bound, waits {wait_fraction:.0%} of the time: {advice} would feed this "
+            f"{self.device}"
+        )
 
 
 @dataclass
@@ -114,9 +125,15 @@ class ProgressReporter:
 
 
 def result_fields(metrics: dict[str, Any], **outcome: Any) -> dict[str, Any]:
-    """Return the fields of result.json from the loop's outcome and its last logged line, with the scores in it."""
+    """Return the fields of result.json from the loop's outcome and its last logged line, with the
+    scores in it.
+    """
     prefix = "evaluate/"
-    scores = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    scores = {
+        name.removeprefix(prefix): value
+        for name, value in metrics.items()
+        if name.startswith(prefix)
+    }
     return outcome | {
         "metrics": {name.removeprefix(prefix): value for name, value in metrics.items()},
         "scores": scores,

@@ -1,6 +1,8 @@
-"""Batches of held-out rows for evaluation: every row once, in the process that evaluates, without Ray.
+"""Batches of held-out rows for evaluation: every row once, in the process that evaluates, without
+Ray.
 
-A rank reads its part of the set with a thread pool (Pillow releases the GIL while decoding), one batch ahead.
+A rank reads its part of the set with a thread pool (Pillow releases the GIL while decoding), one
+batch ahead.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class EvalRow(NamedTuple):
 
 
 class EvalDataset:
-    """Held-out rows and the settings that turn them into model inputs; base class of the evaluators.
+    """Held-out rows and the settings that turn them into model inputs; base class of the
+    evaluators.
 
     on_rows: called with the rows of each batch when it is done, to show progress.
     """
@@ -53,14 +56,21 @@ class EvalDataset:
         on_rows: Callable[[int], None] | None = None,
     ) -> None:
         self.on_rows = on_rows or (lambda _: None)
-        self.prepared, self.inputs, self.settings, self.max_pixels = prepared, inputs, settings, max_pixels
+        self.prepared, self.inputs, self.settings, self.max_pixels = (
+            prepared,
+            inputs,
+            settings,
+            max_pixels,
+        )
         self.reader = RowReader(prepared, inputs, tokenizer_json, max_pixels)
         self.encoder = self.reader.encoder
         self._check_results: dict[str, BadImage | None] = {}
         self._threads = threading.local()  # one child process per thread
 
     def check_decodable(self, row: Row) -> None:
-        """Raise BadImage for an image that crashes its decoder, unless `prepare` decoded it; each is checked once."""
+        """Raise BadImage for an image that crashes its decoder, unless `prepare` decoded it; each
+        is checked once.
+        """
         if not self.prepared.manifest.images_verified and row.key not in self._check_results:
             decoder, error = self._threads.__dict__.setdefault("decoder", SubprocessDecoder()), None
             try:
@@ -76,10 +86,11 @@ class EvalDataset:
 class EvalBatches:
     """Batches of one rank's part of the first `limit` rows; can be iterated repeatedly.
 
-    A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids, attention_mask int64 [C, T], all
-    captions of these rows; caption_row int64 [C], the row of each; text_hash int64 [C], equal for equal captions;
-    labels and image_pos for generative models, boxes with `inputs.max_boxes` (data/stream/collate.py). Unreadable rows
-    are listed in `skipped`; a failing object store raises OSError.
+    A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids,
+    attention_mask int64 [C, T], all captions of these rows; caption_row int64 [C], the row of each;
+    text_hash int64 [C], equal for equal captions; labels and image_pos for generative models, boxes
+    with `inputs.max_boxes` (data/stream/collate.py). Unreadable rows are listed in `skipped`; a
+    failing object store raises OSError.
     """
 
     data: EvalDataset
@@ -90,7 +101,9 @@ class EvalBatches:
 
     @property
     def rows(self) -> np.ndarray:
-        """Row numbers of this rank: contiguous parts that cover the set and differ by at most one row."""
+        """Row numbers of this rank: contiguous parts that cover the set and differ by at most one
+        row.
+        """
         limit = min(self.data.prepared.num_rows, self.limit or self.data.prepared.num_rows)
         return np.array_split(np.arange(limit), self.world_size)[self.rank]
 
@@ -99,12 +112,15 @@ class EvalBatches:
         return map(self._collate, self.readable_rows())
 
     def readable_rows(self) -> Iterator[list[tuple[int, EvalRow]]]:
-        """Yield the numbers and contents of the readable rows of each batch; batches without any are omitted."""
+        """Yield the numbers and contents of the readable rows of each batch; batches without any
+        are omitted.
+        """
         self.skipped.clear()
         rows, size = self.rows, self.data.settings.batch
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         with ThreadPoolExecutor(min(16, cores()), thread_name_prefix="mmray-eval") as pool:
-            # A few adjacent rows per task, so a store gets one request for them; `map` submits when it is called.
+            # A few adjacent rows per task, so a store gets one request for them; `map` submits when
+            # it is called.
             ahead: Iterator[list[EvalRow | Exception]] = iter(())
             for part, after in zip([rows[:0], *parts], [*parts, rows[:0]], strict=True):
                 current = ahead
@@ -125,13 +141,17 @@ class EvalBatches:
     def _read(self, rows: np.ndarray) -> list[EvalRow | Exception]:
         """Read rows; a row that fails becomes its exception."""
         records = read_each(self.data.prepared, rows)
-        return [record if isinstance(record, Exception) else self._convert(record) for record in records]
+        return [
+            record if isinstance(record, Exception) else self._convert(record) for record in records
+        ]
 
     def _convert(self, record: Row) -> EvalRow | Exception:
         data = self.data
         try:
             if not record.checksum_ok:
-                raise ValueError(f"{record.key} ({record.source}): image digest does not match the prepared set")
+                raise ValueError(
+                    f"{record.key} ({record.source}): image digest does not match the prepared set"
+                )
             data.check_decodable(record)
             pixels, values = data.reader.decode_row(0, record, None)  # no cache, no augmentation
         except ROW_ERRORS as error:
@@ -149,12 +169,16 @@ class EvalBatches:
         return (
             lm_columns(columns, columns["input_ids"].shape[1])
             | token_columns(columns["input_ids"], columns["num_tokens"])
-            | box_columns({name: np.concatenate([row.boxes[name] for row in rows]) for name in rows[0].boxes})
+            | box_columns(
+                {name: np.concatenate([row.boxes[name] for row in rows]) for name in rows[0].boxes}
+            )
             | {
                 "image": torch.from_numpy(np.stack([row.pixels for row in rows])),
                 "row": torch.tensor([number for number, _ in readable]),
                 "label": torch.tensor([row.label for row in rows]),
-                "caption_row": torch.tensor([number for number, row in readable for _ in row.texts]),
+                "caption_row": torch.tensor(
+                    [number for number, row in readable for _ in row.texts]
+                ),
                 "text_hash": torch.tensor([hash_key(str(text)) for text in texts]),
             }
         )

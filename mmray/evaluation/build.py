@@ -1,4 +1,7 @@
-"""Choose the evaluator of a model: by embeddings, or by generated text. The driver imports this without torch."""
+"""Choose the evaluator of a model: by embeddings, or by generated text.
+
+The driver imports this without torch.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,14 @@ if TYPE_CHECKING:
 
 
 def build_evaluator(
-    config: Config, prepared: PreparedSet, tokenizer_json: str, on_rows: Callable[[int], None] | None = None
+    config: Config,
+    prepared: PreparedSet,
+    tokenizer_json: str,
+    on_rows: Callable[[int], None] | None = None,
 ) -> Any:
-    """Build the evaluator for this run's kind of model over a set of held-out rows; on_rows: see EvalDataset."""
+    """Build the evaluator for this run's kind of model over a set of held-out rows; on_rows: see
+    EvalDataset.
+    """
     from mmray.evaluation.evaluator import Evaluator
     from mmray.evaluation.generation import GenerationEvaluator
 
@@ -39,8 +47,10 @@ def check_evaluable(config: Config, model: nn.Module) -> None:
     missing = [name for name in EMBEDDING_METHODS if not callable(getattr(model, name, None))]
     if missing and not is_generative(config):
         raise UsageError(
-            f"model.kind: `{config.model.kind}` has no {' and no '.join(missing)}, which evaluation calls. Add the "
-            "methods (see mmray/models/protocol.py), or disable evaluation with a --data.eval-split that the set does "
+            f"model.kind: `{config.model.kind}` has no {' and no '.join(missing)}, which "
+            "evaluation calls. Add the "
+            "methods (see mmray/models/protocol.py), or disable evaluation with a "
+            "--data.eval-split that the set does "
             "not have"
         )
 

@@ -1,7 +1,8 @@
-"""Evaluation of embedding models on held-out rows; every rank gets the same metrics, for any number of ranks.
+"""Evaluation of embedding models on held-out rows; every rank gets the same metrics, for any number
+of ranks.
 
-Each rank embeds its part of the rows (batches.py), embeddings are gathered, and each rank scores its part of the
-queries against all rows (retrieval.py).
+Each rank embeds its part of the rows (batches.py), embeddings are gathered, and each rank scores
+its part of the queries against all rows (retrieval.py).
 """
 
 from __future__ import annotations
@@ -39,16 +40,20 @@ class Evaluator(EvalDataset):
         global_rows: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
-        """Return retrieval metrics, accuracies, `loss`, `rows` and `bad_rows`; a collective call of all ranks.
+        """Return retrieval metrics, accuracies, `loss`, `rows` and `bad_rows`; a collective call of
+        all ranks.
 
-        `save_examples`, on one rank or none, gets examples of hits and misses. Raises DataError if no row is readable.
+        `save_examples`, on one rank or none, gets examples of hits and misses. Raises DataError if
+        no row is readable.
         """
         settings = self.settings
         batches = EvalBatches(self, group.rank, group.world_size, settings.limit)
         embedded = embed_dataset(model, batches, group, objective)
         bad_rows = int(group.all_gather_variable(torch.tensor([len(batches.skipped)])).sum())
         if len(embedded.row) == 0:
-            raise DataError(f"cannot read any of {bad_rows} evaluation rows: {'; '.join(batches.skipped[:1])}")
+            raise DataError(
+                f"cannot read any of {bad_rows} evaluation rows: {'; '.join(batches.skipped[:1])}"
+            )
         retrieval_ranks = compute_retrieval_ranks(embedded, group)
         loss_rows = settings.loss_batch or global_rows
         metrics = retrieval_scores(embedded, retrieval_ranks, group, objective, loss_rows)
@@ -60,22 +65,33 @@ class Evaluator(EvalDataset):
         if (head := _class_head(model)) is not None:
             metrics |= topk_accuracy(embedded.class_hits, "classification", head.out_features)
         if isinstance(label_texts := getattr(model, "label_texts", None), LabelTexts):
-            metrics |= topk_accuracy(embedded.region_hits, "regions", int(label_texts.named.sum()), "boxes")
+            metrics |= topk_accuracy(
+                embedded.region_hits, "regions", int(label_texts.named.sum()), "boxes"
+            )
         return metrics | {"bad_rows": float(bad_rows)}
 
     @torch.no_grad()
     def _zero_shot(
         self, model: nn.Module, embedded: EmbeddingSet, group: Group, classes: tuple[str, ...]
     ) -> dict[str, float]:
-        """Accuracy of the nearest class embedding; prompt ensembling of Radford et al. 2021 (CLIP), section 3.1.4."""
+        """Accuracy of the nearest class embedding; prompt ensembling of Radford et al. 2021 (CLIP),
+        section 3.1.4.
+        """
         prompts, language = self.settings.prompts, self.settings.language
         texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
-        tokens = token_columns(*self.encoder.encode([self.encoder.format_caption(text, language) for text in texts]))
+        tokens = token_columns(
+            *self.encoder.encode([self.encoder.format_caption(text, language) for text in texts])
+        )
         with eval_mode(model):
             text = _embed_texts(model, tokens, self.settings.batch, group.device)
         weights = F.normalize(text.unflatten(0, (len(classes), len(prompts))).mean(dim=1), dim=1)
-        hits, local = torch.zeros(len(TOP_K) + 1, dtype=torch.int64), slice(group.rank, None, group.world_size)
-        columns = (column[local].split(retrieval.CHUNK) for column in (embedded.image, embedded.label))
+        hits, local = (
+            torch.zeros(len(TOP_K) + 1, dtype=torch.int64),
+            slice(group.rank, None, group.world_size),
+        )
+        columns = (
+            column[local].split(retrieval.CHUNK) for column in (embedded.image, embedded.label)
+        )
         with retrieval.full_precision("cpu"):
             for image, label in zip(*columns, strict=True):
                 hits += topk_hits(image @ weights.T, label, retrieval.TIE)
@@ -84,9 +100,11 @@ class Evaluator(EvalDataset):
 
 
 def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
-    """Rows with their class in the top 1, in the top 5, and labeled rows: int64 [3], so that batches can be summed.
+    """Rows with their class in the top 1, in the top 5, and labeled rows: int64 [3], so that
+    batches can be summed.
 
-    Ties count as in retrieval.py. scores [N, C], label int64 [N]; labels outside 0..C-1 are not counted.
+    Ties count as in retrieval.py. scores [N, C], label int64 [N]; labels outside 0..C-1 are not
+    counted.
     """
     num_classes = scores.shape[1]
     labeled = (label >= 0) & (label < num_classes)
@@ -96,60 +114,106 @@ def topk_hits(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
     return torch.stack([*((before < k).sum() for k in TOP_K), labeled.sum()])
 
 
-def topk_accuracy(hits: Tensor, name: str, num_classes: int, unit: str = "rows") -> dict[str, float]:
-    """`NAME/top_1`, `NAME/top_5` (with more than 5 classes) and `NAME/UNIT` from the sums of `topk_hits`."""
+def topk_accuracy(
+    hits: Tensor, name: str, num_classes: int, unit: str = "rows"
+) -> dict[str, float]:
+    """`NAME/top_1`, `NAME/top_5` (with more than 5 classes) and `NAME/UNIT` from the sums of
+    `topk_hits`.
+    """
     *hits_at_k, total = hits.tolist()
     pairs = zip(TOP_K, hits_at_k, strict=True)
-    metrics = {f"{name}/top_{k}": hit / total for k, hit in pairs if total and (k == 1 or k < num_classes)}
+    metrics = {
+        f"{name}/top_{k}": hit / total for k, hit in pairs if total and (k == 1 or k < num_classes)
+    }
     return metrics | {f"{name}/{unit}": float(total)}
 
 
 def compute_retrieval_ranks(embedded: EmbeddingSet, group: Group) -> dict[str, Tensor]:
-    """Rank of each image among captions and of each caption among images; equal captions are interchangeable."""
+    """Rank of each image among captions and of each caption among images; equal captions are
+    interchangeable.
+    """
     text_id = embedded.text_id
-    text, positives = embedded.text[first_index(text_id)], torch.stack([embedded.image_index, text_id])
+    text, positives = (
+        embedded.text[first_index(text_id)],
+        torch.stack([embedded.image_index, text_id]),
+    )
     images = _compute_ranks_in_parallel(embedded.image, text, positives, group, text_id.bincount())
     texts = _compute_ranks_in_parallel(text, embedded.image, positives.flip(0), group)
     return {"image_to_text": images, "text_to_image": texts[text_id]}
 
 
 def _compute_ranks_in_parallel(
-    queries: Tensor, gallery: Tensor, positives: Tensor, group: Group, gallery_counts: Tensor | None = None
+    queries: Tensor,
+    gallery: Tensor,
+    positives: Tensor,
+    group: Group,
+    gallery_counts: Tensor | None = None,
 ) -> Tensor:
     """`compute_ranks`; each process of the group ranks for its part of the queries."""
     part = torch.arange(len(queries)).tensor_split(group.world_size)[group.rank]
     first, end = (int(part[0]), int(part[-1]) + 1) if len(part) else (0, 0)
-    pairs = positives[:, (positives[0] >= first) & (positives[0] < end)] - torch.tensor([[first], [0]])
-    retrieval_ranks = retrieval.compute_ranks(queries[first:end], gallery, pairs, group.device, gallery_counts)
+    pairs = positives[:, (positives[0] >= first) & (positives[0] < end)] - torch.tensor(
+        [[first], [0]]
+    )
+    retrieval_ranks = retrieval.compute_ranks(
+        queries[first:end], gallery, pairs, group.device, gallery_counts
+    )
     return group.all_gather_variable(retrieval_ranks).cpu()
 
 
 def retrieval_scores(
-    embedded: EmbeddingSet, retrieval_ranks: dict[str, Tensor], group: Group, objective: Objective, global_rows: int
+    embedded: EmbeddingSet,
+    retrieval_ranks: dict[str, Tensor],
+    group: Group,
+    objective: Objective,
+    global_rows: int,
 ) -> dict[str, float]:
-    """Recall, median rank and `rows`; `loss` if the global loss of the objective reads only the two embeddings."""
+    """Recall, median rank and `rows`;
+
+    `loss` if the global loss of the objective reads only the two embeddings.
+    """
     metrics: dict[str, float] = {}
     for direction, values in retrieval_ranks.items():
         metrics |= retrieval.retrieval_metrics(values, direction)
-    metrics["recall_at_1/mean"] = sum(metrics[f"recall_at_1/{direction}"] for direction in retrieval_ranks) / 2
+    metrics["recall_at_1/mean"] = (
+        sum(metrics[f"recall_at_1/{direction}"] for direction in retrieval_ranks) / 2
+    )
     global_loss = split_objective(objective).global_loss
-    if global_loss is not None and set(global_loss.gathered_outputs) <= {"image_embed", "text_embed"}:
+    if global_loss is not None and set(global_loss.gathered_outputs) <= {
+        "image_embed",
+        "text_embed",
+    }:
         metrics["loss"] = _loss(embedded, group, global_loss, global_rows)
     return metrics | {"rows": float(len(embedded.row))}
 
 
 @torch.no_grad()
-def embed_dataset(model: Any, batches: EvalBatches, group: Group, objective: Objective) -> EmbeddingSet:
+def embed_dataset(
+    model: Any, batches: EvalBatches, group: Group, objective: Objective
+) -> EmbeddingSet:
     """Embed the rows of all ranks; every rank gets all embeddings."""
     with eval_mode(model):
-        # Synthetic rows: a rank without rows needs the width and the scalar outputs too. Two, because torch.compile
-        # makes separate graphs for one.
+        # Synthetic rows: a rank without rows needs the width and the scalar outputs too. Two,
+        # because torch.compile makes separate graphs for one.
         synthetic = synthetic_batch(batches.data.inputs, vocab_size=1, rows=2, device=group.device)
         outputs, no_rows = model(synthetic), model.embed_image(synthetic["image"])[:0].float().cpu()
-        none, no_hits = torch.zeros(0, dtype=torch.int64), torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64)
-        empty = {"row": none, "image": no_rows, "caption_row": none, "text_hash": none, "text": no_rows, "label": none}
+        none, no_hits = (
+            torch.zeros(0, dtype=torch.int64),
+            torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64),
+        )
+        empty = {
+            "row": none,
+            "image": no_rows,
+            "caption_row": none,
+            "text_hash": none,
+            "text": no_rows,
+            "label": none,
+        }
         parts = [empty | {"class_hits": no_hits, "region_hits": no_hits}]
-        parts += [_embed_batch(model, batch, batches.data.settings.batch, group.device) for batch in batches]
+        parts += [
+            _embed_batch(model, batch, batches.data.settings.batch, group.device)
+            for batch in batches
+        ]
     local = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     gathered = {name: _gather(local[name], group) for name in local}
     by_row, by_caption = gathered["row"].argsort(), gathered["caption_row"].argsort(stable=True)
@@ -158,14 +222,20 @@ def embed_dataset(model: Any, batches: EvalBatches, group: Group, objective: Obj
         **{name: gathered[name][by_row] for name in ("row", "image", "label")},
         **{name: gathered[name].sum(dim=0) for name in ("class_hits", "region_hits")},
         caption_row=gathered["caption_row"][by_caption],
-        text=gathered["text"][by_caption][first_index(text_id)][text_id],  # equal captions differ by rounding
+        # equal captions differ by rounding
+        text=gathered["text"][by_caption][first_index(text_id)][text_id],
         text_id=text_id,
         scalar_outputs={name: outputs[name].detach() for name in objective.scalar_output_names},
     )
 
 
-def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Embeddings of a batch and `topk_hits` [1, 3] of the heads, on the CPU; `text_rows` captions at a time."""
+def _embed_batch(
+    model: Any, batch: Batch, text_rows: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Embeddings of a batch and `topk_hits` [1, 3] of the heads, on the CPU;
+
+    `text_rows` captions at a time.
+    """
     pixels = batch["image"].to(device)
     text = _embed_texts(model, batch, text_rows, device)
     classes = regions = torch.zeros(len(TOP_K) + 1, dtype=torch.int64)
@@ -179,11 +249,18 @@ def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device)
         regions = topk_hits(logits.flatten(0, 1), label.flatten())
     image = model.embed_image(pixels).float().cpu()
     same = {name: batch[name] for name in ("row", "caption_row", "text_hash", "label")}
-    return same | {"image": image, "text": text, "class_hits": classes[None], "region_hits": regions[None]}
+    return same | {
+        "image": image,
+        "text": text,
+        "class_hits": classes[None],
+        "region_hits": regions[None],
+    }
 
 
 def _class_head(model: Any) -> Any:
-    """The classification head of `fusion`, or None; the class of a user may have another part of this name."""
+    """The classification head of `fusion`, or None; the class of a user may have another part of
+    this name.
+    """
     head = getattr(model, "class_head", None)
     return head if hasattr(head, "out_features") and hasattr(model, "embed_pair") else None
 
@@ -191,7 +268,9 @@ def _class_head(model: Any) -> Any:
 def _embed_texts(model: Any, tokens: Batch, rows: int, device: torch.device) -> Tensor:
     """Embeddings of captions on the CPU, `rows` at a time."""
     pairs = zip(tokens["input_ids"].split(rows), tokens["attention_mask"].split(rows), strict=True)
-    return torch.cat([model.embed_text(ids.to(device), mask.to(device)).float().cpu() for ids, mask in pairs])
+    return torch.cat(
+        [model.embed_text(ids.to(device), mask.to(device)).float().cpu() for ids, mask in pairs]
+    )
 
 
 @contextmanager
@@ -206,30 +285,52 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _gather(rows: Tensor, group: Group) -> Tensor:
-    """Gather rows of all ranks to the CPU, a chunk at a time; captions of one row keep their order."""
+    """Gather rows of all ranks to the CPU, a chunk at a time; captions of one row keep their
+    order.
+    """
     longest, size = int(group.all_gather_variable(torch.tensor([len(rows)])).max()), retrieval.CHUNK
     starts = range(0, max(1, longest), size)
-    return torch.cat([group.all_gather_variable(rows[start : start + size]).cpu() for start in starts])
+    return torch.cat(
+        [group.all_gather_variable(rows[start : start + size]).cpu() for start in starts]
+    )
 
 
 @torch.no_grad()
 def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_rows: int) -> float:
-    """Mean loss over consecutive batches of `global_rows` rows with their first captions; the last may be smaller."""
+    """Mean loss over consecutive batches of `global_rows` rows with their first captions; the last
+    may be smaller.
+    """
     texts = embedded.text[torch.searchsorted(embedded.caption_row, embedded.row)]
     columns = (column.split(global_rows) for column in (embedded.image, texts, embedded.label))
     global_batches = list(zip(*columns, strict=True))
-    num_losses = objective.count({"valid": torch.ones(1, dtype=torch.bool), "label": embedded.label[:1]}).numel()
-    sums = torch.zeros(len(global_batches), 2, num_losses, dtype=torch.float64)  # loss sums and counts
+    num_losses = objective.count(
+        {"valid": torch.ones(1, dtype=torch.bool), "label": embedded.label[:1]}
+    ).numel()
+    # loss sums and counts
+    sums = torch.zeros(len(global_batches), 2, num_losses, dtype=torch.float64)
     for index in range(group.rank, len(global_batches), group.world_size):
         image, text, label = (column.to(group.device) for column in global_batches[index])
         valid = torch.ones(len(image), dtype=torch.bool, device=group.device)
-        with retrieval.full_precision(group.device):  # as in training, the loss is computed in float32
+        # as in training, the loss is computed in float32
+        with retrieval.full_precision(group.device):
             for start in range(0, len(image), retrieval.CHUNK):
                 rows = slice(start, start + retrieval.CHUNK)
-                gathered = {"image_embed": image, "text_embed": text, "valid": valid, "offset": start}
-                outputs = {"image_embed": image[rows], "text_embed": text[rows], **embedded.scalar_outputs}
+                gathered = {
+                    "image_embed": image,
+                    "text_embed": text,
+                    "valid": valid,
+                    "offset": start,
+                }
+                outputs = {
+                    "image_embed": image[rows],
+                    "text_embed": text[rows],
+                    **embedded.scalar_outputs,
+                }
                 batch = {"valid": valid[rows], "label": label[rows]}
                 loss_sum, count, _ = objective.compute_loss(outputs, batch, gathered)
-                sums[index] += torch.stack([loss_sum.double().reshape(-1), count.double().reshape(-1)]).cpu()
-    totals, counts = group.all_gather_variable(sums[None]).sum(0).sum(0).cpu()  # exact over the ranks
+                sums[index] += torch.stack(
+                    [loss_sum.double().reshape(-1), count.double().reshape(-1)]
+                ).cpu()
+    # exact over the ranks
+    totals, counts = group.all_gather_variable(sums[None]).sum(0).sum(0).cpu()
     return float((totals / counts).sum())

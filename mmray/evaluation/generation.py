@@ -1,4 +1,5 @@
-"""Evaluation of generative models: loss, perplexity and token accuracy of held-out answers, BLEU-4 and CIDEr-D.
+"""Evaluation of generative models: loss, perplexity and token accuracy of held-out answers, BLEU-4
+and CIDEr-D.
 
 Each caption of a row counts as an answer to the same question.
 """
@@ -21,17 +22,22 @@ from mmray.evaluation.batches import EvalBatches, EvalDataset
 from mmray.evaluation.evaluator import Group, eval_mode
 from mmray.objectives.cross_entropy import LanguageModelling
 
-# BLEU (Papineni et al. 2002) is that of torchmetrics. CIDEr-D (Vedantam et al. 2015, arXiv:1411.5726, equations 1 to 4
-# with the penalties of section 6) is implemented here, because pycocoevalcap needs Java for its tokenizer. Words are in
-# lower case without punctuation, so the scores differ slightly from published ones.
+# BLEU (Papineni et al. 2002) is that of torchmetrics. CIDEr-D (Vedantam et al. 2015,
+# arXiv:1411.5726, equations 1 to 4 with the penalties of section 6) is implemented here, because
+# pycocoevalcap needs Java for its tokenizer. Words are in lower case without punctuation, so the
+# scores differ slightly from published ones.
 MAX_NEW_TOKENS = 64  # of an answer
 MAX_NGRAM = 4  # longest n-gram
 SIGMA = 6.0  # of the Gaussian length penalty
 SCALE = 10.0  # as in the paper
 
 
-def caption_scores(hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """bleu_4 (0 to 1) and cider (0 to 10; 0 for a single image, or if all images have the same captions)."""
+def caption_scores(
+    hypotheses: Sequence[str], references: Sequence[Sequence[str]]
+) -> dict[str, float]:
+    """bleu_4 (0 to 1) and cider (0 to 10; 0 for a single image, or if all images have the same
+    captions).
+    """
     from torchmetrics.functional.text import bleu_score
 
     words = [split_words(text) for text in hypotheses]
@@ -42,19 +48,28 @@ def caption_scores(hypotheses: Sequence[str], references: Sequence[Sequence[str]
 
 
 def split_words(text: str) -> list[str]:
-    """Words in lower case without punctuation; a combining mark, such as a vowel of Hindi, is a part of its word."""
+    """Words in lower case without punctuation; a combining mark, such as a vowel of Hindi, is a
+    part of its word.
+    """
     characters = unicodedata.normalize("NFC", text.lower())
-    is_kept = (each.isalnum() or each == "'" or unicodedata.category(each)[0] == "M" for each in characters)
-    words = "".join(each if kept else " " for each, kept in zip(characters, is_kept, strict=True)).split()
+    is_kept = (
+        each.isalnum() or each == "'" or unicodedata.category(each)[0] == "M" for each in characters
+    )
+    words = "".join(
+        each if kept else " " for each, kept in zip(characters, is_kept, strict=True)
+    ).split()
     return [word.strip("'") for word in words if any(map(str.isalnum, word))]
 
 
 def cider_d(hypotheses: Sequence[list[str]], references: Sequence[Sequence[list[str]]]) -> float:
-    """Mean CIDEr-D over the images; n-grams are weighted by inverse document frequency over the references."""
+    """Mean CIDEr-D over the images; n-grams are weighted by inverse document frequency over the
+    references.
+    """
     seen = Counter(gram for texts in references for gram in set().union(*map(_ngrams, texts)))
 
     def weigh(text: list[str]) -> list[dict[tuple[str, ...], float]]:
-        weighed: list[dict[tuple[str, ...], float]] = [{} for _ in range(MAX_NGRAM)]  # by length of the n-gram
+        # by length of the n-gram
+        weighed: list[dict[tuple[str, ...], float]] = [{} for _ in range(MAX_NGRAM)]
         for gram, count in _ngrams(text).items():
             weighed[len(gram) - 1][gram] = count * math.log(len(references) / max(1, seen[gram]))
         return weighed
@@ -66,7 +81,11 @@ def cider_d(hypotheses: Sequence[list[str]], references: Sequence[Sequence[list[
             penalty = math.exp(-((len(text) - len(reference)) ** 2) / (2 * SIGMA**2))
             for ours, other in zip(weighed, weigh(reference), strict=True):
                 norms = math.hypot(*ours.values()) * math.hypot(*other.values())
-                dot = sum(min(weight, other[gram]) * other[gram] for gram, weight in ours.items() if gram in other)
+                dot = sum(
+                    min(weight, other[gram]) * other[gram]
+                    for gram, weight in ours.items()
+                    if gram in other
+                )
                 total += penalty * dot / norms / MAX_NGRAM if norms else 0.0
         scores.append(total / max(1, len(texts)))
     return SCALE * sum(scores) / max(1, len(scores))
@@ -75,7 +94,9 @@ def cider_d(hypotheses: Sequence[list[str]], references: Sequence[Sequence[list[
 def _ngrams(text: list[str]) -> Counter[tuple[str, ...]]:
     """Counts of the 1- to 4-grams."""
     lengths = range(1, MAX_NGRAM + 1)
-    return Counter(tuple(text[at : at + length]) for length in lengths for at in range(len(text) - length + 1))
+    return Counter(
+        tuple(text[at : at + length]) for length in lengths for at in range(len(text) - length + 1)
+    )
 
 
 @torch.no_grad()
@@ -86,15 +107,23 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group) -> dict[str, f
     for readable in batches.readable_rows():
         pixels = torch.from_numpy(np.stack([record.pixels for _, record in readable]))
         prompts = [encoder.prompt_and_references(record.texts) for _, record in readable]
-        answers = model.answer(encoder, pixels, [question for question, _ in prompts], MAX_NEW_TOKENS)
+        answers = model.answer(
+            encoder, pixels, [question for question, _ in prompts], MAX_NEW_TOKENS
+        )
         references = [texts for _, texts in prompts]
         results += zip([row for row, _ in readable], answers, references, strict=True)
     lines = "".join(json.dumps(row) + "\n" for row in results).encode()
-    gathered = group.all_gather_variable(torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8))
-    results = sorted(json.loads(line) for line in bytes(gathered.cpu().numpy()).splitlines() if line)
+    gathered = group.all_gather_variable(
+        torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8)
+    )
+    results = sorted(
+        json.loads(line) for line in bytes(gathered.cpu().numpy()).splitlines() if line
+    )
     if not results:
         return {}
-    scores = caption_scores([answer for _, answer, _ in results], [texts for _, _, texts in results])
+    scores = caption_scores(
+        [answer for _, answer, _ in results], [texts for _, _, texts in results]
+    )
     return scores | {"answered": float(len(results))}
 
 
@@ -110,7 +139,8 @@ class GenerationEvaluator(EvalDataset):
         global_rows: int,
         save_examples: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
-        """loss, perplexity, token_accuracy, tokens, rows, bad_rows; with `num_generations` also `answer_scores`.
+        """loss, perplexity, token_accuracy, tokens, rows, bad_rows; with `num_generations` also
+        `answer_scores`.
 
         Raises DataError on every rank if no row is readable.
         """
@@ -121,16 +151,27 @@ class GenerationEvaluator(EvalDataset):
             for batch in batches:
                 sums[3] += len(batch["row"])
                 image_index = torch.searchsorted(batch["row"], batch["caption_row"])
-                for part in torch.arange(len(image_index)).split(settings.batch):  # conversations of these images
-                    local = {name: batch[name][part].to(group.device) for name in ("input_ids", "labels", "image_pos")}
+                # conversations of these images
+                for part in torch.arange(len(image_index)).split(settings.batch):
+                    local = {
+                        name: batch[name][part].to(group.device)
+                        for name in ("input_ids", "labels", "image_pos")
+                    }
                     local["image"] = batch["image"][image_index[part]].to(group.device)
                     local["valid"] = torch.ones(len(part), dtype=torch.bool, device=group.device)
                     loss, count, metrics = LanguageModelling().compute_loss(model(local), local)
-                    sums[:3] += torch.stack([loss.double(), count.double(), metrics["token_accuracy"].double()]).cpu()
+                    sums[:3] += torch.stack(
+                        [loss.double(), count.double(), metrics["token_accuracy"].double()]
+                    ).cpu()
         sums[4] = len(batches.skipped)
-        loss, tokens, correct, rows, bad_rows = group.all_gather_variable(sums[None]).sum(0).tolist()
+        loss, tokens, correct, rows, bad_rows = (
+            group.all_gather_variable(sums[None]).sum(0).tolist()
+        )
         if not rows:
-            raise DataError(f"cannot read any of {bad_rows:.0f} evaluation rows: {'; '.join(batches.skipped[:1])}")
+            raise DataError(
+                f"cannot read any of {bad_rows:.0f} evaluation rows: "
+                f"{'; '.join(batches.skipped[:1])}"
+            )
         mean, answers = loss / max(1.0, tokens), {}
         if settings.num_generations:
             with eval_mode(model):

@@ -1,7 +1,9 @@
-"""Recall@k, median rank and examples: exact ranks and top gallery rows from chunked matrix products.
+"""Recall@k, median rank and examples: exact ranks and top gallery rows from chunked matrix
+products.
 
-Scores are float32 dot products. A negative within TIE of the positive ranks before it, as does a NaN, so equal
-embeddings always count against the model and ranks do not depend on the chunk size, device or number of processes.
+Scores are float32 dot products. A negative within TIE of the positive ranks before it, as does a
+NaN, so equal embeddings always count against the model and ranks do not depend on the chunk size,
+device or number of processes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ NUM_RETRIEVED = 5
 
 @dataclass(frozen=True)
 class EmbeddingSet:
-    """Embeddings on the CPU, sorted by row. Equal captions have one embedding and are correct for all their images."""
+    """Embeddings on the CPU, sorted by row.
+
+    Equal captions have one embedding and are correct for all their images.
+    """
 
     row: Tensor  # int64 [N]
     image: Tensor  # float32 [N, D]
@@ -39,7 +44,8 @@ class EmbeddingSet:
     label: Tensor  # int64 [N], -1 for none
     class_hits: Tensor  # int64 [3], `topk_hits` of the classification head
     region_hits: Tensor  # int64 [3], `topk_hits` of the region head
-    scalar_outputs: dict[str, Tensor]  # outputs of the model that belong to no row, such as the temperature
+    # outputs of the model that belong to no row, such as the temperature
+    scalar_outputs: dict[str, Tensor]
 
     @property
     def image_index(self) -> Tensor:
@@ -71,28 +77,41 @@ def compute_ranks(
     device: torch.device | str = "cpu",
     gallery_counts: Tensor | None = None,
 ) -> Tensor:
-    """Rank of the best positive of each query, int64 [Q], 1 = top; its other positives are not counted.
+    """Rank of the best positive of each query, int64 [Q], 1 = top; its other positives are not
+    counted.
 
-    queries [Q, D] and gallery [G, D] are L2-normalized; positives int64 [2, P]: query and gallery row of each correct
-    pair, at least one per query; gallery_counts int64 [G]: how often each gallery row counts (None: once).
+    queries [Q, D] and gallery [G, D] are L2-normalized; positives int64 [2, P]: query and gallery
+    row of each correct pair, at least one per query; gallery_counts int64 [G]: how often each
+    gallery row counts (None: once).
     """
     positives = positives[:, positives[0].argsort(stable=True)]
-    counts = torch.ones(len(gallery), dtype=torch.int32) if gallery_counts is None else gallery_counts.to(torch.int32)
+    counts = (
+        torch.ones(len(gallery), dtype=torch.int32)
+        if gallery_counts is None
+        else gallery_counts.to(torch.int32)
+    )
     out = torch.ones(len(queries), dtype=torch.int64)
     with full_precision(device):
         for first in range(0, len(queries), CHUNK):
             query = queries[first : first + CHUNK].to(device, torch.float32)
-            low, high = torch.searchsorted(positives[0], torch.tensor([first, first + len(query)])).tolist()
+            low, high = torch.searchsorted(
+                positives[0], torch.tensor([first, first + len(query)])
+            ).tolist()
             pairs = torch.stack([positives[0, low:high] - first, positives[1, low:high]])
-            best = query.new_full((len(query),), -torch.inf)  # score of the best positive; NaN if one is NaN
+            # score of the best positive; NaN if one is NaN
+            best = query.new_full((len(query),), -torch.inf)
             for row, column in zip(*(side.split(CHUNK) for side in pairs), strict=True):
-                scores = (query[row.to(device)] * gallery[column].to(device, torch.float32)).sum(dim=1)
+                scores = (query[row.to(device)] * gallery[column].to(device, torch.float32)).sum(
+                    dim=1
+                )
                 best.scatter_reduce_(0, row.to(device), scores, "amax")
             threshold = best[:, None] - TIE
             before = torch.zeros(len(query), dtype=torch.int64, device=device)
             for start in range(0, len(gallery), CHUNK):
                 columns = slice(start, start + CHUNK)
-                negative_before = ~(query @ gallery[columns].to(device, torch.float32).T < threshold)
+                negative_before = ~(
+                    query @ gallery[columns].to(device, torch.float32).T < threshold
+                )
                 row, column = pairs[:, (pairs[1] >= start) & (pairs[1] < start + CHUNK)].to(device)
                 negative_before[row, column - start] = False
                 before += torch.where(negative_before, counts[columns].to(device), 0).sum(dim=1)
@@ -105,35 +124,51 @@ def top_k(
 ) -> tuple[Tensor, Tensor]:
     """The `k` best gallery rows of each query and their scores, int64 and float32 [Q, min(k, G)].
 
-    is_correct: bool [Q, G]. The order is that of `compute_ranks`: ties and NaN precede the correct ones.
+    is_correct: bool [Q, G]. The order is that of `compute_ranks`: ties and NaN precede the correct
+    ones.
     """
     query = queries.to(device, torch.float32)
     with full_precision(device):
         parts = [(query @ rows.to(device, torch.float32).T).cpu() for rows in gallery.split(CHUNK)]
     scores = torch.cat(parts, dim=1)
     scores = torch.where(scores.isnan(), torch.where(is_correct, -torch.inf, torch.inf), scores)
-    order = torch.where(is_correct, scores - TIE, scores).argsort(dim=1, descending=True, stable=True)[:, :k]
+    order = torch.where(is_correct, scores - TIE, scores).argsort(
+        dim=1, descending=True, stable=True
+    )[:, :k]
     return order, scores.gather(1, order)
 
 
 def retrieval_metrics(ranks: Tensor, direction: str) -> dict[str, float]:
-    """`recall_at_K/direction` for K of 1, 5, 10 and `median_rank/direction`, from ranks int64 [Q], Q at least 1."""
+    """`recall_at_K/direction` for K of 1, 5, 10 and `median_rank/direction`, from ranks int64 [Q],
+    Q at least 1.
+    """
     metrics = {f"recall_at_{k}/{direction}": (ranks <= k).double().mean().item() for k in RECALL_AT}
     middle = ranks.sort().values[[(len(ranks) - 1) // 2, len(ranks) // 2]]
     return metrics | {f"median_rank/{direction}": middle.double().mean().item()}
 
 
 def retrieval_examples(
-    embedded: EmbeddingSet, ranks: dict[str, Tensor], prepared: PreparedSet, device: torch.device, max_pixels: int
+    embedded: EmbeddingSet,
+    ranks: dict[str, Tensor],
+    prepared: PreparedSet,
+    device: torch.device,
+    max_pixels: int,
 ) -> dict[str, Any]:
-    """Hits spread over the set, and misses from the smallest rank to the largest, as JSON values for examples.json.
+    """Hits spread over the set, and misses from the smallest rank to the largest, as JSON values
+    for examples.json.
 
-    Each direction is a list of {row, key, caption, rank, answers: [{row, caption, score, correct}]}; an image is
-    represented by its first caption. `images` maps a row to a data URI, for the rows that can be read.
+    Each direction is a list of {row, key, caption, rank, answers: [{row, caption, score,
+    correct}]}; an image is represented by its first caption. `images` maps a row to a data URI, for
+    the rows that can be read.
     """
     rows_of_text = embedded.caption_row
-    image = embedded.image, embedded.row, torch.zeros_like(embedded.row)  # the last: caption within its row
-    text = embedded.text, rows_of_text, torch.arange(len(rows_of_text)) - torch.searchsorted(rows_of_text, rows_of_text)
+    # the last: caption within its row
+    image = embedded.image, embedded.row, torch.zeros_like(embedded.row)
+    text = (
+        embedded.text,
+        rows_of_text,
+        torch.arange(len(rows_of_text)) - torch.searchsorted(rows_of_text, rows_of_text),
+    )
     examples: dict[str, Any] = {"image_to_text": [], "text_to_image": []}
     rows: dict[int, Row | None] = {}
 
@@ -144,10 +179,15 @@ def retrieval_examples(
             with suppress(OSError, ValueError):
                 [rows[number]] = prepared.read(np.array([number]))
         row = rows[number]
-        return {"row": number, "caption": row.texts[int(side[2][index])] if row and row.texts else ""}
+        return {
+            "row": number,
+            "caption": row.texts[int(side[2][index])] if row and row.texts else "",
+        }
 
     for way, queries, gallery in (("image_to_text", image, text), ("text_to_image", text, image)):
-        matching = embedded.matching_captions if way == "image_to_text" else embedded.matching_images
+        matching = (
+            embedded.matching_captions if way == "image_to_text" else embedded.matching_images
+        )
         chosen = select_queries(ranks[way])
         is_correct = torch.stack([matching(query) for query in chosen.tolist()])
         best, scores = top_k(queries[0][chosen], gallery[0], is_correct, NUM_RETRIEVED, device)
@@ -158,7 +198,9 @@ def retrieval_examples(
             item |= {"key": row.key if row else "", "rank": rank, "answers": []}
             for index, score, correct in zip(*answers, strict=True):
                 rounded = round(score, 4) if math.isfinite(score) else None
-                item["answers"].append(describe(gallery, index) | {"score": rounded, "correct": correct})
+                item["answers"].append(
+                    describe(gallery, index) | {"score": rounded, "correct": correct}
+                )
             examples[way].append(item)
     shown = {item["row"] for way in ("image_to_text", "text_to_image") for item in examples[way]}
     shown |= {answer["row"] for item in examples["text_to_image"] for answer in item["answers"]}
@@ -171,18 +213,28 @@ def retrieval_examples(
 
 
 def select_queries(ranks: Tensor) -> Tensor:
-    """Indices of the queries to show, int64: NUM_SHOWN hits (rank 1) and misses each, or as many as there are."""
+    """Indices of the queries to show, int64: NUM_SHOWN hits (rank 1) and misses each, or as many as
+    there are.
+    """
     hits, misses = (ranks == 1).nonzero().flatten(), (ranks > 1).nonzero().flatten()
     misses = misses[ranks[misses].argsort(stable=True)]
     steps = torch.arange(NUM_SHOWN)  # first and last included
-    return torch.cat([p if len(p) <= NUM_SHOWN else p[steps * (len(p) - 1) // (NUM_SHOWN - 1)] for p in (hits, misses)])
+    return torch.cat(
+        [
+            p if len(p) <= NUM_SHOWN else p[steps * (len(p) - 1) // (NUM_SHOWN - 1)]
+            for p in (hits, misses)
+        ]
+    )
 
 
 @contextmanager
 def full_precision(device: torch.device | str) -> Iterator[None]:
-    """Disable TF32, whose error of 1e-3 would change ranks, and autocast, in which an evaluation runs."""
+    """Disable TF32, whose error of 1e-3 would change ranks, and autocast, in which an evaluation
+    runs.
+    """
     before = torch.get_float32_matmul_precision()
-    changes = before != "highest"  # otherwise unset may become set: a global state that compiled code depends on
+    # otherwise unset may become set: a global state that compiled code depends on
+    changes = before != "highest"
     if changes:
         torch.set_float32_matmul_precision("highest")
     try:

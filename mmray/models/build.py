@@ -1,4 +1,6 @@
-"""Build the model that the `model` section names: a built-in kind, or a user's `package.module:Class`."""
+"""Build the model that the `model` section names: a built-in kind, or a user's
+`package.module:Class`.
+"""
 
 from __future__ import annotations
 
@@ -27,33 +29,49 @@ BUILT_IN = {  # imported when used: importing transformers takes a second
 def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None) -> nn.Module:
     """Build the model that `spec.kind` names, with random or pretrained weights, and LoRA adapters.
 
-    vocab_size: tokens of the tokenizer; a larger `model.vocab_size` sets the embedding rows. architecture: see
-    `Architecture`. A user's class is called with (spec, vocab_size). Raises UsageError.
+    vocab_size: tokens of the tokenizer; a larger `model.vocab_size` sets the embedding rows.
+    architecture: see `Architecture`. A user's class is called with (spec, vocab_size). Raises
+    UsageError.
     """
     rows = spec.vocab_size or vocab_size
     if spec.kind in BUILT_IN:
-        if architecture is None and (reasons := spec.unsupported_reasons()):  # training/validate.py checks this earlier
+        # training/validate.py checks this earlier
+        if architecture is None and (reasons := spec.unsupported_reasons()):
             raise UsageError("\n".join(reasons))
-        model: nn.Module = plugins.load_class(BUILT_IN[spec.kind], "model.kind")(spec, rows, architecture)
+        model: nn.Module = plugins.load_class(BUILT_IN[spec.kind], "model.kind")(
+            spec, rows, architecture
+        )
     else:
         model = plugins.load_class(spec.kind, "model.kind", tuple(BUILT_IN))(spec, rows)
         if not isinstance(model, nn.Module):
-            raise UsageError(f"model.kind: `{spec.kind}` built a {type(model).__name__}, not a torch.nn.Module")
+            raise UsageError(
+                f"model.kind: `{spec.kind}` built a {type(model).__name__}, not a torch.nn.Module"
+            )
         if type(model).forward is nn.Module.forward:
-            raise UsageError(f"model.kind: `{spec.kind}` has no forward(batch); see mmray/models/protocol.py")
+            raise UsageError(
+                f"model.kind: `{spec.kind}` has no forward(batch); see mmray/models/protocol.py"
+            )
     if spec.lora.rank:
         lora.add_adapters(model, spec.lora)
     return model
 
 
-def build_without_weights(spec: ModelConfig, vocab_size: int, architecture: Architecture = None) -> nn.Module:
-    """Build the model with its parameters on the meta device, where they take no memory; buffers have their values.
+def build_without_weights(
+    spec: ModelConfig, vocab_size: int, architecture: Architecture = None
+) -> nn.Module:
+    """Build the model with its parameters on the meta device, where they take no memory; buffers
+    have their values.
 
-    A user's class that computes with its weights while it is built keeps them. Arguments and errors as in `build`.
+    A user's class that computes with its weights while it is built keeps them. Arguments and errors
+    as in `build`.
     """
 
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        return None if parameter.is_meta else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return (
+            None
+            if parameter.is_meta
+            else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        )
 
     handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:

@@ -1,8 +1,10 @@
-"""Dual encoders: image branch, text branch and temperature; wrappers of transformers' CLIP and SigLIP.
+"""Dual encoders: image branch, text branch and temperature; wrappers of transformers' CLIP and
+SigLIP.
 
-Only the forward pass is reimplemented: it pools captions at their last token, can drop patches in training, and builds
-no mask that synchronizes the GPU. Sources: Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai et al. 2023 (SigLIP,
-arXiv:2303.15343), patch dropout of Li et al. 2023 (FLIP, arXiv:2212.00794).
+Only the forward pass is reimplemented: it pools captions at their last token, can drop patches in
+training, and builds no mask that synchronizes the GPU. Sources: Radford et al. 2021 (CLIP,
+arXiv:2103.00020), Zhai et al. 2023 (SigLIP, arXiv:2303.15343), patch dropout of Li et al. 2023
+(FLIP, arXiv:2212.00794).
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 
 
 class DualEncoder(nn.Module):
-    """An image and a text branch with one embedding space and a learned temperature; methods as in protocol.py."""
+    """An image and a text branch with one embedding space and a learned temperature; methods as in
+    protocol.py.
+    """
 
     max_log_scale: float | None = math.log(100)  # CLIP's bound: above it training is unstable
     logit_bias: nn.Parameter | None
@@ -35,7 +39,9 @@ class DualEncoder(nn.Module):
         super().__init__()
         self.image, self.text = image, text
         self.log_scale = nn.Parameter(torch.tensor(-math.log(spec.temperature)))
-        bias = None if spec.logit_bias is None else nn.Parameter(torch.tensor(float(spec.logit_bias)))
+        bias = (
+            None if spec.logit_bias is None else nn.Parameter(torch.tensor(float(spec.logit_bias)))
+        )
         self.register_parameter("logit_bias", bias)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -45,7 +51,8 @@ class DualEncoder(nn.Module):
 
     def scalar_outputs(self) -> dict[str, Tensor]:
         """The scalars `logit_scale` = 1 / temperature and, if configured, `logit_bias`."""
-        bias = {} if self.logit_bias is None else {"logit_bias": self.logit_bias * 1}  # an output, not the leaf
+        # an output, not the leaf
+        bias = {} if self.logit_bias is None else {"logit_bias": self.logit_bias * 1}
         return {"logit_scale": self.log_scale.exp()} | bias
 
     def embed_image(self, image: Tensor) -> Tensor:
@@ -81,7 +88,9 @@ class NormalizePixels(nn.Module):
 
 
 def l2_normalize(embedding: Tensor) -> Tensor:
-    """Rows of unit length in at least float32, because half precision is too coarse for a softmax at scale 100."""
+    """Rows of unit length in at least float32, because half precision is too coarse for a softmax
+    at scale 100.
+    """
     return F.normalize(embedding.to(torch.promote_types(embedding.dtype, torch.float32)), dim=-1)
 
 
@@ -100,9 +109,13 @@ class Clip(HfModel, DualEncoder):
         ("log_scale", "logit_scale"),
     )
 
-    def __init__(self, spec: ClipModelConfig, vocab_size: int, architecture: Architecture = None) -> None:
+    def __init__(
+        self, spec: ClipModelConfig, vocab_size: int, architecture: Architecture = None
+    ) -> None:
         net = self.build_hf(spec, vocab_size, architecture)
-        image = VisionBranch(net.vision_model, net.visual_projection, spec.inputs, spec.patch_dropout)
+        image = VisionBranch(
+            net.vision_model, net.visual_projection, spec.inputs, spec.patch_dropout
+        )
         super().__init__(image, ClipText(net.text_model, net.text_projection), spec)
         self._hf_config = net.config
         if architecture is None and spec.weights != "none":
@@ -119,7 +132,8 @@ class Clip(HfModel, DualEncoder):
     def export_hf_config(self, eos_id: int | None, pad_id: int) -> dict[str, Any] | None:
         """config.json for transformers; None if its classes cannot represent the model.
 
-        eos_id: token at the end of each caption, at which transformers pools; None: the tokenizer has none.
+        eos_id: token at the end of each caption, at which transformers pools; None: the tokenizer
+        has none.
         """
         if eos_id in (None, LEGACY_EOS_ID) or self.logit_bias is not None:
             return None
@@ -131,16 +145,24 @@ class Siglip(HfModel, DualEncoder):
 
     max_log_scale = None
     hf_class = "SiglipModel"
-    hf_names = (("image.tower.", "vision_model."), ("text.tower.", "text_model."), ("log_scale", "logit_scale"))
+    hf_names = (
+        ("image.tower.", "vision_model."),
+        ("text.tower.", "text_model."),
+        ("log_scale", "logit_scale"),
+    )
 
-    def __init__(self, spec: SiglipModelConfig, vocab_size: int, architecture: Architecture = None) -> None:
+    def __init__(
+        self, spec: SiglipModelConfig, vocab_size: int, architecture: Architecture = None
+    ) -> None:
         net = self.build_hf(spec, vocab_size, architecture)
         text = net.config.text_config
-        if spec.pad_id is not None:  # configs can be wrong: SigLIP 2's has a default that its tokenizer does not use
+        # configs can be wrong: SigLIP 2's has a default that its tokenizer does not use
+        if spec.pad_id is not None:
             text.pad_token_id = spec.pad_id
         if text.pad_token_id is None or not 0 <= text.pad_token_id < text.vocab_size:
             raise UsageError(
-                f"model.pad_id: {text.pad_token_id} is not a token of a model with {text.vocab_size} embedding rows; "
+                f"model.pad_id: {text.pad_token_id} is not a token of a model with "
+                f"{text.vocab_size} embedding rows; "
                 "set the pad id of the tokenizer"
             )
         image = VisionBranch(net.vision_model, None, spec.inputs, spec.patch_dropout)
@@ -160,7 +182,9 @@ class Siglip(HfModel, DualEncoder):
         return SiglipConfig(text_config=text, vision_config=vision)
 
     def export_hf_config(self, eos_id: int | None, pad_id: int) -> dict[str, Any] | None:
-        return None if self.logit_bias is None else self._updated_hf_config({"eos_token_id": eos_id})
+        return (
+            None if self.logit_bias is None else self._updated_hf_config({"eos_token_id": eos_id})
+        )
 
     @property
     def padding_length_and_id(self) -> tuple[int, int]:
@@ -169,18 +193,28 @@ class Siglip(HfModel, DualEncoder):
 
 
 def _hf_configs(spec: Any, vocab_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """transformers' config values of the text and the vision model; the ids of special tokens are set at export."""
+    """transformers' config values of the text and the vision model; the ids of special tokens are
+    set at export.
+    """
     sizes = {"max_position_embeddings": spec.inputs.max_tokens, "vocab_size": vocab_size}
     text = transformer_config(spec.text) | sizes | {"bos_token_id": None, "eos_token_id": None}
     return text, vision_config(spec)
 
 
 class VisionBranch(nn.Module):
-    """The vision transformer of CLIP (projected class token) or, without `project`, of SigLIP (attention pooling)."""
+    """The vision transformer of CLIP (projected class token) or, without `project`, of SigLIP
+    (attention pooling).
+    """
 
-    def __init__(self, tower: Any, project: nn.Linear | None, inputs: Inputs, patch_dropout: float) -> None:
+    def __init__(
+        self, tower: Any, project: nn.Linear | None, inputs: Inputs, patch_dropout: float
+    ) -> None:
         super().__init__()
-        self.pixels, self.tower, self.project = NormalizePixels(inputs.mean, inputs.std), tower, project
+        self.pixels, self.tower, self.project = (
+            NormalizePixels(inputs.mean, inputs.std),
+            tower,
+            project,
+        )
         self.patch_dropout = patch_dropout
 
     def forward(self, image: Tensor) -> Tensor:
@@ -191,7 +225,11 @@ class VisionBranch(nn.Module):
             patches = drop_patches(hidden[:, prefix:], self.patch_dropout)
             hidden = torch.cat([hidden[:, :prefix], patches], dim=1)
         if self.project is None:
-            return l2_normalize(tower.head(tower.post_layernorm(tower.encoder(inputs_embeds=hidden).last_hidden_state)))
+            return l2_normalize(
+                tower.head(
+                    tower.post_layernorm(tower.encoder(inputs_embeds=hidden).last_hidden_state)
+                )
+            )
         hidden = tower.encoder(inputs_embeds=tower.pre_layrnorm(hidden)).last_hidden_state
         return l2_normalize(self.project(tower.post_layernorm(hidden[:, 0])))
 
@@ -214,7 +252,9 @@ class ClipText(nn.Module):
 
 
 class SiglipText(nn.Module):
-    """SigLIP's text transformer: captions are padded to a fixed length and attention includes the padding."""
+    """SigLIP's text transformer: captions are padded to a fixed length and attention includes the
+    padding.
+    """
 
     def __init__(self, tower: Any, config: Any) -> None:
         super().__init__()
@@ -226,12 +266,21 @@ class SiglipText(nn.Module):
         """Ids and mask [B, T] (1 is a token, right-padded) -> L2-normalized embeddings [B, D]."""
         ids = input_ids.masked_fill(attention_mask == 0, self.pad_id)
         ids = F.pad(ids, (0, self.length - ids.shape[1]), value=self.pad_id)
-        hidden = self.tower.encoder(inputs_embeds=self.tower.embeddings(input_ids=ids)).last_hidden_state
+        hidden = self.tower.encoder(
+            inputs_embeds=self.tower.embeddings(input_ids=ids)
+        ).last_hidden_state
         return l2_normalize(self.tower.head(self.tower.final_layer_norm(hidden[:, -1])))
 
 
 def drop_patches(patches: Tensor, dropout: float) -> Tensor:
-    """Keep a random round(N x (1 - dropout)) of the tokens [B, N, W] of each row, in order, at least one."""
+    """Keep a random round(N x (1 - dropout)) of the tokens [B, N, W] of each row, in order, at
+    least one.
+    """
     kept = max(1, round(patches.shape[1] * (1 - dropout)))
-    index = torch.rand(patches.shape[:2], device=patches.device).argsort(dim=1)[:, :kept].sort(dim=1).values
+    index = (
+        torch.rand(patches.shape[:2], device=patches.device)
+        .argsort(dim=1)[:, :kept]
+        .sort(dim=1)
+        .values
+    )
     return patches.gather(1, index[..., None].expand(-1, -1, patches.shape[-1]))

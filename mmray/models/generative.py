@@ -1,8 +1,10 @@
 """transformers' LLaVA: one image and a conversation in, next-token logits out.
 
-Only the insertion of image features is reimplemented: the ids contain one image token, which is replaced on the device.
-Rows are right-padded and attention is causal, so no token attends to padding and no mask is needed.
-Source: Liu et al. 2023 (arXiv:2304.08485), with the two-layer projection of LLaVA 1.5 (arXiv:2310.03744).
+Only the insertion of image features is reimplemented: the ids contain one image token, which is
+replaced on the device. Rows are right-padded and attention is causal, so no token attends to
+padding and no mask is needed.
+Source: Liu et al. 2023 (arXiv:2304.08485), with the two-layer projection of LLaVA 1.5
+(arXiv:2310.03744).
 """
 
 from __future__ import annotations
@@ -41,35 +43,52 @@ class Generative(HfModel, nn.Module):
         ("text.head.", "lm_head."),
     )
 
-    def __init__(self, spec: GenerativeConfig, vocab_size: int, architecture: Architecture = None) -> None:
+    def __init__(
+        self, spec: GenerativeConfig, vocab_size: int, architecture: Architecture = None
+    ) -> None:
         super().__init__()
         net = self.build_hf(spec, vocab_size, architecture)
-        self.image = VisionTokens(net.model.vision_tower, net.model.multi_modal_projector, spec.inputs, net.config)
+        self.image = VisionTokens(
+            net.model.vision_tower, net.model.multi_modal_projector, spec.inputs, net.config
+        )
         self.text = LanguageModel(net.model.language_model, net.lm_head)
         self._hf_config, self.chat = net.config, spec.inputs.chat
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return `logits` [B, T, V] of the next token; the batch has `image_pos` [B]."""
-        return {"logits": self.text(self.image(batch["image"]), batch["input_ids"], batch["image_pos"])}
+        return {
+            "logits": self.text(self.image(batch["image"]), batch["input_ids"], batch["image_pos"])
+        }
 
     def branches(self) -> dict[str, nn.Module]:
         return {"image": self.image, "text": self.text}
 
     @torch.no_grad()
-    def answer(self, encoder: ChatEncoder, image: Tensor, questions: Sequence[str], max_new_tokens: int) -> list[str]:
+    def answer(
+        self, encoder: ChatEncoder, image: Tensor, questions: Sequence[str], max_new_tokens: int
+    ) -> list[str]:
         """Answer a question about each image, uint8 [B, 3, S, S], by greedy decoding."""
         from transformers import LlavaForConditionalGeneration
 
         with torch.device("meta"):
             net: Any = LlavaForConditionalGeneration(self._hf_config)
-        net.model.vision_tower, net.model.multi_modal_projector = self.image.tower, self.image.project
+        net.model.vision_tower, net.model.multi_modal_projector = (
+            self.image.tower,
+            self.image.project,
+        )
         net.model.language_model, net.lm_head = self.text.tower, self.text.head
         device, prompts = self.text.head.weight.device, []
-        for features, question in zip(self.image(image.to(device)).split(1), questions, strict=True):
-            prompt = (torch.from_numpy(array).long().to(device) for array in encoder.encode_prompt(question))
+        for features, question in zip(
+            self.image(image.to(device)).split(1), questions, strict=True
+        ):
+            prompt = (
+                torch.from_numpy(array).long().to(device)
+                for array in encoder.encode_prompt(question)
+            )
             prompts.append(self.text.insert_image(features, *prompt)[0])
         masks = [prompt.new_ones(len(prompt), dtype=torch.long) for prompt in prompts]
-        with torch.compiler.set_stance("force_eager"):  # a compiled block has graphs for each layer of the cache
+        # a compiled block has graphs for each layer of the cache
+        with torch.compiler.set_stance("force_eager"):
             rows = net.generate(
                 inputs_embeds=pad_sequence(prompts, batch_first=True, padding_side="left"),
                 attention_mask=pad_sequence(masks, batch_first=True, padding_side="left"),
@@ -78,17 +97,23 @@ class Generative(HfModel, nn.Module):
                 eos_token_id=encoder.eos_id,
                 pad_token_id=encoder.eos_id,
             )
-        tokens = [list(takewhile(lambda token: token != encoder.eos_id, row)) for row in rows.tolist()]
+        tokens = [
+            list(takewhile(lambda token: token != encoder.eos_id, row)) for row in rows.tolist()
+        ]
         return [str(encoder.tokenizer.decode(row)).strip() for row in tokens]
 
     @staticmethod
     def default_hf_config(spec: GenerativeConfig, vocab_size: int) -> Any:
         from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
-        text, num_patches = transformer_config(spec.text), (spec.inputs.image_side // spec.image.patch) ** 2
+        text, num_patches = (
+            transformer_config(spec.text),
+            (spec.inputs.image_side // spec.image.patch) ** 2,
+        )
         # Llama has no weights for positions; 2048 is the default of transformers.
         text["max_position_embeddings"] = max(2048, spec.inputs.max_tokens + num_patches)
-        ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # set at export
+        # set at export
+        ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         return LlavaConfig(
             vision_config=CLIPVisionConfig(**vision_config(spec)),
             text_config=LlamaConfig(vocab_size=vocab_size, **text, **ends),
@@ -102,7 +127,8 @@ class Generative(HfModel, nn.Module):
         vision, layer = config.vision_config, config.vision_feature_layer
         if vision.model_type not in VISION_TYPES or not isinstance(layer, int):
             raise UsageError(
-                f"{WEIGHTS_SETTING}: a vision encoder of type {vision.model_type!r} with feature layer {layer} is not "
+                f"{WEIGHTS_SETTING}: a vision encoder of type {vision.model_type!r} with feature "
+                f"layer {layer} is not "
                 f"supported; use {' or '.join(VISION_TYPES)} with a single layer"
             )
         return int(vision.image_size // vision.patch_size) ** 2
@@ -116,7 +142,9 @@ class Generative(HfModel, nn.Module):
         return values | image | ends | {"architectures": [self.hf_class], "text_config": text}
 
     def hf_processor(self) -> dict[str, Any]:
-        """processor_config.json for transformers, which inserts one image token per image feature."""
+        """processor_config.json for transformers, which inserts one image token per image
+        feature.
+        """
         return {
             "processor_class": "LlavaProcessor",
             "image_token": self.chat.image,
@@ -131,13 +159,21 @@ class VisionTokens(nn.Module):
 
     def __init__(self, tower: Any, project: nn.Module, inputs: Inputs, config: Any) -> None:
         super().__init__()
-        self.pixels, self.tower, self.project = NormalizePixels(inputs.mean, inputs.std), tower, project
+        self.pixels, self.tower, self.project = (
+            NormalizePixels(inputs.mean, inputs.std),
+            tower,
+            project,
+        )
         layers, layer = tower.encoder.layers, config.vision_feature_layer
         self.num_layers_used = layer if layer >= 0 else len(layers) + 1 + layer
-        self.num_skipped_tokens = 1 if config.vision_feature_select_strategy == "default" else 0  # CLIP's class token
+        # CLIP's class token
+        self.num_skipped_tokens = 1 if config.vision_feature_select_strategy == "default" else 0
         num_patches = (inputs.image_side // tower.config.patch_size) ** 2
         self.num_tokens = num_patches + _has_class_token(tower) - self.num_skipped_tokens
-        unused = [*layers[self.num_layers_used :], *(getattr(tower, name, None) for name in ("post_layernorm", "head"))]
+        unused = [
+            *layers[self.num_layers_used :],
+            *(getattr(tower, name, None) for name in ("post_layernorm", "head")),
+        ]
         for part in unused:
             if part is not None:
                 part.requires_grad_(False)  # kept for export; they never get a gradient
@@ -160,31 +196,42 @@ class LanguageModel(nn.Module):
         self.tower, self.head = tower, head
 
     def forward(self, image: Tensor, input_ids: Tensor, image_pos: Tensor) -> Tensor:
-        """Image features [B, N, W], ids [B, T], position of the image token [B] (-1: none) -> logits [B, T, V].
+        """Image features [B, N, W], ids [B, T], position of the image token [B] (-1: none) ->
+        logits [B, T, V].
 
         A row without an image token (padding, or truncated) gets the image at the start.
         """
-        # Without mask and cache transformers checks for packed rows, which synchronizes the device in each
-        # micro-batch. A mask would disable the causal attention kernel, the fastest. So it gets an empty cache.
+        # Without mask and cache transformers checks for packed rows, which synchronizes the device
+        # in each micro-batch. A mask would disable the causal attention kernel, the fastest. So it
+        # gets an empty cache.
         inputs = self.insert_image(image, input_ids, image_pos)
         empty = _EmptyCache(layers=[])
-        hidden = self.tower(inputs_embeds=inputs, past_key_values=empty, use_cache=False).last_hidden_state
+        hidden = self.tower(
+            inputs_embeds=inputs, past_key_values=empty, use_cache=False
+        ).last_hidden_state
         # The prediction at the image token is that of the last image feature.
         text = torch.arange(input_ids.shape[1], device=hidden.device)[None]
         image_start, num_extra = image_pos.clamp(min=0)[:, None], image.shape[1] - 1
-        return self.head(_gather_rows(hidden, torch.where(text < image_start, text, text + num_extra)))
+        return self.head(
+            _gather_rows(hidden, torch.where(text < image_start, text, text + num_extra))
+        )
 
     def insert_image(self, image: Tensor, input_ids: Tensor, image_pos: Tensor) -> Tensor:
-        """Input embeddings [B, T + N - 1, W]: token embeddings with the image features in place of the image token."""
+        """Input embeddings [B, T + N - 1, W]: token embeddings with the image features in place of
+        the image token.
+        """
         num_image = image.shape[1]
         embedded = self.tower.embed_tokens(input_ids)
         start = image_pos.clamp(min=0)[:, None]
         position = torch.arange(input_ids.shape[1] + num_image - 1, device=start.device)[None]
         is_image = (position >= start) & (position < start + num_image)
         word = torch.where(position < start, position, (position - num_image + 1).clamp(min=0))
-        # In the dtype of the token embeddings: autocast features would keep the residual stream in half precision.
+        # In the dtype of the token embeddings: autocast features would keep the residual stream in
+        # half precision.
         return torch.where(
-            is_image[..., None], _gather_rows(image, position - start).to(embedded.dtype), _gather_rows(embedded, word)
+            is_image[..., None],
+            _gather_rows(image, position - start).to(embedded.dtype),
+            _gather_rows(embedded, word),
         )
 
 
@@ -201,5 +248,7 @@ def _has_class_token(tower: Any) -> int:
 class _EmptyCache(Cache):
     """A cache that stores nothing: with layers, each compiled block would depend on its index."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         return key_states, value_states

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Add an adapter to each trainable linear layer that matches `lora.targets`, and freeze all other weights.
+    """Add an adapter to each trainable linear layer that matches `lora.targets`, and freeze all
+    other weights.
 
-    A new adapter adds zero. Raises UsageError for a pattern without a match, and if peft is not installed.
+    A new adapter adds zero. Raises UsageError for a pattern without a match, and if peft is not
+    installed.
     """
     check_installed("peft", "model.lora.rank", "lora")
     from peft import LoraConfig, inject_adapter_in_model
@@ -30,7 +32,8 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     linear = [
         name
         for name, part in model.named_modules()
-        # nn.MultiheadAttention reads the weight of its output layer without calling it, so an adapter had no effect.
+        # nn.MultiheadAttention reads the weight of its output layer without calling it, so an
+        # adapter had no effect.
         if isinstance(part, nn.Linear) and not isinstance(part, NonDynamicallyQuantizableLinear)
         if part.weight.requires_grad
     ]
@@ -38,16 +41,21 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     for pattern in lora.targets:
         if not (matching := [name for name in linear if fnmatchcase(name, pattern)]):
             raise UsageError(
-                f"model.lora.targets: `{pattern}` matches no linear layer of the model; trainable ones are "
+                f"model.lora.targets: `{pattern}` matches no linear layer of the model; trainable "
+                "ones are "
                 f"{', '.join(linear[:3]) or 'none'}"
             )
         layers += matching
-    inject_adapter_in_model(LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers), model)
+    inject_adapter_in_model(
+        LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers), model
+    )
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Merge the adapters into the weights and remove them; returns the model."""
-    for name, layer in [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")]:
+    for name, layer in [
+        (name, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")
+    ]:
         adapted: Any = layer
         adapted.merge(safe_merge=True)
         model.set_submodule(name, adapted.get_base_layer())

@@ -1,6 +1,8 @@
-"""Checkpoints of open_clip and OpenAI -> config and weights of transformers' CLIPModel or SiglipModel.
+"""Checkpoints of open_clip and OpenAI -> config and weights of transformers' CLIPModel or
+SiglipModel.
 
-Shapes come from the tensors, activation and heads from open_clip_config.json or config.json next to the file.
+Shapes come from the tensors, activation and heads from open_clip_config.json or config.json next to
+the file.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from torch import Tensor
 from mmray.errors import UsageError, first_line
 from mmray.plugins import check_installed
 
-# Names in checkpoints -> transformers, replaced in this order: ViT models with CLIP's text transformer, then those of
-# timm's ViT with attention pooling (SigLIP). In blocks, q, k and v are one tensor.
+# Names in checkpoints -> transformers, replaced in this order: ViT models with CLIP's text
+# transformer, then those of timm's ViT with attention pooling (SigLIP). In blocks, q, k and v are
+# one tensor.
 OPEN_CLIP_NAMES = {
     "visual.transformer.resblocks.": "vision_model.encoder.layers.",
     "transformer.resblocks.": "text_model.encoder.layers.",
@@ -48,16 +51,21 @@ OPEN_CLIP_NAMES = {
     ".attn.proj.": ".attn.out_proj.",
     ".attn.": ".self_attn.",
 }
-_PROJECTIONS = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}  # x @ P
+# x @ P
+_PROJECTIONS = {
+    "visual.proj": "visual_projection.weight",
+    "text_projection": "text_projection.weight",
+}
 _IMAGE_POSITIONS = "vision_model.embeddings.position_embedding.weight"
 _TEXT_POSITIONS = "text_model.embeddings.position_embedding.weight"
 _PROBE = "vision_model.head.probe"  # of attention pooling, which only SigLIP has
-_OPENAI_ENTRIES = ("input_resolution", "context_length", "vocab_size")  # further entries of OpenAI's files
+# further entries of OpenAI's files
+_OPENAI_ENTRIES = ("input_resolution", "context_length", "vocab_size")
 HEAD_WIDTH = 64  # of all published models up to width 1024; wider image encoders have 16 heads
 TEXT_HEADS = 8  # open_clip's default
 FIT = {"shortest": "crop", "squash": "squash", "longest": "pad"}  # open_clip's resize_mode
-# Settings in open_clip's config that change a model, but not its weights -> values of transformers' classes; the first
-# value of CLIP is open_clip's default.
+# Settings in open_clip's config that change a model, but not its weights -> values of transformers'
+# classes; the first value of CLIP is open_clip's default.
 _SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "clip": {
         "vision_cfg.pool_type": ("tok",),
@@ -70,10 +78,13 @@ _SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "siglip": {"text_cfg.pool_type": ("last",), "text_cfg.no_causal_mask": (True,)},
 }
-_TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh"}  # classes of timm -> names of transformers
+# classes of timm -> names of transformers
+_TIMM_ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_pytorch_tanh"}
 
 
-def read_config(file: Path, names: Sequence[str] = ("open_clip_config.json", "config.json")) -> dict[str, Any]:
+def read_config(
+    file: Path, names: Sequence[str] = ("open_clip_config.json", "config.json")
+) -> dict[str, Any]:
     """The JSON object of the first of these files next to `file`; {} without one."""
     for name in names:
         path = file.with_name(name)
@@ -96,7 +107,8 @@ def rename_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename a state_dict for transformers; unknown names are kept."""
     out: dict[str, Tensor] = {}
     for given, tensor in state.items():
-        name, tensor = given.removeprefix("module.").removeprefix("text."), tensor.float()  # of DDP; of custom text
+        # of DDP; of custom text
+        name, tensor = given.removeprefix("module.").removeprefix("text."), tensor.float()
         if name in (*_OPENAI_ENTRIES, "attn_mask"):
             continue
         if name in _PROJECTIONS:
@@ -106,7 +118,9 @@ def rename_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
             name = name.replace(theirs, ours)
         prefix, packed, suffix = name.partition("in_proj_")
         if packed:
-            out |= zip((f"{prefix}{part}_proj.{suffix}" for part in "qkv"), tensor.chunk(3), strict=True)
+            out |= zip(
+                (f"{prefix}{part}_proj.{suffix}" for part in "qkv"), tensor.chunk(3), strict=True
+            )
         else:
             out[name] = tensor
     return _to_siglip(out) if _PROBE in out else out
@@ -118,8 +132,12 @@ def _to_siglip(hf: dict[str, Tensor]) -> dict[str, Tensor]:
         packed = torch.cat([hf.pop(name) for name in (kv.replace("kv", "q"), kv) if name in hf])
         hf[f"vision_model.head.attention.in_proj_{kv.rpartition('.')[2]}"] = packed
     width = hf[_TEXT_POSITIONS].shape[1] if _TEXT_POSITIONS in hf else 0
-    head = {"weight": torch.eye(width), "bias": torch.zeros(width)}  # of models without a projection, or without a bias
-    hf |= {f"text_model.head.{name}": hf.pop(f"text_projection.{name}", tensor) for name, tensor in head.items()}
+    # of models without a projection, or without a bias
+    head = {"weight": torch.eye(width), "bias": torch.zeros(width)}
+    hf |= {
+        f"text_model.head.{name}": hf.pop(f"text_projection.{name}", tensor)
+        for name, tensor in head.items()
+    }
     if _IMAGE_POSITIONS in hf:
         hf[_IMAGE_POSITIONS] = hf[_IMAGE_POSITIONS].flatten(0, 1)
     return hf | {name: hf[name].reshape(1) for name in ("logit_scale", "logit_bias") if name in hf}
@@ -131,35 +149,65 @@ def model_kind(hf: dict[str, Tensor]) -> str:
 
 
 def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
-    """`image_side`, `patch`, `max_tokens` and `vocab_size` of a renamed state_dict. Raises UsageError."""
-    patches, tokens = "vision_model.embeddings.patch_embedding.weight", "text_model.embeddings.token_embedding.weight"
+    """`image_side`, `patch`, `max_tokens` and `vocab_size` of a renamed state_dict.
+
+    Raises UsageError.
+    """
+    patches, tokens = (
+        "vision_model.embeddings.patch_embedding.weight",
+        "text_model.embeddings.token_embedding.weight",
+    )
     is_siglip = model_kind(hf) == "siglip"
     projections = () if is_siglip else ("visual_projection.weight", "text_projection.weight")
-    missing = [name for name in (_IMAGE_POSITIONS, _TEXT_POSITIONS, patches, tokens, *projections) if name not in hf]
+    missing = [
+        name
+        for name in (_IMAGE_POSITIONS, _TEXT_POSITIONS, patches, tokens, *projections)
+        if name not in hf
+    ]
     if missing and not any(name.startswith(("vision_model.", "text_model.")) for name in hf):
         raise UsageError(
-            f"model.weights: {weights} is not a checkpoint of open_clip. If it is an image encoder without a text "
-            "encoder, train a model with it: --model.image.name transformers --model.image.weights DIR, a folder of "
-            "timm or transformers with config.json (for a torchvision ResNet: --model.image.name resnet50 and the file)"
+            f"model.weights: {weights} is not a checkpoint of open_clip. If it is an image encoder "
+            "without a text "
+            "encoder, train a model with it: --model.image.name transformers --model.image.weights "
+            "DIR, a folder of "
+            "timm or transformers with config.json (for a torchvision ResNet: --model.image.name "
+            "resnet50 and the file)"
         )
     if missing:
         raise UsageError(
-            f"model.weights: {weights} is not a checkpoint of open_clip with a ViT and a text transformer of its own: "
-            f"it has no {missing[0]} (its name in transformers). Give a model of transformers by its folder"
+            f"model.weights: {weights} is not a checkpoint of open_clip with a ViT and a text "
+            "transformer of its own: "
+            f"it has no {missing[0]} (its name in transformers). Give a model of transformers by "
+            "its folder"
         )
-    num_patches, patch = len(hf[_IMAGE_POSITIONS]) - (not is_siglip), hf[patches].shape[-1]  # without the class token
+    # without the class token
+    num_patches, patch = len(hf[_IMAGE_POSITIONS]) - (not is_siglip), hf[patches].shape[-1]
     side, max_tokens = patch * math.isqrt(num_patches), len(hf[_TEXT_POSITIONS])
-    return {"image_side": side, "patch": patch, "max_tokens": max_tokens, "vocab_size": len(hf[tokens])}
+    return {
+        "image_side": side,
+        "patch": patch,
+        "max_tokens": max_tokens,
+        "vocab_size": len(hf[tokens]),
+    }
 
 
 def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dict[str, Any]:
-    """Values of CLIPConfig or SiglipConfig for a state_dict of open_clip and its renamed form. Raises UsageError."""
+    """Values of CLIPConfig or SiglipConfig for a state_dict of open_clip and its renamed form.
+
+    Raises UsageError.
+    """
     if (kind := model_kind(hf)) != spec.kind:
-        raise UsageError(f"model.kind: {spec.weights} is a {kind} checkpoint, not {spec.kind}; set model.kind {kind}")
+        raise UsageError(
+            f"model.kind: {spec.weights} is a {kind} checkpoint, not {spec.kind}; set "
+            f"model.kind {kind}"
+        )
     size, config = infer_sizes(spec.weights, hf), read_config(Path(spec.weights).expanduser())
     model = config.get("model_cfg", config)
     vision: dict[str, Any] = {"image_size": size["image_side"], "patch_size": size["patch"]}
-    text: dict[str, Any] = {"vocab_size": size["vocab_size"], "max_position_embeddings": size["max_tokens"]}
+    text: dict[str, Any] = {
+        "vocab_size": size["vocab_size"],
+        "max_position_embeddings": size["max_tokens"],
+    }
     text |= {"bos_token_id": None, "eos_token_id": None}
     shared: dict[str, Any] = {}
     if kind == "siglip":
@@ -176,7 +224,9 @@ def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dic
         first = f"{part}_model.encoder.layers.0.mlp.fc1.weight"
         return {
             "hidden_size": width,
-            "num_hidden_layers": sum(n.startswith(part) and n.endswith(".layer_norm1.weight") for n in hf),
+            "num_hidden_layers": sum(
+                n.startswith(part) and n.endswith(".layer_norm1.weight") for n in hf
+            ),
             "num_attention_heads": values.get("num_attention_heads")
             or _num_heads(part, width, model.get(f"{part}_cfg")),
             "intermediate_size": len(hf[first]) if first in hf else 4 * width,
@@ -195,17 +245,23 @@ def _check_supported(weights: str, model: dict[str, Any], kind: str) -> None:
         given = model.get(part, {}).get(name, values[0] if kind == "clip" else None)
         if given not in values:
             raise UsageError(
-                f"model.weights: {weights} has {setting} {given} in open_clip_config.json, but model.kind {kind} "
+                f"model.weights: {weights} has {setting} {given} in open_clip_config.json, but "
+                f"model.kind {kind} "
                 f"supports only {values[0]}"
             )
 
 
 def _siglip_image(weights: str, model: dict[str, Any]) -> dict[str, Any]:
-    """Activation and heads of SigLIP's image encoder, which only timm defines. Raises UsageError."""
+    """Activation and heads of SigLIP's image encoder, which only timm defines.
+
+    Raises UsageError.
+    """
     if not (name := model.get("vision_cfg", {}).get("timm_model_name")):
         raise UsageError(
-            f"model.weights: {weights} is a SigLIP checkpoint of open_clip, whose config is not next to it; copy it "
-            "there as open_clip_config.json (it is model_configs/NAME.json in the package open_clip)"
+            f"model.weights: {weights} is a SigLIP checkpoint of open_clip, whose config is not "
+            "next to it; copy it "
+            "there as open_clip_config.json (it is model_configs/NAME.json in the package "
+            "open_clip)"
         )
     check_installed("timm", "model.weights", "timm")
     import timm
@@ -217,7 +273,8 @@ def _siglip_image(weights: str, model: dict[str, Any]) -> dict[str, Any]:
         activation = _TIMM_ACTIVATIONS[type(block.mlp.act).__name__]
     except (RuntimeError, AttributeError, TypeError, KeyError) as error:
         raise UsageError(
-            f"model.weights: {weights} has the image encoder {name}, which is not a ViT of timm that SigLIP uses: "
+            f"model.weights: {weights} has the image encoder {name}, which is not a ViT of timm "
+            "that SigLIP uses: "
             f"{first_line(error)}"
         ) from None
     return {"hidden_act": activation, "num_attention_heads": block.attn.num_heads}
@@ -227,12 +284,18 @@ def _siglip_text(model: dict[str, Any]) -> dict[str, Any]:
     """Activation and epsilon of SigLIP's text encoder."""
     text = model.get("text_cfg", {})
     tanh = text.get("act_kwargs", {}).get("approximate") == "tanh"
-    activation = "quick_gelu" if model.get("quick_gelu") else "gelu_pytorch_tanh" if tanh else "gelu"
-    return {"hidden_act": activation, "layer_norm_eps": text.get("norm_kwargs", {}).get("eps", 1e-5)}
+    activation = (
+        "quick_gelu" if model.get("quick_gelu") else "gelu_pytorch_tanh" if tanh else "gelu"
+    )
+    return {
+        "hidden_act": activation,
+        "layer_norm_eps": text.get("norm_kwargs", {}).get("eps", 1e-5),
+    }
 
 
 def _num_heads(part: str, width: int, given: dict[str, Any] | None) -> int:
-    """Heads of the `vision` or `text` encoder: of its open_clip config, or by convention if that is None.
+    """Heads of the `vision` or `text` encoder: of its open_clip config, or by convention if that is
+    None.
 
     Raises UsageError if the width is no multiple of the head width.
     """
@@ -241,14 +304,23 @@ def _num_heads(part: str, width: int, given: dict[str, Any] | None) -> int:
     head_width = int((given or {}).get("head_width", HEAD_WIDTH))
     if width % head_width:
         raise UsageError(
-            f"model.weights: the {part} encoder has width {width}, which is no multiple of {head_width}, so its heads "
-            f'are unknown; write {{"{part}_cfg": {{"heads": N}}}} to open_clip_config.json next to the file'
+            f"model.weights: the {part} encoder has width {width}, which is no multiple of "
+            f"{head_width}, so its heads "
+            f'are unknown; write {{"{part}_cfg": {{"heads": N}}}} to open_clip_config.json next to '
+            "the file"
         )
-    return min(width // head_width, 16) if part == "vision" and given is None else width // head_width
+    return (
+        min(width // head_width, 16) if part == "vision" and given is None else width // head_width
+    )
 
 
-def _activation(state: dict[str, Tensor], spec: Any, config: dict[str, Any], model: dict[str, Any]) -> str:
-    """The activation of a checkpoint. Raises UsageError if nothing defines it, or the setting differs."""
+def _activation(
+    state: dict[str, Tensor], spec: Any, config: dict[str, Any], model: dict[str, Any]
+) -> str:
+    """The activation of a checkpoint.
+
+    Raises UsageError if nothing defines it, or the setting differs.
+    """
     stored = config.get("text_config", {}).get("hidden_act")  # of transformers
     if "vision_cfg" in model:
         stored = "quick_gelu" if model.get("quick_gelu") else "gelu"
@@ -257,14 +329,21 @@ def _activation(state: dict[str, Tensor], spec: Any, config: dict[str, Any], mod
     check_activation(spec, stored)
     if (activation := stored or spec.activation) is None:
         raise UsageError(
-            f"model.activation: {spec.weights} does not define it, and no open_clip_config.json is next to it; set "
-            "quick_gelu for OpenAI's and DFN's weights and open_clip models named -quickgelu, gelu for other models"
+            f"model.activation: {spec.weights} does not define it, and no open_clip_config.json is "
+            "next to it; set "
+            "quick_gelu for OpenAI's and DFN's weights and open_clip models named -quickgelu, gelu "
+            "for other models"
         )
     return str(activation)
 
 
 def check_activation(spec: Any, stored: str | None) -> None:
-    """Raise UsageError if `model.activation` is set to another activation than that of the weights."""
+    """Raise UsageError if `model.activation` is set to another activation than that of the
+    weights.
+    """
     given = getattr(spec, "activation", None)
     if stored is not None and given not in (None, stored):
-        raise UsageError(f"model.activation: {spec.weights} was trained with {stored}, not {given}; remove the setting")
+        raise UsageError(
+            f"model.activation: {spec.weights} was trained with {stored}, not "
+            f"{given}; remove the setting"
+        )

@@ -1,4 +1,6 @@
-"""Settings of the `model` section that pretrained weights define, to evaluate or export them without training."""
+"""Settings of the `model` section that pretrained weights define, to evaluate or export them
+without training.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,18 @@ from mmray.models.export.export import EXPORT_MARKER, RESAMPLING
 from mmray.models.weights import load_config, load_local_or_hub, read_state_dict
 
 SETTING = "--weights"
-KINDS = {"clip": "clip", "siglip": "siglip", "llava": "generative"}  # model_type of transformers -> model.kind
+# model_type of transformers -> model.kind
+KINDS = {"clip": "clip", "siglip": "siglip", "llava": "generative"}
 INTERPOLATIONS = {number: name for name, number in RESAMPLING.items()}
 SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")  # no hub name has one
-OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")  # in a repository of the hub
+# in a repository of the hub
+OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def pretrained_settings(weights: str) -> dict[str, Any]:
-    """Return `kind`, `weights`, `vocab_size` (embedding rows) and `inputs` for a folder, hub name or open_clip file.
+    """Return `kind`, `weights`, `vocab_size` (embedding rows) and `inputs` for a folder, hub name
+    or open_clip file.
 
     Settings that the weights do not define are absent. Raises UsageError.
     """
@@ -31,27 +36,35 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
     if EXPORT_MARKER in given and "model_type" not in given:
         if (kind := given.get("model", {}).get("kind")) is None:
             raise UsageError(
-                f"{SETTING}: {path / 'config.json'} has no model.kind, so the export is incomplete; export the run "
+                f"{SETTING}: {path / 'config.json'} has no model.kind, so the export is "
+                "incomplete; export the run "
                 "again: mmray export RUN OUT"
             )
         raise UsageError(
             f"{SETTING}: {weights} is an export of kind {kind}, which only mmray.load opens; "
             "evaluate its run instead: mmray evaluate RUN --data SET"
         )
-    if "model_type" not in given and (files := [path / name for name in OPEN_CLIP_FILES if (path / name).is_file()]):
+    if "model_type" not in given and (
+        files := [path / name for name in OPEN_CLIP_FILES if (path / name).is_file()]
+    ):
         path = files[0]
         weights = str(path)
     if path.is_file() or (path.suffix in SUFFIXES and not path.is_dir()):
-        shapes = {name: tensor.to("meta") for name, tensor in read_state_dict(SETTING, weights).items()}
+        shapes = {
+            name: tensor.to("meta") for name, tensor in read_state_dict(SETTING, weights).items()
+        }
         hf = open_clip.rename_to_hf(shapes)
         size, kind = open_clip.infer_sizes(weights, hf), open_clip.model_kind(hf)
-        inputs = {name: size[name] for name in ("image_side", "max_tokens")} | open_clip.preprocessing(path)
+        inputs = {
+            name: size[name] for name in ("image_side", "max_tokens")
+        } | open_clip.preprocessing(path)
         folder, rows = path.parent, size["vocab_size"]
     else:
         config = load_config(SETTING, weights, (*KINDS, *HF_TYPES))
         if config.model_type in HF_TYPES:
             raise UsageError(
-                f"{SETTING}: {weights} is an image encoder ({config.model_type}) without a text encoder; train a model "
+                f"{SETTING}: {weights} is an image encoder ({config.model_type}) without a text "
+                "encoder; train a model "
                 f"with it: --model.image.name transformers --model.image.weights {weights}"
             )
         folder, kind, rows = path, KINDS[config.model_type], config.text_config.vocab_size
@@ -69,7 +82,10 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
 
 
 def _preprocessing(weights: str) -> dict[str, Any]:
-    """The settings of `model.inputs` that preprocessor_config.json defines. Raises UsageError if it is unreachable."""
+    """The settings of `model.inputs` that preprocessor_config.json defines.
+
+    Raises UsageError if it is unreachable.
+    """
     given = load_local_or_hub(SETTING, weights, _read_processor)
     inputs = {name: given[f"image_{name}"] for name in ("mean", "std") if f"image_{name}" in given}
     if given.get("resample") in INTERPOLATIONS:
@@ -80,7 +96,10 @@ def _preprocessing(weights: str) -> dict[str, Any]:
 
 
 def _read_processor(name: str, local_files_only: bool = False) -> dict[str, Any]:
-    """Settings of the image processor in a folder or on the hub; {} without a file. Raises OSError or ValueError."""
+    """Settings of the image processor in a folder or on the hub; {} without a file.
+
+    Raises OSError or ValueError.
+    """
     from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -92,7 +111,9 @@ def _read_processor(name: str, local_files_only: bool = False) -> dict[str, Any]
             except LocalEntryNotFoundError:
                 if try_to_load_from_cache(name, file_name) is _CACHED_NO_EXIST:
                     continue
-                raise OSError(f"the cache has no {file_name}, and the hub cannot be reached") from None
+                raise OSError(
+                    f"the cache has no {file_name}, and the hub cannot be reached"
+                ) from None
             except EntryNotFoundError:
                 continue
         if path.is_file():

@@ -1,7 +1,8 @@
 """Interface of models: batch -> named outputs. Read this to write your own model.
 
-A model is an nn.Module named `package.module:Class` in `model.kind`. It is called with the `model` section (free values
-are in its `settings`) and the vocabulary size of the tokenizer. Only `forward` is required.
+A model is an nn.Module named `package.module:Class` in `model.kind`. It is called with the `model`
+section (free values are in its `settings`) and the vocabulary size of the tokenizer. Only `forward`
+is required.
 """
 
 from __future__ import annotations
@@ -17,29 +18,40 @@ class Model(Protocol):
     """Methods that training and evaluation call."""
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the outputs that the objective reads: one row per sample [B, ...], or a scalar of the step.
+        """Return the outputs that the objective reads: one row per sample [B, ...], or a scalar of
+        the step.
 
-        batch: `image` uint8 [B, 3, S, S] (raw pixels: normalize them in the model), `input_ids` and `attention_mask`
-        int64 [B, T], right-padded, `label`, `key` and `pos` int64 [B], `valid` bool [B]; columns of boxes, hard
-        negatives and conversations if they are configured. `contrastive` and `sigmoid` read `image_embed` and
-        `text_embed` [B, D], L2-normalized, and `logit_scale`, `sigmoid` also `logit_bias`; `classification` reads
-        `class_logits` [B, C]. An output row must depend on its own sample only, and not on padding.
+        batch: `image` uint8 [B, 3, S, S] (raw pixels: normalize them in the model), `input_ids` and
+        `attention_mask` int64 [B, T], right-padded, `label`, `key` and `pos` int64 [B], `valid`
+        bool [B]; columns of boxes, hard negatives and conversations if they are configured.
+        `contrastive` and `sigmoid` read `image_embed` and `text_embed` [B, D], L2-normalized, and
+        `logit_scale`, `sigmoid` also `logit_bias`; `classification` reads `class_logits` [B, C]. An
+        output row must depend on its own sample only, and not on padding.
         """
 
     def embed_image(self, image: Tensor) -> Tensor:
-        """Optional; for evaluation and `mmray.load`. Pixels uint8 [B, 3, S, S] -> L2-normalized embeddings [B, D]."""
+        """Optional; for evaluation and `mmray.load`.
+
+        Pixels uint8 [B, 3, S, S] -> L2-normalized embeddings [B, D].
+        """
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Optional, as `embed_image`. Ids and mask int64 [B, T] (1 is a token) -> L2-normalized embeddings [B, D]."""
+        """Optional, as `embed_image`.
+
+        Ids and mask int64 [B, T] (1 is a token) -> L2-normalized embeddings [B, D].
+        """
 
     def branches(self) -> dict[str, nn.Module]:
-        """Optional. Parts by name: the units of activation checkpointing, compile, FSDP, `train.parallel branches`."""
+        """Optional. Parts by name: the units of activation checkpointing, compile, FSDP,
+        `train.parallel branches`.
+        """
 
     def clamp_parameters(self) -> None:
         """Optional. Clamp weights after each optimizer step; decorate it with torch.no_grad."""
 
 
-# Argument of the builders. None: read pretrained weights, if the settings name any; `architecture()` of the same model:
-# its shape with random weights, because the caller loads them; {}: random weights in the shape of the settings.
+# Argument of the builders. None: read pretrained weights, if the settings name any;
+# `architecture()` of the same model: its shape with random weights, because the caller loads them;
+# {}: random weights in the shape of the settings.
 Architecture = dict[str, Any] | None
 EMBEDDING_METHODS = ("embed_image", "embed_text")

@@ -14,14 +14,18 @@ if TYPE_CHECKING:
 def synthetic_batch(
     inputs: Inputs, vocab_size: int, rows: int, device: torch.device | str, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Valid rows of random pixels and full-length random captions, with distinct keys and positions.
+    """Valid rows of random pixels and full-length random captions, with distinct keys and
+    positions.
 
-    Columns are those of data/stream/collate.py. Generated on the CPU, so every device gets the same batch.
+    Columns are those of data/stream/collate.py. Generated on the CPU, so every device gets the same
+    batch.
     """
     generator = torch.Generator().manual_seed(seed)
     side, tokens = inputs.image_side, inputs.max_tokens
     batch = {
-        "image": torch.randint(0, 256, (rows, 3, side, side), dtype=torch.uint8, generator=generator),
+        "image": torch.randint(
+            0, 256, (rows, 3, side, side), dtype=torch.uint8, generator=generator
+        ),
         "input_ids": torch.randint(0, vocab_size, (rows, tokens), generator=generator),
         "attention_mask": torch.ones(rows, tokens, dtype=torch.long),
         "key": torch.arange(rows),
@@ -30,7 +34,10 @@ def synthetic_batch(
         "pos": torch.arange(rows),
     }
     if hasattr(inputs, "chat"):
-        batch |= {"labels": batch["input_ids"].clone(), "image_pos": torch.zeros(rows, dtype=torch.long)}
+        batch |= {
+            "labels": batch["input_ids"].clone(),
+            "image_pos": torch.zeros(rows, dtype=torch.long),
+        }
     if inputs.max_boxes:
         batch["boxes"] = torch.tensor([0.0, 0.0, 1.0, 1.0]).expand(rows, inputs.max_boxes, 4)
         batch["box_labels"] = torch.zeros(rows, inputs.max_boxes, dtype=torch.long)

@@ -1,4 +1,6 @@
-"""Two towers chosen by name (CLIP's layout), each with a projection into the shared embedding space."""
+"""Two towers chosen by name (CLIP's layout), each with a projection into the shared embedding
+space.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,25 @@ if TYPE_CHECKING:
 
 
 class ImageBranch(nn.Module):
-    """Normalize, encode and project images. with_features: return the features of each position too."""
+    """Normalize, encode and project images. with_features: return the features of each position
+    too.
+    """
 
-    def __init__(self, tower: ImageEncoder, embed_dim: int, inputs: Inputs, with_features: bool) -> None:
+    def __init__(
+        self, tower: ImageEncoder, embed_dim: int, inputs: Inputs, with_features: bool
+    ) -> None:
         super().__init__()
-        self.pixels, self.tower, self.with_features = NormalizePixels(inputs.mean, inputs.std), tower, with_features
+        self.pixels, self.tower, self.with_features = (
+            NormalizePixels(inputs.mean, inputs.std),
+            tower,
+            with_features,
+        )
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, image: Tensor) -> Any:
-        """Pixels uint8 [B, 3, S, S] -> L2-normalized embeddings [B, D], or (features [B, N, W], embeddings)."""
+        """Pixels uint8 [B, 3, S, S] -> L2-normalized embeddings [B, D], or (features [B, N, W],
+        embeddings).
+        """
         features = self.tower.features(self.pixels(image))
         embedding = l2_normalize(self.project(self.tower.pool(features)))
         return (features, embedding) if self.with_features else embedding
@@ -40,7 +52,9 @@ class TextBranch(nn.Module):
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """Ids and mask [B, T] -> L2-normalized embeddings [B, D], or (features [B, T, W], embeddings)."""
+        """Ids and mask [B, T] -> L2-normalized embeddings [B, D], or (features [B, T, W],
+        embeddings).
+        """
         features = self.tower.features(input_ids, attention_mask)
         embedding = l2_normalize(self.project(masked_mean(features, attention_mask)))
         return (features, embedding) if self.with_features else embedding
@@ -53,10 +67,14 @@ class TwoTower(DualEncoder):
     text: TextBranch
     with_features = False  # of the branches
 
-    def __init__(self, spec: TowerModel, vocab_size: int, architecture: Architecture = None) -> None:
+    def __init__(
+        self, spec: TowerModel, vocab_size: int, architecture: Architecture = None
+    ) -> None:
         inputs = spec.inputs
         image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
-        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, architecture, inputs.language_token)
+        text = build_text_tower(
+            spec.text, vocab_size, inputs.max_tokens, architecture, inputs.language_token
+        )
         super().__init__(
             ImageBranch(image, spec.embed_dim, inputs, self.with_features),
             TextBranch(text, spec.embed_dim, self.with_features),
@@ -66,5 +84,8 @@ class TwoTower(DualEncoder):
     def architecture(self) -> dict[str, Any]:
         """The transformers configs of the towers that have one, as JSON values."""
         towers = {"text": self.text.tower, "image": self.image.tower}
-        configs = {name: getattr(getattr(tower, "net", None), "config", None) for name, tower in towers.items()}
+        configs = {
+            name: getattr(getattr(tower, "net", None), "config", None)
+            for name, tower in towers.items()
+        }
         return {name: config.to_dict() for name, config in configs.items() if config is not None}

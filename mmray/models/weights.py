@@ -36,8 +36,13 @@ READ_ERRORS = (
 )
 
 
-def save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a state_dict as safetensors; tied weights are copied. Raises SafetensorError or OSError."""
+def save_weights(
+    weights: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a state_dict as safetensors; tied weights are copied.
+
+    Raises SafetensorError or OSError.
+    """
     seen: set[int] = set()
     out: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -46,26 +51,38 @@ def save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, str
         out[name] = whole.clone() if storage in seen else whole
         seen.add(storage)
     file.touch()
-    mode = file.stat().st_mode  # of the umask; safetensors creates files that only the owner can read
+    # of the umask; safetensors creates files that only the owner can read
+    mode = file.stat().st_mode
     save_file(out, file, metadata={"format": "pt"} | (metadata or {}))
     file.chmod(mode)
 
 
 def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
-    """Read a state_dict (.safetensors, torch.save, TorchScript) without running code. Raises UsageError."""
+    """Read a state_dict (.safetensors, torch.save, TorchScript) without running code.
+
+    Raises UsageError.
+    """
     path = Path(file).expanduser()
     if not path.is_file():
         raise UsageError(f"{setting}: no file {path}; check the path")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        state: Any = _read_torchscript(path) or torch.load(path, map_location="cpu", weights_only=True)
+        state: Any = _read_torchscript(path) or torch.load(
+            path, map_location="cpu", weights_only=True
+        )
     except READ_ERRORS as error:
-        raise UsageError(f"{setting}: cannot read weights from {path}: {first_line(error)}") from None
+        raise UsageError(
+            f"{setting}: cannot read weights from {path}: {first_line(error)}"
+        ) from None
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]  # a training checkpoint with epoch and optimizer
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise UsageError(f"{setting}: {path} is not a state_dict (names to tensors); save `model.state_dict()`")
+    if not isinstance(state, dict) or not all(
+        isinstance(value, Tensor) for value in state.values()
+    ):
+        raise UsageError(
+            f"{setting}: {path} is not a state_dict (names to tensors); save `model.state_dict()`"
+        )
     return state
 
 
@@ -74,7 +91,9 @@ class _ScriptModule:
 
 
 class _ScriptUnpickler(pickle.Unpickler):
-    """Reads the modules of a TorchScript archive, whose own code torch.jit.load would compile and run."""
+    """Reads the modules of a TorchScript archive, whose own code torch.jit.load would compile and
+    run.
+    """
 
     DTYPES: ClassVar = {
         "HalfStorage": torch.float16,
@@ -99,17 +118,28 @@ class _ScriptUnpickler(pickle.Unpickler):
         if module == "torch" and name in self.DTYPES:
             return self.DTYPES[name]
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, size, stride, *_: storage.as_strided(size, stride, offset)
+            return lambda storage, offset, size, stride, *_: storage.as_strided(
+                size, stride, offset
+            )
         if (module, name) == ("collections", "OrderedDict"):  # backward hooks
             return dict
-        if module == "torch.jit._pickle" and name.startswith(("build_", "restore_")):  # typed lists and dictionaries
+        # typed lists and dictionaries
+        if module == "torch.jit._pickle" and name.startswith(("build_", "restore_")):
             return lambda value, *_: value
-        raise pickle.UnpicklingError(f"the TorchScript archive contains {module}.{name}, which is not a tensor")
+        raise pickle.UnpicklingError(
+            f"the TorchScript archive contains {module}.{name}, which is not a tensor"
+        )
 
     def persistent_load(self, pid: Any) -> Tensor:
-        """Return the storage of a tensor, [elements]. pid: ("storage", dtype, key, device, elements)."""
+        """Return the storage of a tensor, [elements]. pid: ("storage", dtype, key, device,
+        elements).
+        """
         data = self._archive.read(f"{self._root}/data/{pid[2]}")
-        return torch.frombuffer(bytearray(data), dtype=pid[1]) if data else torch.empty(0, dtype=pid[1])
+        return (
+            torch.frombuffer(bytearray(data), dtype=pid[1])
+            if data
+            else torch.empty(0, dtype=pid[1])
+        )
 
 
 def _read_torchscript(path: Path) -> dict[str, Tensor]:
@@ -117,7 +147,8 @@ def _read_torchscript(path: Path) -> dict[str, Tensor]:
     if not is_zipfile(path):
         return {}
     with ZipFile(path) as archive:
-        constants = [name for name in archive.namelist() if name.endswith("/constants.pkl")]  # only TorchScript has it
+        # only TorchScript has it
+        constants = [name for name in archive.namelist() if name.endswith("/constants.pkl")]
         root = constants[0].rpartition("/")[0] if constants else None
         return dict(_named_tensors(_ScriptUnpickler(archive, root).load())) if root else {}
 
@@ -149,10 +180,14 @@ def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **optio
             return read(name, local_files_only=True, **options)
         return read(name, **options)
     except READ_ERRORS as error:
-        hint = f". Without a network, run `hf download {name} --local-dir DIR` elsewhere and set {setting} to DIR"
+        hint = (
+            f". Without a network, run `hf download {name} --local-dir DIR` elsewhere and set "
+            f"{setting} to DIR"
+        )
         where = "" if path.is_dir() else " from a directory, the hub cache or the hub"
         raise UsageError(
-            f"{setting}: cannot load `{name}`{where}: {first_line(error).rstrip('.')}{hint if where else ''}"
+            f"{setting}: cannot load `{name}`{where}: "
+            f"{first_line(error).rstrip('.')}{hint if where else ''}"
         ) from None
 
 
@@ -167,10 +202,12 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
         raise
     if config.model_type == "timm_wrapper":
         check_installed("timm", setting, "timm")
-        (config.model_args or {}).pop("num_classes", None)  # transformers passes 0, for a model without its head
+        # transformers passes 0, for a model without its head
+        (config.model_args or {}).pop("num_classes", None)
     if config.model_type not in supported:
         raise UsageError(
-            f"{setting}: {name} holds a model of type {config.model_type!r}; supported are {', '.join(supported)}"
+            f"{setting}: {name} holds a model of type {config.model_type!r}; supported are "
+            f"{', '.join(supported)}"
         )
     return config
 
@@ -180,12 +217,18 @@ def load_pretrained(setting: str, name: str, model_class: Any, config: Any, **op
     options |= {"config": config, "dtype": torch.float32, "output_loading_info": True}
     net, report = load_local_or_hub(setting, name, model_class.from_pretrained, **options)
     if missing := sorted(report["missing_keys"]):
-        raise UsageError(f"{setting}: {name} lacks {len(missing)} weights of a {config.model_type}, first {missing[0]}")
+        raise UsageError(
+            f"{setting}: {name} lacks {len(missing)} weights of a "
+            f"{config.model_type}, first {missing[0]}"
+        )
     return net
 
 
 def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
-    """transformers' encoder without a pooler: the saved one in `name`, or a random one. Raises UsageError."""
+    """transformers' encoder without a pooler: the saved one in `name`, or a random one.
+
+    Raises UsageError.
+    """
     from transformers import AutoModel
 
     options = {"add_pooling_layer": False} if config.model_type in HAVE_POOLER_OPTION else {}
@@ -195,7 +238,9 @@ def build_hf_encoder(setting: str, name: str | None, config: Any) -> Any:
 
 
 def add_language_rows(net: Any, rows: int, language_token: str) -> None:
-    """Add embedding rows for language tokens that a pretrained model lacks, initialized as the model does."""
+    """Add embedding rows for language tokens that a pretrained model lacks, initialized as the
+    model does.
+    """
     text = getattr(net, "text_model", net)  # of CLIP and SigLIP
     if language_token and 0 < rows - text.config.vocab_size <= MAX_LANGUAGES:
         text.resize_token_embeddings(rows, mean_resizing=False)
@@ -204,7 +249,8 @@ def add_language_rows(net: Any, rows: int, language_token: str) -> None:
 def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> None:
     if rows < vocab_size:
         raise UsageError(
-            f"{setting}: {weights} has {rows} embedding rows, too few for a tokenizer of {vocab_size} tokens; use the "
+            f"{setting}: {weights} has {rows} embedding rows, too few for a tokenizer of "
+            f"{vocab_size} tokens; use the "
             "tokenizer of the weights (model.inputs.tokenizer)"
         )
 
@@ -223,18 +269,28 @@ class HfModel:
     def _updated_hf_config(self, text: dict[str, int | None]) -> dict[str, Any]:
         """config.json for transformers, with `text` in the config of the text model."""
         values: dict[str, Any] = self._hf_config.to_dict()
-        return values | {"architectures": [self.hf_class], "text_config": values["text_config"] | text}
+        return values | {
+            "architectures": [self.hf_class],
+            "text_config": values["text_config"] | text,
+        }
 
-    default_hf_config: ClassVar[Callable[..., Any]]  # (spec, vocab_size) -> config in the shape of the settings
+    # (spec, vocab_size) -> config in the shape of the settings
+    default_hf_config: ClassVar[Callable[..., Any]]
 
     @staticmethod
     def num_image_tokens(_config: Any) -> int:
-        """Positions of the text model that an image takes. Raises UsageError for an unsupported config."""
+        """Positions of the text model that an image takes.
+
+        Raises UsageError for an unsupported config.
+        """
         return 0
 
     @classmethod
     def build_hf(cls, spec: Any, vocab_size: int, architecture: Architecture) -> Any:
-        """Build the transformers model. Raises UsageError, also if it does not suit the images, ids or positions."""
+        """Build the transformers model.
+
+        Raises UsageError, also if it does not suit the images, ids or positions.
+        """
         import transformers
 
         model_class: Any = getattr(transformers, cls.hf_class)
@@ -244,26 +300,37 @@ class HfModel:
         elif spec.weights == "none" or architecture is not None:
             net = model_class(cls.default_hf_config(spec, vocab_size))
         elif not spec.is_checkpoint_file:
-            config = load_config(WEIGHTS_SETTING, spec.weights, (model_class.config_class.model_type,))
-            open_clip.check_activation(spec, getattr(config.text_config, "hidden_act", None))  # not of Gemma 2
+            config = load_config(
+                WEIGHTS_SETTING, spec.weights, (model_class.config_class.model_type,)
+            )
+            # not of Gemma 2
+            open_clip.check_activation(spec, getattr(config.text_config, "hidden_act", None))
             net = load_pretrained(WEIGHTS_SETTING, spec.weights, model_class, config)
             add_language_rows(net, vocab_size, token)
         else:
             state = read_state_dict(WEIGHTS_SETTING, spec.weights)
             hf_state = open_clip.rename_to_hf(state)
-            net = model_class(model_class.config_class.from_dict(open_clip.hf_config(state, hf_state, spec)))
-            problem = f"{WEIGHTS_SETTING}: {spec.weights} is not a checkpoint of open_clip with a ViT"
+            net = model_class(
+                model_class.config_class.from_dict(open_clip.hf_config(state, hf_state, spec))
+            )
+            problem = (
+                f"{WEIGHTS_SETTING}: {spec.weights} is not a checkpoint of open_clip with a ViT"
+            )
             load_state(net, hf_state, problem)
             add_language_rows(net, vocab_size, token)
         vision, text, inputs = net.config.vision_config, net.config.text_config, spec.inputs
         if vision.image_size != inputs.image_side:
             raise UsageError(
-                f"model.inputs.image_side: {spec.weights} needs images of {vision.image_size} pixels, not "
+                f"model.inputs.image_side: {spec.weights} needs images of {vision.image_size} "
+                "pixels, not "
                 f"{inputs.image_side}"
             )
-        if (positions := inputs.max_tokens + cls.num_image_tokens(net.config)) > text.max_position_embeddings:
+        if (
+            positions := inputs.max_tokens + cls.num_image_tokens(net.config)
+        ) > text.max_position_embeddings:
             raise UsageError(
-                f"model.inputs.max_tokens: {inputs.max_tokens} (with image tokens {positions}) exceeds the "
+                f"model.inputs.max_tokens: {inputs.max_tokens} (with image tokens {positions}) "
+                "exceeds the "
                 f"{text.max_position_embeddings} positions of {spec.weights}; reduce it"
             )
         check_vocab_size(WEIGHTS_SETTING, spec.weights, text.vocab_size, vocab_size)
@@ -282,4 +349,7 @@ def transformer_config(part: Any) -> dict[str, Any]:
 
 def vision_config(spec: Any) -> dict[str, Any]:
     """transformers' config values for the image encoder of a model section."""
-    return transformer_config(spec.image) | {"image_size": spec.inputs.image_side, "patch_size": spec.image.patch}
+    return transformer_config(spec.image) | {
+        "image_size": spec.inputs.image_side,
+        "patch_size": spec.image.patch,
+    }

@@ -1,4 +1,6 @@
-"""Build the objective that the `objective` section names: a built-in one, a user's class, or a weighted sum."""
+"""Build the objective that the `objective` section names: a built-in one, a user's class, or a
+weighted sum.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def build(config: ObjectiveConfig) -> Any:
             objective = plugins.load_class(name, "objective.kind")(config)
             if missing := [part for part in REQUIRED if not hasattr(objective, part)]:
                 raise UsageError(
-                    f"objective.kind: `{name}` lacks {', '.join(missing)}; see mmray/objectives/protocol.py"
+                    f"objective.kind: `{name}` lacks {', '.join(missing)}; see "
+                    "mmray/objectives/protocol.py"
                 )
         terms.append(Term(name, weight, objective))
     return _merge_terms(terms)
@@ -70,13 +73,15 @@ def _merge_terms(terms: list[Term]) -> Objective | None:
 class WeightedSum:
     """A sum of objectives such as `contrastive + 0.5 * matching`.
 
-    It is computed in two `objective_parts`: the sum of its global and that of its local losses. In a sum of K losses of
-    one kind, loss sums and counts are vectors [K].
+    It is computed in two `objective_parts`: the sum of its global and that of its local losses. In
+    a sum of K losses of one kind, loss sums and counts are vectors [K].
     """
 
     def __init__(self, terms: list[Term]) -> None:
         self._terms = terms
-        self._mining = [term.objective for term in terms if isinstance(term.objective, HardNegativeMining)]
+        self._mining = [
+            term.objective for term in terms if isinstance(term.objective, HardNegativeMining)
+        ]
         self.gathered_outputs = _union(term.objective.gathered_outputs for term in terms)
         self.scalar_output_names = _union(term.objective.scalar_output_names for term in terms)
         self.score_outputs = _union(objective.score_outputs for objective in self._mining)
@@ -91,19 +96,28 @@ class WeightedSum:
     def count(self, batch: Batch) -> Tensor:
         return torch.stack([term.objective.count(batch) for term in self._terms])
 
-    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
-        """Weighted loss sums [K], counts [K], and each term's own sums at its index of a vector [K]."""
+    def compute_loss(
+        self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
+    ) -> LossSums:
+        """Weighted loss sums [K], counts [K], and each term's own sums at its index of a vector
+        [K].
+        """
         losses, metric_sums = [], {}
         for index, term in enumerate(self._terms):
             loss, _, sums = term.objective.compute_loss(outputs, batch, gathered)
             losses.append(term.weight * loss)
             for name, value in {f"loss_{term.name}": loss.detach(), **sums}.items():
-                key = f"{name}_{term.name}" if name in metric_sums else name  # an earlier term has this metric too
-                metric_sums[key] = torch.zeros(len(self._terms), dtype=value.dtype, device=value.device)
+                # an earlier term has this metric too
+                key = f"{name}_{term.name}" if name in metric_sums else name
+                metric_sums[key] = torch.zeros(
+                    len(self._terms), dtype=value.dtype, device=value.device
+                )
                 metric_sums[key][index] = value
         return torch.stack(losses), self.count(batch), metric_sums
 
-    def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:
+    def sample_hard_negatives(
+        self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]
+    ) -> Batch:
         columns: Batch = {}
         for objective in self._mining:
             columns |= objective.sample_hard_negatives(outputs, batch, gathered)

@@ -1,4 +1,6 @@
-"""Losses over all image-text pairs of the global batch: CLIP's symmetric softmax, and SigLIP's sigmoid."""
+"""Losses over all image-text pairs of the global batch: CLIP's symmetric softmax, and SigLIP's
+sigmoid.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,26 @@ IGNORED = -100  # target of an invalid row
 
 
 class Contrastive(RowLoss):
-    """InfoNCE in both directions, averaged (Radford et al. 2021, CLIP, figure 3; Zhang et al. 2020, ConVIRT, eq. 2).
+    """InfoNCE in both directions, averaged (Radford et al. 2021, CLIP, figure 3; Zhang et al. 2020,
+    ConVIRT, eq. 2).
 
-    Outputs: `image_embed`, `text_embed` [B, D], L2-normalized, and `logit_scale`, a scalar. A row's loss is the mean of
-    its two cross-entropies against all valid rows; invalid rows neither count nor serve as negatives.
+    Outputs: `image_embed`, `text_embed` [B, D], L2-normalized, and `logit_scale`, a scalar. A row's
+    loss is the mean of its two cross-entropies against all valid rows; invalid rows neither count
+    nor serve as negatives.
     """
 
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
     scalar_output_names: tuple[str, ...] = ("logit_scale",)
 
-    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
+    def compute_loss(
+        self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
+    ) -> LossSums:
         """Logits are [local rows, global rows] in each direction, never [global, global]."""
         valid = batch["valid"]
-        image, text = mask_invalid(outputs["image_embed"], valid), mask_invalid(outputs["text_embed"], valid)
+        image, text = (
+            mask_invalid(outputs["image_embed"], valid),
+            mask_invalid(outputs["text_embed"], valid),
+        )
         scale = outputs["logit_scale"].to(image.dtype)
         if gathered is None:
             logits = scale * image @ text.T
@@ -36,22 +45,31 @@ class Contrastive(RowLoss):
             columns, offset = gathered["valid"], gathered["offset"]
             to_text = scale * image @ mask_invalid(gathered["text_embed"], columns).T
             to_image = scale * text @ mask_invalid(gathered["image_embed"], columns).T
-        targets = torch.arange(offset, offset + len(valid), device=valid.device).masked_fill(~valid, IGNORED)
-        # The lowest finite number instead of -inf: a rank without any valid row then yields 0, not NaN.
-        excluded = to_text.new_zeros(len(columns)).masked_fill(~columns, torch.finfo(to_text.dtype).min)
+        targets = torch.arange(offset, offset + len(valid), device=valid.device).masked_fill(
+            ~valid, IGNORED
+        )
+        # The lowest finite number instead of -inf: a rank without any valid row then yields 0, not
+        # NaN.
+        excluded = to_text.new_zeros(len(columns)).masked_fill(
+            ~columns, torch.finfo(to_text.dtype).min
+        )
         image_to_text, text_to_image = (
             F.cross_entropy(logits + excluded, targets, reduction="sum", ignore_index=IGNORED)
             for logits in (to_text, to_image)
         )
-        metric_sums = {"loss_image_to_text": image_to_text.detach(), "loss_text_to_image": text_to_image.detach()}
+        metric_sums = {
+            "loss_image_to_text": image_to_text.detach(),
+            "loss_text_to_image": text_to_image.detach(),
+        }
         return (image_to_text + text_to_image) / 2, self.count(batch), metric_sums
 
 
 class Sigmoid(RowLoss):
-    """SigLIP's loss (Zhai et al. 2023, arXiv:2303.15343, equation 1): summed over all pairs, divided by the rows.
+    """SigLIP's loss (Zhai et al. 2023, arXiv:2303.15343, equation 1): summed over all pairs,
+    divided by the rows.
 
-    Outputs: `image_embed`, `text_embed` [B, D], L2-normalized; `logit_scale` and `logit_bias`, scalars. Pairs with an
-    invalid row do not count.
+    Outputs: `image_embed`, `text_embed` [B, D], L2-normalized; `logit_scale` and `logit_bias`,
+    scalars. Pairs with an invalid row do not count.
     """
 
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
@@ -61,27 +79,51 @@ class Sigmoid(RowLoss):
     def __init__(self, chunk_rows: int = CHUNK) -> None:
         self.chunk_rows = chunk_rows
 
-    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
+    def compute_loss(
+        self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
+    ) -> LossSums:
         if gathered is None:
             gathered = {"text_embed": outputs["text_embed"], "valid": batch["valid"], "offset": 0}
         texts = {"text_embed": gathered["text_embed"]}
-        row = torch.arange(len(gathered["valid"]), device=gathered["valid"].device) - gathered["offset"]
-        loss, metric_sums = self.pairwise_loss(outputs, batch["valid"], texts, gathered["valid"], row)
+        row = (
+            torch.arange(len(gathered["valid"]), device=gathered["valid"].device)
+            - gathered["offset"]
+        )
+        loss, metric_sums = self.pairwise_loss(
+            outputs, batch["valid"], texts, gathered["valid"], row
+        )
         return loss, self.count(batch), metric_sums
 
     def pairwise_loss(
-        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, positive_row: Tensor
+        self,
+        outputs: Outputs,
+        valid: Tensor,
+        remote: Outputs,
+        remote_valid: Tensor,
+        positive_row: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss summed over local images [B] and remote texts [V]; text i belongs to image positive_row[i], if any."""
-        image, text = mask_invalid(outputs["image_embed"], valid), mask_invalid(remote["text_embed"], remote_valid)
-        logits = outputs["logit_scale"].to(image.dtype) * image @ text.T + outputs["logit_bias"].to(image.dtype)
+        """Loss summed over local images [B] and remote texts [V]; text i belongs to image
+        positive_row[i], if any.
+        """
+        image, text = (
+            mask_invalid(outputs["image_embed"], valid),
+            mask_invalid(remote["text_embed"], remote_valid),
+        )
+        logits = outputs["logit_scale"].to(image.dtype) * image @ text.T + outputs["logit_bias"].to(
+            image.dtype
+        )
         positive = torch.arange(len(image), device=image.device)[:, None] == positive_row
         counted = valid[:, None] & remote_valid[None]
         losses = torch.where(counted, -F.logsigmoid(torch.where(positive, logits, -logits)), 0)
         positive_sum, total = torch.where(positive, losses, 0).sum(), losses.sum()
-        return total, {"loss_positive": positive_sum.detach(), "loss_negative": (total - positive_sum).detach()}
+        return total, {
+            "loss_positive": positive_sum.detach(),
+            "loss_negative": (total - positive_sum).detach(),
+        }
 
 
 def mask_invalid(embed: Tensor, valid: Tensor) -> Tensor:
-    """Embeddings in at least float32, invalid rows zero, so a NaN in padding cannot reach a gradient."""
+    """Embeddings in at least float32, invalid rows zero, so a NaN in padding cannot reach a
+    gradient.
+    """
     return torch.where(valid[:, None], at_least_float32(embed), 0)

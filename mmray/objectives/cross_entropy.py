@@ -1,4 +1,6 @@
-"""Local losses that are a cross-entropy over targets: classes of rows, next tokens, texts of boxes."""
+"""Local losses that are a cross-entropy over targets: classes of rows, next tokens, texts of
+boxes.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,20 @@ class CrossEntropy:
     def count(self, batch: Batch) -> Tensor:
         return (self.targets(batch) != IGNORE_INDEX).sum()
 
-    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
-        """Loss sum over the targets, their count, and how many were the argmax; at least float32."""
+    def compute_loss(
+        self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
+    ) -> LossSums:
+        """Loss sum over the targets, their count, and how many were the argmax; at least
+        float32.
+        """
         targets = self.targets(batch)
         counted = targets != IGNORE_INDEX
         logits = at_least_float32(outputs[self.logits])
-        logits = torch.where(counted[..., None], logits, 0)  # keeps a NaN of padding out of the gradient
-        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        # keeps a NaN of padding out of the gradient
+        logits = torch.where(counted[..., None], logits, 0)
+        loss = F.cross_entropy(
+            logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
         correct = (counted & (logits.argmax(dim=-1) == targets)).sum()
         return loss, counted.sum(), {self.accuracy: correct.to(loss.dtype)}
 
@@ -49,14 +58,16 @@ class Classification(CrossEntropy):
 
     def targets(self, batch: Batch) -> Tensor:
         """Labels of valid rows [B]."""
-        return torch.where(batch["valid"] & (batch["label"] != NO_LABEL), batch["label"], IGNORE_INDEX)
+        return torch.where(
+            batch["valid"] & (batch["label"] != NO_LABEL), batch["label"], IGNORE_INDEX
+        )
 
 
 class LanguageModelling(CrossEntropy):
     """Next-token loss of generative models.
 
-    Outputs: `logits` [B, T, V], the prediction of the next token. The batch's `labels` is int64 [B, T], -100 for tokens
-    without a loss: the prompt, the image, padding.
+    Outputs: `logits` [B, T, V], the prediction of the next token. The batch's `labels` is int64 [B,
+    T], -100 for tokens without a loss: the prompt, the image, padding.
     """
 
     logits, accuracy = "logits", "token_accuracy"
@@ -68,10 +79,11 @@ class LanguageModelling(CrossEntropy):
 
 
 class RegionText(CrossEntropy):
-    """Cross-entropy of each box over the texts of all labels (Gu et al. 2022, ViLD-text, arXiv:2104.13921, eq. 2).
+    """Cross-entropy of each box over the texts of all labels (Gu et al. 2022, ViLD-text,
+    arXiv:2104.13921, eq. 2).
 
-    Outputs: `region_logits` [B, N, C], box against label text. The batch's `box_labels` is int64 [B, N], -1 for a box
-    without a label, `box_mask` bool [B, N].
+    Outputs: `region_logits` [B, N, C], box against label text. The batch's `box_labels` is int64
+    [B, N], -1 for a box without a label, `box_mask` bool [B, N].
     """
 
     scalar_output_names = ("logit_scale",)

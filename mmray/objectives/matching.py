@@ -1,7 +1,7 @@
 """Image-text matching with hard negatives, for models with cross-attention.
 
-Negatives are a function of the rows of the global batch and their positions in the sample order, so they do not depend
-on micro-batches, ranks or resumes.
+Negatives are a function of the rows of the global batch and their positions in the sample order, so
+they do not depend on micro-batches, ranks or resumes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from torch import Tensor
 from mmray.objectives.protocol import Batch, LossSums, Outputs, RowLoss, at_least_float32
 
 NO_NEGATIVE = -1
-SPLITMIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's constants, signed
+# splitmix64's constants, signed
+SPLITMIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 
 class Matching(RowLoss):
-    """Image-text matching with in-batch hard negatives (Li et al. 2021, ALBEF, arXiv:2107.07651, section 3.2).
+    """Image-text matching with in-batch hard negatives (Li et al. 2021, ALBEF, arXiv:2107.07651,
+    section 3.2).
 
-    Outputs: `match`, `match_negative` [B], logits. A row's loss is the mean of two binary cross-entropies; the second
-    is omitted if the batch has no other caption. Negatives are sampled from the softmax over the similarities of the
-    two embeddings, excluding equal captions.
+    Outputs: `match`, `match_negative` [B], logits. A row's loss is the mean of two binary
+    cross-entropies; the second is omitted if the batch has no other caption. Negatives are sampled
+    from the softmax over the similarities of the two embeddings, excluding equal captions.
     """
 
     gathered_outputs: tuple[str, ...] = ()
@@ -31,18 +33,31 @@ class Matching(RowLoss):
     score_outputs: tuple[str, ...] = ("image_embed", "text_embed")
     gathered_inputs: tuple[str, ...] = ("input_ids", "attention_mask", "pos")
 
-    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
-        """Loss sum over the valid rows, their count, and `match_accuracy`: correct pairs / 2 (caption and negative)."""
+    def compute_loss(
+        self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
+    ) -> LossSums:
+        """Loss sum over the valid rows, their count, and `match_accuracy`: correct pairs / 2
+        (caption and negative).
+        """
         valid = batch["valid"]
         has_negative = valid & batch["has_negative"]
-        match, negative = at_least_float32(outputs["match"]), at_least_float32(outputs["match_negative"])
+        match, negative = (
+            at_least_float32(outputs["match"]),
+            at_least_float32(outputs["match_negative"]),
+        )
         match, negative = torch.where(valid, match, 0), torch.where(has_negative, negative, 0)
-        losses = torch.where(valid, F.softplus(-match), 0) + torch.where(has_negative, F.softplus(negative), 0)
+        losses = torch.where(valid, F.softplus(-match), 0) + torch.where(
+            has_negative, F.softplus(negative), 0
+        )
         correct = (valid & (match > 0)).sum() + (has_negative & (negative <= 0)).sum()
         return losses.sum() / 2, self.count(batch), {"match_accuracy": correct.to(losses.dtype) / 2}
 
-    def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:
-        """`negative_ids`, `negative_mask` [B, T] and `has_negative` [B]: the hard negative caption of each row."""
+    def sample_hard_negatives(
+        self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]
+    ) -> Batch:
+        """`negative_ids`, `negative_mask` [B, T] and `has_negative` [B]: the hard negative caption
+        of each row.
+        """
         chosen = sample_negatives(outputs, batch, gathered)
         has_negative = chosen != NO_NEGATIVE
         local_rows = torch.arange(len(chosen), device=chosen.device) + gathered["offset"]
@@ -60,7 +75,9 @@ def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -
     Gumbel-max sampling; the noise is a function of the positions of the two rows.
     """
     image, text = at_least_float32(outputs["image_embed"]), at_least_float32(gathered["text_embed"])
-    scores = (outputs["logit_scale"] * image @ text.T).double() + gumbel_noise(batch["pos"], gathered["pos"])
+    scores = (outputs["logit_scale"] * image @ text.T).double() + gumbel_noise(
+        batch["pos"], gathered["pos"]
+    )
     offset = gathered["offset"]
     captions = hash_captions(gathered["input_ids"], gathered["attention_mask"])
     local = captions[offset : offset + len(scores)]

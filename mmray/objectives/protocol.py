@@ -1,8 +1,9 @@
 """Interfaces of objectives: model outputs -> loss.
 
-A loss is a sum and a count, never a mean, so micro-batches and ranks of any size add up to the global batch. A global
-loss (`gathered_outputs` is not empty) is computed once per step over the rows of all ranks; a local loss is a sum over
-rows, computed in each micro-batch. `build.py` adds up objectives of both kinds.
+A loss is a sum and a count, never a mean, so micro-batches and ranks of any size add up to the
+global batch. A global loss (`gathered_outputs` is not empty) is computed once per step over the
+rows of all ranks; a local loss is a sum over rows, computed in each micro-batch. `build.py` adds up
+objectives of both kinds.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 class Objective(Protocol):
-    """Loss of model outputs. `objective.kind: package.module:Class` calls your class with the `objective` section.
+    """Loss of model outputs. `objective.kind: package.module:Class` calls your class with the
+    `objective` section.
 
-    `gathered_outputs`: outputs [B, ...] of all ranks that the loss needs at once; empty for a sum over rows. A global
-    loss reads only these, its scalar outputs, and the one-dimensional tensors of the batch (in evaluation only `valid`
-    and `label`). `scalar_output_names`: outputs that belong to the step and not to a row, such as the temperature.
+    `gathered_outputs`: outputs [B, ...] of all ranks that the loss needs at once; empty for a sum
+    over rows. A global loss reads only these, its scalar outputs, and the one-dimensional tensors
+    of the batch (in evaluation only `valid` and `label`). `scalar_output_names`: outputs that
+    belong to the step and not to a row, such as the temperature.
     """
 
     gathered_outputs: tuple[str, ...]
@@ -42,11 +45,14 @@ class Objective(Protocol):
         A sum of K losses returns vectors [K] in place of the scalars here and below.
         """
 
-    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
+    def compute_loss(
+        self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
+    ) -> LossSums:
         """Loss summed over the valid rows of `batch`, its count, and the sums of further metrics.
 
-        gathered (global losses only): each gathered output of all ranks [G, ...], `valid` bool [G], and `offset`, the
-        row of `gathered` where this rank's rows start. None: the batch is the whole global batch.
+        gathered (global losses only): each gathered output of all ranks [G, ...], `valid` bool [G],
+        and `offset`, the row of `gathered` where this rank's rows start. None: the batch is the
+        whole global batch.
         """
 
 
@@ -59,33 +65,48 @@ class RowLoss:
 
 @runtime_checkable
 class HardNegativeMining(Protocol):
-    """A local loss whose rows first get a hard negative, sampled among all rows of the global batch."""
+    """A local loss whose rows first get a hard negative, sampled among all rows of the global
+    batch.
+    """
 
     score_outputs: tuple[str, ...]  # outputs that the sampling reads
     gathered_inputs: tuple[str, ...]  # columns of the batch that it copies
 
-    def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:
+    def sample_hard_negatives(
+        self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]
+    ) -> Batch:
         """Further columns for the rows of a micro-batch, passed to the model with the batch.
 
-        outputs: `score_outputs` and the scalar outputs, without gradient. gathered: `score_outputs` and
-        `gathered_inputs` of all ranks [G, ...], `valid` bool [G], and `offset`, where this micro-batch starts. The
-        result must not depend on how rows are split into micro-batches and ranks.
+        outputs: `score_outputs` and the scalar outputs, without gradient. gathered: `score_outputs`
+        and `gathered_inputs` of all ranks [G, ...], `valid` bool [G], and `offset`, where this
+        micro-batch starts. The result must not depend on how rows are split into micro-batches and
+        ranks.
         """
 
 
 @runtime_checkable
 class PairwiseLoss(Protocol):
-    """A global loss that is a sum over pairs, so its scores can be computed in chunks of remote rows."""
+    """A global loss that is a sum over pairs, so its scores can be computed in chunks of remote
+    rows.
+    """
 
-    remote_outputs: tuple[str, ...]  # needed from all ranks; the others in `gathered_outputs` stay on their rank
+    # needed from all ranks; the others in `gathered_outputs` stay on their rank
+    remote_outputs: tuple[str, ...]
     chunk_rows: int  # remote rows at a time
 
     def pairwise_loss(
-        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, positive_row: Tensor
+        self,
+        outputs: Outputs,
+        valid: Tensor,
+        remote: Outputs,
+        remote_valid: Tensor,
+        positive_row: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss summed over the pairs of local rows [B] and remote rows [V], and the sums of further metrics.
+        """Loss summed over the pairs of local rows [B] and remote rows [V], and the sums of further
+        metrics.
 
-        positive_row: int64 [V], the local row that each remote row belongs to; none if it is not in 0..B-1.
+        positive_row: int64 [V], the local row that each remote row belongs to; none if it is not in
+        0..B-1.
         """
 
 
@@ -105,16 +126,28 @@ class ObjectiveParts:
     @cached_property
     def pairwise_loss(self) -> PairwiseLoss | None:
         """The global loss, if it is computed in chunks of remote rows."""
-        return self.global_loss if isinstance(self.global_loss, PairwiseLoss) and self.mining_loss is None else None
+        return (
+            self.global_loss
+            if isinstance(self.global_loss, PairwiseLoss) and self.mining_loss is None
+            else None
+        )
 
     @cached_property
     def gathered_names(self) -> tuple[str, ...]:
         """Outputs that are needed from all ranks."""
         of_loss = () if self.global_loss is None else self.global_loss.gathered_outputs
-        return tuple(dict.fromkeys(of_loss + (() if self.mining_loss is None else self.mining_loss.score_outputs)))
+        return tuple(
+            dict.fromkeys(
+                of_loss + (() if self.mining_loss is None else self.mining_loss.score_outputs)
+            )
+        )
 
 
 def split_objective(objective: Any) -> ObjectiveParts:
     """Split an objective into its global and its local loss."""
-    single = ObjectiveParts(objective, None) if objective.gathered_outputs else ObjectiveParts(None, objective)
+    single = (
+        ObjectiveParts(objective, None)
+        if objective.gathered_outputs
+        else ObjectiveParts(None, objective)
+    )
     return getattr(objective, "objective_parts", single)

@@ -1,4 +1,7 @@
-"""Plotly charts of a run, in the style of all charts. Series colors must be visible on light and dark pages."""
+"""Plotly charts of a run, in the style of all charts.
+
+Series colors must be visible on light and dark pages.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,13 @@ class Figure:
 
 
 def make_figure(
-    name: str, title: str, summary: str, traces: list[Any], height: int = 260, wide: bool = False, **layout: Any
+    name: str,
+    title: str,
+    summary: str,
+    traces: list[Any],
+    height: int = 260,
+    wide: bool = False,
+    **layout: Any,
 ) -> Figure:
     """Return a chart of these traces in the page's style; `layout` is passed to Plotly."""
     plot = go.Figure(traces)
@@ -51,11 +60,17 @@ def make_figure(
 def log_axis(values: Sequence[float], unit: str = "") -> dict[str, Any]:
     """Return a logarithmic axis with round ticks."""
     ticks = log_ticks(min(values), max(values))
-    return {"type": "log", "tickvals": ticks, "ticktext": [f"{format_compact(tick)}{unit}" for tick in ticks]}
+    return {
+        "type": "log",
+        "tickvals": ticks,
+        "ticktext": [f"{format_compact(tick)}{unit}" for tick in ticks],
+    }
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers from `low` to `high` for a logarithmic axis, or only these two if there are too few."""
+    """Return round numbers from `low` to `high` for a logarithmic axis, or only these two if there
+    are too few.
+    """
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for digits in ((1,), (1, 2, 5), range(1, 10)):
         ticks = [digit * 10.0**exponent for exponent in exponents for digit in digits]
@@ -68,17 +83,29 @@ def log_ticks(low: float, high: float) -> list[float]:
 def linear_ticks(low: float, high: float) -> list[float]:
     """Return at least three round numbers from `low` to `high`."""
     unit = 10.0 ** math.floor(math.log10(high - low))
-    step = next(step for step in (unit, 0.5 * unit, 0.2 * unit) if math.floor(high / step) - math.ceil(low / step) > 1)
+    step = next(
+        step
+        for step in (unit, 0.5 * unit, 0.2 * unit)
+        if math.floor(high / step) - math.ceil(low / step) > 1
+    )
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     """Return the charts of the measured metrics by page section."""
     loss = {"train/loss": _line("training", BLUE), "evaluate/loss": _line("held out", ORANGE)}
-    rate, memory = {"throughput/samples_per_s": _line("samples/s", BLUE)}, {"memory/peak_gib": _line("peak", ROSE)}
-    step = {"time/step_s": _line("whole step", TEAL), "time/data_wait_s": _line("waiting for data", ORANGE)}
+    rate, memory = (
+        {"throughput/samples_per_s": _line("samples/s", BLUE)},
+        {"memory/peak_gib": _line("peak", ROSE)},
+    )
+    step = {
+        "time/step_s": _line("whole step", TEAL),
+        "time/data_wait_s": _line("waiting for data", ORANGE),
+    }
     recall = {
-        f"evaluate/recall_at_{k}/{direction}": _line(f"R@{k} {direction.replace('_', ' ')}", color, dash=dash)
+        f"evaluate/recall_at_{k}/{direction}": _line(
+            f"R@{k} {direction.replace('_', ' ')}", color, dash=dash
+        )
         # Six legend entries are too wide for a narrow page.
         | {"legendgroup": direction, "showlegend": k == 1, "opacity": 1 if k == 1 else 0.75}
         for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items()
@@ -90,15 +117,52 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     parts = {
         "learning": [
             _chart(run, "loss", "Loss", loss),
-            _chart(run, "lr", "Learning rate", {"train/lr": _line("rate", TEAL)}, exponentformat="power"),
-            _chart(run, "gradient", "Gradient norm", {"train/grad_norm": _line("before clipping", ROSE)}),
-            _chart(run, "noise", "Gradient noise scale, rows", {NOISE_SCALE: _line("rows", ORANGE)}, **noise_axis),
+            _chart(
+                run,
+                "lr",
+                "Learning rate",
+                {"train/lr": _line("rate", TEAL)},
+                exponentformat="power",
+            ),
+            _chart(
+                run,
+                "gradient",
+                "Gradient norm",
+                {"train/grad_norm": _line("before clipping", ROSE)},
+            ),
+            _chart(
+                run,
+                "noise",
+                "Gradient noise scale, rows",
+                {NOISE_SCALE: _line("rows", ORANGE)},
+                **noise_axis,
+            ),
         ],
-        "recall": [_chart(run, "recall", "Recall over the run (R@5 dashed, R@10 dotted)", recall, 320, **percent)],
+        "recall": [
+            _chart(
+                run,
+                "recall",
+                "Recall over the run (R@5 dashed, R@10 dotted)",
+                recall,
+                320,
+                **percent,
+            )
+        ],
         "speed": [
-            _chart(run, "throughput", "Samples per second", rate, rangemode="tozero", tickformat=","),
-            _chart(run, "step", "Where a step's time goes", step, rangemode="tozero", ticksuffix=" s"),
-            _chart(run, "memory", "Peak memory of a worker", memory, rangemode="tozero", ticksuffix=" GiB"),
+            _chart(
+                run, "throughput", "Samples per second", rate, rangemode="tozero", tickformat=","
+            ),
+            _chart(
+                run, "step", "Where a step's time goes", step, rangemode="tozero", ticksuffix=" s"
+            ),
+            _chart(
+                run,
+                "memory",
+                "Peak memory of a worker",
+                memory,
+                rangemode="tozero",
+                ticksuffix=" GiB",
+            ),
         ],
         "start": [_start_timeline(run)],
     }
@@ -106,7 +170,10 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
 
 
 def _start_timeline(run: RunRecord) -> Figure | None:
-    """Return a bar per stage between the command and its first step; None if less than a stage was recorded."""
+    """Return a bar per stage between the command and its first step;
+
+    None if less than a stage was recorded.
+    """
     stages = next(iter(run.result.get("starts") or [[]]))
     durations_s = [after["at_s"] - stage["at_s"] for stage, after in pairwise(stages)]
     if not durations_s:
@@ -126,7 +193,8 @@ def _start_timeline(run: RunRecord) -> Figure | None:
     return make_figure(
         "start",
         "From the command to the first step",
-        f"{end_s:.1f} s; longest: {names[durations_s.index(max(durations_s))]}, {max(durations_s):.1f} s",
+        f"{end_s:.1f} s; longest: {names[durations_s.index(max(durations_s))]}, "
+        f"{max(durations_s):.1f} s",
         [bars],
         height=90 + 24 * len(names),
         wide=True,
@@ -141,7 +209,12 @@ def _line(name: str, color: str, dash: str = "solid") -> dict[str, Any]:
 
 
 def _chart(
-    run: RunRecord, name: str, title: str, metrics: dict[str, dict[str, Any]], height: int = 260, **yaxis: Any
+    run: RunRecord,
+    name: str,
+    title: str,
+    metrics: dict[str, dict[str, Any]],
+    height: int = 260,
+    **yaxis: Any,
 ) -> Figure | None:
     """Return lines of the measured metrics over the steps of a run; None without any."""
     traces, ranges = [], []
@@ -150,7 +223,9 @@ def _chart(
             steps, with_gaps = run.series(metric)
             mode = "lines+markers" if len(values) <= FEW_POINTS else "lines"
             traces.append(go.Scatter(x=steps, y=with_gaps, mode=mode, marker={"size": 6}, **style))
-            ranges.append(f"{style['name']} {values[0]:.4g} at the start, {values[-1]:.4g} at the end")
+            ranges.append(
+                f"{style['name']} {values[0]:.4g} at the start, {values[-1]:.4g} at the end"
+            )
     if not traces:
         return None
     few = run.lines[-1]["step"] - run.lines[0]["step"] < MAX_TICKS

@@ -18,9 +18,11 @@ TRIALS_PER_GROUP, MAX_GROUPS = 3, 4  # of a setting with many values
 
 
 class Importance(NamedTuple):
-    """Share of the variance of the trials' ranks that a setting explains, with the share that chance explains.
+    """Share of the variance of the trials' ranks that a setting explains, with the share that
+    chance explains.
 
-    `by_chance`: the 95th percentile of the share if the results are shuffled; `p`: how often shuffled ones reach it.
+    `by_chance`: the 95th percentile of the share if the results are shuffled; `p`: how often
+    shuffled ones reach it.
     """
 
     setting: str
@@ -32,7 +34,8 @@ class Importance(NamedTuple):
 def rank_settings(sweep: SweepRecord) -> tuple[list[Importance], str]:
     """Return the importance of the settings of a learning goal, and a sentence.
 
-    Trials are compared at the first rung, which all reach; one whose loss was not finite counts as the worst.
+    Trials are compared at the first rung, which all reach; one whose loss was not finite counts as
+    the worst.
     """
     if not sweep.is_learning:
         return [], ""
@@ -48,11 +51,13 @@ def rank_settings(sweep: SweepRecord) -> tuple[list[Importance], str]:
 
 
 def importance(settings: Sequence[dict[str, Any]], results: Sequence[float]) -> list[Importance]:
-    """Return each setting with two or more values, the most important first; empty for too few trials.
+    """Return each setting with two or more values, the most important first; empty for too few
+    trials.
 
-    The share is eta squared of an analysis of variance of ranks (Kruskal & Wallis 1952) over the values of the setting;
-    many values are grouped by size, so that an optimum inside a range counts too. A permutation test gives its
-    distribution without the setting's influence, which is far from zero for few trials.
+    The share is eta squared of an analysis of variance of ranks (Kruskal & Wallis 1952) over the
+    values of the setting; many values are grouped by size, so that an optimum inside a range counts
+    too. A permutation test gives its distribution without the setting's influence, which is far
+    from zero for few trials.
     """
     if len(results) < MIN_TRIALS:
         return []
@@ -65,12 +70,15 @@ def importance(settings: Sequence[dict[str, Any]], results: Sequence[float]) -> 
     shuffled = rng.permuted(np.tile(ranks, (NUM_PERMUTATIONS, 1)), axis=1)
     found = []
     for name in dict.fromkeys(name for each in settings for name in each):
-        members = _groups([each.get(name) for each in settings])  # [trials, groups], 1.0 for a member
+        # [trials, groups], 1.0 for a member
+        members = _groups([each.get(name) for each in settings])
         if members.shape[1] < 2:
             continue
         shares = ((np.vstack([ranks, shuffled]) @ members) ** 2 / members.sum(0)).sum(1) / total
         p = float((shares >= shares[0] - 1e-9).mean())  # the real order is one of the possible ones
-        found.append(Importance(name, float(shares[0]), float(np.quantile(shares[1:], 1 - SIGNIFICANCE)), p))
+        found.append(
+            Importance(name, float(shares[0]), float(np.quantile(shares[1:], 1 - SIGNIFICANCE)), p)
+        )
     return sorted(found, key=lambda each: -each.share)
 
 
@@ -80,10 +88,18 @@ def explain(found: Sequence[Importance], num_trials: int) -> str:
         return ""
     better = [each for each in found if each.p <= SIGNIFICANCE / len(found)]  # Bonferroni
     if not better:
-        return f"No setting explains the differences between the {num_trials} trials better than chance."
+        return (
+            f"No setting explains the differences between the {num_trials} trials better than "
+            "chance."
+        )
     parts = [f"{each.setting} explains {each.share:.0%} (p = {each.p:.2g})" for each in better]
-    others = "" if len(better) == len(found) else " No other setting explains more than chance would."
-    return f"Of the differences in rank between the {num_trials} trials, {' and '.join(parts)}.{others}"
+    others = (
+        "" if len(better) == len(found) else (" No other setting explains more than chance would.")
+    )
+    return (
+        f"Of the differences in rank between the {num_trials} trials, "
+        f"{' and '.join(parts)}.{others}"
+    )
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -93,9 +109,13 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _groups(values: Sequence[Any]) -> NDArray[np.float64]:
-    """Return the members of the groups of equal values, or of numbers of similar size, as columns of 0 and 1."""
+    """Return the members of the groups of equal values, or of numbers of similar size, as columns
+    of 0 and 1.
+    """
     texts, labels = np.unique([json.dumps(value) for value in values], return_inverse=True)
     most = min(MAX_GROUPS, max(2, len(values) // TRIALS_PER_GROUP))
     if len(texts) > most and all(isinstance(value, int | float) for value in values):
-        labels = ((_ranks(np.asarray(values, dtype=np.float64)) - 0.5) * most / len(values)).astype(int)
+        labels = ((_ranks(np.asarray(values, dtype=np.float64)) - 0.5) * most / len(values)).astype(
+            int
+        )
     return np.eye(len(values))[labels][:, np.unique(labels)]

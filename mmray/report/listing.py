@@ -1,4 +1,6 @@
-"""The runs and sweeps of a folder with their state, steps and scores, without importing Ray, torch or pydantic."""
+"""The runs and sweeps of a folder with their state, steps and scores, without importing Ray, torch
+or pydantic.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,34 @@ from mmray.report.sweep import SWEEP, TRIALS, SweepRecord
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
 
-METRICS: dict[str, Callable[..., Line]] = {"recall_at_1/mean": max, "loss": min}  # the first measured one is used
-FILES = ("config.yaml", "metrics.jsonl", "result.json", SWEEP, TRIALS)  # the newest is the last activity
+# the first measured one is used
+METRICS: dict[str, Callable[..., Line]] = {"recall_at_1/mean": max, "loss": min}
+# the newest is the last activity
+FILES = ("config.yaml", "metrics.jsonl", "result.json", SWEEP, TRIALS)
 MAX_PARALLEL = 16  # folders read at once: an object store needs about ten requests per run
 
 
 def list_runs(folder: AnyPath) -> list[dict[str, Any]]:
-    """Return a row per run and sweep directly in `folder`, the last active first. Raises UsageError."""
+    """Return a row per run and sweep directly in `folder`, the last active first.
+
+    Raises UsageError.
+    """
     try:
         children = list(folder.iterdir())
     except OSError as error:
-        raise UsageError(f"cannot list {folder}: {error.strerror or error}; give a folder of runs") from None
+        raise UsageError(
+            f"cannot list {folder}: {error.strerror or error}; give a folder of runs"
+        ) from None
     with ThreadPoolExecutor(MAX_PARALLEL) as threads:
         rows = [row for row in threads.map(_summarize_readable, children) if row is not None]
     return sorted(rows, key=lambda row: row["age_s"])
 
 
 def _summarize_readable(folder: AnyPath) -> dict[str, Any] | None:
-    """Return the row of a run or sweep; None for other entries, also those without access, such as lost+found."""
+    """Return the row of a run or sweep;
+
+    None for other entries, also those without access, such as lost+found.
+    """
     try:
         return _summarize(folder)
     except PermissionError:
@@ -63,14 +75,31 @@ def _run_row(folder: AnyPath) -> dict[str, Any]:
         steps, last = result.get("steps"), result.get("metrics") or {}
         scores, best = result.get("scores") or {}, result.get("best") or {}
     else:
-        lines = [line for line in read_lines(folder / "metrics.jsonl") if isinstance(line.get("step"), int)]
-        evaluated = [{name.removeprefix("evaluate/"): value for name, value in line.items()} for line in lines]
+        lines = [
+            line
+            for line in read_lines(folder / "metrics.jsonl")
+            if isinstance(line.get("step"), int)
+        ]
+        evaluated = [
+            {name.removeprefix("evaluate/"): value for name, value in line.items()}
+            for line in lines
+        ]
         evaluated = [line for line in evaluated if _metric(line)]
         last, scores = (lines[-1] if lines else {}), (evaluated[-1] if evaluated else {})
         steps, best = last.get("step"), _best(evaluated)
     metric = _metric(scores) or best.get("metric")
-    row = {"kind": "run", "state": state, "steps": steps, "loss": last.get("train/loss"), "metric": metric}
-    return row | {"last": scores.get(metric or ""), "best": best.get("score"), "best_step": best.get("step")}
+    row = {
+        "kind": "run",
+        "state": state,
+        "steps": steps,
+        "loss": last.get("train/loss"),
+        "metric": metric,
+    }
+    return row | {
+        "last": scores.get(metric or ""),
+        "best": best.get("score"),
+        "best_step": best.get("step"),
+    }
 
 
 def _metric(scores: Line) -> str | None:
@@ -82,12 +111,20 @@ def _best(evaluated: list[Line]) -> Line:
     """Return {step, score} of the best evaluation; empty without one."""
     if not evaluated or (metric := _metric(evaluated[-1])) is None:
         return {}
-    best = METRICS[metric]([line for line in evaluated if line.get(metric) is not None], key=lambda line: line[metric])
+    best = METRICS[metric](
+        [line for line in evaluated if line.get(metric) is not None], key=lambda line: line[metric]
+    )
     return {"step": best["step"], "score": best[metric]}
 
 
 def _sweep_row(sweep: SweepRecord) -> dict[str, Any]:
-    """Return the fields of `_run_row` for a sweep: its ended trials, and the value of the best one."""
+    """Return the fields of `_run_row` for a sweep: its ended trials, and the value of the
+    best one.
+    """
     best, metric = sweep.best, sweep.goal.metric
     row = {"kind": "sweep", "state": sweep.status, "trials": len(sweep.trials)}
-    return row | {"metric": metric, "best": best and best.measured(metric), "best_trial": best and best.name}
+    return row | {
+        "metric": metric,
+        "best": best and best.measured(metric),
+        "best_trial": best and best.name,
+    }

@@ -1,4 +1,6 @@
-"""Read a run folder, complete or not, and format its metrics, without importing Ray, torch or pydantic."""
+"""Read a run folder, complete or not, and format its metrics, without importing Ray, torch or
+pydantic.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Content of a run folder; fields of missing files are empty, because a run may end at any time."""
+    """Content of a run folder; fields of missing files are empty, because a run may end at any
+    time.
+    """
 
     folder: AnyPath
     config: dict[str, Any]
@@ -40,7 +44,11 @@ class RunRecord:
             environment=read_json(folder / "environment.json"),
             result=read_json(folder / "result.json"),
             examples=read_json(folder / EXAMPLES),
-            lines=[line for line in read_lines(folder / "metrics.jsonl") if isinstance(line.get("step"), int)],
+            lines=[
+                line
+                for line in read_lines(folder / "metrics.jsonl")
+                if isinstance(line.get("step"), int)
+            ],
         )
 
     @property
@@ -49,7 +57,10 @@ class RunRecord:
         return str(self.result.get("status", "unfinished"))
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Return the steps at which a metric was logged and its values; None for NaN or infinity."""
+        """Return the steps at which a metric was logged and its values;
+
+        None for NaN or infinity.
+        """
         lines = [line for line in self.lines if name in line]
         return [line["step"] for line in lines], [line[name] for line in lines]
 
@@ -61,7 +72,11 @@ class RunRecord:
         """Return the newest metrics under `prefix` (such as `evaluate/`), without the prefix."""
         for line in reversed(self.lines):
             if any(name.startswith(prefix) for name in line):
-                return {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
+                return {
+                    name.removeprefix(prefix): value
+                    for name, value in line.items()
+                    if name.startswith(prefix)
+                }
         return {}
 
 
@@ -89,7 +104,9 @@ def read_lines(file: AnyPath) -> Iterator[Line]:
 
 
 def format_number(value: float | None, digits: int | None = 3) -> str:
-    """Format with `digits` decimals, or compactly if None; a missing or non-finite value is a dash."""
+    """Format with `digits` decimals, or compactly if None; a missing or non-finite value is a
+    dash.
+    """
     if value is None or not math.isfinite(value):
         return "–"
     return format_compact(value) if digits is None else f"{value:,.{digits}f}"
@@ -114,7 +131,10 @@ def recall_rows(scores: Mapping[str, float | None]) -> list[dict[str, str]]:
     rows = []
     for direction in DIRECTIONS:
         if f"recall_at_1/{direction}" in scores:
-            recalls = {f"R@{k}": format_number(scores.get(f"recall_at_{k}/{direction}")) for k in (1, 5, 10)}
+            recalls = {
+                f"R@{k}": format_number(scores.get(f"recall_at_{k}/{direction}"))
+                for k in (1, 5, 10)
+            }
             rank = scores.get(f"median_rank/{direction}")
             rank_text = format_number(rank) if rank is None else f"{rank:g}"
             rows.append({"": direction.replace("_", " "), **recalls, "median rank": rank_text})
@@ -122,10 +142,16 @@ def recall_rows(scores: Mapping[str, float | None]) -> list[dict[str, str]]:
 
 
 def non_retrieval_metrics(scores: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    """Return (name, value) of all metrics that are not in the recall table; bad_rows only if above 0."""
+    """Return (name, value) of all metrics that are not in the recall table; bad_rows only if above
+    0.
+    """
     counts = ("rows", "boxes", "tokens", "answered")
     return [
-        (name.replace("_", " ").replace("/", ", "), format_number(value, 0 if name.endswith(counts) else 3))
+        (
+            name.replace("_", " ").replace("/", ", "),
+            format_number(value, 0 if name.endswith(counts) else 3),
+        )
         for name, value in scores.items()
-        if not name.startswith(("recall_at_", "median_rank/")) and not (name == "bad_rows" and not value)
+        if not name.startswith(("recall_at_", "median_rank/"))
+        and not (name == "bad_rows" and not value)
     ]

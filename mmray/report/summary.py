@@ -25,7 +25,8 @@ from mmray.report.run import (
 from mmray.storage.paths import AnyPath, to_path
 
 DATA_WAIT_WARNING = 0.2  # fraction of the step time
-MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")  # measured by the memory dry run
+# measured by the memory dry run
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")
 
 
 def format_duration(seconds: float | None) -> str:
@@ -40,11 +41,18 @@ def format_duration(seconds: float | None) -> str:
 
 def dataset_names(trained_on: str) -> str:
     """Return `data.train` with paths reduced to their last part, such as `a + 2 * b`."""
-    return format_mixture([(path.rstrip("/").rpartition("/")[2], weight) for path, weight in parse_mixture(trained_on)])
+    return format_mixture(
+        [
+            (path.rstrip("/").rpartition("/")[2], weight)
+            for path, weight in parse_mixture(trained_on)
+        ]
+    )
 
 
 def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
-    """Return (name, value, note) of the measured recall or perplexity, loss, speed, data wait, memory, duration."""
+    """Return (name, value, note) of the measured recall or perplexity, loss, speed, data wait,
+    memory, duration.
+    """
     scores, figures = run.newest("evaluate/"), []
     for direction in DIRECTIONS:
         if f"recall_at_1/{direction}" in scores:
@@ -56,7 +64,9 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         note = f"{scores['token_accuracy']:.1%} of next tokens predicted correctly"
         figures.append(("Perplexity", format_number(scores["perplexity"]), note))
     if losses := run.values("train/loss"):
-        figures.append(("Loss", format_number(losses[-1]), f"{format_number(losses[0])} at the start"))
+        figures.append(
+            ("Loss", format_number(losses[-1]), f"{format_number(losses[0])} at the start")
+        )
     if rates := run.values("throughput/samples_per_s"):
         note = f"from {min(rates):,.0f} to {max(rates):,.0f}"
         figures.append(("Samples/s, median", format_number(median(rates), 0), note))
@@ -64,7 +74,11 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         figures.append(("Data wait, median", f"{median(waits):.1%}", "of a step's time"))
     if peaks := run.values("memory/peak_gib"):
         total_gib = run.result.get("all_processes_peak_gib")
-        note = "of a worker" if total_gib is None else f"of a worker; all processes {total_gib:.2f} GiB"
+        note = (
+            "of a worker"
+            if total_gib is None
+            else (f"of a worker; all processes {total_gib:.2f} GiB")
+        )
         figures.append(("Peak memory", f"{max(peaks):.2f} GiB", note))
     if "elapsed_s" in run.result:
         steps = f"{run.lines[-1]['step']:,} steps" if run.lines else ""
@@ -73,9 +87,13 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the memory of a worker by component and its peak in GiB; empty without a memory breakdown."""
+    """Return the memory of a worker by component and its peak in GiB; empty without a memory
+    breakdown.
+    """
     memory = run.newest("memory/")
-    rows = [(name, f"{memory[f'{name}_gib']:.3f}") for name in MEMORY_PARTS if f"{name}_gib" in memory]
+    rows = [
+        (name, f"{memory[f'{name}_gib']:.3f}") for name in MEMORY_PARTS if f"{name}_gib" in memory
+    ]
     peaks = run.values("memory/peak_gib")
     return [*rows, ("peak", f"{max(peaks):.3f}")] if rows and peaks else rows
 
@@ -85,7 +103,11 @@ def eval_summary(run: RunRecord) -> list[tuple[str, str]]:
     scores, spent_s = run.newest("evaluate/"), run.values("time/evaluate_s")
     if not scores:
         return []
-    at = next(line["step"] for line in reversed(run.lines) if any(name.startswith("evaluate/") for name in line))
+    at = next(
+        line["step"]
+        for line in reversed(run.lines)
+        if any(name.startswith("evaluate/") for name in line)
+    )
     facts = [("step", format_number(at, 0)), *non_retrieval_metrics(scores)]
     facts.append(("evaluations", format_number(len(spent_s), 0)))
     return [*facts, ("time per evaluation", f"{median(spent_s):.1f} s")] if spent_s else facts
@@ -94,29 +116,75 @@ def eval_summary(run: RunRecord) -> list[tuple[str, str]]:
 def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
     """Return (kind, sentence) of failures (`bad`) and warnings (`note`)."""
     nan, result = sum(value is None for value in run.series("train/loss")[1]), run.result
-    skipped, waits = max(run.values("train/skipped_steps"), default=0), run.values("time/data_wait_share")
+    skipped, waits = (
+        max(run.values("train/skipped_steps"), default=0),
+        run.values("time/data_wait_share"),
+    )
     restarts, wasted = result.get("restarts") or 0, result.get("wasted_steps") or 0
-    causes = f"{result.get('resizes') or 0:,} to add workers, {result.get('preemptions') or 0:,} for node preemptions"
+    causes = (
+        f"{result.get('resizes') or 0:,} to add workers, {result.get('preemptions') or 0:,} "
+        "for node preemptions"
+    )
     bad, data_wait = run.newest("evaluate/").get("bad_rows") or 0, median(waits or [0.0])
     waits_often = data_wait > DATA_WAIT_WARNING
     rules = (
-        (run.status == "failed", "bad", f"The run failed: {result.get('error', 'no reason was recorded')}"),
-        (run.status == "stopped", "note", "The run was stopped; run the same command to resume it."),
-        (run.status == "unfinished", "note", "The run has no result yet: it is still running or was killed."),
-        (nan, "bad", f"The loss was not a number at {nan:,} of {len(run.lines):,} logged steps (gaps in the curve)."),
-        (skipped, "bad", f"{skipped:,.0f} steps were skipped because their gradient was not finite."),
-        (restarts, "note", f"Workers were restarted {restarts:,} times ({causes}); {wasted:,} steps were repeated."),
-        (bad, "note", f"{bad:,.0f} held-out rows could not be read and were left out of the scores."),
-        (waits_often, "note", f"Data-bound: the workers waited for data {data_wait:.0%} of the time."),
+        (
+            run.status == "failed",
+            "bad",
+            f"The run failed: {result.get('error', 'no reason was recorded')}",
+        ),
+        (
+            run.status == "stopped",
+            "note",
+            "The run was stopped; run the same command to resume it.",
+        ),
+        (
+            run.status == "unfinished",
+            "note",
+            "The run has no result yet: it is still running or was killed.",
+        ),
+        (
+            nan,
+            "bad",
+            f"The loss was not a number at {nan:,} of {len(run.lines):,} logged steps "
+            "(gaps in the curve).",
+        ),
+        (
+            skipped,
+            "bad",
+            f"{skipped:,.0f} steps were skipped because their gradient was not finite.",
+        ),
+        (
+            restarts,
+            "note",
+            f"Workers were restarted {restarts:,} times ({causes}); {wasted:,} "
+            "steps were repeated.",
+        ),
+        (
+            bad,
+            "note",
+            f"{bad:,.0f} held-out rows could not be read and were left out of the scores.",
+        ),
+        (
+            waits_often,
+            "note",
+            f"Data-bound: the workers waited for data {data_wait:.0%} of the time.",
+        ),
     )
     return [(kind, sentence) for shown, kind, sentence in rules if shown]
 
 
 def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
     """Return name, value and recipe value of all settings."""
-    recipe = flatten(RECIPES.get(str(config.get("recipe")), Config)().model_dump(mode="json", by_alias=True))
+    recipe = flatten(
+        RECIPES.get(str(config.get("recipe")), Config)().model_dump(mode="json", by_alias=True)
+    )
     return [
-        {"name": name, "value": format_setting(value), "recipe": format_setting(recipe[name]) if name in recipe else ""}
+        {
+            "name": name,
+            "value": format_setting(value),
+            "recipe": format_setting(recipe[name]) if name in recipe else "",
+        }
         for name, value in flatten(config).items()
     ]
 
@@ -125,13 +193,17 @@ MAX_LEAK_LINES = 100_000  # lines of leaks.jsonl
 
 
 def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
-    """Return the rows quarantined in training and by prepare of `data`, a mixture, and each set's contamination."""
+    """Return the rows quarantined in training and by prepare of `data`, a mixture, and each set's
+    contamination.
+    """
     given = [to_path(address) for address, _ in parse_mixture(data)] if data else []
     folders = [folder for folder in given if _is_readable(folder / MANIFEST)]
     manifests = [read_json(folder / MANIFEST) for folder in folders]
     reasons: Counter[str] = Counter()
     examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for entry in chain.from_iterable(read_lines(folder / QUARANTINE) for folder in (run_folder, *folders)):
+    for entry in chain.from_iterable(
+        read_lines(folder / QUARANTINE) for folder in (run_folder, *folders)
+    ):
         reason = "in training" if entry.get("stage") == "train" else str(entry.get("reason") or "")
         reasons[reason] += 1
         if len(examples[reason]) < MAX_EXAMPLES:  # there may be millions
@@ -145,14 +217,24 @@ def quarantine_summary(run_folder: AnyPath, data: str | None) -> dict[str, Any]:
             lines = islice(read_lines(folder / LEAKS), MAX_LEAK_LINES)
             pairs = islice((line for line in lines if line.get("thumbnails")), MAX_EXAMPLES)
             checks.append({"set": folder.name, **summary, "pairs": list(pairs)})
-    num_read, num_in_training = sum(each.get("num_read") or 0 for each in manifests), reasons.get("in training", 0)
-    counts = {"num_read": num_read, "num_in_training": num_in_training, "num_rows": reasons.total() - num_in_training}
+    num_read, num_in_training = (
+        sum(each.get("num_read") or 0 for each in manifests),
+        reasons.get("in training", 0),
+    )
+    counts = {
+        "num_read": num_read,
+        "num_in_training": num_in_training,
+        "num_rows": reasons.total() - num_in_training,
+    }
     counts |= {"reasons": reasons.most_common(), "shown": shown, "contamination": checks}
     return counts | {"unread": [folder.name for folder in given if folder not in folders]}
 
 
 def _is_readable(file: AnyPath) -> bool:
-    """Return whether a file exists; False without access, as for a run that was copied from a cluster."""
+    """Return whether a file exists;
+
+    False without access, as for a run that was copied from a cluster.
+    """
     try:
         return file.is_file()
     except OSError:

@@ -1,4 +1,6 @@
-"""Read a sweep folder: trials, their table, ranks within each global batch, and the cells of heat maps."""
+"""Read a sweep folder: trials, their table, ranks within each global batch, and the cells of heat
+maps.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from mmray.storage.paths import AnyPath
 
 SWEEP, TRIALS = "sweep.json", "trials.jsonl"
 BATCH_SETTINGS = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")
-STATUS_LABELS = {"out_of_memory": "out of<br>memory", "finished": "not<br>measured"}  # of others: the status
+# of others: the status
+STATUS_LABELS = {"out_of_memory": "out of<br>memory", "finished": "not<br>measured"}
 
 
 class Goal(NamedTuple):
@@ -67,7 +70,8 @@ COLUMNS = (
     Column("peak_gib", "peak GiB", 2),
     Column("loss", "training loss", 3),
 )
-SPEED_DETAILS = ("samples_per_s_min", "samples_per_s_max", "step_p50_s")  # not shown for goals that depend on learning
+# not shown for goals that depend on learning
+SPEED_DETAILS = ("samples_per_s_min", "samples_per_s_max", "step_p50_s")
 
 
 class Probe(NamedTuple):
@@ -82,7 +86,9 @@ class Probe(NamedTuple):
 
 
 class HeatMap(NamedTuple):
-    """The best trial of each (micro-batch, row of the map), with titles of the map and of its rows."""
+    """The best trial of each (micro-batch, row of the map), with titles of the map and of its
+    rows.
+    """
 
     title: str
     axis: str
@@ -108,7 +114,9 @@ class TrialRecord:
     @property
     def shape(self) -> str:
         """Format as `micro × accumulation × workers`."""
-        return " × ".join(str(self.values.get(name, "?")) for name in ("micro", "accumulation", "workers"))
+        return " × ".join(
+            str(self.values.get(name, "?")) for name in ("micro", "accumulation", "workers")
+        )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -118,7 +126,9 @@ class TrialRecord:
     @property
     def others(self) -> str:
         """The searched settings that are not of the batch."""
-        return _format_settings({name: self.settings[name] for name in self.settings if name not in BATCH_SETTINGS})
+        return _format_settings(
+            {name: self.settings[name] for name in self.settings if name not in BATCH_SETTINGS}
+        )
 
     @property
     def rung_values(self) -> list[float]:
@@ -130,10 +140,18 @@ class TrialRecord:
         value = self.measured(name)
         if value is None:
             return STATUS_LABELS.get(self.status, self.status)
-        text = f"<b>{format_compact(value)}</b>" if self.status == "finished" else f"≈ {format_compact(value)}"
+        text = (
+            f"<b>{format_compact(value)}</b>"
+            if self.status == "finished"
+            else f"≈ {format_compact(value)}"
+        )
         text = f"★ {text}" if best is not None and self.name == best.name else text
         predicted = self.value(f"predicted_{name}")
-        return f"{text}<br>≈ {format_compact(predicted)}" if predicted and self.status == "finished" else text
+        return (
+            (f"{text}<br>≈ {format_compact(predicted)}")
+            if predicted and self.status == "finished"
+            else text
+        )
 
 
 @dataclass(frozen=True)
@@ -147,9 +165,13 @@ class SweepRecord:
     @classmethod
     def read(cls, folder: AnyPath) -> SweepRecord:
         """Read the sweep in `folder`; the last row of each trial is used."""
-        lines = {str(line["trial"]): line for line in read_lines(folder / TRIALS) if "trial" in line}
+        lines = {
+            str(line["trial"]): line for line in read_lines(folder / TRIALS) if "trial" in line
+        }
         trials = {
-            name: TrialRecord(name, str(line.get("status", "")), line, page=_report_link(folder, line.get("run")))
+            name: TrialRecord(
+                name, str(line.get("status", "")), line, page=_report_link(folder, line.get("run"))
+            )
             for name, line in lines.items()
         }
         sweep = cls(folder, read_json(folder / SWEEP), list(trials.values()))
@@ -177,9 +199,17 @@ class SweepRecord:
     @property
     def columns(self) -> list[Column]:
         """The searched settings, and the columns of which some trial has a value."""
-        names = dict.fromkeys(name for trial in self.trials for name in trial.settings if name not in BATCH_SETTINGS)
-        shown = [column for column in COLUMNS if not (self.is_learning and column.field in SPEED_DETAILS)]
-        shown = [column for column in shown if any(trial.value(column.field) is not None for trial in self.trials)]
+        names = dict.fromkeys(
+            name for trial in self.trials for name in trial.settings if name not in BATCH_SETTINGS
+        )
+        shown = [
+            column for column in COLUMNS if not (self.is_learning and column.field in SPEED_DETAILS)
+        ]
+        shown = [
+            column
+            for column in shown
+            if any(trial.value(column.field) is not None for trial in self.trials)
+        ]
         return [*(Column(name, name) for name in names), *shown]
 
     @property
@@ -189,7 +219,9 @@ class SweepRecord:
         def key(trial: TrialRecord) -> tuple[float, ...]:
             if not self.is_learning:
                 return (trial.value("global") or 0, *self.sort_key(trial))
-            return -len(trial.rung_values), sum(trial.rung_values[-1:]) * (-1 if self.goal.maximize else 1)
+            return -len(trial.rung_values), sum(trial.rung_values[-1:]) * (
+                -1 if self.goal.maximize else 1
+            )
 
         return sorted(self.trials, key=key)
 
@@ -213,8 +245,14 @@ class SweepRecord:
     @property
     def best_per_global_batch(self) -> list[tuple[str, TrialRecord]]:
         """Return (global batch, its best trial) in ascending order of the batch."""
-        trials = [(size, self.trial(name)) for size, name in (self.recommendation.get("per_global") or {}).items()]
-        return sorted(((size, trial) for size, trial in trials if trial), key=lambda item: (len(item[0]), item[0]))
+        trials = [
+            (size, self.trial(name))
+            for size, name in (self.recommendation.get("per_global") or {}).items()
+        ]
+        return sorted(
+            ((size, trial) for size, trial in trials if trial),
+            key=lambda item: (len(item[0]), item[0]),
+        )
 
     @property
     def counts(self) -> str:
@@ -229,12 +267,16 @@ class SweepRecord:
 
     @property
     def noise_sentence(self) -> str:
-        """Sentence on the global batch for the gradient noise of the best trial; empty if it was not measured."""
+        """Sentence on the global batch for the gradient noise of the best trial; empty if it was
+        not measured.
+        """
         if self.best is None or not (rows := self.best.value("noise_scale")):
             return ""
         return (
-            f"The gradient noise scale of {self.best.name} is {rows:,.0f} rows: global batches up to about that size "
-            f"save steps, larger ones hardly do. {self.best.name} trains {self.best.values['global']:,} rows per step."
+            f"The gradient noise scale of {self.best.name} is {rows:,.0f} rows: global batches up "
+            "to about that size "
+            f"save steps, larger ones hardly do. {self.best.name} trains "
+            f"{self.best.values['global']:,} rows per step."
         )
 
     @property
@@ -278,11 +320,13 @@ class SweepRecord:
     def heat_maps(self) -> list[HeatMap]:
         """Return the heat maps of more than one cell.
 
-        Rows are accumulation, which trials search; of a probe, where it follows from the global batch, they are the
-        global batch and the workers.
+        Rows are accumulation, which trials search; of a probe, where it follows from the global
+        batch, they are the global batch and the workers.
         """
         names = ["global", "workers"] if self.is_probe else ["accumulation"]
-        varying = [name for name in names if len({trial.value(name) for trial in self.trials}) > 1] or names[:1]
+        varying = [
+            name for name in names if len({trial.value(name) for trial in self.trials}) > 1
+        ] or names[:1]
         axis = ", ".join({"global": "global batch"}.get(name, name) for name in varying)
         maps: dict[str, HeatMap] = {}
         for trial in sorted(self.trials, key=self.sort_key):
@@ -290,7 +334,9 @@ class SweepRecord:
             if isinstance(micro, int) and all(isinstance(value, int) for value in row):
                 workers = "" if self.is_probe else f"workers {trial.values.get('workers')}"
                 title = ", ".join(filter(None, [self.goal.title, workers, trial.others]))
-                maps.setdefault(title, HeatMap(title, axis, {})).cells.setdefault((micro, tuple(row)), trial)
+                maps.setdefault(title, HeatMap(title, axis, {})).cells.setdefault(
+                    (micro, tuple(row)), trial
+                )
         return [heat_map for heat_map in maps.values() if len(heat_map.cells) > 1]
 
 
@@ -301,4 +347,8 @@ def _format_settings(settings: dict[str, Any]) -> str:
 def _report_link(folder: AnyPath, run: Any) -> str | None:
     """Return the relative path of a trial's report if it is inside the sweep folder."""
     page = f"{run}/report.html"
-    return page if run and ".." not in page and not page.startswith("/") and (folder / page).is_file() else None
+    return (
+        page
+        if run and ".." not in page and not page.startswith("/") and (folder / page).is_file()
+        else None
+    )

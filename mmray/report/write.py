@@ -1,4 +1,6 @@
-"""Write report.html, a page about a run or a sweep with Plotly's JavaScript inside, so that it works offline."""
+"""Write report.html, a page about a run or a sweep with Plotly's JavaScript inside, so that it
+works offline.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
-    """Write the report of the run or sweep in `folder` to `out`; return its path. Raises UsageError."""
+    """Write the report of the run or sweep in `folder` to `out`; return its path.
+
+    Raises UsageError.
+    """
     folder, out = folder.expanduser().resolve(), (out or folder / REPORT).expanduser()
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
@@ -38,7 +43,9 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
         sweep = SweepRecord.read(folder)
         found, explanation = rank_settings(sweep)
         parts = sweep_figures(sweep, found)
-        page = _render("sweep.html", sweep=sweep, title=folder.name, parts=parts, explanation=explanation)
+        page = _render(
+            "sweep.html", sweep=sweep, title=folder.name, parts=parts, explanation=explanation
+        )
     elif (folder / "config.yaml").exists():
         try:
             run = RunRecord.read(folder)
@@ -60,11 +67,15 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
             settings=settings,
         )
     else:
-        raise UsageError(f"{folder} is neither a run (it has no config.yaml) nor a sweep (no {SWEEP})")
+        raise UsageError(
+            f"{folder} is neither a run (it has no config.yaml) nor a sweep (no {SWEEP})"
+        )
     try:
         write_atomic(out, page)
     except OSError as error:
-        raise UsageError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
+        raise UsageError(
+            f"cannot write {out}: {error.strerror or error}; choose another --out"
+        ) from error
     return out
 
 
@@ -76,7 +87,11 @@ def _render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {"duration": summary.format_duration, "number": format_number, "set_names": summary.dataset_names}
+    filters = {
+        "duration": summary.format_duration,
+        "number": format_number,
+        "set_names": summary.dataset_names,
+    }
     environment.filters |= filters
     values["now"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     for kind in ("css", "js"):
@@ -95,4 +110,6 @@ def write_report_safely(folder: AnyPath, note: Callable[[str, str], None]) -> No
     try:
         note(str(write_report(folder)), "report")
     except Exception as error:  # noqa: BLE001 - a report failure must not fail a finished run
-        note(f"not written ({type(error).__name__}: {error}); try `mmray report {folder}`", "report")
+        note(
+            f"not written ({type(error).__name__}: {error}); try `mmray report {folder}`", "report"
+        )

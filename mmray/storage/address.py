@@ -1,4 +1,6 @@
-"""Checks of addresses (paths or URIs of storages) for credentials, and which URLs of images may be fetched."""
+"""Checks of addresses (paths or URIs of storages) for credentials, and which URLs of images may be
+fetched.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 
 _CREDENTIALS = re.compile(r"://[^/?]*@|[?&](access_key|secret_key|session_token)=", re.IGNORECASE)
 _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
-# The last label must start with a letter, because 127.0.0.1, 0x7f.1 and 2130706433 are all numeric addresses.
+# The last label must start with a letter, because 127.0.0.1, 0x7f.1 and 2130706433 are all numeric
+# addresses.
 _HOST = re.compile(rf"((?:{_LABEL}\.)*(?=[a-z]){_LABEL})(?::([0-9]{{1,5}}))?")
 _HTTPS_PORT = 443
 _UNICAST, _NAT64 = IPv6Network("2000::/3"), IPv6Network("64:ff9b::/96")
@@ -20,7 +23,8 @@ def has_credentials(address: str) -> bool:
 
 
 CREDENTIALS_REFUSED = (
-    "an address must not contain credentials, because it is written to config.yaml, manifests and logs. Set "
+    "an address must not contain credentials, because it is written to config.yaml, manifests and "
+    "logs. Set "
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment."
 )
 
@@ -36,16 +40,23 @@ def redact_url(url: str) -> str:
 
 
 def parse_host(name: str) -> str:
-    """Normalize `host` or `host:port`. Raises ValueError for numeric addresses, schemes, paths and logins."""
+    """Normalize `host` or `host:port`.
+
+    Raises ValueError for numeric addresses, schemes, paths and logins.
+    """
     match = _HOST.fullmatch(name.lower())
     port = int(match[2] or _HTTPS_PORT) if match else 0
     if not match or len(match[1]) > 253 or not 1 <= port <= 65535:
-        raise ValueError(f"must be a host name, such as images.example.org or host:8443 (got {name[:100]!r})")
+        raise ValueError(
+            f"must be a host name, such as images.example.org or host:8443 (got {name[:100]!r})"
+        )
     return match[1] if port == _HTTPS_PORT else f"{match[1]}:{port}"
 
 
 def rejection_reason(url: str, hosts: Collection[str]) -> str:
-    """Return why a URL must not be fetched and which setting would allow it; empty if it may be fetched."""
+    """Return why a URL must not be fetched and which setting would allow it; empty if it may be
+    fetched.
+    """
     scheme, _, rest = url.partition("://")
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     if scheme.lower() != "https":
@@ -56,11 +67,17 @@ def rejection_reason(url: str, hosts: Collection[str]) -> str:
         host = parse_host(authority)
     except ValueError:
         return "it has no valid host name (numeric addresses are never fetched)"
-    return "" if host in hosts else f"its host is not allowed; prepare.allow_urls (--allow-urls {host}) would allow it"
+    return (
+        ""
+        if host in hosts
+        else (f"its host is not allowed; prepare.allow_urls (--allow-urls {host}) would allow it")
+    )
 
 
 def is_public_ip(text: str) -> bool:
-    """Return whether an IP address, or the IPv4 address embedded in it, is on the public internet."""
+    """Return whether an IP address, or the IPv4 address embedded in it, is on the public
+    internet.
+    """
     try:
         ip = ip_address(text)
     except ValueError:

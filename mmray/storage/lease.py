@@ -1,9 +1,10 @@
 """A lease on a directory: one writer at a time, even if a writer that was considered dead resumes.
 
-The file `lease/N` has the fencing token N, which grows with every take-over and attempt; a writer that finds a higher
-number stops (Kleppmann 2017, chapter 8). On disks N is claimed by exclusive create. pyarrow has no conditional put:
-on an object store each contender writes `lease/N-UUID`, and owns N if a listing has no other object of N or more.
-No clocks are compared: an owner on another machine is dead if its file does not change for `stale_after_s`.
+The file `lease/N` has the fencing token N, which grows with every take-over and attempt; a writer
+that finds a higher number stops (Kleppmann 2017, chapter 8). On disks N is claimed by exclusive
+create. pyarrow has no conditional put: on an object store each contender writes `lease/N-UUID`, and
+owns N if a listing has no other object of N or more. No clocks are compared: an owner on another
+machine is dead if its file does not change for `stale_after_s`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ MAX_PAUSE_S = 1.0  # before a contender on an object store retries
 
 
 class Lease:
-    """The right to write into `directory`, renewed by a thread; `activity` and `advice` are for error messages."""
+    """The right to write into `directory`, renewed by a thread;
+
+    `activity` and `advice` are for error messages.
+    """
 
     def __init__(
         self,
@@ -56,20 +60,29 @@ class Lease:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is not None and issubclass(error_type, ForceExit):
-            self._released.set()  # at once, without the storage, which may not answer; the lease expires
+            # at once, without the storage, which may not answer; the lease expires
+            self._released.set()
         else:
             self.release()
 
     def acquire(self) -> int:
-        """Acquire the lease and return the fencing token. Raises UsageError if it is held or not writable."""
+        """Acquire the lease and return the fencing token.
+
+        Raises UsageError if it is held or not writable.
+        """
         try:
             while not self.fencing_token:
                 newest, file = _newest_claim(self._folder)
                 if file is not None and self._is_held(file):
                     owner = _read_owner(file) or {}
-                    who = f"process {owner['pid']} on {owner['host']}" if "pid" in owner else "another process"
+                    who = (
+                        (f"process {owner['pid']} on {owner['host']}")
+                        if "pid" in owner
+                        else "another process"
+                    )
                     raise UsageError(
-                        f"{self._directory} is {self._activity} by {who}. Wait until it ends, stop it, or "
+                        f"{self._directory} is {self._activity} by {who}. Wait until it ends, stop "
+                        "it, or "
                         f"{self._advice}. If it is killed, the same command takes over."
                     )
                 if self._claim(newest + 1):
@@ -79,7 +92,8 @@ class Lease:
                     file.unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(
-                f"Cannot write the lease {self._folder}: {error.strerror or error}. Make the folder writable, free "
+                f"Cannot write the lease {self._folder}: {error.strerror or error}. Make the "
+                "folder writable, free "
                 f"disk space, or {self._advice}."
             ) from error
         self._released.clear()
@@ -88,7 +102,10 @@ class Lease:
         return self.fencing_token
 
     def claim_next_token(self) -> int:
-        """Claim the next token, so that earlier workers cannot write. Raises TrainingError if lost, StorageError."""
+        """Claim the next token, so that earlier workers cannot write.
+
+        Raises TrainingError if lost, StorageError.
+        """
         before = self.fencing_token
         try:
             while not self._claim(before + 1):
@@ -100,7 +117,9 @@ class Lease:
         return self.fencing_token
 
     def check(self) -> None:
-        """Raise TrainingError if another process has taken over the lease, OSError if the storage fails."""
+        """Raise TrainingError if another process has taken over the lease, OSError if the storage
+        fails.
+        """
         check_fencing_token(self._directory, self.fencing_token)
 
     def release(self) -> None:
@@ -113,7 +132,8 @@ class Lease:
         file, self.fencing_token = self._file(self.fencing_token), 0
         with suppress(OSError):  # an unreleased lease expires; the error of the run matters more
             if file.exists():
-                write_atomic(file, json.dumps({"released": True}))  # kept: the next fencing token must be higher
+                # kept: the next fencing token must be higher
+                write_atomic(file, json.dumps({"released": True}))
 
     def _file(self, fencing_token: int) -> AnyPath:
         """Return the file of a claim of this process."""
@@ -122,7 +142,12 @@ class Lease:
     def _claim(self, fencing_token: int) -> bool:
         """Try to become the only owner of a fencing token. Raises OSError."""
         file, pid = self._file(fencing_token), os.getpid()
-        owner = {"host": socket.gethostname(), "pid": pid, "machine": _machine_id(), "process": _start_time(pid)}
+        owner = {
+            "host": socket.gethostname(),
+            "pid": pid,
+            "machine": _machine_id(),
+            "process": _start_time(pid),
+        }
         if isinstance(file, Path):
             file.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -144,14 +169,21 @@ class Lease:
         return False
 
     def _is_held(self, file: AnyPath) -> bool:
-        """Return whether the owner of a claim is alive; waits for heartbeats of an owner on another machine."""
+        """Return whether the owner of a claim is alive; waits for heartbeats of an owner on another
+        machine.
+        """
         last_heartbeat_s, owner = _modified_s(file), _read_owner(file)
         if owner is None or owner.get("released"):
             return False
         if (alive := _is_alive_here(owner)) is not None:
             return alive
         who = f"process {owner.get('pid')} on {owner.get('host')}"
-        _log.warning("%s: waiting up to %g s for a heartbeat of %s", self._directory, self._stale_after_s, who)
+        _log.warning(
+            "%s: waiting up to %g s for a heartbeat of %s",
+            self._directory,
+            self._stale_after_s,
+            who,
+        )
         deadline = time.monotonic() + self._stale_after_s
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._heartbeat_s / 4))
@@ -160,7 +192,9 @@ class Lease:
         return False
 
     def _renew(self) -> None:
-        """Write heartbeats until the lease is released or lost; a failed write is retried at the next heartbeat."""
+        """Write heartbeats until the lease is released or lost; a failed write is retried at the
+        next heartbeat.
+        """
         while not self._released.wait(self._heartbeat_s):
             fencing_token = self.fencing_token
             try:
@@ -176,24 +210,30 @@ class Lease:
         file = self._file(fencing_token)
         if isinstance(file, Path):
             with file.open("r+b") as stream:
-                stream.write(b"{")  # unlike utime, a write reaches the server of every network mount
+                # unlike utime, a write reaches the server of every network mount
+                stream.write(b"{")
         else:
             file.write_bytes(file.read_bytes())
 
 
 def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
-    """Raise TrainingError if the lease with this fencing token was taken over, OSError if the storage fails."""
+    """Raise TrainingError if the lease with this fencing token was taken over, OSError if the
+    storage fails.
+    """
     fencing_tokens = [number for number, _ in _claims(directory / FOLDER)]
     newest = max(fencing_tokens, default=0)
     if newest > fencing_token or fencing_token not in fencing_tokens:
         raise TrainingError(
-            f"{directory} was taken over by another process or a later attempt (fencing token {newest}, this "
-            f"process has {fencing_token}). It stops writing; nothing is lost. Give each run and set its own folder."
+            f"{directory} was taken over by another process or a later attempt (fencing token "
+            f"{newest}, this "
+            f"process has {fencing_token}). It stops writing; nothing is lost. Give each run and "
+            "set its own folder."
         )
 
 
 def is_live(directory: AnyPath, stale_after_s: float = STALE_AFTER_S) -> bool:
-    """Return whether a process holds the lease, without waiting: on another machine, by the age of its heartbeat.
+    """Return whether a process holds the lease, without waiting: on another machine, by the age of
+    its heartbeat.
 
     The age is by the clock of this machine, so use it for display only.
     """
@@ -213,16 +253,23 @@ def _newest_claim(folder: AnyPath) -> tuple[int, AnyPath | None]:
 def _claims(folder: AnyPath) -> list[tuple[int, AnyPath]]:
     """Return (fencing token, file) of all claims."""
     try:
-        return [(int(number), file) for file in folder.iterdir() if (number := file.name.partition("-")[0]).isdecimal()]
+        return [
+            (int(number), file)
+            for file in folder.iterdir()
+            if (number := file.name.partition("-")[0]).isdecimal()
+        ]
     except FileNotFoundError:
         return []
 
 
 def _modified_s(file: AnyPath) -> float:
-    """Return the time of the last heartbeat by the clock of the storage; -1 if the claim was deleted."""
+    """Return the time of the last heartbeat by the clock of the storage; -1 if the claim was
+    deleted.
+    """
     try:
         if isinstance(file, Path):
-            with file.open("rb") as stream:  # opening makes a network mount revalidate its attributes
+            # opening makes a network mount revalidate its attributes
+            with file.open("rb") as stream:
                 return os.fstat(stream.fileno()).st_mtime
         return file.stat().st_mtime
     except FileNotFoundError:
@@ -241,7 +288,9 @@ def _read_owner(file: AnyPath) -> dict[str, Any] | None:
 
 
 def _machine_id() -> str:
-    """Return an id of this boot and PID namespace (each container has one); without /proc, of machine and boot."""
+    """Return an id of this boot and PID namespace (each container has one); without /proc, of
+    machine and boot.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -250,7 +299,10 @@ def _machine_id() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the start time of a process, which a later process of the same PID does not have; None if it is dead."""
+    """Return the start time of a process, which a later process of the same PID does not have;
+
+    None if it is dead.
+    """
     if not Path("/proc/self/stat").exists():  # macOS
         with suppress(psutil.Error):
             return str(psutil.Process(pid).create_time())
@@ -259,7 +311,8 @@ def _start_time(pid: int) -> str | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None  # the process is dead
-    return None if fields[0] == "Z" else fields[19]  # proc(5): field 3 (state) first; field 22 is the start time
+    # proc(5): field 3 (state) first; field 22 is the start time
+    return None if fields[0] == "Z" else fields[19]
 
 
 def _is_alive_here(owner: dict[str, Any]) -> bool | None:

@@ -73,7 +73,9 @@ class RemotePath:
         info = self._info()
         if info.type != fs.FileType.File:
             raise FileNotFoundError(f"{self} does not exist")
-        return SimpleNamespace(st_size=info.size, st_mtime=info.mtime.timestamp() if info.mtime else 0.0)
+        return SimpleNamespace(
+            st_size=info.size, st_mtime=info.mtime.timestamp() if info.mtime else 0.0
+        )
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield entries sorted by name. Raises FileNotFoundError if there are none."""
@@ -95,7 +97,11 @@ class RemotePath:
 
     def open(self, mode: str) -> Any:
         """Open the object, `rb` or `wb`, as a context manager."""
-        return self.storage.open(self.relative) if mode == "rb" else self.storage.open_output(self.relative)
+        return (
+            self.storage.open(self.relative)
+            if mode == "rb"
+            else self.storage.open_output(self.relative)
+        )
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing, because stores have no folders."""
@@ -115,7 +121,9 @@ AnyPath = Path | RemotePath
 
 
 def copy_file(source: AnyPath, target: AnyPath) -> None:
-    """Copy with retries, as streams: pyarrow's copy_files drops the last error, and S3's copies are limited to 5 GB."""
+    """Copy with retries, as streams: pyarrow's copy_files drops the last error, and S3's copies are
+    limited to 5 GB.
+    """
 
     def copy() -> None:
         with source.open("rb") as reader, target.open("wb") as writer:
@@ -125,7 +133,9 @@ def copy_file(source: AnyPath, target: AnyPath) -> None:
 
 
 def to_path(address: str | AnyPath) -> AnyPath:
-    """Convert user input to a path: absolute if local (`file://` too), a RemotePath for s3://bucket/prefix."""
+    """Convert user input to a path: absolute if local (`file://` too), a RemotePath for
+    s3://bucket/prefix.
+    """
     if isinstance(address, RemotePath):
         return address
     storage = Storage(str(address))
@@ -165,7 +175,9 @@ def local_copy(path: AnyPath) -> Iterator[Path]:
 
 @contextmanager
 def staged_upload(path: AnyPath, names: Sequence[str]) -> Iterator[Path]:
-    """Yield a local folder for the files `names`; on an object store the last is uploaded after all others."""
+    """Yield a local folder for the files `names`; on an object store the last is uploaded after all
+    others.
+    """
     if not isinstance(path, RemotePath):
         path.mkdir(parents=True, exist_ok=True)
         yield path
@@ -178,7 +190,9 @@ def staged_upload(path: AnyPath, names: Sequence[str]) -> Iterator[Path]:
         for name in first:
             size, expected = (path / name).stat().st_size, (folder / name).stat().st_size
             if size != expected:
-                raise OSError(f"{path / name} has {size:,} bytes after its upload, expected {expected:,}")
+                raise OSError(
+                    f"{path / name} has {size:,} bytes after its upload, expected {expected:,}"
+                )
         copy_file(folder / last, path / last)
 
 
@@ -194,7 +208,9 @@ def remove_tree(path: AnyPath) -> None:
 def move_tree(path: AnyPath, target: AnyPath) -> None:
     """Rename a folder of files, replacing `target`; on an object store by copying."""
     if isinstance(path, RemotePath) != isinstance(target, RemotePath):
-        raise ValueError(f"cannot move {path} to {target}: both must be on a disk or both on an object store")
+        raise ValueError(
+            f"cannot move {path} to {target}: both must be on a disk or both on an object store"
+        )
     remove_tree(target)
     if isinstance(path, RemotePath) and isinstance(target, RemotePath):
         for file in path.iterdir():
@@ -205,21 +221,31 @@ def move_tree(path: AnyPath, target: AnyPath) -> None:
 
 
 def append_line(path: AnyPath, line: bytes) -> None:
-    """Append a line to a file with several writers; on an object store as an object until they are merged."""
+    """Append a line to a file with several writers; on an object store as an object until they are
+    merged.
+    """
     if isinstance(path, RemotePath):
-        (_line_folder(path) / f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}").write_bytes(line + b"\n")
+        (_line_folder(path) / f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}").write_bytes(
+            line + b"\n"
+        )
     else:
         with path.open("ab") as file:
             file.write(line + b"\n")
 
 
 def merge_appended_lines(path: AnyPath) -> None:
-    """Merge the objects that `append_line` wrote on a store into the file; call it from one process only."""
+    """Merge the objects that `append_line` wrote on a store into the file; call it from one process
+    only.
+    """
     if not isinstance(path, RemotePath) or not _line_folder(path).is_dir():
         return
     before = path.read_bytes() if path.exists() else b""
-    lines, known = [each.read_bytes() for each in _line_folder(path).iterdir()], set(before.splitlines(keepends=True))
-    path.write_bytes(before + b"".join(line for line in lines if line not in known))  # known: from a failed deletion
+    lines, known = (
+        [each.read_bytes() for each in _line_folder(path).iterdir()],
+        set(before.splitlines(keepends=True)),
+    )
+    # known: from a failed deletion
+    path.write_bytes(before + b"".join(line for line in lines if line not in known))
     remove_tree(_line_folder(path))
 
 

@@ -1,4 +1,6 @@
-"""Files in a folder of a local disk or an object store (pyarrow.fs), by relative name; local writes are atomic."""
+"""Files in a folder of a local disk or an object store (pyarrow.fs), by relative name; local writes
+are atomic.
+"""
 
 from __future__ import annotations
 
@@ -39,27 +41,36 @@ MAX_OPEN_OBJECTS = 4096  # of a RangeReader; uses no file descriptors, but openi
 
 @dataclass(frozen=True)
 class Storage:
-    """A folder: a local path, or a URI whose scheme is in SCHEMES. Raises UsageError for another address."""
+    """A folder: a local path, or a URI whose scheme is in SCHEMES.
+
+    Raises UsageError for another address.
+    """
 
     address: str
 
     def __post_init__(self) -> None:
         if has_credentials(self.address):
-            raise UsageError(f"{self.address.partition('?')[0].rpartition('@')[2]}: {CREDENTIALS_REFUSED}")
+            raise UsageError(
+                f"{self.address.partition('?')[0].rpartition('@')[2]}: {CREDENTIALS_REFUSED}"
+            )
         scheme, separator, _ = self.address.partition("://")
         if not separator:  # absolute, because another process may have another working directory
             path = os.path.expanduser(self.address)  # noqa: PTH111 - Path's raises for a file named ~x
             object.__setattr__(self, "address", str(Path(path).absolute()))
         elif scheme not in SCHEMES:  # the address may come from the manifest of somebody else's set
             raise UsageError(
-                f"{redact_url(self.address)} cannot be opened: use a local path or a URI with {', '.join(SCHEMES)}"
+                f"{redact_url(self.address)} cannot be opened: use a local path or a URI with "
+                f"{', '.join(SCHEMES)}"
             )
         elif scheme == "file":
             object.__setattr__(self, "address", open_filesystem(self.address)[1])
 
     @classmethod
     def split(cls, address: str) -> tuple[Storage, str]:
-        """Split a path into the folder and the file name; URI options (`?endpoint_override=`) stay with the folder."""
+        """Split a path into the folder and the file name;
+
+        URI options (`?endpoint_override=`) stay with the folder.
+        """
         head, separator, options = address.partition("?") if "://" in address else (address, "", "")
         folder, _, name = head.rpartition("/")
         if folder.endswith(":/"):  # a bucket without a path
@@ -100,7 +111,10 @@ class Storage:
         return info.size if info.type == fs.FileType.File else None
 
     def size_and_mtime(self, name: str) -> tuple[int | None, int | None]:
-        """Return size in bytes and mtime (ns); None for what the store does not have. Raises FileNotFoundError."""
+        """Return size in bytes and mtime (ns);
+
+        None for what the store does not have. Raises FileNotFoundError.
+        """
         info = self._info(name)
         if info.type != fs.FileType.File:
             raise FileNotFoundError(f"{self.address}/{name} does not exist")
@@ -116,7 +130,9 @@ class Storage:
         system, root = self.filesystem
         selector = fs.FileSelector(self.fs_path(folder), recursive=True)
         infos = with_retries(lambda: system.get_file_info(selector))
-        return sorted(info.path[len(root) :].lstrip("/") for info in infos if info.type == fs.FileType.File)
+        return sorted(
+            info.path[len(root) :].lstrip("/") for info in infos if info.type == fs.FileType.File
+        )
 
     def listdir(self, folder: str = "") -> list[str]:
         """Return the sorted names in a folder; empty if it does not exist."""
@@ -132,13 +148,18 @@ class Storage:
         self.retried(lambda: self.filesystem[0].create_dir(self.fs_path(folder), recursive=True))
 
     def open(self, name: str, mapped: bool = False) -> pa.NativeFile:
-        """Open for random access; memory-map only files that never change: truncating them kills readers."""
+        """Open for random access; memory-map only files that never change: truncating them kills
+        readers.
+        """
         if mapped and self.local_path is not None:
             return pa.memory_map(self.fs_path(name))
         return self.retried(lambda: self.filesystem[0].open_input_file(self.fs_path(name)))
 
     def open_retried(self, name: str, mapped: bool = False) -> pa.NativeFile:
-        """Open for sequential reads; on an object store each read is retried. Raises TransientStorageError."""
+        """Open for sequential reads; on an object store each read is retried.
+
+        Raises TransientStorageError.
+        """
         file = self.open(name, mapped)
         return file if self.local_path is not None else pa.PythonFile(_RetriedFile(file), mode="r")
 
@@ -153,7 +174,10 @@ class Storage:
 
     @contextmanager
     def open_output(self, name: str) -> Iterator[pa.NativeFile]:
-        """Open a file for writing; it appears if the block succeeds. On a store, an error also deletes the old one."""
+        """Open a file for writing; it appears if the block succeeds.
+
+        On a store, an error also deletes the old one.
+        """
         system, target = self.filesystem[0], self.fs_path(name)
         if isinstance(system, fs.LocalFileSystem):
             temporary = f"{target}.{uuid.uuid4().hex[:8]}{TEMP_SUFFIX}"
@@ -167,7 +191,8 @@ class Storage:
         stream = system.open_output_stream(target)
         try:
             yield stream
-        except BaseException:  # pyarrow cannot abort an upload: closing it writes the partial object, so delete that
+        except BaseException:
+            # pyarrow cannot abort an upload: closing it writes the partial object, so delete that
             with suppress(OSError):
                 stream.close()
                 system.delete_file(target)
@@ -193,14 +218,19 @@ class Storage:
 
 
 def open_filesystem(address: str) -> tuple[fs.FileSystem, str]:
-    """Return file system and path of the address of a Storage. Raises UsageError if it cannot be opened."""
+    """Return file system and path of the address of a Storage.
+
+    Raises UsageError if it cannot be opened.
+    """
     scheme, separator, rest = address.partition("://")
     if not separator:
         return fs.LocalFileSystem(), address
     path, separator, options = rest.partition("?")
     authority, slash, path = path.partition("/")
-    uri = f"{scheme}://{authority}{slash}{quote(path, safe='/%')}{separator}{options}"  # user input may contain spaces
-    if scheme == "s3" and "allow_delayed_open" not in uri:  # small objects in one request, no request for empty uploads
+    # user input may contain spaces
+    uri = f"{scheme}://{authority}{slash}{quote(path, safe='/%')}{separator}{options}"
+    # small objects in one request, no request for empty uploads
+    if scheme == "s3" and "allow_delayed_open" not in uri:
         uri += f"{'&' if separator else '?'}allow_delayed_open=true"
     try:
         system, root = fs.FileSystem.from_uri(uri)
@@ -210,7 +240,9 @@ def open_filesystem(address: str) -> tuple[fs.FileSystem, str]:
 
 
 def _walk(folder: str, prefix: str, parents: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield regular files below a folder; pyarrow's selector stops at the first name that is not UTF-8."""
+    """Yield regular files below a folder; pyarrow's selector stops at the first name that is not
+    UTF-8.
+    """
     real = os.path.realpath(folder)
     if real in parents:  # a cycle of links
         return
@@ -223,7 +255,10 @@ def _walk(folder: str, prefix: str, parents: tuple[str, ...] = ()) -> Iterator[s
 
 
 class TransientStorageError(OSError):
-    """A storage still fails after all retries, and may work later. It is not retried again by an outer call."""
+    """A storage still fails after all retries, and may work later.
+
+    It is not retried again by an outer call.
+    """
 
 
 def with_retries(call: Callable[[], T]) -> T:
@@ -234,11 +269,20 @@ def with_retries(call: Callable[[], T]) -> T:
 
     def is_transient(error: BaseException) -> bool:
         permanent = isinstance(error, FileNotFoundError | PermissionError | TransientStorageError)
-        return isinstance(error, OSError) and not permanent and not any(text in str(error) for text in PERMANENT_ERRORS)
+        return (
+            isinstance(error, OSError)
+            and not permanent
+            and not any(text in str(error) for text in PERMANENT_ERRORS)
+        )
 
-    stop, wait = stop_after_attempt(ATTEMPTS), wait_random_exponential(multiplier=0.5, max=MAX_WAIT_S)
+    stop, wait = (
+        stop_after_attempt(ATTEMPTS),
+        wait_random_exponential(multiplier=0.5, max=MAX_WAIT_S),
+    )
     try:
-        return Retrying(retry=retry_if_exception(is_transient), stop=stop, wait=wait, reraise=True)(call)
+        return Retrying(retry=retry_if_exception(is_transient), stop=stop, wait=wait, reraise=True)(
+            call
+        )
     except OSError as error:
         if is_transient(error):
             raise TransientStorageError(*error.args) from error
@@ -258,7 +302,9 @@ class _RetriedFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._offset = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._size}[whence]
+        self._offset = (
+            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._size}[whence]
+        )
         return self._offset
 
     def readinto(self, buffer: Any) -> int:
@@ -280,7 +326,10 @@ def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
 
 
 def iter_parallel(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """Yield the result of `call` for each item, in order; MAX_PARALLEL threads compute a few ahead."""
+    """Yield the result of `call` for each item, in order;
+
+    MAX_PARALLEL threads compute a few ahead.
+    """
     pending: deque[Future[R]] = deque()
     with ThreadPoolExecutor(MAX_PARALLEL) as pool:
         try:
@@ -308,7 +357,11 @@ def coalesce_ranges(spans: Sequence[tuple[int, int]]) -> list[ByteRange]:
     for index in sorted(range(len(spans)), key=lambda each: spans[each]):
         start, stop = spans[index]
         last = ranges[-1] if ranges else None
-        if last and start - last.stop <= MAX_GAP_BYTES and max(stop, last.stop) - last.start <= MAX_REQUEST_BYTES:
+        if (
+            last
+            and start - last.stop <= MAX_GAP_BYTES
+            and max(stop, last.stop) - last.start <= MAX_REQUEST_BYTES
+        ):
             ranges[-1] = ByteRange(last.start, max(stop, last.stop), [*last.span_indices, index])
         else:
             ranges.append(ByteRange(start, stop, [index]))
@@ -316,7 +369,9 @@ def coalesce_ranges(spans: Sequence[tuple[int, int]]) -> list[ByteRange]:
 
 
 class RangeReader:
-    """Reads ranges of files of a storage and keeps the last MAX_OPEN open; thread-safe, cheap to pickle."""
+    """Reads ranges of files of a storage and keeps the last MAX_OPEN open; thread-safe, cheap to
+    pickle.
+    """
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._open = storage, lru_cache(MAX_OPEN_OBJECTS)(storage.open)
@@ -325,8 +380,14 @@ class RangeReader:
         return RangeReader, (self._storage,)
 
     def read(self, file: str, start: int, stop: int) -> bytes:
-        """Return the bytes start..stop of a file. Raises OSError, or ValueError if the file is shorter."""
+        """Return the bytes start..stop of a file.
+
+        Raises OSError, or ValueError if the file is shorter.
+        """
         data = bytes(with_retries(lambda: self._open(file).read_at(stop - start, start)))
         if len(data) != stop - start:
-            raise ValueError(f"{self._storage.address}/{file} ends at byte {start + len(data)}, before byte {stop}")
+            raise ValueError(
+                f"{self._storage.address}/{file} ends at byte {start + len(data)}, "
+                f"before byte {stop}"
+            )
         return data

@@ -1,4 +1,6 @@
-"""Where the workers of a run start: on a Ray cluster (ray_backend.py) or in a process of this machine (local.py)."""
+"""Where the workers of a run start: on a Ray cluster (ray_backend.py) or in a process of this
+machine (local.py).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Attempt:
     resolved: ResolvedRun
     folder: AnyPath
     fencing_token: int
-    config: Config  # with the number of workers and the device of the attempt; the workers get the run's config
+    # with the number of workers and the device of the attempt; the workers get the run's config
+    config: Config
     checkpoint: AnyPath | None
     bad_rows: set[int]  # rows that earlier attempts could not read
 
@@ -61,7 +64,10 @@ def num_gpus(config: Config) -> int:
 
 def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) -> ResumePoint:
     """Return the resume point of `world` workers, the same for every rank."""
-    config, (rows_per_block, blocks_per_window) = resolved.config, resolved.config.data.shuffle_shape
+    config, (rows_per_block, blocks_per_window) = (
+        resolved.config,
+        resolved.config.data.shuffle_shape,
+    )
     assert rows_per_block and blocks_per_window, "resolve_run leaves no `auto`"
     plan = SamplePlan(
         num_rows=resolved.data_identity["num_rows"],
@@ -71,11 +77,17 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) 
         seed=config.train.seed,
         steps=resolved.steps,
         shuffle=config.data.shuffle,
-        components=resolved.train_set.components if isinstance(resolved.train_set, PreparedMixture) else (),
+        components=resolved.train_set.components
+        if isinstance(resolved.train_set, PreparedMixture)
+        else (),
         shuffle_block=rows_per_block,
         blocks_per_window=blocks_per_window,
     )
-    return ResumePoint(plan, 0) if checkpoint is None else ResumePoint(plan, files.step_of(checkpoint), str(checkpoint))
+    return (
+        ResumePoint(plan, 0)
+        if checkpoint is None
+        else ResumePoint(plan, files.step_of(checkpoint), str(checkpoint))
+    )
 
 
 def format_counts(names: Iterable[str]) -> str:
@@ -87,10 +99,14 @@ class Workers(Protocol):
     """The workers of a running attempt."""
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
-        """Return the outcome of rank 0, or raise why the attempt failed; calls `poll` several times per second."""
+        """Return the outcome of rank 0, or raise why the attempt failed; calls `poll` several times
+        per second.
+        """
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the messages after the first `num_received`, and the last heartbeat of each rank."""
+        """Return the messages after the first `num_received`, and the last heartbeat of each
+        rank.
+        """
 
     def request_stop(self) -> None:
         """Request a checkpoint and the end of the attempt after the next step."""
@@ -105,10 +121,14 @@ class Workers(Protocol):
         """Return the nodes that will be preempted: ID and time (epoch seconds, 0: unknown)."""
 
     def num_more_workers(self) -> int:
-        """Return how many workers fit in addition, after requesting nodes for them if the cluster can grow."""
+        """Return how many workers fit in addition, after requesting nodes for them if the cluster
+        can grow.
+        """
 
     def describe_data(self) -> str:
-        """Return the state of the processes that read and decode, for a log line while ranks wait for rows."""
+        """Return the state of the processes that read and decode, for a log line while ranks wait
+        for rows.
+        """
 
     def close(self) -> None:
         """Release what the attempt holds."""
@@ -117,27 +137,39 @@ class Workers(Protocol):
 class Backend(Protocol):
     """Starts the workers of each attempt."""
 
-    errors: tuple[type[Exception], ...]  # failures of a cluster or a worker, which are retried; others are bugs
+    # failures of a cluster or a worker, which are retried; others are bugs
+    errors: tuple[type[Exception], ...]
 
     def check(self, config: Config, reporter: RunReporter) -> None:
         """Raise ResourceError or UsageError if the run can never start here; log warnings."""
 
     def resolve(self, config: Config) -> Config:
-        """Return the config with the device of the workers and their CPUs, fixed for all attempts."""
+        """Return the config with the device of the workers and their CPUs, fixed for all
+        attempts.
+        """
 
     def num_local(self, device: str) -> int | None:
-        """Return the cores (device `cpu`) or GPUs of this machine if all workers run on it, otherwise None."""
+        """Return the cores (device `cpu`) or GPUs of this machine if all workers run on it,
+        otherwise None.
+        """
 
     def choose_world_size(self, config: Config) -> int:
-        """Return the number of workers of the next attempt: of a range, as many as fit and at least the minimum."""
+        """Return the number of workers of the next attempt: of a range, as many as fit and at least
+        the minimum.
+        """
 
     def start(self, attempt: Attempt) -> Workers:
         """Start the workers of an attempt."""
 
     def exclude_node(self, config: Config, node: str) -> bool:
-        """Start no more workers on this node, where a device failed; False if the run would not fit without it."""
+        """Start no more workers on this node, where a device failed;
 
-    def find_cause(self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> Cause:
+        False if the run would not fit without it.
+        """
+
+    def find_cause(
+        self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun
+    ) -> Cause:
         """Return the kind of a failure (recovery.Failure) and its error."""
 
 

@@ -1,4 +1,6 @@
-"""Messages between driver and workers: an actor under Ray, where `ray.train.report` would be a barrier of all ranks."""
+"""Messages between driver and workers: an actor under Ray, where `ray.train.report` would be a
+barrier of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ IMPORTING = "importing the engine"  # a worker's first stage
 
 
 class Coordinator:
-    """Keeps new messages (metrics, stages, notes, durations), each rank's last heartbeat, bad rows and requests."""
+    """Keeps new messages (metrics, stages, notes, durations), each rank's last heartbeat, bad rows
+    and requests.
+    """
 
     def __init__(self, bad_rows: set[int]) -> None:
         self._messages: list[dict[str, Any]] = []
@@ -22,17 +26,24 @@ class Coordinator:
         self._messages.append(message)
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the messages after the first `num_received`, and the last heartbeat of each rank with its age.
+        """Return the messages after the first `num_received`, and the last heartbeat of each rank
+        with its age.
 
-        A message is kept until a later call counts it as received, because a reply may not reach the driver in time.
+        A message is kept until a later call counts it as received, because a reply may not reach
+        the driver in time.
         """
         del self._messages[: num_received - self._num_received]
         self._num_received = num_received
-        now_s, latest = time.monotonic(), list(self._heartbeats.values())  # a copy: without Ray, threads share this
-        return list(self._messages), [{**record, "age_s": now_s - received_s} for record, received_s in latest]
+        # a copy: without Ray, threads share this
+        now_s, latest = time.monotonic(), list(self._heartbeats.values())
+        return list(self._messages), [
+            {**record, "age_s": now_s - received_s} for record, received_s in latest
+        ]
 
     def heartbeat(self, record: dict[str, Any]) -> tuple[bool, bool]:
-        """Store a rank's heartbeat, or remove a rank that ended; return whether a stop and stacks are requested."""
+        """Store a rank's heartbeat, or remove a rank that ended; return whether a stop and stacks
+        are requested.
+        """
         if "ended" in record:
             self._heartbeats.pop(record["rank"], None)
         else:

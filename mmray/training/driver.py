@@ -1,4 +1,6 @@
-"""One training run, from config to result, on the driver: resolve, check, lock the run's folder, train, finalize."""
+"""One training run, from config to result, on the driver: resolve, check, lock the run's folder,
+train, finalize.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,10 @@ def train(
 ) -> RunOutcome:
     """Train `config`, or resume its run. Raises MmrayError with its exit code.
 
-    start_s: time.monotonic() at the command; None: now. should_stop: polled each second; True stops like Ctrl-C.
-    local: do not use Ray, although this process is connected to it. check_storage: whether all nodes can use it.
+    start_s: time.monotonic() at the command; None: now. should_stop: polled each second; True stops
+    like Ctrl-C.
+    local: do not use Ray, although this process is connected to it. check_storage: whether all
+    nodes can use it.
     """
     timeline = StartTimeline(reporter, time.monotonic() if start_s is None else start_s)
     validate_settings(config)
@@ -70,7 +74,9 @@ def train(
 
 
 def validate_settings(config: Config) -> None:
-    """Raise UsageError for settings that contradict each other; uses neither Ray nor data nor weights."""
+    """Raise UsageError for settings that contradict each other; uses neither Ray nor data nor
+    weights.
+    """
     resolve_batch_shape(config.batch, config.cluster.max_workers)
     if reasons := validate.unsupported_reasons(config):
         raise UsageError("\n".join(reasons))
@@ -94,12 +100,16 @@ def check_classes(config: Config) -> None:
         plugins.load_class(config.model.kind, "model.kind")
 
 
-def _train(config: Config, reporter: StartTimeline, backend: Backend, should_stop: Callable[[], bool]) -> RunOutcome:
+def _train(
+    config: Config, reporter: StartTimeline, backend: Backend, should_stop: Callable[[], bool]
+) -> RunOutcome:
     reporter.status("checking the data")
     backend.check(config, reporter)
     resolved, given = resolve_run(backend.resolve(config), reporter), config.cluster
     # Device and CPUs depend on the machine: the run's file keeps what was given.
-    saved = resolved.config.with_cluster(accelerator=given.accelerator, cpus_per_worker=given.cpus_per_worker)
+    saved = resolved.config.with_cluster(
+        accelerator=given.accelerator, cpus_per_worker=given.cpus_per_worker
+    )
     selection = run_dir.select_run(saved, resolved.data_identity, resolved.steps)
     if selection.skipped:
         more = f" (and {len(selection.skipped) - 1:,} more)" if len(selection.skipped) > 1 else ""
@@ -109,13 +119,19 @@ def _train(config: Config, reporter: StartTimeline, backend: Backend, should_sto
         result = run_dir.RunDir(selection.path).read_json("result.json") or {}
         return RunOutcome(selection.path, result, already_done=True)
     with Lease(selection.path) as lease:
-        run = run_dir.write_run_files(selection.path, saved, resolved.data_identity, resolved.tokenizer_json)
+        run = run_dir.write_run_files(
+            selection.path, saved, resolved.data_identity, resolved.tokenizer_json
+        )
         _log_summary(resolved, run, reporter)
-        if idle := describe_idle(resolved.config, backend.num_local(resolved.config.cluster.accelerator)):
+        if idle := describe_idle(
+            resolved.config, backend.num_local(resolved.config.cluster.accelerator)
+        ):
             reporter.log(idle, "idle")
         try:
             with trackers.TrackingReporter(resolved.config, run.path, reporter) as tracking:
-                supervisor = Supervisor(resolved, run, lease, tracking, backend, reporter.starts, should_stop)
+                supervisor = Supervisor(
+                    resolved, run, lease, tracking, backend, reporter.starts, should_stop
+                )
                 result = supervisor.train()
                 tracking.run_status = result["status"]
         finally:
@@ -147,13 +163,20 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
     reporter.log(f"{resolved.data_identity['train']}: {num_rows:,} rows, {held_out}", "data")
     if isinstance(resolved.train_set, PreparedMixture):
         for name, part in zip(resolved.train_set.names, resolved.train_set.components, strict=True):
-            reporter.log(f"{part.per_epoch:,} rows of {name} per epoch (it has {part.num_rows:,})", "mixture")
+            reporter.log(
+                f"{part.per_epoch:,} rows of {name} per epoch (it has {part.num_rows:,})", "mixture"
+            )
     rows_per_block, blocks_per_window = resolved.config.data.shuffle_shape
     if rows_per_block != 1:
-        reporter.log(f"{rows_per_block:,} adjacent rows per block, {blocks_per_window:,} blocks per window", "shuffle")
+        reporter.log(
+            f"{rows_per_block:,} adjacent rows per block, {blocks_per_window:,} blocks per window",
+            "shuffle",
+        )
     epochs = resolved.steps * resolved.shape.global_rows / num_rows
     cluster, gpus = resolved.config.cluster, num_gpus(resolved.config)
-    count, device = (gpus, "GPU") if cluster.accelerator == "gpu" else (cluster.num_threads, "CPU thread")
+    count, device = (
+        (gpus, "GPU") if cluster.accelerator == "gpu" else (cluster.num_threads, "CPU thread")
+    )
     devices = f"with {count} {device}{'s' * (count > 1)}{' each' * (cluster.max_workers > 1)}"
     reporter.log(f"{cluster.workers} {devices}{', elastic' * cluster.elastic}", "workers")
     reporter.log(str(resolved.shape), "batch")

@@ -1,4 +1,7 @@
-"""Evaluate or export a run's checkpoint or pretrained weights. Workers evaluate, so the driver needs no GPU."""
+"""Evaluate or export a run's checkpoint or pretrained weights.
+
+Workers evaluate, so the driver needs no GPU.
+"""
 
 from __future__ import annotations
 
@@ -46,23 +49,33 @@ def load_run_config(folder: AnyPath) -> Config:
     """The config of a run. Raises UsageError if the folder is not a run."""
     file = folder.expanduser().resolve() / "config.yaml"
     if not file.exists():
-        problem = "is not a run: it has no config.yaml" if file.parent.exists() else "does not exist"
+        problem = (
+            "is not a run: it has no config.yaml" if file.parent.exists() else ("does not exist")
+        )
         raise UsageError(f"{file.parent} {problem}; `mmray runs` lists the runs of a folder")
     return from_yaml(file.read_text(), str(file))
 
 
 def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
-    """Config, tokenizer and valid checkpoint of a run, which may be active. Raises UsageError without one."""
+    """Config, tokenizer and valid checkpoint of a run, which may be active.
+
+    Raises UsageError without one.
+    """
     run, config = RunDir(folder.expanduser().resolve()), load_run_config(folder)
     metric, faults = best_metric(config), list[str]()
     if step is None:
         checkpoint = files.latest_valid_checkpoint(run.checkpoints, faults.append, rename=False)
     else:
         checkpoint = (
-            files.best_checkpoint(run.checkpoints, metric) if step == "best" else run.checkpoints / f"step-{step}"
+            files.best_checkpoint(run.checkpoints, metric)
+            if step == "best"
+            else run.checkpoints / f"step-{step}"
         )
         if checkpoint is None:
-            faults = [f"none has {metric}: the run holds out no rows, or was never evaluated at a checkpoint"]
+            faults = [
+                f"none has {metric}: the run holds out no rows, or was never evaluated at a "
+                "checkpoint"
+            ]
         elif not checkpoint.exists():
             faults, checkpoint = [], None
         elif (fault := files.verify(checkpoint)) is not None:
@@ -70,7 +83,9 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
     if checkpoint is None:
         existing = ", ".join(files.list_checkpoint_names(run.checkpoints)) or "none"
         which = "valid checkpoint" if step is None else f"valid checkpoint for --step {step}"
-        raise UsageError("\n".join([f"{run.path} has no {which}; checkpoints: {existing}", *faults]))
+        raise UsageError(
+            "\n".join([f"{run.path} has no {which}; checkpoints: {existing}", *faults])
+        )
     return config, (run.path / "tokenizer.json").read_text(), checkpoint
 
 
@@ -90,10 +105,14 @@ def export_run(folder: AnyPath, out: str | AnyPath, step: Step) -> AnyPath:
     return export(model, model_config.model_dump(mode="json"), tokenizer_json, out)
 
 
-def export_pretrained(config: Config, out: str | AnyPath, log: Callable[[str, str], None]) -> AnyPath:
+def export_pretrained(
+    config: Config, out: str | AnyPath, log: Callable[[str, str], None]
+) -> AnyPath:
     """Export the model of `model.weights` to `out`, for `mmray.load`. Raises UsageError."""
     config, tokenizer_json = _with_tokenizer(config, log)
-    return export(load_model(config, None), config.model.model_dump(mode="json"), tokenizer_json, out)
+    return export(
+        load_model(config, None), config.model.model_dump(mode="json"), tokenizer_json, out
+    )
 
 
 def evaluate_run(
@@ -106,7 +125,10 @@ def evaluate_run(
     settings: EvalSettings | None = None,
     **cluster: Any,
 ) -> dict[str, float]:
-    """Return the metrics of a checkpoint. None: the value of the run; for `data`, its held-out rows."""
+    """Return the metrics of a checkpoint.
+
+    None: the value of the run; for `data`, its held-out rows.
+    """
     config, tokenizer_json, checkpoint = open_run(folder, step)
     if settings is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(settings)))
@@ -118,10 +140,17 @@ def evaluate_run(
     return _evaluate(config, folder, checkpoint, tokenizer_json, data, split, reporter)
 
 
-def evaluate_pretrained(config: Config, data: str, split: str | None, reporter: RunReporter) -> dict[str, float]:
-    """Return the metrics of the model of `model.weights` on a set; Ray Train's small files are in run.storage/ray."""
+def evaluate_pretrained(
+    config: Config, data: str, split: str | None, reporter: RunReporter
+) -> dict[str, float]:
+    """Return the metrics of the model of `model.weights` on a set;
+
+    Ray Train's small files are in run.storage/ray.
+    """
     config, tokenizer_json = _with_tokenizer(config, reporter.log)
-    return _evaluate(config, to_path(config.run.storage), None, tokenizer_json, data, split, reporter)
+    return _evaluate(
+        config, to_path(config.run.storage), None, tokenizer_json, data, split, reporter
+    )
 
 
 def _evaluate(
@@ -135,7 +164,8 @@ def _evaluate(
 ) -> dict[str, float]:
     if reasons := validate.evaluation_reasons(config):
         raise UsageError("\n".join(reasons))
-    config = config.replace(train=config.train.replace(parallel="single"))  # one device per worker, also of `branches`
+    # one device per worker, also of `branches`
+    config = config.replace(train=config.train.replace(parallel="single"))
     with ray_session(config.cluster) if (on_ray := needs_ray(config.cluster)) else nullcontext():
         if on_ray:
             from mmray.training.ray_backend import check_capacity
@@ -147,7 +177,10 @@ def _evaluate(
         held_out = _open_held_out(config, folder, data, split, reporter)
         total = num_evaluated_rows(config, held_out)
         model: Any = config.model
-        reporter.log(f"{checkpoint or model.weights} on {total:,} rows of {held_out.storage.address}", "evaluate")
+        reporter.log(
+            f"{checkpoint or model.weights} on {total:,} rows of {held_out.storage.address}",
+            "evaluate",
+        )
         rows: list[int] = []  # of the batches that are done
 
         def on_rows(num_rows: int) -> None:
@@ -155,7 +188,9 @@ def _evaluate(
             reporter.prepare_progress(PrepareProgress("evaluate", sum(rows), total))
 
         if on_ray:
-            return _score_on_ray(config, tokenizer_json, held_out, checkpoint, folder, reporter, on_rows)
+            return _score_on_ray(
+                config, tokenizer_json, held_out, checkpoint, folder, reporter, on_rows
+            )
         config = resolve_on_this_machine(config)
         on_gpu = config.cluster.accelerator == "gpu"
         _log_idle_gpus(on_gpu, count_gpus(), reporter)
@@ -165,7 +200,9 @@ def _evaluate(
 
 def _log_idle_gpus(on_gpu: bool, num_gpus: float, reporter: RunReporter) -> None:
     if num_gpus and not on_gpu:
-        reporter.log(f"evaluating on the CPU; --accelerator gpu uses a GPU ({num_gpus:g} found)", "warning")
+        reporter.log(
+            f"evaluating on the CPU; --accelerator gpu uses a GPU ({num_gpus:g} found)", "warning"
+        )
 
 
 def _score_on_ray(
@@ -205,17 +242,23 @@ def _score_on_ray(
         result: Any = ray_backend.run_in_thread(trainer.fit, poll)
         return dict(result.return_value)
     except ray.train.TrainingFailedError as error:
-        raise ray_backend.start_timeout_error(error) or TrainingError(f"the evaluation failed: {error}") from error
+        raise ray_backend.start_timeout_error(error) or TrainingError(
+            f"the evaluation failed: {error}"
+        ) from error
     finally:
         ray.kill(coordinator)
 
 
 def _with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Config, str]:
-    """Load the tokenizer of pretrained weights; return it and the config with its padding token. Raises UsageError."""
+    """Load the tokenizer of pretrained weights; return it and the config with its padding token.
+
+    Raises UsageError.
+    """
     inputs = config.model.inputs
     if inputs.tokenizer == "trained":
         raise UsageError(
-            "model.inputs.tokenizer: `trained` is the tokenizer of a prepared set; name the file, folder or hub name "
+            "model.inputs.tokenizer: `trained` is the tokenizer of a prepared set; name the file, "
+            "folder or hub name "
             "of the tokenizer that the weights were trained with"
         )
     tokenizer_json = load_tokenizer(inputs.tokenizer, None)
@@ -223,20 +266,35 @@ def _with_tokenizer(config: Config, log: Callable[[str, str], None]) -> tuple[Co
         tokenizer_json = extend_tokenizer(tokenizer_json, inputs)
     num_tokens, rows = build_encoder(tokenizer_json, inputs).vocab_size, config.model.vocab_size
     if num_tokens < rows:
-        log(f"{inputs.tokenizer} has {num_tokens:,} tokens, the weights {rows:,}: is it their tokenizer?", "warning")
-    return config.replace(model=config.model.with_vocab(num_tokens, declared_pad_id(tokenizer_json))), tokenizer_json
+        log(
+            f"{inputs.tokenizer} has {num_tokens:,} tokens, the weights {rows:,}: is it their "
+            "tokenizer?",
+            "warning",
+        )
+    return config.replace(
+        model=config.model.with_vocab(num_tokens, declared_pad_id(tokenizer_json))
+    ), tokenizer_json
 
 
 def load_model(config: Config, checkpoint: AnyPath | None) -> nn.Module:
-    """The model of a checkpoint on the CPU, with the EMA weights if the run has them; None: of `model.weights`."""
+    """The model of a checkpoint on the CPU, with the EMA weights if the run has them;
+
+    None: of `model.weights`.
+    """
     if checkpoint is None:
         return build(config.model, config.model.vocab_size)
-    model = build(config.model, config.model.vocab_size, files.load_meta(checkpoint).get("architecture"))
+    model = build(
+        config.model, config.model.vocab_size, files.load_meta(checkpoint).get("architecture")
+    )
     from mmray.engine.checkpoint import state_io  # late: DCP takes seconds to import
 
     if config.train.ema:
         ema_weights = state_io.load_weights(checkpoint, EMA_KEY).items()
-        weights = {name.removeprefix("module."): each for name, each in ema_weights if name.startswith("module.")}
+        weights = {
+            name.removeprefix("module."): each
+            for name, each in ema_weights
+            if name.startswith("module.")
+        }
     else:
         weights = state_io.load_weights(checkpoint)
     model.load_state_dict(weights)
@@ -246,17 +304,24 @@ def load_model(config: Config, checkpoint: AnyPath | None) -> nn.Module:
 def _open_held_out(
     config: Config, folder: AnyPath, data: str | None, split: str | None, reporter: RunReporter
 ) -> PreparedSet:
-    """The set to evaluate on: `data`, or the run's evaluation set or split. A raw source is prepared first."""
+    """The set to evaluate on: `data`, or the run's evaluation set or split.
+
+    A raw source is prepared first.
+    """
     split = split or (config.data.eval_split if data is None else "test")
     source = data or config.data.eval
     if source is None:
-        return PreparedSet.open(parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0], split)
+        return PreparedSet.open(
+            parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0], split
+        )
     if needs_ray(config.cluster) and not (to_path(source) / MANIFEST).exists():
         from mmray.cluster.placement import check_data_capacity
 
         check_data_capacity(config.cluster)
     settings = eval_prepare_settings(config, source)
-    prepared = ensure_prepared(source, config.data.cache, settings, reporter.log, reporter.prepare_progress)
+    prepared = ensure_prepared(
+        source, config.data.cache, settings, reporter.log, reporter.prepare_progress
+    )
     return PreparedSet.open(str(prepared), split)
 
 
@@ -280,4 +345,8 @@ def _score(
     loss_batch_size = config.batch.global_  # as in training, because the loss depends on it
     assert loss_batch_size is not None, "resolved when the run started"
     with precision.select_precision(config.train.precision, group.device).autocast():
-        return dict(evaluator.score(model.to(group.device), group, objectives.build(config.objective), loss_batch_size))
+        return dict(
+            evaluator.score(
+                model.to(group.device), group, objectives.build(config.objective), loss_batch_size
+            )
+        )

@@ -1,4 +1,6 @@
-"""One worker in a child process of this machine, without Ray: it starts in seconds, and is replaced if it dies."""
+"""One worker in a child process of this machine, without Ray: it starts in seconds, and is replaced
+if it dies.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ EXIT_TIMEOUT_S = 10.0  # after the result; then the process is killed
 
 
 class WorkerFailed(Exception):
-    """The worker raised `cause` (kind `raised` or `device`), exited (`raised`), or was killed (`lost`)."""
+    """The worker raised `cause` (kind `raised` or `device`), exited (`raised`), or was killed
+    (`lost`).
+    """
 
     def __init__(self, kind: str, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -37,7 +41,9 @@ class WorkerFailed(Exception):
 
 
 class LocalBackend:
-    """Starts the worker of each attempt in a new process; the first imports torch while the driver prepares the run."""
+    """Starts the worker of each attempt in a new process; the first imports torch while the driver
+    prepares the run.
+    """
 
     errors: tuple[type[Exception], ...] = (WorkerFailed, MmrayError, OSError)
 
@@ -63,7 +69,9 @@ class LocalBackend:
     def exclude_node(self, config: Config, node: str) -> bool:
         return False  # this machine is the only one
 
-    def find_cause(self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> Cause:
+    def find_cause(
+        self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun
+    ) -> Cause:
         return (error.kind, error.cause) if isinstance(error, WorkerFailed) else ("raised", error)
 
     def close(self) -> None:
@@ -88,7 +96,9 @@ class _Process:
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that torch can use; imports torch, which takes seconds, only if there is a driver."""
+    """Return the number of GPUs that torch can use; imports torch, which takes seconds, only if
+    there is a driver.
+    """
     if not any(next(Path("/dev").glob(name), None) for name in GPU_DEVICES):
         return 0
     import torch
@@ -101,7 +111,8 @@ def check_gpus(config: Config) -> None:
     needed, found = num_gpus(config), count_gpus()
     if config.cluster.accelerator == "gpu" and found < needed:
         raise ResourceError(
-            f"cluster.accelerator gpu: a worker needs {needed} GPU{'s' * (needed > 1)} and torch sees {found} on "
+            f"cluster.accelerator gpu: a worker needs {needed} GPU{'s' * (needed > 1)} and torch "
+            f"sees {found} on "
             "this machine; set it to auto or cpu, or give --cluster.address"
         )
 
@@ -124,14 +135,19 @@ class LocalWorkers:
         decoders = num_decode_processes(attempt.resolved.config, attempt.config.cluster.accelerator)
         start = resume_point(attempt.resolved, attempt.checkpoint, world=1)
         arguments = pickle.dumps((attempt.worker_context(decoders), start, attempt.config))
-        self._receiver = threading.Thread(target=self._serve, args=(arguments,), name="mmray-receiver", daemon=True)
+        self._receiver = threading.Thread(
+            target=self._serve, args=(arguments,), name="mmray-receiver", daemon=True
+        )
         self._receiver.start()
 
     def _serve(self, arguments: bytes) -> None:
-        """Send the arguments, and serve the calls of the worker until it sends its result, or ends."""
+        """Send the arguments, and serve the calls of the worker until it sends its result, or
+        ends.
+        """
         connection = self._process.connection
         try:
-            connection.send_bytes(arguments)  # here: it waits for the worker's imports, and fails if it has died
+            # here: it waits for the worker's imports, and fails if it has died
+            connection.send_bytes(arguments)
             while self._result is None:
                 name, argument = connection.recv()
                 if name in ("returned", "raised"):
@@ -148,7 +164,8 @@ class LocalWorkers:
         self._process.process.join(EXIT_TIMEOUT_S)
         if self._result is None:
             code = self._process.process.exitcode  # None: alive after EXIT_TIMEOUT_S
-            # An import failed, or user code called exit: not a lost process, which is replaced several times.
+            # An import failed, or user code called exit: not a lost process, which is replaced
+            # several times.
             kind = "lost" if code is None or code < 0 else "raised"
             raise WorkerFailed(kind, RuntimeError(describe_exit(code)))
         kind, value = self._result
@@ -180,7 +197,9 @@ class LocalWorkers:
     def describe_data(self) -> str:
         states: list[str] = []
         with suppress(psutil.NoSuchProcess):
-            states = [process.status() for process in psutil.Process(self._process.process.pid).children()]
+            states = [
+                process.status() for process in psutil.Process(self._process.process.pid).children()
+            ]
         return f"processes of the worker: {format_counts(states)}"
 
     def close(self) -> None:
@@ -197,7 +216,9 @@ def describe_exit(code: int | None) -> str:
 
 
 def num_decode_processes(config: Config, device: str) -> int:
-    """Return the number of data processes: as configured; by default the cores that training leaves, at least one."""
+    """Return the number of data processes: as configured; by default the cores that training
+    leaves, at least one.
+    """
     if isinstance(config.data.workers, int):
         return config.data.workers
     return max(1, cores() - 1) if device == "gpu" else 1

@@ -1,4 +1,7 @@
-"""The worker process of training/local.py. It imports the engine before it waits for its arguments."""
+"""The worker process of training/local.py.
+
+It imports the engine before it waits for its arguments.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,17 @@ from mmray.training.coordinator import IMPORTING
 
 
 def run_worker(connection: Connection) -> None:
-    """Receive the arguments of an attempt, train, and send the outcome; the driver serves all other messages."""
+    """Receive the arguments of an attempt, train, and send the outcome; the driver serves all other
+    messages.
+    """
     init_child()
-    # Slurm and systemd send it to all processes; the driver handles it. Not SIG_IGN, which data processes inherit:
-    # after a crash their pool ends the others with SIGTERM.
+    # Slurm and systemd send it to all processes; the driver handles it. Not SIG_IGN, which data
+    # processes inherit: after a crash their pool ends the others with SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: None)
     connection.send(("push", {"stage": IMPORTING}))
-    # Read when torch is imported. By default threads spin for milliseconds at the end of a parallel region; on two busy
-    # cores, training was 8 times faster with threads that sleep, and on idle cores 25 % slower. This is in between.
+    # Read when torch is imported. By default threads spin for milliseconds at the end of a parallel
+    # region; on two busy cores, training was 8 times faster with threads that sleep, and on idle
+    # cores 25 % slower. This is in between.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     import torch
 
@@ -53,15 +59,25 @@ def run_worker(connection: Connection) -> None:
             stop.set()
         return bool(stacks_requested)
 
-    process = {"rank": 0, "node": "here", "pid": os.getpid(), "started_s": psutil.Process().create_time()}
+    process = {
+        "rank": 0,
+        "node": "here",
+        "pid": os.getpid(),
+        "started_s": psutil.Process().create_time(),
+    }
     heartbeat = Heartbeat(send_heartbeat, process, context.folder)
-    driver = DriverHandle(report, stop.is_set, lambda row: int(call("record_bad_row", row)), heartbeat)
+    driver = DriverHandle(
+        report, stop.is_set, lambda row: int(call("record_bad_row", row)), heartbeat
+    )
     device = torch.device("cuda", 0) if config.cluster.accelerator == "gpu" else torch.device("cpu")
     try:
         args = context.reader, resume_point, config.data.block_mb, context.decode_actors
         blocks = iter_local_blocks(*args, warn=lambda text: driver.notify("data", text))
         with heartbeat.running(resume_point.step), closing(blocks):
-            answer: tuple[str, Any] = "returned", train_worker(context, resume_point, blocks, device, driver)
+            answer: tuple[str, Any] = (
+                "returned",
+                train_worker(context, resume_point, blocks, device, driver),
+            )
     except Exception as error:  # noqa: BLE001 - raised again in the driver
         if is_device_error(error):
             error = DeviceError(f"{first_line(error)} (on this machine)")

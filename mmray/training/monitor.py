@@ -1,8 +1,10 @@
-"""Supervision of a running attempt: progress, hung ranks, preempted nodes, capacity for more workers, signals.
+"""Supervision of a running attempt: progress, hung ranks, preempted nodes, capacity for more
+workers, signals.
 
-`AttemptMonitor.poll` is called several times per second while Ray Train runs. Its requests reach the ranks through the
-coordinator actor, and the ranks agree on them in the next step, so no rank waits in the hot path. The driver reads the
-draining nodes itself, because `ray.train.get_preemption_info` is a barrier over all ranks.
+`AttemptMonitor.poll` is called several times per second while Ray Train runs. Its requests reach
+the ranks through the coordinator actor, and the ranks agree on them in the next step, so no rank
+waits in the hot path. The driver reads the draining nodes itself, because
+`ray.train.get_preemption_info` is a barrier over all ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ if TYPE_CHECKING:
 
 WASTED_STEPS, CHECKPOINT_S = "wasted_steps", "checkpoint_s"
 CHECK_INTERVAL_S, CAPACITY_INTERVAL_S = 1.0, 5.0
-MEMORY_INTERVAL_S, MEMORY_COST_FRACTION = 3.0, 0.01  # of samples, which take at most this share of the time
+# of samples, which take at most this share of the time
+MEMORY_INTERVAL_S, MEMORY_COST_FRACTION = 3.0, 0.01
 CAPACITY_POLLS = 2  # in a row before a resize; four times as many after each failed resize
 STACKS_WAIT_S = 3.0  # until all ranks have written their stacks: a heartbeat comes each second
 REQUEST_DELAY_S = 3.0  # from the driver's request to the ranks' agreement, in addition to a step
-DATA_WAIT_LOG_S = 60.0  # a rank that waits for data is logged after this time, then after twice as long, and so on
+# a rank that waits for data is logged after this time, then after twice as long, and so on
+DATA_WAIT_LOG_S = 60.0
 SILENT_S = 5.0  # a process that is stopped, or holds its interpreter, sends no heartbeat
 STATE_TEXTS = {  # states in which other ranks wait for a rank longer than for a step
     "waiting_for_data": "waits for data at",
@@ -46,13 +50,15 @@ class RunReporter(Protocol):
 
     def log(self, text: str, label: str = "") -> None: ...
     def status(self, title: str) -> None: ...  # a stage of a start, the last is TRAINING
-    def phase(self, title: str) -> None: ...  # what follows or interrupts the steps, such as an evaluation
+    # what follows or interrupts the steps, such as an evaluation
+    def phase(self, title: str) -> None: ...
     def prepare_progress(self, progress: PrepareProgress) -> None: ...
     def step(self, metrics: dict[str, Any], total_steps: int) -> None: ...
 
 
 class StartTimeline:
-    """Passes progress to another reporter; keeps the stages of each start, from the command or a restart to step 1.
+    """Passes progress to another reporter; keeps the stages of each start, from the command or a
+    restart to step 1.
 
     start_s: time.monotonic() at the command.
     """
@@ -79,7 +85,8 @@ class HeartbeatRecord:
     pid: int
     started_s: float  # start time of the process, seconds since the epoch
     step: int
-    progress: int  # grows with each step, and while starting, evaluating or saving advances (see README.md)
+    # grows with each step, and while starting, evaluating or saving advances (see README.md)
+    progress: int
     where: str  # file:line in function, the innermost of mmray or user code
     in_collective: bool  # or in a backward with collectives: it waits for the other ranks
     state: str = "training"  # or another key of Cluster.state_limits_s
@@ -89,7 +96,11 @@ class HeartbeatRecord:
         if self.age_s > SILENT_S:
             state = f"has not responded for {self.age_s:.0f} s, last at"
         else:
-            state = "waits in a collective at" if self.in_collective else STATE_TEXTS.get(self.state, "is at")
+            state = (
+                ("waits in a collective at")
+                if self.in_collective
+                else STATE_TEXTS.get(self.state, "is at")
+            )
         return f"rank {self.rank} (process {self.pid}, node {self.node[:8]}) {state} {self.where}"
 
 
@@ -97,19 +108,23 @@ class HeartbeatRecord:
 class HangDetector:
     """Detect ranks that made no progress for the limit of their state.
 
-    A new state counts as progress: a rank that waited longer than a step may take has just received its rows, or a
-    rank that waited for it has just left the collective.
+    A new state counts as progress: a rank that waited longer than a step may take has just received
+    its rows, or a rank that waited for it has just left the collective.
     """
 
     limits_s: dict[str, float]  # Cluster.state_limits_s
-    _last: dict[int, tuple[tuple[Any, ...], float]] = field(default_factory=dict)  # rank: progress, and since when
-    _waits_s: dict[int, float] = field(default_factory=dict)  # rank: how long it has waited for data
+    # rank: progress, and since when
+    _last: dict[int, tuple[tuple[Any, ...], float]] = field(default_factory=dict)
+    # rank: how long it has waited for data
+    _waits_s: dict[int, float] = field(default_factory=dict)
 
     def check(self, records: Sequence[HeartbeatRecord], now_s: float) -> str | None:
         """Return a message that names the ranks the others wait for; None without a hang."""
         stalled, stalled_s, some_within_limit = [], 0.0, False
         self._waits_s = {}
-        some_wait = any(record.state in STATE_TEXTS and record.age_s <= SILENT_S for record in records)
+        some_wait = any(
+            record.state in STATE_TEXTS and record.age_s <= SILENT_S for record in records
+        )
         for record in records:
             progress = record.progress, record.state, record.in_collective
             # On a GPU a rank waits for another wherever it launches work behind a collective.
@@ -120,15 +135,20 @@ class HangDetector:
             if record.state == "waiting_for_data":
                 self._waits_s[record.rank] = idle_s
             if record.state in STATE_TEXTS and record.age_s > SILENT_S:
-                idle_s, limit_s = record.age_s, self.limits_s["training"]  # perhaps stopped (SIGSTOP) since then
+                # perhaps stopped (SIGSTOP) since then
+                idle_s, limit_s = record.age_s, self.limits_s["training"]
             if idle_s > limit_s:
                 stalled.append(record)
                 stalled_s = max(stalled_s, idle_s)
             some_within_limit |= idle_s < limit_s
         all_wait = all(record.in_collective and record.age_s <= SILENT_S for record in stalled)
-        if not stalled or (all_wait and some_within_limit):  # they wait for the rank that is within its limit
+        # they wait for the rank that is within its limit
+        if not stalled or (all_wait and some_within_limit):
             return None
-        return f"no progress for {stalled_s:.0f} s: {'; '.join(str(record) for record in stuck_ranks(records))}"
+        return (
+            f"no progress for {stalled_s:.0f} s: "
+            f"{'; '.join(str(record) for record in stuck_ranks(records))}"
+        )
 
     def missing_ranks(self, world: int) -> list[int]:
         """Return the ranks that have sent no heartbeat yet."""
@@ -140,14 +160,20 @@ class HangDetector:
 
 
 def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
-    """Ranks the others wait for: silent processes, otherwise ranks outside a collective, otherwise all."""
+    """Ranks the others wait for: silent processes, otherwise ranks outside a collective, otherwise
+    all.
+    """
     silent = [record for record in records if record.age_s > SILENT_S]
     outside = [record for record in records if not record.in_collective]
     return silent or outside or list(records)
 
 
-def checkpoint_request_time_s(preempted_at_s: float, checkpoint_duration_s: float, step_duration_s: float) -> float:
-    """Return the Unix time at which to request the last checkpoint before a preemption; 0: immediately."""
+def checkpoint_request_time_s(
+    preempted_at_s: float, checkpoint_duration_s: float, step_duration_s: float
+) -> float:
+    """Return the Unix time at which to request the last checkpoint before a preemption; 0:
+    immediately.
+    """
     if not preempted_at_s or not checkpoint_duration_s:  # unknown
         return 0.0
     # Two steps: the current one, and the one that carries the request.
@@ -177,7 +203,9 @@ class RunProgress:
 
 @dataclass
 class AttemptMonitor:
-    """Monitors one attempt of `world` workers from the driver: hangs, preemption, capacity, signals."""
+    """Monitors one attempt of `world` workers from the driver: hangs, preemption, capacity,
+    signals.
+    """
 
     config: Config  # with the range of workers that the user set
     world: int  # number of workers, torch's world size
@@ -187,7 +215,8 @@ class AttemptMonitor:
     start_step: int
     progress: RunProgress
     retried_errors: tuple[type[Exception], ...] = (OSError,)  # of checks of the cluster
-    failed_resizes: int = 0  # resizes from this number of workers after which no larger group started
+    # resizes from this number of workers after which no larger group started
+    failed_resizes: int = 0
     should_stop: Callable[[], bool] = lambda: False  # of the caller of train()
     hang: str | None = None  # names the ranks
     preempted: bool = False  # a node of the group is being preempted
@@ -233,18 +262,25 @@ class AttemptMonitor:
             self.reporter.log(f"no response from Ray, retrying: {error}", "cluster")
 
     def request_stop(self, reason: StopReason, message: str) -> None:
-        """Request a checkpoint and the end of the attempt after the next step; the first reason is kept."""
+        """Request a checkpoint and the end of the attempt after the next step; the first reason is
+        kept.
+        """
         if self.stop_reason is None:
             self.stop_reason = reason
             self.reporter.log(message, "stop")
             self.workers.request_stop()
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
-        """Stop at a checkpoint on the first Ctrl-C or SIGTERM; exit on the second, or before the first step."""
+        """Stop at a checkpoint on the first Ctrl-C or SIGTERM; exit on the second, or before the
+        first step.
+        """
         if self._signalled or not self.trained:
             raise ForceExit
         self._signalled, self.stop_reason = True, None  # overrides a resize or a preemption
-        self.request_stop("user", "stopping after this step, with a checkpoint; press Ctrl-C again to exit immediately")
+        self.request_stop(
+            "user",
+            "stopping after this step, with a checkpoint; press Ctrl-C again to exit immediately",
+        )
 
     def read_updates(self) -> None:
         messages, records = self.workers.drain(self._num_received)
@@ -268,18 +304,27 @@ class AttemptMonitor:
     def _sample_memory(self, now_s: float) -> None:
         """Measure the memory of all processes of the run, if the driver started them all."""
         sizes = process_memory()
-        self._next_memory_s = now_s + max(MEMORY_INTERVAL_S, (time.monotonic() - now_s) / MEMORY_COST_FRACTION)
+        self._next_memory_s = now_s + max(
+            MEMORY_INTERVAL_S, (time.monotonic() - now_s) / MEMORY_COST_FRACTION
+        )
         if sizes is not None and all(record.pid in sizes for record in self.heartbeats):
             gib = sum(sizes.values()) / 2**30
             self.progress.all_processes_peak_gib = max(self.progress.all_processes_peak_gib, gib)
 
     def _check_start(self, now_s: float) -> None:
-        """Raise ResourceError if a worker sends no first heartbeat; Ray would wait for its import of torch forever."""
+        """Raise ResourceError if a worker sends no first heartbeat;
+
+        Ray would wait for its import of torch forever.
+        """
         limit_s = self.config.cluster.first_heartbeat_s
-        if now_s - self._start_s > limit_s and (missing := self._detector.missing_ranks(self.world)):
+        if now_s - self._start_s > limit_s and (
+            missing := self._detector.missing_ranks(self.world)
+        ):
             raise ResourceError(
-                f"no heartbeat of rank {', '.join(map(str, missing))} (of {self.world}) within {limit_s:.0f} s: "
-                "a process may hang in an import. Check the file systems of the nodes and rerun the same command"
+                f"no heartbeat of rank {', '.join(map(str, missing))} (of {self.world}) within "
+                f"{limit_s:.0f} s: "
+                "a process may hang in an import. Check the file systems of the nodes and rerun "
+                "the same command"
             )
 
     def _check_hang(self, now_s: float) -> None:
@@ -314,9 +359,14 @@ class AttemptMonitor:
         if not deadlines:
             return
         self.preempted, first_s = True, min(deadlines)
-        if time.time() >= checkpoint_request_time_s(first_s, self.progress.checkpoint_s, self.progress.step_s):
+        if time.time() >= checkpoint_request_time_s(
+            first_s, self.progress.checkpoint_s, self.progress.step_s
+        ):
             when = f"in {first_s - time.time():.0f} s" if first_s else "soon"
-            self.request_stop("preempted", f"node will be preempted {when}; checkpointing and moving to another node")
+            self.request_stop(
+                "preempted",
+                f"node will be preempted {when}; checkpointing and moving to another node",
+            )
 
     def _check_capacity(self) -> None:
         """Request a resize if more workers fit at several polls in a row."""
@@ -324,12 +374,16 @@ class AttemptMonitor:
         extra = extra if self.heartbeats else 0
         self._capacity_polls = self._capacity_polls + 1 if extra else 0
         if self._capacity_polls >= CAPACITY_POLLS * 4**self.failed_resizes:
-            self.request_stop("resize", f"{self.world + extra} workers fit now; checkpointing to restart with all")
+            self.request_stop(
+                "resize", f"{self.world + extra} workers fit now; checkpointing to restart with all"
+            )
 
 
 @contextmanager
 def signal_handlers(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM with `handle` inside the block; without effect outside the main thread."""
+    """Handle SIGINT and SIGTERM with `handle` inside the block; without effect outside the main
+    thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,6 @@
-"""Workers on a Ray cluster: the resources that a run requests; each attempt is a new `TorchTrainer`."""
+"""Workers on a Ray cluster: the resources that a run requests; each attempt is a new
+`TorchTrainer`.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +65,13 @@ POLL_INTERVAL_S = 0.5  # of the free resources, while workers of the last attemp
 STABLE_POLLS, MAX_POLLS = 4, 20
 FREE_WAIT_S = 4.0
 NODE_LOSS_S = 40.0  # Ray reports a node that does not answer as lost after about half a minute
-# Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through which ranks connect.
+# Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through
+# which ranks connect.
 COLLECTIVE_ERRORS = re.compile(
-    "Connection (closed|reset) by peer|Broken pipe|Connection timed out|No route to host|NCCL|Socket Timeout"
-    "|(recv|send) operation to complete|wait timeout after|Connection was likely closed|timeout caused pair closure"
+    "Connection (closed|reset) by peer|Broken pipe|Connection timed out|No route to "
+    "host|NCCL|Socket Timeout"
+    "|(recv|send) operation to complete|wait timeout after|Connection was likely closed|timeout "
+    "caused pair closure"
 )
 T = TypeVar("T")
 
@@ -85,7 +90,8 @@ class RayBackend:
     def __init__(self, check_storage: bool = True) -> None:
         self._check_storage = check_storage
         self.autoscaler = placement.AutoscalerRequest(f"mmray-{os.urandom(4).hex()}")
-        self._nodes: placement.SchedulableNodes | None = None  # at the last choice of the number of workers
+        # at the last choice of the number of workers
+        self._nodes: placement.SchedulableNodes | None = None
         self._excluded: frozenset[str] = frozenset()  # IDs of nodes on which a device failed
 
     def check(self, config: Config, reporter: RunReporter) -> None:
@@ -99,35 +105,52 @@ class RayBackend:
         cluster = config.cluster
         device = "gpu" if "GPU" in resource_demand(config).per_worker else "cpu"
         num_cores = cores() if device == "cpu" and placement.available_cores_if_local() else 1
-        return config.with_cluster(accelerator=device, cpus_per_worker=cluster.resolve_cpus(num_cores))
+        return config.with_cluster(
+            accelerator=device, cpus_per_worker=cluster.resolve_cpus(num_cores)
+        )
 
     def num_local(self, device: str) -> int | None:
         if (available := placement.available_cores_if_local()) is None:
             return None
-        return int(placement.alive_nodes()[0].resources.get("GPU", 0)) if device == "gpu" else available
+        return (
+            int(placement.alive_nodes()[0].resources.get("GPU", 0))
+            if device == "gpu"
+            else available
+        )
 
     def choose_world_size(self, config: Config) -> int:
         self._nodes = placement.schedulable_nodes()
         if not config.cluster.elastic:
             self._wait_for_network(config)
-            return config.cluster.max_workers  # if they do not fit, Ray waits and an autoscaler adds nodes
+            # if they do not fit, Ray waits and an autoscaler adds nodes
+            return config.cluster.max_workers
         request_nodes(config, self.autoscaler, 0, self._excluded)
         counts: list[int] = []
         for _ in range(MAX_POLLS):
-            counts.append(num_workers_that_fit(resource_demand(config, excluded=self._excluded), self._nodes.nodes))
+            counts.append(
+                num_workers_that_fit(
+                    resource_demand(config, excluded=self._excluded), self._nodes.nodes
+                )
+            )
             stable = len(counts) >= STABLE_POLLS and len(set(counts[-STABLE_POLLS:])) == 1
             if counts[-1] == config.cluster.max_workers or (stable and counts[-1]):
                 break
             time.sleep(POLL_INTERVAL_S)
             self._nodes = placement.schedulable_nodes()
         world = max(counts[-1], config.cluster.min_workers)
-        request_nodes(config, self.autoscaler, world, self._excluded)  # Ray Train requests those of the workers itself
+        # Ray Train requests those of the workers itself
+        request_nodes(config, self.autoscaler, world, self._excluded)
         return world
 
     def _wait_for_network(self, config: Config) -> None:
-        """Wait for nodes that do not answer, unless the others suffice, until Ray would notice that they are lost."""
+        """Wait for nodes that do not answer, unless the others suffice, until Ray would notice that
+        they are lost.
+        """
         assert self._nodes is not None, "schedulable_nodes comes before"
-        demand, end_s = resource_demand(config, excluded=self._excluded), time.monotonic() + NODE_LOSS_S
+        demand, end_s = (
+            resource_demand(config, excluded=self._excluded),
+            time.monotonic() + NODE_LOSS_S,
+        )
         while time.monotonic() < end_s:
             alive, unavailable = placement.alive_nodes(), set(self._nodes.unavailable)
             answering = [node for node in alive if (node.labels or {})[NODE_ID] not in unavailable]
@@ -149,20 +172,31 @@ class RayBackend:
         self._excluded |= {node}
         return True
 
-    def find_cause(self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> Cause:
-        if is_train_error(error, "PreemptionError"):  # of Ray Train's preemption watcher, which is off by default
+    def find_cause(
+        self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun
+    ) -> Cause:
+        # of Ray Train's preemption watcher, which is off by default
+        if is_train_error(error, "PreemptionError"):
             return "preempted", TrainingError("a node was preempted")
         if (timeout_error := start_timeout_error(error)) is not None:
             # An elastic run retries with fewer workers: resources were taken, or a node was lost.
-            return "lost" if monitor.world > monitor.config.cluster.min_workers else "raised", timeout_error
+            return (
+                "lost" if monitor.world > monitor.config.cluster.min_workers else "raised",
+                timeout_error,
+            )
         if not isinstance(error, ray.train.WorkerGroupError):
-            return "lost", TrainingError(f"Ray Train failed: {getattr(error, 'controller_failure', error)}")
+            return "lost", TrainingError(
+                f"Ray Train failed: {getattr(error, 'controller_failure', error)}"
+            )
         failures = [root_cause(each) for each in error.worker_failures.values()]
         raised = [each for each in failures if not is_worker_lost(each)]
-        oom_killed = next((each for each in failures if isinstance(each, ray.exceptions.OutOfMemoryError)), None)
+        oom_killed = next(
+            (each for each in failures if isinstance(each, ray.exceptions.OutOfMemoryError)), None
+        )
         if oom_killed is not None and not raised:
             return "lost", _host_oom_error(oom_killed, monitor, resolved)
-        # Errors of mmray first, and of these a bad device or a lack of memory: other ranks' errors only follow from it.
+        # Errors of mmray first, and of these a bad device or a lack of memory: other ranks' errors
+        # only follow from it.
         mmray_errors = [each for each in raised if isinstance(each, MmrayError)]
         mmray_errors.sort(key=lambda each: not isinstance(each, (DeviceError, OutOfMemoryError)))
         cause = next(iter([*mmray_errors, *raised, *failures]), error)
@@ -186,18 +220,27 @@ class RayWorkers:
         self.coordinator = start_coordinator(attempt.bad_rows)
         demand = resource_demand(attempt.config, excluded=excluded)
         start = resume_point(attempt.resolved, attempt.checkpoint, self.world)
-        # Counted for the largest group, so that CPUs for the workers of a later, larger group stay free.
-        actors = num_decode_actors(self.config.with_cluster(accelerator=attempt.config.cluster.accelerator))
+        # Counted for the largest group, so that CPUs for the workers of a later, larger group stay
+        # free.
+        actors = num_decode_actors(
+            self.config.with_cluster(accelerator=attempt.config.cluster.accelerator)
+        )
         context = attempt.worker_context(actors)
         selector = nodes.excluding_unavailable(demand.data_label_selector)
-        stream = StreamDataConfig(start, context.reader, actors, self.config.data.block_mb, selector, self.coordinator)
+        stream = StreamDataConfig(
+            start, context.reader, actors, self.config.data.block_mb, selector, self.coordinator
+        )
         self.trainer = torch_trainer(
             train_loop_per_worker,
             attempt.config,
             attempt.folder,
             name=f"attempt-{attempt.fencing_token}",
             label_selector=nodes.excluding_unavailable(demand.worker_label_selector),
-            train_loop_config={"context": context, "resume_point": start, "coordinator": self.coordinator},
+            train_loop_config={
+                "context": context,
+                "resume_point": start,
+                "coordinator": self.coordinator,
+            },
             datasets=stream.datasets(),
             dataset_config=stream,
         )
@@ -210,7 +253,8 @@ class RayWorkers:
         try:
             messages, heartbeats = ray.get(self.coordinator.drain.remote(num_received), timeout=10)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            return [], []  # the next call returns them; if Ray is shutting down, the attempt itself raises
+            # the next call returns them; if Ray is shutting down, the attempt itself raises
+            return [], []
         return messages, heartbeats
 
     def request_stop(self) -> None:
@@ -220,7 +264,9 @@ class RayWorkers:
         self.coordinator.request_stacks.remote()
 
     def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
-        placement.kill_processes((record.node, record.pid, record.started_s) for record in heartbeats)
+        placement.kill_processes(
+            (record.node, record.pid, record.started_s) for record in heartbeats
+        )
 
     def draining_nodes(self) -> dict[str, float]:
         return placement.draining_nodes()
@@ -241,12 +287,20 @@ class RayWorkers:
 
 def start_coordinator(bad_rows: set[int]) -> Any:
     """Start the actor for messages of the workers, on the driver's node."""
-    driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=driver_node).remote(bad_rows)
+    driver_node = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+    return (
+        ray.remote(Coordinator)
+        .options(num_cpus=0, scheduling_strategy=driver_node)
+        .remote(bad_rows)
+    )
 
 
 def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
-    """Return or raise what `call` does in a daemon thread; polls meanwhile and once after its end."""
+    """Return or raise what `call` does in a daemon thread; polls meanwhile and once after its
+    end.
+    """
     done: Future[T] = Future()
 
     def run() -> None:
@@ -266,7 +320,9 @@ def run_in_thread(call: Callable[[], T], poll: Callable[[], None]) -> T:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return what failed a worker: the error that a task raised (maybe in a task of a task), or of a health check."""
+    """Return what failed a worker: the error that a task raised (maybe in a task of a task), or of
+    a health check.
+    """
     if not isinstance(error, ray.exceptions.RayTaskError):
         return getattr(error, "health_check_failure", error)
     cause: BaseException = error
@@ -279,28 +335,45 @@ def root_cause(error: BaseException) -> BaseException:
 def is_worker_lost(error: BaseException) -> bool:
     """Return whether the root cause is a lost worker; its peers only report a broken collective."""
     if isinstance(error, MmrayError) or type(error) is ray.exceptions.RayError:
-        return False  # it may quote NCCL running out of memory; RayError: of a task's error that cannot be pickled
-    lost = isinstance(error, ray.exceptions.RayError) or is_train_error(error, "WorkerHealthCheckTimeoutError")
+        # it may quote NCCL running out of memory; RayError: of a task's error that cannot be
+        # pickled
+        return False
+    lost = isinstance(error, ray.exceptions.RayError) or is_train_error(
+        error, "WorkerHealthCheckTimeoutError"
+    )
     return lost or COLLECTIVE_ERRORS.search(str(error)) is not None
 
 
-def _host_oom_error(error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> OutOfMemoryError:
+def _host_oom_error(
+    error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun
+) -> OutOfMemoryError:
     """Ray's memory monitor killed a worker: its node, not a device, was out of memory."""
     rows_per_rank = -(-resolved.shape.global_rows // monitor.world)
-    micro = min(rows for rows in (monitor.progress.micro, resolved.micro, resolved.shape.micro, rows_per_rank) if rows)
+    micro = min(
+        rows
+        for rows in (monitor.progress.micro, resolved.micro, resolved.shape.micro, rows_per_rank)
+        if rows
+    )
     smaller = halve(micro)
     what = f"a node ran out of memory with micro-batches of {micro} rows ({first_line(error)})"
-    fix = f"Retrying with micro-batches of {smaller}" if smaller else "Check what else uses memory on that node"
+    fix = (
+        f"Retrying with micro-batches of {smaller}"
+        if smaller
+        else ("Check what else uses memory on that node")
+    )
     return OutOfMemoryError(f"{what}. {fix}", retry_micro=smaller)
 
 
 def start_timeout_error(error: BaseException) -> ResourceError | None:
     """Return the error to raise if Ray Train's error is the start timeout; None for any other."""
-    if not is_train_error(getattr(error, "controller_failure", None), "WorkerGroupStartupTimeoutError"):
+    if not is_train_error(
+        getattr(error, "controller_failure", None), "WorkerGroupStartupTimeoutError"
+    ):
         return None
     waited_s = float(os.environ[START_TIMEOUT_VARIABLE])
     return ResourceError(
-        f"the training workers did not start within {waited_s:g} s (cluster.start_timeout_s): their nodes are in use "
+        f"the training workers did not start within {waited_s:g} s (cluster.start_timeout_s): "
+        "their nodes are in use "
         "or did not start. Check `ray status` on the head, and rerun the same command to resume"
     )
 
@@ -308,8 +381,11 @@ def start_timeout_error(error: BaseException) -> ResourceError | None:
 # --- resources of a run
 
 
-def resource_demand(config: Config, with_data: bool = True, excluded: Collection[str] = ()) -> Demand:
-    """Return the run's workers and data CPUs; accelerator `auto`: GPUs if the cluster has, or can add, any.
+def resource_demand(
+    config: Config, with_data: bool = True, excluded: Collection[str] = ()
+) -> Demand:
+    """Return the run's workers and data CPUs; accelerator `auto`: GPUs if the cluster has, or can
+    add, any.
 
     `excluded` are IDs of nodes on which no worker may start.
     """
@@ -339,9 +415,14 @@ def check_capacity(config: Config, with_data: bool = True, excluded: Collection[
         return  # limits unknown: cluster.start_timeout_s ends the wait
     demand = replace(resource_demand(config, with_data), workers=config.cluster.min_workers)
     labels = [node.labels or {} for node in placement.alive_nodes()]
-    nodes = [node for node in placement.alive_nodes() if (node.labels or {}).get(NODE_ID) not in excluded]
+    nodes = [
+        node for node in placement.alive_nodes() if (node.labels or {}).get(NODE_ID) not in excluded
+    ]
     taken = Counter(each.get(NODE_GROUP) for each in labels if each.get(NODE_ID) in excluded)
-    pools = [replace(pool, max_nodes=pool.max_nodes - taken[pool.name]) for pool in placement.autoscaling_pools()]
+    pools = [
+        replace(pool, max_nodes=pool.max_nodes - taken[pool.name])
+        for pool in placement.autoscaling_pools()
+    ]
     if missing := missing_capacity(demand, nodes, pools):
         raise ResourceError(missing)
 
@@ -353,27 +434,40 @@ def num_free_workers(config: Config) -> int:
     free = placement.wait_for_free_nodes(minimum, FREE_WAIT_S)
     can_grow = config.cluster.wait_for_nodes or placement.autoscaling_pools()
     if not can_grow and (missing := missing_capacity(minimum, free)):
-        raise ResourceError(f"with the resources that are free now, {missing}; or wait until other jobs have ended")
+        raise ResourceError(
+            f"with the resources that are free now, {missing}; or wait until other jobs have ended"
+        )
     return max(num_workers_that_fit(demand, free), minimum.workers)
 
 
 def check_storage(config: Config) -> None:
-    """Raise if the run's folder would be deleted with a job, or is not shared by all training nodes."""
+    """Raise if the run's folder would be deleted with a job, or is not shared by all training
+    nodes.
+    """
     shared_storage.check_persistent(config.run.storage, Path.cwd())
     demand, nodes = resource_demand(config, with_data=False), placement.alive_nodes()
     if len(nodes) > 1 or "://" in config.run.storage:
         selector = demand.worker_label_selector
-        training_nodes = [node for node in nodes if node.matches_labels(selector) and node.fits(demand.per_worker)]
+        training_nodes = [
+            node for node in nodes if node.matches_labels(selector) and node.fits(demand.per_worker)
+        ]
         shared_storage.check_shared(config.run.storage, training_nodes)
 
 
 def request_nodes(
-    config: Config, autoscaler: placement.AutoscalerRequest, running: int, excluded: Collection[str] = ()
+    config: Config,
+    autoscaler: placement.AutoscalerRequest,
+    running: int,
+    excluded: Collection[str] = (),
 ) -> None:
-    """Request nodes for the workers that an elastic run can use in addition to `running`, if the cluster can grow."""
+    """Request nodes for the workers that an elastic run can use in addition to `running`, if the
+    cluster can grow.
+    """
     if config.cluster.wait_for_nodes or placement.autoscaling_pools():
         demand = resource_demand(config, with_data=False, excluded=excluded)
-        autoscaler.request(demand.per_worker, demand.worker_label_selector, demand.workers - running)
+        autoscaler.request(
+            demand.per_worker, demand.worker_label_selector, demand.workers - running
+        )
 
 
 def ray_storage(folder: AnyPath) -> dict[str, Any]:
@@ -384,7 +478,9 @@ def ray_storage(folder: AnyPath) -> dict[str, Any]:
 
 
 class ProcessGroupConfig(TorchConfig):
-    """Ray's process group, on the network interface that Ray uses, or the loopback if all workers are on one node."""
+    """Ray's process group, on the network interface that Ray uses, or the loopback if all workers
+    are on one node.
+    """
 
     @property
     def backend_cls(self) -> type[Any]:
@@ -410,11 +506,19 @@ def torch_trainer(
     label_selector: LabelSelector | None = None,
     **trainer_options: Any,
 ) -> TorchTrainer:
-    """Return Ray Train's trainer of `loop`, without retries; its small files are written to `folder`/ray."""
-    os.environ[START_TIMEOUT_VARIABLE] = str(config.cluster.start_timeout_s)  # Ray would wait forever
+    """Return Ray Train's trainer of `loop`, without retries; its small files are written to
+    `folder`/ray.
+    """
+    # Ray would wait forever
+    os.environ[START_TIMEOUT_VARIABLE] = str(config.cluster.start_timeout_s)
     demand = resource_demand(config, with_data=False)
-    no_retries: Any = {"max_failures": 0, "controller_failure_limit": 0, "max_preemption_failures": 0}
-    selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}  # missing in Ray's stub
+    no_retries: Any = {
+        "max_failures": 0,
+        "controller_failure_limit": 0,
+        "max_preemption_failures": 0,
+    }
+    # missing in Ray's stub
+    selector: Any = {"label_selector": label_selector or demand.worker_label_selector or None}
     return TorchTrainer(
         loop,
         # With a timeout, which neither gloo nor NCCL has by default.
@@ -428,31 +532,47 @@ def torch_trainer(
             resources_per_worker=demand.per_worker,
             **selector,
         ),
-        run_config=RunConfig(name=name, failure_config=FailureConfig(**no_retries), **ray_storage(folder / "ray")),
+        run_config=RunConfig(
+            name=name, failure_config=FailureConfig(**no_retries), **ray_storage(folder / "ray")
+        ),
         **trainer_options,
     )
 
 
 def is_single_node(config: Config) -> bool:
     """Return True if the cluster is one machine and cannot grow."""
-    return len(placement.alive_nodes()) == 1 and not placement.autoscaling_pools() and not config.cluster.wait_for_nodes
+    return (
+        len(placement.alive_nodes()) == 1
+        and not placement.autoscaling_pools()
+        and not config.cluster.wait_for_nodes
+    )
 
 
 def num_decode_actors(config: Config) -> int:
-    """Return the number of decode actors: as configured, or as many as cores and memory of the data nodes allow."""
+    """Return the number of decode actors: as configured, or as many as cores and memory of the data
+    nodes allow.
+    """
     if isinstance(config.data.workers, int):
         return config.data.workers
     demand, pools = resource_demand(config), placement.autoscaling_pools()
-    cpu_pools = [Node(pool.resources, pool.labels) for pool in pools if not pool.resources.get("GPU")]
+    cpu_pools = [
+        Node(pool.resources, pool.labels) for pool in pools if not pool.resources.get("GPU")
+    ]
     selector = demand.data_label_selector
     data_nodes, pool_nodes = (
-        [node.resources for node in group if node.matches_labels(selector) and node.resources.get("CPU")]
+        [
+            node.resources
+            for node in group
+            if node.matches_labels(selector) and node.resources.get("CPU")
+        ]
         for group in (placement.alive_nodes(), cpu_pools)
     )
-    node_resources = data_nodes or pool_nodes  # one node of each pool while no data node has started
+    # one node of each pool while no data node has started
+    node_resources = data_nodes or pool_nodes
     cpus = sum(resources["CPU"] for resources in node_resources) - INPUT_TASK_CPUS
     memory_gib = sum(resources.get("memory", math.inf) for resources in node_resources) / 2**30
-    if is_single_node(config):  # Ray may count more CPUs than cores (connect.num_local_cpus): use at most the cores
+    # Ray may count more CPUs than cores (connect.num_local_cpus): use at most the cores
+    if is_single_node(config):
         cpus, memory_gib = min(cpus + INPUT_TASK_CPUS, cores()), free_memory() / 2**30
     separate_nodes = selector and (demand.worker_label_selector or "GPU" in demand.per_worker)
     worker_cpus = 0 if separate_nodes else demand.workers * demand.per_worker.get("CPU", 0)

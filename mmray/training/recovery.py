@@ -24,9 +24,9 @@ EVENTS = {
 class Failure:
     """Cause of a failed attempt.
 
-    Kinds: `lost`: a worker, node or connection was lost; `hung`: a rank made no progress and the group was killed;
-    `preempted`: a node was drained; `device`: a GPU or its link failed; `storage`: data, a checkpoint or the
-    log could not be read; `raised`: code raised an error.
+    Kinds: `lost`: a worker, node or connection was lost; `hung`: a rank made no progress and the
+    group was killed; `preempted`: a node was drained; `device`: a GPU or its link failed;
+    `storage`: data, a checkpoint or the log could not be read; `raised`: code raised an error.
     """
 
     kind: str
@@ -48,16 +48,25 @@ def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
 
     Preemptions do not count, nor do restarts with smaller micro-batches, which end at one row.
     """
-    return (0 if progressed else failures) + (failure.kind != "preempted" and not retry_micro(failure.error))
+    return (0 if progressed else failures) + (
+        failure.kind != "preempted" and not retry_micro(failure.error)
+    )
 
 
 def retry_micro(error: BaseException) -> int:
-    """Return the smaller micro-batch to restart with after running out of memory; 0 for another error."""
+    """Return the smaller micro-batch to restart with after running out of memory; 0 for another
+    error.
+    """
     return error.retry_micro if isinstance(error, OutOfMemoryError) else 0
 
 
-def decide_recovery(failure: Failure, before: Failure | None, failures: int, max_failures: int) -> Restart | MmrayError:
-    """Return a restart, or the error that ends the run; `before` is the latest failure of earlier attempts."""
+def decide_recovery(
+    failure: Failure, before: Failure | None, failures: int, max_failures: int
+) -> Restart | MmrayError:
+    """Return a restart, or the error that ends the run;
+
+    `before` is the latest failure of earlier attempts.
+    """
     error = failure.error
     if micro := retry_micro(error):
         return Restart(str(error), micro)
@@ -69,18 +78,25 @@ def decide_recovery(failure: Failure, before: Failure | None, failures: int, max
     repeated = (
         before is not None
         and failure.kind == before.kind == "raised"
-        and (type(error), str(error), failure.step) == (type(before.error), str(before.error), before.step)
+        and (type(error), str(error), failure.step)
+        == (type(before.error), str(before.error), before.step)
     )
     if repeated:
-        return _final_error(f"the same error occurred again after step {failure.step}: {message}", error)
+        return _final_error(
+            f"the same error occurred again after step {failure.step}: {message}", error
+        )
     if failure.kind == "raised" and not failure.logged:
         return _final_error(f"failed before the first logged step: {message}", error)
     if failures > max_failures:
         if isinstance(error, ResourceError | StorageError):
             return error  # has its exit code and names the fix
-        count = f"{failures} failures without a new checkpoint (cluster.max_failures {max_failures})"
+        count = (
+            f"{failures} failures without a new checkpoint (cluster.max_failures {max_failures})"
+        )
         return _final_error(f"{count}; the last: {message}", error)
-    return Restart(f"{EVENTS[failure.kind]} after step {failure.step}: {message.splitlines()[0].rstrip('.')}")
+    return Restart(
+        f"{EVENTS[failure.kind]} after step {failure.step}: {message.splitlines()[0].rstrip('.')}"
+    )
 
 
 def _final_error(message: str, cause: BaseException) -> TrainingError:
@@ -89,14 +105,19 @@ def _final_error(message: str, cause: BaseException) -> TrainingError:
     return TrainingError(f"{traceback}{message}")
 
 
-def classify_failure(error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun, backend: Backend) -> Failure:
-    """Return the cause of a failed attempt: from the monitor, otherwise from the error of the backend."""
+def classify_failure(
+    error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun, backend: Backend
+) -> Failure:
+    """Return the cause of a failed attempt: from the monitor, otherwise from the error of the
+    backend.
+    """
     kind, cause = "raised", error
     if monitor.hang is not None:
         kind, cause = "hung", TrainingError(monitor.hang)
     elif not isinstance(error, MmrayError):
         kind, cause = backend.find_cause(error, monitor, resolved)
-    # Final if the last save failed: a restart would repeat the steps that no checkpoint has, on the same storage.
+    # Final if the last save failed: a restart would repeat the steps that no checkpoint has, on the
+    # same storage.
     can_repeat = not monitor.trained or monitor.stop_reason in ("resize", "preempted")
     if isinstance(cause, TransientStorageError) or (isinstance(cause, StorageError) and can_repeat):
         kind = "storage"

@@ -1,4 +1,6 @@
-"""Resolve a config before its run folder is created: open the sets, load the tokenizer, compute batch and steps."""
+"""Resolve a config before its run folder is created: open the sets, load the tokenizer, compute
+batch and steps.
+"""
 
 from __future__ import annotations
 
@@ -31,31 +33,46 @@ class ResolvedRun:
     train_set: PreparedSet | PreparedMixture
     eval_set: PreparedSet | None
     tokenizer_json: str
-    shape: BatchShape  # the rows of a step and how they are split: micro-batch, accumulation, workers
+    # the rows of a step and how they are split: micro-batch, accumulation, workers
+    shape: BatchShape
     steps: int
-    data_identity: dict[str, Any]  # content of data.json; equal in all attempts and when the run is resumed
+    # content of data.json; equal in all attempts and when the run is resumed
+    data_identity: dict[str, Any]
     micro: int = 0  # micro-batch size after an out-of-memory error; 0: as `shape` has it
 
 
 def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
-    """Resolve the config of a run, preparing its data first if needed. Raises MmrayError for mistakes of the user."""
+    """Resolve the config of a run, preparing its data first if needed.
+
+    Raises MmrayError for mistakes of the user.
+    """
 
     def prepare(source: str, settings: Prepare = config.prepare) -> str:
-        return str(ensure_prepared(source, config.data.cache, settings, reporter.log, reporter.prepare_progress))
+        return str(
+            ensure_prepared(
+                source, config.data.cache, settings, reporter.log, reporter.prepare_progress
+            )
+        )
 
     mixture = [(prepare(source), weight) for source, weight in parse_mixture(config.data.train)]
     train_sets = [PreparedSet.open(folder, "train") for folder, _ in mixture]
     eval_set, split = None, config.data.eval_split
     if config.data.eval is not None:
-        eval_set = PreparedSet.open(prepare(config.data.eval, eval_prepare_settings(config, config.data.eval)), split)
+        eval_set = PreparedSet.open(
+            prepare(config.data.eval, eval_prepare_settings(config, config.data.eval)), split
+        )
     elif split in train_sets[0].manifest.splits:
         eval_set = PreparedSet.open(mixture[0][0], split)
     batch = batch_on_device(config)
     shape = resolve_batch_shape(batch, config.cluster.max_workers)
-    rows_per_block, blocks_per_window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
+    rows_per_block, blocks_per_window = shuffle_block_and_window(
+        config.data, train_sets, shape.global_rows
+    )
     train_sets = [with_local_cache(config.data, each, rows_per_block) for each in train_sets]
     eval_set = eval_set and with_local_cache(config.data, eval_set, rows_per_block)
-    if config.data.local_cache and all(each.storage.local_path for each in [*train_sets, eval_set] if each):
+    if config.data.local_cache and all(
+        each.storage.local_path for each in [*train_sets, eval_set] if each
+    ):
         reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
     train_set: PreparedSet | PreparedMixture = train_sets[0]
     if is_mixture(config.data.train):
@@ -65,14 +82,17 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     tokenizer_json = extend_tokenizer(loaded, inputs, train_set.languages)
     encoder = build_encoder(tokenizer_json, inputs)
     if config.evaluate.language is not None:
-        encoder.format_caption("", config.evaluate.language)  # raises UsageError for an unknown language
+        # raises UsageError for an unknown language
+        encoder.format_caption("", config.evaluate.language)
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     if isinstance(train_set, PreparedMixture):
         num_rows = sum(part.per_epoch for part in train_set.components)
     if shape.global_rows > num_rows:  # rows would be negatives of themselves
         raise UsageError(
-            f"batch.global: {shape.global_rows:,} rows per step are more than the {num_rows:,} rows of an epoch of "
-            f"{config.data.train}, so rows would repeat within each step; set --batch.global to at most {num_rows}"
+            f"batch.global: {shape.global_rows:,} rows per step are more than the {num_rows:,} "
+            "rows of an epoch of "
+            f"{config.data.train}, so rows would repeat within each step; set --batch.global to at "
+            f"most {num_rows}"
         )
     steps = total_steps(config.train, num_rows, shape.global_rows)
     model = with_region_labels(config.model, train_sets, eval_set)
@@ -87,26 +107,41 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         "num_rows": num_rows,
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
     }
-    return ResolvedRun(resolved_config, train_set, eval_set, tokenizer_json, shape, steps, data_identity)
+    return ResolvedRun(
+        resolved_config, train_set, eval_set, tokenizer_json, shape, steps, data_identity
+    )
 
 
 def eval_prepare_settings(config: Config, source: str) -> Prepare:
-    """Return the prepare settings of an evaluation source: no holdout, because all of it is held out.
+    """Return the prepare settings of an evaluation source: no holdout, because all of it is held
+    out.
 
     A source that the run also trains on keeps the holdout, so its training rows are not evaluated.
     """
     trained_on = [str(to_path(address)) for address, _ in parse_mixture(config.data.train)]
-    return config.prepare if str(to_path(source)) in trained_on else config.prepare.replace(holdout=0.0)
+    return (
+        config.prepare
+        if str(to_path(source)) in trained_on
+        else config.prepare.replace(holdout=0.0)
+    )
 
 
 def batch_on_device(config: Config) -> Batch:
-    """The `batch` section; on a GPU without a given division of the rows, with the micro-batch that fits."""
+    """The `batch` section; on a GPU without a given division of the rows, with the micro-batch that
+    fits.
+    """
     batch, can_probe = config.batch, getattr(config.model, "batch_norm", "frozen") != "synced"
     given = batch.micro is not None or batch.accumulation is not None
-    return batch.replace(micro="auto") if config.cluster.accelerator == "gpu" and can_probe and not given else batch
+    return (
+        batch.replace(micro="auto")
+        if config.cluster.accelerator == "gpu" and can_probe and not given
+        else batch
+    )
 
 
-def with_region_labels(model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None) -> Any:
+def with_region_labels(
+    model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None
+) -> Any:
     """The `model` section with `region_labels`, by default those of the sets. Raises UsageError."""
     if not getattr(model, "regions", False):
         return model
@@ -115,17 +150,20 @@ def with_region_labels(model: Any, train_sets: Sequence[PreparedSet], eval_set: 
         labels = _merge_label_names(train_sets)
         if not labels:
             raise UsageError(
-                f"model.regions: {address} has no names of its box labels; set the names of labels 0, 1, ... with "
+                f"model.regions: {address} has no names of its box labels; set the names of labels "
+                "0, 1, ... with "
                 "--model.region-labels"
             )
         if (last := max(labels)) >= MAX_LABELS:
             raise UsageError(
-                f"model.regions: {address} has a box label {last} ({labels[last]}); they count from 0 and are fewer "
+                f"model.regions: {address} has a box label {last} ({labels[last]}); they count "
+                "from 0 and are fewer "
                 f"than {MAX_LABELS:,}: renumber them in the source"
             )
         names = tuple(labels.get(label, "") for label in range(last + 1))
         if eval_set is not None:
-            _merge_label_names([*train_sets, eval_set])  # raises if the evaluation set names a label differently
+            # raises if the evaluation set names a label differently
+            _merge_label_names([*train_sets, eval_set])
     return model.replace(region_labels=names)
 
 
@@ -136,7 +174,8 @@ def _merge_label_names(sets: Sequence[PreparedSet]) -> dict[int, str]:
         for label, name in each.manifest.box_names.items():
             if labels.setdefault(int(label), name) != name:
                 raise UsageError(
-                    f"model.regions: box label {label} is `{labels[int(label)]}` in one set and `{name}` in "
+                    f"model.regions: box label {label} is `{labels[int(label)]}` in one set and "
+                    f"`{name}` in "
                     f"{each.storage.address}; use the same label numbers in both sources"
                 )
     return labels

@@ -1,4 +1,6 @@
-"""A run's folder (README.md lists its files), and whether a command starts, resumes or refuses it."""
+"""A run's folder (README.md lists its files), and whether a command starts, resumes or
+refuses it.
+"""
 
 from __future__ import annotations
 
@@ -21,36 +23,51 @@ from mmray.machine import cores
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, to_path, write_atomic
 
-# Settings that may change on resume: they change neither the sample order nor, except as README.md lists, the steps.
+# Settings that may change on resume: they change neither the sample order nor, except as README.md
+# lists, the steps.
 _RESUMABLE = {
     "batch": "micro accumulation",
     "data": "workers block_mb cache local_cache local_cache_gb max_bad_rows eval eval_split",
-    "train": "steps samples epochs log_every checkpoint_every keep_checkpoints callbacks profile parallel "
+    "train": "steps samples epochs log_every checkpoint_every keep_checkpoints callbacks profile "
+    "parallel "
     "activation_checkpointing compile channels_last noise_scale_every",
 }
 RESUMABLE_CHANGES = (
     *("recipe", "cluster", "run", "prepare", "evaluate"),
     *(f"{section}.{name}" for section, names in _RESUMABLE.items() for name in names.split()),
 )
-FILES_BEFORE_CONFIG = (lease.FOLDER, "checkpoints", "tokenizer.json", "data.json", "environment.json")
+FILES_BEFORE_CONFIG = (
+    lease.FOLDER,
+    "checkpoints",
+    "tokenizer.json",
+    "data.json",
+    "environment.json",
+)
 MAX_LISTED_CHANGES = 3
 PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
 
 
 def has_other_files(path: AnyPath, names: Sequence[str]) -> bool:
-    """Return whether the folder has entries other than `names` and the hidden temporary files of write_atomic."""
-    return path.exists() and any(file.name not in names and file.name[0] != "." for file in path.iterdir())
+    """Return whether the folder has entries other than `names` and the hidden temporary files of
+    write_atomic.
+    """
+    return path.exists() and any(
+        file.name not in names and file.name[0] != "." for file in path.iterdir()
+    )
 
 
 def forbidden_changes(
     before: dict[str, Any], after: dict[str, Any], may_change: Sequence[str] = RESUMABLE_CHANGES
 ) -> list[str]:
-    """Lines `setting: old -> new` of differences outside the settings and sections in `may_change`."""
+    """Lines `setting: old -> new` of differences outside the settings and sections in
+    `may_change`.
+    """
     old, new = flatten(before), flatten(after)
     return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and not any(f"{name}.".startswith(f"{each}.") for each in may_change)
+        if old.get(name) != new.get(name)
+        and not any(f"{name}.".startswith(f"{each}.") for each in may_change)
     ]
 
 
@@ -82,35 +99,49 @@ class RunSelection:
 
     action: Literal["start", "resume", "done"]
     path: AnyPath
-    skipped: tuple[str, ...] = ()  # existing runs that an unnamed run does not resume, each with the reason
+    # existing runs that an unnamed run does not resume, each with the reason
+    skipped: tuple[str, ...] = ()
 
 
 def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection:
-    """The folder for this command; raises UsageError with the differences if resuming would change the run."""
+    """The folder for this command; raises UsageError with the differences if resuming would change
+    the run.
+    """
 
     def inspect(path: AnyPath) -> tuple[list[str], bool] | None:
         if not (path / "config.yaml").exists():
             if has_other_files(path, FILES_BEFORE_CONFIG):
-                raise UsageError(f"{path} exists and is not an mmray run; choose another --run.name")
+                raise UsageError(
+                    f"{path} exists and is not an mmray run; choose another --run.name"
+                )
             return None
         run, before = RunDir(path), yaml.safe_load((path / "config.yaml").read_text())
         schedules = (flatten(before).get("optimizer.schedule"), config.optimizer.schedule)
-        cooldown = ("optimizer.schedule",) * (schedules == ("constant", "cooldown"))  # equal until the rate decays
+        # equal until the rate decays
+        cooldown = ("optimizer.schedule",) * (schedules == ("constant", "cooldown"))
         after = config.model_dump(mode="json", by_alias=True)
         changes = forbidden_changes(before, after, RESUMABLE_CHANGES + cooldown)
         old, result = run.read_json("data.json") or {}, run.read_json("result.json") or {}
-        changes += [f"data {key}: {old.get(key)!r} -> {new!r}" for key, new in data.items() if old.get(key) != new]
+        changes += [
+            f"data {key}: {old.get(key)!r} -> {new!r}"
+            for key, new in data.items()
+            if old.get(key) != new
+        ]
         return changes, result.get("status") == "finished" and result["steps"] >= steps
 
     return select_folder(config.run, config.recipe, inspect)
 
 
 def select_folder(
-    run: Run, stem: str, inspect: Callable[[AnyPath], tuple[list[str], bool] | None], kind: str = "run"
+    run: Run,
+    stem: str,
+    inspect: Callable[[AnyPath], tuple[list[str], bool] | None],
+    kind: str = "run",
 ) -> RunSelection:
     """The folder of a run or sweep: `run.name`, or the first suitable of STEM, STEM-2, STEM-3, ...
 
-    `inspect` returns the changes since an existing one, and whether it has finished; None without one.
+    `inspect` returns the changes since an existing one, and whether it has finished; None without
+    one.
     """
     storage, skipped = to_path(run.storage), list[str]()
     for number in itertools.count(1):
@@ -118,11 +149,15 @@ def select_folder(
         existing = inspect(path)
         if existing is None:
             if run.resume == "must":
-                raise UsageError(f"--run.resume must: no {kind} at {path}; start one with --run.resume auto")
+                raise UsageError(
+                    f"--run.resume must: no {kind} at {path}; start one with --run.resume auto"
+                )
             return RunSelection("start", path, tuple(skipped))
         if run.resume == "never":
             if run.name is not None:
-                raise UsageError(f"{path} exists; choose another --run.name, or resume it with --run.resume auto")
+                raise UsageError(
+                    f"{path} exists; choose another --run.name, or resume it with --run.resume auto"
+                )
             continue
         changes, finished = existing
         if not changes and (run.name is not None or run.resume == "must" or not finished):
@@ -130,7 +165,8 @@ def select_folder(
         if changes and (run.name is not None or run.resume == "must"):
             raise UsageError(
                 f"{path} has other settings:\n  " + "\n  ".join(changes) + "\n"
-                f"Resuming would change the {kind}: choose another --run.name, or restore these settings."
+                f"Resuming would change the {kind}: choose another --run.name, or restore these "
+                "settings."
             )
         more = ", ..." if len(changes) > MAX_LISTED_CHANGES else ""
         other = f"has other settings: {', '.join(changes[:MAX_LISTED_CHANGES])}{more}"
@@ -138,8 +174,12 @@ def select_folder(
     raise AssertionError("unreachable")
 
 
-def write_run_files(path: AnyPath, config: Config, data: dict[str, Any], tokenizer_json: str) -> RunDir:
-    """Create the run's folder, or update it on resume. config.yaml is last: an incomplete folder is not a run."""
+def write_run_files(
+    path: AnyPath, config: Config, data: dict[str, Any], tokenizer_json: str
+) -> RunDir:
+    """Create the run's folder, or update it on resume. config.yaml is last: an incomplete folder is
+    not a run.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         run = RunDir(path)
@@ -147,11 +187,14 @@ def write_run_files(path: AnyPath, config: Config, data: dict[str, Any], tokeniz
         run.write("tokenizer.json", tokenizer_json)
         run.write_json("data.json", data)
         run.write_json("environment.json", collect_environment())
-        if (earlier := run.read_json("result.json")) is not None:  # the supervisor adds to its counts
+        # the supervisor adds to its counts
+        if (earlier := run.read_json("result.json")) is not None:
             run.write_json("result.json", earlier | {"status": "unfinished"})
         run.write("config.yaml", to_yaml(config))
     except OSError as error:
-        raise UsageError(f"cannot write the run's folder {path}: {error}. Choose another --run.storage") from error
+        raise UsageError(
+            f"cannot write the run's folder {path}: {error}. Choose another --run.storage"
+        ) from error
     return run
 
 
@@ -168,7 +211,9 @@ def collect_environment() -> dict[str, Any]:
 HIDDEN = "***"
 _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # user:password before a host
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-_SECRET_SETTING = re.compile(r"(^|(?<!language)_)(key|token|secret|password|credential)s?$", re.IGNORECASE)
+_SECRET_SETTING = re.compile(
+    r"(^|(?<!language)_)(key|token|secret|password|credential)s?$", re.IGNORECASE
+)
 _MIN_SECRET_CHARS = 6  # shorter values occur in ordinary text
 
 
@@ -176,7 +221,9 @@ def redact(value: Any) -> Any:
     """The value with every string redacted, and values of settings named like secrets replaced."""
     if isinstance(value, dict):
         return {
-            name: HIDDEN if item and isinstance(item, str) and _SECRET_SETTING.search(name) else redact(item)
+            name: HIDDEN
+            if item and isinstance(item, str) and _SECRET_SETTING.search(name)
+            else redact(item)
             for name, item in value.items()
         }
     if isinstance(value, list | tuple):
@@ -185,7 +232,9 @@ def redact(value: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """The text without logins in URLs and without values of environment variables named like secrets."""
+    """The text without logins in URLs and without values of environment variables named like
+    secrets.
+    """
     text = _LOGIN.sub(f"{HIDDEN}@", text)
     for name, value in os.environ.items():
         if _SECRET.search(name) and len(value) >= _MIN_SECRET_CHARS:

@@ -1,4 +1,6 @@
-"""Attempts to train a run until one finishes it: retries, elasticity and preemption, on the driver (see README.md)."""
+"""Attempts to train a run until one finishes it: retries, elasticity and preemption, on the driver
+(see README.md).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ STORAGE_RETRIES_S = (1.0, 5.0, 30.0)  # pauses while the storage fails between t
 
 
 class Supervisor:
-    """Runs the attempts of one run; writes result.json. `config` has the range of workers that the user set."""
+    """Runs the attempts of one run; writes result.json.
+
+    `config` has the range of workers that the user set.
+    """
 
     def __init__(
         self,
@@ -60,21 +65,31 @@ class Supervisor:
         starts: list[Any] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """starts: of StartTimeline, for result.json. should_stop: polled each second; True stops like Ctrl-C."""
+        """starts: of StartTimeline, for result.json. should_stop: polled each second;
+
+        True stops like Ctrl-C.
+        """
         self.resolved, self.run, self.lease, self.reporter = resolved, run, lease, reporter
         self.config, self.backend, self.starts = resolved.config, backend, starts or []
-        self.start_s, self.earlier = time.monotonic(), run.read_json("result.json") or {}  # of earlier commands
+        # of earlier commands
+        self.start_s, self.earlier = time.monotonic(), run.read_json("result.json") or {}
         self.attempts = self.failures = self.preemptions = self.resizes = 0
-        self.trusted_from = math.inf  # checkpoints from this step on were verified, or written by this command
+        # checkpoints from this step on were verified, or written by this command
+        self.trusted_from = math.inf
         self.last_failure: Failure | None = None
         self.restart: Restart | None = None  # the decision after the last attempt, if it failed
-        self.reduced_micro: dict[int, int] = {}  # after OOM: number of workers -> rows of a micro-batch
-        self.unconfirmed_resizes: list[int] = []  # one each: the workers of the group that stopped for a larger one
+        # after OOM: number of workers -> rows of a micro-batch
+        self.reduced_micro: dict[int, int] = {}
+        # one each: the workers of the group that stopped for a larger one
+        self.unconfirmed_resizes: list[int] = []
         self.progress = RunProgress()
         self.should_stop = should_stop
 
     def train(self) -> dict[str, Any]:
-        """Run attempts until one finishes, recovery fails or the user stops it. Writes and returns result.json."""
+        """Run attempts until one finishes, recovery fails or the user stops it.
+
+        Writes and returns result.json.
+        """
         try:
             while (outcome := self._run_attempt()) is None:
                 pass
@@ -91,13 +106,16 @@ class Supervisor:
         return self._write_result(outcome)
 
     def _run_attempt(self) -> dict[str, Any] | None:
-        """Run an attempt, unless no step is left; return its outcome, None if another attempt follows."""
+        """Run an attempt, unless no step is left; return its outcome, None if another attempt
+        follows.
+        """
         checkpoint, meta, bad_rows = self._prepare_attempt()
         start_step = 0 if checkpoint is None else files.step_of(checkpoint)
         if checkpoint is not None:
             self.reporter.log(f"from {checkpoint}", "resume")
             if start_step >= self.resolved.steps:
-                return outcome_of(meta)  # workers would have no step to take, and the stream no rows
+                # workers would have no step to take, and the stream no rows
+                return outcome_of(meta)
             check_rows(checkpoint, meta, self.resolved.shape.global_rows)
         elif self.config.run.resume == "must":
             raise UsageError(
@@ -134,7 +152,9 @@ class Supervisor:
         finally:
             if monitor.started:
                 # A group of `world` workers started, so resizes from fewer succeeded.
-                self.unconfirmed_resizes = [workers for workers in self.unconfirmed_resizes if workers >= world]
+                self.unconfirmed_resizes = [
+                    workers for workers in self.unconfirmed_resizes if workers >= world
+                ]
             with suppress(*self.backend.errors):  # Ray may have ended
                 workers.close()
         return None
@@ -150,11 +170,17 @@ class Supervisor:
             try:
                 if self.attempts > 1:
                     self.lease.claim_next_token()
-                if self.trusted_from == math.inf and files.latest_complete_step(self.run.checkpoints):
+                if self.trusted_from == math.inf and files.latest_complete_step(
+                    self.run.checkpoints
+                ):
                     self.reporter.status("verifying the checkpoint")
                 log = partial(self.reporter.log, label="checkpoint")
-                checkpoint = files.latest_valid_checkpoint(self.run.checkpoints, log, trusted_from=self.trusted_from)
-                self.trusted_from = min(self.trusted_from, 0 if checkpoint is None else files.step_of(checkpoint))
+                checkpoint = files.latest_valid_checkpoint(
+                    self.run.checkpoints, log, trusted_from=self.trusted_from
+                )
+                self.trusted_from = min(
+                    self.trusted_from, 0 if checkpoint is None else files.step_of(checkpoint)
+                )
                 meta = {} if checkpoint is None else files.load_meta(checkpoint)
                 merge_appended_lines(self.run.path / QUARANTINE)
                 return checkpoint, meta, load_bad_rows(self.run.path)
@@ -162,7 +188,9 @@ class Supervisor:
                 pause_s = next(pauses_s, None)
                 message = f"cannot access the storage of {self.run.path}: {error}"
                 if pause_s is None:
-                    raise StorageError(f"{message}. Fix it and rerun the same command to resume") from error
+                    raise StorageError(
+                        f"{message}. Fix it and rerun the same command to resume"
+                    ) from error
             self.reporter.log(f"{message}; retrying in {pause_s:g} s", "storage")
             time.sleep(pause_s)
 
@@ -172,7 +200,9 @@ class Supervisor:
         latest_step = files.latest_complete_step(self.run.checkpoints)
         self.failures = count_failures(self.failures, failure, latest_step > monitor.start_step)
         self.preemptions += failure.kind == "preempted"
-        decision = decide_recovery(failure, self.last_failure, self.failures, self.config.cluster.max_failures)
+        decision = decide_recovery(
+            failure, self.last_failure, self.failures, self.config.cluster.max_failures
+        )
         if isinstance(decision, MmrayError):
             raise decision from error
         if monitor.stop_reason == "user":  # the group failed before it could stop
@@ -181,7 +211,11 @@ class Supervisor:
         self.last_failure, self.restart = failure, decision
         if decision.micro:
             self.reduced_micro[monitor.world] = decision.micro
-        start = f"the checkpoint of step {latest_step:,}" if latest_step else "step 0, as there is no checkpoint yet"
+        start = (
+            f"the checkpoint of step {latest_step:,}"
+            if latest_step
+            else ("step 0, as there is no checkpoint yet")
+        )
         self.reporter.log(f"{decision.reason}; restarting from {start}", "failure")
         if isinstance(bad := failure.error, DeviceError):
             excluded = self.backend.exclude_node(self.config, bad.node)
@@ -204,7 +238,10 @@ class Supervisor:
             if isinstance(error, MmrayError):
                 raise
             before = f"{self.restart.reason}; then " if self.restart is not None else ""
-            message = f"{before}workers could not start: {error}. Rerun the same command to resume {self.run.path}"
+            message = (
+                f"{before}workers could not start: {error}. Rerun the same command to "
+                f"resume {self.run.path}"
+            )
             raise TrainingError(message) from error
 
     def _write_result(self, outcome: dict[str, Any]) -> dict[str, Any]:
@@ -213,18 +250,26 @@ class Supervisor:
         with suppress(TrainingError):  # the checkpoints' metadata cannot be read
             if path := files.best_checkpoint(self.run.checkpoints, metric):
                 score = files.load_meta(path)["metrics"][metric]
-                best = {"step": files.step_of(path), "metric": metric.removeprefix("evaluate/"), "score": score}
+                best = {
+                    "step": files.step_of(path),
+                    "metric": metric.removeprefix("evaluate/"),
+                    "score": score,
+                }
         try:
             return self._write_json(outcome | {"best": best})
         except OSError as error:
             raise ResourceError(
-                f"cannot write {self.run.path / 'result.json'} (the weights of step {outcome['steps']} are saved in "
-                f"{self.run.checkpoints}): {error.strerror or error}. Free disk space (or fix the storage) "
+                f"cannot write {self.run.path / 'result.json'} (the weights of step "
+                f"{outcome['steps']} are saved in "
+                f"{self.run.checkpoints}): {error.strerror or error}. Free disk space (or fix the "
+                "storage) "
                 "and rerun the same command; completed steps are not repeated"
             ) from error
 
     def _write_ended(self, status: str, **fields: Any) -> None:
-        """Write result.json unless another process owns the run; a failing storage is logged, not raised."""
+        """Write result.json unless another process owns the run; a failing storage is logged, not
+        raised.
+        """
         try:
             self._write_json({"status": status, **fields})
         except (OSError, TrainingError) as failed:
@@ -240,7 +285,9 @@ class Supervisor:
             "elapsed_s": time.monotonic() - self.start_s,
         }
         totals = {name: value + self.earlier.get(name, 0) for name, value in totals.items()}
-        peak_gib = max(self.progress.all_processes_peak_gib, self.earlier.get("all_processes_peak_gib") or 0.0)
+        peak_gib = max(
+            self.progress.all_processes_peak_gib, self.earlier.get("all_processes_peak_gib") or 0.0
+        )
         result = outcome | totals | {"batch": str(self.resolved.shape), "starts": self.starts}
         result |= {"all_processes_peak_gib": peak_gib or None}
         self.run.write_json("result.json", result)
@@ -248,18 +295,25 @@ class Supervisor:
 
 
 def check_rows(checkpoint: AnyPath, meta: dict[str, Any], global_rows: int) -> None:
-    """Raise UsageError if the steps of a checkpoint with this meta.json took other rows than they would now."""
+    """Raise UsageError if the steps of a checkpoint with this meta.json took other rows than they
+    would now.
+    """
     step, rows_consumed = meta["step"], meta["rows_consumed"]
     if rows_consumed != step * global_rows:
         raise UsageError(
-            f"cannot resume from {checkpoint}: its {step:,} steps took {rows_consumed:,} rows, but {step:,} steps of "
-            f"{global_rows:,} rows take {step * global_rows:,}. An older mmray wrote it, whose last step of an "
-            "epoch was smaller: start a new run with another --run.name, or without a name and --run.resume never"
+            f"cannot resume from {checkpoint}: its {step:,} steps took {rows_consumed:,} rows, but "
+            f"{step:,} steps of "
+            f"{global_rows:,} rows take {step * global_rows:,}. An older mmray wrote it, whose "
+            "last step of an "
+            "epoch was smaller: start a new run with another --run.name, or without a name and "
+            "--run.resume never"
         )
 
 
 def outcome_of(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the outcome of the workers that saved the last checkpoint of a run, from its meta.json."""
+    """Return the outcome of the workers that saved the last checkpoint of a run, from its
+    meta.json.
+    """
     return result_fields(
         meta["metrics"],
         status="finished",

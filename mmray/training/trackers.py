@@ -1,8 +1,10 @@
-"""Experiment trackers: the metrics that rank 0 logs, sent from the driver by one bounded background thread per tracker.
+"""Experiment trackers: the metrics that rank 0 logs, sent from the driver by one bounded background
+thread per tracker.
 
-A tracker may be slow, fail or hang: training never waits for it, the oldest waiting lines are dropped, and the end of a
-run waits at most MAX_WAIT_S. Each problem is a warning with what was lost. The run's tracker-NAME.json keeps the
-tracker's run id and the last step it accepted, so a resumed run continues there without duplicate steps.
+A tracker may be slow, fail or hang: training never waits for it, the oldest waiting lines are
+dropped, and the end of a run waits at most MAX_WAIT_S. Each problem is a warning with what was
+lost. The run's tracker-NAME.json keeps the tracker's run id and the last step it accepted, so a
+resumed run continues there without duplicate steps.
 """
 
 from __future__ import annotations
@@ -30,16 +32,25 @@ if TYPE_CHECKING:
     from mmray.config import Config
     from mmray.training.monitor import RunReporter
 
-BUILT_IN = {"mlflow": "mmray.training.trackers:MlflowTracker", "wandb": "mmray.training.trackers:WandbTracker"}
+BUILT_IN = {
+    "mlflow": "mmray.training.trackers:MlflowTracker",
+    "wandb": "mmray.training.trackers:WandbTracker",
+}
 MAX_QUEUED = 2000  # lines of metrics waiting for a tracker
 MAX_WAIT_S = 30.0  # at the end of a run, for all trackers together
 
 
 class Tracker(Protocol):
-    """An experiment tracker. Name your own as `package.module:Class` in run.trackers; it is built without arguments."""
+    """An experiment tracker.
+
+    Name your own as `package.module:Class` in run.trackers; it is built without arguments.
+    """
 
     def start(self, run_info: dict[str, Any], run_id: str | None) -> str:
-        """Start a run, or resume `run_id`; return the run id. `run_info`: name, folder and config."""
+        """Start a run, or resume `run_id`; return the run id.
+
+        `run_info`: name, folder and config.
+        """
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a step."""
@@ -49,32 +60,53 @@ class Tracker(Protocol):
 
 
 def check_trackers(config: Config) -> None:
-    """Raise UsageError for a tracker that cannot be imported, or is named twice, before anything starts."""
+    """Raise UsageError for a tracker that cannot be imported, or is named twice, before anything
+    starts.
+    """
     if len(set(config.run.trackers)) < len(config.run.trackers):
-        raise UsageError(f"run.trackers: {' '.join(config.run.trackers)} names a tracker twice; remove one")
+        raise UsageError(
+            f"run.trackers: {' '.join(config.run.trackers)} names a tracker twice; remove one"
+        )
     for name in config.run.trackers:
         if name not in BUILT_IN:
             plugins.load_class(name, "run.trackers", tuple(BUILT_IN))
             continue
         plugins.check_installed(name, "run.trackers", name)
-        if name == "mlflow" and "://" in config.run.storage and not os.environ.get("MLFLOW_TRACKING_URI"):
-            raise UsageError("run.trackers: mlflow cannot write to an object store; set MLFLOW_TRACKING_URI")
+        if (
+            name == "mlflow"
+            and "://" in config.run.storage
+            and not os.environ.get("MLFLOW_TRACKING_URI")
+        ):
+            raise UsageError(
+                "run.trackers: mlflow cannot write to an object store; set MLFLOW_TRACKING_URI"
+            )
 
 
 class TrackingReporter:
-    """Passes progress to another reporter and metrics to the run's trackers, which finish at the end of the block."""
+    """Passes progress to another reporter and metrics to the run's trackers, which finish at the
+    end of the block.
+    """
 
     def __init__(self, config: Config, folder: AnyPath, reporter: RunReporter) -> None:
         settings = redact(config.model_dump(mode="json", by_alias=True))
         run_info = {"name": folder.name, "folder": str(folder), "config": settings}
-        self.reporter, self.threads = reporter, [TrackerThread(name, folder, run_info) for name in config.run.trackers]
+        self.reporter, self.threads = (
+            reporter,
+            [TrackerThread(name, folder, run_info) for name in config.run.trackers],
+        )
         self.log, self.status, self.phase = reporter.log, reporter.status, reporter.phase
         self.prepare_progress = reporter.prepare_progress
         self.run_status = "failed"  # until the driver sets how the run ended
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
-        numbers = {name: float(each) for name, each in metrics.items() if isinstance(each, int | float)}
-        finite = {name: value for name, value in numbers.items() if math.isfinite(value) and name != "step"}
+        numbers = {
+            name: float(each) for name, each in metrics.items() if isinstance(each, int | float)
+        }
+        finite = {
+            name: value
+            for name, value in numbers.items()
+            if math.isfinite(value) and name != "step"
+        }
         for thread in self.threads:
             thread.put(metrics["step"], finite)
         self._log_warnings()
@@ -88,13 +120,19 @@ class TrackingReporter:
         wait_s = 0.0 if kind is ForceExit else MAX_WAIT_S
         deadline_s = time.monotonic() + wait_s
         for thread in self.threads:
-            thread.end(success=self.run_status in ("finished", "stopped") or kind is KeyboardInterrupt)
+            thread.end(
+                success=self.run_status in ("finished", "stopped") or kind is KeyboardInterrupt
+            )
         for thread in self.threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
-                thread.warnings.append(f"did not finish within {wait_s:g} s; the end of the run may be missing")
+                thread.warnings.append(
+                    f"did not finish within {wait_s:g} s; the end of the run may be missing"
+                )
             if lost := thread.num_put - thread.num_done:
-                thread.warnings.append(f"{lost} lines of metrics were not sent (metrics.jsonl has all of them)")
+                thread.warnings.append(
+                    f"{lost} lines of metrics were not sent (metrics.jsonl has all of them)"
+                )
         self._log_warnings()
 
     def _log_warnings(self) -> None:
@@ -104,16 +142,21 @@ class TrackingReporter:
 
 
 class TrackerThread(threading.Thread):
-    """Calls one tracker from a daemon thread. `put` never blocks; `warnings` is read by the driver."""
+    """Calls one tracker from a daemon thread.
+
+    `put` never blocks; `warnings` is read by the driver.
+    """
 
     def __init__(self, tracker: str, folder: AnyPath, run_info: dict[str, Any]) -> None:
         super().__init__(name=f"mmray-{tracker}", daemon=True)
         self.tracker, self._run_info = tracker, run_info
         self.warnings: deque[str] = deque(maxlen=20)
-        self.num_put = self.num_done = 0  # lines of metrics; done: accepted, or by an earlier attempt
+        # lines of metrics; done: accepted, or by an earlier attempt
+        self.num_put = self.num_done = 0
         self._spec = BUILT_IN.get(tracker, tracker)
         self._file = folder / f"tracker-{tracker.replace(':', '.')}.json"
-        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()  # None: the end
+        # None: the end
+        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
         self._success = False
         self.start()
 
@@ -154,7 +197,9 @@ class TrackerThread(threading.Thread):
                     continue
                 last_step = step
                 with suppress(OSError):  # a resumed run then sends some steps twice
-                    write_atomic(self._file, json.dumps({"id": run_id, "last_step": last_step}) + "\n")
+                    write_atomic(
+                        self._file, json.dumps({"id": run_id, "last_step": last_step}) + "\n"
+                    )
             self.num_done += 1
         try:
             tracker.finish(self._success)
@@ -162,20 +207,30 @@ class TrackerThread(threading.Thread):
             self._warn("could not finish the run", error)
 
     def _warn(self, what: str, error: BaseException) -> None:
-        self.warnings.append(redact_text(f"{what}: {type(error).__name__}: {first_line(error)[:300]}"))
+        self.warnings.append(
+            redact_text(f"{what}: {type(error).__name__}: {first_line(error)[:300]}")
+        )
 
 
 class WandbTracker:
-    """Weights & Biases, with the user's WANDB_* variables; no facts about machine, repository or command line."""
+    """Weights & Biases, with the user's WANDB_* variables; no facts about machine, repository or
+    command line.
+    """
 
     def start(self, run_info: dict[str, Any], run_id: str | None) -> str:
         import wandb
 
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
+        mode: Any = os.environ.get("WANDB_MODE") or (
+            "online" if wandb.login(prompt=False) else "offline"
+        )
         run_id, folder = run_id or uuid.uuid4().hex[:12], run_info["folder"]
-        if "://" in folder:  # W&B writes to local folders only, in `online` mode copies of what it sends
+        # W&B writes to local folders only, in `online` mode copies of what it sends
+        if "://" in folder:
             if mode == "offline":
-                raise UsageError("wandb cannot write to an object store; log in (WANDB_API_KEY), or use a local folder")
+                raise UsageError(
+                    "wandb cannot write to an object store; log in (WANDB_API_KEY), "
+                    "or use a local folder"
+                )
             folder = tempfile.mkdtemp(prefix="mmray-wandb-")
         # What W&B records of the machine and the repository may hold private data.
         private = dict.fromkeys(("disable_git", "x_disable_meta", "x_disable_stats"), True)
@@ -187,7 +242,9 @@ class WandbTracker:
             mode=mode,
             dir=folder,
             config=run_info["config"],
-            settings=wandb.Settings(console="off", silent=True, save_code=False, x_save_requirements=False, **private),
+            settings=wandb.Settings(
+                console="off", silent=True, save_code=False, x_save_requirements=False, **private
+            ),
         )
         return run_id
 
@@ -202,14 +259,19 @@ MAX_PARAM_CHARS, MAX_PARAMS_PER_CALL = 500, 100  # limits of MLflow
 
 
 class MlflowTracker:
-    """MLflow at MLFLOW_TRACKING_URI, or files in `mlruns` next to the runs; without tags of the machine."""
+    """MLflow at MLFLOW_TRACKING_URI, or files in `mlruns` next to the runs; without tags of the
+    machine.
+    """
 
     def start(self, run_info: dict[str, Any], run_id: str | None) -> str:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow requires it for a folder
-        address = os.environ.get("MLFLOW_TRACKING_URI") or (Path(run_info["folder"]).parent / "mlruns").as_uri()
+        address = (
+            os.environ.get("MLFLOW_TRACKING_URI")
+            or (Path(run_info["folder"]).parent / "mlruns").as_uri()
+        )
         client = self._client = MlflowClient(tracking_uri=address)
         if run_id is not None:
             client.update_run(run_id, status="RUNNING")
@@ -219,7 +281,10 @@ class MlflowTracker:
         experiment = client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
         self._run_id = str(client.create_run(experiment_id, run_name=run_info["name"]).info.run_id)
-        params = [Param(name, str(value)[:MAX_PARAM_CHARS]) for name, value in flatten(run_info["config"]).items()]
+        params = [
+            Param(name, str(value)[:MAX_PARAM_CHARS])
+            for name, value in flatten(run_info["config"]).items()
+        ]
         for first in range(0, len(params), MAX_PARAMS_PER_CALL):
             client.log_batch(self._run_id, params=params[first : first + MAX_PARAMS_PER_CALL])
         return self._run_id
@@ -228,7 +293,9 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        self._client.log_batch(self._run_id, [Metric(name, value, now_ms, step) for name, value in metrics.items()])
+        self._client.log_batch(
+            self._run_id, [Metric(name, value, now_ms, step) for name, value in metrics.items()]
+        )
 
     def finish(self, success: bool) -> None:
         self._client.set_terminated(self._run_id, "FINISHED" if success else "FAILED")

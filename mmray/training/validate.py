@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmray.config import Config
 
-TWO_TOWER_KINDS = ("two_tower", "clip", "siglip")  # model kinds of an image and a text branch that share only the loss
+# model kinds of an image and a text branch that share only the loss
+TWO_TOWER_KINDS = ("two_tower", "clip", "siglip")
 HEADS = {  # objective: setting of `fusion`, with its value if it has such a head, and if not
     "matching": ("matching", "True", "False"),
     "classification": ("classes", "N", "0"),
@@ -16,17 +17,24 @@ HEADS = {  # objective: setting of `fusion`, with its value if it has such a hea
 
 
 def unsupported_reasons(config: Config) -> list[str]:
-    """Reasons, each with a fix; empty if the settings are supported. Imports no torch, so it can run before Ray."""
+    """Reasons, each with a fix; empty if the settings are supported.
+
+    Imports no torch, so it can run before Ray.
+    """
     train, kind, workers = config.train, config.model.kind, config.cluster.max_workers
     model: Any = config.model
     reasons, batch_norm = config.model.unsupported_reasons(), getattr(model, "batch_norm", "frozen")
     reasons += evaluation_reasons(config) + objective_reasons(config)
     if train.grad_compression != "none" and train.parallel != "ddp":
         reasons.append(
-            f"train.grad_compression {train.grad_compression} needs `ddp`, not --train.parallel {train.parallel}"
+            f"train.grad_compression {train.grad_compression} needs `ddp`, not --train.parallel "
+            f"{train.parallel}"
         )
     if train.parallel in ("single", "branches") and workers != 1:
-        reasons.append(f"train.parallel {train.parallel} uses one worker; set --cluster.workers 1 (got {workers})")
+        reasons.append(
+            f"train.parallel {train.parallel} uses one worker; set --cluster.workers 1 "
+            f"(got {workers})"
+        )
     if train.parallel in ("fsdp", "hsdp"):
         if config.cluster.min_workers < 2:
             needs = f"train.parallel {train.parallel} shards over workers"
@@ -34,31 +42,61 @@ def unsupported_reasons(config: Config) -> list[str]:
         if train.precision == "fp16":
             reasons.append(f"{train.parallel} supports fp32 and bf16; set --train.precision bf16")
         if train.precision == "bf16-true":
-            advice = "set --train.precision bf16, which gathers bf16 weights and updates float32 shards"
+            advice = (
+                "set --train.precision bf16, which gathers bf16 weights and updates float32 shards"
+            )
             reasons.append(f"{train.parallel} has no bf16-true; {advice}")
         if config.optimizer.kind == "adamw8bit":
-            reasons.append("optimizer.kind adamw8bit cannot update sharded weights; use adamw, or --train.parallel ddp")
+            reasons.append(
+                "optimizer.kind adamw8bit cannot update sharded weights; use adamw, or "
+                "--train.parallel ddp"
+            )
         if train.channels_last is True:
-            reasons.append(f"{train.parallel} needs the default layout; set --train.channels-last False, or use `ddp`")
+            reasons.append(
+                f"{train.parallel} needs the default layout; set --train.channels-last "
+                "False, or use `ddp`"
+            )
         if train.ema:
-            reasons.append(f"train.ema needs whole weights, which {train.parallel} shards; use `ddp`, or --train.ema 0")
+            reasons.append(
+                f"train.ema needs whole weights, which {train.parallel} shards; use "
+                "`ddp`, or --train.ema 0"
+            )
         if config.evaluate.num_generations:
-            reasons.append(f"evaluate.num_generations is not supported with {train.parallel}; set it to 0")
+            reasons.append(
+                f"evaluate.num_generations is not supported with {train.parallel}; set it to 0"
+            )
     if train.precision == "bf16-true" and train.ema:
-        reasons.append("train.ema needs float32 weights; set --train.precision bf16, or --train.ema 0")
+        reasons.append(
+            "train.ema needs float32 weights; set --train.precision bf16, or --train.ema 0"
+        )
     if train.noise_scale_every and config.batch.group_by_length:
         problem = "train.noise_scale_every needs random micro-batches"
-        reasons.append(f"{problem}; set --batch.group-by-length False, or --train.noise-scale-every 0")
+        reasons.append(
+            f"{problem}; set --batch.group-by-length False, or --train.noise-scale-every 0"
+        )
     if train.parallel == "branches":
         if kind not in TWO_TOWER_KINDS:
-            reasons.append(f"train.parallel branches needs an image and a text tower, not `{kind}`; use `ddp`")
-        if getattr(getattr(model, "text", None), "dropout", 0) or getattr(model, "patch_dropout", 0):
+            reasons.append(
+                f"train.parallel branches needs an image and a text tower, not `{kind}`; use `ddp`"
+            )
+        if getattr(getattr(model, "text", None), "dropout", 0) or getattr(
+            model, "patch_dropout", 0
+        ):
             problem = "train.parallel branches cannot repeat dropout masks"
             reasons.append(f"{problem}; set model.text.dropout and model.patch_dropout to 0")
     if config.batch.micro == "auto" and batch_norm == "synced":
-        reasons.append("batch.micro auto does not support model.batch_norm synced; set --batch.micro")
-    if batch_norm == "synced" and config.cluster.accelerator == "cpu" and model.image.name.startswith("resnet"):
-        reasons.append("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` with --cluster.accelerator cpu")
+        reasons.append(
+            "batch.micro auto does not support model.batch_norm synced; set --batch.micro"
+        )
+    if (
+        batch_norm == "synced"
+        and config.cluster.accelerator == "cpu"
+        and model.image.name.startswith("resnet")
+    ):
+        reasons.append(
+            "model.batch_norm: `synced` needs GPUs; take `local` or `frozen` with "
+            "--cluster.accelerator cpu"
+        )
     branches = ("image", "text", "cross") if kind == "fusion" else ("image", "text")
     recomputed = [setting.partition("=")[0] for setting in train.activation_checkpointing]
     if ":" not in kind and (unknown := [name for name in recomputed if name not in branches]):
@@ -68,11 +106,16 @@ def unsupported_reasons(config: Config) -> list[str]:
 
 
 def objective_reasons(config: Config) -> list[str]:
-    """Reasons why the objective cannot train the model; the dry run (engine/memory_probe.py) checks user classes."""
+    """Reasons why the objective cannot train the model; the dry run (engine/memory_probe.py) checks
+    user classes.
+    """
     model: Any = config.model
     kind, terms, reasons = model.kind, config.objective.terms, list[str]()
     if ("region_text" in terms or getattr(model, "regions", False)) and not model.inputs.max_boxes:
-        reasons.append("objective region_text needs boxes in the batches; set --model.inputs.max-boxes, for example 32")
+        reasons.append(
+            "objective region_text needs boxes in the batches; set "
+            "--model.inputs.max-boxes, for example 32"
+        )
     if ":" in kind:
         return reasons
     generative = kind == "generative"
@@ -80,26 +123,45 @@ def objective_reasons(config: Config) -> list[str]:
         head, value, _ = HEADS.get(term, ("", "", ""))
         if ":" not in term and generative != (term == "language_modelling"):
             right = "language_modelling" if generative else "contrastive"
-            reasons.append(f"objective {term} is not for model.kind `{kind}`; set --objective.kind, such as {right}")
+            reasons.append(
+                f"objective {term} is not for model.kind `{kind}`; set "
+                f"--objective.kind, such as {right}"
+            )
         elif head and kind != "fusion":
-            reasons.append(f"objective {term} is for model.kind `fusion`, not `{kind}`; set --model.kind fusion")
+            reasons.append(
+                f"objective {term} is for model.kind `fusion`, not `{kind}`; set "
+                "--model.kind fusion"
+            )
         elif head and not getattr(model, head):
             reasons.append(f"objective {term} needs a head; set --model.{head} {value}")
         elif term == "sigmoid" and model.logit_bias is None:
-            reasons.append("objective sigmoid needs a bias of the scores; set --model.logit-bias, for example -10")
-    if generative or config.optimizer.freeze or model.lora.rank or any(":" in term for term in terms):
+            reasons.append(
+                "objective sigmoid needs a bias of the scores; set --model.logit-bias, "
+                "for example -10"
+            )
+    if (
+        generative
+        or config.optimizer.freeze
+        or model.lora.rank
+        or any(":" in term for term in terms)
+    ):
         return reasons  # weights without gradient may be frozen, or trained by the user's objective
     for term, (head, _, off) in HEADS.items():
         if getattr(model, head, False) and term not in terms:
             advice = f"add `+ {term}` to --objective.kind, or set --model.{head} {off}"
             reasons.append(f"model.{head}: no objective trains it; {advice}")
     if model.logit_bias is not None and "sigmoid" not in terms:
-        reasons.append("model.logit_bias: only objective sigmoid trains it; set --model.logit-bias None")
+        reasons.append(
+            "model.logit_bias: only objective sigmoid trains it; set --model.logit-bias None"
+        )
     if kind == "fusion" and not {"matching", "classification"} & terms.keys():
-        reasons.append("model.kind `fusion`: no objective trains its cross-attention; add `+ matching`")
+        reasons.append(
+            "model.kind `fusion`: no objective trains its cross-attention; add `+ matching`"
+        )
     if not {"contrastive", "sigmoid"} & terms.keys():
         reasons.append(
-            f"objective.kind: `{config.objective.kind}` does not train the embeddings of images and texts; add "
+            f"objective.kind: `{config.objective.kind}` does not train the embeddings of images "
+            "and texts; add "
             "`+ contrastive`"
         )
     return reasons
@@ -109,9 +171,18 @@ def evaluation_reasons(config: Config) -> list[str]:
     """Reasons why the model cannot be evaluated as configured."""
     generative = hasattr(config.model.inputs, "chat")
     if config.evaluate.language is not None and not config.model.inputs.language_token:
-        return ["evaluate.language: the model has no language tokens; set --model.inputs.language-token, e.g. '[{}]'"]
+        return [
+            "evaluate.language: the model has no language tokens; set "
+            "--model.inputs.language-token, e.g. '[{}]'"
+        ]
     if generative and config.evaluate.classes:
-        return ["evaluate.classes: a generative model has no embeddings for classification; leave it empty"]
+        return [
+            "evaluate.classes: a generative model has no embeddings for classification; leave "
+            "it empty"
+        ]
     if not generative and config.evaluate.num_generations:
-        return [f"evaluate.num_generations: model.kind `{config.model.kind}` is not generative; set it to 0"]
+        return [
+            f"evaluate.num_generations: model.kind `{config.model.kind}` is not generative; "
+            "set it to 0"
+        ]
     return []

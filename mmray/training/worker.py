@@ -1,4 +1,6 @@
-"""The `train_loop_per_worker` of Ray Train: connects engine/worker.py, which does not import Ray, to Ray."""
+"""The `train_loop_per_worker` of Ray Train: connects engine/worker.py, which does not import Ray,
+to Ray.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,23 @@ from mmray.training.coordinator import IMPORTING
 
 
 def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train in the process group that Ray Train made. `arguments` come from ray_backend.RayWorkers."""
+    """Train in the process group that Ray Train made.
+
+    `arguments` come from ray_backend.RayWorkers.
+    """
     coordinator, rank = arguments["coordinator"], ray.train.get_context().get_world_rank()
     context, start = arguments["context"], arguments["resume_point"]
     this_worker = ray.get_runtime_context()
     stop = threading.Event()
 
     def send_heartbeat(record: dict[str, Any]) -> bool:
-        """Send a heartbeat, and read the driver's requests (none, if the coordinator does not answer)."""
+        """Send a heartbeat, and read the driver's requests (none, if the coordinator does not
+        answer).
+        """
         try:
-            stop_requested, stacks_requested = ray.get(coordinator.heartbeat.remote(record), timeout=5)
+            stop_requested, stacks_requested = ray.get(
+                coordinator.heartbeat.remote(record), timeout=5
+            )
         except (ray.exceptions.RayError, TimeoutError):
             return False
         if stop_requested:
@@ -38,7 +47,12 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
         return bool(stacks_requested)
 
     node = this_worker.get_node_id()
-    process = {"rank": rank, "node": node, "pid": os.getpid(), "started_s": psutil.Process().create_time()}
+    process = {
+        "rank": rank,
+        "node": node,
+        "pid": os.getpid(),
+        "started_s": psutil.Process().create_time(),
+    }
     heartbeat = Heartbeat(send_heartbeat, process, context.folder)
     driver = DriverHandle(
         report=coordinator.push.remote if rank == 0 else (lambda _: None),
@@ -59,10 +73,14 @@ def train_loop_per_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         if is_device_error(error):
             gpus = this_worker.get_accelerator_ids().get("GPU", [])
-            where = f"rank {rank}, GPU {', '.join(gpus) or 'none'}, node {node[:8]} at {ray.util.get_node_ip_address()}"
+            where = (
+                f"rank {rank}, GPU {', '.join(gpus) or 'none'}, node {node[:8]} at "
+                f"{ray.util.get_node_ip_address()}"
+            )
             failed = DeviceError(f"{first_line(error)} ({where})", node)
             failed.add_note(traceback.format_exc())
             raise failed from None
         if not isinstance(error, MmrayError):
-            error.add_note(traceback.format_exc())  # a traceback is not sent to the driver, a note is
+            # a traceback is not sent to the driver, a note is
+            error.add_note(traceback.format_exc())
         raise

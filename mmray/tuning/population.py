@@ -1,7 +1,9 @@
-"""Population based training (Jaderberg et al. 2017): at each rung copies of the best trials replace the worst ones.
+"""Population based training (Jaderberg et al. 2017): at each rung copies of the best trials replace
+the worst ones.
 
-Not Ray Tune's scheduler: that holds every trial in memory or in its own checkpoints, draws from Python's global random
-numbers, and cannot be restored. Here each choice is a pure function of the rows, so a repeated command makes it again.
+Not Ray Tune's scheduler: that holds every trial in memory or in its own checkpoints, draws from
+Python's global random numbers, and cannot be restored. Here each choice is a pure function of the
+rows, so a repeated command makes it again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from mmray.tuning.results import Row
 from mmray.tuning.trials import CHANGEABLE
 
 QUANTILE = 0.25  # of the population, replaced at each rung
-RESAMPLE_PROBABILITY = 0.25  # of each setting; otherwise it is changed by a factor, or to the next listed value
+# of each setting; otherwise it is changed by a factor, or to the next listed value
+RESAMPLE_PROBABILITY = 0.25
 FACTORS = (0.8, 1.25)
 COPIED_FILES = ("metrics.jsonl", "tokenizer.json", "data.json", "environment.json", QUARANTINE)
 
@@ -37,15 +40,19 @@ class Child:
 
 
 def check_sweep(space: Space, goal: str, searcher: str) -> None:
-    """Raise UsageError for settings that a resumed run cannot change, and for options without effect."""
+    """Raise UsageError for settings that a resumed run cannot change, and for options without
+    effect.
+    """
     if goal not in LEARNING_GOALS or searcher != "random":
         raise UsageError(
-            "--scheduler pbt needs --goal loss, recall or time-to-quality and --search random; its later settings come "
+            "--scheduler pbt needs --goal loss, recall or time-to-quality and --search random; its "
+            "later settings come "
             "from the best trials"
         )
     if fixed := [key for key in space.axes if key not in CHANGEABLE]:
         raise UsageError(
-            f"--scheduler pbt: {', '.join(fixed)} cannot change during a run; search {', '.join(CHANGEABLE)}, or use "
+            f"--scheduler pbt: {', '.join(fixed)} cannot change during a run; search "
+            f"{', '.join(CHANGEABLE)}, or use "
             "--scheduler halving"
         )
 
@@ -53,7 +60,8 @@ def check_sweep(space: Space, goal: str, searcher: str) -> None:
 def next_generation(
     rows: Sequence[Row], rung: int, size: int, space: Space, maximize: bool
 ) -> tuple[list[str], list[Child]]:
-    """Return the trials that continue after the rung, counted from 0, and the children that fill up the population.
+    """Return the trials that continue after the rung, counted from 0, and the children that fill up
+    the population.
 
     rows: of the trials trained to this rung, failed ones included. size: trials of a population.
     """
@@ -83,7 +91,8 @@ def _perturbed(settings: dict[str, Any], space: Space, rng: random.Random) -> di
 
 
 def copy_run(parent: AnyPath, child: AnyPath, settings: dict[str, Any]) -> None:
-    """Make `child` a run that resumes from the newest valid checkpoint of `parent` with these settings.
+    """Make `child` a run that resumes from the newest valid checkpoint of `parent` with these
+    settings.
 
     Its config.yaml is written last: a folder without one is the rest of a killed copy.
     """
@@ -103,5 +112,7 @@ def copy_run(parent: AnyPath, child: AnyPath, settings: dict[str, Any]) -> None:
     for name in COPIED_FILES:
         if name != QUARANTINE or (parent / name).exists():  # without bad rows there is none
             copy_file(parent / name, child / name)
-    config = override_settings(from_yaml((parent / "config.yaml").read_text(), str(parent)), settings)
+    config = override_settings(
+        from_yaml((parent / "config.yaml").read_text(), str(parent)), settings
+    )
     write_atomic(child / "config.yaml", to_yaml(config))

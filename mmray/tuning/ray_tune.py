@@ -1,9 +1,12 @@
-"""Trials as Ray Tune trials: one `Tuner.fit` that suggests, schedules and stops them. Each is a run of `mmray train`.
+"""Trials as Ray Tune trials: one `Tuner.fit` that suggests, schedules and stops them. Each is a run
+of `mmray train`.
 
-A trial trains to its next rung, ends its workers with a checkpoint, reports, and resumes if it continues.
+A trial trains to its next rung, ends its workers with a checkpoint, reports, and resumes if it
+continues.
 
-`Tuner.restore` is not used, because it does not restore the rungs of the scheduler and reads pickles: a repeated
-command starts Ray Tune again, and for ASHA and Optuna trials report their finished rungs again from trials.jsonl.
+`Tuner.restore` is not used, because it does not restore the rungs of the scheduler and reads
+pickles: a repeated command starts Ray Tune again, and for ASHA and Optuna trials report their
+finished rungs again from trials.jsonl.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from mmray.tuning.suggestions import build_optuna, tune_space
 from mmray.tuning.sweep import STOP_FILE, Sweep, SweepState
 from mmray.tuning.trials import Share, SweepPlan, Trial
 
-# `verbose=0` disables only the older reporter of Ray Tune; trials must keep the working directory. A trial that ends
-# with an error reports no metric.
+# `verbose=0` disables only the older reporter of Ray Tune; trials must keep the working directory.
+# A trial that ends with an error reports no metric.
 ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -43,29 +46,44 @@ ENVIRONMENT = {
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_FORCE_TRIAL_CLEANUP_S": "10",
 }
-# The driver of a trial runs on the head node and requests no CPU, because a small machine needs all of them for data.
+# The driver of a trial runs on the head node and requests no CPU, because a small machine needs all
+# of them for data.
 _DRIVER_RESOURCES = {HEAD_RESOURCE: 0.001}
 METRIC = "value"  # what trials report to Ray Tune; `samples` is its time
 STARTED = "started"  # in a report when the workers of a trial have started
-NAME = "trial"  # the only parameter of a trial with known settings; Optuna suggests settings, which have a `.`
+# the only parameter of a trial with known settings; Optuna suggests settings, which have a `.`
+NAME = "trial"
 
 
-def fit(state: SweepState, sweep: Sweep, share: Share, num_rungs: int, names: list[str] | None) -> None:
-    """Run Ray Tune in a thread while this thread handles signals: `names` up to a rung, or what Optuna suggests."""
-    plan, callback, num_concurrent = replace(state.plan, share=share), _TuneCallback(state), share.num_trials
+def fit(
+    state: SweepState, sweep: Sweep, share: Share, num_rungs: int, names: list[str] | None
+) -> None:
+    """Run Ray Tune in a thread while this thread handles signals: `names` up to a rung, or what
+    Optuna suggests.
+    """
+    plan, callback, num_concurrent = (
+        replace(state.plan, share=share),
+        _TuneCallback(state),
+        share.num_trials,
+    )
     recorded, scratch = dict(state.rows), state.folder.path / "ray"
     remove_tree(scratch)
-    searcher: ConcurrencyLimiter | BasicVariantGenerator = BasicVariantGenerator(max_concurrent=num_concurrent)
+    searcher: ConcurrencyLimiter | BasicVariantGenerator = BasicVariantGenerator(
+        max_concurrent=num_concurrent
+    )
     if names is None:
         earlier = [row["settings"] for row in recorded.values()]
         searcher = build_optuna(sweep.base, sweep.space, earlier, num_concurrent)
     arguments = {"plan": plan, "recorded": recorded, "num_rungs": num_rungs}
     arguments["settings"] = {name: trial.settings for name, trial in state.trials.items()}
-    # ASHA could decide differently about a trial that it has pruned, so pruned trials are not resumed.
+    # ASHA could decide differently about a trial that it has pruned, so pruned trials are not
+    # resumed.
     arguments["ended"] = (*ENDED, "pruned") if sweep.scheduler == "asha" else ENDED
     tuner = tune.Tuner(
         tune.with_resources(tune.with_parameters(_run_trial, **arguments), _DRIVER_RESOURCES),
-        param_space={NAME: tune.grid_search(names)} if names else tune_space(sweep.base, sweep.space),
+        param_space={NAME: tune.grid_search(names)}
+        if names
+        else tune_space(sweep.base, sweep.space),
         tune_config=tune.TuneConfig(
             metric=METRIC,
             mode="max" if GOALS[plan.goal].maximize else "min",
@@ -88,7 +106,9 @@ def fit(state: SweepState, sweep: Sweep, share: Share, num_rungs: int, names: li
         with signal_handlers(state.on_signal):
             run_in_thread(tuner.fit, lambda: None)
     except Exception as error:
-        raise TrainingError(f"Ray Tune failed: {error}. Rerun the same command; measured trials are kept") from error
+        raise TrainingError(
+            f"Ray Tune failed: {error}. Rerun the same command; measured trials are kept"
+        ) from error
     finally:
         for name in list(state.running):
             state.end(name, TrialOutcome("stopped"))
@@ -99,7 +119,10 @@ def build_scheduler(plan: SweepPlan) -> ASHAScheduler | None:
     """Return the scheduler that ends trials at rungs (ASHA, Li et al. 2020); None without rungs."""
     if len(plan.rungs) == 1:
         return None
-    shape: dict[str, Any] = {"grace_period": plan.rungs[0], "reduction_factor": trial_module.REDUCTION}
+    shape: dict[str, Any] = {
+        "grace_period": plan.rungs[0],
+        "reduction_factor": trial_module.REDUCTION,
+    }
     return ASHAScheduler(time_attr="samples", max_t=plan.rungs[-1], **shape)
 
 
@@ -144,7 +167,10 @@ def train_rungs(
     reporter: RunReporter,
     report: Callable[[dict[str, Any]], None],
 ) -> TrialOutcome:
-    """Train to each rung after the first `done`; return how the trial ended. Raises what its run raises."""
+    """Train to each rung after the first `done`; return how the trial ended.
+
+    Raises what its run raises.
+    """
     if trial.infeasible:
         return TrialOutcome("infeasible", trial.infeasible)
     rows = [] if done else list(read_lines(plan.folder / TRIALS))
@@ -170,12 +196,16 @@ def train_rungs(
 
 
 def sized(config: Config, share: Share) -> Config:
-    """Return the config with the decode actors and the CPUs of its share, where the config has `auto`."""
+    """Return the config with the decode actors and the CPUs of its share, where the config has
+    `auto`.
+    """
     if share.cpus_per_worker is not None and config.cluster.cpus_per_worker == "auto":
         config = config.with_cluster(cpus_per_worker=share.cpus_per_worker)
     if isinstance(config.data.workers, int) or share.decode_actors is None:
         return config
-    return config.replace(data=config.data.replace(workers=min(num_decode_actors(config), share.decode_actors)))
+    return config.replace(
+        data=config.data.replace(workers=min(num_decode_actors(config), share.decode_actors))
+    )
 
 
 class _TrialReporter:
@@ -195,7 +225,9 @@ class _TrialReporter:
 
 
 class _TuneCallback(tune.Stopper, tune.Callback):
-    """Connects Ray Tune with the state of the sweep; pickled without state, because Ray Tune's restore is not used."""
+    """Connects Ray Tune with the state of the sweep; pickled without state, because Ray Tune's
+    restore is not used.
+    """
 
     def __init__(self, state: SweepState):
         self._state = state
@@ -234,5 +266,10 @@ class _TuneCallback(tune.Stopper, tune.Callback):
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         # Not Ray's `get_pickled_error`, which reads a file that is copied to the storage later.
         text = Path(trial.error_file).read_text() if trial.error_file else ""
-        cause = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no reason is known")
-        self._state.end(str(trial), classify_error(TrainingError(f"its driver process died: {cause}")))
+        cause = next(
+            (line.strip() for line in reversed(text.splitlines()) if line.strip()),
+            "no reason is known",
+        )
+        self._state.end(
+            str(trial), classify_error(TrainingError(f"its driver process died: {cause}"))
+        )

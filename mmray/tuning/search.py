@@ -1,8 +1,8 @@
 """Run a sweep: trials train to rungs, the best ones continue, one is recommended and cooled down.
 
-Successive halving, which has a fixed cost (Jamieson & Talwalkar 2016), and population based training run one
-`Tuner.fit` per rung. Ray Tune's ASHA does not wait for the slowest trial, but continues the first ones without a
-comparison.
+Successive halving, which has a fixed cost (Jamieson & Talwalkar 2016), and population based
+training run one `Tuner.fit` per rung. Ray Tune's ASHA does not wait for the slowest trial, but
+continues the first ones without a comparison.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ DRIVER_GIB = 1.0  # memory of the driver process of a trial, on the head node
 
 
 def search(sweep: Sweep, reporter: SweepReporter) -> tuple[SweepDir, dict[str, Any], list[Row]]:
-    """Run all trials, of which some may fail, and recommend the best measured one. Raises MmrayError.
+    """Run all trials, of which some may fail, and recommend the best measured one. Raises
+    MmrayError.
 
     Returns the folder, the content of sweep.json, and the rows of the trials.
     """
@@ -69,12 +70,16 @@ def search(sweep: Sweep, reporter: SweepReporter) -> tuple[SweepDir, dict[str, A
     if sweep.searcher == "optuna":
         plugins.check_installed("optuna", "--search optuna", "optuna")
         if sweep.space.num_samples is None:
-            raise UsageError("--search optuna: give --samples N, because lists without a range are a grid")
+            raise UsageError(
+                "--search optuna: give --samples N, because lists without a range are a grid"
+            )
     os.environ.update(ENVIRONMENT)
     with ray_session(trial_module.largest_cluster(corners)):
         feasible = check_corners(corners, sweep.goal, reporter)
         searched = sweep.trial_settings, sweep.base, sweep.space, sweep.goal
-        plan = trial_module.build_plan(*searched, feasible, sweep.scheduler, recipe_rows=sweep.recipe_rows)
+        plan = trial_module.build_plan(
+            *searched, feasible, sweep.scheduler, recipe_rows=sweep.recipe_rows
+        )
         space = trial_module.describe_space(sweep.space)
         identity = {"space": space, "goal": sweep.goal, "rungs": list(plan.rungs)}
         folder = resolve_sweep_dir(sweep.base, identity, reporter)
@@ -92,7 +97,10 @@ def search(sweep: Sweep, reporter: SweepReporter) -> tuple[SweepDir, dict[str, A
 
 
 def check_corners(corners: list[Trial], goal: str, reporter: SweepReporter) -> FeasibleSpace:
-    """Prepare each distinct data set once. Raises the last error if no trial of the space is feasible."""
+    """Prepare each distinct data set once.
+
+    Raises the last error if no trial of the space is feasible.
+    """
     feasible: list[Trial] = []
     error: MmrayError | None = None
     sets: dict[str, dict[str, str | None]] = {}
@@ -104,17 +112,22 @@ def check_corners(corners: list[Trial], goal: str, reporter: SweepReporter) -> F
         key, data = trial_module.data_key(trial.config), trial.config.data
         config = trial.config.replace(data=data.replace(**sets.get(key, {})))
         try:
-            check_capacity(config.with_cluster(workers=config.cluster.max_workers))  # as in the trial
+            # as in the trial
+            check_capacity(config.with_cluster(workers=config.cluster.max_workers))
             if (need := f"{key} {trial.shape and trial.shape.global_rows}") not in checked:
                 resolved = resolve_run(config, reporter)
                 checked.add(need)
                 if goal in LEARNING_GOALS and resolved.eval_set is None:
                     advice = "prepare it with --holdout, or give --data.eval"
                     raise UsageError(f"--goal {goal}: the set holds no rows out; {advice}")
-                held_out = resolved.eval_set.storage.address if resolved.eval_set and data.eval else None
+                held_out = (
+                    resolved.eval_set.storage.address if resolved.eval_set and data.eval else None
+                )
                 sets[key] = {"train": resolved.data_identity["train"], "eval": held_out}
                 num_rows = max(num_rows, resolved.data_identity["num_rows"])
-                held_out_rows = max(held_out_rows, resolved.eval_set.num_rows if resolved.eval_set else 0)
+                held_out_rows = max(
+                    held_out_rows, resolved.eval_set.num_rows if resolved.eval_set else 0
+                )
             feasible.append(replace(trial, config=config))
         except (ResourceError, UsageError) as caught:
             error = caught
@@ -131,7 +144,9 @@ def _search(
     folder: SweepDir,
     reporter: SweepReporter,
 ) -> tuple[SweepDir, dict[str, Any], list[Row]]:
-    """Run the remaining trials, cool the best one down and rank all; trials.jsonl is updated after each rung."""
+    """Run the remaining trials, cool the best one down and rank all; trials.jsonl is updated after
+    each rung.
+    """
     count = sweep.space.num_trials
     num_concurrent = share(count).num_trials
     planned = trial_module.planned_samples(count, plan.rungs, sweep.scheduler)
@@ -153,7 +168,9 @@ def _search(
     at_a_time = f"{num_concurrent} at a time"
     if num_concurrent < min(sweep.concurrency or 1, count):
         at_a_time += f" (as many of --concurrency {sweep.concurrency} as fit)"
-    reporter.log(f"{count} with {rungs} samples each, {at_a_time}, {measured} measured before", "trials")
+    reporter.log(
+        f"{count} with {rungs} samples each, {at_a_time}, {measured} measured before", "trials"
+    )
     reporter.log(sweep.goal, "goal")
     failure: TrainingError | None = None
     try:
@@ -184,16 +201,22 @@ def _search(
 
 
 def saved_gpu_seconds(rows: list[Row], plan: SweepPlan) -> float:
-    """Return the estimated seconds of GPUs (workers, on CPUs) that full trials of the pruned ones would have taken."""
+    """Return the estimated seconds of GPUs (workers, on CPUs) that full trials of the pruned ones
+    would have taken.
+    """
     return sum(
-        (plan.rungs[-1] - row["rungs"][-1]["samples"]) / row["samples_per_s"] * row["workers"] * num_gpus(plan.base)
+        (plan.rungs[-1] - row["rungs"][-1]["samples"])
+        / row["samples_per_s"]
+        * row["workers"]
+        * num_gpus(plan.base)
         for row in rows
         if row["status"] == "pruned" and row["samples_per_s"]
     )
 
 
 def cool_down(trial: Trial, state: SweepState) -> Row | None:
-    """Continue the best trial's run with a decaying learning rate. A stop request stops the sweep too.
+    """Continue the best trial's run with a decaying learning rate. A stop request stops the sweep
+    too.
 
     Returns {samples, value}, or None if it failed or was stopped.
     """
@@ -219,19 +242,28 @@ def uses_gpus(config: Config) -> bool:
 
 
 def plan_share(configs: list[Config], sweep: Sweep, count: int) -> Share:
-    """Return how many of `count` trials run at a time, and the share of each. A single one has all, as a run has."""
+    """Return how many of `count` trials run at a time, and the share of each.
+
+    A single one has all, as a run has.
+    """
     demands = [resource_demand(config) for config in configs]
-    demand = max(demands, key=lambda each: each.workers * sum(each.per_worker.values()) + each.data_cpus)
+    demand = max(
+        demands, key=lambda each: each.workers * sum(each.per_worker.values()) + each.data_cpus
+    )
     single_node = all(is_single_node(config) for config in configs)  # trials would slow each other
     total, pools = placement.alive_nodes(), placement.autoscaling_pools()
-    head_gib = max((node.resources.get("memory", 0.0) for node in total if HEAD_RESOURCE in node.resources), default=0)
+    head_gib = max(
+        (node.resources.get("memory", 0.0) for node in total if HEAD_RESOURCE in node.resources),
+        default=0,
+    )
     drivers = max(1, int(head_gib / 2**30 / DRIVER_GIB)) if head_gib else MAX_CONCURRENT
     wanted = min(count, sweep.concurrency or (1 if single_node else min(drivers, MAX_CONCURRENT)))
     if sweep.concurrency and not pools and all(config.cluster.wait_for_nodes for config in configs):
         return Share(wanted)  # the user declares that nodes will be added, and for how many trials
     cpus = None
     if wanted > 1 and placement.available_cores_if_local() and "GPU" not in demand.per_worker:
-        cpus = trial_module.cpus_of_share(total[0].resources["CPU"], wanted, demand)  # `auto` would be all cores
+        # `auto` would be all cores
+        cpus = trial_module.cpus_of_share(total[0].resources["CPU"], wanted, demand)
         demand = replace(demand, per_worker=demand.per_worker | {"CPU": cpus})
     free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if fits(demand, total) else 0.0)
     num_trials, decode_actors = trial_module.trial_concurrency(free, total, demand, wanted, pools)
@@ -239,13 +271,19 @@ def plan_share(configs: list[Config], sweep: Sweep, count: int) -> Share:
 
 
 def are_local(configs: list[Config]) -> bool:
-    """Return whether `mmray train` would run these without Ray. Not on GPUs, which Ray hides from a trial's driver."""
-    on_cluster = any(asks_for_cluster(config.cluster) or not is_single_node(config) for config in configs)
+    """Return whether `mmray train` would run these without Ray.
+
+    Not on GPUs, which Ray hides from a trial's driver.
+    """
+    on_cluster = any(
+        asks_for_cluster(config.cluster) or not is_single_node(config) for config in configs
+    )
     return not on_cluster and count_gpus() == 0
 
 
 def run_trials(state: SweepState, sweep: Sweep, share: Callable[[int], Share]) -> None:
-    """Train all trials to the first rung and the chosen ones on, or leave the choice to Ray Tune's ASHA.
+    """Train all trials to the first rung and the chosen ones on, or leave the choice to Ray Tune's
+    ASHA.
 
     share: of a number of trials.
     """
@@ -258,7 +296,10 @@ def run_trials(state: SweepState, sweep: Sweep, share: Callable[[int], Share]) -
         names = [state.add(each) for each in itertools.islice(settings, space.num_samples)]
         started = [row for row in state.rows.values() if row["parent"] is None]
         if len(names) > len(started) < len(state.rows):
-            text = f"{len(started)} as before, instead of {len(names)}: this population was copied from them already"
+            text = (
+                f"{len(started)} as before, instead of {len(names)}: this population was "
+                "copied from them already"
+            )
             state.reporter.log(f"{text}; use another --run.name for a larger one", "trials")
     if sweep.scheduler == "asha":
         fit(state, sweep, share(space.num_trials), len(plan.rungs), names)
@@ -267,32 +308,54 @@ def run_trials(state: SweepState, sweep: Sweep, share: Callable[[int], Share]) -
             if rung:
                 names = continued(state, sweep, rung)
             remaining = names and [name for name in names if not state.has_reached(name, rung)]
-            # If the next generation exists, the trials that failed at this rung are replaced already.
-            replaced = any(row["parent"] and row["parent"]["samples"] == samples for row in state.rows.values())
+            # If the next generation exists, the trials that failed at this rung are replaced
+            # already.
+            replaced = any(
+                row["parent"] and row["parent"]["samples"] == samples for row in state.rows.values()
+            )
             if remaining == [] or replaced or state.stop_reason is not None:
                 continue
             if rung:
                 state.prune_paused(names or ())
             title = f"training to {samples:,} samples"
-            state.reporter.status(f"{title}: {', '.join(remaining)}" if remaining and rung else title)
-            fit(state, sweep, share(len(remaining or names or ()) or space.num_trials), rung + 1, remaining)
+            state.reporter.status(
+                f"{title}: {', '.join(remaining)}" if remaining and rung else title
+            )
+            fit(
+                state,
+                sweep,
+                share(len(remaining or names or ()) or space.num_trials),
+                rung + 1,
+                remaining,
+            )
     if state.stop_reason is None:
         state.prune_paused()
 
 
 def continued(state: SweepState, sweep: Sweep, rung: int) -> list[str]:
-    """Return the trials that continue to the rung, counted from 0: the best ones, or the next generation of PBT."""
+    """Return the trials that continue to the rung, counted from 0: the best ones, or the next
+    generation of PBT.
+    """
     maximize = GOALS[state.plan.goal].maximize
     if sweep.scheduler != "pbt":
         return promoted(list(state.rows.values()), rung - 1, maximize)
     if state.stop_reason is not None:
         return []
     parent_samples = state.plan.rungs[rung - 1]
-    members = [row for row in state.rows.values() if (row["parent"] or {"samples": 0})["samples"] < parent_samples]
+    members = [
+        row
+        for row in state.rows.values()
+        if (row["parent"] or {"samples": 0})["samples"] < parent_samples
+    ]
     size = min(sweep.space.num_trials, sum(row["parent"] is None for row in members))
     survivors, children = population.next_generation(members, rung - 1, size, sweep.space, maximize)
     names = [state.add_child(child.parent, child.settings, parent_samples) for child in children]
     trials = state.folder.path / "trials"
     copies = zip(children, names, strict=True)
-    parallel_map(lambda each: population.copy_run(trials / each[0].parent, trials / each[1], each[0].settings), copies)
+    parallel_map(
+        lambda each: population.copy_run(
+            trials / each[0].parent, trials / each[1], each[0].settings
+        ),
+        copies,
+    )
     return [*survivors, *names]

@@ -1,12 +1,15 @@
-"""Time and memory of every batch shape, from a few measured steps, and the shape to recommend. Pure functions.
+"""Time and memory of every batch shape, from a few measured steps, and the shape to recommend. Pure
+functions.
 
 A step of a rank with micro-batches of m_1, m_2, ... rows takes
 
     t = optimizer + first(m_1) + further(m_2) + further(m_3) + ... + communication(workers)
 
-`further` includes the second forward of GradCache (engine/README.md, section "One step"). Times are medians of several
-visits: other programs slow some of them, and a higher clock after a pause makes others faster than training is. Peak
-memory is linear in the rows of a micro-batch; the input of the other rows of a step is added.
+`further` includes the second forward of GradCache (engine/README.md, section "One step"). Times are
+medians of several
+visits: other programs slow some of them, and a higher clock after a pause makes others faster than
+training is. Peak memory is linear in the rows of a micro-batch; the input of the other rows of a
+step is added.
 """
 
 from __future__ import annotations
@@ -33,12 +36,15 @@ DISAGREEMENT, MAX_REVISITS = 1.1, 3  # if no two visits of a shape differ less, 
 MAX_DUELS = 3
 MAX_STEP_S = 4.0  # larger micro-batches than those of such a step are not measured
 TOLERANCE = 0.02  # relative; within it, less memory is better
-SUFFICIENT = 0.95  # of the highest samples/s: a larger global batch than one that reaches it has no advantage
+# of the highest samples/s: a larger global batch than one that reaches it has no advantage
+SUFFICIENT = 0.95
 Row = dict[str, Any]
 
 
 class Sample(NamedTuple):
-    """A measured step without communication: the slowest rank's time, the largest peak memory of a rank."""
+    """A measured step without communication: the slowest rank's time, the largest peak memory of a
+    rank.
+    """
 
     micro: int
     accumulation: int
@@ -59,13 +65,21 @@ class FailedShape(NamedTuple):
         return steps if self.rows > self.micro else f"a micro-batch of {self.micro} rows"
 
     def implies(self, micro: int, rows: int) -> bool:
-        """Return True if another shape needs at least as much memory. Only a step with accumulation keeps gradients."""
-        return micro >= self.micro and (self.rows <= self.micro or (rows > micro and rows >= self.rows))
+        """Return True if another shape needs at least as much memory.
+
+        Only a step with accumulation keeps gradients.
+        """
+        return micro >= self.micro and (
+            self.rows <= self.micro or (rows > micro and rows >= self.rows)
+        )
 
 
 @dataclass(frozen=True)
 class ShapeTask:
-    """What a worker group measures. `workers`: candidates; `failed_shapes`: did not fit in an earlier group."""
+    """What a worker group measures.
+
+    `workers`: candidates; `failed_shapes`: did not fit in an earlier group.
+    """
 
     config: Config
     global_rows: tuple[int, ...]
@@ -76,7 +90,9 @@ class ShapeTask:
 
 @dataclass
 class Measurements:
-    """The measured steps of a worker group, and of the shapes that were measured with communication."""
+    """The measured steps of a worker group, and of the shapes that were measured with
+    communication.
+    """
 
     workers: int
     limit_gib: float  # memory of a worker
@@ -84,8 +100,10 @@ class Measurements:
     samples: list[Sample] = field(default_factory=list)
     too_large: int | None = None  # rows of the smallest micro-batch that does not fit
     reason: str = ""
-    sync_s: dict[int, float] = field(default_factory=dict)  # communication of a step by number of workers
-    failed: dict[int, tuple[int, str]] = field(default_factory=dict)  # by global batch: as too_large and reason
+    # communication of a step by number of workers
+    sync_s: dict[int, float] = field(default_factory=dict)
+    # by global batch: as too_large and reason
+    failed: dict[int, tuple[int, str]] = field(default_factory=dict)
     # Of each global batch: {micro: seconds} of each round, and {micro: GiB}.
     pairs: dict[int, list[dict[int, float]]] = field(default_factory=dict)
     peak_gib: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -105,7 +123,9 @@ class Measurements:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Measurements:
-        """Restore what was written to a JSON file, in which keys are strings; other values are ignored."""
+        """Restore what was written to a JSON file, in which keys are strings; other values are
+        ignored.
+        """
 
         def by_number(table: dict[str, Any]) -> dict[int, Any]:
             return {int(number): value for number, value in table.items()}
@@ -114,25 +134,36 @@ class Measurements:
         found.samples = [Sample(**sample) for sample in values["samples"]]
         found.failed_shapes = [FailedShape(**failed) for failed in values.get("failed_shapes", ())]
         found.sync_s = by_number(values["sync_s"])
-        found.failed = {size: tuple(failure) for size, failure in by_number(values["failed"]).items()}
-        found.pairs = {size: list(map(by_number, pairs)) for size, pairs in by_number(values["pairs"]).items()}
-        found.peak_gib = {size: by_number(peaks) for size, peaks in by_number(values["peak_gib"]).items()}
+        found.failed = {
+            size: tuple(failure) for size, failure in by_number(values["failed"]).items()
+        }
+        found.pairs = {
+            size: list(map(by_number, pairs)) for size, pairs in by_number(values["pairs"]).items()
+        }
+        found.peak_gib = {
+            size: by_number(peaks) for size, peaks in by_number(values["peak_gib"]).items()
+        }
         return found
 
 
-Measure = Callable[[int, int], Sample | str]  # (micro, accumulation) -> a sample, or why it does not fit
+# (micro, accumulation) -> a sample, or why it does not fit
+Measure = Callable[[int, int], Sample | str]
 
 
 def micro_sizes(global_rows: Sequence[int], workers: Sequence[int]) -> list[int]:
-    """Return the sizes to measure: 1, 2, 4, ... and all rows of a rank, which need no accumulation."""
+    """Return the sizes to measure: 1, 2, 4, ... and all rows of a rank, which need no
+    accumulation.
+    """
     all_rows = {ceil(rows / world) for rows in global_rows for world in workers if rows >= world}
     return sorted({1 << shift for shift in range(max(all_rows, default=1).bit_length())} | all_rows)
 
 
 def explore(measure: Measure, sizes: Sequence[int], found: Measurements) -> None:
-    """Measure single steps in ascending order until memory is used up, accumulated steps, and all once more.
+    """Measure single steps in ascending order until memory is used up, accumulated steps, and all
+    once more.
 
-    The second visits are in reverse order. Where two disagree, because other programs ran, there are more.
+    The second visits are in reverse order. Where two disagree, because other programs ran, there
+    are more.
     """
     single: list[Sample] = []
     for size in sizes:
@@ -155,11 +186,15 @@ def explore(measure: Measure, sizes: Sequence[int], found: Measurements) -> None
         return
     found.samples += single
     measured = [sample.micro for sample in reversed(single)]
-    short = [sample.micro for sample in reversed(single) if ACCUMULATION * sample.step_s < MAX_STEP_S] or measured[-1:]
+    short = [
+        sample.micro for sample in reversed(single) if ACCUMULATION * sample.step_s < MAX_STEP_S
+    ] or measured[-1:]
     accumulated = [(size, ACCUMULATION) for size in short[:MAX_ACCUMULATED]]
     visits = [*reversed(accumulated), *accumulated, *((size, 1) for size in measured)]
     for _ in range(MAX_REVISITS):
-        found.samples += [sample for shape in visits if isinstance(sample := measure(*shape), Sample)]
+        found.samples += [
+            sample for shape in visits if isinstance(sample := measure(*shape), Sample)
+        ]
         times = _times(found.samples)
         visits = [shape for shape in times if _is_doubtful(shape, times)]
 
@@ -199,7 +234,12 @@ class CostModel:
         rows = ceil(shape.global_rows / shape.workers)
         sizes = [min(shape.micro, rows - start) for start in range(0, rows, shape.micro)]
         first, *others = [self._first_s(size) for size in sizes]
-        return self.optimizer_s + first + self.further * sum(others) + self.sync_s.get(shape.workers, 0.0)
+        return (
+            self.optimizer_s
+            + first
+            + self.further * sum(others)
+            + self.sync_s.get(shape.workers, 0.0)
+        )
 
     def _first_s(self, rows: int) -> float:
         if rows > self.micros[-1]:
@@ -209,22 +249,33 @@ class CostModel:
     def peak_gib(self, shape: BatchShape) -> float:
         """Predict the peak memory of a worker."""
         rows = ceil(shape.global_rows / shape.workers)
-        return self.base_gib + self.row_gib * shape.micro + self.input_gib * max(0, rows - shape.micro)
+        return (
+            self.base_gib + self.row_gib * shape.micro + self.input_gib * max(0, rows - shape.micro)
+        )
 
     def format(self) -> str:
         """Format the fit as a sentence."""
         text = (
-            f"a further micro-batch takes {self.further:.2f} x the time of the first; memory {self.base_gib:.2f} GiB + "
+            f"a further micro-batch takes {self.further:.2f} x the time of the first; memory "
+            f"{self.base_gib:.2f} GiB + "
             f"{1024 * self.row_gib:.1f} MiB per row of a micro-batch"
         )
-        sync = ", ".join(f"{1000 * seconds:.0f} ms with {world} workers" for world, seconds in self.sync_s.items())
+        sync = ", ".join(
+            f"{1000 * seconds:.0f} ms with {world} workers"
+            for world, seconds in self.sync_s.items()
+        )
         return text + (f"; communication per step {sync}" if sync else "")
 
 
 def fit(found: Measurements) -> CostModel:
     """Fit the cost model to the medians of the visits."""
-    times = {shape: statistics.median(seconds) for shape, seconds in sorted(_times(found.samples).items())}
-    single = {micro: seconds for (micro, accumulation), seconds in times.items() if accumulation == 1}
+    times = {
+        shape: statistics.median(seconds)
+        for shape, seconds in sorted(_times(found.samples).items())
+    }
+    single = {
+        micro: seconds for (micro, accumulation), seconds in times.items() if accumulation == 1
+    }
     optimizer_s = statistics.median(sample.optimizer_s for sample in found.samples)
     optimizer_s = min(optimizer_s, 0.9 * min(single.values()))
     first_s = {micro: seconds - optimizer_s for micro, seconds in single.items()}
@@ -253,14 +304,18 @@ def fit(found: Measurements) -> CostModel:
 
 
 def candidates(global_rows: int, workers: int, sizes: Sequence[int]) -> list[BatchShape]:
-    """Return a shape per size, with the rows of a rank in as few micro-batches, but divided evenly."""
+    """Return a shape per size, with the rows of a rank in as few micro-batches, but divided
+    evenly.
+    """
     rows = ceil(global_rows / workers)
     micros = sorted({ceil(rows / ceil(rows / size)) for size in sizes})
     return [BatchShape(global_rows, micro, ceil(rows / micro), workers) for micro in micros]
 
 
 def predict_rows(task: ShapeTask, found: Measurements, model: CostModel) -> list[Row]:
-    """Return a row of trials.jsonl for every shape: predicted, or with the reason why it is infeasible."""
+    """Return a row of trials.jsonl for every shape: predicted, or with the reason why it is
+    infeasible.
+    """
     rows: list[Row] = []
     for size in task.global_rows:
         for world in task.workers:
@@ -270,7 +325,9 @@ def predict_rows(task: ShapeTask, found: Measurements, model: CostModel) -> list
             elif world > found.workers:
                 error = f"{found.workers} of {world} workers could start"
             shapes = candidates(size, world, micro_sizes(task.global_rows, task.workers))
-            rows += [_row(shape, found, model, error) for shape in (shapes[-1:] if error else shapes)]
+            rows += [
+                _row(shape, found, model, error) for shape in (shapes[-1:] if error else shapes)
+            ]
     return [row | {"trial": f"s{number:03}"} for number, row in enumerate(rows, 1)]
 
 
@@ -283,8 +340,19 @@ def unmeasured_rows(task: ShapeTask, status: str, error: str) -> list[Row]:
 
 def _empty_row(shape: BatchShape) -> Row:
     row: Row = {"trial": "", "status": "predicted", "settings": {}, "micro": shape.micro}
-    row |= {"accumulation": shape.accumulation, "workers": shape.workers, "global": shape.global_rows}
-    names = ("steps", "samples", "samples_per_s", "samples_per_s_min", "samples_per_s_max", "predicted_samples_per_s")
+    row |= {
+        "accumulation": shape.accumulation,
+        "workers": shape.workers,
+        "global": shape.global_rows,
+    }
+    names = (
+        "steps",
+        "samples",
+        "samples_per_s",
+        "samples_per_s_min",
+        "samples_per_s_max",
+        "predicted_samples_per_s",
+    )
     row |= dict.fromkeys((*names, "step_p50_s", "step_p95_s", "peak_gib", "loss", "recall_at_1"))
     return row | {"error": None, "elapsed_s": None, "run": None}
 
@@ -314,20 +382,30 @@ def _row(shape: BatchShape, found: Measurements, model: CostModel, error: str) -
 
 
 def next_duel(rows: Sequence[Row], found: Measurements, global_rows: int) -> list[Row]:
-    """Return the shapes to measure next, in pairs: the two best, then the winner and a shape predicted to be faster.
+    """Return the shapes to measure next, in pairs: the two best, then the winner and a shape
+    predicted to be faster.
 
-    The two best are the fastest, and one that needs less memory within TOLERANCE, or the second. Empty: none is left.
+    The two best are the fastest, and one that needs less memory within TOLERANCE, or the second.
+    Empty: none is left.
     """
     rows = [row for row in rows if row["global"] == global_rows and row["workers"] == found.workers]
     ranked = sorted(
-        (row for row in rows if row["status"] == "predicted"), key=lambda row: row["samples_per_s"], reverse=True
+        (row for row in rows if row["status"] == "predicted"),
+        key=lambda row: row["samples_per_s"],
+        reverse=True,
     )
     duels = _duels(found.pairs.get(global_rows, ()))
     if duels:
         best, _ = _better(rows, duels[-1])
-        faster = [row for row in ranked if row["samples_per_s"] > (1 + TOLERANCE) * best["samples_per_s"]]
+        faster = [
+            row for row in ranked if row["samples_per_s"] > (1 + TOLERANCE) * best["samples_per_s"]
+        ]
         return [best, faster[0]] if faster and len(duels) < MAX_DUELS else []
-    near = [row for row in ranked[1:] if row["samples_per_s"] >= (1 - TOLERANCE) * ranked[0]["samples_per_s"]]
+    near = [
+        row
+        for row in ranked[1:]
+        if row["samples_per_s"] >= (1 - TOLERANCE) * ranked[0]["samples_per_s"]
+    ]
     smaller = [row for row in near if row["peak_gib"] < ranked[0]["peak_gib"]]
     return [*ranked[:1], *sorted(smaller, key=lambda row: row["peak_gib"])[:1], *ranked[1:2]][:2]
 
@@ -338,22 +416,35 @@ def _duels(pairs: Sequence[dict[int, float]]) -> list[list[dict[int, float]]]:
 
 
 def with_measured(rows: Sequence[Row], found: Measurements) -> list[Row]:
-    """Return the rows with the results of the measured shapes: the median round, as in `fit`, and the range."""
+    """Return the rows with the results of the measured shapes: the median round, as in `fit`, and
+    the range.
+    """
     result = []
     for row in rows:
-        seconds = [pair[row["micro"]] for pair in found.pairs.get(row["global"], ()) if row["micro"] in pair]
+        seconds = [
+            pair[row["micro"]]
+            for pair in found.pairs.get(row["global"], ())
+            if row["micro"] in pair
+        ]
         if seconds and row["workers"] == found.workers and row["status"] == "predicted":
             step_s = statistics.median(seconds)
             rates = {"": step_s, "_min": max(seconds), "_max": min(seconds)}
-            row = row | {f"samples_per_s{name}": row["global"] / value for name, value in rates.items()}
+            row = row | {
+                f"samples_per_s{name}": row["global"] / value for name, value in rates.items()
+            }
             row |= {"status": "finished", "step_p50_s": step_s, "step_p95_s": max(seconds)}
             row |= {"peak_gib": found.peak_gib[row["global"]][row["micro"]]}
         result.append(row)
     return result
 
 
-def recommend(rows: Sequence[Row], found: Measurements, own_global: int | None = None) -> Row | None:
-    """Return {best, per_global, why} of the measured shapes; None without any. own_global: that of the recipe."""
+def recommend(
+    rows: Sequence[Row], found: Measurements, own_global: int | None = None
+) -> Row | None:
+    """Return {best, per_global, why} of the measured shapes;
+
+    None without any. own_global: that of the recipe.
+    """
     best: dict[int, tuple[Row, str]] = {}
     for size in sorted({row["global"] for row in rows}):
         measured = [row for row in rows if row["global"] == size and row["status"] == "finished"]
@@ -362,20 +453,32 @@ def recommend(rows: Sequence[Row], found: Measurements, own_global: int | None =
     if not best:
         return None
     fastest = max(row["samples_per_s"] for row, _ in best.values())
-    chosen = next(size for size, (row, _) in best.items() if row["samples_per_s"] >= SUFFICIENT * fastest)
+    chosen = next(
+        size for size, (row, _) in best.items() if row["samples_per_s"] >= SUFFICIENT * fastest
+    )
     row, why = best[chosen]
     if len(best) > 1:
-        why += f" {chosen} is the smallest global batch with at least {SUFFICIENT:.0%} of the highest samples/s."
-    others = [other for other in rows if other["global"] == chosen and other["status"] == "predicted"]
+        why += (
+            f" {chosen} is the smallest global batch with at least {SUFFICIENT:.0%} of the "
+            "highest samples/s."
+        )
+    others = [
+        other for other in rows if other["global"] == chosen and other["status"] == "predicted"
+    ]
     faster = max(others, key=lambda other: other["samples_per_s"], default=row)
     if faster["samples_per_s"] > (1 + TOLERANCE) * row["samples_per_s"]:
         rate = format_compact(faster["samples_per_s"])
         why += f" Predicted but not measured: {rate} samples/s with {format_shape(faster)}."
     error = row["samples_per_s"] / row["predicted_samples_per_s"] - 1
     if abs(error) > 0.15:
-        why += f" It is {error:+.0%} from its prediction: other programs may have used the machine; repeat the command."
+        why += (
+            f" It is {error:+.0%} from its prediction: other programs may have used the "
+            "machine; repeat the command."
+        )
     if own_global not in (None, chosen):
-        why += f" The learning rate is still that for {own_global} rows: search it with --goal loss."
+        why += (
+            f" The learning rate is still that for {own_global} rows: search it with --goal loss."
+        )
     per_global = {str(size): row["trial"] for size, (row, _) in best.items()}
     return {"best": row["trial"], "per_global": per_global, "why": why}
 
@@ -390,12 +493,16 @@ def _better(rows: Sequence[Row], pairs: list[dict[int, float]]) -> tuple[Row, st
     contestants = [row for row in rows if row["micro"] in pairs[0] and row["status"] == "finished"]
     if len(contestants) == 1:
         return contestants[0], f"{_rate(contestants[0])}; no other shape is feasible."
-    first, second = sorted(contestants, key=lambda row: statistics.median(pair[row["micro"]] for pair in pairs))
+    first, second = sorted(
+        contestants, key=lambda row: statistics.median(pair[row["micro"]] for pair in pairs)
+    )
     ratios = sorted(pair[second["micro"]] / pair[first["micro"]] for pair in pairs)
     ratio = statistics.median(ratios)
     if ratio <= 1 + TOLERANCE and second["peak_gib"] < first["peak_gib"]:
         memory = f"{second['peak_gib']:.2f} GiB instead of {first['peak_gib']:.2f} GiB"
-        return second, f"{_rate(second)}, within {TOLERANCE:.0%} of {format_shape(first)}, and needs {memory}."
+        return second, (
+            f"{_rate(second)}, within {TOLERANCE:.0%} of {format_shape(first)}, and needs {memory}."
+        )
     doubt = ", so they may be equally fast" if ratios[0] <= 1 else ""
     spread = f"{len(ratios)} pairs, {ratios[0]:.2f} to {ratios[-1]:.2f}{doubt}"
     return first, f"{_rate(first)}, {ratio:.2f} x as many as {format_shape(second)} ({spread})."

@@ -28,7 +28,10 @@ from mmray.tuning.shape import Measurements, ShapeTask
 
 
 class ShapeGroup:
-    """As many workers as fit, at most the largest number of the config. Raises ResourceError if too few ever fit."""
+    """As many workers as fit, at most the largest number of the config.
+
+    Raises ResourceError if too few ever fit.
+    """
 
     def __init__(self, config: Config, scratch: AnyPath, reporter: RunReporter) -> None:
         backend = RayBackend()
@@ -43,8 +46,14 @@ class ShapeGroup:
     def run(self, task: ShapeTask, on_message: Callable[[dict[str, Any]], None]) -> Measurements:
         """Measure in a new group. Raises WorkerFailed for a lost worker, and errors of workers."""
         self._groups += 1
-        driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        coordinator: Any = ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=driver_node).remote(set())
+        driver_node = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        coordinator: Any = (
+            ray.remote(Coordinator)
+            .options(num_cpus=0, scheduling_strategy=driver_node)
+            .remote(set())
+        )
         trainer = torch_trainer(
             _measure_in_worker,
             task.config.with_cluster(workers=self.workers),
@@ -71,7 +80,10 @@ class ShapeGroup:
 
 
 def _find_cause(error: ray.train.TrainingFailedError) -> Exception:
-    """Return the error to report: mmray's own, then any other, then a lost worker. Out of memory is first of a kind."""
+    """Return the error to report: mmray's own, then any other, then a lost worker.
+
+    Out of memory is first of a kind.
+    """
     if (timeout_error := start_timeout_error(error)) is not None:
         return timeout_error
     failures = getattr(error, "worker_failures", {}).values()
@@ -83,7 +95,8 @@ def _find_cause(error: ray.train.TrainingFailedError) -> Exception:
         return mmray_errors[0]
     if raised:
         return WorkerFailed("raised", raised[0])
-    killed = next(filter(is_out_of_memory, causes), None)  # by Ray's memory monitor; peers only lose a connection
+    # by Ray's memory monitor; peers only lose a connection
+    killed = next(filter(is_out_of_memory, causes), None)
     kind = TrainingError if killed is None else OutOfMemoryError
     return WorkerFailed("lost", kind(f"a worker was lost ({first_line(killed or causes[0])})"))
 

@@ -1,4 +1,6 @@
-"""Start the worker groups that measure batch shapes, and write their results: sweep.json, trials.jsonl, best.yaml."""
+"""Start the worker groups that measure batch shapes, and write their results: sweep.json,
+trials.jsonl, best.yaml.
+"""
 
 from __future__ import annotations
 
@@ -71,20 +73,30 @@ class Probe:
 
 
 def plan_probes(base: Config, space: Space | None) -> list[Probe]:
-    """Return a probe per combination of settings; all global batches are one probe. Raises UsageError."""
+    """Return a probe per combination of settings; all global batches are one probe.
+
+    Raises UsageError.
+    """
     axes: dict[str, Any] = dict(space.axes) if space else {}
     for name, values in axes.items():
         if name in ("batch.micro", "batch.accumulation"):
-            raise UsageError(f"--space {name}: --goal throughput measures every size; list --batch.global instead")
+            raise UsageError(
+                f"--space {name}: --goal throughput measures every size; list "
+                "--batch.global instead"
+            )
         if not isinstance(values, tuple):
-            raise UsageError(f"--space {name}: --goal throughput takes no ranges; list the values, with commas")
+            raise UsageError(
+                f"--space {name}: --goal throughput takes no ranges; list the values, with commas"
+            )
     sizes = axes.pop(GLOBAL, (_own_global(base),))
     probes = []
     for values in itertools.product(*axes.values()):
         combination = dict(zip(axes, values, strict=True))
         configs = [override_settings(base, combination | _batch(size)) for size in sizes]
         config = configs[0]
-        if conflicts := unsupported_reasons(config.with_cluster(workers=config.cluster.max_workers)):
+        if conflicts := unsupported_reasons(
+            config.with_cluster(workers=config.cluster.max_workers)
+        ):
             raise UsageError("\n".join(conflicts))
         rows = tuple(dict.fromkeys(each.batch.global_ or 0 for each in configs))
         settings = {name: setting_value(config, name) for name in combination}
@@ -97,7 +109,10 @@ def _batch(global_rows: Any) -> dict[str, Any]:
 
 
 def candidate_workers(config: Config, world: int, device: str) -> tuple[int, ...]:
-    """Return the numbers of workers to predict: of an elastic range 1, 2, 4, ...; `world` workers measure."""
+    """Return the numbers of workers to predict: of an elastic range 1, 2, 4, ...;
+
+    `world` workers measure.
+    """
     low, high = config.cluster.min_workers, config.cluster.max_workers
     threads_depend = device == "cpu" and config.cluster.cpus_per_worker == "auto"
     if (
@@ -105,14 +120,21 @@ def candidate_workers(config: Config, world: int, device: str) -> tuple[int, ...
     ):  # a step of fewer workers differs in more than communication
         return tuple(sorted({world, high}))
     return tuple(
-        sorted({world, high, *(1 << shift for shift in range(high.bit_length()) if low <= 1 << shift <= high)})
+        sorted(
+            {
+                world,
+                high,
+                *(1 << shift for shift in range(high.bit_length()) if low <= 1 << shift <= high),
+            }
+        )
     )
 
 
 def probe_shapes(
     base: Config, space: Space | None, reporter: RunReporter, reuse: bool = False
 ) -> tuple[AnyPath, dict[str, Any], list[Row]]:
-    """Measure, predict and recommend batch shapes; return the folder, sweep.json and the rows. Raises MmrayError.
+    """Measure, predict and recommend batch shapes; return the folder, sweep.json and the rows.
+    Raises MmrayError.
 
     reuse: take measurements of the same hardware and settings from other sweeps in the storage.
     """
@@ -141,9 +163,13 @@ def probe_shapes(
                 results.append((replace(probe, task=task), found))
                 new = with_measured(predict_rows(task, found, fit(found)), found)
             suffix = f"-{number}" if number > 1 else ""
-            rows += [row | {"settings": probe.settings, "trial": row["trial"] + suffix} for row in new]
+            rows += [
+                row | {"settings": probe.settings, "trial": row["trial"] + suffix} for row in new
+            ]
             status = "finished" if number == len(probes) else "running"
-            summary = _write(base, probes, folder, results, rows, status, time.monotonic() - start_s)
+            summary = _write(
+                base, probes, folder, results, rows, status, time.monotonic() - start_s
+            )
         write_report_safely(folder.path, reporter.log)
     if failure is not None and not results:
         raise failure
@@ -159,7 +185,9 @@ def _write(
     status: str,
     elapsed_s: float,
 ) -> dict[str, Any]:
-    """Write the results so far, so that a killed probe keeps what it measured; return sweep.json."""
+    """Write the results so far, so that a killed probe keeps what it measured; return
+    sweep.json.
+    """
     recommendation, fits = _recommend(base, rows, results), [fit(found) for _, found in results]
     summary = {
         "kind": "sweep",
@@ -171,7 +199,11 @@ def _write(
         "environment": collect_environment(),
         "recommendation": recommendation,
         "probes": [
-            {"settings": probe.settings, "key": measurement_key(probe.task.config), **found.to_json()}
+            {
+                "settings": probe.settings,
+                "key": measurement_key(probe.task.config),
+                **found.to_json(),
+            }
             for probe, found in results
         ],
         "fits": [{"text": each.format(), **asdict(each)} for each in fits],
@@ -184,7 +216,9 @@ def _write(
     return summary
 
 
-def _recommend(base: Config, rows: list[Row], results: list[tuple[Probe, Measurements]]) -> Row | None:
+def _recommend(
+    base: Config, rows: list[Row], results: list[tuple[Probe, Measurements]]
+) -> Row | None:
     """Return the best recommendation of all combinations of settings."""
     own = _own_global(base)
     found = [
@@ -192,13 +226,19 @@ def _recommend(base: Config, rows: list[Row], results: list[tuple[Probe, Measure
         for probe, measured in results
     ]
     by_trial = {row["trial"]: row for row in rows}
-    best = max(filter(None, found), key=lambda each: by_trial[each["best"]]["samples_per_s"], default=None)
+    best = max(
+        filter(None, found), key=lambda each: by_trial[each["best"]]["samples_per_s"], default=None
+    )
     if best is not None:
         row = by_trial[best["best"]]
-        steps, before = best_recipe(base, row).train.steps, row["settings"].get("train.steps", base.train.steps)
+        steps, before = (
+            best_recipe(base, row).train.steps,
+            row["settings"].get("train.steps", base.train.steps),
+        )
         if steps != before:
             best["why"] += (
-                f" train.steps is {steps} instead of {before} for as many samples; the warm-up is scaled too."
+                f" train.steps is {steps} instead of {before} for as many samples; the warm-up is "
+                "scaled too."
             )
     return best
 
@@ -209,15 +249,26 @@ def _own_global(base: Config) -> int:
 
 
 def best_recipe(base: Config, best: Row) -> Config:
-    """Return the recipe with the shape and settings of a row, and as many steps as cover the recipe's samples."""
-    config = override_settings(base, best["settings"] | _batch(best["global"]) | {"batch.micro": best["micro"]})
+    """Return the recipe with the shape and settings of a row, and as many steps as cover the
+    recipe's samples.
+    """
+    config = override_settings(
+        base, best["settings"] | _batch(best["global"]) | {"batch.micro": best["micro"]}
+    )
     if config.train.steps is not None:
         ratio = _own_global(base) / best["global"]
-        steps, warmup_steps = ceil(config.train.steps * ratio), ceil(config.optimizer.warmup_steps * ratio)
+        steps, warmup_steps = (
+            ceil(config.train.steps * ratio),
+            ceil(config.optimizer.warmup_steps * ratio),
+        )
         optimizer = config.optimizer.replace(warmup_steps=warmup_steps)
         config = config.replace(train=config.train.replace(steps=steps), optimizer=optimizer)
-    workers = config.cluster.workers if best["workers"] == config.cluster.max_workers else best["workers"]
-    return config.with_cluster(workers=workers).replace(run=config.run.replace(name=None, resume="auto"))
+    workers = (
+        config.cluster.workers if best["workers"] == config.cluster.max_workers else best["workers"]
+    )
+    return config.with_cluster(workers=workers).replace(
+        run=config.run.replace(name=None, resume="auto")
+    )
 
 
 def _identity(probes: list[Probe]) -> dict[str, Any]:
@@ -238,23 +289,31 @@ def _resolve_folder(base: Config, probes: list[Probe]) -> RunDir:
                 raise UsageError(f"{path} exists and is not a sweep; choose another --run.name")
             return None
         changes = [
-            f"{name}: {before.get(name)} -> {now}" for name, now in _identity(probes).items() if before.get(name) != now
+            f"{name}: {before.get(name)} -> {now}"
+            for name, now in _identity(probes).items()
+            if before.get(name) != now
         ]
         recipe = from_yaml((path / "recipe.yaml").read_text(), str(path / "recipe.yaml"))
         old, new = (config.model_dump(mode="json", by_alias=True) for config in (recipe, base))
-        return changes + forbidden_changes(old, new, ("run", "cluster.address", "cluster.start_timeout_s")), False
+        return changes + forbidden_changes(
+            old, new, ("run", "cluster.address", "cluster.start_timeout_s")
+        ), False
 
     return RunDir(select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep").path)
 
 
 def measure(
-    task: ShapeTask, scratch: AnyPath, reporter: RunReporter, earlier: list[tuple[dict[str, Any], Measurements]]
+    task: ShapeTask,
+    scratch: AnyPath,
+    reporter: RunReporter,
+    earlier: list[tuple[dict[str, Any], Measurements]],
 ) -> tuple[ShapeTask, Measurements]:
     """Measure a task in a process of this machine (one worker) or in a Ray worker group.
 
-    Returns the task with the device and the candidate numbers of workers, and its measurements. After a group that died
-    in a measurement another one starts (`_until_it_fits`). earlier: measurements with their keys, used instead if they
-    are of the same hardware and settings. Raises MmrayError.
+    Returns the task with the device and the candidate numbers of workers, and its measurements.
+    After a group that died in a measurement another one starts (`_until_it_fits`). earlier:
+    measurements with their keys, used instead if they are of the same hardware and settings. Raises
+    MmrayError.
     """
     config = task.config
     if not needs_ray(config.cluster):
@@ -276,21 +335,30 @@ def measure(
                 remove_tree(scratch)
 
 
-def _resolved(task: ShapeTask, config: Config, earlier: list[tuple[dict[str, Any], Measurements]]) -> ShapeTask:
-    """Return the task with the config, the embedding rows that the data would set, and earlier measurements."""
+def _resolved(
+    task: ShapeTask, config: Config, earlier: list[tuple[dict[str, Any], Measurements]]
+) -> ShapeTask:
+    """Return the task with the config, the embedding rows that the data would set, and earlier
+    measurements.
+    """
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
-    config = config.replace(model=config.model.with_vocab(config.model.vocab_size or trained or DEFAULT_VOCAB, None))
+    config = config.replace(
+        model=config.model.with_vocab(config.model.vocab_size or trained or DEFAULT_VOCAB, None)
+    )
     key = measurement_key(config)
-    return replace(task, config=config, earlier=tuple(found for other, found in earlier if other == key))
+    return replace(
+        task, config=config, earlier=tuple(found for other, found in earlier if other == key)
+    )
 
 
 def _until_it_fits(
     task: ShapeTask, run: Callable[[ShapeTask, OnMessage], Measurements], reporter: RunReporter
 ) -> Measurements:
-    """Measure in one group after the other, each without the shapes that do not fit because of an earlier one.
+    """Measure in one group after the other, each without the shapes that do not fit because of an
+    earlier one.
 
-    A worker lost without a sign of too little memory (its node, preemption, NCCL) counts as out of memory only if
-    another one is lost at the same shape.
+    A worker lost without a sign of too little memory (its node, preemption, NCCL) counts as out of
+    memory only if another one is lost at the same shape.
     """
     trying, unexplained = (0, 0), set[tuple[int, int]]()  # rows of a micro-batch and of a step
 
@@ -309,18 +377,24 @@ def _until_it_fits(
         except (OutOfMemoryError, WorkerFailed) as error:
             lost = isinstance(error, WorkerFailed) and error.kind == "lost"
             cause = error.cause if isinstance(error, WorkerFailed) else error
-            reason, out_of_memory = first_line(cause), is_out_of_memory(cause)  # SIGKILL too: see describe_signal
+            # SIGKILL too: see describe_signal
+            reason, out_of_memory = first_line(cause), is_out_of_memory(cause)
             failed = FailedShape(*trying, reason)
             if lost and not out_of_memory:
                 if trying not in unexplained:
                     unexplained.add(trying)
                     shape = failed if failed.rows else "start of the workers"
-                    reporter.log(f"{shape}: {reason}; not known to be out of memory, measuring again", "workers")
+                    reporter.log(
+                        f"{shape}: {reason}; not known to be out of memory, measuring again",
+                        "workers",
+                    )
                     continue
                 reason += ", twice at this shape, which counts as out of memory"
             if failed.rows < 2 or not (lost or out_of_memory):
                 raise cause from None
-            task = replace(task, failed_shapes=(*task.failed_shapes, failed._replace(reason=reason)))
+            task = replace(
+                task, failed_shapes=(*task.failed_shapes, failed._replace(reason=reason))
+            )
             reporter.log(f"{failed}: {reason}; measuring shapes that need less memory", "memory")
             continue
         if not found.samples:
@@ -329,7 +403,10 @@ def _until_it_fits(
 
 
 def _run_locally(task: ShapeTask, on_message: OnMessage) -> Measurements:
-    """Measure in a new process; its memory is not that of this one. Raises WorkerFailed if it dies."""
+    """Measure in a new process; its memory is not that of this one.
+
+    Raises WorkerFailed if it dies.
+    """
     connection, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=_run_worker, args=(theirs, task), name="mmray-shapes")
     with starting_children():
@@ -361,9 +438,13 @@ def _run_worker(connection: Connection, task: ShapeTask) -> None:
     from mmray.engine.collectives import Group
     from mmray.tuning.shape_worker import measure_shapes
 
-    device = torch.device("cuda", 0) if task.config.cluster.accelerator == "gpu" else torch.device("cpu")
+    device = (
+        torch.device("cuda", 0) if task.config.cluster.accelerator == "gpu" else torch.device("cpu")
+    )
     try:
-        found = measure_shapes(task, Group(device=device), lambda message: connection.send(("message", message)))
+        found = measure_shapes(
+            task, Group(device=device), lambda message: connection.send(("message", message))
+        )
         connection.send(("returned", found))
     except Exception as error:  # noqa: BLE001 - raised again in the driver
         connection.send(("raised", pickled(error)))

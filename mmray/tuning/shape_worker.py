@@ -1,4 +1,7 @@
-"""Measure steps of batch shapes in one worker of a group, on synthetic batches. Without Ray; all ranks do the same."""
+"""Measure steps of batch shapes in one worker of a group, on synthetic batches.
+
+Without Ray; all ranks do the same.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +59,13 @@ MIN_STEPS, MAX_STEPS, WINDOW_S = 3, 60, 0.6  # timed steps of a visit
 MAX_PAIRS_S = 60.0  # the rounds of a global batch end after about this time
 ALL_REDUCES = 5
 LABEL_TOKENS = 4  # of a synthetic label name
-Report = Callable[[dict[str, Any]], Any]  # of rank 0: status, note, trying (rows of a micro-batch and of a step)
+# of rank 0: status, note, trying (rows of a micro-batch and of a step)
+Report = Callable[[dict[str, Any]], Any]
 
 
 def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurements:
-    """Measure what `task` asks for; each size is reported before, so that the driver knows which one killed a worker.
+    """Measure what `task` asks for; each size is reported before, so that the driver knows which
+    one killed a worker.
 
     Raises OutOfMemoryError if this rank runs out of memory where the others wait for it.
     """
@@ -71,7 +76,10 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
     precision.seed_everything(config.train.seed, config.train.deterministic)
     config = config.replace(train=resolve_auto(config.train, group))
     configure_torch(config.train, device)
-    hardware, limit_gib = group.all_gather_objects(_describe_device(config, device)), _memory_limit_gib(group)
+    hardware, limit_gib = (
+        group.all_gather_objects(_describe_device(config, device)),
+        _memory_limit_gib(group),
+    )
     for earlier in task.earlier:
         if is_reusable(earlier, task.global_rows, hardware, limit_gib):
             return earlier
@@ -80,17 +88,24 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
     stepper = Stepper.create(config, model, group)
     if stepper.inner_collectives:
         stepper = stepper.wrapped()
-    found = Measurements(group.world_size, _memory_limit_gib(group), stepper.input_gib(), hardware=hardware)
+    found = Measurements(
+        group.world_size, _memory_limit_gib(group), stepper.input_gib(), hardware=hardware
+    )
     found.global_rows, found.failed_shapes = list(task.global_rows), list(task.failed_shapes)
 
     def measure(micro: int, accumulation: int) -> Sample | str:
         first = accumulation == 1 and not found.samples
         if failed := found.find_failure(micro, micro * accumulation):
             return failed.reason
-        report({"trying": (micro, micro * accumulation)} | ({"status": f"micro-batches of {micro}"} if first else {}))
+        report(
+            {"trying": (micro, micro * accumulation)}
+            | ({"status": f"micro-batches of {micro}"} if first else {})
+        )
         return stepper.measure(micro * accumulation, micro)
 
-    sizes = micro_sizes(task.global_rows, [world for world in task.workers if world <= group.world_size])
+    sizes = micro_sizes(
+        task.global_rows, [world for world in task.workers if world <= group.world_size]
+    )
     explore(measure, sizes, found)
     if not found.samples:
         return found
@@ -98,13 +113,17 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
         stepper = _measure_communication(task, stepper, found, report)
     costs = fit(found)
     for global_rows in task.global_rows:
-        while duel := next_duel(with_measured(predict_rows(task, found, costs), found), found, global_rows):
+        while duel := next_duel(
+            with_measured(predict_rows(task, found, costs), found), found, global_rows
+        ):
             _measure_pairs([row["micro"] for row in duel], global_rows, stepper, found, report)
     return found
 
 
 def build_model(config: Config, group: Group, report: Report) -> nn.Module:
-    """Build the model as a run does: with its weights, or in the shape of the settings if these cannot be read."""
+    """Build the model as a run does: with its weights, or in the shape of the settings if these
+    cannot be read.
+    """
     model, reason = None, ""
     try:
         model = build(config.model, config.model.vocab_size)
@@ -120,14 +139,22 @@ def build_model(config: Config, group: Group, report: Report) -> nn.Module:
         label_texts.tokenize(SimpleNamespace(encode=ids))
     model = apply_transforms(model, config.train, config.optimizer, group.device)
     if config.train.parallel in strategy.SHARDED:
-        dtype, sync_once = precision.DTYPES[config.train.precision], config.train.fsdp_sync == "step"
-        model = strategy.wrap_model(model, group, config.train.parallel, shard_dtype=dtype, sync_once=sync_once)
+        dtype, sync_once = (
+            precision.DTYPES[config.train.precision],
+            config.train.fsdp_sync == "step",
+        )
+        model = strategy.wrap_model(
+            model, group, config.train.parallel, shard_dtype=dtype, sync_once=sync_once
+        )
     return model.train()
 
 
 @dataclass
 class Stepper:
-    """Takes synthetic steps. Without inner collectives ranks are independent (`FakeGroup`) until `wrapped`."""
+    """Takes synthetic steps.
+
+    Without inner collectives ranks are independent (`FakeGroup`) until `wrapped`.
+    """
 
     config: Config
     state: TrainState
@@ -138,7 +165,8 @@ class Stepper:
     def create(cls, config: Config, model: nn.Module, group: Group) -> Stepper:
         mixed = precision.select_precision(config.train.precision, group.device)
         optimizer = build_optimizer(model, config.optimizer)
-        set_lr(optimizer, 0.0)  # random rows must not lead to infinite weights, whose updates are skipped
+        # random rows must not lead to infinite weights, whose updates are skipped
+        set_lr(optimizer, 0.0)
         inner = strategy.has_inner_collectives(model)
         step_group = group if inner else FakeGroup(group.rank, group.world_size, group.device)
         state = TrainState(
@@ -157,7 +185,9 @@ class Stepper:
     def wrapped(self) -> Stepper:
         """Return a stepper whose steps communicate, as in training."""
         train = self.config.train
-        model = strategy.wrap_model(self.state.model, self.group, train.parallel, train.grad_compression)
+        model = strategy.wrap_model(
+            self.state.model, self.group, train.parallel, train.grad_compression
+        )
         return replace(self, state=replace(self.state, model=model, group=self.group))
 
     def make_batch(self, rows: int) -> dict[str, Tensor]:
@@ -173,7 +203,8 @@ class Stepper:
         )
 
     def measure(self, rows: int, micro: int) -> Sample | str:
-        """Time steps of `rows` rows per rank; return the same on all ranks: a sample, or why it does not fit.
+        """Time steps of `rows` rows per rank; return the same on all ranks: a sample, or why it
+        does not fit.
 
         Raises OutOfMemoryError if the other ranks wait for this one.
         """
@@ -182,21 +213,31 @@ class Stepper:
         _reset_peak_memory(device)
         error, took_s, batch, reserved = "", 0.0, None, None
         try:
-            batch = make_local_batch([self.make_batch(min(micro, rows - first)) for first in range(0, rows, micro)])
+            batch = make_local_batch(
+                [self.make_batch(min(micro, rows - first)) for first in range(0, rows, micro)]
+            )
             if device.type == "cuda":  # the next batch is copied to it meanwhile
-                reserved = [column.clone() for each in batch.micro_batches for column in each.values()]
+                reserved = [
+                    column.clone() for each in batch.micro_batches for column in each.values()
+                ]
             took_s = self._time(state, batch)  # the first step allocates
         except (RecoverableOom, RuntimeError, MemoryError) as raised:
             if not isinstance(raised, RecoverableOom) and not is_out_of_memory(raised):
                 raise
             error = first_line(raised)
             if not isinstance(state.group, FakeGroup) and not isinstance(raised, RecoverableOom):
-                raise OutOfMemoryError(f"out of memory with micro-batches of {micro} rows: {error}") from raised
+                raise OutOfMemoryError(
+                    f"out of memory with micro-batches of {micro} rows: {error}"
+                ) from raised
         if error:  # outside `except`: the traceback would keep the step's tensors alive
             batch = reserved = None
             zero_gradients(state)
         outcomes = self.group.all_gather_objects(error or took_s)
-        if reasons := [f"{outcome} (rank {rank})" for rank, outcome in enumerate(outcomes) if isinstance(outcome, str)]:
+        if reasons := [
+            f"{outcome} (rank {rank})"
+            for rank, outcome in enumerate(outcomes)
+            if isinstance(outcome, str)
+        ]:
             return reasons[0]
         assert batch is not None
         steps = min(MAX_STEPS, max(MIN_STEPS, ceil(WINDOW_S / max(outcomes))))
@@ -204,22 +245,33 @@ class Stepper:
         times_s = [self._time(state, batch) for _ in range(steps)]
         optimizer_s = timers.pop_s()["optimizer"] / steps
         peak_gib = timers.peak_gib()
-        if self.group.world_size > 1 and isinstance(state.group, FakeGroup):  # DDP keeps the gradients between steps
-            peak_gib += sum(weight.nbytes for weight in state.model.parameters() if weight.requires_grad) / GIB
+        # DDP keeps the gradients between steps
+        if self.group.world_size > 1 and isinstance(state.group, FakeGroup):
+            peak_gib += (
+                sum(weight.nbytes for weight in state.model.parameters() if weight.requires_grad)
+                / GIB
+            )
         ranks = self.group.all_gather_objects((float(np.median(times_s)), optimizer_s, peak_gib))
         del reserved
-        return Sample(micro, ceil(rows / micro), *(max(column) for column in zip(*ranks, strict=True)))
+        return Sample(
+            micro, ceil(rows / micro), *(max(column) for column in zip(*ranks, strict=True))
+        )
 
     def _time(self, state: TrainState, batch: LocalBatch) -> float:
         start_s = time.perf_counter()
-        optimizer_step(state, batch, partial(precision.micro_seed, self.config.train.seed, 0, self.group.rank))
+        optimizer_step(
+            state, batch, partial(precision.micro_seed, self.config.train.seed, 0, self.group.rank)
+        )
         if self.group.device.type == "cuda":
             torch.cuda.synchronize(self.group.device)
         return time.perf_counter() - start_s
 
 
-def _measure_communication(task: ShapeTask, stepper: Stepper, found: Measurements, report: Report) -> Stepper:
-    """Measure the communication of a step of all ranks that backward does not hide; scale it to fewer workers.
+def _measure_communication(
+    task: ShapeTask, stepper: Stepper, found: Measurements, report: Report
+) -> Stepper:
+    """Measure the communication of a step of all ranks that backward does not hide; scale it to
+    fewer workers.
 
     The scale is the time of an all-reduce of the gradients. Returns the stepper that communicates.
     """
@@ -233,29 +285,47 @@ def _measure_communication(task: ShapeTask, stepper: Stepper, found: Measurement
         found.too_large, found.reason = micro, str(together)
         return stepper
     exposed_s = max(0.0, together.step_s - alone.step_s)
-    gradients = sum(weight.numel() for weight in stepper.state.model.parameters() if weight.requires_grad)
+    gradients = sum(
+        weight.numel() for weight in stepper.state.model.parameters() if weight.requires_grad
+    )
     values = torch.zeros(gradients, device=group.device)
-    worlds = sorted({world for world in (*task.workers, group.world_size) if 1 < world <= group.world_size})
+    worlds = sorted(
+        {world for world in (*task.workers, group.world_size) if 1 < world <= group.world_size}
+    )
     reduce_s = {world: min(group.time_all_reduces(values, world, ALL_REDUCES)) for world in worlds}
-    found.sync_s = {world: exposed_s * seconds / reduce_s[group.world_size] for world, seconds in reduce_s.items()}
+    found.sync_s = {
+        world: exposed_s * seconds / reduce_s[group.world_size]
+        for world, seconds in reduce_s.items()
+    }
     return stepper
 
 
 def _measure_pairs(
     micros: Sequence[int], global_rows: int, stepper: Stepper, found: Measurements, report: Report
 ) -> None:
-    """Measure shapes of one global batch in alternating order, with communication, until one does not fit."""
+    """Measure shapes of one global batch in alternating order, with communication, until one does
+    not fit.
+    """
     rows, pairs = ceil(global_rows / stepper.group.world_size), list[dict[int, float]]()
     peaks = found.peak_gib.setdefault(global_rows, {})
-    report({"status": f"global batch of {global_rows} in micro-batches of {' and '.join(map(str, micros))}"})
-    while len(pairs) < ROUNDS and sum(sum(pair.values()) for pair in pairs) < MAX_PAIRS_S / (1 + MIN_STEPS):
+    report(
+        {
+            "status": f"global batch of {global_rows} in micro-batches of "
+            f"{' and '.join(map(str, micros))}"
+        }
+    )
+    while len(pairs) < ROUNDS and sum(sum(pair.values()) for pair in pairs) < MAX_PAIRS_S / (
+        1 + MIN_STEPS
+    ):
         pair: dict[int, float] = {}
         for micro in micros if len(pairs) % 2 == 0 else reversed(micros):
             report({"trying": (micro, rows)})
             sample = stepper.measure(rows, micro)
             if isinstance(sample, str):
                 found.failed[global_rows] = micro, sample
-                found.pairs[global_rows] = [each for each in found.pairs.get(global_rows, ()) if micro not in each]
+                found.pairs[global_rows] = [
+                    each for each in found.pairs.get(global_rows, ()) if micro not in each
+                ]
                 return
             pair[micro], peaks[micro] = sample.step_s, max(sample.peak_gib, peaks.get(micro, 0.0))
         pairs.append(pair)
@@ -264,7 +334,11 @@ def _measure_pairs(
 
 def _describe_device(config: Config, device: torch.device) -> str:
     machine = describe_machine(device)
-    return machine["device"] if device.type == "cuda" else f"{machine['cpu']}, {config.cluster.num_threads} threads"
+    return (
+        machine["device"]
+        if device.type == "cuda"
+        else (f"{machine['cpu']}, {config.cluster.num_threads} threads")
+    )
 
 
 def _reset_peak_memory(device: torch.device) -> None:
@@ -277,7 +351,8 @@ def _reset_peak_memory(device: torch.device) -> None:
 
 
 def _memory_limit_gib(group: Group) -> float:
-    """Return the memory that every worker may use, as `batch.micro auto` does (engine/memory_probe.py).
+    """Return the memory that every worker may use, as `batch.micro auto` does
+    (engine/memory_probe.py).
 
     It is the same on all ranks, because they choose the next collective by it.
     """
@@ -286,5 +361,7 @@ def _memory_limit_gib(group: Group) -> float:
         limit_gib = (free + torch.cuda.memory_reserved(group.device) - HEADROOM * total) / GIB
     else:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
-        limit_gib = PhaseTimers(group.device).peak_gib() + HOST_FRACTION * free_memory() / ranks / GIB
+        limit_gib = (
+            PhaseTimers(group.device).peak_gib() + HOST_FRACTION * free_memory() / ranks / GIB
+        )
     return min(group.all_gather_objects(limit_gib))

@@ -26,7 +26,9 @@ def tune_space(base: Config, space: Space) -> dict[str, Any]:
         if not isinstance(axis, Range):
             domains[key] = tune.choice(list(axis))
         elif _is_integer(base, key, axis):
-            domains[key] = (tune.lograndint if axis.log else tune.randint)(round(axis.low), round(axis.high) + 1)
+            domains[key] = (tune.lograndint if axis.log else tune.randint)(
+                round(axis.low), round(axis.high) + 1
+            )
         else:
             domains[key] = (tune.loguniform if axis.log else tune.uniform)(axis.low, axis.high)
     return domains
@@ -40,16 +42,32 @@ def _is_integer(base: Config, key: str, axis: Range) -> bool:
     return isinstance(setting_value(override_settings(base, {key: int(axis.high)}), key), int)
 
 
-def distinct_settings(base: Config, space: Space, first: list[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
-    """Yield `first`, then random draws, none twice, until all listed values were drawn; a grid for lists alone."""
+def distinct_settings(
+    base: Config, space: Space, first: list[dict[str, Any]], seed: int
+) -> Iterator[dict[str, Any]]:
+    """Yield `first`, then random draws, none twice, until all listed values were drawn; a grid for
+    lists alone.
+    """
     if space.num_samples is None:
-        for values in itertools.product(*(axis for axis in space.axes.values() if not isinstance(axis, Range))):
+        for values in itertools.product(
+            *(axis for axis in space.axes.values() if not isinstance(axis, Range))
+        ):
             yield dict(zip(space.axes, values, strict=True))
         return
-    rng, domains, seen, repeats = np.random.RandomState(seed), tune_space(base, space), set[str](), 0
-    points, ranges = iter(first), [key for key, axis in space.axes.items() if isinstance(axis, Range)]
+    rng, domains, seen, repeats = (
+        np.random.RandomState(seed),
+        tune_space(base, space),
+        set[str](),
+        0,
+    )
+    points, ranges = (
+        iter(first),
+        [key for key, axis in space.axes.items() if isinstance(axis, Range)],
+    )
     while repeats < MAX_REPEATS:
-        draw = next(points, None) or {key: domain.sample(random_state=rng) for key, domain in domains.items()}
+        draw = next(points, None) or {
+            key: domain.sample(random_state=rng) for key, domain in domains.items()
+        }
         settings = {key: _plain(value) if key in ranges else value for key, value in draw.items()}
         repeats += 1
         if (text := json.dumps(settings)) not in seen:
@@ -66,7 +84,9 @@ def _plain(value: Any) -> Any:
 class DistinctOptuna(OptunaSearch):
     """Optuna's TPE; repeated suggestions are replaced by random settings."""
 
-    def __init__(self, points: list[dict[str, Any]], others: list[dict[str, Any]], seed: int) -> None:
+    def __init__(
+        self, points: list[dict[str, Any]], others: list[dict[str, Any]], seed: int
+    ) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -89,16 +109,21 @@ class DistinctOptuna(OptunaSearch):
             if text not in self._seen:
                 self._seen.add(text)
                 return settings
-            study.tell(self._ot_trials.pop(trial_id), state=TrialState.FAIL)  # without effect on others
+            # without effect on others
+            study.tell(self._ot_trials.pop(trial_id), state=TrialState.FAIL)
             if not self._others:
                 return self.FINISHED
             study.enqueue_trial(self._others.pop(0))
 
 
-def build_optuna(base: Config, space: Space, earlier: list[dict[str, Any]], num_concurrent: int) -> ConcurrencyLimiter:
+def build_optuna(
+    base: Config, space: Space, earlier: list[dict[str, Any]], num_concurrent: int
+) -> ConcurrencyLimiter:
     """Return Ray Tune's searcher that tries the settings of earlier commands first."""
     points = earlier + [each for each in starting_points(base, space) if each not in earlier]
-    seed = space.seed + len(earlier)  # otherwise it would repeat the random draws of an earlier command
-    count = 2 * (space.num_samples or 0) + len(earlier)  # each trial needs a new one; the others are repeated ones
+    # otherwise it would repeat the random draws of an earlier command
+    seed = space.seed + len(earlier)
+    # each trial needs a new one; the others are repeated ones
+    count = 2 * (space.num_samples or 0) + len(earlier)
     others = list(itertools.islice(distinct_settings(base, space, [], seed), count))
     return ConcurrencyLimiter(DistinctOptuna(points, others, seed), num_concurrent)

@@ -1,6 +1,6 @@
 """Request, budget, folder and state of a sweep, without Ray.
 
-STORAGE/NAME/  recipe.yaml (base of all trials)  sweep.json  trials.jsonl (one row per trial)  best.yaml
+STORAGE/NAME/ recipe.yaml (base of all trials) sweep.json trials.jsonl (one row per trial) best.yaml
                trials/tNNN/ (run folders)
 """
 
@@ -34,7 +34,8 @@ _RESUMABLE_DATA = ("data.cache", "data.local_cache", "data.local_cache_gb")
 RESUMABLE_CHANGES = ("run", "cluster.address", "cluster.start_timeout_s", *_RESUMABLE_DATA)
 STOP_FILE = "stop"  # its existence makes running trials stop at a checkpoint
 TABLE_INTERVAL_S = 1.0
-STORAGE_RETRIES_S = (5.0, 15.0, 30.0, 60.0, 120.0)  # pauses while the storage fails; trials go on meanwhile
+# pauses while the storage fails; trials go on meanwhile
+STORAGE_RETRIES_S = (5.0, 15.0, 30.0, 60.0, 120.0)
 SAVE_INTERVAL_S = 10.0  # at most this much time of a killed command does not count for the budget
 
 
@@ -50,7 +51,9 @@ class Budget:
         """Parse `2h`, `30m`, `90s` or `40gpu-hours`. Raises UsageError."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|gpu-hours)", text or "")
         if text and (match is None or not float(match[1])):
-            raise UsageError(f"--budget {text}: write a time such as 2h or 30m, or GPU-hours such as 40gpu-hours")
+            raise UsageError(
+                f"--budget {text}: write a time such as 2h or 30m, or GPU-hours such as 40gpu-hours"
+            )
         if match is None:
             return cls()
         unit_s = {"s": 1, "m": 60, "h": 3600, "gpu-hours": 3600}[match[2]]
@@ -74,7 +77,8 @@ class Sweep:
     searcher: str = "random"  # or `optuna`
     scheduler: str = "halving"  # or `asha`, `pbt`
     budget: Budget = field(default_factory=Budget)
-    recipe_rows: int | None = None  # global batch of the recipe; `base` has none if accumulation is searched
+    # global batch of the recipe; `base` has none if accumulation is searched
+    recipe_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,17 @@ class SweepDir(RunDir):
 
     def write_rows(self, rows: list[Row]) -> None:
         """Write all rows in trial order."""
-        self.write(TRIALS, "".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda row: row["trial"])))
+        self.write(
+            TRIALS,
+            "".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda row: row["trial"])),
+        )
 
     def read_rows(self) -> dict[str, Row]:
         """Return the rows of earlier commands by trial."""
-        return {row["trial"]: {"rungs": [], "parent": None} | row for row in read_lines(self.path / TRIALS)}
+        return {
+            row["trial"]: {"rungs": [], "parent": None} | row
+            for row in read_lines(self.path / TRIALS)
+        }
 
 
 def resolve_sweep_dir(base: Config, identity: dict[str, Any], reporter: RunReporter) -> SweepDir:
@@ -102,10 +112,16 @@ def resolve_sweep_dir(base: Config, identity: dict[str, Any], reporter: RunRepor
             if has_other_files(path, (lease.FOLDER, "recipe.yaml", STOP_FILE)):
                 raise UsageError(f"{path} exists and is not a sweep; choose another --run.name")
             return None
-        changes = [f"{key}: {before.get(key)} -> {now}" for key, now in identity.items() if before.get(key) != now]
+        changes = [
+            f"{key}: {before.get(key)} -> {now}"
+            for key, now in identity.items()
+            if before.get(key) != now
+        ]
         recipe = from_yaml((path / "recipe.yaml").read_text(), str(path / "recipe.yaml"))
         old, new = (config.model_dump(mode="json", by_alias=True) for config in (recipe, base))
-        return changes + forbidden_changes(old, new, RESUMABLE_CHANGES), before["status"] == "finished"
+        return changes + forbidden_changes(old, new, RESUMABLE_CHANGES), before[
+            "status"
+        ] == "finished"
 
     selection = select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep")
     if selection.skipped:
@@ -123,7 +139,10 @@ class TimeLeft:
 
 
 class SweepReporter(RunReporter, Protocol):
-    """Receives the progress of data preparation, then of the trials. `rungs` are those of a full trial, in samples."""
+    """Receives the progress of data preparation, then of the trials.
+
+    `rungs` are those of a full trial, in samples.
+    """
 
     def progress(self, row: Row, rungs: tuple[int, ...]) -> None:
         """Receive the row of a trial that reached a rung or ended."""
@@ -134,7 +153,10 @@ class SweepReporter(RunReporter, Protocol):
 
 @dataclass
 class SweepState:
-    """The rows of a running sweep by trial. Called by Ray Tune in its thread, and by signal handlers."""
+    """The rows of a running sweep by trial.
+
+    Called by Ray Tune in its thread, and by signal handlers.
+    """
 
     folder: SweepDir
     plan: SweepPlan
@@ -144,17 +166,26 @@ class SweepState:
     summary: dict[str, Any] = field(default_factory=dict)  # content of sweep.json
     planned_samples: int = 0  # of all trials
     trials: dict[str, Trial] = field(default_factory=dict)  # of this command
-    running: dict[str, float | None] = field(default_factory=dict)  # trial: start of its workers by `clock`
+    # trial: start of its workers by `clock`
+    running: dict[str, float | None] = field(default_factory=dict)
     stop_reason: str | None = None  # `stopped` by the user, or `budget`
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._earlier_s = (self.folder.read_json(SWEEP) or {}).get("elapsed_s", 0.0)  # of earlier commands
-        self._start_s, self._stop_s, self._shown_s, self._saved_s = self.clock(), 0.0, -math.inf, self.clock()
-        self._spent_s = {name: row["elapsed_s"] or 0.0 for name, row in self.rows.items()}  # by earlier commands
+        # of earlier commands
+        self._earlier_s = (self.folder.read_json(SWEEP) or {}).get("elapsed_s", 0.0)
+        self._start_s, self._stop_s, self._shown_s, self._saved_s = (
+            self.clock(),
+            0.0,
+            -math.inf,
+            self.clock(),
+        )
+        # by earlier commands
+        self._spent_s = {name: row["elapsed_s"] or 0.0 for name, row in self.rows.items()}
         self._earlier_samples = self._num_samples()
         for row in self.rows.values():
-            row["status"] = row["status"].replace("running", "stopped")  # the earlier command was killed
+            # the earlier command was killed
+            row["status"] = row["status"].replace("running", "stopped")
 
     @property
     def elapsed_s(self) -> float:
@@ -165,7 +196,9 @@ class SweepState:
     def gpu_seconds(self) -> float:
         """Seconds of all trials times their GPUs (workers, if they train on CPUs)."""
         gpus = num_gpus(self.plan.base)
-        return sum(self._trial_s(name) * (row["workers"] or 0) * gpus for name, row in self.rows.items())
+        return sum(
+            self._trial_s(name) * (row["workers"] or 0) * gpus for name, row in self.rows.items()
+        )
 
     def _trial_s(self, name: str) -> float:
         """Return the seconds that a trial has had workers."""
@@ -179,10 +212,14 @@ class SweepState:
         budget_s = None if self.budget.seconds is None else self.budget.seconds - self.elapsed_s
         if self.budget.gpu_seconds is not None:
             active = [name for name, start_s in self.running.items() if start_s is not None]
-            gpus = sum((self.rows[name]["workers"] or 0) for name in active) * num_gpus(self.plan.base)
+            gpus = sum((self.rows[name]["workers"] or 0) for name in active) * num_gpus(
+                self.plan.base
+            )
             budget_s = (self.budget.gpu_seconds - self.gpu_seconds) / max(gpus, 1)
         estimated_s = max(0, left) * this_s / samples if samples else None
-        return TimeLeft(self.elapsed_s, estimated_s, budget_s if budget_s is None else max(0.0, budget_s))
+        return TimeLeft(
+            self.elapsed_s, estimated_s, budget_s if budget_s is None else max(0.0, budget_s)
+        )
 
     def _num_samples(self) -> int:
         """Return the samples of all reached rungs."""
@@ -193,12 +230,16 @@ class SweepState:
         )
 
     def add(self, settings: dict[str, Any]) -> str:
-        """Return the name of a suggested trial: that of an earlier command with the same settings, or the next."""
+        """Return the name of a suggested trial: that of an earlier command with the same settings,
+        or the next.
+        """
         trial = self.plan.trial("", settings)
         names = (
             name
             for name, row in self.rows.items()
-            if name not in self.trials and row["settings"] == trial.settings and row["parent"] is None
+            if name not in self.trials
+            and row["settings"] == trial.settings
+            and row["parent"] is None
         )
         name = next(names, None) or self._next_name()
         self.trials[name] = self.plan.trial(name, settings)
@@ -219,8 +260,14 @@ class SweepState:
                 return name
         name = self._next_name()
         self.trials[name] = self.plan.trial(name, settings)
-        rungs = [rung | {"elapsed_s": 0.0} for rung in self.rows[parent]["rungs"] if rung["samples"] <= samples]
-        row = build_row(self.trials[name], TrialOutcome("paused"), self.plan.goal, rungs=rungs, parent=origin)
+        rungs = [
+            rung | {"elapsed_s": 0.0}
+            for rung in self.rows[parent]["rungs"]
+            if rung["samples"] <= samples
+        ]
+        row = build_row(
+            self.trials[name], TrialOutcome("paused"), self.plan.goal, rungs=rungs, parent=origin
+        )
         self.rows[name] = row
         self._write_rows()
         return name
@@ -231,7 +278,10 @@ class SweepState:
         return row is not None and (len(row["rungs"]) > rung or row["status"] in ENDED)
 
     def start(self, name: str) -> None:
-        """Write the row of a started trial, so that the next command finds its run. It may wait for its workers."""
+        """Write the row of a started trial, so that the next command finds its run.
+
+        It may wait for its workers.
+        """
         self.running[name] = None
         if self.rows.get(name, {}).get("status") not in ENDED:
             self._write_row(name, TrialOutcome("running"))
@@ -242,7 +292,9 @@ class SweepState:
             self.running[name] = self.clock()
 
     def reach(self, name: str, rung: Row) -> None:
-        """Add a rung that a trial has reached; a trial of an earlier command reports its rungs again."""
+        """Add a rung that a trial has reached; a trial of an earlier command reports its rungs
+        again.
+        """
         if name not in self.running:
             self.start(name)
         rungs = self.rows[name]["rungs"]
@@ -253,7 +305,10 @@ class SweepState:
                 self.reporter.progress(self.rows[name], self.plan.rungs)
 
     def end(self, name: str, outcome: TrialOutcome | None = None) -> None:
-        """Write the row of an ended trial. Without an outcome the scheduler ended it, unless it was complete."""
+        """Write the row of an ended trial.
+
+        Without an outcome the scheduler ended it, unless it was complete.
+        """
         self._spent_s[name] = self._trial_s(name)
         self.running.pop(name, None)
         row = self.rows.get(name)
@@ -278,7 +333,8 @@ class SweepState:
     def _write_row(self, name: str, outcome: TrialOutcome) -> None:
         """Write the row of a trial from the files of its run."""
         run, row = RunDir(self.folder.path / "trials" / name), self.rows.get(name, {})
-        trial = self.trials.get(name) or self.plan.trial(name, row["settings"])  # maybe suggested by an earlier command
+        # maybe suggested by an earlier command
+        trial = self.trials.get(name) or self.plan.trial(name, row["settings"])
         lines = self._with_retries(lambda: list(read_lines(run.path / "metrics.jsonl")))
         result = self._with_retries(lambda: run.read_json("result.json"))
         self.rows[name] = build_row(
@@ -299,21 +355,30 @@ class SweepState:
 
     def write_summary(self, **changes: Any) -> None:
         """Write sweep.json with these changes and the time used so far."""
-        self.summary |= changes | {"elapsed_s": self.elapsed_s, "gpu_hours": self.gpu_seconds / 3600}
+        self.summary |= changes | {
+            "elapsed_s": self.elapsed_s,
+            "gpu_hours": self.gpu_seconds / 3600,
+        }
         self._with_retries(lambda: self.folder.write_json(SWEEP, self.summary))
 
     def _with_retries(self, call: Callable[[], T]) -> T:
-        """Return the result of `call`, repeated while the storage fails: an error in Ray Tune would end all trials."""
+        """Return the result of `call`, repeated while the storage fails: an error in Ray Tune would
+        end all trials.
+        """
         for pause_s in STORAGE_RETRIES_S:
             try:
                 return call()
             except (OSError, StorageError) as error:
-                self.reporter.log(f"cannot access {self.folder.path}: {error}; retrying in {pause_s:g} s", "storage")
+                self.reporter.log(
+                    f"cannot access {self.folder.path}: {error}; retrying in {pause_s:g} s",
+                    "storage",
+                )
                 time.sleep(pause_s)
         return call()
 
     def is_stopped(self) -> bool:
-        """Stop when the budget is spent. Return whether no trial runs, or one does not stop, after a request.
+        """Stop when the budget is spent. Return whether no trial runs, or one does not stop, after
+        a request.
 
         Ray Tune calls it several times a second, so it also shows the trials.
         """
@@ -323,8 +388,11 @@ class SweepState:
             self.reporter.table(list(self.rows.values()), self.plan.rungs, self.time_left())
         if self.is_budget_spent() and self.stop_reason is None:
             self.request_stop("budget", "the budget is spent; stopping the running trials")
-        stop_wait_s = self.plan.base.cluster.state_limits_s["saving"]  # then a run would end a worker that saves
-        return self.stop_reason is not None and (not self.running or self.clock() > self._stop_s + stop_wait_s)
+        # then a run would end a worker that saves
+        stop_wait_s = self.plan.base.cluster.state_limits_s["saving"]
+        return self.stop_reason is not None and (
+            not self.running or self.clock() > self._stop_s + stop_wait_s
+        )
 
     def is_budget_spent(self) -> bool:
         """Return whether the budget is spent. Saves the time of the sweep; to be called often."""
@@ -343,7 +411,11 @@ class SweepState:
         self._with_retries(lambda: self.folder.write(STOP_FILE, reason))
 
     def on_signal(self, _: int, __: FrameType | None) -> None:
-        """Stop the running trials on the first Ctrl-C or SIGTERM, and keep the results; exit on the second."""
+        """Stop the running trials on the first Ctrl-C or SIGTERM, and keep the results; exit on the
+        second.
+        """
         if self.stop_reason == "stopped":
             raise ForceExit
-        self.request_stop("stopped", "stopping the running trials; press Ctrl-C again to exit immediately")
+        self.request_stop(
+            "stopped", "stopping the running trials; press Ctrl-C again to exit immediately"
+        )

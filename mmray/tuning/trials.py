@@ -18,20 +18,27 @@ from mmray.report.sweep import LEARNING_GOALS
 from mmray.storage.paths import AnyPath
 from mmray.training.validate import unsupported_reasons
 
-DEFAULT_STEPS = 40  # default length, in steps of the largest global batch; of learning goals: that of the recipe
-LOG_LINES = 10  # metrics lines of the shortest trial; the first is warm-up, the others give the spread
+# default length, in steps of the largest global batch; of learning goals: that of the recipe
+DEFAULT_STEPS = 40
+# metrics lines of the shortest trial; the first is warm-up, the others give the spread
+LOG_LINES = 10
 EVAL_ROWS = 512  # held-out rows of a trial that is not compared by them
 EVALS_PER_RUNG = 4  # points of a learning curve up to the first rung
-TRAINED_PER_EVALUATED = 7  # rows between evaluations: a forward pass takes a third of a step, so these cost 5 %
-REDUCTION = 4  # eta of successive halving: a quarter of the trials continues, with four times the samples
+# rows between evaluations: a forward pass takes a third of a step, so these cost 5 %
+TRAINED_PER_EVALUATED = 7
+# eta of successive halving: a quarter of the trials continues, with four times the samples
+REDUCTION = 4
 MIN_PROMOTED = 2
 MAX_RUNGS = 3
 MAX_GENERATIONS = 8  # of population based training
 MIN_RUNG_STEPS = 4  # of the largest global batch
 MIN_RUNG_WARMUPS = 2  # losses are compared after the warm-up only
-NOISE_SCALE_EVERY = 20  # steps, between the last two rungs: 7 % of the time of the few trials that train them
+# steps, between the last two rungs: 7 % of the time of the few trials that train them
+NOISE_SCALE_EVERY = 20
 # Settings that a run can change when it resumes, and that do not change the memory of a step.
-CHANGEABLE = tuple(f"optimizer.{name}" for name in ("lr", "weight_decay", "betas", "eps", "clip_norm"))
+CHANGEABLE = tuple(
+    f"optimizer.{name}" for name in ("lr", "weight_decay", "betas", "eps", "clip_norm")
+)
 LR_FACTOR = 10.0  # half the width of the default range of the learning rate
 
 
@@ -42,7 +49,8 @@ class Trial:
     name: str
     settings: dict[str, Any]
     config: Config
-    shape: BatchShape | None = None  # rows per step, micro-batch, accumulation and workers; None: infeasible
+    # rows per step, micro-batch, accumulation and workers; None: infeasible
+    shape: BatchShape | None = None
     infeasible: str | None = None
 
 
@@ -51,13 +59,16 @@ class FeasibleSpace:
     """The feasible trials at the corners of a search space, and the data of all trials."""
 
     corners: list[Trial]
-    data_sets: dict[str, dict[str, str | None]] = field(default_factory=dict)  # `data_key`: prepared sets
+    # `data_key`: prepared sets
+    data_sets: dict[str, dict[str, str | None]] = field(default_factory=dict)
     num_rows: int = 0  # largest
     held_out_rows: int = 0
 
 
 def clear_length_and_derived_batch(recipe: Config, keys: Sequence[str]) -> Config:
-    """Return the recipe without its length, and without its global batch if accumulation is searched."""
+    """Return the recipe without its length, and without its global batch if accumulation is
+    searched.
+    """
     return recipe.without_overridden_length_and_batch([*LENGTHS, "batch.micro", *keys])
 
 
@@ -68,25 +79,38 @@ def restore_length(trial_settings: Config, recipe: Config) -> Config:
 
 
 def default_axes(base: Config, goal: str) -> dict[str, str]:
-    """Return the space of a sweep without `--space`: the learning rate, for goals that depend on learning."""
+    """Return the space of a sweep without `--space`: the learning rate, for goals that depend on
+    learning.
+    """
     lr = base.optimizer.lr
-    return {"optimizer.lr": f"loguniform({lr / LR_FACTOR:g},{lr * LR_FACTOR:g})"} if goal in LEARNING_GOALS else {}
+    return (
+        {"optimizer.lr": f"loguniform({lr / LR_FACTOR:g},{lr * LR_FACTOR:g})"}
+        if goal in LEARNING_GOALS
+        else {}
+    )
 
 
-def build_trial(base: Config, name: str, settings: dict[str, Any], keep_micro: bool = True) -> Trial:
+def build_trial(
+    base: Config, name: str, settings: dict[str, Any], keep_micro: bool = True
+) -> Trial:
     """Return the trial of these settings. Raises UsageError for an invalid setting.
 
-    keep_micro: whether a micro-batch above a worker's share of the global batch is infeasible, instead of reduced.
+    keep_micro: whether a micro-batch above a worker's share of the global batch is infeasible,
+    instead of reduced.
     """
     config = override_settings(base, settings)
     trial = Trial(name, {key: setting_value(config, key) for key in settings}, config)
     micro, workers = config.batch.micro, config.cluster.max_workers
     try:
         shape = resolve_batch_shape(config.batch, workers)
-        if conflicts := unsupported_reasons(config.with_cluster(workers=workers)):  # as in the trial
+        # as in the trial
+        if conflicts := unsupported_reasons(config.with_cluster(workers=workers)):
             raise UsageError("; ".join(conflicts))
         if keep_micro and isinstance(micro, int) and shape.micro < micro:
-            limit = f"{shape.micro} rows per worker (batch.global {shape.global_rows} on {workers} workers)"
+            limit = (
+                f"{shape.micro} rows per worker (batch.global {shape.global_rows} on "
+                f"{workers} workers)"
+            )
             raise UsageError(f"batch.micro {micro} is more than {limit}")
     except UsageError as error:
         return replace(trial, infeasible=str(error))
@@ -94,9 +118,14 @@ def build_trial(base: Config, name: str, settings: dict[str, Any], keep_micro: b
 
 
 def corner_trials(base: Config, space: Space) -> list[Trial]:
-    """Return trials of all listed values and both ends of each range. Raises UsageError if none is feasible."""
+    """Return trials of all listed values and both ends of each range.
+
+    Raises UsageError if none is feasible.
+    """
     keep = "batch.micro" in space.axes
-    trials = [build_trial(base, f"c{number}", each, keep) for number, each in enumerate(space.corners())]
+    trials = [
+        build_trial(base, f"c{number}", each, keep) for number, each in enumerate(space.corners())
+    ]
     if all(trial.infeasible for trial in trials):
         reasons = "\n  ".join(f"{trial.settings}: {trial.infeasible}" for trial in trials)
         raise UsageError(f"no combination is feasible:\n  {reasons}")
@@ -104,7 +133,9 @@ def corner_trials(base: Config, space: Space) -> list[Trial]:
 
 
 def parse_values(base: Config, space: Space) -> Space:
-    """Return the space with the listed values as JSON data of the settings' types, as in rows of trials."""
+    """Return the space with the listed values as JSON data of the settings' types, as in rows of
+    trials.
+    """
     axes = {
         key: axis
         if isinstance(axis, Range)
@@ -116,14 +147,19 @@ def parse_values(base: Config, space: Space) -> Space:
 
 def describe_space(space: Space) -> dict[str, list[Any]]:
     """Return {setting: listed values, or the range as text} for sweep.json."""
-    return {key: [str(axis)] if isinstance(axis, Range) else list(axis) for key, axis in space.axes.items()}
+    return {
+        key: [str(axis)] if isinstance(axis, Range) else list(axis)
+        for key, axis in space.axes.items()
+    }
 
 
 def starting_points(base: Config, space: Space) -> list[dict[str, Any]]:
-    """Return the first configurations to try: the recipe's own, then other global batches with scaled learning rates.
+    """Return the first configurations to try: the recipe's own, then other global batches with
+    scaled learning rates.
 
-    The rate follows the square root of the global batch (Malladi et al. 2022), then the batch itself (Goyal et al.
-    2017). At most half of the samples, so that the others explore. A grid has none.
+    The rate follows the square root of the global batch (Malladi et al. 2022), then the batch
+    itself (Goyal et al. 2017). At most half of the samples, so that the others explore. A grid has
+    none.
     """
     if space.num_samples is None:
         return []
@@ -131,7 +167,11 @@ def starting_points(base: Config, space: Space) -> list[dict[str, Any]]:
     points = [own]
     lr_range, sizes = space.axes.get("optimizer.lr"), space.axes.get("batch.global")
     if isinstance(lr_range, Range) and sizes is not None and (size := own["batch.global"]):
-        ends = (sizes.low, math.sqrt(sizes.low * sizes.high), sizes.high) if isinstance(sizes, Range) else ()
+        ends = (
+            (sizes.low, math.sqrt(sizes.low * sizes.high), sizes.high)
+            if isinstance(sizes, Range)
+            else ()
+        )
         candidates = [round(each) for each in ends] if isinstance(sizes, Range) else list(sizes)
         for exponent in (0.5, 1.0):
             for other in sorted(candidates, key=lambda each: abs(math.log(each / size))):
@@ -139,7 +179,11 @@ def starting_points(base: Config, space: Space) -> list[dict[str, Any]]:
                 clipped = round_sampled(float(min(max(lr, lr_range.low), lr_range.high)))
                 points.append(own | {"batch.global": other, "optimizer.lr": clipped})
     unique = [point for number, point in enumerate(points) if point not in points[:number]]
-    inside = [point for point in unique if all(_contains(space.axes[key], value) for key, value in point.items())]
+    inside = [
+        point
+        for point in unique
+        if all(_contains(space.axes[key], value) for key, value in point.items())
+    ]
     return inside[: max(1, space.num_samples // 2)]
 
 
@@ -158,7 +202,8 @@ def largest_cluster(trials: Sequence[Trial]) -> Cluster:
 def samples_per_trial(
     settings: Config, recipe: Config, goal: str, recipe_rows: int, largest: int, num_rows: int
 ) -> int:
-    """Return the samples of a full trial: as given, else those of the recipe, or DEFAULT_STEPS steps for its speed.
+    """Return the samples of a full trial: as given, else those of the recipe, or DEFAULT_STEPS
+    steps for its speed.
 
     recipe_rows, largest: the recipe's and the largest global batch.
     """
@@ -173,7 +218,9 @@ def samples_per_trial(
 
 
 def rungs_of(samples: int, shortest: int) -> tuple[int, ...]:
-    """Return the samples after which trials are compared: `samples`, and parts of it of at least `shortest`."""
+    """Return the samples after which trials are compared: `samples`, and parts of it of at least
+    `shortest`.
+    """
     rungs: tuple[int, ...] = (samples,)
     while len(rungs) < MAX_RUNGS and rungs[0] // REDUCTION >= shortest:
         rungs = (rungs[0] // REDUCTION, *rungs)
@@ -187,7 +234,9 @@ def even_rungs(samples: int, shortest: int, most: int) -> tuple[int, ...]:
 
 
 def num_promoted(count: int) -> int:
-    """Return how many of the trials that reached a rung continue: the best quarter, but at least two."""
+    """Return how many of the trials that reached a rung continue: the best quarter, but at least
+    two.
+    """
     return min(count, max(MIN_PROMOTED, count // REDUCTION))
 
 
@@ -203,7 +252,10 @@ def planned_samples(count: int, rungs: Sequence[int], scheduler: str) -> int:
 
 
 class Share(NamedTuple):
-    """How many trials run at a time, and what each has then; None: as a run alone on the cluster."""
+    """How many trials run at a time, and what each has then;
+
+    None: as a run alone on the cluster.
+    """
 
     num_trials: int = 1
     decode_actors: int | None = None
@@ -218,14 +270,18 @@ class SweepPlan:
     goal: str
     rungs: tuple[int, ...]  # samples; the last is the length of a full trial
     folder: AnyPath
-    recipe_rows: int  # global batch of the recipe: unit of `warmup_steps`, and batch of the held-out loss
+    # global batch of the recipe: unit of `warmup_steps`, and batch of the held-out loss
+    recipe_rows: int
     held_out_rows: int = 0
     keep_micro: bool = True  # see `build_trial`
-    sampled: tuple[str, ...] = ()  # settings with a range; their values are rounded to keep recipes readable
+    # settings with a range; their values are rounded to keep recipes readable
+    sampled: tuple[str, ...] = ()
     on_gpus: bool = False
-    local: bool = False  # the worker is a process of this machine, as in `mmray train`, without Ray Train
+    # the worker is a process of this machine, as in `mmray train`, without Ray Train
+    local: bool = False
     share: Share = field(default_factory=Share)
-    data_sets: dict[str, dict[str, str | None]] = field(default_factory=dict)  # `data_key`: prepared sets
+    # `data_key`: prepared sets
+    data_sets: dict[str, dict[str, str | None]] = field(default_factory=dict)
 
     @property
     def learning(self) -> bool:
@@ -243,7 +299,10 @@ class SweepPlan:
         )
 
     def trial(self, name: str, settings: dict[str, Any]) -> Trial:
-        settings = {key: round_sampled(value) if key in self.sampled else value for key, value in settings.items()}
+        settings = {
+            key: round_sampled(value) if key in self.sampled else value
+            for key, value in settings.items()
+        }
         try:
             return build_trial(self.base, name, settings, self.keep_micro)
         except UsageError as error:
@@ -252,37 +311,53 @@ class SweepPlan:
     def config(self, trial: Trial, samples: int, cooldown: bool = False) -> Config:
         """Return the config of a trial's run up to `samples`, with the maximum of workers.
 
-        A lost node restarts the run once; on one machine a lost worker ends it, because the trial is the cause.
-        For learning goals: the warm-up in samples, a constant rate after it so that rungs are comparable, and with
-        `cooldown` a linear decay after the samples of the last rung.
+        A lost node restarts the run once; on one machine a lost worker ends it, because the trial
+        is the cause. For learning goals: the warm-up in samples, a constant rate after it so that
+        rungs are comparable, and with `cooldown` a linear decay after the samples of the last rung.
         """
         assert trial.shape is not None
         config, rows = trial.config, trial.shape.global_rows
         max_failures = 0 if self.local else min(1, config.cluster.max_failures)
         shortest = math.ceil(self.rungs[0] / rows)
         train = config.train.replace(steps=None, samples=samples, epochs=None, checkpoint_every=0)
-        evaluate = config.evaluate.replace(every=0, limit=min(config.evaluate.limit or EVAL_ROWS, EVAL_ROWS))
+        evaluate = config.evaluate.replace(
+            every=0, limit=min(config.evaluate.limit or EVAL_ROWS, EVAL_ROWS)
+        )
         optimizer, noise_scale_every = config.optimizer, 0
         if self.learning:
             is_long = samples >= self.rungs[-1] and not config.batch.group_by_length
             noise_scale_every = NOISE_SCALE_EVERY if is_long else 0
             loss_batch = config.evaluate.loss_batch or self.recipe_rows
             evaluated = min(self.held_out_rows, config.evaluate.limit or self.held_out_rows)
-            every = max(shortest // EVALS_PER_RUNG, math.ceil(TRAINED_PER_EVALUATED * evaluated / rows))
-            evaluate = config.evaluate.replace(every=min(max(1, every), shortest), loss_batch=loss_batch)
+            every = max(
+                shortest // EVALS_PER_RUNG, math.ceil(TRAINED_PER_EVALUATED * evaluated / rows)
+            )
+            evaluate = config.evaluate.replace(
+                every=min(max(1, every), shortest), loss_batch=loss_batch
+            )
             warmup_steps = math.ceil(optimizer.warmup_steps * self.recipe_rows / rows)
-            optimizer = optimizer.replace(schedule="cooldown" if cooldown else "constant", warmup_steps=warmup_steps)
+            optimizer = optimizer.replace(
+                schedule="cooldown" if cooldown else "constant", warmup_steps=warmup_steps
+            )
         return config.replace(
-            train=train.replace(log_every=max(1, shortest // LOG_LINES), noise_scale_every=noise_scale_every),
+            train=train.replace(
+                log_every=max(1, shortest // LOG_LINES), noise_scale_every=noise_scale_every
+            ),
             evaluate=evaluate,
             optimizer=optimizer,
             data=config.data.replace(**self.data_sets.get(data_key(config), {})),
-            cluster=config.cluster.replace(workers=config.cluster.max_workers, max_failures=max_failures),
-            run=config.run.replace(name=trial.name, storage=str(self.folder / "trials"), resume="auto"),
+            cluster=config.cluster.replace(
+                workers=config.cluster.max_workers, max_failures=max_failures
+            ),
+            run=config.run.replace(
+                name=trial.name, storage=str(self.folder / "trials"), resume="auto"
+            ),
         )
 
     def cooldown_samples(self, trial: Trial) -> int:
-        """Return the samples of a run of schedule `cooldown` whose rate decays after the samples of the last rung."""
+        """Return the samples of a run of schedule `cooldown` whose rate decays after the samples of
+        the last rung.
+        """
         from mmray.engine.optimizer import COOLDOWN_FRACTION  # imports torch
 
         assert trial.shape is not None
@@ -296,16 +371,22 @@ class SweepPlan:
         return self.learning and self.cooldown_samples(trial) > self.rungs[-1]
 
     def recipe(self, trial: Trial) -> Config:
-        """Return the trial as a recipe, with the samples of the recipe and the batch as `global` and `micro`."""
+        """Return the trial as a recipe, with the samples of the recipe and the batch as `global`
+        and `micro`.
+        """
         assert trial.shape is not None
         config, micro = trial.config, "auto" if trial.shape.auto else trial.shape.micro
         ratio = self.recipe_rows / trial.shape.global_rows
         steps = config.train.steps and math.ceil(config.train.steps * ratio)
-        optimizer = config.optimizer.replace(warmup_steps=math.ceil(config.optimizer.warmup_steps * ratio))
+        optimizer = config.optimizer.replace(
+            warmup_steps=math.ceil(config.optimizer.warmup_steps * ratio)
+        )
         return config.replace(
             train=config.train.replace(steps=steps),
             optimizer=optimizer.replace(schedule="cooldown") if self.learning else optimizer,
-            batch=config.batch.replace(micro=micro, accumulation=None, global_=trial.shape.global_rows),
+            batch=config.batch.replace(
+                micro=micro, accumulation=None, global_=trial.shape.global_rows
+            ),
             run=config.run.replace(name=None, resume="auto"),
         )
 
@@ -325,12 +406,17 @@ def build_plan(
     folder: AnyPath = Path(),
     recipe_rows: int | None = None,
 ) -> SweepPlan:
-    """Return the plan of a sweep. `settings` has the length of a trial, if the user gave one; see `SweepPlan`.
+    """Return the plan of a sweep. `settings` has the length of a trial, if the user gave one; see
+    `SweepPlan`.
 
     recipe_rows: global batch of the recipe, which `base` does not have if accumulation is searched.
     """
     sizes = [trial.shape.global_rows for trial in feasible.corners if trial.shape]
-    if base.batch.global_ is not None or "batch.accumulation" not in space.axes or recipe_rows is None:
+    if (
+        base.batch.global_ is not None
+        or "batch.accumulation" not in space.axes
+        or recipe_rows is None
+    ):
         recipe = build_trial(base, "recipe", {}, keep_micro=False).shape
         recipe_rows = recipe.global_rows if recipe else min(sizes)
     samples = samples_per_trial(settings, base, goal, recipe_rows, max(sizes), feasible.num_rows)
@@ -338,7 +424,11 @@ def build_plan(
     if goal in LEARNING_GOALS:
         warmup_steps = max(trial.config.optimizer.warmup_steps for trial in feasible.corners)
         shortest = max(MIN_RUNG_WARMUPS * warmup_steps * recipe_rows, MIN_RUNG_STEPS * max(sizes))
-    rungs = even_rungs(samples, shortest, MAX_GENERATIONS) if scheduler == "pbt" else rungs_of(samples, shortest)
+    rungs = (
+        even_rungs(samples, shortest, MAX_GENERATIONS)
+        if scheduler == "pbt"
+        else rungs_of(samples, shortest)
+    )
     keep_micro = "batch.micro" in space.axes
     sampled = tuple(key for key, axis in space.axes.items() if isinstance(axis, Range))
     rows, sets = (recipe_rows, feasible.held_out_rows), feasible.data_sets
@@ -349,24 +439,35 @@ def warmup_warning(plan: SweepPlan) -> str | None:
     """Return a warning if a full trial ends during warm-up, or has no rung before its end."""
     if plan.learning and plan.rungs[-1] <= plan.warmup_samples:
         return (
-            f"trials end during warm-up ({plan.rungs[-1]:,} of {plan.warmup_samples:,} samples), so their {plan.goal} "
-            "is not meaningful; use longer trials (--train.samples) or fewer --optimizer.warmup-steps"
+            f"trials end during warm-up ({plan.rungs[-1]:,} of {plan.warmup_samples:,} samples), "
+            f"so their {plan.goal} "
+            "is not meaningful; use longer trials (--train.samples) or fewer "
+            "--optimizer.warmup-steps"
         )
     if plan.learning and len(plan.rungs) == 1:
         return (
-            f"trials are not compared before their end, because {plan.rungs[0]:,} samples are too few for two rungs "
-            f"(the first has at least {MIN_RUNG_WARMUPS} warm-ups and {MIN_RUNG_STEPS} steps); use longer trials "
+            f"trials are not compared before their end, because {plan.rungs[0]:,} samples are too "
+            "few for two rungs "
+            f"(the first has at least {MIN_RUNG_WARMUPS} warm-ups and {MIN_RUNG_STEPS} steps); use "
+            "longer trials "
             "(--train.samples)"
         )
     return None
 
 
 def larger_than_out_of_memory(trial: Trial, rows: Sequence[dict[str, Any]]) -> str | None:
-    """Return why a trial needs at least the memory of one that ran out of it before its first rung; None if unknown."""
+    """Return why a trial needs at least the memory of one that ran out of it before its first rung;
+
+    None if unknown.
+    """
 
     def other(settings: dict[str, Any]) -> dict[str, Any]:
         free = (*CHANGEABLE, "optimizer.warmup_steps")
-        return {key: value for key, value in settings.items() if key not in free and not key.startswith("batch.")}
+        return {
+            key: value
+            for key, value in settings.items()
+            if key not in free and not key.startswith("batch.")
+        }
 
     assert trial.shape is not None
     for row in rows:
@@ -379,24 +480,41 @@ def larger_than_out_of_memory(trial: Trial, rows: Sequence[dict[str, Any]]) -> s
             and trial.shape.micro >= row["micro"]
             and trial.shape.workers == row["workers"]
         ):
-            return f"not started: {row['trial']} ran out of memory with micro-batches of {row['micro']} rows"
+            return (
+                f"not started: {row['trial']} ran out of memory with micro-batches of "
+                f"{row['micro']} rows"
+            )
     return None
 
 
 def cpus_of_share(cpus: float, num_trials: int, demand: Demand) -> float:
-    """Return the CPUs of each worker on one machine whose CPUs that many trials share; at least 1."""
+    """Return the CPUs of each worker on one machine whose CPUs that many trials share; at
+    least 1.
+    """
     return float(max(1, int((cpus / num_trials - demand.data_cpus) / demand.workers)))
 
 
 def trial_concurrency(
-    free: Sequence[Node], total: Sequence[Node], demand: Demand, wanted: int, pools: Sequence[Pool] = ()
+    free: Sequence[Node],
+    total: Sequence[Node],
+    demand: Demand,
+    wanted: int,
+    pools: Sequence[Pool] = (),
 ) -> tuple[int, int]:
-    """Return (concurrent trials, decode actors per trial): a trial without a CPU for its data would wait forever."""
+    """Return (concurrent trials, decode actors per trial): a trial without a CPU for its data would
+    wait forever.
+    """
     combined = replace(demand, workers=demand.workers * wanted, data_cpus=demand.data_cpus * wanted)
     nodes = max_cluster(combined, free, pools)
     num_concurrent = max_concurrent(demand, nodes, wanted)
     if num_concurrent == 0:  # the trial waits until other jobs have ended
         num_concurrent, nodes = 1, max_cluster(demand, total, pools)
-    cpus = sum(node.resources.get("CPU", 0) for node in nodes if node.matches_labels(demand.data_label_selector))
-    worker_cpus = 0 if demand.data_label_selector else demand.workers * demand.per_worker.get("CPU", 0)
+    cpus = sum(
+        node.resources.get("CPU", 0)
+        for node in nodes
+        if node.matches_labels(demand.data_label_selector)
+    )
+    worker_cpus = (
+        0 if demand.data_label_selector else demand.workers * demand.per_worker.get("CPU", 0)
+    )
     return num_concurrent, max(1, int(cpus / num_concurrent - worker_cpus) - INPUT_TASK_CPUS)

@@ -1,4 +1,6 @@
-"""The GPU benchmark: it needs few packages, a failure is a line of the result, and gaps are those between kernels."""
+"""The GPU benchmark: it needs few packages, a failure is a line of the result, and gaps are those
+between kernels.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ print(json.dumps({name: plain(recipe()) for name, recipe in recipes.RECIPES.item
 
 @pytest.fixture
 def few_packages(tmp_path: Path) -> dict[str, str]:
-    """An environment in which the import of other packages than those of the GPU benchmark fails."""
+    """An environment in which the import of other packages than those of the GPU benchmark
+    fails.
+    """
     for name in ABSENT:
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('no package {name}')")
     root = str(Path(__file__).parents[2])
@@ -67,8 +71,19 @@ def test_stand_in_of_psutil_finds_the_loopback_interface(monkeypatch: pytest.Mon
 
 
 def test_stages_run_with_few_packages(few_packages: dict[str, str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mmray.bench.gpu", "--device", "cpu", "--stages", "environment", "gaps"]
-    done = subprocess.run([*command, "--out", str(tmp_path / "out")], env=few_packages, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "mmray.bench.gpu",
+        "--device",
+        "cpu",
+        "--stages",
+        "environment",
+        "gaps",
+    ]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")], env=few_packages, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     stages = {stage["stage"]: stage["rows"] for stage in summary["stages"]}
@@ -78,7 +93,10 @@ def test_stages_run_with_few_packages(few_packages: dict[str, str], tmp_path: Pa
     assert json.loads((tmp_path / "out" / "gaps.json").read_text())["rows"] == stages["gaps"]
     passed = sum(map(len, stages.values()))
     assert summary["counts"] == {"passed": passed, "failed": 0, "skipped": 0}
-    assert "resnet50-bert, gap 1" in done.stdout and f"{passed} passed, 0 failed, 0 skipped" in done.stdout
+    assert (
+        "resnet50-bert, gap 1" in done.stdout
+        and (f"{passed} passed, 0 failed, 0 skipped") in done.stdout
+    )
 
 
 def test_failed_case_is_a_line_and_late_cases_are_skipped(
@@ -94,18 +112,27 @@ def test_failed_case_is_a_line_and_late_cases_are_skipped(
         return [{"case": "one", "value": 1}, {"case": "two", "value": 2}]
 
     monkeypatch.setattr(gpu_stages.time, "monotonic", lambda: now_s[0])
-    monkeypatch.setitem(STAGES, "gaps", lambda _: iter([("bad", fail), ("good", last_in_time), ("late", fail)]))
+    monkeypatch.setitem(
+        STAGES, "gaps", lambda _: iter([("bad", fail), ("good", last_in_time), ("late", fail)])
+    )
     run_stage("gaps", CPU, lambda rows: written.append(list(rows)), end_s=10.0)
     assert [len(rows) for rows in written] == [1, 3, 4]
     bad, one, two, late = written[-1]
-    assert (bad["case"], bad["seconds"]) == ("bad", 0.0) and bad["error"].startswith("RuntimeError: no kernel image")
+    assert (bad["case"], bad["seconds"]) == ("bad", 0.0) and bad["error"].startswith(
+        "RuntimeError: no kernel image"
+    )
     assert "no kernel image\nis available" in capsys.readouterr().err  # with its traceback
     assert (one["value"], one["seconds"], two) == (1, 11.0, {"case": "two", "value": 2})
     assert late == {"case": "late", "skipped": "time limit of the stage"}
 
 
-def test_stage_that_crashes_or_hangs_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    child = "import os, sys, time; open(sys.argv[2] + '/gaps.json', 'w').write('{\"rows\": [{\"case\": \"kept\"}]}'); "
+def test_stage_that_crashes_or_hangs_keeps_its_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    child = (
+        "import os, sys, time; open(sys.argv[2] + '/gaps.json', 'w').write('{\"rows\": "
+        '[{"case": "kept"}]}\'); '
+    )
     for end, expected in (
         ("print('bad GPU', flush=True); os.abort()", "ended with -6: bad GPU"),
         ("time.sleep(60)", "limit of 5 s"),
@@ -118,7 +145,13 @@ def test_stage_that_crashes_or_hangs_keeps_its_rows(monkeypatch: pytest.MonkeyPa
 
 
 def test_largest_gaps_are_between_spans_that_do_not_overlap() -> None:
-    spans = [(30.0, 40.0, "c"), (0.0, 10.0, "a"), (5.0, 8.0, "inside a"), (10.0, 12.0, "b"), (45.0, 50.0, "d")]
+    spans = [
+        (30.0, 40.0, "c"),
+        (0.0, 10.0, "a"),
+        (5.0, 8.0, "inside a"),
+        (10.0, 12.0, "b"),
+        (45.0, 50.0, "d"),
+    ]
     busy_share, rows = largest_gaps(spans, count=1)
     assert busy_share == pytest.approx(1 - 23 / 50)
     assert rows == [{"gap_us": 18.0, "after": "b", "before": "c"}]
@@ -126,7 +159,11 @@ def test_largest_gaps_are_between_spans_that_do_not_overlap() -> None:
 
 @pytest.mark.parametrize(
     ("stages", "limits"),
-    [([], list(gpu.LIMITS_S.values())), (["models"], [480]), (["gaps", "syncs"], [480 * 5 / 9, 480])],
+    [
+        ([], list(gpu.LIMITS_S.values())),
+        (["models"], [480]),
+        (["gaps", "syncs"], [480 * 5 / 9, 480]),
+    ],
 )
 def test_chosen_stages_share_eight_minutes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stages: list[str], limits: list[float]
@@ -150,8 +187,14 @@ def test_chosen_stages_share_eight_minutes(
 
 
 def test_stopped_command_stops_its_stage(tmp_path: Path) -> None:
-    child = "import os, pathlib, time; pathlib.Path('pid').write_text(f'{os.getpid()};'); time.sleep(60)"
-    script = f"from mmray.bench import gpu; gpu.COMMAND = [{sys.executable!r}, '-c', {child!r}]; gpu.main()"
+    child = (
+        "import os, pathlib, time; pathlib.Path('pid').write_text(f'{os.getpid()};'); "
+        "time.sleep(60)"
+    )
+    script = (
+        f"from mmray.bench import gpu; gpu.COMMAND = [{sys.executable!r}, '-c', {child!r}]; "
+        "gpu.main()"
+    )
     command = subprocess.Popen(
         [sys.executable, "-c", script, "--out", ".", "--stages", "gaps"],
         cwd=tmp_path,
@@ -175,7 +218,9 @@ def test_memory_probe_is_kept_if_the_run_fails(monkeypatch: pytest.MonkeyPatch) 
     written: list[dict[str, Any]] = []
     run_stage("memory", CPU, lambda rows: written.extend(rows[-1:]), end_s=math.inf)
     rows = {row["case"]: row for row in written}
-    assert list(rows) == [f"{name}, {part}" for part in ("probe", "run") for name in gpu_stages.RECIPES]
+    assert list(rows) == [
+        f"{name}, {part}" for part in ("probe", "run") for name in gpu_stages.RECIPES
+    ]
     for name in gpu_stages.RECIPES:
         assert rows[f"{name}, probe"]["micro"] == gpu_stages.TINY_GLOBAL_ROWS
         assert rows[f"{name}, run"]["error"].startswith("RuntimeError: cannot compile")
@@ -189,9 +234,13 @@ def test_failed_check_reports_its_values() -> None:
         def count(self) -> int:
             return next(self.values)
 
-    with pytest.raises(AssertionError, match=r"fp32: host synchronizations by step \[1\], not \[0\]"):
+    with pytest.raises(
+        AssertionError, match=r"fp32: host synchronizations by step \[1\], not \[0\]"
+    ):
         device_checks.check_half_precision("clip", CPU, Syncs())
 
 
 def test_gaps_are_measured_without_the_recording_of_operators() -> None:
-    assert gpu_stages.ProfiledSteps(torch.device("cuda")).profile.activities == {ProfilerActivity.CUDA}
+    assert gpu_stages.ProfiledSteps(torch.device("cuda")).profile.activities == {
+        ProfilerActivity.CUDA
+    }

@@ -1,4 +1,6 @@
-"""Loader benchmark: all loaders return the same images; rates, ratios and notes; one run end to end."""
+"""Loader benchmark: all loaders return the same images; rates, ratios and notes; one run end to
+end.
+"""
 
 import io
 import json
@@ -43,14 +45,20 @@ RATES = {  # images/s of each loader
 
 def test_all_loaders_return_the_same_images(tmp_path):
     items = list(synthetic_images.synthetic_photos(6))
-    files = synthetic_images.read_captions(synthetic_images.write_files(iter(items), tmp_path / "files"))
-    prepared = make_set(tmp_path / "set", [row(n, data=data, texts=[text]) for n, (data, text) in enumerate(items)])
+    files = synthetic_images.read_captions(
+        synthetic_images.write_files(iter(items), tmp_path / "files")
+    )
+    prepared = make_set(
+        tmp_path / "set", [row(n, data=data, texts=[text]) for n, (data, text) in enumerate(items)]
+    )
     tokenizer = train_tokenizer([text for _, text in items], 60)
     plan = SamplePlan(6, 6, 1, 6, seed=0, steps=1, shuffle=False)
     inputs = Inputs(image_side=224, fit="crop", interpolation="bilinear", max_tokens=160)
     block = RowReader(prepared, inputs, tokenizer, 10**7).read_block(plan, np.arange(6))
     for source in (files, prepared):
-        tuned = TunedDataset.collate([TunedDataset(source, tokenizer, 224, 160)[index] for index in range(6)])
+        tuned = TunedDataset.collate(
+            [TunedDataset(source, tokenizer, 224, 160)[index] for index in range(6)]
+        )
         assert np.abs(tuned["image"].numpy().astype(int) - block["image"]).max() <= 2
         assert np.array_equal(tuned["input_ids"].numpy(), block["input_ids"])
         assert tuned["attention_mask"].sum(1).tolist() == block["num_tokens"].tolist()
@@ -61,7 +69,8 @@ def test_all_loaders_return_the_same_images(tmp_path):
         box = ((500 - cut) / 2, (375 - cut) / 2, (500 + cut) / 2, (375 + cut) / 2)
         image = Image.fromarray(decode(prepared.read(np.array([3]))[0].image))
         square = image.resize((224, 224), Image.Resampling.BILINEAR, box=box)
-        assert np.abs(pixels.numpy() - np.asarray(square).transpose(2, 0, 1)).mean() < 6  # uncropped: 29
+        # uncropped: 29
+        assert np.abs(pixels.numpy() - np.asarray(square).transpose(2, 0, 1)).mean() < 6
         length = int(block["num_tokens"][3])
         assert textbook["input_ids"].shape == (512,) and textbook["attention_mask"].sum() == length
         assert textbook["input_ids"][:length].tolist() == block["input_ids"][3, :length].tolist()
@@ -75,12 +84,18 @@ def test_rate_excludes_warmup_arrivals():
     burst = [Arrival(0.0, 1000), Arrival(0.001, 1000), *arrivals(0.5, first_s=0.002)]
     assert rows_per_s([burst], WARMUP_ARRIVALS) == pytest.approx(20)
     assert rows_per_s([arrivals(0.5), arrivals(0.25)], WARMUP_ARRIVALS) == pytest.approx(20 + 40)
-    assert rows_per_s([arrivals(0.5, count=2)], WARMUP_ARRIVALS) == pytest.approx(20)  # too few to exclude any
+    # too few to exclude any
+    assert rows_per_s([arrivals(0.5, count=2)], WARMUP_ARRIVALS) == pytest.approx(20)
     assert rows_per_s([arrivals(0.5, count=1)], WARMUP_ARRIVALS) == 0
 
 
 def test_ratios_pair_loaders_within_a_round():
-    rounds = [{"a": 10.0, "b": 5.0}, {"a": 30.0, "b": 10.0}, {"a": 4.0, "b": 4.0}, {"a": 7.0, "b": 0.0}]
+    rounds = [
+        {"a": 10.0, "b": 5.0},
+        {"a": 30.0, "b": 10.0},
+        {"a": 4.0, "b": 4.0},
+        {"a": 7.0, "b": 0.0},
+    ]
     measured = loader_ratios(rounds, {"a_vs_b": ("a", "b"), "a_vs_c": ("a", "c")})
     assert measured == {"a_vs_b": {"median": 2.0, "min": 1.0, "max": 3.0, "pairs": 3}}
 
@@ -103,12 +118,16 @@ def test_table_and_json_of_fixed_windows(tmp_path, monkeypatch):
         order.append(name)
         return [arrivals(2 * 32 / RATES[name], 32, 20, first_s=1.5)] * 2
 
-    monkeypatch.setattr(loader, "_build_loaders", lambda *_: {name: partial(window, name) for name in RATES})
+    monkeypatch.setattr(
+        loader, "_build_loaders", lambda *_: {name: partial(window, name) for name in RATES}
+    )
     monkeypatch.setattr(loader, "ray_session", lambda _: nullcontext())
     monkeypatch.setattr(loader, "time", SimpleNamespace(time=lambda: 0.0))
     out, file = io.StringIO(), tmp_path / "loader.json"
     words = ["loader", "--rounds", "2", "--workers", "4", "--gpu-rate", "2000", "--json", str(file)]
-    assert bench(words, Terminal(Console(file=out, width=120, highlight=False, soft_wrap=True))) == 0
+    assert (
+        bench(words, Terminal(Console(file=out, width=120, highlight=False, soft_wrap=True))) == 0
+    )
     assert order == [*RATES, *reversed(RATES)]
     text = " ".join(out.getvalue().replace("│", " ").split())
     assert "textbook original 190 1.500" in text and "reader prepared 1,500 -" in text
@@ -116,7 +135,11 @@ def test_table_and_json_of_fixed_windows(tmp_path, monkeypatch):
     written = json.loads(file.read_text())
     assert list(written) == ["machine", "ratios", "spread", "rows", "notes"]
     assert written["machine"]["data_workers"] == 4 and list(written["ratios"]) == list(RATIOS)
-    assert written["rows"][3] == {"arm": "stream original", "images_per_s": 380.0, "first_batch_s": 1.5}
+    assert written["rows"][3] == {
+        "arm": "stream original",
+        "images_per_s": 380.0,
+        "first_batch_s": 1.5,
+    }
     assert all(note in text for note in written["notes"])
 
 
@@ -137,13 +160,20 @@ def test_bench_loader_end_to_end(local_ray, tmp_path, monkeypatch):
     for name, size in sizes.items():
         monkeypatch.setattr(loader, name, size)
     notes = []
-    result = bench_loader(notes.append, images=20, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.25)
+    result = bench_loader(
+        notes.append, images=20, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.25
+    )
     by_loader = {each["arm"]: each for each in result["rows"]}
     assert list(by_loader) == list(RATES) and list(result["ratios"]) == list(RATIOS)
     assert result["ratios"]["stream_vs_tuned"] == pytest.approx(
-        by_loader["stream prepared"]["images_per_s"] / by_loader["tuned prepared"]["images_per_s"], rel=0.01
+        by_loader["stream prepared"]["images_per_s"] / by_loader["tuned prepared"]["images_per_s"],
+        rel=0.01,
     )
-    assert any("the bottleneck is" in note for note in result["notes"]) and len(notes) == 1 + len(by_loader)
-    assert all(by_loader[f"stream {name}"]["first_batch_s"] > 0 for name in ("original", "prepared"))
+    assert any("the bottleneck is" in note for note in result["notes"]) and len(notes) == 1 + len(
+        by_loader
+    )
+    assert all(
+        by_loader[f"stream {name}"]["first_batch_s"] > 0 for name in ("original", "prepared")
+    )
     with pytest.raises(UsageError, match="--images 4: bench loader needs at least 16"):
         bench_loader(notes.append, images=4, rounds=1)

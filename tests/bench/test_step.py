@@ -46,11 +46,18 @@ def tiny(workers: int = 1, **sections: object) -> Config:
         embed_dim=8,
     )
     cluster = Cluster(workers=workers, accelerator="cpu")
-    given = {"model": model, "batch": Batch(micro=4), "cluster": cluster, "train": Train(steps=1, log_every=4)}
+    given = {
+        "model": model,
+        "batch": Batch(micro=4),
+        "cluster": cluster,
+        "train": Train(steps=1, log_every=4),
+    }
     return Config(**given | sections)
 
 
-def collect(copies: list[torch.nn.Module], make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+def collect(
+    copies: list[torch.nn.Module], make: Callable[..., torch.nn.Module]
+) -> Callable[..., torch.nn.Module]:
     def collecting(*args: object, **options: object) -> torch.nn.Module:
         copies.append(make(*args, **options))
         return copies[-1]
@@ -77,7 +84,9 @@ def test_both_loops_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_best_loop_takes_the_steps_of_the_accumulated_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The global batch in one pass, with the weights of the benchmark and its frozen parameters."""
-    bench = build_bench(tiny(optimizer=Optimizer(freeze=("text.project.*",))), Group(), micro=4, rank_rows=12)
+    bench = build_bench(
+        tiny(optimizer=Optimizer(freeze=("text.project.*",))), Group(), micro=4, rank_rows=12
+    )
     copies: list[torch.nn.Module] = []
     monkeypatch.setattr(step, "deepcopy", collect(copies, deepcopy))
     monkeypatch.setattr(step, "build", collect(copies, step.build))
@@ -121,7 +130,9 @@ def test_best_loop_compiles_static_shapes(monkeypatch: pytest.MonkeyPatch) -> No
     assert not any(graphs)  # a dynamic size is an input of the graph
 
 
-def test_loop_that_reduced_its_micro_batch_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_that_reduced_its_micro_batch_is_no_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a GPU the loop continues after an OOM; the loops that it is compared with do not."""
     bench, step_of_loop = build_bench(tiny(), Group(), micro=4), loop.optimizer_step
 
@@ -131,20 +142,30 @@ def test_loop_that_reduced_its_micro_batch_is_no_measurement(monkeypatch: pytest
         return step_of_loop(state, batch, *arguments)
 
     monkeypatch.setattr(loop, "optimizer_step", without_memory)
-    with pytest.raises(OutOfMemoryError, match=r"out of memory with micro-batches of 4 rows, 2 fit: lower batch.micro"):
+    with pytest.raises(
+        OutOfMemoryError,
+        match=r"out of memory with micro-batches of 4 rows, 2 fit: lower batch.micro",
+    ):
         bench.loop_window(4)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-4), ("bf16", 0.02)])
-def test_both_loops_take_the_same_steps_on_a_gpu(monkeypatch: pytest.MonkeyPatch, precision: str, rel: float) -> None:
+def test_both_loops_take_the_same_steps_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, precision: str, rel: float
+) -> None:
     with gpus(monkeypatch):
-        bench = build_bench(tiny(train=Train(steps=1, log_every=4, precision=precision)), Group(device=DEVICES[0]), 4)
+        bench = build_bench(
+            tiny(train=Train(steps=1, log_every=4, precision=precision)),
+            Group(device=DEVICES[0]),
+            4,
+        )
         took_s, loop_loss = bench.loop_window(4)
         _, bare_loss = bench.bare_window(4)
         with monkeypatch.context() as patch:
-            patch.setattr(step, "compile_blocks", lambda model, device: model)  # a fake GPU cannot run compiled code
+            # a fake GPU cannot run compiled code
+            patch.setattr(step, "compile_blocks", lambda model, device: model)
             _, best_loss = bench.best_window(4, 4)
     assert took_s > 0 and loop_loss == pytest.approx(bare_loss, rel=rel)
     assert loop_loss == pytest.approx(best_loss, rel=0.02)  # in bf16
@@ -155,7 +176,9 @@ def test_windows_alternate_and_ratios_pair_them(monkeypatch: pytest.MonkeyPatch)
     seconds = {"loop": 2.0, "bare": 1.5, "best": 1.2}
 
     def window(arm: str) -> Callable[..., tuple[float, float]]:
-        def run(_: Bench, steps: int, accumulated: bool = False, rows: int = 0) -> tuple[float, float]:
+        def run(
+            _: Bench, steps: int, accumulated: bool = False, rows: int = 0
+        ) -> tuple[float, float]:
             order.append(f"{arm} {steps}" + " whole" * accumulated)
             return seconds[arm], 0.5
 
@@ -164,7 +187,8 @@ def test_windows_alternate_and_ratios_pair_them(monkeypatch: pytest.MonkeyPatch)
     for name in seconds:
         monkeypatch.setattr(Bench, f"{name}_window", window(name))
     rows = time_pairs(build_bench(tiny(), Group(), micro=4), pairs=4, window_s=3.0)
-    # 3 s at 4 steps per 1.5 s are 8 steps; 3 of warm-up make 11, for mmray's loop rounded up to intervals of 4
+    # 3 s at 4 steps per 1.5 s are 8 steps; 3 of warm-up make 11, for mmray's loop rounded up to
+    # intervals of 4
     assert order[3:] == ["loop 12", "bare 12", "best 11", "best 11", "bare 12", "loop 12"] * 2
     assert [row["loop_vs_bare"] for row in rows] == [0.75] * 4
     assert rows[0]["loop_vs_best"] == pytest.approx(9 / 2.0 / (8 / 1.2), abs=1e-4)
@@ -176,16 +200,19 @@ def test_windows_alternate_and_ratios_pair_them(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_two_workers_end_to_end() -> None:
-    sensitive = Optimizer(lr=1.0, eps=1.0, warmup_steps=0, clip_norm=0)  # eps: gradient scale matters
+    # eps: gradient scale matters
+    sensitive = Optimizer(lr=1.0, eps=1.0, warmup_steps=0, clip_norm=0)
     result = bench_step(tiny(workers=2, optimizer=sensitive), pairs=2, window_s=0.05)
     for name in ("loop_vs_bare", "loop_vs_best"):
         ratios = [row[name] for row in result["rows"]]
         assert result["ratios"][name] == pytest.approx(sum(ratios) / 2)
         assert result["spread"][name] == {"min": min(ratios), "max": max(ratios), "pairs": 2}
     assert result["batch"] == "micro 4 x accumulation 1 x workers 2 = 8 rows per step"
-    assert result["tflops"]["best"] > 0 and result["mfu"] == {"loop": None, "best": None}  # a CPU's peak is unknown
+    # a CPU's peak is unknown
+    assert result["tflops"]["best"] > 0 and result["mfu"] == {"loop": None, "best": None}
     for row in result["rows"]:
-        assert row["loop_loss"] == pytest.approx(row["bare_loss"], rel=1e-4)  # over the rows of both ranks
+        # over the rows of both ranks
+        assert row["loop_loss"] == pytest.approx(row["bare_loss"], rel=1e-4)
         assert row["loop_samples_per_s"] > 0
     assert result["machine"]["cores"] > 0
     json.dumps(result)
@@ -200,18 +227,31 @@ def test_unsupported_settings_are_refused() -> None:
 
 
 def test_model_is_configured_as_in_a_worker() -> None:
-    train = Train(steps=1, log_every=4, deterministic=True, activation_checkpointing=("text",), compile="eager")
+    train = Train(
+        steps=1,
+        log_every=4,
+        deterministic=True,
+        activation_checkpointing=("text",),
+        compile="eager",
+    )
     try:
-        bench = build_bench(tiny(optimizer=Optimizer(freeze=("image.*",)), train=train), Group(), micro=4)
+        bench = build_bench(
+            tiny(optimizer=Optimizer(freeze=("image.*",)), train=train), Group(), micro=4
+        )
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
-    learning = {name.split(".")[0] for name, weight in bench.model.named_parameters() if weight.requires_grad}
+    learning = {
+        name.split(".")[0]
+        for name, weight in bench.model.named_parameters()
+        if weight.requires_grad
+    }
     assert learning == {"text", "log_scale"}
     copy = bench._copy()
     blocks = [part for part in copy.text.modules() if "forward" in vars(part)]
     compiled = [*copy.image.tower.stages, *blocks]
-    assert all(block._compiled_call_impl is not None for block in compiled)  # only deepcopy drops it
+    # only deepcopy drops it
+    assert all(block._compiled_call_impl is not None for block in compiled)
     assert blocks and all(part.forward.args[0].__self__ is part for part in blocks)
 
 

@@ -19,14 +19,18 @@ from tests.bench.test_step import tiny
 
 
 def test_rows_are_measured(forked_workers):
-    """With a large Adam epsilon the gradient scale changes the loss, so wrong gradient scaling is detected."""
+    """With a large Adam epsilon the gradient scale changes the loss, so wrong gradient scaling is
+    detected.
+    """
     sensitive = Optimizer(lr=1.0, eps=1.0, warmup_steps=0, clip_norm=0)
     config = tiny(workers=2, optimizer=sensitive, batch=Batch(micro=3, global_=12))
     notes = []
     result = bench_strategies(config, steps=2, only=("branches fp32",), notify=notes.append)
     base, branches = result["rows"]
     names = [BASELINE, "branches fp32"]
-    assert [line.partition(":")[0] for line in notes] == [f"{n} of 2, {name}" for n, name in enumerate(names, 1)]
+    assert [line.partition(":")[0] for line in notes] == [
+        f"{n} of 2, {name}" for n, name in enumerate(names, 1)
+    ]
     assert all(line.endswith(" samples/s") for line in notes)
     assert [row["strategy"] for row in result["rows"]] == names
     assert result["batch"] == "micro 3 x accumulation 2 x workers 2 = 12 rows per step"
@@ -35,13 +39,17 @@ def test_rows_are_measured(forked_workers):
     assert 0 < base["communication_share"] < 1
     assert (branches["communication_share"], branches["workers"]) == (0, 1)
     assert base["step_p50_s"] <= base["step_p95_s"]
-    assert result["ratios"]["branches_fp32_vs_ddp"] == pytest.approx(branches["samples_per_s"] / base["samples_per_s"])
+    assert result["ratios"]["branches_fp32_vs_ddp"] == pytest.approx(
+        branches["samples_per_s"] / base["samples_per_s"]
+    )
     json.dumps(result)
 
 
 @pytest.fixture
 def workers(monkeypatch):
-    """Fixed figures instead of worker processes, with an error for DDP if `fails`; records (kind, workers)."""
+    """Fixed figures instead of worker processes, with an error for DDP if `fails`; records (kind,
+    workers).
+    """
     calls = SimpleNamespace(kinds=[], fails=False)
 
     def spawn_workers(measure, config, kind):
@@ -59,7 +67,10 @@ def test_failed_baseline_has_a_reason_and_leaves_other_rows_without_ratios(worke
     result = bench_strategies(tiny(workers=2), steps=2, only=("fsdp fp32",), notify=notes.append)
     assert notes[0].endswith("failed") and notes[1].endswith(" samples/s")
     rows = [(row["error"], row["samples_per_s"], row["loss_vs_ddp"]) for row in result["rows"]]
-    assert rows == [("RuntimeError: no memory", None, None), (None, 1, None)] and result["ratios"] == {}
+    assert (
+        rows == [("RuntimeError: no memory", None, None), (None, 1, None)]
+        and result["ratios"] == {}
+    )
 
 
 def test_batch_of_auto_is_the_measured_one(workers):
@@ -68,7 +79,9 @@ def test_batch_of_auto_is_the_measured_one(workers):
 
 
 def test_all_rows_use_the_same_device_type(workers, monkeypatch):
-    """A worker uses the CPU if the baseline has too few GPUs; an explicit GPU request is an error."""
+    """A worker uses the CPU if the baseline has too few GPUs; an explicit GPU request is an
+    error.
+    """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     bench_strategies(tiny().with_cluster(accelerator="auto"), steps=2, only=("single fp32",))
     assert workers.kinds == [("cpu", 2), ("cpu", 1)]
@@ -77,13 +90,28 @@ def test_all_rows_use_the_same_device_type(workers, monkeypatch):
 
 
 def test_ranks_split_the_global_batch():
-    batches = [{"image": torch.arange(10) + 100 * index, "pos": torch.zeros(10)} for index in range(2)]
+    batches = [
+        {"image": torch.arange(10) + 100 * index, "pos": torch.zeros(10)} for index in range(2)
+    ]
     for world in (1, 2, 3):
         plan = SamplePlan(2**30, 10, world, 2, 0, 2)
-        shares = [[strategies.rank_share(batch, rank, world) for batch in batches] for rank in range(world)]
+        shares = [
+            [strategies.rank_share(batch, rank, world) for batch in batches]
+            for rank in range(world)
+        ]
         for number in range(2):
-            parts = [list(step.micro_batches(plan, rank, shares[rank]))[number] for rank in range(world)]
-            rows = torch.cat([micro["image"][micro["valid"]] for micro_batches in parts for micro in micro_batches])
+            parts = [
+                list(step.micro_batches(plan, rank, shares[rank]))[number] for rank in range(world)
+            ]
+            rows = torch.cat(
+                [
+                    micro["image"][micro["valid"]]
+                    for micro_batches in parts
+                    for micro in micro_batches
+                ]
+            )
             assert torch.equal(rows, batches[number]["image"])
             pos = torch.cat([micro["pos"] for micro_batches in parts for micro in micro_batches])
-            assert np.array_equal(pos, np.concatenate([plan.positions(number, rank) for rank in range(world)]))
+            assert np.array_equal(
+                pos, np.concatenate([plan.positions(number, rank) for rank in range(world)])
+            )

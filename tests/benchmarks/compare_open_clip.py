@@ -1,4 +1,5 @@
-"""Train one CLIP on the same rows with open_clip and with mmray, and compare rate, start, memory and gradients.
+"""Train one CLIP on the same rows with open_clip and with mmray, and compare rate, start, memory
+and gradients.
 
     python -m venv VENV && VENV/bin/pip install -e . open_clip_torch==3.3.0
     VENV/bin/python tests/benchmarks/compare_open_clip.py [--data FILE.jsonl] [--json RESULT.json]
@@ -51,14 +52,26 @@ GRADIENT_ROWS, MICRO_BATCHES = 32, 4
 SIDE, VOCAB_SIZE = 112, 49408
 OPENAI = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 WEIGHTS = "open_clip_pytorch_model.bin"  # a name that `local-dir:` looks for
-NO_GRADIENT = 1e-12  # relative to the largest; the biases of attention keys have none, because softmax cancels them
+# relative to the largest; the biases of attention keys have none, because softmax cancels them
+NO_GRADIENT = 1e-12
 
 
 def create_model(folder: Path, context_length: int) -> int:
-    """Write open_clip's config and random weights, with which both start; return the number of parameters."""
+    """Write open_clip's config and random weights, with which both start; return the number of
+    parameters.
+    """
     vision = {"image_size": SIDE, "patch_size": 16, "layers": 4, "width": 256}
-    text = {"context_length": context_length, "vocab_size": VOCAB_SIZE, "layers": 4, "width": 256, "heads": 4}
-    config = {"model_cfg": {"embed_dim": 256, "vision_cfg": vision, "text_cfg": text}, "preprocess_cfg": OPENAI}
+    text = {
+        "context_length": context_length,
+        "vocab_size": VOCAB_SIZE,
+        "layers": 4,
+        "width": 256,
+        "heads": 4,
+    }
+    config = {
+        "model_cfg": {"embed_dim": 256, "vision_cfg": vision, "text_cfg": text},
+        "preprocess_cfg": OPENAI,
+    }
     folder.mkdir()
     (folder / "open_clip_config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
@@ -104,7 +117,9 @@ RUNS = {
 }
 
 
-def measure(args: argparse.Namespace, command: list[str], log: Path, step_logged: str) -> dict[str, float]:
+def measure(
+    args: argparse.Namespace, command: list[str], log: Path, step_logged: str
+) -> dict[str, float]:
     """Run a training command; watch the steps in its own log and the memory of its processes."""
     settings = {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     settings["RAY_worker_niceness"] = "0"  # not Ray's 15: other programs slow both projects alike
@@ -112,13 +127,18 @@ def measure(args: argparse.Namespace, command: list[str], log: Path, step_logged
     peak, next_sample_s = 0, 0.0
     with tempfile.TemporaryFile("w+") as output:
         start_s = time.perf_counter()
-        process = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | settings)
+        process = psutil.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | settings
+        )
         while process.poll() is None:
             steps = log.read_text().count(step_logged) if log.exists() else 0
             now_s = time.perf_counter() - start_s
             step_times += [now_s] * (steps - len(step_times))
-            # Reading the PSS of Ray's processes takes a tenth of a core: not before the first step, nor in timed steps.
-            if now_s >= next_sample_s and (0 < len(step_times) < WARMUP_STEPS or len(step_times) == args.steps):
+            # Reading the PSS of Ray's processes takes a tenth of a core: not before the first step,
+            # nor in timed steps.
+            if now_s >= next_sample_s and (
+                0 < len(step_times) < WARMUP_STEPS or len(step_times) == args.steps
+            ):
                 peak, next_sample_s = max(peak, total_memory(process)), now_s + MEMORY_EVERY_S
             time.sleep(POLL_S)
         if process.returncode or len(step_times) != args.steps:
@@ -126,11 +146,14 @@ def measure(args: argparse.Namespace, command: list[str], log: Path, step_logged
             reason = f"{len(step_times)} of {args.steps} steps, exit code {process.returncode}"
             raise SystemExit(f"{' '.join(command)}: {reason}\n{output.read()[-4000:]}")
     return {
-        "samples_per_s": (args.steps - WARMUP_STEPS) * args.batch / (step_times[-1] - step_times[WARMUP_STEPS - 1]),
+        "samples_per_s": (args.steps - WARMUP_STEPS)
+        * args.batch
+        / (step_times[-1] - step_times[WARMUP_STEPS - 1]),
         "first_step_s": step_times[0],
         "total_s": time.perf_counter() - start_s,
         "peak_gib": peak / 2**30,
-        "load_1min": os.getloadavg()[0],  # more than the threads and a loader: other programs ran too
+        # more than the threads and a loader: other programs ran too
+        "load_1min": os.getloadavg()[0],
     }
 
 
@@ -145,20 +168,33 @@ def total_memory(parent: psutil.Process) -> int:
     return total
 
 
-def compare_gradients(args: argparse.Namespace, work: Path, captions: list[str]) -> dict[str, dict[str, float]]:
-    """Relative error |accumulated - whole| / |whole| of the temperature's gradient, and the largest of other weights.
+def compare_gradients(
+    args: argparse.Namespace, work: Path, captions: list[str]
+) -> dict[str, dict[str, float]]:
+    """Relative error |accumulated - whole| / |whole| of the temperature's gradient, and the largest
+    of other weights.
 
     Each project is compared with itself, in float64, on random pixels and the captions.
     """
     ids = open_clip.get_tokenizer(f"local-dir:{work / 'model'}")(captions)
-    image = torch.randint(0, 256, (len(ids), 3, SIDE, SIDE), dtype=torch.uint8, generator=torch.manual_seed(0))
+    image = torch.randint(
+        0, 256, (len(ids), 3, SIDE, SIDE), dtype=torch.uint8, generator=torch.manual_seed(0)
+    )
     results = {}
-    both = {"open_clip": (open_clip_gradients, "logit_scale"), "mmray": (mmray_gradients, "log_scale")}
+    both = {
+        "open_clip": (open_clip_gradients, "logit_scale"),
+        "mmray": (mmray_gradients, "log_scale"),
+    }
     for name, (gradients, scale) in both.items():
-        whole, parts = (gradients(args, work, image, ids, len(ids) // number) for number in (1, MICRO_BATCHES))
+        whole, parts = (
+            gradients(args, work, image, ids, len(ids) // number) for number in (1, MICRO_BATCHES)
+        )
         least = NO_GRADIENT * max(gradient.norm() for gradient in whole.values())
         known = [weight for weight, gradient in whole.items() if gradient.norm() > least]
-        errors = {weight: float((parts[weight] - whole[weight]).norm() / whole[weight].norm()) for weight in known}
+        errors = {
+            weight: float((parts[weight] - whole[weight]).norm() / whole[weight].norm())
+            for weight in known
+        }
         results[name] = {"whole_temperature": whole[scale].item(), "temperature": errors.pop(scale)}
         results[name] |= {"other": max(errors.values()), "other_weights": len(errors)}
     return results
@@ -170,13 +206,22 @@ class Batches(list[Any]):
     num_batches = num_samples = 0
 
 
-def open_clip_gradients(args: argparse.Namespace, work: Path, image: Tensor, ids: Tensor, rows: int) -> dict[str, Any]:
-    """Gradients that open_clip's training loop leaves after a step in micro-batches of `rows` (--accum-freq)."""
+def open_clip_gradients(
+    args: argparse.Namespace, work: Path, image: Tensor, ids: Tensor, rows: int
+) -> dict[str, Any]:
+    """Gradients that open_clip's training loop leaves after a step in micro-batches of `rows`
+    (--accum-freq).
+    """
     net = open_clip.create_model(f"local-dir:{work / 'model'}", output_dict=True).double()
     mean, std = (torch.tensor(OPENAI[name]).view(3, 1, 1) for name in ("mean", "std"))
-    loader = Batches(zip(((image / 255 - mean) / std).double().split(rows), ids.split(rows), strict=True))
+    loader = Batches(
+        zip(((image / 255 - mean) / std).double().split(rows), ids.split(rows), strict=True)
+    )
     loader.num_batches, loader.num_samples = len(loader), len(ids)
-    flags = f"--device cpu --precision fp32 --skip-scheduler --batch-size {rows} --accum-freq {len(loader)}"
+    flags = (
+        f"--device cpu --precision fp32 --skip-scheduler --batch-size {rows} --accum-freq "
+        f"{len(loader)}"
+    )
     options = params.parse_args(flags.split())
     vars(options).update(distill=False, rank=0, world_size=1, wandb=False)
     data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)}
@@ -185,16 +230,29 @@ def open_clip_gradients(args: argparse.Namespace, work: Path, image: Tensor, ids
     return {name: weight.grad for name, weight in net.named_parameters()}
 
 
-def mmray_gradients(args: argparse.Namespace, work: Path, image: Tensor, ids: Tensor, rows: int) -> dict[str, Any]:
+def mmray_gradients(
+    args: argparse.Namespace, work: Path, image: Tensor, ids: Tensor, rows: int
+) -> dict[str, Any]:
     """Gradients of mmray's training step in micro-batches of `rows`."""
     config, group = parse_config(train_flags(args, work), "train")[0], Group()
     net = build(config.model, VOCAB_SIZE).double()
-    fp32, adam = select_precision("fp32", group.device), optimizer.build_optimizer(net, config.optimizer)
+    fp32, adam = (
+        select_precision("fp32", group.device),
+        optimizer.build_optimizer(net, config.optimizer),
+    )
     objective, timers = objectives.build(config.objective), PhaseTimers(group.device)
     state = TrainState(net, objective, group, fp32, adam, fp32.scaler(), timers)
     key, mask = torch.arange(len(ids)), ids != 0
-    batch = {"image": image, "input_ids": ids, "attention_mask": mask.long(), "key": key, "valid": mask.any(dim=1)}
-    accumulate_gradients(state, split_micro_batches(make_local_batch([batch]), rows), seed_of=lambda index: index)
+    batch = {
+        "image": image,
+        "input_ids": ids,
+        "attention_mask": mask.long(),
+        "key": key,
+        "valid": mask.any(dim=1),
+    }
+    accumulate_gradients(
+        state, split_micro_batches(make_local_batch([batch]), rows), seed_of=lambda index: index
+    )
     return {name: weight.grad for name, weight in net.named_parameters()}
 
 
@@ -202,11 +260,16 @@ def format_table(result: dict[str, Any]) -> str:
     """Markdown: medians over rounds with their range, and what they were measured with."""
 
     def summary(values: list[float]) -> str:
-        low, middle, high = (f"{value:.3g}" for value in (min(values), statistics.median(values), max(values)))
+        low, middle, high = (
+            f"{value:.3g}" for value in (min(values), statistics.median(values), max(values))
+        )
         return f"{middle} ({low} to {high})"
 
     names, rounds = ("open_clip", "mmray"), result["rounds"]
-    rows = [("", *(f"{name} {result['versions'][name]}" for name in names), "mmray : open_clip"), ("---",) * 4]
+    rows = [
+        ("", *(f"{name} {result['versions'][name]}" for name in names), "mmray : open_clip"),
+        ("---",) * 4,
+    ]
     for label, key in (
         (f"samples/s after step {WARMUP_STEPS}", "samples_per_s"),
         ("seconds from the command to the first optimizer step", "first_step_s"),
@@ -214,24 +277,49 @@ def format_table(result: dict[str, Any]) -> str:
         ("peak memory of all processes (PSS), GiB", "peak_gib"),
     ):
         cells = (summary([each[name][key] for each in rounds]) for name in names)
-        rows.append((label, *cells, summary([each["mmray"][key] / each["open_clip"][key] for each in rounds])))
+        rows.append(
+            (
+                label,
+                *cells,
+                summary([each["mmray"][key] / each["open_clip"][key] for each in rounds]),
+            )
+        )
     rows.append(("seconds to prepare the set, once", "", f"{result['prepare_s']:.3g}", ""))
     for label, key in (("the temperature", "temperature"), ("all other weights, largest", "other")):
         cells = (f"{result['gradients'][name][key]:.1e}" for name in names)
-        rows.append((f"relative error of the gradient of {MICRO_BATCHES} micro-batches: {label}", *cells, ""))
+        rows.append(
+            (
+                f"relative error of the gradient of {MICRO_BATCHES} micro-batches: {label}",
+                *cells,
+                "",
+            )
+        )
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    source = f"{result['date']}, {result['machine']['cpu']}, {result['settings']['threads']} threads, {versions}"
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{source}, {result['rows']:,} rows"
+    source = (
+        f"{result['date']}, {result['machine']['cpu']}, {result['settings']['threads']} "
+        f"threads, {versions}"
+    )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + (
+        f"\n\n{source}, {result['rows']:,} rows"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", type=Path, help="JSON lines or CSV with columns image and text; None: generated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, help="JSON lines or CSV with columns image and text; None: generated"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="runs of each project, in ABBA order")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of a run")
     parser.add_argument("--batch", type=int, default=128, help="rows per step")
-    parser.add_argument("--context-length", type=int, default=32, help="maximum tokens of a caption")
-    parser.add_argument("--threads", type=int, default=cores(), help="threads of the training process")
+    parser.add_argument(
+        "--context-length", type=int, default=32, help="maximum tokens of a caption"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=cores(), help="threads of the training process"
+    )
     parser.add_argument("--loaders", type=int, default=1, help="processes that decode images")
     parser.add_argument("--json", type=Path, help="file for all figures")
     args = parser.parse_args()
@@ -250,10 +338,22 @@ def compare(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         source = synthetic_images.write_files(photos, work / "photos") / synthetic_images.CAPTIONS
     parameters, rows = create_model(work / "model", args.context_length), read_rows(source)
     with (work / "rows.tsv").open("w", newline="", encoding="utf-8") as file:
-        endless = cycle(rows)  # one epoch of open_clip has all steps, so that none waits for a new DataLoader
-        csv.writer(file, delimiter="\t").writerows([("filepath", "title"), *islice(endless, args.steps * args.batch)])
+        # one epoch of open_clip has all steps, so that none waits for a new DataLoader
+        endless = cycle(rows)
+        csv.writer(file, delimiter="\t").writerows(
+            [("filepath", "title"), *islice(endless, args.steps * args.batch)]
+        )
     start_s = time.perf_counter()
-    prepare = [sys.executable, "-m", "mmray", "prepare", str(source), str(work / "prepared"), "--duplicates", "keep"]
+    prepare = [
+        sys.executable,
+        "-m",
+        "mmray",
+        "prepare",
+        str(source),
+        str(work / "prepared"),
+        "--duplicates",
+        "keep",
+    ]
     subprocess.run(prepare, check=True, stdout=sys.stderr)
     prepare_s, rounds = time.perf_counter() - start_s, []
     for number in range(args.rounds):
@@ -269,11 +369,15 @@ def compare(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine,
         "versions": {"open_clip": version("open_clip_torch")} | versions,
-        "settings": {name: value for name, value in vars(args).items() if name not in ("data", "json")},
+        "settings": {
+            name: value for name, value in vars(args).items() if name not in ("data", "json")
+        },
         "rows": len(rows),
         "parameters": parameters,
         "prepare_s": prepare_s,
-        "gradients": compare_gradients(args, work, [caption for _, caption in islice(cycle(rows), GRADIENT_ROWS)]),
+        "gradients": compare_gradients(
+            args, work, [caption for _, caption in islice(cycle(rows), GRADIENT_ROWS)]
+        ),
         "rounds": rounds,
     }
 

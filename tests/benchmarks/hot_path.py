@@ -1,7 +1,8 @@
-"""Cost of a training step beyond the model, counted on a CPU: the table "Hot path" of mmray/engine/README.md.
+"""Cost of a training step beyond the model, counted on a CPU: the table "Hot path" of
+mmray/engine/README.md.
 
-Run `python -m tests.benchmarks.hot_path`. Copies and host synchronizations are those on a simulated GPU, collectives
-those of one of two ranks without the buckets of DDP.
+Run `python -m tests.benchmarks.hot_path`. Copies and host synchronizations are those on a simulated
+GPU, collectives those of one of two ranks without the buckets of DDP.
 """
 
 from __future__ import annotations
@@ -53,10 +54,14 @@ def counted_calls() -> Iterator[Counter[str]]:
 def train(device: torch.device, on_step: Callable[[int], None]) -> None:
     """A run that logs nothing; `on_step` is called after each step."""
     rows = MICRO * ACCUMULATION
-    plan = SamplePlan(num_rows=10 * rows, global_rows=rows, world_size=1, micro=MICRO, seed=1, steps=STEPS + 1)
+    plan = SamplePlan(
+        num_rows=10 * rows, global_rows=rows, world_size=1, micro=MICRO, seed=1, steps=STEPS + 1
+    )
     callback = SimpleNamespace(on_step=lambda step, metrics: on_step(step))
     settings = toy.train_settings(log_every=0, checkpoint_every=0)
-    toy.run(toy.Branched().to(device), plan, Group(device=device), callbacks=(callback,), train=settings)
+    toy.run(
+        toy.Branched().to(device), plan, Group(device=device), callbacks=(callback,), train=settings
+    )
 
 
 def python_calls() -> dict[str, float]:
@@ -69,15 +74,22 @@ def python_calls() -> dict[str, float]:
 
 
 def device_traffic() -> dict[str, float]:
-    """Copies between host and device, allocations of pinned memory, and waits of the host, per step."""
+    """Copies between host and device, allocations of pinned memory, and waits of the host, per
+    step.
+    """
     counts, at = Counter[str](), {}
     original = fake_cuda.dispatch
 
     def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         out = original(func, args, kwargs)
         if func in fake_cuda.COPIES:
-            to, origin = (args[0], args[1]) if func is fake_cuda.aten.copy_.default else (out, args[0])
-            counts["copies to the device"] += (origin.device.type, to.device.type) == ("cpu", "cuda")
+            to, origin = (
+                (args[0], args[1]) if func is fake_cuda.aten.copy_.default else (out, args[0])
+            )
+            counts["copies to the device"] += (origin.device.type, to.device.type) == (
+                "cpu",
+                "cuda",
+            )
             counts["copies to the host"] += (origin.device.type, to.device.type) == ("cuda", "cpu")
         return out
 
@@ -88,8 +100,15 @@ def device_traffic() -> dict[str, float]:
     with pytest.MonkeyPatch.context() as patch, fake_cuda.fake_gpus(patch) as syncs:
         patch.setattr(fake_cuda, "dispatch", dispatch)
         patch.setattr(torch.Tensor, "pin_memory", pin)
-        train(GPU, lambda step: at.update({step: dict(counts) | {"host waits for the device": syncs.count}}))
-    return {name: (at[STEPS][name] - at[FIRST].get(name, 0)) / (STEPS - FIRST) for name in at[STEPS]}
+        train(
+            GPU,
+            lambda step: at.update(
+                {step: dict(counts) | {"host waits for the device": syncs.count}}
+            ),
+        )
+    return {
+        name: (at[STEPS][name] - at[FIRST].get(name, 0)) / (STEPS - FIRST) for name in at[STEPS]
+    }
 
 
 class CountingGroup(FakeGroup):
@@ -110,9 +129,14 @@ for _name in ("all_reduce_min", "all_reduce_sum", "all_gather", "reduce_scatter"
 def collectives() -> dict[str, float]:
     """Collectives of a step that can recover from OOM, by objective and micro-batches."""
     counts: dict[str, float] = {}
-    for name, objective in (("contrastive", toy.objective("contrastive")), ("row-wise", toy.Regression())):
+    for name, objective in (
+        ("contrastive", toy.objective("contrastive")),
+        ("row-wise", toy.Regression()),
+    ):
         for micro in (MICRO, MICRO * ACCUMULATION):
-            state = toy.train_state(toy.Branched(), CountingGroup(0, 2), objective, parallel="branches")
+            state = toy.train_state(
+                toy.Branched(), CountingGroup(0, 2), objective, parallel="branches"
+            )
             batch = make_local_batch(toy.cut(toy.rows(MICRO * ACCUMULATION, 0), micro))
             CountingGroup.calls.clear()
             optimizer_step(state, batch, lambda index: index)
@@ -140,7 +164,10 @@ def logging() -> dict[str, float]:
         with counted_calls() as calls:
             log.write(line)
         log.close()
-    return {"storage calls in a logged line": in_thread["storage calls"], "Python calls in a logged line": calls["all"]}
+    return {
+        "storage calls in a logged line": in_thread["storage calls"],
+        "Python calls in a logged line": calls["all"],
+    }
 
 
 def main() -> None:

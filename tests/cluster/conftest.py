@@ -24,7 +24,9 @@ class Nodes:
         self.cluster.remove_node(node, allow_graceful=False)
 
     def reset(self, sizes):
-        """Replace all nodes by new ones of (CPUs, slots), so that no process of an earlier test remains."""
+        """Replace all nodes by new ones of (CPUs, slots), so that no process of an earlier test
+        remains.
+        """
         for node in list(self.workers):
             self.remove(node)
         for size in sizes:

@@ -1,6 +1,8 @@
-"""A Ray head on this machine whose autoscaler starts and stops nodes as local processes, from zero nodes.
+"""A Ray head on this machine whose autoscaler starts and stops nodes as local processes, from zero
+nodes.
 
-ray.cluster_utils.AutoscalingCluster needs a file that the wheel lacks, and stops every Ray of the machine.
+ray.cluster_utils.AutoscalingCluster needs a file that the wheel lacks, and stops every Ray of the
+machine.
 """
 
 import json
@@ -15,18 +17,28 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE
 from tests.nodes import free_ports, ray_head
 
 HEAD = "ray.head.default"  # the provider knows its head by this name
-COMMANDS = ["initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray"]
+COMMANDS = [
+    "initialization",
+    "setup",
+    "head_setup",
+    "worker_setup",
+    "head_start_ray",
+    "worker_start_ray",
+]
 PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
 
 
 @contextmanager
 def fake_autoscaler(node_types, folder, dashboard=(), idle_minutes=1, env=os.environ):
-    """`with fake_autoscaler({"cpu": {"resources": {"CPU": 2}, "labels": {}, "max_workers": 2}}, folder) as address:`
+    """`with fake_autoscaler({"cpu": {"resources": {"CPU": 2}, "labels": {}, "max_workers": 2}},
+    folder) as address:`
 
     dashboard: its port and that of its agent, for jobs; without one by default.
     """
     (port,), ip = free_ports(1), ray.util.get_node_ip_address()
-    types = {name: {"node_config": {}, "min_workers": 0, **kind} for name, kind in node_types.items()}
+    types = {
+        name: {"node_config": {}, "min_workers": 0, **kind} for name, kind in node_types.items()
+    }
     types[HEAD] = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
     config = {
         "cluster_name": "fake",
@@ -61,7 +73,9 @@ def fake_autoscaler(node_types, folder, dashboard=(), idle_minutes=1, env=os.env
     options = ["--num-cpus=0", f"--autoscaling-config={folder / 'autoscaling.json'}"]
     names = ("--dashboard-port", "--dashboard-agent-listen-port")
     given = [f"{name}={number}" for name, number in zip(names, dashboard, strict=False)]
-    options += ["--dashboard-host=127.0.0.1", *given] if dashboard else ["--include-dashboard=false"]
+    options += (
+        ["--dashboard-host=127.0.0.1", *given] if dashboard else ["--include-dashboard=false"]
+    )
 
     def is_ready():
         try:

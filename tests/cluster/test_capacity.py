@@ -37,14 +37,41 @@ def test_fitting_run_has_no_message(demand, nodes, pools):
     [
         (gpu_run(99), [HEAD, GPU_NODE, CPU_NODE], [], "24 CPU and 4 GPU on 3 nodes"),
         (gpu_run(99), [HEAD, GPU_NODE, CPU_NODE], [], "--cluster.workers 4 would fit"),
-        (Demand(1, {"slots": 1.0}, 2), [Node({"CPU": 4.0, "slot": 2.0})], [], "no node has any slots"),  # misspelled
-        (Demand(1, {"CPU": 12.0}, 0), [Node({"CPU": 8.0})] * 2, [], "no single node can hold one worker"),
-        (Demand(4, {"CPU": 1.0}, 2), [Node({"CPU": 4.0})], [], "2 workers fit together with the data"),
+        # misspelled
+        (
+            Demand(1, {"slots": 1.0}, 2),
+            [Node({"CPU": 4.0, "slot": 2.0})],
+            [],
+            "no node has any slots",
+        ),
+        (
+            Demand(1, {"CPU": 12.0}, 0),
+            [Node({"CPU": 8.0})] * 2,
+            [],
+            "no single node can hold one worker",
+        ),
+        (
+            Demand(4, {"CPU": 1.0}, 2),
+            [Node({"CPU": 4.0})],
+            [],
+            "2 workers fit together with the data",
+        ),
         (gpu_run(2), [Node({"CPU": 8.0})], [], "--cluster.accelerator cpu"),
-        (gpu_run(1, worker_label_selector={"role": "gup"}), [GPU_NODE, CPU_NODE], [], "--cluster.train-label none"),
+        (
+            gpu_run(1, worker_label_selector={"role": "gup"}),
+            [GPU_NODE, CPU_NODE],
+            [],
+            "--cluster.train-label none",
+        ),
         (gpu_run(9), [HEAD], [GPU_POOL, Pool("cpu", {"CPU": 16.0}, 4)], "can grow to"),
-        (gpu_run(9), [HEAD, OF_POOL, OF_POOL], [GPU_POOL], "can grow to"),  # existing nodes count once
-        (gpu_run(1, 3, data_label_selector=NOT_TRAIN), [GPU_NODE, Node({"CPU": 2.0})], [], "fewer --data.workers"),
+        # existing nodes count once
+        (gpu_run(9), [HEAD, OF_POOL, OF_POOL], [GPU_POOL], "can grow to"),
+        (
+            gpu_run(1, 3, data_label_selector=NOT_TRAIN),
+            [GPU_NODE, Node({"CPU": 2.0})],
+            [],
+            "fewer --data.workers",
+        ),
     ],
 )
 def test_message_names_what_is_missing_and_what_would_fit(demand, nodes, pools, part):

@@ -35,7 +35,9 @@ def test_ray_client_address_suggests_job_submission():
 
 
 def test_environment_of_submitted_job_is_kept(monkeypatch):
-    """Ray copies a job's variables into the driver's environment, and by default refuses a name set in both."""
+    """Ray copies a job's variables into the driver's environment, and by default refuses a name set
+    in both.
+    """
     job = {"AWS_ENDPOINT_URL": "http://store:9000", "TOKENIZERS_PARALLELISM": "true", "MINE": "1"}
     for name, value in job.items():
         monkeypatch.setenv(name, value)
@@ -52,14 +54,19 @@ def test_environment_of_submitted_job_is_kept(monkeypatch):
 
 
 def test_error_of_ray_outside_a_task_names_ray(monkeypatch):
-    """For example the head ends while nodes are counted; an error inside a task is a bug and keeps its type."""
+    """For example the head ends while nodes are counted; an error inside a task is a bug and keeps
+    its type.
+    """
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("ray.shutdown", lambda: None)
     monkeypatch.setattr(connect, "_start", lambda *_: None)
     monkeypatch.setattr("mmray.cluster.placement.set_data_placement", lambda _: None)
     for error, expected in (
         (ray.exceptions.RaySystemError("the head does not answer"), ResourceError),
-        (ray.exceptions.RayTaskError("work", "traceback", ValueError("x")), ray.exceptions.RayTaskError),
+        (
+            ray.exceptions.RayTaskError("work", "traceback", ValueError("x")),
+            ray.exceptions.RayTaskError,
+        ),
     ):
         with pytest.raises(expected), connect.ray_session(Cluster()):
             raise error
@@ -77,11 +84,17 @@ with ray_session(Cluster(workers=1)):
 
 @pytest.mark.cluster
 def test_local_cluster_requires_the_users_token(tmp_path):
-    """The token file is private, a client without the token is rejected, the dashboard listens on loopback only."""
+    """The token file is private, a client without the token is rejected, the dashboard listens on
+    loopback only.
+    """
     own = os.environ | {"HOME": str(tmp_path)}
     del own["RAY_AUTH_MODE"]
     cluster = subprocess.Popen(
-        [sys.executable, "-c", STARTED], env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", STARTED],
+        env=own,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         address, dashboard = cluster.stdout.readline().split()
@@ -89,9 +102,13 @@ def test_local_cluster_requires_the_users_token(tmp_path):
         assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) >= 32
         assert dashboard == "None" or dashboard.startswith("127.0.0.1:")
         asked = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
-        with_it = subprocess.run(asked, env=own | {"RAY_AUTH_MODE": "token"}, capture_output=True, text=True)
+        with_it = subprocess.run(
+            asked, env=own | {"RAY_AUTH_MODE": "token"}, capture_output=True, text=True
+        )
         assert with_it.returncode == 0, with_it.stderr
-        without = subprocess.run(asked, env=own | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True)
+        without = subprocess.run(
+            asked, env=own | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True
+        )
         assert without.returncode != 0 and "nauthenticated" in without.stdout + without.stderr
     finally:
         cluster.communicate("", timeout=180)

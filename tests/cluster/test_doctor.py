@@ -27,7 +27,11 @@ CPU_NODE = {"Resources": {"CPU": 8.0}}
     [
         (doctor.check_cpus(2, 8, 4), "ok", "2 of 8 logical CPUs on 4 physical cores can be used"),
         (doctor.check_cpus(2, 2, None), "ok", "2 of 2 logical CPUs can be used"),
-        (doctor.check_nodes([CPU_NODE], {}, 2), "ok", "the 8 CPUs of Ray share the 2 of this machine"),
+        (
+            doctor.check_nodes([CPU_NODE], {}, 2),
+            "ok",
+            "the 8 CPUs of Ray share the 2 of this machine",
+        ),
         (doctor.check_memory(64.0), "ok", "64.0 GiB"),
         (doctor.check_memory(1.0), "warning", "1.0 GiB"),
         (doctor.check_shm(0.0625, 24.0), "warning", "--shm-size=7g"),
@@ -37,7 +41,11 @@ CPU_NODE = {"Resources": {"CPU": 8.0}}
         (doctor.check_gpus(2, ["H200"]), "error", "lists 2 GPUs, torch can use 1"),
         (doctor.check_gpus(8, ["H200"], visible="0"), "warning", "CUDA_VISIBLE_DEVICES=0"),
         (doctor.check_interfaces({"10.0.0.1": "eth0"}), "ok", "10.0.0.1 on eth0"),
-        (doctor.check_interfaces({"10.0.0.1": "eth0", "1.2.3.4": None}), "warning", "start Ray on 1.2.3.4 with"),
+        (
+            doctor.check_interfaces({"10.0.0.1": "eth0", "1.2.3.4": None}),
+            "warning",
+            "start Ray on 1.2.3.4 with",
+        ),
         (doctor.check_nodes([GPU_NODE], {"GPU": 2.0}), "warning", "add CPU nodes"),
         (
             doctor.check_nodes([GPU_NODE, CPU_NODE], {"CPU": 9.0, "GPU": 2.0}),
@@ -73,7 +81,9 @@ def test_unwritable_storage_is_an_error(tmp_path):
 
 
 def test_doctor_on_this_machine(local_ray, typed, tmp_path):  # noqa: F811
-    code, out, _ = typed("doctor", "--storage", str(tmp_path / "runs"), "--json", str(tmp_path / "found.json"))
+    code, out, _ = typed(
+        "doctor", "--storage", str(tmp_path / "runs"), "--json", str(tmp_path / "found.json")
+    )
     findings = json.loads((tmp_path / "found.json").read_text())["findings"]
     assert code == (4 if any(finding["level"] == "error" for finding in findings) else 0)
     task = next(finding for finding in findings if finding["name"] == "test task")

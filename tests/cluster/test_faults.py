@@ -1,6 +1,7 @@
 """Faults on several Ray nodes of this machine: after any of them the same rows give the same model.
 
-Faults come from callbacks (tests/training/faults.py), or from a reporter that is called at each logged step.
+Faults come from callbacks (tests/training/faults.py), or from a reporter that is called at each
+logged step.
 """
 
 import os
@@ -36,9 +37,13 @@ SLOT = {"slot": 1.0}  # one per worker, so that tests control where workers run
 
 def settings(data, storage, name, nodes, steps=12, callbacks=(), cluster=None, **given):
     """A run with slow steps and no dropout, so any number of workers gives the same model."""
-    made = config(data, storage, name, ("tests.train.faults:Slowly", *callbacks), steps=steps, **given)
+    made = config(
+        data, storage, name, ("tests.train.faults:Slowly", *callbacks), steps=steps, **given
+    )
     model = made.model.replace(text=made.model.text.replace(dropout=0.0))
-    section = {"workers": 2, "resources_per_worker": SLOT, "address": nodes.address} | (cluster or {})
+    section = {"workers": 2, "resources_per_worker": SLOT, "address": nodes.address} | (
+        cluster or {}
+    )
     return made.replace(model=model, cluster=Cluster(**section))
 
 
@@ -61,7 +66,10 @@ def assert_same_model(folder, calm):
 
 
 class Acting(Silent):
-    """Runs actions at certain steps, once each: {(step, workers): action}; `away_s`: downtime of each."""
+    """Runs actions at certain steps, once each: {(step, workers): action};
+
+    `away_s`: downtime of each.
+    """
 
     def __init__(self, acts):
         super().__init__()
@@ -92,7 +100,9 @@ def notes(reporter, label):
 
 @pytest.mark.slow  # two minutes; run by hand
 def test_elastic_run_over_lost_and_added_nodes_takes_same_rows(nodes, data, tmp_path, monkeypatch):
-    """A node is lost, a larger one is added, the first one is lost: same row order and same losses as one worker."""
+    """A node is lost, a larger one is added, the first one is lost: same row order and same losses
+    as one worker.
+    """
     monkeypatch.setattr(monitor, "CAPACITY_INTERVAL_S", 1.0)
     nodes.reset([(4, 1), (2, 1)])
     first, second = nodes.workers
@@ -102,11 +112,14 @@ def test_elastic_run_over_lost_and_added_nodes_takes_same_rows(nodes, data, tmp_
         (16, 3): partial(nodes.remove, first),
     }
     reporter = Acting(acts)
-    wanted = in_double(settings(data, tmp_path, "elastic", nodes, steps=30, cluster={"workers": "1-3"}))
+    wanted = in_double(
+        settings(data, tmp_path, "elastic", nodes, steps=30, cluster={"workers": "1-3"})
+    )
     outcome = train(wanted, reporter)
     assert reporter.groups == [2, 1, 3, 2]
     assert outcome.result["resizes"] == 1 and outcome.result["status"] == "finished"
-    assert outcome.result["wasted_steps"] <= 2 * 3  # one checkpoint interval for each node; growing wastes none
+    # one checkpoint interval for each node; growing wastes none
+    assert outcome.result["wasted_steps"] <= 2 * 3
     assert max(reporter.away_s[0], reporter.away_s[2]) < AWAY_S
     assert marks(outcome.path) == list(expected_marks(30))
     calm = losses_of_one_worker(wanted, tmp_path / "calm")
@@ -116,12 +129,15 @@ def test_elastic_run_over_lost_and_added_nodes_takes_same_rows(nodes, data, tmp_
 def test_hung_stopped_and_oom_ranks_are_named_and_replaced(nodes, data, tmp_path):
     """One rank sleeps forever, then is out of memory outside a step, then its process is stopped.
 
-    The OOM is between two steps, where ranks cannot agree on smaller micro-batches: the group restarts with them.
+    The OOM is between two steps, where ranks cannot agree on smaller micro-batches: the group
+    restarts with them.
     """
     nodes.reset([(4, 2)])
     faults = [f"tests.train.faults:{name}" for name in ("HangOnce", "OomOnRankOneOnce", "StopOnce")]
     reporter = Silent()
-    wanted = in_double(settings(data, tmp_path, "hung", nodes, callbacks=faults, cluster={"hang_timeout_s": 8.0}))
+    wanted = in_double(
+        settings(data, tmp_path, "hung", nodes, callbacks=faults, cluster={"hang_timeout_s": 8.0})
+    )
     outcome = train(wanted, reporter)
     hung, stopped = notes(reporter, "hang")
     assert "rank 1 (" in hung and "is at" in hung and "faults.py" in hung and "rank 0" not in hung
@@ -129,7 +145,9 @@ def test_hung_stopped_and_oom_ranks_are_named_and_replaced(nodes, data, tmp_path
     stacks = {file.name: file.read_text() for file in (outcome.path / "stacks").iterdir()}
     assert any(name.endswith("rank-1.txt") and "on_step" in text for name, text in stacks.items())
     assert any(name.endswith("rank-0.txt") and "step.py" in text for name, text in stacks.items())
-    assert any("out of memory in the optimizer at step 6" in text for text in notes(reporter, "failure"))
+    assert any(
+        "out of memory in the optimizer at step 6" in text for text in notes(reporter, "failure")
+    )
     micro_batches = [line["batch/micro"] for line in lines(outcome.path)]
     assert micro_batches == [4] * 3 + [2] * 9  # restarted from the checkpoint of step 3
     assert outcome.result["restarts"] == 3
@@ -152,13 +170,20 @@ def test_stopped_data_actor_is_waited_for_and_named(nodes, data, tmp_path, monke
         os.kill(int(mark.read_text()), signal.SIGCONT)
 
     threading.Thread(target=resume, daemon=True).start()
-    reporter, cluster = Silent(), {"workers": 1, "hang_timeout_s": HANG_TIMEOUT_S, "max_failures": 0}
+    reporter, cluster = (
+        Silent(),
+        {"workers": 1, "hang_timeout_s": HANG_TIMEOUT_S, "max_failures": 0},
+    )
     outcome = train(settings(data, tmp_path, "stopped", nodes, steps=8, cluster=cluster), reporter)
     assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)
-    assert outcome.result["elapsed_s"] > STOPPED_S and marks(outcome.path) == list(expected_marks(8))
+    assert outcome.result["elapsed_s"] > STOPPED_S and marks(outcome.path) == list(
+        expected_marks(8)
+    )
     assert notes(reporter, "hang") == notes(reporter, "failure") == []
     waits = notes(reporter, "data")
-    assert any("for rows" in text and "decode actors: 1 stopped on node" in text for text in waits), waits
+    assert any(
+        "for rows" in text and "decode actors: 1 stopped on node" in text for text in waits
+    ), waits
     assert waits[-1] == "rows arrive again"
 
 
@@ -167,17 +192,25 @@ def test_run_leaves_a_node_with_a_bad_device(nodes, data, tmp_path):
     nodes.reset([(4, 1), (4, 1)])
     reporter, cluster = Silent(), {"workers": 1, "max_failures": 1}
     faults = ["tests.train.faults:BadNode"]
-    outcome = train(settings(data, tmp_path, "bad", nodes, steps=8, callbacks=faults, cluster=cluster), reporter)
+    outcome = train(
+        settings(data, tmp_path, "bad", nodes, steps=8, callbacks=faults, cluster=cluster), reporter
+    )
     bad = (Path(os.environ["MMRAY_TEST_FAULTS"]) / "bad-node").read_text()[:8]
     assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 1)
     assert marks(outcome.path) == list(expected_marks(8))
     ((failed,), (excluded,)) = notes(reporter, "failure"), notes(reporter, "device")
-    assert failed.startswith("device failed after step 4: CUDA error: uncorrectable ECC error encountered")
-    assert excluded.startswith(f"node {bad} gets no more workers") and f"rank 0, GPU none, node {bad} at " in excluded
+    assert failed.startswith(
+        "device failed after step 4: CUDA error: uncorrectable ECC error encountered"
+    )
+    assert (
+        excluded.startswith(f"node {bad} gets no more workers")
+        and (f"rank 0, GPU none, node {bad} at ") in excluded
+    )
 
 
 def test_preemption_with_notice_wastes_no_step(nodes, data, tmp_path):
-    """A node is drained with a deadline: a checkpoint is saved in time, then other nodes are used; max_failures is 0.
+    """A node is drained with a deadline: a checkpoint is saved in time, then other nodes are used;
+    max_failures is 0.
 
     The next periodic checkpoint is far away: without an extra one the drain would waste all steps.
     """
@@ -189,10 +222,14 @@ def test_preemption_with_notice_wastes_no_step(nodes, data, tmp_path):
         taken = {node.labels[NODE_ID] for node in free_nodes() if not node.resources.get("slot")}
         node = min((slots & taken) - {nodes.workers[0].node_id})
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-        GcsClient(address=nodes.address).drain_node(node, reason, "spot", int((time.time() + 10) * 1000))
+        GcsClient(address=nodes.address).drain_node(
+            node, reason, "spot", int((time.time() + 10) * 1000)
+        )
 
     reporter = Acting({(4, 2): drain})
-    wanted = settings(data, tmp_path, "spot", nodes, steps=30, cluster={"max_failures": 0}, checkpoint_every=100)
+    wanted = settings(
+        data, tmp_path, "spot", nodes, steps=30, cluster={"max_failures": 0}, checkpoint_every=100
+    )
     outcome = train(wanted, reporter)
     assert (outcome.result["preemptions"], outcome.result["restarts"]) == (1, 1)
     assert outcome.result["wasted_steps"] == 0

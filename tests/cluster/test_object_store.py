@@ -1,4 +1,6 @@
-"""Runs whose folder is on an object store (an S3 server on loopback): it has the same files as on a disk."""
+"""Runs whose folder is on an object store (an S3 server on loopback): it has the same files as on a
+disk.
+"""
 
 from pathlib import Path
 
@@ -49,7 +51,9 @@ def copied(run, folder):
 
 
 class FailingLoad(Silent):
-    """Makes the store fail while the first workers load the checkpoint: with the 5 attempts of each of 2 ranks."""
+    """Makes the store fail while the first workers load the checkpoint: with the 5 attempts of each
+    of 2 ranks.
+    """
 
     def __init__(self, store):
         super().__init__()
@@ -63,7 +67,9 @@ class FailingLoad(Silent):
 
 
 def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data, s3, tmp_path):
-    """A rank is killed after step 5, SIGINT follows; data is on the store too: bitwise equal to a run on a disk."""
+    """A rank is killed after step 5, SIGINT follows; data is on the store too: bitwise equal to a
+    run on a disk.
+    """
     place = Storage(f"{s3.address}/set")
     for name in Storage(str(data)).list_files():
         place.write(name, (data / name).read_bytes())
@@ -71,22 +77,38 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
     cache = str(tmp_path / "cache")
     slowly = in_chunks(config(place.address, s3.address, "remote", callbacks=faults), cache)
     stopped = train(slowly, Stopping(6))
-    assert stopped.result["restarts"] == 1 and stopped.result["status"] == "stopped" and stopped.result["steps"] < STEPS
+    assert (
+        stopped.result["restarts"] == 1
+        and stopped.result["status"] == "stopped"
+        and stopped.result["steps"] < STEPS
+    )
     reporter = FailingLoad(s3)
     outcome = train(in_chunks(config(place.address, s3.address, "remote"), cache), reporter)
     assert outcome.result["status"] == "finished" and str(outcome.path) == f"{s3.address}/remote"
     checkpoint = f"{s3.address}/remote/checkpoints/step-{stopped.result['steps']}"
-    assert [text for label, text in reporter.notes if label == "resume"] == [f"from {checkpoint}"] * 2
+    assert [text for label, text in reporter.notes if label == "resume"] == [
+        f"from {checkpoint}"
+    ] * 2
     (failure,) = [text for label, text in reporter.notes if label == "failure"]
-    assert f"storage failed after step {stopped.result['steps']}: cannot read {checkpoint}/state.json" in failure
+    assert (
+        f"storage failed after step {stopped.result['steps']}: cannot read {checkpoint}/state.json"
+    ) in failure
     assert ("shuffle", "8 adjacent rows per block, 2 blocks per window") in reporter.notes
     assert len([file for file in Path(cache).iterdir() if file.is_file()]) >= 50 // 8 + 20 // 8
     copy = copied(outcome.path, tmp_path / "copy")
     assert marks(copy) == marks(calm.path) and same_weights(weights(copy), weights(calm.path))
     scores = evaluate_run(outcome.path, None, "test", None, None, reporter)
     assert ("prepare", "evaluate") in reporter.notes
-    told = {name: outcome.result["metrics"][name] for name in scores if name in outcome.result["metrics"]}
-    assert {"recall_at_1/image_to_text", "median_rank/text_to_image", "rows"} <= told.keys() and scores["rows"] == 20
+    told = {
+        name: outcome.result["metrics"][name]
+        for name in scores
+        if name in outcome.result["metrics"]
+    }
+    assert {
+        "recall_at_1/image_to_text",
+        "median_rank/text_to_image",
+        "rows",
+    } <= told.keys() and scores["rows"] == 20
     assert {name: scores[name] for name in told} == pytest.approx(told)
     assert export_run(outcome.path, tmp_path / "exported", None).is_dir()
     there = Storage(str(outcome.path))

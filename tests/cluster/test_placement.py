@@ -31,16 +31,24 @@ WITH_ROLES = [Node({"CPU": 0.0}, {ROLE_LABEL: "head"})]
     ],
 )
 def test_labels_follow_roles_and_data_avoids_gpu_nodes_if_others_have_cpus(nodes, data, train):
-    assert (data_label_selector("auto", nodes), train_label_selector("auto", nodes)) == (data, train)
+    assert (data_label_selector("auto", nodes), train_label_selector("auto", nodes)) == (
+        data,
+        train,
+    )
     for labels in (data_label_selector, train_label_selector):
         assert labels("none", nodes) == {} and labels("pool=big", nodes) == {"pool": "big"}
 
 
 def test_unavailable_nodes_are_excluded_in_addition():
     nodes = SchedulableNodes([], ("c2", "a"))
-    assert nodes.excluding_unavailable({NODE_ID: "!in(g)", "pool": "big"}) == {NODE_ID: "!in(a,c2,g)", "pool": "big"}
+    assert nodes.excluding_unavailable({NODE_ID: "!in(g)", "pool": "big"}) == {
+        NODE_ID: "!in(a,c2,g)",
+        "pool": "big",
+    }
     assert nodes.excluding_unavailable(None) == {NODE_ID: "!in(a,c2)"}
-    assert SchedulableNodes([], ()).excluding_unavailable({NODE_ID: "!in(g)"}) == {NODE_ID: "!in(g)"}
+    assert SchedulableNodes([], ()).excluding_unavailable({NODE_ID: "!in(g)"}) == {
+        NODE_ID: "!in(g)"
+    }
 
 
 @pytest.mark.parametrize(("actors", "cpus"), [(1, 4), (3, 6), (64, 67)])

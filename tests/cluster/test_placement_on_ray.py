@@ -37,7 +37,8 @@ def joined_roles(roles):
 def actors_by_role(roles_of):
     """{class of actor: roles of the nodes it ran on}, of all actors ever started.
 
-    `list_actors` is not used: it asks the dashboard, which on a busy machine may not have started yet.
+    `list_actors` is not used: it asks the dashboard, which on a busy machine may not have started
+    yet.
     """
     found: dict[str, set[str]] = {}
     for actor in actors().values():
@@ -51,12 +52,17 @@ def placed(joined_roles, tmp_path_factory):
     """A run of three workers with four rows per step, from a set of five rows."""
     folder = tmp_path_factory.mktemp("placed")
     make_set(folder / "set", [row(number) for number in range(5)])
-    wanted = config(folder / "set", folder, "run", steps=STEPS, checkpoint_every=0).with_cluster(workers=3)
+    wanted = config(folder / "set", folder, "run", steps=STEPS, checkpoint_every=0).with_cluster(
+        workers=3
+    )
     return train(wanted.replace(batch=wanted.batch.replace(global_=4)), Silent())
 
 
 def test_rank_without_rows_takes_the_steps_of_the_others(placed):
-    """Four rows on three ranks: the last has only padding. Steps run through the ends of epochs of five rows."""
+    """Four rows on three ranks: the last has only padding.
+
+    Steps run through the ends of epochs of five rows.
+    """
     assert (placed.result["status"], placed.result["rows_consumed"]) == ("finished", 12)
     assert marks(placed.path) == list(expected_marks(STEPS, 5, 4))
 
@@ -78,7 +84,9 @@ def test_decoding_runs_on_data_nodes_and_training_on_train_nodes(placed, joined_
 )
 def test_impossible_run_is_refused_without_a_wait(joined_roles, tmp_path, settings, message):
     wanted = config(tmp_path / "none", tmp_path, "never")
-    wanted = wanted.replace(cluster=wanted.cluster.replace(**settings), batch=Batch(micro=4, global_=128))
+    wanted = wanted.replace(
+        cluster=wanted.cluster.replace(**settings), batch=Batch(micro=4, global_=128)
+    )
     began_s = time.monotonic()
     with pytest.raises(ResourceError, match=message):
         train(wanted, Silent())
@@ -87,17 +95,23 @@ def test_impossible_run_is_refused_without_a_wait(joined_roles, tmp_path, settin
 
 
 def test_start_timeout_is_a_resource_error(joined_roles, tmp_path):
-    """The nodes are large enough, but their resources are taken. Training ends at the start timeout; evaluation, which
-    can be repeated later, ends after a check of the free resources."""
+    """The nodes are large enough, but their resources are taken. Training ends at the start
+    timeout; evaluation, which can be repeated later, ends after a check of the free resources."""
     make_set(tmp_path / "set", [row(number) for number in range(50)])
-    blocker = ray.util.placement_group([{"CPU": 3}] * 2, bundle_label_selector=[{ROLE_LABEL: "train"}] * 2)
+    blocker = ray.util.placement_group(
+        [{"CPU": 3}] * 2, bundle_label_selector=[{ROLE_LABEL: "train"}] * 2
+    )
     ray.get(blocker.ready(), timeout=120)
     wanted = config(tmp_path / "set", tmp_path, "late", steps=STEPS).with_cluster(start_timeout_s=5)
     try:
-        with pytest.raises(ResourceError, match=r"did not start within 5 s \(cluster.start_timeout_s\)"):
+        with pytest.raises(
+            ResourceError, match=r"did not start within 5 s \(cluster.start_timeout_s\)"
+        ):
             train(wanted, Silent())
         began_s = time.monotonic()
-        with pytest.raises(ResourceError, match=r"resources that are free now, 2 training workers.*wait until"):
+        with pytest.raises(
+            ResourceError, match=r"resources that are free now, 2 training workers.*wait until"
+        ):
             num_free_workers(wanted)
         assert time.monotonic() - began_s < 60
     finally:

@@ -32,7 +32,9 @@ def test_installed_ray_is_the_tested_version():
 
 def test_changed_private_api_is_a_resource_error(monkeypatch, local_ray):
     monkeypatch.setattr("ray._private.state.available_resources_per_node", None)
-    with pytest.raises(ResourceError, match=r"cannot read the free resources per node from Ray 2\.60"):
+    with pytest.raises(
+        ResourceError, match=r"cannot read the free resources per node from Ray 2\.60"
+    ):
         ray_internals.free_resources()
 
 
@@ -70,12 +72,16 @@ def test_head_resource_is_on_the_head(local_ray):
 
 def test_request_for_nodes_is_accepted_and_cancelled(local_ray):
     for bundles in ([{"CPU": 1.0}], []):
-        ray_internals.request_nodes("test", bundles, {"mmray/role": "train"}, expire_s=5.0, timeout_s=30.0)
+        ray_internals.request_nodes(
+            "test", bundles, {"mmray/role": "train"}, expire_s=5.0, timeout_s=30.0
+        )
 
 
 def test_request_is_refreshed_before_it_expires_and_cancelled(monkeypatch):
     sent, clock = [], [100.0]
-    monkeypatch.setattr(placement, "request_nodes", lambda name, bundles, labels, *_: sent.append((bundles, labels)))
+    monkeypatch.setattr(
+        placement, "request_nodes", lambda name, bundles, labels, *_: sent.append((bundles, labels))
+    )
     monkeypatch.setattr(placement.time, "monotonic", lambda: clock[0])
     request = AutoscalerRequest("mine")
     request.cancel()
@@ -90,7 +96,9 @@ def test_errors_of_ray_train_are_recognized():
     late = ray.train.ControllerError(WorkerGroupStartupTimeoutError(2))
     assert ray_internals.is_train_error(late.controller_failure, "WorkerGroupStartupTimeoutError")
     assert not ray_internals.is_train_error(None, "WorkerGroupStartupTimeoutError")
-    assert ray_internals.is_train_error(WorkerHealthCheckTimeoutError("no response"), "WorkerHealthCheckTimeoutError")
+    assert ray_internals.is_train_error(
+        WorkerHealthCheckTimeoutError("no response"), "WorkerHealthCheckTimeoutError"
+    )
     assert issubclass(PreemptionError, BaseException)
     assert ray_internals.is_train_error(PreemptionError.__new__(PreemptionError), "PreemptionError")
 

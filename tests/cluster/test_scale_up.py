@@ -1,4 +1,6 @@
-"""Growing clusters: a run and a submitted sweep that start with no worker node, and get the nodes that they request."""
+"""Growing clusters: a run and a submitted sweep that start with no worker node, and get the nodes
+that they request.
+"""
 
 import json
 import os
@@ -24,7 +26,11 @@ from tests.training.runs import Silent, config, expected_marks, make_data, marks
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(400)]  # three minutes
 POOLS = {
-    "train": {"resources": {"CPU": 1, "slot": 1}, "labels": {ROLE_LABEL: "train"}, "max_workers": 2},
+    "train": {
+        "resources": {"CPU": 1, "slot": 1},
+        "labels": {ROLE_LABEL: "train"},
+        "max_workers": 2,
+    },
     "data": {"resources": {"CPU": 2}, "labels": {ROLE_LABEL: "data"}, "max_workers": 2},
 }
 
@@ -36,21 +42,35 @@ def test_elastic_run_scales_up_from_zero_nodes(data, tmp_path):
     with fake_autoscaler(POOLS, tmp_path) as address:
         labels = {"train_label": f"{ROLE_LABEL}=train", "data_label": f"{ROLE_LABEL}=data"}
         section = Cluster(
-            workers="1-2", resources_per_worker={"slot": 1.0}, address=address, wait_for_nodes=True, **labels
+            workers="1-2",
+            resources_per_worker={"slot": 1.0},
+            address=address,
+            wait_for_nodes=True,
+            **labels,
         )
         reporter = Silent()
         outcome = train(made.replace(cluster=section), reporter)
-    starts = [text for kind, text in reporter.notes if kind == "status" and re.match(r"starting \d+ worker", text)]
+    starts = [
+        text
+        for kind, text in reporter.notes
+        if kind == "status" and re.match(r"starting \d+ worker", text)
+    ]
     assert starts[-1] == "starting 2 workers" and outcome.result["status"] == "finished"
     assert outcome.result["wasted_steps"] == 0 and marks(outcome.path) == list(expected_marks(60))
 
 
 def test_submitted_sweep_gets_its_nodes_and_they_go_after_it(tmp_path):
-    """A node for the worker of each trial, and one for its data. Limits are unknown, so --concurrency counts."""
+    """A node for the worker of each trial, and one for its data.
+
+    Limits are unknown, so --concurrency counts.
+    """
     if ray.is_initialized():
         ray.shutdown()
     ports = free_ports(2)
-    url, path = f"http://127.0.0.1:{ports[0]}", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    url, path = (
+        f"http://127.0.0.1:{ports[0]}",
+        f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    )
     env = os.environ | {"PATH": path, "RAY_API_SERVER_ADDRESS": url}
     env.pop("RAY_ADDRESS", None)
     cluster = Cluster(
@@ -66,20 +86,40 @@ def test_submitted_sweep_gets_its_nodes_and_they_go_after_it(tmp_path):
 
         def wait_for_nodes(count):
             until = time.monotonic() + 60
-            while len(alive := [node for node in list_nodes(url) if node.state == "ALIVE"]) != count:
+            while (
+                len(alive := [node for node in list_nodes(url) if node.state == "ALIVE"]) != count
+            ):
                 assert time.monotonic() < until, alive
                 time.sleep(1)
 
         wait_for_nodes(1)  # the head
-        options = ["--goal", "loss", "--space", "optimizer.lr=1e-3,1e-4", "--train.samples", "64", "--concurrency", "2"]
+        options = [
+            "--goal",
+            "loss",
+            "--space",
+            "optimizer.lr=1e-3,1e-4",
+            "--train.samples",
+            "64",
+            "--concurrency",
+            "2",
+        ]
         # Without a working directory to ship: nodes of one machine would replace each other's copy.
-        words = [sys.executable, str(ROOT / "jobs" / "tune.py"), str(tmp_path / "recipe.yaml"), *options]
-        job_id = client.submit_job(entrypoint=shlex.join(words), runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
+        words = [
+            sys.executable,
+            str(ROOT / "jobs" / "tune.py"),
+            str(tmp_path / "recipe.yaml"),
+            *options,
+        ]
+        job_id = client.submit_job(
+            entrypoint=shlex.join(words), runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}}
+        )
         status, code, log = ended(client, job_id)
         assert (status, code) == (JobStatus.SUCCEEDED, 0), log
         assert len(list_nodes(url)) >= 4  # all that ever were, with the head
         wait_for_nodes(1)
     summary = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert (summary["status"], summary["concurrency"]) == ("finished", 2)
-    rows = [json.loads(line) for line in (tmp_path / "sweep" / "trials.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "sweep" / "trials.jsonl").read_text().splitlines()
+    ]
     assert [row["status"] for row in rows] == ["finished", "finished"]

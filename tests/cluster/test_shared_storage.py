@@ -18,7 +18,9 @@ def test_bucket_passes_and_is_left_unchanged(s3):
 
 
 def test_missing_bucket_is_an_error_with_the_fix(s3):
-    with pytest.raises(ResourceError, match=r"s3://no-such-bucket/runs is not writable: .*AWS_ENDPOINT_URL"):
+    with pytest.raises(
+        ResourceError, match=r"s3://no-such-bucket/runs is not writable: .*AWS_ENDPOINT_URL"
+    ):
         check_shared("s3://no-such-bucket/runs", [])
     found = check_storage("s3://no-such-bucket/runs")
     assert found.level == "error" and "The bucket must exist" in found.observed
@@ -27,7 +29,9 @@ def test_missing_bucket_is_an_error_with_the_fix(s3):
 def test_node_with_another_folder_at_the_same_path_is_named(local_ray, tmp_path, monkeypatch):
     """`~` is a different folder for the driver and for the workers."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ResourceError, match=r"(?s)not the same folder on every training node:\n  node \w+: .*Mount"):
+    with pytest.raises(
+        ResourceError, match=r"(?s)not the same folder on every training node:\n  node \w+: .*Mount"
+    ):
         check_shared("~/no-folder-of-anybody", alive_nodes())
     assert list((tmp_path / "no-folder-of-anybody").iterdir()) == []
 

@@ -14,7 +14,8 @@ from ray._private.state import actors
 from mmray.config import to_yaml
 from tests.training.runs import TRAINS, config, expected_marks, marks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]  # two minutes; run by hand
+# two minutes; run by hand
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 CANARY = "canary-5f1d0c"  # a secret that no file of a run may contain
 COMMAND = [sys.executable, "-c", "from mmray.cli import main; main()", "train"]
 
@@ -34,11 +35,18 @@ def start(recipe):
 def logged(run):
     """The complete lines of metrics, as text."""
     file = run / "metrics.jsonl"
-    return [line for line in file.read_text().splitlines(True) if line.endswith("\n")] if file.exists() else []
+    return (
+        [line for line in file.read_text().splitlines(True) if line.endswith("\n")]
+        if file.exists()
+        else []
+    )
 
 
 def wait_for_step(process, run, step, earlier=(), timeout_s=300.0):
-    """Wait until this process logged `step` or a later one; `earlier`: the lines of other processes."""
+    """Wait until this process logged `step` or a later one;
+
+    `earlier`: the lines of other processes.
+    """
     end_s = time.monotonic() + timeout_s
     while not TRAINS.search(process.log.read_text()) or not any(
         json.loads(line)["step"] >= step for line in logged(run) if line not in earlier
@@ -54,8 +62,16 @@ def left_on(address, within_s=60.0):
     try:
         end_s = time.monotonic() + within_s
         while True:
-            alive = [a["ActorClassName"] for a in actors().values() if a["State"] == "ALIVE" and not a["IsDetached"]]
-            groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+            alive = [
+                a["ActorClassName"]
+                for a in actors().values()
+                if a["State"] == "ALIVE" and not a["IsDetached"]
+            ]
+            groups = [
+                group
+                for group in ray.util.placement_group_table().values()
+                if group["state"] == "CREATED"
+            ]
             if (not alive and not groups) or time.monotonic() > end_s:
                 return alive, groups
             time.sleep(0.5)
@@ -64,7 +80,9 @@ def left_on(address, within_s=60.0):
 
 
 def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
-    """Exit code 130 with nothing left on the cluster; a kill loses at most one interval; no secret is stored."""
+    """Exit code 130 with nothing left on the cluster; a kill loses at most one interval; no secret
+    is stored.
+    """
     nodes.reset([(4, 2)])
     made = config(data, tmp_path, "run", ("tests.train.faults:Slowly",), nodes.address, steps=20)
     recipe, run = tmp_path / "mine.yaml", tmp_path / "run"
@@ -83,13 +101,18 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
     earlier = logged(run)
     at_once = start(recipe)
     wait_for_step(at_once, run, 5, earlier)
-    at_once.send_signal(signal.SIGSTOP)  # so that both signals arrive before the workers answer the first
+    # so that both signals arrive before the workers answer the first
+    at_once.send_signal(signal.SIGSTOP)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         at_once.send_signal(number)
     at_once.wait(timeout=30)
     output = at_once.log.read_text()
     assert at_once.returncode == 130, output
-    assert "interrupted" in output and "Traceback" not in output and (run / "report.html").stat().st_mtime_ns == page
+    assert (
+        "interrupted" in output
+        and "Traceback" not in output
+        and (run / "report.html").stat().st_mtime_ns == page
+    )
 
     earlier = logged(run)
     killed = start(recipe)
@@ -102,5 +125,7 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
     output = done.log.read_text()
     assert done.returncode == 0, output
     assert marks(run) == list(expected_marks(20))
-    kept = [file for file in run.rglob("*") if file.is_file() and CANARY.encode() in file.read_bytes()]
+    kept = [
+        file for file in run.rglob("*") if file.is_file() and CANARY.encode() in file.read_bytes()
+    ]
     assert not kept and CANARY not in output

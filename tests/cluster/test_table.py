@@ -30,7 +30,11 @@ def process_role(command):
     title = command[0] if command else ""
     if title.startswith("ray::MapWorker("):
         return "stream actor"
-    return re.split(r"[.(]", title.removeprefix("ray::"))[0] if title.startswith("ray::") else Path(title).name
+    return (
+        re.split(r"[.(]", title.removeprefix("ray::"))[0]
+        if title.startswith("ray::")
+        else Path(title).name
+    )
 
 
 class StartingTwice(Silent):
@@ -52,7 +56,9 @@ def test_full_disk_skips_a_checkpoint_and_second_process_is_refused(data, tmp_pa
     """Without Ray, which takes no part in this."""
     monkeypatch.setattr("mmray.training.driver.needs_ray", lambda _: False)
     faults = ("tests.train.faults:FullDiskAtStepSix", "tests.train.faults:Slowly")
-    wanted = config(data, tmp_path, "full", callbacks=faults, keep_checkpoints=9).with_cluster(workers=1)
+    wanted = config(data, tmp_path, "full", callbacks=faults, keep_checkpoints=9).with_cluster(
+        workers=1
+    )
     reporter = StartingTwice(wanted)
     outcome = train(wanted, reporter)
     assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)
@@ -69,14 +75,18 @@ def test_full_disk_skips_a_checkpoint_and_second_process_is_refused(data, tmp_pa
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_runs_killed_at_random_finish_equal(local_ray, data, tmp_path):
-    """MMRAY_TEST_KILLS runs (20), each with a rank killed at a random moment: rows and weights are bitwise equal."""
+    """MMRAY_TEST_KILLS runs (20), each with a rank killed at a random moment: rows and weights are
+    bitwise equal.
+    """
     faults = Path(os.environ["MMRAY_TEST_FAULTS"])
     calm = train(config(data, tmp_path, "calm"), Silent())
     restarts = 0
     for number in range(RANDOM_KILLS):
         (faults / "killed-at-random").unlink(missing_ok=True)
         (faults / f"draw-{number}").touch()
-        wanted = config(data, tmp_path, f"run-{number}", callbacks=("tests.train.faults:KillAtRandom",))
+        wanted = config(
+            data, tmp_path, f"run-{number}", callbacks=("tests.train.faults:KillAtRandom",)
+        )
         outcome = train(wanted, Silent())
         assert marks(outcome.path) == marks(calm.path), number
         assert same_weights(weights(outcome.path), weights(calm.path)), number
@@ -85,14 +95,18 @@ def test_runs_killed_at_random_finish_equal(local_ray, data, tmp_path):
 
 
 def test_run_resumes_at_same_row_after_cluster_restart(data, tmp_path):
-    """Driver, head and workers get SIGKILL at once; the same command starts a new Ray and resumes."""
+    """Driver, head and workers get SIGKILL at once; the same command starts a new Ray and
+    resumes.
+    """
     made = in_double(config(data, tmp_path, "run", ("tests.train.faults:Slowly",)))
     recipe, run = tmp_path / "mine.yaml", tmp_path / "run"
     recipe.write_text(to_yaml(made))
     killed = start(recipe)
     wait_for_step(killed, run, 5)
     everything = [psutil.Process(killed.pid), *psutil.Process(killed.pid).children(recursive=True)]
-    assert any("raylet" in process.name() or "gcs_server" in process.name() for process in everything)
+    assert any(
+        "raylet" in process.name() or "gcs_server" in process.name() for process in everything
+    )
     for process in everything:
         try:
             process.send_signal(signal.SIGKILL)
@@ -113,7 +127,9 @@ def test_run_resumes_at_same_row_after_cluster_restart(data, tmp_path):
 
 
 class KillingAReader(Silent):
-    """Kills a process of the stream at step 16; measures memory of stream processes at a third and at the end."""
+    """Kills a process of the stream at step 16; measures memory of stream processes at a third and
+    at the end.
+    """
 
     killed = None
 
@@ -125,14 +141,18 @@ class KillingAReader(Silent):
         super().step(metrics, total_steps)
         if metrics["step"] >= 16 and self.killed is None:
             below = psutil.Process().children(recursive=True)
-            self.killed = next(each for each in below if process_role(each.cmdline()) == "stream actor")
+            self.killed = next(
+                each for each in below if process_role(each.cmdline()) == "stream actor"
+            )
             self.killed.kill()
         for when, first in (("a third", 26), ("the end", 56)):
             if first <= metrics["step"] < first + 10:
                 self.measure(self.held_mib[when])
 
     def measure(self, held_mib):
-        """Exclude shared pages, because the object store counts in the resident size of each process."""
+        """Exclude shared pages, because the object store counts in the resident size of each
+        process.
+        """
         for process in psutil.Process().children(recursive=True):
             try:
                 role, memory = process_role(process.cmdline()), process.memory_info()
@@ -144,8 +164,8 @@ class KillingAReader(Silent):
 def test_object_store_of_80_mb_streams_four_times_that(tmp_path):
     """An epoch of 4,224 rows of 160 pixels, 324 MB decoded: no deadlock, no spilling, flat memory.
 
-    Each row is read once, and all rows exceed IMAGE_CACHE_MB. Half of the blocks (147 MB) pass each process between
-    the two measurements, so a leak would be visible.
+    Each row is read once, and all rows exceed IMAGE_CACHE_MB. Half of the blocks (147 MB) pass each
+    process between the two measurements, so a leak would be visible.
     """
     ray.shutdown()
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
@@ -159,7 +179,8 @@ def test_object_store_of_80_mb_streams_four_times_that(tmp_path):
             batch=wanted.batch.replace(micro=16, global_=64),
             data=wanted.data.replace(block_mb=24.0),
         )
-        assert max(IMAGE_CACHE_MB * 1e6, 4 * 80e6) < 4224 * 3 * 160**2  # no decoded image is kept for another epoch
+        # no decoded image is kept for another epoch
+        assert max(IMAGE_CACHE_MB * 1e6, 4 * 80e6) < 4224 * 3 * 160**2
         reporter = KillingAReader()
         outcome = train(wanted, reporter)
         state = get_state_from_address(started.address_info["address"])

@@ -1,4 +1,6 @@
-"""Fixtures of the data packages: an object store in memory (`memory://...`), and prepare without Ray."""
+"""Fixtures of the data packages: an object store in memory (`memory://...`), and prepare without
+Ray.
+"""
 
 import io
 import time

@@ -1,4 +1,6 @@
-"""Decoded images kept by a decode actor: each image of a small set is decoded once, with the same blocks."""
+"""Decoded images kept by a decode actor: each image of a small set is decoded once, with the same
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ POSITIONS = np.arange(3 * ROWS)  # three epochs
 def decoded(monkeypatch):
     """The images that were decoded, in order."""
     seen, read = [], reader.decode
-    monkeypatch.setattr(reader, "decode", lambda data, *rest: seen.append(data) or read(data, *rest))
+    monkeypatch.setattr(
+        reader, "decode", lambda data, *rest: seen.append(data) or read(data, *rest)
+    )
     return seen
 
 
@@ -54,5 +58,7 @@ def test_kept_images_are_decoded_once_and_give_the_same_blocks(prepared, decoded
 def test_augmented_images_are_not_kept(prepared):
     augment = Augment(crop_scale=(0.3, 0.6))
     first, second, _ = blocks(prepared, image_cache_mb=ALL_MB, augment=augment)
-    by_key = [dict(zip(block["key"].tolist(), block["image"], strict=True)) for block in (first, second)]
+    by_key = [
+        dict(zip(block["key"].tolist(), block["image"], strict=True)) for block in (first, second)
+    ]
     assert all((by_key[0][key] != by_key[1][key]).any() for key in by_key[0])

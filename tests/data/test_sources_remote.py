@@ -1,4 +1,6 @@
-"""A source on an object store has the same chunks, rows, images, errors and prepared set as on a disk."""
+"""A source on an object store has the same chunks, rows, images, errors and prepared set as on a
+disk.
+"""
 
 import json
 import time
@@ -39,7 +41,9 @@ ALL = SOURCES | {"JSON lines": jsonl, "a folder for each class": classes}
 
 
 def read(address, out):
-    """(chunks without digests, rows) of a source; a row is its location, its fields and its images."""
+    """(chunks without digests, rows) of a source; a row is its location, its fields and its
+    images.
+    """
     source = open_source(detect_source(address), Storage(out), {}, "a {}")
     chunks = list(source.scan(3, ()))
     items = [item for chunk in chunks for item in source.read(chunk)]
@@ -66,7 +70,9 @@ def test_source_on_a_store_equals_source_on_a_disk(tmp_path, title):
         for name in disk.list_files():
             store.write(name, disk.read(name))
         here = read(str(source), str(tmp_path))
-        there = read(str(source).replace(disk.address, store.address, 1), f"memory://{tmp_path.name}")
+        there = read(
+            str(source).replace(disk.address, store.address, 1), f"memory://{tmp_path.name}"
+        )
     finally:
         fsspec.filesystem("memory").store.clear()
     assert there == here
@@ -74,7 +80,11 @@ def test_source_on_a_store_equals_source_on_a_disk(tmp_path, title):
 
 
 def test_prepare_from_bucket_to_bucket_resumes(s3, tmp_path, in_process):
-    raw, here, out = Storage(str(tars(tmp_path / "raw"))), str(tmp_path / "out"), f"{s3.address}/out"
+    raw, here, out = (
+        Storage(str(tars(tmp_path / "raw"))),
+        str(tmp_path / "out"),
+        f"{s3.address}/out",
+    )
     source = f"{s3.address}/raw"
     for name in raw.list_files():
         Storage(source).write(name, raw.read(name))
@@ -121,7 +131,9 @@ def images_and_pairs(folder):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "pairs"])
-def test_images_on_a_store_are_read_in_parallel(tmp_path, memory, in_process, latency, monkeypatch, name):
+def test_images_on_a_store_are_read_in_parallel(
+    tmp_path, memory, in_process, latency, monkeypatch, name
+):
     images_and_pairs(tmp_path / "raw")
     settings, wall_s, out = LAX.model_copy(update={"rows_per_shard": 64, "vocab_size": 0}), {}, {}
     for label, address in (("disk", tmp_path), ("serial", "memory://"), ("parallel", "memory://")):
@@ -134,14 +146,19 @@ def test_images_on_a_store_are_read_in_parallel(tmp_path, memory, in_process, la
             wall_s[label] = time.perf_counter() - start_s
         out[label] = (manifest.fingerprint, (tmp_path / label / "quarantine.jsonl").read_text())
     assert out["disk"] == out["serial"] == out["parallel"]
-    print(f"{name}: {wall_s['serial']:.2f} s with one thread, {wall_s['parallel']:.2f} s in parallel")
+    print(
+        f"{name}: {wall_s['serial']:.2f} s with one thread, {wall_s['parallel']:.2f} s in parallel"
+    )
     assert wall_s["serial"] > 3 * wall_s["parallel"]
 
 
 def test_memory_of_images_read_ahead_is_bounded(monkeypatch):
     """If they are large, at most MIN_PREFETCH_ROWS are requested ahead."""
     monkeypatch.setattr(pack, "PREFETCH_BYTES", 1000)
-    items, seen = [RawRow(n, f"made:{n}", {"image": f"{n}.png", "text": "x"}) for n in range(99)], []
+    items, seen = (
+        [RawRow(n, f"made:{n}", {"image": f"{n}.png", "text": "x"}) for n in range(99)],
+        [],
+    )
 
     def fetch(image):
         seen.append(Future())
@@ -172,11 +189,15 @@ def test_failures_of_a_store_are_retried_or_end_the_prepare(s3, tmp_path, in_pro
     for path in raw.iterdir():
         Storage(source).write(path.name, path.read_bytes())
     rows = f"{source}/rows.jsonl"
-    for number, (method, name) in enumerate([("GET", "raw/rows"), ("GET", "3.png"), ("PUT", "shards/")]):
+    for number, (method, name) in enumerate(
+        [("GET", "raw/rows"), ("GET", "3.png"), ("PUT", "shards/")]
+    ):
         s3.fail(method, name, ATTEMPTS - 1, status=400)
         assert prepare(rows, f"{out}{number}", LAX).num_rows == COUNT and s3.failures_left() == 0
     s3.fail("GET", "3.png", 10_000, status=400)
-    with pytest.raises(ResourceError, match=r"prepare failed at rows\.jsonl from row 4: .*rerun the same command"):
+    with pytest.raises(
+        ResourceError, match=r"prepare failed at rows\.jsonl from row 4: .*rerun the same command"
+    ):
         prepare(rows, out, LAX)
     s3.fail("GET", "3.png", 0, status=400)
     assert prepare(rows, out, LAX).num_rows == COUNT

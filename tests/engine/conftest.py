@@ -30,7 +30,9 @@ def spawn_ranks(run, folder, world, *args, others=0):
     Processes are forked from one server that imports everything once.
     """
     preload()
-    mp.start_processes(run, args=(str(folder), *args), nprocs=world + others, start_method="forkserver")
+    mp.start_processes(
+        run, args=(str(folder), *args), nprocs=world + others, start_method="forkserver"
+    )
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(world)]
 
 

@@ -1,8 +1,10 @@
 """Fake GPUs: tensors that report device `cuda` but compute on the CPU.
 
-As on a real GPU, an operator refuses tensors on different devices. Host synchronizations are counted: reading a value
-from the device, or waiting for a copy. So tests can check that each tensor of a step is on the right device. Not
-covered: speed, memory, GPU arithmetic, stream ordering, and the autograd hooks that DDP and FSDP need.
+As on a real GPU, an operator refuses tensors on different devices. Host synchronizations are
+counted: reading a value from the device, or waiting for a copy. So tests can check that each tensor
+of a step is on the right device. Not
+covered: speed, memory, GPU arithmetic, stream ordering, and the autograd hooks that DDP and FSDP
+need.
 """
 
 from __future__ import annotations
@@ -28,12 +30,24 @@ aten = torch.ops.aten
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)
 CPU = torch.device("cpu")
 COPIES = (aten._to_copy.default, aten.copy_.default)
-INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
-BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default)
+INDEXING = (
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+)
+BY_VALUE = (
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+)
 
 
 class SyncCounter:
-    """Counts host synchronizations: reads of device values, data-dependent shapes, and copies to the device."""
+    """Counts host synchronizations: reads of device values, data-dependent shapes, and copies to
+    the device.
+    """
 
     count = 0
 
@@ -42,12 +56,15 @@ class DeviceTensor(Tensor):
     """A tensor that reports `device`; `data_on_cpu` has the data."""
 
     data_on_cpu: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # otherwise a copy on the CPU would be of this class
+    # otherwise a copy on the CPU would be of this class
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, data: Tensor, device: torch.device) -> DeviceTensor:
         layout = {"strides": data.stride(), "storage_offset": data.storage_offset()}
-        tensor = Tensor._make_wrapper_subclass(cls, data.size(), dtype=data.dtype, device=device, **layout)
+        tensor = Tensor._make_wrapper_subclass(
+            cls, data.size(), dtype=data.dtype, device=device, **layout
+        )
         tensor.data_on_cpu = data
         return tensor
 
@@ -74,7 +91,13 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = tensors_in((args, kwargs))
     on_device = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
     requested = kwargs.get("device")
-    device = torch.device(requested) if requested is not None else on_device[0].device if on_device else CPU
+    device = (
+        torch.device(requested)
+        if requested is not None
+        else on_device[0].device
+        if on_device
+        else CPU
+    )
     if not on_device and device.type == "cpu":
         return func(*args, **kwargs)
     indices = tensors_in(args[1]) if func in INDEXING else []
@@ -82,18 +105,27 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     SyncCounter.count += _synchronizes(func, args, kwargs, tensors, indices, device)
     if requested is not None:
         kwargs = kwargs | {"device": CPU}
-    args, kwargs = map_tensors(lambda it: it.data_on_cpu if isinstance(it, DeviceTensor) else it, (args, kwargs))
+    args, kwargs = map_tensors(
+        lambda it: it.data_on_cpu if isinstance(it, DeviceTensor) else it, (args, kwargs)
+    )
     out = ON_CPU.get(func, func)(*args, **kwargs)
     if device.type == "cpu":
         return out
     # In-place operators return their argument.
-    inputs = {id(tensor.data_on_cpu if isinstance(tensor, DeviceTensor) else tensor): tensor for tensor in tensors}
+    inputs = {
+        id(tensor.data_on_cpu if isinstance(tensor, DeviceTensor) else tensor): tensor
+        for tensor in tensors
+    }
     device = device if device.index is not None else DEVICES[0]
-    return map_tensors(lambda it: inputs[id(it)] if id(it) in inputs else DeviceTensor(it, device), out)
+    return map_tensors(
+        lambda it: inputs[id(it)] if id(it) in inputs else DeviceTensor(it, device), out
+    )
 
 
 def map_tensors(function: Callable[[Tensor], Any], values: Any) -> Any:
-    """Apply a function to each tensor in nested containers; several times faster than torch's pytree."""
+    """Apply a function to each tensor in nested containers; several times faster than torch's
+    pytree.
+    """
     if isinstance(values, Tensor):
         return function(values)
     if isinstance(values, list | tuple):
@@ -114,7 +146,12 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def _synchronizes(
-    func: Any, args: Any, kwargs: Any, tensors: list[Tensor], indices: list[Tensor], device: torch.device
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    tensors: list[Tensor],
+    indices: list[Tensor],
+    device: torch.device,
 ) -> bool:
     """Whether the operator synchronizes: a copy, a scalar read, or a data-dependent shape."""
     if func in COPIES:
@@ -133,18 +170,27 @@ def _check_devices(func: Any, tensors: list[Tensor], indices: list[Tensor]) -> N
     """Raise RuntimeError for mixed devices; scalars and indices may be on the host."""
     if func in COPIES or len({tensor.device for tensor in tensors}) < 2:
         return
-    exempt = {id(tensor) for tensor in [*indices, *(t for t in tensors if t.ndim == 0 and t.device == CPU)]}
+    exempt = {
+        id(tensor)
+        for tensor in [*indices, *(t for t in tensors if t.ndim == 0 and t.device == CPU)]
+    }
     devices = sorted({str(tensor.device) for tensor in tensors if id(tensor) not in exempt})
     if len(devices) > 1:
-        raise RuntimeError(f"expected all tensors on the same device, but {func} has tensors on {devices}")
+        raise RuntimeError(
+            f"expected all tensors on the same device, but {func} has tensors on {devices}"
+        )
 
 
 def _float32_softmax(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda values, dim, to_float: operator(values.float() if to_float else values, dim, False)
+    return lambda values, dim, to_float: operator(
+        values.float() if to_float else values, dim, False
+    )
 
 
 def _backward_in(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda gradient, output, dim, dtype: operator(gradient, output, dim, gradient.dtype).to(dtype)
+    return lambda gradient, output, dim, dtype: operator(gradient, output, dim, gradient.dtype).to(
+        dtype
+    )
 
 
 # CPU kernels do not support half-precision inputs with float32 output.
@@ -186,7 +232,9 @@ def backward(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Run the graph like torch's engine, which without a CUDA driver fails to get streams even for fake tensors."""
+    """Run the graph like torch's engine, which without a CUDA driver fails to get streams even for
+    fake tensors.
+    """
 
     def edge_of(tensor: Tensor) -> tuple[Any, int]:
         edge = torch.autograd.graph.get_gradient_edge(tensor)
@@ -196,11 +244,15 @@ def backward(
     summed: dict[tuple[Any, int], Tensor] = {}
 
     def add(edge: tuple[Any, int], gradient: Tensor) -> None:
-        """Add a gradient to an input of a node, in the shape, dtype and device that the node expects."""
+        """Add a gradient to an input of a node, in the shape, dtype and device that the node
+        expects.
+        """
         node, slot = edge
         expected = node._input_metadata[slot]
         if gradient.device != expected.device:
-            raise RuntimeError(f"{node.name()} on {expected.device} gets a gradient on {gradient.device}")
+            raise RuntimeError(
+                f"{node.name()} on {expected.device} gets a gradient on {gradient.device}"
+            )
         gradient = gradient.sum_to_size(expected.shape).to(expected.dtype)
         slots = pending.setdefault(node, [None] * len(node._input_metadata))
         before = slots[slot]
@@ -215,7 +267,9 @@ def backward(
             if received is None or (wanted and "AccumulateGrad" in node.name()):
                 continue
             out = node(*received) if callable(node) else node.apply(*received)
-            for edge, gradient in zip(node.next_functions, out if isinstance(out, tuple) else (out,), strict=False):
+            for edge, gradient in zip(
+                node.next_functions, out if isinstance(out, tuple) else (out,), strict=False
+            ):
                 if edge[0] is not None and gradient is not None:
                     add(edge, gradient)
     return tuple(summed.get(edge) for edge in wanted)
@@ -230,7 +284,9 @@ def _topological_order(roots: list[Any]) -> list[Any]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack.extend((following, False) for following, _ in node.next_functions if following is not None)
+            stack.extend(
+                (following, False) for following, _ in node.next_functions if following is not None
+            )
     return order[::-1]
 
 
@@ -267,7 +323,12 @@ def make_event(enable_timing: bool = False) -> Any:
 
 
 def make_stream(device: Any = None) -> Any:
-    none = {"record_event": make_event, "wait_event": ignore, "wait_stream": ignore, "synchronize": ignore}
+    none = {
+        "record_event": make_event,
+        "wait_event": ignore,
+        "wait_stream": ignore,
+        "synchronize": ignore,
+    }
     return SimpleNamespace(device=device, **none)
 
 
@@ -297,9 +358,18 @@ def cuda_functions() -> dict[str, Any]:
         "stream": nullcontext(),
     }
     without_effect = ("_lazy_init", "manual_seed", "set_rng_state", "random.set_rng_state")
-    without_effect += ("memory._set_allocator_settings", "synchronize", "empty_cache", "reset_peak_memory_stats")
+    without_effect += (
+        "memory._set_allocator_settings",
+        "synchronize",
+        "empty_cache",
+        "reset_peak_memory_stats",
+    )
     functions = {name: lambda *_, _value=value, **__: _value for name, value in values.items()}
-    return functions | dict.fromkeys(without_effect, ignore) | {"Stream": make_stream, "Event": make_event}
+    return (
+        functions
+        | dict.fromkeys(without_effect, ignore)
+        | {"Stream": make_stream, "Event": make_event}
+    )
 
 
 @contextmanager
@@ -321,7 +391,8 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SyncCounter]]:
         patch.setattr("torch.autograd._engine_run_backward", backward)
         patch.setattr("mmray.engine.checkpoint.state_io.StateDictStager", HostBuffers)
         patch.setattr("mmray.engine.prefetch.ThreadPoolExecutor", InlineExecutor)
-        patch.setattr("mmray.engine.parallel.device_defaults._has_compiler", lambda: False)  # these tensors only run
+        # these tensors only run
+        patch.setattr("mmray.engine.parallel.device_defaults._has_compiler", lambda: False)
         SyncCounter.count = 0
         with FunctionMode(), DispatchMode():
             yield SyncCounter
@@ -331,7 +402,11 @@ def _move_module(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
     """Replaces `nn.Module.to`, which would assign device tensors to CPU weights."""
 
     def moved(tensor: Tensor) -> Tensor:
-        return tensor if "memory_format" in options and tensor.ndim != 4 else tensor.to(*args, **options)
+        return (
+            tensor
+            if "memory_format" in options and tensor.ndim != 4
+            else tensor.to(*args, **options)
+        )
 
     for part in module.modules():
         for name, weight in part._parameters.items():

@@ -18,8 +18,17 @@ from tests.engine import recipe_models, toy
 from tests.engine.ranks import join_group
 
 STEPS, RESUMED_AT = 6, 3
-OWN = {"kind": "my_pkg:Momentum", "settings": {"decay": 0.5}, "schedule": "my_pkg:inverse_sqrt", "lr": 0.05}
-KINDS: dict[str, dict[str, Any]] = {"own": OWN, "muon": {"kind": "muon"}, "lion": {"kind": "lion", "lr": 1e-3}}
+OWN = {
+    "kind": "my_pkg:Momentum",
+    "settings": {"decay": 0.5},
+    "schedule": "my_pkg:inverse_sqrt",
+    "lr": 0.05,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "own": OWN,
+    "muon": {"kind": "muon"},
+    "lion": {"kind": "lion", "lr": 1e-3},
+}
 CHECKPOINTED = ("text=selective", "image=selective")
 
 
@@ -36,10 +45,16 @@ def main(rank: int, folder: str) -> None:
     os._exit(0)  # see ranks.main_two
 
 
-def train_twice(group: Group, folder: Path, optimizer: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """All weights after six steps, also when the last three resume from the files of a checkpoint."""
+def train_twice(
+    group: Group, folder: Path, optimizer: dict[str, Any], **settings: Any
+) -> dict[str, Any]:
+    """All weights after six steps, also when the last three resume from the files of a
+    checkpoint.
+    """
     half = settings.get("precision") == "bf16-true"
-    plan = SamplePlan(num_rows=30, global_rows=12, world_size=group.world_size, micro=4, seed=1, steps=STEPS)
+    plan = SamplePlan(
+        num_rows=30, global_rows=12, world_size=group.world_size, micro=4, seed=1, steps=STEPS
+    )
     train = toy.train_settings(checkpoint_every=RESUMED_AT, **settings)
     options = {"optimizer": toy.optimizer_settings(**optimizer), "train": train}
     sharded = settings.get("parallel") == "fsdp" and group.world_size > 1
@@ -47,7 +62,9 @@ def train_twice(group: Group, folder: Path, optimizer: dict[str, Any], **setting
 
     def save(step: int, state: dict[str, Any], metrics: dict[str, Any], last: bool) -> None:
         if sharded or group.rank == 0:
-            state_io.save_async(folder / f"step-{step}", state, {"step": step}, cpu_group, sharded).result()
+            state_io.save_async(
+                folder / f"step-{step}", state, {"step": step}, cpu_group, sharded
+            ).result()
 
     def model() -> torch.nn.Module:
         model = toy.Branched() if half else toy.Branched().double()
@@ -57,5 +74,12 @@ def train_twice(group: Group, folder: Path, optimizer: dict[str, Any], **setting
     log, whole, resumed = toy.Lines(), model(), model()
     toy.run(whole, plan, group, save=save, log=log, **options)
     group.barrier()
-    toy.run(resumed, plan, group, partial(state_io.load, folder / f"step-{RESUMED_AT}"), RESUMED_AT, **options)
+    toy.run(
+        resumed,
+        plan,
+        group,
+        partial(state_io.load, folder / f"step-{RESUMED_AT}"),
+        RESUMED_AT,
+        **options,
+    )
     return {"whole": toy.flat(whole), "resumed": toy.flat(resumed), "losses": log.of("train/loss")}

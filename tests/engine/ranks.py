@@ -1,4 +1,6 @@
-"""Scenarios on two and four gloo ranks, started once; test_ranks.py and test_strategies.py check the results."""
+"""Scenarios on two and four gloo ranks, started once; test_ranks.py and test_strategies.py check
+the results.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +65,13 @@ def main_two(rank: int, folder: str) -> None:
     """Entry point of one of two ranks: all scenarios in one process group."""
     group = join_group(folder, "two", rank, 2)
     results = {name: train(group) for name, (train, _) in TWO_RANKS.items()}
-    torch.save(results | {scenario.__name__: scenario(group) for scenario in SCENARIOS}, f"{folder}/rank-{rank}.pt")
-    # No barrier: the last scenario broke the group.
-    # Skip interpreter shutdown: gloo's threads may still release tensors of the last collective, which
-    # needs the GIL, and abort the process without it (seen in 1 of 20 runs on a busy machine).
+    torch.save(
+        results | {scenario.__name__: scenario(group) for scenario in SCENARIOS},
+        f"{folder}/rank-{rank}.pt",
+    )
+    # No barrier: the last scenario broke the group. Skip interpreter shutdown: gloo's threads may
+    # still release tensors of the last collective, which needs the GIL, and abort the process
+    # without it (seen in 1 of 20 runs on a busy machine).
     os._exit(0)
 
 
@@ -101,9 +106,15 @@ def join_group(folder: str | Path, name: str, rank: int, world: int) -> Group:
 def rows_of_rank(batch: dict[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
     """The rank's consecutive rows, padded with invalid ones to the same number on each rank."""
     share = -(-len(batch["valid"]) // group.world_size)
-    own_rows = {name: tensor[group.rank * share : (group.rank + 1) * share] for name, tensor in batch.items()}
+    own_rows = {
+        name: tensor[group.rank * share : (group.rank + 1) * share]
+        for name, tensor in batch.items()
+    }
     missing = share - len(own_rows["valid"])
-    padded = {name: torch.cat([tensor, torch.zeros_like(batch[name][:missing])]) for name, tensor in own_rows.items()}
+    padded = {
+        name: torch.cat([tensor, torch.zeros_like(batch[name][:missing])])
+        for name, tensor in own_rows.items()
+    }
     padded["attention_mask"][:, 0] = 1
     return padded
 
@@ -123,13 +134,16 @@ def train_toy(
     """The weights after some steps; `backend`: of torch.compile, for the branches."""
     module = model(dropout, kind=kind).double()
     if kind in ("matching", "language_modelling"):
-        module.log_scale.requires_grad_(False)  # unused there, and DDP waits for each trainable weight
+        # unused there, and DDP waits for each trainable weight
+        module.log_scale.requires_grad_(False)
     if backend != "none":
         module = compile_branches(module, SimpleNamespace(compile=backend))
     state = toy.train_state(module, group, **{"objective": toy.objective(kind, chunk=5)} | options)
     for step in range(steps):
         batch = make_local_batch(toy.cut(rows_of_rank(toy.rows(rows, step, invalid), group), micro))
-        optimizer_step(state, batch, lambda index, step=step: micro_seed(toy.SEED, step, group.rank, index))
+        optimizer_step(
+            state, batch, lambda index, step=step: micro_seed(toy.SEED, step, group.rank, index)
+        )
     return toy.flat(module)
 
 
@@ -139,7 +153,8 @@ def variant(train: Train, **on_ranks: Any) -> tuple[Train, Train]:
 
 
 def train_objective(kind: str) -> Train:
-    return partial(train_toy, kind=kind, invalid=(*INVALID, 11, 12, 13, 14))  # some ranks have no rows
+    # some ranks have no rows
+    return partial(train_toy, kind=kind, invalid=(*INVALID, 11, 12, 13, 14))
 
 
 def gather_in_parts(group: Group, **options: Any) -> torch.Tensor:
@@ -167,7 +182,9 @@ TWO_RANKS: dict[str, tuple[Train, Train]] = {
     ),
     **{
         f"{kind}, {way}{', activation checkpointing' * checkpointing}": variant(
-            partial(recipe_models.train_kind, kind, parallel="single"), parallel=way, checkpointing=checkpointing
+            partial(recipe_models.train_kind, kind, parallel="single"),
+            parallel=way,
+            checkpointing=checkpointing,
         )
         for kind in recipe_models.MODELS
         for way in ("ddp", "fsdp")
@@ -182,23 +199,38 @@ FOUR_RANKS: dict[str, tuple[Train, Train]] = {
     "accumulated": variant(train_toy, micro=4),
     "row-wise": variant(partial(train_toy, **ROW_WISE), micro=4),
     "sigmoid, gathered in parts": IN_PARTS,
-    **{kind: variant(train_objective(kind), micro=4) for kind in ("sigmoid", "language_modelling", KINDS[-2])},
-    **{f"{key}, sharded": variant(partial(train_objective(key), steps=4), micro=4, parallel="fsdp") for key in KINDS},
+    **{
+        kind: variant(train_objective(kind), micro=4)
+        for kind in ("sigmoid", "language_modelling", KINDS[-2])
+    },
+    **{
+        f"{key}, sharded": variant(partial(train_objective(key), steps=4), micro=4, parallel="fsdp")
+        for key in KINDS
+    },
     **{
         f"{key}, hsdp{', reduced once per step' * once}": variant(
-            partial(train_objective(key), model=toy.Branched), micro=2, parallel="hsdp", sync_once=once
+            partial(train_objective(key), model=toy.Branched),
+            micro=2,
+            parallel="hsdp",
+            sync_once=once,
         )
         for key in ("contrastive", "sigmoid")
         for once in (False, True)
     },
-    "clip, hsdp": variant(partial(recipe_models.train_kind, "clip", parallel="single"), parallel="hsdp"),
+    "clip, hsdp": variant(
+        partial(recipe_models.train_kind, "clip", parallel="single"), parallel="hsdp"
+    ),
 }
 
 
 def common_defaults(group: Group) -> list[str]:
-    """The results of `auto` if rank 1 has an older GPU than rank 0, and those of explicit settings."""
+    """The results of `auto` if rank 1 has an older GPU than rank 0, and those of explicit
+    settings.
+    """
     on_gpu = replace(group, device=torch.device("cuda", 0))
-    with patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0) if group.rank == 0 else (7, 0)):
+    with patch.object(
+        torch.cuda, "get_device_capability", lambda _: (9, 0) if group.rank == 0 else (7, 0)
+    ):
         own = select_precision("auto", on_gpu.device).name
         given = config.Train(), config.Train(precision="bf16", compile="eager")
         trains = [resolve_auto(train, on_gpu) for train in given]
@@ -207,15 +239,33 @@ def common_defaults(group: Group) -> list[str]:
 
 def skipped_step(group: Group) -> dict[str, Any]:
     """The loop; the third step is not finite on the last rank."""
-    model, log = toy.NanAtSteps((3,) if group.rank == group.world_size - 1 else ()).double(), toy.Lines()
-    plan = SamplePlan(num_rows=33, global_rows=10, world_size=group.world_size, micro=2, seed=1, steps=8)
-    outcome = toy.run(model, plan, group, callbacks=(model,), log=log, train=toy.train_settings(log_every=1))
-    return {"skipped": outcome.skipped_steps, "weights": toy.flat(model), "norms": log.of("train/grad_norm")}
+    model, log = (
+        toy.NanAtSteps((3,) if group.rank == group.world_size - 1 else ()).double(),
+        toy.Lines(),
+    )
+    plan = SamplePlan(
+        num_rows=33, global_rows=10, world_size=group.world_size, micro=2, seed=1, steps=8
+    )
+    outcome = toy.run(
+        model, plan, group, callbacks=(model,), log=log, train=toy.train_settings(log_every=1)
+    )
+    return {
+        "skipped": outcome.skipped_steps,
+        "weights": toy.flat(model),
+        "norms": log.of("train/grad_norm"),
+    }
 
 
 def collectives(group: Group) -> dict[str, Any]:
     """Rows of different numbers, and metrics of both ranks."""
-    names = ("time/step_s", "time/step_p95_s", "time/first_step_s", "memory/peak_gib", "host/memory_gib", "gpu/busy")
+    names = (
+        "time/step_s",
+        "time/step_p95_s",
+        "time/first_step_s",
+        "memory/peak_gib",
+        "host/memory_gib",
+        "gpu/busy",
+    )
     own = {name: float(1 + 2 * group.rank) for name in names}
     return {
         "uneven": group.all_gather_variable(torch.full((2 + group.rank,), group.rank)),
@@ -225,11 +275,17 @@ def collectives(group: Group) -> dict[str, Any]:
 
 def noise_scale(group: Group) -> list[list[float]]:
     """The scales of two contrastive runs, replicated and (with several ranks) sharded."""
-    plan = SamplePlan(num_rows=64, global_rows=16, world_size=group.world_size, micro=4, seed=1, steps=4)
+    plan = SamplePlan(
+        num_rows=64, global_rows=16, world_size=group.world_size, micro=4, seed=1, steps=4
+    )
     scales = []
     for parallel in ("ddp", "fsdp"):
         log = toy.Lines()
-        settings = {"log_every": 1, "noise_scale_every": 1, "parallel": parallel if group.world_size > 1 else "single"}
+        settings = {
+            "log_every": 1,
+            "noise_scale_every": 1,
+            "parallel": parallel if group.world_size > 1 else "single",
+        }
         toy.run(toy.Toy().double(), plan, group, log=log, train=toy.train_settings(**settings))
         scales.append([line.get("train/noise_scale") for line in log])
     return scales
@@ -239,7 +295,12 @@ def stopped_loop(group: Group) -> dict[str, Any]:
     """The loop; only the last rank requests a stop, at its seventh step."""
     log, polls, model = toy.Lines(), iter(range(100)), toy.Toy().double()
     plan = SamplePlan(
-        num_rows=33, global_rows=10, world_size=group.world_size, micro=4 // group.world_size, seed=1, steps=12
+        num_rows=33,
+        global_rows=10,
+        world_size=group.world_size,
+        micro=4 // group.world_size,
+        seed=1,
+        steps=12,
     )
     stop = lambda: group.rank == group.world_size - 1 and next(polls) == 6  # noqa: E731
     outcome = toy.run(model, plan, group, log=log, stop=stop)
@@ -260,14 +321,19 @@ def overflow(group: Group) -> dict[str, Any]:
     return {"unchanged": unchanged, "weights": toy.flat(model), **state}
 
 
-OOM_OBJECTIVES = {"contrastive": Contrastive, "sigmoid": partial(Sigmoid, chunk_rows=3), "row-wise": toy.Regression}
+OOM_OBJECTIVES = {
+    "contrastive": Contrastive,
+    "sigmoid": partial(Sigmoid, chunk_rows=3),
+    "row-wise": toy.Regression,
+}
 MINED = "contrastive + 0.5 * matching"
 OOM_SCENARIOS = [
     *((point, "contrastive", 5) for point in toy.OOM_POINTS),
     *((point, "sigmoid", 5) for point in ("embedding", "loss", "backward")),
     *((point, MINED, 5) for point in ("embedding", "backward")),
     ("backward", "row-wise", 5),
-    *((point, kind, 8) for point in ("forward", "loss") for kind in ("contrastive", "sigmoid")),  # one micro-batch
+    # one micro-batch
+    *((point, kind, 8) for point in ("forward", "loss") for kind in ("contrastive", "sigmoid")),
 ]
 OOM_PLAN = SamplePlan(num_rows=60, global_rows=16, world_size=2, micro=4, seed=1, steps=8)
 
@@ -276,10 +342,17 @@ def run_with_oom(
     group: Group, point: str, objective: str = "contrastive", micro: int = 4, **settings: Any
 ) -> dict[str, Any]:
     """A run in which only rank 1 runs out of memory once, at `point` of step 3."""
-    fault, log, notes = toy.MemoryFault(point if group.rank == 1 else "", at_step=3), toy.Lines(), []
+    fault, log, notes = (
+        toy.MemoryFault(point if group.rank == 1 else "", at_step=3),
+        toy.Lines(),
+        [],
+    )
     model = toy.MemoryLimitedToy(fault, kind=objective).double()
     make_objective = OOM_OBJECTIVES.get(objective) or partial(toy.objective, objective)
-    options = {"objective": fault.add_to_loss(make_objective()), "train": toy.train_settings(**settings)}
+    options = {
+        "objective": fault.add_to_loss(make_objective()),
+        "train": toy.train_settings(**settings),
+    }
     options |= {"log": log, "callbacks": (fault,), "notify": lambda label, text: notes.append(text)}
     plan = replace(OOM_PLAN, world_size=group.world_size, micro=micro)
     toy.run(model, plan, group, **options)
@@ -302,11 +375,18 @@ def recovered_oom(group: Group) -> list[dict[str, Any]]:
 
 
 def recovered_oom_in_fp16(group: Group) -> tuple[int, float]:
-    """Skipped steps and the final loss scale; an abandoned step is neither skipped, nor does it change the scale."""
-    scaler, fault = torch.amp.GradScaler("cpu", init_scale=8.0), toy.MemoryFault("backward" if group.rank else "")
+    """Skipped steps and the final loss scale; an abandoned step is neither skipped, nor does it
+    change the scale.
+    """
+    scaler, fault = (
+        torch.amp.GradScaler("cpu", init_scale=8.0),
+        toy.MemoryFault("backward" if group.rank else ""),
+    )
     train = toy.train_settings(precision="fp16")
     with patch.object(Precision, "scaler", lambda _: scaler):
-        outcome = toy.run(toy.MemoryLimitedToy(fault), OOM_PLAN, group, train=train, callbacks=(fault,))
+        outcome = toy.run(
+            toy.MemoryLimitedToy(fault), OOM_PLAN, group, train=train, callbacks=(fault,)
+        )
     assert fault.raised == bool(group.rank)
     return outcome.skipped_steps, scaler.get_scale()
 
@@ -339,11 +419,23 @@ def oom_in_synchronizing_backward(group: Group) -> dict[str, Any]:
 
 
 def sharded_bf16(group: Group) -> dict[str, list[float]]:
-    """Losses of a sharded run that gathers weights in bf16, of one in float32, and of models with BatchNorm."""
+    """Losses of a sharded run that gathers weights in bf16, of one in float32, and of models with
+    BatchNorm.
+    """
     losses = {}
-    plan = SamplePlan(num_rows=12, global_rows=12, world_size=group.world_size, micro=3, seed=1, steps=6)
-    for parallel, number, norm in (("fsdp", "fp32", 0), ("fsdp", "bf16", 0), ("fsdp", "bf16", 1), ("ddp", "bf16", 1)):
-        log, train = toy.Lines(), toy.train_settings(parallel=parallel, precision=number, log_every=1)
+    plan = SamplePlan(
+        num_rows=12, global_rows=12, world_size=group.world_size, micro=3, seed=1, steps=6
+    )
+    for parallel, number, norm in (
+        ("fsdp", "fp32", 0),
+        ("fsdp", "bf16", 0),
+        ("fsdp", "bf16", 1),
+        ("ddp", "bf16", 1),
+    ):
+        log, train = (
+            toy.Lines(),
+            toy.train_settings(parallel=parallel, precision=number, log_every=1),
+        )
         model = toy.Branched(kind="sigmoid", batch_norm=bool(norm))
         toy.run(model, plan, group, objective=Sigmoid(), log=log, train=train)
         losses[f"{parallel}, {number}{', norm' * norm}"] = log.of("train/loss")
@@ -352,7 +444,9 @@ def sharded_bf16(group: Group) -> dict[str, list[float]]:
 
 def timeouts_of_hsdp(group: Group) -> list[float]:
     """Timeout of the collectives within and across nodes, in seconds."""
-    groups: list[Any] = strategy._device_mesh(replace(group, timeout_s=77.0), hybrid=True).get_all_groups()
+    groups: list[Any] = strategy._device_mesh(
+        replace(group, timeout_s=77.0), hybrid=True
+    ).get_all_groups()
     return [part._get_backend(group.device).options._timeout.total_seconds() for part in groups]
 
 
@@ -375,7 +469,11 @@ def oom_in_optimizer(group: Group) -> dict[str, Any]:
 
 SMALL_BUCKETS = "ddp, small buckets"
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"{way}, {kind}": (kind, {"parallel": way}) for way in ("ddp", "fsdp") for kind in OOM_OBJECTIVES},
+    **{
+        f"{way}, {kind}": (kind, {"parallel": way})
+        for way in ("ddp", "fsdp")
+        for kind in OOM_OBJECTIVES
+    },
     SMALL_BUCKETS: ("contrastive", {}),
     "bf16 gradients": ("contrastive", {"grad_compression": "bf16"}),
     "fp16 gradients": ("sigmoid", {"grad_compression": "fp16"}),
@@ -385,9 +483,13 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 def train_strategy(
     group: Group, objective: str, first: dict[str, Any] | None = None, **settings: Any
 ) -> dict[str, Any]:
-    """Eight steps under a strategy (the last six, from `first`): weights, losses, and the state after the second."""
+    """Eight steps under a strategy (the last six, from `first`): weights, losses, and the state
+    after the second.
+    """
     log, states, model = toy.Lines(), {}, toy.Branched(kind=objective).double()
-    plan = SamplePlan(num_rows=30, global_rows=12, world_size=group.world_size, micro=3, seed=1, steps=8)
+    plan = SamplePlan(
+        num_rows=30, global_rows=12, world_size=group.world_size, micro=3, seed=1, steps=8
+    )
     if settings.get("parallel") == "branches":
         strategy.place_branches(model, group.device)
 
@@ -403,7 +505,9 @@ def train_strategy(
     train = toy.train_settings(**{"log_every": 1, "checkpoint_every": 2} | settings)
     options = {"objective": OOM_OBJECTIVES[objective](), "train": train, "log": log, "save": save}
     options |= {"evaluate": evaluate, "evaluate_every": 3}
-    stored = first and partial(state_io.load, save_checkpoint(Path(tempfile.mkdtemp()), 2, first, {}))
+    stored = first and partial(
+        state_io.load, save_checkpoint(Path(tempfile.mkdtemp()), 2, first, {})
+    )
     toy.run(model, plan, group, stored, 2 if first else 0, **options)
     weights = torch.cat([tensor.flatten() for tensor in states[8]["model"].values()])
     return {"weights": weights, "losses": log.of("train/loss"), "state": states.get(2)}
@@ -413,11 +517,15 @@ def strategies(group: Group) -> dict[str, Any]:
     """Each strategy, and a replicated checkpoint that resumes sharded and the reverse."""
     results = {}
     for name, (objective, settings) in STRATEGIES.items():
-        with patch.object(strategy, "BUCKET_MB", 0.001 if name == SMALL_BUCKETS else strategy.BUCKET_MB):
+        with patch.object(
+            strategy, "BUCKET_MB", 0.001 if name == SMALL_BUCKETS else strategy.BUCKET_MB
+        ):
             results[name] = train_strategy(group, objective, **settings)
     for before, after in (("ddp", "fsdp"), ("fsdp", "ddp")):
         state = results[f"{before}, contrastive"]["state"]
-        results[f"{before} to {after}"] = train_strategy(group, "contrastive", state, parallel=after)
+        results[f"{before} to {after}"] = train_strategy(
+            group, "contrastive", state, parallel=after
+        )
     return results
 
 
@@ -430,17 +538,25 @@ def compiled(group: Group) -> dict[str, Any]:
     for name, options in COMPILED.items():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        train = partial(train_toy, group, 3, (), toy.Branched, rows=12, dropout=0.3, **options)  # all of one shape
+        # all of one shape
+        train = partial(train_toy, group, 3, (), toy.Branched, rows=12, dropout=0.3, **options)
         train = partial(train, parallel=name.split(",")[0])
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # otherwise it would fall back to eager code
+        # otherwise it would fall back to eager code
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             weights = train(backend="aot_eager")
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        results[name] = {"weights": weights, "graphs": graphs, "eager": train(), "start": train(steps=0)}
+        results[name] = {
+            "weights": weights,
+            "graphs": graphs,
+            "eager": train(),
+            "start": train(steps=0),
+        }
     return results
 
 
 def inductor(group: Group) -> dict[str, Any]:
-    """Weights with compiled and eager blocks and dropout, and a micro-batch's outputs of both passes of GradCache.
+    """Weights with compiled and eager blocks and dropout, and a micro-batch's outputs of both
+    passes of GradCache.
 
     `own`: with the random numbers of inductor, which differ from those of eager code.
     """
@@ -454,10 +570,14 @@ def inductor(group: Group) -> dict[str, Any]:
 
 
 def train_with_dropout(group: Group, backend: str, steps: int = 3) -> dict[str, Any]:
-    """Two micro-batches a step, with shorter captions in later steps; the passes are those of the second one."""
+    """Two micro-batches a step, with shorter captions in later steps; the passes are those of the
+    second one.
+    """
     spec, passes = recipe_models.WITH_DROPOUT, []
     torch.manual_seed(3)
-    module = compile_branches(build(spec, recipe_models.VOCAB).double().train(), toy.train_settings(compile=backend))
+    module = compile_branches(
+        build(spec, recipe_models.VOCAB).double().train(), toy.train_settings(compile=backend)
+    )
 
     def forward(*args: Any) -> Any:
         outputs = forward_micro_batch(*args)
@@ -470,7 +590,9 @@ def train_with_dropout(group: Group, backend: str, steps: int = 3) -> dict[str, 
         batch["attention_mask"][:, 6 - step :] = 0
         with patch.object(engine_step, "forward_micro_batch", forward):
             local = make_local_batch(toy.cut(rows_of_rank(batch, group), 2))
-            optimizer_step(state, local, lambda index, step=step: micro_seed(toy.SEED, step, group.rank, index))
+            optimizer_step(
+                state, local, lambda index, step=step: micro_seed(toy.SEED, step, group.rank, index)
+            )
     return {"weights": toy.flat(module), "passes": passes}
 
 

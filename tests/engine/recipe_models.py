@@ -36,14 +36,21 @@ WITH_DROPOUT = config.TwoTower(
 RESNET = TOWERS["image"].model_copy(update={"name": "resnet18"})
 OTHER_MODELS: dict[str, tuple[config.Model, str]] = {
     "resnet18": (
-        config.TwoTower(inputs=INPUTS, image=RESNET, text=TOWERS["text"], embed_dim=8, batch_norm="frozen"),
+        config.TwoTower(
+            inputs=INPUTS, image=RESNET, text=TOWERS["text"], embed_dim=8, batch_norm="frozen"
+        ),
         "contrastive",
     )
 }
 
 
 def train_kind(
-    kind: str, group: Group, parallel: str, steps: int = STEPS, checkpointing: bool = False, backend: Any = None
+    kind: str,
+    group: Group,
+    parallel: str,
+    steps: int = STEPS,
+    checkpointing: bool = False,
+    backend: Any = None,
 ) -> torch.Tensor:
     """All weights after some steps in micro-batches of 3 rows; the last row is padding.
 
@@ -63,7 +70,10 @@ def train_kind(
     for step in range(steps):
         batch = synthetic_batch(spec.inputs, VOCAB, ROWS, "cpu", seed=step)
         batch["valid"][-1] = False
-        own_rows = {name: column[group.rank * share : (group.rank + 1) * share] for name, column in batch.items()}
+        own_rows = {
+            name: column[group.rank * share : (group.rank + 1) * share]
+            for name, column in batch.items()
+        }
         optimizer_step(state, make_local_batch(toy.cut(own_rows, 3)), lambda index: index)
     return toy.flat(model)
 
@@ -71,12 +81,22 @@ def train_kind(
 def train_llava(
     group: Group, micro: int, group_by_length: bool = True, steps: int = 5, **settings: Any
 ) -> torch.Tensor:
-    """The weights of a run of a generative model as in recipe `llava`: captions of different lengths."""
-    plan = SamplePlan(num_rows=20, global_rows=8, world_size=group.world_size, micro=micro, seed=1, steps=steps)
+    """The weights of a run of a generative model as in recipe `llava`: captions of different
+    lengths.
+    """
+    plan = SamplePlan(
+        num_rows=20, global_rows=8, world_size=group.world_size, micro=micro, seed=1, steps=steps
+    )
     train = toy.train_settings(**settings)
     torch.manual_seed(3)
-    model = apply_transforms(build(MODELS["generative"][0], VOCAB).double(), train, toy.OPTIMIZER, group.device)
-    options = {"objective": toy.objective("language_modelling"), "train": train, "group_by_length": group_by_length}
+    model = apply_transforms(
+        build(MODELS["generative"][0], VOCAB).double(), train, toy.OPTIMIZER, group.device
+    )
+    options = {
+        "objective": toy.objective("language_modelling"),
+        "train": train,
+        "group_by_length": group_by_length,
+    }
     if steps:
         micro_batches = iter_micro_batches(llava_blocks(plan, group.rank), plan, group_by_length)
         loop.train_loop(toy.train_spec(model, plan, group, **options), micro_batches)
@@ -84,7 +104,9 @@ def train_llava(
 
 
 def llava_blocks(plan: SamplePlan, rank: int) -> Iterator[dict[str, np.ndarray]]:
-    """A rank's blocks of one step each, as data/reader.py creates them of conversations; loss masks are random."""
+    """A rank's blocks of one step each, as data/reader.py creates them of conversations; loss masks
+    are random.
+    """
     draw, rows = np.random.default_rng(2), plan.num_rows
     columns = {
         "image": draw.integers(0, 256, (rows, 3, CHAT.image_side, CHAT.image_side), dtype=np.uint8),
@@ -100,5 +122,8 @@ def llava_blocks(plan: SamplePlan, rank: int) -> Iterator[dict[str, np.ndarray]]
     for step in range(plan.steps):
         positions = plan.positions(step, rank)
         real = positions >= 0
-        block = {name: column[np.where(real, plan.row_ids_at(positions), 0)] for name, column in columns.items()}
+        block = {
+            name: column[np.where(real, plan.row_ids_at(positions), 0)]
+            for name, column in columns.items()
+        }
         yield block | {"valid": block["valid"] & real, "pos": positions}

@@ -1,4 +1,6 @@
-"""Cost of cached accumulation against one pass: time is bounded, memory is that of one micro-batch."""
+"""Cost of cached accumulation against one pass: time is bounded, memory is that of one
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def bench():
 def gradient(bench, rows, micro):
     state = toy.train_state(bench.model)
     batch = {name: column[:rows] for name, column in bench.batches[0].items()}
-    accumulate_gradients(state, split_micro_batches(make_local_batch([batch]), micro), lambda index: index)
+    accumulate_gradients(
+        state, split_micro_batches(make_local_batch([batch]), micro), lambda index: index
+    )
     flat = toy.flat_gradient(bench.model)
     state.optimizer.zero_grad(set_to_none=True)
     return flat

@@ -11,13 +11,33 @@ from mmray.errors import UsageError
     ("settings", "workers", "summary"),
     [
         ({"micro": 8, "global": 64}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows per step"),
-        ({"micro": 8, "accumulation": 4}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows per step"),
+        (
+            {"micro": 8, "accumulation": 4},
+            2,
+            "micro 8 x accumulation 4 x workers 2 = 64 rows per step",
+        ),
         ({"global": 64}, 2, "micro 32 x accumulation 1 x workers 2 = 64 rows per step"),
-        ({"global": 64, "accumulation": 4}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows per step"),
-        ({"global": 64, "micro": 64}, 4, "micro 16 x accumulation 1 x workers 4 = 64 rows per step"),
-        ({"global": 10, "micro": 4}, 1, "micro 4 x accumulation 3 x workers 1, limited to 10 rows per step"),
+        (
+            {"global": 64, "accumulation": 4},
+            2,
+            "micro 8 x accumulation 4 x workers 2 = 64 rows per step",
+        ),
+        (
+            {"global": 64, "micro": 64},
+            4,
+            "micro 16 x accumulation 1 x workers 4 = 64 rows per step",
+        ),
+        (
+            {"global": 10, "micro": 4},
+            1,
+            "micro 4 x accumulation 3 x workers 1, limited to 10 rows per step",
+        ),
         ({"micro": 5}, 3, "micro 5 x accumulation 1 x workers 3 = 15 rows per step"),
-        ({"global": 48, "micro": "auto"}, 2, "48 rows per step over 2 workers, micro-batch: largest that fits"),
+        (
+            {"global": 48, "micro": "auto"},
+            2,
+            "48 rows per step over 2 workers, micro-batch: largest that fits",
+        ),
     ],
 )
 def test_batch_shape(settings, workers, summary):

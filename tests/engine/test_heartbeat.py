@@ -22,9 +22,18 @@ def test_names_of_loop_functions_match():
     from torch._dynamo import convert_frame
     from torch._inductor import compile_fx  # here, because it takes seconds
 
-    assert all(hasattr(loop, name) for name in {heartbeat.LOOP_FUNCTION, *heartbeat.FUNCTIONS_WITHOUT_STEPS})
-    assert all(any(hasattr(file, name) for file in (convert_frame, compile_fx)) for name in heartbeat.COMPILE_FUNCTIONS)
-    assert all(Path(file.__file__).as_posix().endswith(heartbeat.COMPILE_PATHS) for file in (convert_frame, compile_fx))
+    assert all(
+        hasattr(loop, name)
+        for name in {heartbeat.LOOP_FUNCTION, *heartbeat.FUNCTIONS_WITHOUT_STEPS}
+    )
+    assert all(
+        any(hasattr(file, name) for file in (convert_frame, compile_fx))
+        for name in heartbeat.COMPILE_FUNCTIONS
+    )
+    assert all(
+        Path(file.__file__).as_posix().endswith(heartbeat.COMPILE_PATHS)
+        for file in (convert_frame, compile_fx)
+    )
     files = (heartbeat.CHECKPOINT_WAIT_FILE, heartbeat.DATA_WAIT_FILE, heartbeat.COLLECTIVES_FILE)
     assert all(Path(file).is_file() for file in files)
 
@@ -33,7 +42,9 @@ def states_of(call, messages, tmp_path, first_step=0):
     """Run `call` in a thread with a heartbeat; wait until it ends."""
 
     def run():
-        with Heartbeat(lambda message: messages.append(message) or False, {}, tmp_path).running(first_step):
+        with Heartbeat(lambda message: messages.append(message) or False, {}, tmp_path).running(
+            first_step
+        ):
             call()
 
     thread = threading.Thread(target=run, daemon=True)
@@ -65,18 +76,27 @@ def test_compilation_in_a_backward_is_no_wait_for_other_ranks(tmp_path, monkeypa
     one = torch.ones(1, requires_grad=True)
     states = states_of(lambda: Function.apply(one).backward(), messages, tmp_path)
     assert one.grad == 2 and "compiling" in states and set(states) <= set(Cluster().state_limits_s)
-    assert not any(message["in_collective"] for message in messages[:-1] if message["state"] == "compiling")
+    assert not any(
+        message["in_collective"] for message in messages[:-1] if message["state"] == "compiling"
+    )
 
 
 @pytest.mark.parametrize(
     "file",
-    [heartbeat.DATA_WAIT_FILE, heartbeat.CHECKPOINT_WAIT_FILE, heartbeat.COLLECTIVES_FILE, "/torch/distributed/a.py"],
+    [
+        heartbeat.DATA_WAIT_FILE,
+        heartbeat.CHECKPOINT_WAIT_FILE,
+        heartbeat.COLLECTIVES_FILE,
+        "/torch/distributed/a.py",
+    ],
 )
 def test_import_of_a_module_does_not_count_as_its_waits(tmp_path, monkeypatch, file):
     """A rank whose import hangs waits for no other rank."""
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
     messages, code = [], compile("sleep(0.2)", file, "exec")
-    assert set(states_of(lambda: exec(code, {"sleep": time.sleep}), messages, tmp_path)) == {"starting"}
+    assert set(states_of(lambda: exec(code, {"sleep": time.sleep}), messages, tmp_path)) == {
+        "starting"
+    }
     assert not any(message["in_collective"] for message in messages[:-1])
 
 
@@ -101,7 +121,9 @@ def test_wait_for_rows_is_reported_on_a_cpu(tmp_path, monkeypatch):
 
     def train():
         with Heartbeat(messages.append, {}, tmp_path).running(0), suppress(TrainingError):
-            loop.train_loop(toy.train_spec(toy.Toy(), plan), iter_micro_batches(slow_blocks(), plan))
+            loop.train_loop(
+                toy.train_spec(toy.Toy(), plan), iter_micro_batches(slow_blocks(), plan)
+            )
 
     thread = threading.Thread(target=train, daemon=True)
     thread.start()

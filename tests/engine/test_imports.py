@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAVY = "{'transformers', 'torchvision', 'torch._dynamo', 'torch.distributed.checkpoint', 'torch.distributed.tensor'}"
+HEAVY = (
+    "{'transformers', 'torchvision', 'torch._dynamo', 'torch.distributed.checkpoint', "
+    "'torch.distributed.tensor'}"
+)
 STEP = f"""
 import sys, torch, mmray.engine.worker
 from mmray.config import recipes

@@ -26,7 +26,9 @@ def few_nonfinite_steps(monkeypatch):
 
 
 def plan_of(steps: int, micro: int = 3, world: int = 1) -> SamplePlan:
-    return SamplePlan(num_rows=33, global_rows=10, world_size=world, micro=micro, seed=1, steps=steps)
+    return SamplePlan(
+        num_rows=33, global_rows=10, world_size=world, micro=micro, seed=1, steps=steps
+    )
 
 
 class Checkpoints(dict):
@@ -63,7 +65,8 @@ def test_resumed_run_is_bitwise_equal():
         assert torch.equal(value, resumed.state_dict()[name]), name
     measured = ("time", "thr", "mem", "host", "gpu")
     expected, lines = (
-        [{k: v for k, v in line.items() if not k.startswith(measured)} for line in each] for each in (log, resumed_log)
+        [{k: v for k, v in line.items() if not k.startswith(measured)} for line in each]
+        for each in (log, resumed_log)
     )
     assert lines == [line for line in expected if line["step"] in (4, 6, 8)]
 
@@ -78,12 +81,18 @@ def move_row(steps):
     [
         (move_row, r"step 3 on rank 0: row 3 has position 99, 23 expected", [1, 2]),
         (lambda steps: steps[:3], "ended after step 3 of 4", [1, 2, 3]),
-        (lambda steps: [micro_batches[:-1] for micro_batches in steps], "9 rows arrived, 10 expected", []),
+        (
+            lambda steps: [micro_batches[:-1] for micro_batches in steps],
+            "9 rows arrived, 10 expected",
+            [],
+        ),
     ],
 )
 def test_wrong_rows_end_the_run_before_their_step(change, message, taken):
     plan, steps = plan_of(4), []
-    spec = toy.train_spec(toy.Toy(), plan, callbacks=(on_step(lambda step, metrics: steps.append(step)),))
+    spec = toy.train_spec(
+        toy.Toy(), plan, callbacks=(on_step(lambda step, metrics: steps.append(step)),)
+    )
     with pytest.raises(TrainingError, match=message):
         loop.train_loop(spec, change(list(toy.steps_of(plan, 0))))
     assert steps == taken
@@ -103,11 +112,35 @@ def test_metrics_are_logged_and_callbacks_called():
     assert log.of("step") == [2, 3, 4, 5]  # every 2nd; saved at 3; evaluated at 4; the last
     rows = [(10, 20, 0), (20, 30, 0), (30, 40, 0), (40, 50, 1)]
     assert [(line["rows_start"], line["rows_stop"], line["epoch"]) for line in log] == rows
-    assert [line.get("evaluate/recall_at_1/image_to_text") for line in log] == [None, None, 0.4, 0.5]
-    expected = {"train/loss", "train/lr", "train/grad_norm", "train/logit_scale", "train/skipped_steps"}
-    expected |= {"time/step_s", "time/data_wait_s", "time/data_wait_share", "throughput/samples_per_s"}
-    expected |= {"time/step_p50_s", "time/step_p95_s", "time/first_step_s", "throughput/tokens_per_s"}
-    expected |= {f"time/{phase}_s" for phase in PHASES} | {"host/cpu_percent", "throughput/tflops_per_device"}
+    assert [line.get("evaluate/recall_at_1/image_to_text") for line in log] == [
+        None,
+        None,
+        0.4,
+        0.5,
+    ]
+    expected = {
+        "train/loss",
+        "train/lr",
+        "train/grad_norm",
+        "train/logit_scale",
+        "train/skipped_steps",
+    }
+    expected |= {
+        "time/step_s",
+        "time/data_wait_s",
+        "time/data_wait_share",
+        "throughput/samples_per_s",
+    }
+    expected |= {
+        "time/step_p50_s",
+        "time/step_p95_s",
+        "time/first_step_s",
+        "throughput/tokens_per_s",
+    }
+    expected |= {f"time/{phase}_s" for phase in PHASES} | {
+        "host/cpu_percent",
+        "throughput/tflops_per_device",
+    }
     expected |= {"time/wall_s", "time/log_s", "time/checkpoint_s", "time/callbacks_s"}
     assert expected | {"memory/peak_gib", "rows_sha", "batch/padding"} <= log[0].keys()
     assert "batch/padding_unbucketed" not in log[0]  # the rows are not reordered
@@ -117,7 +150,8 @@ def test_metrics_are_logged_and_callbacks_called():
 
 
 def test_times_of_a_line_add_up_to_the_wall_clock(monkeypatch):
-    """Steps, evaluation, checkpoint, log and callbacks: no time of the training thread is missing in a rate.
+    """Steps, evaluation, checkpoint, log and callbacks: no time of the training thread is missing
+    in a rate.
 
     Only these activities advance the clock.
     """
@@ -146,30 +180,51 @@ def test_times_of_a_line_add_up_to_the_wall_clock(monkeypatch):
     assert log.of("step") == [2, 4, 6, 8, 9]
     for before, line, start_s, end_s in zip(log, log[1:], lines_s, lines_s[1:], strict=False):
         steps, wall_s = line["step"] - before["step"], line["time/wall_s"]
-        between_s = {name: line.get(f"time/{name}_s", 0.0) for name in ("evaluate", "checkpoint", "log", "callbacks")}
+        between_s = {
+            name: line.get(f"time/{name}_s", 0.0)
+            for name in ("evaluate", "checkpoint", "log", "callbacks")
+        }
         evaluated, saved = line["step"] in (4, 8, 9), before["step"] in (4, 8)
-        assert between_s == {"evaluate": 7 * evaluated, "checkpoint": 5 * saved, "log": 3, "callbacks": steps}
+        assert between_s == {
+            "evaluate": 7 * evaluated,
+            "checkpoint": 5 * saved,
+            "log": 3,
+            "callbacks": steps,
+        }
         assert wall_s == end_s - start_s == steps * line["time/step_s"] + sum(between_s.values())
-        assert line["time/step_s"] > 0 and line["throughput/samples_per_s"] == pytest.approx(10 * steps / wall_s)
+        assert line["time/step_s"] > 0 and line["throughput/samples_per_s"] == pytest.approx(
+            10 * steps / wall_s
+        )
 
 
 def test_rate_without_multipliers_is_logged():
     log, settings = toy.Lines(), toy.optimizer_settings(lr_multipliers=["*words*=10"])
     train(toy.Branched(), plan_of(2), log=log, optimizer=settings)
-    assert [line["train/lr"] for line in log] == [lr_at(line["step"] - 1, settings, 2) for line in log]
+    assert [line["train/lr"] for line in log] == [
+        lr_at(line["step"] - 1, settings, 2) for line in log
+    ]
 
 
-@pytest.mark.parametrize(("before", "after"), [("bf16", "fp16"), ("fp16", "bf16"), ("fp32", "fp16")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("bf16", "fp16"), ("fp16", "bf16"), ("fp32", "fp16")]
+)
 def test_checkpoint_resumes_in_another_precision(before, after):
     plan, checkpoints = plan_of(6), Checkpoints()
     train(toy.Toy(), plan, save=checkpoints.save, train=toy.train_settings(precision=before))
-    outcome = train(toy.Toy(), plan, checkpoints.load(3), first=3, train=toy.train_settings(precision=after))
+    outcome = train(
+        toy.Toy(), plan, checkpoints.load(3), first=3, train=toy.train_settings(precision=after)
+    )
     assert (outcome.status, outcome.steps) == ("finished", 6)
 
 
 def test_model_is_in_train_mode_after_evaluation():
     model = toy.Toy(dropout=0.5)
-    train(model, plan_of(4), evaluate=lambda _, model: {"in_eval": float(not model.eval().training)}, evaluate_every=1)
+    train(
+        model,
+        plan_of(4),
+        evaluate=lambda _, model: {"in_eval": float(not model.eval().training)},
+        evaluate_every=1,
+    )
     assert model.training
 
 
@@ -183,12 +238,20 @@ def test_ema_weights_are_evaluated_and_resumed():
         expected.append(0.8 * expected[-1] + 0.2 * weights if expected else weights)
 
     options = {"train": settings, "callbacks": (on_step(average),)}
-    train(model, plan, save=checkpoints.save, evaluate=lambda _, ema: evaluated.append(toy.flat(ema)) or {}, **options)
+    train(
+        model,
+        plan,
+        save=checkpoints.save,
+        evaluate=lambda _, ema: evaluated.append(toy.flat(ema)) or {},
+        **options,
+    )
     torch.testing.assert_close(evaluated[0], expected[-1])
     assert not torch.allclose(evaluated[0], toy.flat(model), atol=1e-4)
     train(toy.Toy(), plan, checkpoints.load(3), first=3, save=resumed.save, train=settings)
     ema, resumed_ema = checkpoints.load(8)[EMA_KEY], resumed.load(8)[EMA_KEY]
-    assert ema.keys() == resumed_ema.keys() and all(torch.equal(ema[name], resumed_ema[name]) for name in ema)
+    assert ema.keys() == resumed_ema.keys() and all(
+        torch.equal(ema[name], resumed_ema[name]) for name in ema
+    )
 
 
 def test_stopped_run_saves_a_checkpoint():

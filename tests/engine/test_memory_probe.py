@@ -1,4 +1,6 @@
-"""The memory probe finds a size that fits and leaves the state unchanged; a step that runs out of memory retries."""
+"""The memory probe finds a size that fits and leaves the state unchanged; a step that runs out of
+memory retries.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,16 @@ def state_with(max_rows=10**9, **fault):
 
 @pytest.mark.parametrize(
     ("limit", "rows", "micro"),
-    [(99, 12, 12), (11, 12, 6), (5, 12, 4), (1, 12, 1), (99, 1, 1), (682, 683, 342), (40, 683, 35), (6, 683, 6)],
+    [
+        (99, 12, 12),
+        (11, 12, 6),
+        (5, 12, 4),
+        (1, 12, 1),
+        (99, 1, 1),
+        (682, 683, 342),
+        (40, 683, 35),
+        (6, 683, 6),
+    ],
 )
 def test_auto_micro_is_an_even_part_of_a_ranks_rows_near_the_limit(limit, rows, micro):
     """Also of a prime number of rows."""
@@ -52,21 +63,32 @@ def test_auto_micro_is_an_even_part_of_a_ranks_rows_near_the_limit(limit, rows, 
 def test_search_doubles_or_halves_the_start_then_bisects(memory, start, limit, tried, largest):
     """256 rows on a device that fits `memory` of them."""
     sizes = []
-    assert memory_probe.search_size(256, start, limit, lambda size: sizes.append(size) or size <= memory) == largest
+    assert (
+        memory_probe.search_size(
+            256, start, limit, lambda size: sizes.append(size) or size <= memory
+        )
+        == largest
+    )
     assert sizes == tried
 
 
 def test_host_is_not_given_more_rows_than_expected_to_fit(monkeypatch):
     """Not even two, because the kernel would kill the process."""
     tried, try_step = [], memory_probe._try_step
-    monkeypatch.setattr(memory_probe, "_try_step", lambda *args: tried.append(args[5:7]) or try_step(*args))
+    monkeypatch.setattr(
+        memory_probe, "_try_step", lambda *args: tried.append(args[5:7]) or try_step(*args)
+    )
     monkeypatch.setattr(memory_probe, "free_memory", lambda: 1)
     assert probe(state_with(), 12)[0] == 1
     assert tried == [(1, 1), (12, 1), (1, 1)]
 
 
-@pytest.mark.parametrize(("free_bytes", "tried", "largest"), [(100, [1, 2, 2], 2), (480, [1, 2, 4, 8, 8], 8)])
-def test_ranks_that_search_together_do_not_try_more_than_expected(monkeypatch, free_bytes, tried, largest):
+@pytest.mark.parametrize(
+    ("free_bytes", "tried", "largest"), [(100, [1, 2, 2], 2), (480, [1, 2, 4, 8, 8], 8)]
+)
+def test_ranks_that_search_together_do_not_try_more_than_expected(
+    monkeypatch, free_bytes, tried, largest
+):
     """45 bytes a row: one row or eight are expected to fit; two were seen to fit."""
     sizes, group = [], SimpleNamespace(device=torch.device("cuda"), all_reduce_min=int)
     monkeypatch.setattr(memory_probe, "_free_bytes", lambda *_: free_bytes)
@@ -79,7 +101,11 @@ def test_rows_in_memory_are_linear_in_the_saved_bytes():
     """1,000 bytes and 100 a row."""
     ratio = memory_probe.PEAK_PER_SAVED
     assert memory_probe.rows_in_memory(ratio * 5049, 1100, 1200) == 40
-    assert memory_probe.rows_in_memory(0, 1100, 1200) == memory_probe.rows_in_memory(ratio * 5000, 0, 9999) == 1
+    assert (
+        memory_probe.rows_in_memory(0, 1100, 1200)
+        == memory_probe.rows_in_memory(ratio * 5000, 0, 9999)
+        == 1
+    )
 
 
 def test_storages_at_reused_addresses_count_again_and_shared_ones_once():
@@ -113,7 +139,10 @@ class TwoRanks(Group):
 
 
 def test_search_keeps_headroom_after_communication_buffers_are_allocated(monkeypatch):
-    """A GPU of 100 bytes, of which 40 are in use; a row takes one. A configured size needs no headroom."""
+    """A GPU of 100 bytes, of which 40 are in use; a row takes one.
+
+    A configured size needs no headroom.
+    """
     calls, reserved, create = [], [], torch.empty
 
     class LimitedToy(toy.Toy):
@@ -136,21 +165,29 @@ def test_search_keeps_headroom_after_communication_buffers_are_allocated(monkeyp
         device = fake_cuda.DEVICES[0]
         model = LimitedToy().to(device)
         state = replace(toy.train_state(model, Group(device=device)), group=TwoRanks(device, calls))
-        batch_of = lambda rows: {name: column.to(device) for name, column in toy.rows(rows, 0).items()}  # noqa: E731
+        batch_of = lambda rows: {
+            name: column.to(device) for name, column in toy.rows(rows, 0).items()
+        }  # noqa: E731
         for rows, micro, expected in ((60, None, 30), (55, None, 55), (60, 60, 60)):
             assert probe(state, rows, micro, batch_of)[0] == expected
-    assert [name for name, _ in calls[:2]] == ["all-reduce", "forward"] and calls[0][1] == 25 * 2**20
+    assert [name for name, _ in calls[:2]] == ["all-reduce", "forward"] and calls[0][
+        1
+    ] == 25 * 2**20
 
 
 def test_all_rows_are_tried_one_by_one_if_two_do_not_fit(monkeypatch):
     tried, try_step = [], memory_probe._try_step
-    monkeypatch.setattr(memory_probe, "_try_step", lambda *args: tried.append(args[5:7]) or try_step(*args))
+    monkeypatch.setattr(
+        memory_probe, "_try_step", lambda *args: tried.append(args[5:7]) or try_step(*args)
+    )
     assert probe(state_with(1), rows_per_rank=2)[0] == 1
     assert tried == [(1, 1), (2, 2), (2, 1), (1, 1)]
 
 
 def test_too_large_batch_is_refused_before_data_is_read():
-    with pytest.raises(OutOfMemoryError, match=r"micro-batch of 8 rows does not fit: lower --batch.micro"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"micro-batch of 8 rows does not fit: lower --batch.micro"
+    ):
         probe(state_with(7), 16, 8)
     with pytest.raises(OutOfMemoryError, match="a single row does not fit"):
         probe(state_with(0), 16)
@@ -160,9 +197,13 @@ def test_too_large_batch_is_refused_before_data_is_read():
 
 
 ALLOCATION_ERRORS = [
-    lambda _: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    lambda _: RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    ),
     lambda _: RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    lambda _: RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory"),
+    lambda _: RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory"
+    ),
     lambda _: MemoryError(),
 ]
 
@@ -179,7 +220,10 @@ def test_all_allocation_errors_count_as_oom_and_the_step_is_retried(error, point
     assert log.of("batch/micro") == [3, 3] and fault.raised
     toy.assert_equal_weights(toy.flat(model), toy.flat(expected))
     reason = str(error("")) or "MemoryError"  # an error without message is named by its type
-    assert len(notes) == 1 and f"(rank 0: {reason}); retrying the same rows with 3 at a time" in notes[0]
+    assert (
+        len(notes) == 1
+        and (f"(rank 0: {reason}); retrying the same rows with 3 at a time") in notes[0]
+    )
 
 
 def test_probe_leaves_state_unchanged():
@@ -206,13 +250,19 @@ def test_smaller_micro_keeps_rows_and_equal_counts_on_ranks():
 
 
 def limit_rows(fault, *limits):
-    """A callback that limits the rows of a micro-batch from the second step on: one limit a step, then the last."""
-    return SimpleNamespace(on_step=lambda step, _: setattr(fault, "max_rows", limits[min(step, len(limits)) - 1]))
+    """A callback that limits the rows of a micro-batch from the second step on: one limit a step,
+    then the last.
+    """
+    return SimpleNamespace(
+        on_step=lambda step, _: setattr(fault, "max_rows", limits[min(step, len(limits)) - 1])
+    )
 
 
 @pytest.mark.parametrize("kind", ["contrastive", *KINDS])
 def test_halved_micro_batches_give_the_weights_of_a_run_that_never_ran_out_of_memory(kind):
-    """Ten rows: in the first step 7 and 3, in the second 4, 3 and 3, in the third 2, 2, 2, 1, 2 and 1."""
+    """Ten rows: in the first step 7 and 3, in the second 4, 3 and 3, in the third 2, 2, 2, 1, 2 and
+    1.
+    """
     expected, log, notes = toy.Toy(kind=kind).double(), toy.Lines(), []
     train(expected, plan_of(4, micro=10), objective=toy.objective(kind))
     fault = toy.MemoryFault()
@@ -221,7 +271,9 @@ def test_halved_micro_batches_give_the_weights_of_a_run_that_never_ran_out_of_me
     options |= {"callbacks": (limit_rows(fault, 4, 2),)}
     train(model, plan_of(4, micro=7), objective=toy.objective(kind), **options)
     assert log.of("batch/micro") == [7, 4, 2, 2] and len(notes) == 2
-    toy.assert_equal_weights(toy.flat(model), toy.flat(expected), toy.flat(toy.Toy(kind=kind).double()))
+    toy.assert_equal_weights(
+        toy.flat(model), toy.flat(expected), toy.flat(toy.Toy(kind=kind).double())
+    )
 
 
 def test_micro_batch_of_a_share_without_divisors_is_halved_once():
@@ -238,17 +290,34 @@ def test_micro_batch_of_a_share_without_divisors_is_halved_once():
 
 def test_reduced_micro_batch_is_kept_over_restarts_until_changed():
     checkpoints, fault = Checkpoints(), toy.MemoryFault("forward", at_step=2)
-    train(toy.MemoryLimitedToy(fault), plan_of(6, micro=5), save=checkpoints.save, callbacks=(fault,))
+    train(
+        toy.MemoryLimitedToy(fault), plan_of(6, micro=5), save=checkpoints.save, callbacks=(fault,)
+    )
     assert checkpoints.load(3)["progress"]["micro"] == 3
-    for requested, probed, expected in ((5, 0, 3), (10, 0, 10), (10, 5, 3), (10, 10, 10), (10, 2, 2)):
+    for requested, probed, expected in (
+        (5, 0, 3),
+        (10, 0, 10),
+        (10, 5, 3),
+        (10, 10, 10),
+        (10, 2, 2),
+    ):
         log = toy.Lines()
-        train(toy.Toy(), plan_of(6, micro=requested), checkpoints.load(3), first=3, log=log, micro=probed)
+        train(
+            toy.Toy(),
+            plan_of(6, micro=requested),
+            checkpoints.load(3),
+            first=3,
+            log=log,
+            micro=probed,
+        )
         assert set(log.of("batch/micro")) == {expected}
 
 
 def test_reduced_micro_batch_grows_back_with_another_number_of_workers():
     checkpoints, fault, log = Checkpoints(), toy.MemoryFault("forward", at_step=2), toy.Lines()
-    train(toy.MemoryLimitedToy(fault), plan_of(6, micro=4), save=checkpoints.save, callbacks=(fault,))
+    train(
+        toy.MemoryLimitedToy(fault), plan_of(6, micro=4), save=checkpoints.save, callbacks=(fault,)
+    )
     saved = checkpoints.load(3)
     assert (saved["progress"]["micro"], saved["progress"]["world"]) == (2, 1)
     saved["progress"]["world"] = 2  # as if two workers had saved it
@@ -256,14 +325,18 @@ def test_reduced_micro_batch_grows_back_with_another_number_of_workers():
     assert set(log.of("batch/micro")) == {4}
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("allocation failed in evaluation"), MemoryError()])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("allocation failed in evaluation"), MemoryError()]
+)
 def test_oom_in_evaluation_does_not_halve_the_micro_batch(error):
     """Evaluation has its own batch size."""
 
     def evaluate(step, _):
         raise error
 
-    message = r"after step 2 \((allocation failed in evaluation|MemoryError)\): .* --evaluate\.batch"
+    message = (
+        r"after step 2 \((allocation failed in evaluation|MemoryError)\): .* --evaluate\.batch"
+    )
     with pytest.raises(OutOfMemoryError, match=message) as raised:
         train(toy.Toy(), plan_of(4, micro=5), evaluate=evaluate, evaluate_every=2)
     assert raised.value.retry_micro == 0

@@ -25,14 +25,20 @@ KINDS = ("clip", "siglip", "fusion")
 
 def labeled_row(number):
     """A row with label row % 3, and row % 4 boxes with labels 1 and 2."""
-    boxes, labels = [[0.1 * each, 0.2, 0.5, 0.9] for each in range(number % 4)], [1, 2, 1][: number % 4]
+    boxes, labels = (
+        [[0.1 * each, 0.2, 0.5, 0.9] for each in range(number % 4)],
+        [1, 2, 1][: number % 4],
+    )
     return replace(row(number), label=number % 3, boxes=boxes, box_labels=labels)
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """A training and an evaluation split."""
-    rows, folder = [labeled_row(number) for number in range(30)], tmp_path_factory.mktemp("kinds") / "set"
+    rows, folder = (
+        [labeled_row(number) for number in range(30)],
+        tmp_path_factory.mktemp("kinds") / "set",
+    )
     make_set(folder, rows[:22], rows[22:])
     return PreparedSet.open(str(folder), "train"), PreparedSet.open(str(folder), "test")
 
@@ -42,14 +48,24 @@ def config_of(kind, storage):
     inputs = {"fit": "squash", "max_tokens": 32 if kind == "generative" else 12}
     inputs |= {"max_boxes": 2} if kind == "fusion" else {}
     changes = {"patch_dropout": 0.5} if kind == "clip" else {}
-    changes |= REGIONS | {"text": model.text.model_copy(update={"dropout": 0.1})} if kind == "fusion" else {}
+    changes |= (
+        REGIONS | {"text": model.text.model_copy(update={"dropout": 0.1})}
+        if kind == "fusion"
+        else {}
+    )
     return Config(
         model=model.model_copy(update={"inputs": model.inputs.model_copy(update=inputs)} | changes),
         objective=Objective(kind=OBJECTIVES.get(kind, objective)),
         data=Data(train="made"),
         batch=Batch(micro=4, global_=8),
         optimizer=Optimizer(lr=1e-3, warmup_steps=1, lr_multipliers=("image.*=0.5",)),
-        train=Train(steps=STEPS, log_every=1, checkpoint_every=3, ema=0.5, activation_checkpointing=("image", "text")),
+        train=Train(
+            steps=STEPS,
+            log_every=1,
+            checkpoint_every=3,
+            ema=0.5,
+            activation_checkpointing=("image", "text"),
+        ),
         evaluate=Evaluate(classes=("a", "red", "one")),
         run=Run(name=kind, storage=str(storage)),
     )
@@ -60,20 +76,30 @@ def final_weights(folder):
 
 
 def train_and_resume(config, prepared, folder):
-    """Metrics of a finished run, whose resume from step 3 gives the same weights, and its exported model."""
+    """Metrics of a finished run, whose resume from step 3 gives the same weights, and its exported
+    model.
+    """
     result, _ = run_config(config, prepared[0], folder / "run", prepared[1])
     assert (result["status"], result["steps"], result["skipped_steps"]) == ("finished", STEPS, 0)
     checkpoint = folder / "run" / "checkpoints" / "step-3"
     run_config(config, prepared[0], folder / "resumed", prepared[1], checkpoint)
     assert same_weights(final_weights(folder / "run"), final_weights(folder / "resumed"))
-    return result["metrics"], lines(folder / "run"), mmray.load(export_run(folder / "run", folder / "exported", None))
+    return (
+        result["metrics"],
+        lines(folder / "run"),
+        mmray.load(export_run(folder / "run", folder / "exported", None)),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_trains_resumes_and_exports(kind, prepared, tmp_path):
     metrics, logged, model = train_and_resume(config_of(kind, tmp_path), prepared, tmp_path)
     assert {"recall_at_1/image_to_text", "loss", "zero_shot/top_1"} <= metrics.keys()
-    assert ("classification/top_1" in metrics) == ("train/loss_matching" in logged[0]) == (kind == "fusion")
+    assert (
+        ("classification/top_1" in metrics)
+        == ("train/loss_matching" in logged[0])
+        == (kind == "fusion")
+    )
     scores = model.embed_images([png(3), png(200)]) @ model.embed_texts(CAPTIONS).T
     assert scores.shape == (2, 3) and scores.isfinite().all()
     if kind == "fusion":

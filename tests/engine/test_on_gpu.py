@@ -49,14 +49,20 @@ def test_fake_gpus_refuse_mixed_devices_and_count_synchronizations(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["sigmoid", "language_modelling", "contrastive + 0.5 * matching + region_text"])
+@pytest.mark.parametrize(
+    "kind", ["sigmoid", "language_modelling", "contrastive + 0.5 * matching + region_text"]
+)
 def test_step_of_each_objective_synchronizes_once_with_gradients_of_a_cpu(monkeypatch, kind):
     batch = make_local_batch(toy.cut(toy.rows(9, 0, invalid=(4,)), 4))
 
     def gradient(device):
-        state = toy.train_state(toy.Toy(kind=kind).double(), Group(device=device), toy.objective(kind))
+        state = toy.train_state(
+            toy.Toy(kind=kind).double(), Group(device=device), toy.objective(kind)
+        )
         accumulate_gradients(state, local_batch_on(batch, device), lambda index: index)
-        return torch.cat([p.grad.cpu().flatten() for p in state.model.parameters() if p.grad is not None])
+        return torch.cat(
+            [p.grad.cpu().flatten() for p in state.model.parameters() if p.grad is not None]
+        )
 
     expected = gradient(CPU)
     with gpus(monkeypatch) as syncs:
@@ -84,7 +90,10 @@ def test_accumulated_step_on_gpu_equals_whole_batch(monkeypatch, kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_gpus(), reason="a fake GPU cannot run compiled code; tests/engine/parallel does on a CPU")
+@pytest.mark.skipif(
+    not has_gpus(),
+    reason="a fake GPU cannot run compiled code; tests/engine/parallel does on a CPU",
+)
 @pytest.mark.parametrize("kind", MODELS)
 def test_compiled_run_on_gpu_equals_eager_run(kind):
     device_checks.check_compiled(kind, GPU)
@@ -107,7 +116,9 @@ def test_oom_of_prefetched_batch_restarts(monkeypatch):
 
 
 def test_step_is_copied_at_once_through_memory_that_is_reused(monkeypatch):
-    """A ragged step, with columns of every type and one without elements; the host overwrites the memory afterwards."""
+    """A ragged step, with columns of every type and one without elements; the host overwrites the
+    memory afterwards.
+    """
     steps = [toy.cut(toy.rows(rows, step, invalid=(1,)), 4) for step, rows in enumerate((9, 9, 40))]
     for micro_batches in steps:
         micro_batches[0]["boxes"] = micro_batches[0]["boxes"][:, :0]
@@ -117,8 +128,17 @@ def test_step_is_copied_at_once_through_memory_that_is_reused(monkeypatch):
             batch = copier(make_local_batch(micro_batches))
             pins.append(copier._pinned)
             torch.cuda.synchronize()
-            copied.append([{name: tensor.cpu() for name, tensor in each.items()} for each in batch.batch.micro_batches])
-            assert all(tensor.device == GPU for each in batch.batch.micro_batches for tensor in each.values())
+            copied.append(
+                [
+                    {name: tensor.cpu() for name, tensor in each.items()}
+                    for each in batch.batch.micro_batches
+                ]
+            )
+            assert all(
+                tensor.device == GPU
+                for each in batch.batch.micro_batches
+                for tensor in each.values()
+            )
     assert pins[0] is pins[1] and len(pins[2]) > len(pins[1])
     for step, micro_batches in zip(copied, steps, strict=True):
         for got, expected in zip(step, make_local_batch(micro_batches).micro_batches, strict=True):
@@ -127,10 +147,14 @@ def test_step_is_copied_at_once_through_memory_that_is_reused(monkeypatch):
                 assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
 
 
-def test_copy_of_a_checkpoint_is_awaited_by_its_write_and_on_the_device_by_the_next_update(monkeypatch):
+def test_copy_of_a_checkpoint_is_awaited_by_its_write_and_on_the_device_by_the_next_update(
+    monkeypatch,
+):
     calls, weight = [], torch.nn.Parameter(torch.ones(2))
     weight.grad, optimizer = torch.ones(2), torch.optim.SGD([weight], lr=0.1)
-    side = SimpleNamespace(device=GPU, wait_stream=calls.append, synchronize=lambda: calls.append("host"))
+    side = SimpleNamespace(
+        device=GPU, wait_stream=calls.append, synchronize=lambda: calls.append("host")
+    )
     compute = SimpleNamespace(wait_stream=calls.append)
     with fake_gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
@@ -174,10 +198,13 @@ def test_worker_probes_trains_evaluates_and_saves(monkeypatch, tmp_path, setting
     prepared, options = make_prepared(tmp_path / "set"), {"micro": 4} | settings
     _, expected, _ = run_worker(prepared, tmp_path / "cpu", **options | {"precision": "fp32"})
     with gpus(monkeypatch, count=2 if "parallel" in settings else 1):
-        state, lines, notes = run_worker(prepared, tmp_path / "gpu", options={"device": GPU}, **options)
+        state, lines, notes = run_worker(
+            prepared, tmp_path / "gpu", options={"device": GPU}, **options
+        )
     assert {leaf.device for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)} == {CPU}
     assert [line["rows_sha"] for line in lines] == [line["rows_sha"] for line in expected]
     assert ("micro-batches of 8 rows fit" in notes) == (settings.get("micro") == "auto")
-    close = 0.1 if "precision" in settings else 0.01 if has_gpus() else 1e-4  # a GPU sums in another order
+    # a GPU sums in another order
+    close = 0.1 if "precision" in settings else 0.01 if has_gpus() else 1e-4
     assert lines[-1]["evaluate/loss"] == pytest.approx(expected[-1]["evaluate/loss"], rel=close)
     assert lines[-1]["evaluate/rows"] == 22

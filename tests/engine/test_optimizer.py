@@ -26,21 +26,36 @@ def test_only_trainable_matrices_have_weight_decay():
     names = {parameter: name for name, parameter in model.named_parameters()}
     decay, *others = ({names[p] for p in group["params"]} for group in groups)
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.0]
-    assert decay == {"image.layers.2.weight", "text.words.weight", "text.blocks.0.1.weight", "text.blocks.1.weight"}
-    assert decay.union(*others) == set(names.values()) - {"image.layers.6.weight", "image.layers.6.bias"}
+    assert decay == {
+        "image.layers.2.weight",
+        "text.words.weight",
+        "text.blocks.0.1.weight",
+        "text.blocks.1.weight",
+    }
+    assert decay.union(*others) == set(names.values()) - {
+        "image.layers.6.weight",
+        "image.layers.6.bias",
+    }
 
 
 def test_resumed_optimizer_has_the_state_of_the_checkpoint_and_the_settings_of_its_config():
     model = toy.Toy()
-    before = optimizer.build_optimizer(model, toy.optimizer_settings(weight_decay=0.1, betas=(0.9, 0.98)))
+    before = optimizer.build_optimizer(
+        model, toy.optimizer_settings(weight_decay=0.1, betas=(0.9, 0.98))
+    )
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)
     before.step()
-    after = optimizer.build_optimizer(model, toy.optimizer_settings(weight_decay=0.2, betas=(0.8, 0.95)))
+    after = optimizer.build_optimizer(
+        model, toy.optimizer_settings(weight_decay=0.2, betas=(0.8, 0.95))
+    )
     run_state.load_optimizer_state(model, after, run_state.optimizer_state(model, before))
     assert [group["weight_decay"] for group in after.param_groups][:2] == [0.2, 0.0]
     assert {tuple(group["betas"]) for group in after.param_groups} == {(0.8, 0.95)}
-    assert all(torch.equal(after.state[weight]["exp_avg"], before.state[weight]["exp_avg"]) for weight in after.state)
+    assert all(
+        torch.equal(after.state[weight]["exp_avg"], before.state[weight]["exp_avg"])
+        for weight in after.state
+    )
     assert after.state.keys() == before.state.keys() != set()
 
 
@@ -51,18 +66,25 @@ def test_last_matching_pattern_sets_the_learning_rate_also_after_resume():
     adam.load_state_dict(optimizer.build_optimizer(model, section).state_dict())
     optimizer.set_lr(adam, 0.5)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    rates = {names[weight]: group["lr"] for group in adam.param_groups for weight in group["params"]}
+    rates = {
+        names[weight]: group["lr"] for group in adam.param_groups for weight in group["params"]
+    }
     assert rates.keys() == set(names.values())
     assert rates["image.layers.2.weight"] == rates["image.layers.3.weight"] == 0.05
     assert rates["image.layers.2.bias"] == rates["text.blocks.1.bias"] == 1.0
     assert (rates["text.words.weight"], rates["log_scale"]) == (0.5, 0.005)
-    with pytest.raises(UsageError, match=r"optimizer\.lr_multipliers: `vision\.\*` matches no parameter; .* log_scale"):
+    with pytest.raises(
+        UsageError,
+        match=r"optimizer\.lr_multipliers: `vision\.\*` matches no parameter; .* log_scale",
+    ):
         optimizer.build_optimizer(model, toy.optimizer_settings(lr_multipliers=("vision.*=0.1",)))
 
 
 @pytest.mark.parametrize("patterns", [("vision.*",), ("*",)])
 def test_invalid_freeze_pattern_is_refused(patterns):
-    with pytest.raises(UsageError, match=r"optimizer\.freeze: .*(matches no parameter|leaves no trainable)"):
+    with pytest.raises(
+        UsageError, match=r"optimizer\.freeze: .*(matches no parameter|leaves no trainable)"
+    ):
         optimizer.freeze_parameters(toy.Toy(), patterns)
 
 
@@ -74,15 +96,22 @@ def test_learning_rates_of_each_schedule(schedule, half, last):
     section = SimpleNamespace(**vars(SECTION) | {"schedule": schedule})
     rates = [optimizer.lr_at(step, section, 12) for step in range(13)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert (rates[8], rates[12], optimizer.lr_at(40, section, 12)) == pytest.approx((half, last, last))
+    assert (rates[8], rates[12], optimizer.lr_at(40, section, 12)) == pytest.approx(
+        (half, last, last)
+    )
     assert rates[4:] == sorted(rates[4:], reverse=True)
     if schedule == "cooldown":
-        assert rates[10:12] == pytest.approx([1.0, 0.7])  # it falls in the last fifth of the eight steps
+        # it falls in the last fifth of the eight steps
+        assert rates[10:12] == pytest.approx([1.0, 0.7])
 
 
 def test_schedule_without_warmup_and_run_shorter_than_warmup():
     assert optimizer.lr_at(0, SimpleNamespace(**vars(SECTION) | {"warmup_steps": 0}), 10) == 1.0
-    assert all(0 < optimizer.lr_at(step, SECTION, total) <= 1 for total in (1, 4, 5) for step in range(total))
+    assert all(
+        0 < optimizer.lr_at(step, SECTION, total) <= 1
+        for total in (1, 4, 5)
+        for step in range(total)
+    )
 
 
 def half_cosine(step, steps):
@@ -96,10 +125,17 @@ def not_a_number(step, steps):
 def test_own_schedule_scales_the_rate_after_warmup():
     section = SimpleNamespace(**vars(SECTION) | {"schedule": f"{__name__}:half_cosine"})
     rates = [optimizer.lr_at(step, section, 12) for step in (3, 4, 8, 12)]
-    assert rates == pytest.approx([0.8, *(0.2 + 0.8 * half_cosine(step, 12) for step in (4, 8, 12))])
-    for name, message in (("not_a_number", "returned nan for step 4 of 12"), ("absent", "cannot load `.*:absent`")):
+    assert rates == pytest.approx(
+        [0.8, *(0.2 + 0.8 * half_cosine(step, 12) for step in (4, 8, 12))]
+    )
+    for name, message in (
+        ("not_a_number", "returned nan for step 4 of 12"),
+        ("absent", "cannot load `.*:absent`"),
+    ):
         with pytest.raises(UsageError, match=rf"optimizer\.schedule: .*{message}"):
-            optimizer.lr_at(4, SimpleNamespace(**vars(section) | {"schedule": f"{__name__}:{name}"}), 12)
+            optimizer.lr_at(
+                4, SimpleNamespace(**vars(section) | {"schedule": f"{__name__}:{name}"}), 12
+            )
 
 
 def take_steps(model, optimizers, steps=3):
@@ -114,11 +150,15 @@ def take_steps(model, optimizers, steps=3):
 
 def test_muon_takes_hidden_matrices_and_adamw_the_rest():
     ours, theirs = toy.Branched(), toy.Branched()
-    settings = toy.optimizer_settings(kind="muon", settings={"momentum": 0.8}, lr_multipliers=("text.*=0.5",))
+    settings = toy.optimizer_settings(
+        kind="muon", settings={"momentum": 0.8}, lr_multipliers=("text.*=0.5",)
+    )
     built = optimizer.build_optimizer(ours, settings)
     optimizer.set_lr(built, 0.01)
     names = {parameter: name for name, parameter in ours.named_parameters()}
-    groups = [(group, {names[weight] for weight in group["params"]}) for group in built.param_groups]
+    groups = [
+        (group, {names[weight] for weight in group["params"]}) for group in built.param_groups
+    ]
     hidden = {name for group, members in groups if group["is_hidden"] for name in members}
     assert hidden == {
         "image.layers.2.weight",
@@ -129,7 +169,11 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest():
 
     def select(is_hidden):
         return [
-            {"params": list(map(theirs.get_parameter, sorted(members, key=list(names.values()).index)))}
+            {
+                "params": list(
+                    map(theirs.get_parameter, sorted(members, key=list(names.values()).index))
+                )
+            }
             | {name: group[name] for name in ("lr", "weight_decay")}
             for group, members in groups
             if group["is_hidden"] == is_hidden
@@ -149,26 +193,40 @@ def test_all_weights_can_be_hidden_or_none():
 
 def test_heads_and_embeddings_are_not_hidden():
     model = nn.ModuleList(
-        [nn.Embedding(20, 4), nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 20), nn.Conv1d(4, 4, 1)]
+        [
+            nn.Embedding(20, 4),
+            nn.Embedding(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 20),
+            nn.Conv1d(4, 4, 1),
+        ]
     )
     assert optimizer._hidden_matrices(model) == {model[2].weight}
 
 
 def test_half_precision_weights_follow_float32_copies():
-    """The first update equals that of AdamW in float32 with the same gradients, and small ones add up."""
+    """The first update equals that of AdamW in float32 with the same gradients, and small ones add
+    up.
+    """
     model, reference = toy.Branched(), toy.Branched()
     precision.cast_weights(model, "bf16-true")
     with torch.no_grad():
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             theirs.copy_(ours)
-            ours.grad = torch.sin(1 + torch.arange(ours.numel()).float()).reshape(ours.shape).to(ours.dtype)
+            ours.grad = (
+                torch.sin(1 + torch.arange(ours.numel()).float()).reshape(ours.shape).to(ours.dtype)
+            )
             theirs.grad = ours.grad.float()
     settings = toy.optimizer_settings(lr=1e-5)
     built, adamw = (optimizer.build_optimizer(each, settings) for each in (model, reference))
     before = [weight.detach().clone() for weight in model.parameters()]
     built.step()
     adamw.step()
-    copies = {name: state["master"] for name, state in built.state_dict()["state"].items() if "master" in state}
+    copies = {
+        name: state["master"]
+        for name, state in built.state_dict()["state"].items()
+        if "master" in state
+    }
     assert len(copies) == sum(weight.ndim >= 2 for weight in model.parameters()) == 5
     for index, (ours, theirs) in enumerate(zip(weights_of(built), weights_of(adamw), strict=True)):
         assert torch.equal(copies.get(index, ours), theirs)
@@ -176,7 +234,9 @@ def test_half_precision_weights_follow_float32_copies():
         assert torch.equal(ours, theirs.to(ours.dtype))
     for _ in range(200):
         built.step()
-    changed = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+    changed = [
+        not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)
+    ]
     assert all(changed)
 
 
@@ -221,9 +281,15 @@ class NoOptimizer:
     ("changes", "message"),
     [
         ({"kind": f"{__name__}:NoOptimizer"}, "built a NoOptimizer, no torch.optim.Optimizer"),
-        ({"kind": "torch.optim:SGD", "settings": {"momentun": 1}}, "cannot build .*momentun.*; see optimizer.settings"),
+        (
+            {"kind": "torch.optim:SGD", "settings": {"momentun": 1}},
+            "cannot build .*momentun.*; see optimizer.settings",
+        ),
         ({"kind": "torch.optim:Absent"}, "cannot load `torch.optim:Absent`"),
-        ({"kind": "adamw8bit"}, r'bitsandbytes.*Install it on every node: pip install "mmray\[bitsandbytes\]"'),
+        (
+            {"kind": "adamw8bit"},
+            r'bitsandbytes.*Install it on every node: pip install "mmray\[bitsandbytes\]"',
+        ),
         ({"kind": "lion"}, r'timm.*Install it on every node: pip install "mmray\[timm\]"'),
     ],
 )

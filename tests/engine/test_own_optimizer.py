@@ -1,4 +1,6 @@
-"""Optimizers and schedules by name: the README's example, Muon, Lion and bf16 weights train and resume bitwise."""
+"""Optimizers and schedules by name: the README's example, Muon, Lion and bf16 weights train and
+resume bitwise.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.engine import optimizer_ranks, toy
 from tests.engine.conftest import spawn_ranks
 
 README = (ROOT / "mmray/engine/README.md").read_text()
-EXAMPLE = next(code for code in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S) if "Momentum" in code)
+EXAMPLE = next(
+    code for code in re.findall(r"^```python\n(.*?)^```", README, re.M | re.S) if "Momentum" in code
+)
 COMMAND = re.search(r"^mmray train (.*Momentum.*)$", README, re.M)[1]
 
 
@@ -38,7 +42,9 @@ def single(folder, tmp_path, monkeypatch):
     """Return the results of one process."""
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "my_pkg", raising=False)  # of another test
-    return lambda settings, **train: optimizer_ranks.train_twice(Group(), tmp_path, settings, **train)
+    return lambda settings, **train: optimizer_ranks.train_twice(
+        Group(), tmp_path, settings, **train
+    )
 
 
 def test_documented_command_names_the_example():
@@ -60,9 +66,13 @@ def test_optimizer_trains_and_resumes_bitwise(single, name):
     assert result["losses"][-1] < 0.97 * result["losses"][0]
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("own", 1e-9), ("muon", 3e-2)])  # Muon rounds updates to bf16
+# Muon rounds updates to bf16
+@pytest.mark.parametrize(("name", "tolerance"), [("own", 1e-9), ("muon", 3e-2)])
 def test_sharded_optimizer_equals_one_process_and_resumes_bitwise(ranks, single, name, tolerance):
-    expected, start = single(optimizer_ranks.KINDS[name])["whole"], toy.flat(toy.Branched().double())
+    expected, start = (
+        single(optimizer_ranks.KINDS[name])["whole"],
+        toy.flat(toy.Branched().double()),
+    )
     for result in ranks:
         assert torch.equal(result[name]["whole"], result[name]["resumed"])
         assert (result[name]["whole"] - expected).norm() <= tolerance * (expected - start).norm()
@@ -76,7 +86,9 @@ def test_bf16_weights_train_on_two_ranks_and_resume_bitwise(ranks, single):
         result = result["bf16-true"]
         assert torch.equal(result["whole"], result["resumed"])
         assert result["losses"] == pytest.approx(expected["losses"], rel=0.03)
-        assert (result["whole"] - expected["whole"]).norm() < 0.2 * (expected["whole"] - start).norm()
+        assert (result["whole"] - expected["whole"]).norm() < 0.2 * (
+            expected["whole"] - start
+        ).norm()
 
 
 def test_sharded_model_with_selective_checkpointing_takes_the_same_steps(ranks):

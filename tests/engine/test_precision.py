@@ -1,4 +1,6 @@
-"""The result of precision `auto`, which formats need a loss scaler, and the seeds of micro-batches."""
+"""The result of precision `auto`, which formats need a loss scaler, and the seeds of
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def test_precision_on_cpu(setting, dtype, scaled):
 
 
 def test_each_step_rank_and_micro_batch_has_its_own_seed():
-    seeds = {micro_seed(*numbers) for numbers in itertools.product(range(3), range(20), range(4), range(8))}
+    seeds = {
+        micro_seed(*numbers)
+        for numbers in itertools.product(range(3), range(20), range(4), range(8))
+    }
     assert len(seeds) == 3 * 20 * 4 * 8 and all(0 <= seed < 2**63 for seed in seeds)
 
 
@@ -48,10 +53,19 @@ def test_each_model_kind_trains_with_bf16_weights(kind):
         torch.manual_seed(3)
         model = build(spec, recipe_models.VOCAB).train()
         model = apply_transforms(model, toy.train_settings(precision=name), toy.OPTIMIZER, CPU)
-        assert all((w.dtype == torch.bfloat16) == (name == "bf16-true" and w.ndim >= 2) for w in model.parameters())
-        state = toy.train_state(model, objective=toy.objective(objective), precision=select_precision(name, CPU))
+        assert all(
+            (w.dtype == torch.bfloat16) == (name == "bf16-true" and w.ndim >= 2)
+            for w in model.parameters()
+        )
+        state = toy.train_state(
+            model, objective=toy.objective(objective), precision=select_precision(name, CPU)
+        )
         batch = synthetic_batch(spec.inputs, recipe_models.VOCAB, 6, CPU)
         accumulate_gradients(state, make_local_batch(toy.cut(batch, 4)), lambda index: index)
-        gradients[name] = torch.cat([w.grad.float().flatten() for w in model.parameters() if w.grad is not None])
-        assert optimizer_step(state, make_local_batch(toy.cut(batch, 4)), lambda index: index).is_finite
+        gradients[name] = torch.cat(
+            [w.grad.float().flatten() for w in model.parameters() if w.grad is not None]
+        )
+        assert optimizer_step(
+            state, make_local_batch(toy.cut(batch, 4)), lambda index: index
+        ).is_finite
     assert torch.cosine_similarity(gradients["fp32"], gradients["bf16-true"], dim=0) > 0.995

@@ -29,7 +29,8 @@ def test_padding_is_removed_and_order_is_kept():
     assert batch.is_dummy == (False, True, False)
     for name in ("image", "key", "pos", "valid"):
         column = torch.cat([micro[name] for micro in batch.micro_batches])
-        assert torch.equal(column, rows[name][[1, 2, 3, 6, 7]]), name  # row 3 only fills its micro-batch
+        # row 3 only fills its micro-batch
+        assert torch.equal(column, rows[name][[1, 2, 3, 6, 7]]), name
     assert torch.equal(batch.keys, rows["key"][[1, 2, 6, 7]])
     assert batch.rows == 9
 

@@ -18,7 +18,8 @@ from tests.engine import ranks, toy
 
 
 @pytest.mark.parametrize(
-    ("fixture", "name"), [*(("two", name) for name in ranks.TWO_RANKS), *(("four", name) for name in ranks.FOUR_RANKS)]
+    ("fixture", "name"),
+    [*(("two", name) for name in ranks.TWO_RANKS), *(("four", name) for name in ranks.FOUR_RANKS)],
 )
 def test_ranks_equal_one_process(request, fixture, name):
     _, train = (ranks.TWO_RANKS if fixture == "two" else ranks.FOUR_RANKS)[name]
@@ -36,7 +37,9 @@ def test_sharded_bf16_losses_are_close_to_float32(four):
 
 def test_sharded_bf16_trains_batch_norm_as_ddp_does(four):
     for result in four:
-        sharded, replicated = (result["sharded_bf16"][f"{parallel}, bf16, norm"] for parallel in ("fsdp", "ddp"))
+        sharded, replicated = (
+            result["sharded_bf16"][f"{parallel}, bf16, norm"] for parallel in ("fsdp", "ddp")
+        )
         assert sharded == pytest.approx(replicated, rel=5e-3)
         assert sharded != pytest.approx(result["sharded_bf16"]["fsdp, bf16"], rel=5e-3)
 
@@ -62,7 +65,10 @@ def test_ranks_agree_on_settings_that_all_gpus_support(two):
 
 def test_non_finite_step_on_one_rank_is_skipped_on_both(two):
     expected = ranks.skipped_step(Group())
-    assert expected["skipped"] == 1 and [math.isnan(norm) for norm in expected["norms"]].index(True) == 2
+    assert (
+        expected["skipped"] == 1
+        and [math.isnan(norm) for norm in expected["norms"]].index(True) == 2
+    )
     for result in two:
         result = result["skipped_step"]
         assert result["skipped"] == 1
@@ -82,7 +88,8 @@ def test_fp16_overflow_is_skipped_on_both_ranks_and_halves_the_scale(two):
     one, other = (result["overflow"] for result in two)
     assert one["unchanged"] == other["unchanged"] and torch.equal(one["weights"], other["weights"])
     skipped = one["unchanged"].count(True)
-    assert one["unchanged"][:3] == [True] * 3 and 3 <= skipped < 10  # steps that are not skipped update weights
+    # steps that are not skipped update weights
+    assert one["unchanged"][:3] == [True] * 3 and 3 <= skipped < 10
     for result in (one, other):
         assert (result["skipped"], result["scale"]) == (skipped, ranks.LARGE_SCALE / 2**skipped)
 
@@ -95,13 +102,26 @@ def test_loop_on_two_ranks_takes_steps_of_one_rank(two):
         toy.assert_equal_weights(result["stopped_loop"]["weights"], expected["weights"])
     for key in ("step", "epoch", "rows_start", "rows_stop", "rows_sha"):
         assert [line[key] for line in lines] == [line[key] for line in expected["lines"]]
-    for key in ("train/loss", "train/loss_image_to_text", "train/grad_norm", "train/logit_scale", "train/lr"):
-        assert [line[key] for line in lines] == pytest.approx([line[key] for line in expected["lines"]], abs=1e-9)
+    for key in (
+        "train/loss",
+        "train/loss_image_to_text",
+        "train/grad_norm",
+        "train/logit_scale",
+        "train/lr",
+    ):
+        assert [line[key] for line in lines] == pytest.approx(
+            [line[key] for line in expected["lines"]], abs=1e-9
+        )
     plan = SamplePlan(num_rows=33, global_rows=10, world_size=2, micro=2, seed=1, steps=12)
-    steps = [step for rank in range(2) for step in islice(toy.steps_of(plan, rank), lines[0]["step"])]
+    steps = [
+        step for rank in range(2) for step in islice(toy.steps_of(plan, rank), lines[0]["step"])
+    ]
     batches = [prefetch.make_local_batch(micro_batches) for micro_batches in steps]
-    padding = 1 - sum(batch.token_counts[0] for batch in batches) / sum(batch.token_counts[1] for batch in batches)
-    assert 0.1 < padding < 0.9 and lines[0]["batch/padding"] == pytest.approx(padding)  # of the positions of all ranks
+    padding = 1 - sum(batch.token_counts[0] for batch in batches) / sum(
+        batch.token_counts[1] for batch in batches
+    )
+    # of the positions of all ranks
+    assert 0.1 < padding < 0.9 and lines[0]["batch/padding"] == pytest.approx(padding)
 
 
 @cache
@@ -109,9 +129,13 @@ def run_without_oom(objective, micro):
     return ranks.run_with_oom(Group(), "", objective, micro)
 
 
-@pytest.mark.parametrize("index", range(len(ranks.OOM_SCENARIOS)), ids=map(str, ranks.OOM_SCENARIOS))
+@pytest.mark.parametrize(
+    "index", range(len(ranks.OOM_SCENARIOS)), ids=map(str, ranks.OOM_SCENARIOS)
+)
 def test_oom_on_one_rank_retries_the_step_with_smaller_micro_batches(two, index):
-    """Results are equal wherever in the step it happened; the ranks vote, and the log names the rank."""
+    """Results are equal wherever in the step it happened; the ranks vote, and the log names the
+    rank.
+    """
     point, objective, micro = ranks.OOM_SCENARIOS[index]
     expected = run_without_oom(objective, micro)
     assert expected["micro"] == [micro] * 4
@@ -150,10 +174,14 @@ def test_oom_with_one_row_is_an_error_on_each_rank(two):
 def test_oom_inside_a_collective_reports_the_smaller_micro_batch(request, scenario):
     """The collective of the other rank breaks, which is handled as a lost worker."""
     if scenario == "synchronizing backward":
-        other, own = (result["oom_in_synchronizing_backward"] for result in request.getfixturevalue("two"))
+        other, own = (
+            result["oom_in_synchronizing_backward"] for result in request.getfixturevalue("two")
+        )
     else:
         first = 0 if scenario == "last forward" else 2
-        other, own = (result["oom"] for result in request.getfixturevalue("four")[first : first + 2])
+        other, own = (
+            result["oom"] for result in request.getfixturevalue("four")[first : first + 2]
+        )
     assert own["micro"] == 2 and scenario in own["error"]
     assert own["error"].startswith("out of memory at step 3 with micro-batches of 4 rows (rank 1: ")
     assert other["error"].startswith("a broken collective")

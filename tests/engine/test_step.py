@@ -1,4 +1,6 @@
-"""A step in any number of micro-batches equals that of the full batch: gradients, weights, buffers, temperature."""
+"""A step in any number of micro-batches equals that of the full batch: gradients, weights, buffers,
+temperature.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def train_reference(kind: str, micro: int, dropout: float) -> Tensor:
 @pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_accumulated_step_equals_reference_in_float64(accumulation: int, dropout: float, kind: str):
-    """Without dropout the reference is the full batch; with dropout it has the masks of the same micro-batches."""
+    """Without dropout the reference is the full batch; with dropout it has the masks of the same
+    micro-batches.
+    """
     micro = micro_of(accumulation)
     weights = train(toy.Toy(dropout, kind=kind).double(), micro, objective=toy.objective(kind))
     expected = train_reference(kind, micro if dropout else ROWS, dropout)
@@ -75,7 +79,9 @@ def test_accumulated_step_equals_reference_in_float64(accumulation: int, dropout
 @pytest.mark.parametrize("accumulation", [2, 4, 8])
 def test_row_wise_objective_accumulates_to_the_full_batch(accumulation: int):
     whole = train(toy.Toy().double(), ROWS, objective=toy.Regression())
-    toy.assert_equal_weights(train(toy.Toy().double(), micro_of(accumulation), objective=toy.Regression()), whole)
+    toy.assert_equal_weights(
+        train(toy.Toy().double(), micro_of(accumulation), objective=toy.Regression()), whole
+    )
 
 
 def test_scaled_loss_gives_same_step():

@@ -28,19 +28,29 @@ def prepared(tmp_path_factory):
 
 
 @pytest.mark.parametrize("group_by_length", [False, True])
-def test_worker_records_probed_micro_batch_and_trains_with_it(prepared, tmp_path, monkeypatch, group_by_length):
-    fixed, lines, notes = run_worker(prepared, tmp_path / "fixed", 4, group_by_length=group_by_length)
+def test_worker_records_probed_micro_batch_and_trains_with_it(
+    prepared, tmp_path, monkeypatch, group_by_length
+):
+    fixed, lines, notes = run_worker(
+        prepared, tmp_path / "fixed", 4, group_by_length=group_by_length
+    )
     assert not any("rows fit" in note for note in notes)
     one_row = lines[0]["memory/activations_gib"] / 4 * 2**30
-    memory = SimpleNamespace(available=5.5 * one_row * memory_probe.PEAK_PER_SAVED / memory_probe.HOST_FRACTION, used=0)
+    memory = SimpleNamespace(
+        available=5.5 * one_row * memory_probe.PEAK_PER_SAVED / memory_probe.HOST_FRACTION, used=0
+    )
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    auto, auto_lines, notes = run_worker(prepared, tmp_path / "auto", "auto", group_by_length=group_by_length)
+    auto, auto_lines, notes = run_worker(
+        prepared, tmp_path / "auto", "auto", group_by_length=group_by_length
+    )
     assert "micro-batches of 4 rows fit" in notes
     assert {line["batch/micro"] for line in lines + auto_lines} == {4}
     assert (auto["progress"]["micro"], auto["progress"]["planned_micro"]) == (4, 4)
     assert abs(lines[0]["train/loss"] - lines[-1]["train/loss"]) > 0.01
     same = ("rows_sha", "train/loss", "batch/padding")
-    assert [[line[name] for name in same] for line in lines] == [[line[name] for name in same] for line in auto_lines]
+    assert [[line[name] for name in same] for line in lines] == [
+        [line[name] for name in same] for line in auto_lines
+    ]
     assert ("batch/padding_unbucketed" in lines[0]) == group_by_length
     assert runs.same_weights(fixed["model"], auto["model"])
 
@@ -59,7 +69,9 @@ class WithoutEvaluation(nn.Module):
 def test_user_model_without_evaluation_is_refused_before_first_step(prepared, tmp_path):
     inputs = runs.config("made", tmp_path, "inputs").model.inputs
     model = CustomModel(kind=f"{__name__}:WithoutEvaluation", inputs=inputs)
-    with pytest.raises(UsageError, match="has no embed_image and no embed_text, which evaluation calls"):
+    with pytest.raises(
+        UsageError, match="has no embed_image and no embed_text, which evaluation calls"
+    ):
         run_worker(prepared, tmp_path / "evaluated", 4, model=model)
     assert not (tmp_path / "evaluated" / "metrics.jsonl").exists()
     _, lines, _ = run_worker(prepared, tmp_path / "unevaluated", 4, model=model, evaluate=False)
@@ -78,9 +90,13 @@ def test_resumed_worker_frees_checkpoint_and_gives_same_weights(prepared, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(state_io, "load", load_and_track)
         patch.setattr(Heartbeat, "count_progress", lambda _: progress.append(len(loaded)))
-        patch.setattr(Heartbeat, "on_step", lambda *_: alive.append(sum(it() is not None for it in loaded)))
+        patch.setattr(
+            Heartbeat, "on_step", lambda *_: alive.append(sum(it() is not None for it in loaded))
+        )
         options = {"checkpoint": tmp_path / "whole" / "checkpoints" / "step-2"}
-        resumed, _, _ = run_worker(prepared, tmp_path / "resumed", 4, options=options, checkpoint_every=2)
+        resumed, _, _ = run_worker(
+            prepared, tmp_path / "resumed", 4, options=options, checkpoint_every=2
+        )
     assert loaded and alive == [0, 0] and progress == [0]  # one request: a long load is no hang
     assert runs.same_weights(whole["model"], resumed["model"])
 
@@ -98,7 +114,10 @@ def default_determinism(monkeypatch):
 def test_deterministic_runs_are_bitwise_equal(prepared, tmp_path):
     """With dropout; earlier random numbers of the process do not matter."""
     first, lines, _ = run_worker(prepared, tmp_path / "first", 4, 0.3, deterministic=True)
-    assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert (
+        torch.are_deterministic_algorithms_enabled()
+        and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    )
     torch.rand(1000)
     second, second_lines, _ = run_worker(prepared, tmp_path / "second", 4, 0.3, deterministic=True)
     assert [line["train/loss"] for line in lines] == [line["train/loss"] for line in second_lines]

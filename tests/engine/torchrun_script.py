@@ -1,4 +1,5 @@
-"""A script for `torchrun`: the engine without Ray, with rows from memory; rank 0 saves the weights of each strategy.
+"""A script for `torchrun`: the engine without Ray, with rows from memory; rank 0 saves the weights
+of each strategy.
 
 Uses NCCL if there is a GPU for each rank, otherwise gloo on CPUs.
 """
@@ -22,7 +23,9 @@ def main(out: str, *strategies: str) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=60))
     group = Group.current(device)
-    plan = SamplePlan(num_rows=33, global_rows=10, world_size=group.world_size, micro=2, seed=1, steps=8)
+    plan = SamplePlan(
+        num_rows=33, global_rows=10, world_size=group.world_size, micro=2, seed=1, steps=8
+    )
     weights = {}
     for parallel in strategies:
         model = toy.Branched().double()

@@ -38,15 +38,33 @@ FP32 = Precision("fp32", None, "cpu")
 
 def optimizer_settings(**changes) -> SimpleNamespace:
     """The section `optimizer` of a config."""
-    settings = {"lr": 0.01, "final_lr_fraction": 0.0, "warmup_steps": 2, "schedule": "cosine", "weight_decay": 0.1}
-    settings |= {"kind": "adamw", "settings": {}, "betas": (0.9, 0.98), "eps": 1e-6, "clip_norm": 1.0}
+    settings = {
+        "lr": 0.01,
+        "final_lr_fraction": 0.0,
+        "warmup_steps": 2,
+        "schedule": "cosine",
+        "weight_decay": 0.1,
+    }
+    settings |= {
+        "kind": "adamw",
+        "settings": {},
+        "betas": (0.9, 0.98),
+        "eps": 1e-6,
+        "clip_norm": 1.0,
+    }
     return SimpleNamespace(**settings | {"freeze": (), "lr_multipliers": ()} | changes)
 
 
 def train_settings(**changes) -> SimpleNamespace:
     """The section `train` of a config."""
     settings = {"precision": "fp32", "seed": SEED, "log_every": 2, "checkpoint_every": 3}
-    settings |= {"ema": 0.0, "parallel": "ddp", "grad_compression": "none", "fsdp_sync": "micro_batch", "profile": 0}
+    settings |= {
+        "ema": 0.0,
+        "parallel": "ddp",
+        "grad_compression": "none",
+        "fsdp_sync": "micro_batch",
+        "profile": 0,
+    }
     settings |= {"noise_scale_every": 0}
     settings |= {"activation_checkpointing": (), "compile": "none", "channels_last": False}
     return SimpleNamespace(**settings | changes)
@@ -58,7 +76,11 @@ OPTIMIZER, TRAIN = optimizer_settings(), train_settings()
 class ImageTower(nn.Module):
     def __init__(self, dropout: float, batch_norm: bool):
         super().__init__()
-        first = (nn.BatchNorm2d(3) if batch_norm else nn.Identity(), nn.Flatten(), nn.Linear(3 * SIDE * SIDE, WIDTH))
+        first = (
+            nn.BatchNorm2d(3) if batch_norm else nn.Identity(),
+            nn.Flatten(),
+            nn.Linear(3 * SIDE * SIDE, WIDTH),
+        )
         last = (nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(WIDTH, DIM))
         self.layers = nn.Sequential(*first, *last)
 
@@ -81,7 +103,9 @@ class TextTower(nn.Module):
 
 
 class Toy(nn.Module):
-    """Two small towers with optional dropout, BatchNorm in the image tower, and the outputs that `kind` reads."""
+    """Two small towers with optional dropout, BatchNorm in the image tower, and the outputs that
+    `kind` reads.
+    """
 
     def __init__(self, dropout: float = 0.0, batch_norm: bool = False, kind: str = "contrastive"):
         super().__init__()
@@ -91,7 +115,12 @@ class Toy(nn.Module):
             if "sigmoid" in kind:
                 self.bias = nn.Parameter(torch.tensor(-1.0))
             if "matching" in kind:
-                layers = (nn.Linear(2 * DIM, WIDTH), nn.GELU(), nn.Dropout(dropout), nn.Linear(WIDTH, 1))
+                layers = (
+                    nn.Linear(2 * DIM, WIDTH),
+                    nn.GELU(),
+                    nn.Dropout(dropout),
+                    nn.Linear(WIDTH, 1),
+                )
                 self.fuse = nn.Sequential(*layers)
             if "classification" in kind:
                 self.classifier = nn.Linear(DIM, CLASSES)
@@ -108,10 +137,15 @@ class Toy(nn.Module):
             outputs["class_logits"] = self.classifier(image)
         if hasattr(self, "region"):
             boxes = batch["boxes"].to(image.dtype)
-            regions = self.region(torch.cat([image[:, None].expand(-1, boxes.shape[1], -1), boxes], dim=2))
-            labels = torch.arange(1, CLASSES + 1, device=boxes.device)[:, None]  # the label texts, one token each
+            regions = self.region(
+                torch.cat([image[:, None].expand(-1, boxes.shape[1], -1), boxes], dim=2)
+            )
+            # the label texts, one token each
+            labels = torch.arange(1, CLASSES + 1, device=boxes.device)[:, None]
             scale = outputs["logit_scale"]
-            outputs["region_logits"] = scale * F.normalize(regions, dim=-1) @ self.text(labels, labels > 0).T
+            outputs["region_logits"] = (
+                scale * F.normalize(regions, dim=-1) @ self.text(labels, labels > 0).T
+            )
         if hasattr(self, "lm_head"):
             tokens = self.text(ids.reshape(-1, 1), torch.ones_like(ids).reshape(-1, 1))
             outputs["logits"] = self.lm_head(image[:, None] + tokens.reshape(*ids.shape, -1))
@@ -142,9 +176,13 @@ OOM_POINTS = ("forward", "embedding", "loss", "backward", "last forward")
 
 
 class MemoryFault:
-    """Raise an OOM error once, at `point` of step `at_step`, and for any micro-batch of more than `max_rows` rows."""
+    """Raise an OOM error once, at `point` of step `at_step`, and for any micro-batch of more than
+    `max_rows` rows.
+    """
 
-    def __init__(self, point: str = "", at_step: int = 1, max_rows: int = 10**9, error=torch.OutOfMemoryError):
+    def __init__(
+        self, point: str = "", at_step: int = 1, max_rows: int = 10**9, error=torch.OutOfMemoryError
+    ):
         self.point, self.at_step, self.max_rows, self.error = point, at_step, max_rows, error
         self.step, self.forwards, self.raised = 1, 0, False
 
@@ -152,7 +190,9 @@ class MemoryFault:
         self.step, self.forwards = step + 1, 0
 
     def reach(self, point: str, rows: int = 0) -> None:
-        if rows > self.max_rows or (point == self.point and self.step == self.at_step and not self.raised):
+        if rows > self.max_rows or (
+            point == self.point and self.step == self.at_step and not self.raised
+        ):
             self.raised = True
             raise self.error(f"allocation failed at {point}")
 
@@ -211,11 +251,16 @@ def rows(num: int, step: int, invalid: tuple[int, ...] = ()) -> dict[str, Tensor
 
 
 def cut(batch: dict[str, Tensor], micro: int) -> list[Batch]:
-    """Micro-batches of `micro` rows, the last possibly smaller; captions and boxes trimmed to the longest of each."""
+    """Micro-batches of `micro` rows, the last possibly smaller; captions and boxes trimmed to the
+    longest of each.
+    """
     micro_batches = []
     for first in range(0, len(batch["valid"]), micro):
         part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
-        for mask, names in (("attention_mask", ("input_ids", "labels")), ("box_mask", ("boxes", "box_labels"))):
+        for mask, names in (
+            ("attention_mask", ("input_ids", "labels")),
+            ("box_mask", ("boxes", "box_labels")),
+        ):
             length = int(part[mask].sum(1).max()) if mask in part else 0
             part |= {name: part[name][:, :length] for name in (mask, *names) if name in part}
         micro_batches.append(part)
@@ -223,7 +268,13 @@ def cut(batch: dict[str, Tensor], micro: int) -> list[Batch]:
 
 
 def train_state(
-    model, group: Group | None = None, objective=None, scaler=None, parallel="ddp", precision=FP32, sync_once=False
+    model,
+    group: Group | None = None,
+    objective=None,
+    scaler=None,
+    parallel="ddp",
+    precision=FP32,
+    sync_once=False,
 ) -> TrainState:
     """A TrainState as loop.py creates it."""
     group = group or Group()
@@ -256,16 +307,22 @@ def naive_sigmoid(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> T
 def naive_matching(match: Tensor, negative: Tensor, has_negative: Tensor) -> Tensor:
     negative = negative[has_negative]
     positives = F.binary_cross_entropy_with_logits(match, torch.ones_like(match), reduction="sum")
-    negatives = F.binary_cross_entropy_with_logits(negative, torch.zeros_like(negative), reduction="sum")
+    negatives = F.binary_cross_entropy_with_logits(
+        negative, torch.zeros_like(negative), reduction="sum"
+    )
     return (positives + negatives) / (2 * len(match))
 
 
 def naive_nll(logits: list[Tensor], labels: list[Tensor]) -> Tensor:
-    """Mean negative log-likelihood of the non-negative labels, one by one; [rows, entries, classes] per micro-batch."""
+    """Mean negative log-likelihood of the non-negative labels, one by one; [rows, entries, classes]
+    per micro-batch.
+    """
     losses = [
         -scores.log_softmax(0)[label]
         for micro_logits, micro_labels in zip(logits, labels, strict=True)
-        for scores, label in zip(micro_logits.flatten(0, 1), micro_labels.flatten().tolist(), strict=True)
+        for scores, label in zip(
+            micro_logits.flatten(0, 1), micro_labels.flatten().tolist(), strict=True
+        )
         if label >= 0
     ]
     return torch.stack(losses).mean()
@@ -279,22 +336,31 @@ def naive_negatives(outputs: list[Batch], micro_batches: list[Batch]) -> list[Ba
         for ids, mask in zip(micro["input_ids"], micro["attention_mask"], strict=True)
     ]
     valid, pos = (torch.cat([micro[name] for micro in micro_batches]) for name in ("valid", "pos"))
-    image, text = (torch.cat([out[name] for out in outputs]) for name in ("image_embed", "text_embed"))
+    image, text = (
+        torch.cat([out[name] for out in outputs]) for name in ("image_embed", "text_embed")
+    )
     noise = gumbel_noise(pos, pos)
     ids, mask = (torch.zeros(len(captions), MAX_TOKENS, dtype=torch.long) for _ in range(2))
     has_negative = torch.zeros(len(captions), dtype=torch.bool)
     mask[:, 0] = 1
     for row, own in enumerate(captions):
-        others = [other for other in range(len(captions)) if valid[other] and captions[other] != own]
+        others = [
+            other for other in range(len(captions)) if valid[other] and captions[other] != own
+        ]
         if others:
-            scores = (outputs[0]["logit_scale"] * image[row] @ text[others].T + noise[row, others]).tolist()
+            scores = (
+                outputs[0]["logit_scale"] * image[row] @ text[others].T + noise[row, others]
+            ).tolist()
             caption = captions[others[scores.index(max(scores))]]
             ids[row, : len(caption)], mask[row, : len(caption)] = torch.tensor(caption), 1
             has_negative[row] = True
     sizes = [len(micro["valid"]) for micro in micro_batches]
     parts = zip(ids.split(sizes), mask.split(sizes), has_negative.split(sizes), strict=True)
     names = ("negative_ids", "negative_mask", "has_negative")
-    return [micro | dict(zip(names, part, strict=True)) for micro, part in zip(micro_batches, parts, strict=True)]
+    return [
+        micro | dict(zip(names, part, strict=True))
+        for micro, part in zip(micro_batches, parts, strict=True)
+    ]
 
 
 def naive_loss(kind: str, outputs: list[Batch], micro_batches: list[Batch]) -> Tensor:
@@ -304,18 +370,25 @@ def naive_loss(kind: str, outputs: list[Batch], micro_batches: list[Batch]) -> T
         """A column of all valid rows, or a scalar."""
         if parts[0][name].ndim == 0:
             return parts[0][name]
-        return torch.cat([part[name][micro["valid"]] for part, micro in zip(parts, micro_batches, strict=True)])
+        return torch.cat(
+            [part[name][micro["valid"]] for part, micro in zip(parts, micro_batches, strict=True)]
+        )
 
     def classification() -> Tensor:
         labels = column("label", micro_batches)
         return F.cross_entropy(column("class_logits")[labels >= 0], labels[labels >= 0])
 
     def region_text() -> Tensor:
-        labels = [micro["box_labels"].where(micro["box_mask"] & micro["valid"][:, None], -1) for micro in micro_batches]
+        labels = [
+            micro["box_labels"].where(micro["box_mask"] & micro["valid"][:, None], -1)
+            for micro in micro_batches
+        ]
         return naive_nll([out["region_logits"] for out in outputs], labels)
 
     def language_modelling() -> Tensor:
-        labels = [micro["labels"].where(micro["valid"][:, None], -1)[:, 1:] for micro in micro_batches]
+        labels = [
+            micro["labels"].where(micro["valid"][:, None], -1)[:, 1:] for micro in micro_batches
+        ]
         return naive_nll([out["logits"][:, :-1] for out in outputs], labels)
 
     pair = ("image_embed", "text_embed", "logit_scale")
@@ -332,8 +405,12 @@ def naive_loss(kind: str, outputs: list[Batch], micro_batches: list[Batch]) -> T
     return sum(weight * formulas[name]() for name, weight in parse_terms(kind).items())
 
 
-def reference_gradients(model: nn.Module, micro_batches: list[Batch], step: int, kind: str = "contrastive") -> Tensor:
-    """Forward micro-batches one by one with the same RNG, keep all graphs, one loss, one backward; return the loss."""
+def reference_gradients(
+    model: nn.Module, micro_batches: list[Batch], step: int, kind: str = "contrastive"
+) -> Tensor:
+    """Forward micro-batches one by one with the same RNG, keep all graphs, one loss, one backward;
+    return the loss.
+    """
 
     def forward(micro_batches: list[Batch]) -> list[Batch]:
         outputs = []
@@ -352,7 +429,10 @@ def reference_gradients(model: nn.Module, micro_batches: list[Batch], step: int,
 
 
 def objective(kind: str, chunk: int = 4):
-    """An objective from objectives/build.py; `chunk` is small, so that sigmoid uses several chunks."""
+    """An objective from objectives/build.py;
+
+    `chunk` is small, so that sigmoid uses several chunks.
+    """
     built = objectives.build(Objective(kind=kind))
     if hasattr(built, "chunk_rows"):
         built.chunk_rows = chunk
@@ -375,7 +455,9 @@ def flat_gradient(model: nn.Module) -> Tensor:
 
 def assert_equal_weights(weights: Tensor, expected: Tensor, start: Tensor | None = None) -> None:
     """Equal to 1e-9, and different from `start`."""
-    assert start is None or (expected - start).abs().max() > 0.005, "training did not change the weights"
+    assert start is None or (expected - start).abs().max() > 0.005, (
+        "training did not change the weights"
+    )
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-9)
 
 
@@ -388,7 +470,9 @@ class NanAtSteps(Branched):
 
     def forward(self, batch):
         outputs = super().forward(batch)
-        outputs["image_embed"] = outputs["image_embed"] * (float("nan") if self.step + 1 in self.steps else 1.0)
+        outputs["image_embed"] = outputs["image_embed"] * (
+            float("nan") if self.step + 1 in self.steps else 1.0
+        )
         return outputs
 
     def on_step(self, step, metrics):
@@ -420,16 +504,24 @@ class Lines(list):
         return [line[name] for line in self]
 
 
-def train_spec(model: nn.Module, plan: SamplePlan, group: Group | None = None, **options) -> TrainSpec:
+def train_spec(
+    model: nn.Module, plan: SamplePlan, group: Group | None = None, **options
+) -> TrainSpec:
     """A run of the loop with the settings above."""
     options = {"objective": Contrastive(), "train": TRAIN, "optimizer": OPTIMIZER} | options
-    return TrainSpec(recover_cpu_oom=True, model=model, plan=plan, group=group or Group(), **options)
+    return TrainSpec(
+        recover_cpu_oom=True, model=model, plan=plan, group=group or Group(), **options
+    )
 
 
-def run(model: nn.Module, plan: SamplePlan, group: Group | None = None, load=None, first=0, **options) -> LoopResult:
+def run(
+    model: nn.Module, plan: SamplePlan, group: Group | None = None, load=None, first=0, **options
+) -> LoopResult:
     """Run the loop with the settings above on the rows of `steps_of`."""
     group = group or Group()
-    return loop.train_loop(train_spec(model, plan, group, **options), steps_of(plan, group.rank, first), load)
+    return loop.train_loop(
+        train_spec(model, plan, group, **options), steps_of(plan, group.rank, first), load
+    )
 
 
 def steps_of(plan: SamplePlan, rank: int, first: int = 0) -> Iterator[list[Batch]]:

@@ -1,4 +1,6 @@
-"""Evaluation batches: every row once over the ranks, all captions, unreadable rows reported and skipped."""
+"""Evaluation batches: every row once over the ranks, all captions, unreadable rows reported and
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,21 @@ INPUTS = Inputs(image_side=8, fit="squash", interpolation="bilinear", max_tokens
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> PreparedSet:
-    """23 rows with one to three captions each; row 5 is not an image, row 6 was changed after prepare."""
+    """23 rows with one to three captions each; row 5 is not an image, row 6 was changed after
+    prepare.
+    """
     rows = [row(number, texts=CAPTIONS[: 1 + number % 3]) for number in range(23)]
     rows[5] = row(5, data=b"nothing")
     rows[6].sha256 = "0" * 64
     return make_set(tmp_path / "set", rows)
 
 
-def batches(prepared: PreparedSet, batch: int = 4, max_pixels: int = 1000, **options: Any) -> EvalBatches:
-    data = EvalDataset(prepared, INPUTS, prepared.tokenizer_json or "", SimpleNamespace(batch=batch), max_pixels)  # type: ignore[arg-type]
+def batches(
+    prepared: PreparedSet, batch: int = 4, max_pixels: int = 1000, **options: Any
+) -> EvalBatches:
+    data = EvalDataset(
+        prepared, INPUTS, prepared.tokenizer_json or "", SimpleNamespace(batch=batch), max_pixels
+    )  # type: ignore[arg-type]
     return EvalBatches(data, **options)
 
 
@@ -46,37 +54,52 @@ def test_every_row_once(prepared: PreparedSet, world: int, limit: int | None) ->
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_batches_have_all_captions_and_pixels_at_each_iteration(prepared: PreparedSet, size: int) -> None:
+def test_batches_have_all_captions_and_pixels_at_each_iteration(
+    prepared: PreparedSet, size: int
+) -> None:
     reading = batches(prepared, batch=size)
     for _ in range(2):
         sizes = []
         for batch in reading:
             rows = batch["row"].tolist()
             sizes.append(len(rows))
-            assert batch["caption_row"].tolist() == [number for number in rows for _ in range(1 + number % 3)]
-            ids, num_tokens = reading.data.encoder.encode([text for n in rows for text in CAPTIONS[: 1 + n % 3]])
+            assert batch["caption_row"].tolist() == [
+                number for number in rows for _ in range(1 + number % 3)
+            ]
+            ids, num_tokens = reading.data.encoder.encode(
+                [text for n in rows for text in CAPTIONS[: 1 + n % 3]]
+            )
             assert np.array_equal(batch["input_ids"].numpy(), ids)
             assert batch["attention_mask"].sum(1).tolist() == num_tokens.tolist()
             assert ((batch["attention_mask"].diff(dim=1)) <= 0).all()
             assert batch["image"].shape[1:] == (3, 8, 8)
             assert batch["image"][:, 0, 0, 0].tolist() == rows  # row N has gray level N
-        assert sizes == ([1] * 21 if size == 1 else [4, 2, 4, 4, 4, 3])  # batches without readable rows are omitted
+        # batches without readable rows are omitted
+        assert sizes == ([1] * 21 if size == 1 else [4, 2, 4, 4, 4, 3])
         assert len(reading.skipped) == 2
 
 
-def test_image_that_kills_the_decoder_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_image_that_kills_the_decoder_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bad, log = row(3, data=deadly(png(3), tmp_path / "tries")), tmp_path / "tries"
     made = make_set(tmp_path / "set", [*map(row, range(3)), bad, row(4)])
-    unchecked = PreparedSet(made.storage, replace(made.manifest, settings={"check": "header", "image_side": 0}))
+    unchecked = PreparedSet(
+        made.storage, replace(made.manifest, settings={"check": "header", "image_side": 0})
+    )
     with decoder_dies():
         reading = batches(unchecked, batch=2)
         for _ in range(2):
             assert [number for batch in reading for number in batch["row"].tolist()] == [0, 1, 2, 4]
-            assert reading.skipped[0].startswith("row 3: decoder-crash: row-3: the decoder process died")
+            assert reading.skipped[0].startswith(
+                "row 3: decoder-crash: row-3: the decoder process died"
+            )
     assert len(log.read_text().splitlines()) == 1 and "row-3" in caplog.text
 
 
-def test_damaged_record_skips_only_its_rows(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_record_skips_only_its_rows(
+    prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = PreparedSet.read
 
     def damaged(self: PreparedSet, rows: np.ndarray) -> list[Row]:
@@ -91,7 +114,9 @@ def test_damaged_record_skips_only_its_rows(prepared: PreparedSet, monkeypatch: 
     assert [fault.split(":")[0] for fault in reading.skipped] == ["row 5", "row 6", "row 9"]
 
 
-def test_failing_store_raises_instead_of_skipping(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_store_raises_instead_of_skipping(
+    prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def silent(self: PreparedSet, rows: np.ndarray) -> list[Row]:
         raise TimeoutError("the store does not answer")
 

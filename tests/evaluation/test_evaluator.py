@@ -34,7 +34,9 @@ from mmray.models.fusion import LabelTexts
 from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row
 
-SETTINGS = SimpleNamespace(batch=4, limit=None, classes=(), prompts=("{}",), language=None, loss_batch=None)
+SETTINGS = SimpleNamespace(
+    batch=4, limit=None, classes=(), prompts=("{}",), language=None, loss_batch=None
+)
 INPUTS = Inputs(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16)
 NUM_ROWS = 23
 
@@ -45,7 +47,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Toy(nn.Module):
-    """Embeds the gray level of a row and the length of a caption, with the interface of a two-tower model."""
+    """Embeds the gray level of a row and the length of a caption, with the interface of a two-tower
+    model.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,12 +104,16 @@ def on_ranks(world: int, work: Any) -> list[Any]:
         with ThreadPoolExecutor(world) as pool:
             return list(pool.map(run, range(world)))
     finally:
-        torch.compiler.set_stance("default")  # of the process: threads that set and restore it interleave
+        # of the process: threads that set and restore it interleave
+        torch.compiler.set_stance("default")
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
-    rows = [row(number, texts=[f"{'a ' * (number % 5 + 1)}red", *CAPTIONS][: 1 + number % 3]) for number in range(23)]
+    rows = [
+        row(number, texts=[f"{'a ' * (number % 5 + 1)}red", *CAPTIONS][: 1 + number % 3])
+        for number in range(23)
+    ]
     rows[4] = row(4, data=b"nothing")
     return make_set(tmp_path_factory.mktemp("scored") / "set", rows)
 
@@ -122,12 +130,16 @@ def score(
     """Scores on each rank, each with its own `model()`: ranks are threads."""
     section: Any = SimpleNamespace(**vars(SETTINGS) | settings)
     evaluator = Evaluator(prepared, inputs, prepared.tokenizer_json, section)  # type: ignore[arg-type]
-    return on_ranks(world, lambda group: evaluator.score(model(), group, objective or Contrastive(), rows))
+    return on_ranks(
+        world, lambda group: evaluator.score(model(), group, objective or Contrastive(), rows)
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3, 30])
 @pytest.mark.parametrize("limit", [None, 9])
-def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, world: int, limit: int | None) -> None:
+def test_scores_do_not_depend_on_the_number_of_ranks(
+    prepared: PreparedSet, world: int, limit: int | None
+) -> None:
     """30 ranks for 23 rows: some ranks have no row."""
     (alone,) = score(prepared, limit=limit)
     assert alone["rows"] == (limit or NUM_ROWS) - 1
@@ -148,14 +160,19 @@ def test_a_single_row_is_embedded_only_if_a_batch_has_one(prepared: PreparedSet)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 1000])
-def test_scores_do_not_depend_on_the_chunk(prepared: PreparedSet, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_do_not_depend_on_the_chunk(
+    prepared: PreparedSet, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (one,) = score(prepared)
     monkeypatch.setattr(retrieval, "CHUNK", chunk)
     assert score(prepared) == [one | {"loss": pytest.approx(one["loss"], rel=1e-6)}]
 
 
 def test_scores_of_a_case_computed_by_hand() -> None:
-    """Three images on the axes. Image 1 has two captions, one of them wrong; the caption of image 2 equals image 0."""
+    """Three images on the axes.
+
+    Image 1 has two captions, one of them wrong; the caption of image 2 equals image 0.
+    """
     axes = torch.eye(3)
     embedded = EmbeddingSet(
         row=torch.tensor([10, 11, 12]),
@@ -169,22 +186,30 @@ def test_scores_of_a_case_computed_by_hand() -> None:
         scalar_outputs={"logit_scale": torch.tensor(2.0)},
     )
     ranks = compute_retrieval_ranks
-    (metrics,) = on_ranks(1, lambda g: retrieval_scores(embedded, ranks(embedded, g), g, Contrastive(), 2))
-    # Image to text: image 0 ties with a wrong caption (rank 2), image 1 is right, image 2 scores 0 where wrong ones
-    # score 1, 0 and 0: rank 4. Text to image: 1, 1, then rank 3 (1, and a tie at 0), then rank 3 likewise.
+    (metrics,) = on_ranks(
+        1, lambda g: retrieval_scores(embedded, ranks(embedded, g), g, Contrastive(), 2)
+    )
+    # Image to text: image 0 ties with a wrong caption (rank 2), image 1 is right, image 2 scores 0
+    # where wrong ones score 1, 0 and 0: rank 4. Text to image: 1, 1, then rank 3 (1, and a tie at
+    # 0), then rank 3 likewise.
     assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)
     assert metrics["recall_at_1/text_to_image"] == pytest.approx(2 / 4)
     assert metrics["recall_at_5/image_to_text"] == 1
     assert metrics["median_rank/image_to_text"] == 2
     assert metrics["median_rank/text_to_image"] == 2
     assert metrics["recall_at_1/mean"] == pytest.approx((1 / 3 + 1 / 2) / 2)
-    # Groups of two rows and their first captions: {10, 11} match perfectly, {12} is alone and costs nothing.
+    # Groups of two rows and their first captions: {10, 11} match perfectly, {12} is alone and costs
+    # nothing.
     two = torch.tensor([[2.0, 0.0], [0.0, 2.0]])
-    assert metrics["loss"] == pytest.approx(F.cross_entropy(two, torch.arange(2)).item() * 2 / 3, rel=1e-6)
+    assert metrics["loss"] == pytest.approx(
+        F.cross_entropy(two, torch.arange(2)).item() * 2 / 3, rel=1e-6
+    )
 
 
 class KnowsClasses(Toy):
-    """Knows the class of an image by its gray level and of a caption by its length, up to `known` classes."""
+    """Knows the class of an image by its gray level and of a caption by its length, up to `known`
+    classes.
+    """
 
     def __init__(self, known: int) -> None:
         super().__init__()
@@ -209,8 +234,9 @@ def test_images_that_share_a_caption_are_correct_answers(tmp_path: Path, world: 
     for metrics in score(held_out, lambda: KnowsClasses(3), world):
         assert metrics["recall_at_1/image_to_text"] == metrics["recall_at_1/text_to_image"] == 1
     for metrics in score(held_out, lambda: KnowsClasses(2), world):
-        # An image of class 1 ties with the three captions of class 2, one of class 2 with all wrong captions; captions
-        # of class 2 rank the three images of class 1 first, and tie with three more.
+        # An image of class 1 ties with the three captions of class 2, one of class 2 with all wrong
+        # captions; captions of class 2 rank the three images of class 1 first, and tie with three
+        # more.
         assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)
         assert metrics["median_rank/image_to_text"] == 4
         assert metrics["recall_at_1/text_to_image"] == pytest.approx(2 / 3)
@@ -218,7 +244,9 @@ def test_images_that_share_a_caption_are_correct_answers(tmp_path: Path, world: 
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_loss_equals_training_loss_and_state_is_restored(prepared: PreparedSet, training: bool) -> None:
+def test_loss_equals_training_loss_and_state_is_restored(
+    prepared: PreparedSet, training: bool
+) -> None:
     model, before = Toy().train(training), torch.get_rng_state()
     (metrics,) = score(prepared, lambda: model, rows=100)
     assert model.training == training
@@ -229,7 +257,9 @@ def test_loss_equals_training_loss_and_state_is_restored(prepared: PreparedSet, 
     batch = {
         "image": torch.tensor(good, dtype=torch.uint8).view(-1, 1, 1, 1).repeat(1, 3, 8, 8),
         "input_ids": torch.from_numpy(ids),
-        "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
+        "attention_mask": (
+            torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
+        ).long(),
         "valid": torch.ones(len(good), dtype=torch.bool),
     }
     loss_sum, count, _ = Contrastive().compute_loss(model.eval()(batch), batch)
@@ -237,7 +267,9 @@ def test_loss_equals_training_loss_and_state_is_restored(prepared: PreparedSet, 
 
 
 class Labeled(Toy):
-    """Classifies a pair by its image's gray level: correct except for rows of class 2, predicted as class 0."""
+    """Classifies a pair by its image's gray level: correct except for rows of class 2, predicted as
+    class 0.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,9 +286,15 @@ def head(gray: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int) -> None:
-    """Rows 0..11 with class row % 3, two of them without a label and one with a label outside the classes."""
+    """Rows 0..11 with class row % 3, two of them without a label and one with a label outside the
+    classes.
+    """
     rows = [replace(row(number), label=number % 3) for number in range(12)]
-    rows[3], rows[4], rows[5] = replace(rows[3], label=None), replace(rows[4], label=None), replace(rows[5], label=7)
+    rows[3], rows[4], rows[5] = (
+        replace(rows[3], label=None),
+        replace(rows[4], label=None),
+        replace(rows[5], label=7),
+    )
     held_out = make_set(tmp_path / "set", rows)
     classes, prompts = ("a", "red", "one"), ("{}", "a {}")
     named = replace(held_out.manifest, class_names=classes)  # like class folders
@@ -266,7 +304,9 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
     embeddings = []
     for name in classes:
         ids = [torch.from_numpy(encoder.encode([prompt.format(name)])[0]) for prompt in prompts]
-        embeddings.append(F.normalize(sum(model.embed_text(each, torch.ones_like(each)) for each in ids) / 2))
+        embeddings.append(
+            F.normalize(sum(model.embed_text(each, torch.ones_like(each)) for each in ids) / 2)
+        )
     hits = []
     for number in (number for number in range(12) if rows[number].label in (0, 1, 2)):
         image = model.embed_image(torch.full((1, 3, 8, 8), number, dtype=torch.uint8))
@@ -300,14 +340,18 @@ class Naming(Toy):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_region_head_is_scored(world: int, tmp_path: Path) -> None:
-    """Row r has r % 3 boxes, all labeled 1 except the first of every fourth row, which has no label."""
+    """Row r has r % 3 boxes, all labeled 1 except the first of every fourth row, which has no
+    label.
+    """
     rows = []
     for number in range(10):
         boxes = [[0.1 * each, 0.0, 0.9, 1.0] for each in range(number % 3)]
         labels = [-1 if not each and number % 4 == 0 else 1 for each in range(number % 3)]
         rows.append(replace(row(number), boxes=boxes, box_labels=labels))
     prepared = make_set(tmp_path / "set", rows)
-    labeled = [(each, label) for made in rows for each, label in enumerate(made.box_labels) if label >= 0]
+    labeled = [
+        (each, label) for made in rows for each, label in enumerate(made.box_labels) if label >= 0
+    ]
     for metrics in score(prepared, Naming, world, inputs=INPUTS.replace(max_boxes=2)):
         assert metrics["regions/boxes"] == len(labeled) == 7
         assert metrics["regions/top_1"] == sum(each == 0 for each, _ in labeled) / len(labeled)
@@ -322,13 +366,19 @@ def test_no_readable_row_raises_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_topk_of_a_case_computed_by_hand() -> None:
-    scores = torch.tensor([[3.0, 1, 2], [1, 1, 0], [0, math.nan, 1], [9, 0, 0], [0, 0, 9], [math.nan, 0, 0]])
+    scores = torch.tensor(
+        [[3.0, 1, 2], [1, 1, 0], [0, math.nan, 1], [9, 0, 0], [0, 0, 9], [math.nan, 0, 0]]
+    )
     label = torch.tensor([0, 0, 2, -1, 7, 0])
     right, in_five, rows = topk_hits(scores, label).tolist()
-    # Correct; a tie (wrong); a NaN in another class (wrong); no label; label out of range; a NaN in its own class.
+    # Correct; a tie (wrong); a NaN in another class (wrong); no label; label out of range; a NaN in
+    # its own class.
     assert (right, rows) == (1, 4)
     assert in_five == 3
-    assert topk_accuracy(topk_hits(scores, label), "zero_shot", 3) == {"zero_shot/top_1": 0.25, "zero_shot/rows": 4.0}
+    assert topk_accuracy(topk_hits(scores, label), "zero_shot", 3) == {
+        "zero_shot/top_1": 0.25,
+        "zero_shot/rows": 4.0,
+    }
 
 
 def test_top_5_equals_naive_search() -> None:
@@ -345,12 +395,16 @@ def shown_of(prepared: PreparedSet, world: int = 1) -> tuple[list[Any], dict[str
     evaluator, shown = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SETTINGS), []  # type: ignore[arg-type]
 
     def score(group: Any) -> dict[str, float]:
-        return evaluator.score(Toy(), group, Contrastive(), 6, shown.append if group.rank == 0 else None)
+        return evaluator.score(
+            Toy(), group, Contrastive(), 6, shown.append if group.rank == 0 else None
+        )
 
     return shown, on_ranks(world, score)[0]
 
 
-def test_examples_do_not_depend_on_ranks_or_chunk(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_do_not_depend_on_ranks_or_chunk(
+    prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (alone,), _ = shown_of(prepared)
     for world, chunk in ((3, 5), (30, 5), (1, 2)):
         monkeypatch.setattr(retrieval, "CHUNK", chunk)

@@ -33,7 +33,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
 
 
 def score(prepared: PreparedSet, group: Any, **settings: Any) -> dict[str, float]:
-    evaluator = GenerationEvaluator(prepared, INPUTS, TOKENIZER, SimpleNamespace(**vars(SETTINGS) | settings))  # type: ignore[arg-type]
+    evaluator = GenerationEvaluator(
+        prepared, INPUTS, TOKENIZER, SimpleNamespace(**vars(SETTINGS) | settings)
+    )  # type: ignore[arg-type]
     return evaluator.score(MODEL, group, None, 4)
 
 
@@ -49,7 +51,9 @@ def test_perplexity_covers_every_target_token(prepared: PreparedSet) -> None:
             ids = torch.from_numpy(columns["input_ids"].astype(np.int64))
             at = torch.from_numpy(columns["image_pos"].astype(np.int64))
             with torch.no_grad():
-                logits = MODEL({"image": pixels, "input_ids": ids, "image_pos": at})["logits"][0].double()
+                logits = MODEL({"image": pixels, "input_ids": ids, "image_pos": at})["logits"][
+                    0
+                ].double()
             for index in np.flatnonzero(columns["loss_mask"][0]):
                 losses.append(-logits[index - 1].log_softmax(0)[ids[0, index]].item())
                 right.append(logits[index - 1].argmax().item() == ids[0, index])
@@ -68,18 +72,24 @@ def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, worl
 
 
 def test_answers_equal_greedy_decoding_without_cache_and_padding() -> None:
-    """The reference decodes one row and one token at a time from the full text; answers are decoded together.
+    """The reference decodes one row and one token at a time from the full text; answers are decoded
+    together.
 
-    Decoding runs a compiled language model eagerly: each layer of the cache would need its own graphs.
+    Decoding runs a compiled language model eagerly: each layer of the cache would need its own
+    graphs.
     """
     model, questions, expected = model_of(seed=1), ["a red", "what is this? a blue square", ""], []
     pixels = torch.tensor([90, 20, 200], dtype=torch.uint8).view(3, 1, 1, 1).expand(-1, 3, 32, 32)
     for image, question in zip(pixels.split(1), questions, strict=True):
         tokens: list[int] = []
-        ids, at = (torch.from_numpy(array.astype(np.int64)) for array in ENCODER.encode_prompt(question))
+        ids, at = (
+            torch.from_numpy(array.astype(np.int64)) for array in ENCODER.encode_prompt(question)
+        )
         with torch.no_grad():
             for _ in range(7):
-                token = model({"image": image, "input_ids": ids, "image_pos": at})["logits"][0, -1].argmax()
+                token = model({"image": image, "input_ids": ids, "image_pos": at})["logits"][
+                    0, -1
+                ].argmax()
                 if token == ENCODER.eos_id:
                     break
                 tokens.append(int(token))
@@ -94,7 +104,11 @@ def test_answers_equal_greedy_decoding_without_cache_and_padding() -> None:
 
 
 def test_the_best_captions_have_the_highest_scores() -> None:
-    right = ["A red circle, on a green ground.", "two blue squares in the corner", "one yellow ring at the left side"]
+    right = [
+        "A red circle, on a green ground.",
+        "two blue squares in the corner",
+        "one yellow ring at the left side",
+    ]
     references = [[text] for text in right]
     best = caption_scores(right, references)
     assert best == {"bleu_4": pytest.approx(1.0), "cider": pytest.approx(10.0)}
@@ -107,13 +121,22 @@ def test_the_best_captions_have_the_highest_scores() -> None:
 
 def test_combining_marks_belong_to_their_words() -> None:
     assert split_words("लाल कुत्ता, घास!") == ["लाल", "कुत्ता", "घास"]
-    assert split_words("Cafe\u0301 \u2764\ufe0f 3.5 'dogs' don't_stop") == ["café", "3", "5", "dogs", "don't", "stop"]
+    assert split_words("Cafe\u0301 \u2764\ufe0f 3.5 'dogs' don't_stop") == [
+        "café",
+        "3",
+        "5",
+        "dogs",
+        "don't",
+        "stop",
+    ]
     wrong = caption_scores(["लील कोत्ते घास पर बैठा"], [["लाल कुत्ता घास पर बैठा"]])
     assert wrong["bleu_4"] == 0  # the consonants are equal
 
 
 def test_cider_equals_hand_computed_value() -> None:
-    """Two images with one word in common: idf is ln 2 for words of one image, 0 for words of both."""
+    """Two images with one word in common: idf is ln 2 for words of one image, 0 for words of
+    both.
+    """
     references = [[["a", "dog"]], [["a", "cat"]]]
     assert cider_d([["a", "dog"], ["a", "dog"]], references) == pytest.approx(10 * (2 / 4 + 0) / 2)
     twice = cider_d([["a", "dog", "dog"], ["a", "cat"]], references)  # the second "dog" is clipped

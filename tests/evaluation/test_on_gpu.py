@@ -43,7 +43,9 @@ def by_embeddings(prepared, device):
 def by_writing(prepared, device):
     model = test_generative.model_of().double().to(device)
     settings = SimpleNamespace(**vars(test_generation.SETTINGS) | {"num_generations": 3})
-    evaluator = GenerationEvaluator(prepared, test_generative.INPUTS, test_generative.TOKENIZER, settings)
+    evaluator = GenerationEvaluator(
+        prepared, test_generative.INPUTS, test_generative.TOKENIZER, settings
+    )
     return evaluator.score(model, Group(device=device), None, 4), []
 
 

@@ -17,10 +17,15 @@ from mmray.evaluation.retrieval import compute_ranks, retrieval_metrics, top_k
 
 
 def naive_ranks(queries: Tensor, gallery: Tensor, right: list[list[bool]]) -> list[int]:
-    """Sort the gallery for each query, wrong answers first among ties, and find the first correct one."""
+    """Sort the gallery for each query, wrong answers first among ties, and find the first correct
+    one.
+    """
     out = []
     for query, is_right in zip(queries.double().tolist(), right, strict=True):
-        scores = [math.fsum(a * b for a, b in zip(query, row, strict=True)) for row in gallery.double().tolist()]
+        scores = [
+            math.fsum(a * b for a, b in zip(query, row, strict=True))
+            for row in gallery.double().tolist()
+        ]
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], is_right[index]))
         out.append(1 + [is_right[index] for index in order].index(True))
     return out
@@ -64,14 +69,18 @@ def test_ranks_and_top_k_equal_naive_with_ties(
                 assert compute_ranks(queries, gallery, pairs(is_right)).tolist() == expected
         scores, right = (queries.double() @ gallery.double().T).tolist(), is_right.tolist()
         naive = [
-            sorted(range(len(gallery)), key=lambda index: (-scores[q][index], right[q][index], index))
+            sorted(
+                range(len(gallery)), key=lambda index: (-scores[q][index], right[q][index], index)
+            )
             for q in range(len(queries))
         ]
         for k, chunk in ((2, 1), (5, 3), (5, 100)):
             with patch.object(retrieval, "CHUNK", chunk):
                 indices, best = top_k(queries, gallery, is_right, k)
             assert indices.tolist() == [order[:k] for order in naive]
-            assert best.tolist() == [[scores[q][index] for index in order[:k]] for q, order in enumerate(naive)]
+            assert best.tolist() == [
+                [scores[q][index] for index in order[:k]] for q, order in enumerate(naive)
+            ]
 
 
 @given(
@@ -83,7 +92,10 @@ def test_ranks_and_top_k_equal_naive_with_ties(
 def test_copies_count_as_rows(scores: list[list[int]], copies: list[int], seed: int) -> None:
     """Any answer may be correct for any query, and each query has one."""
     draw = np.random.default_rng(seed)
-    gallery, times = torch.tensor(scores, dtype=torch.float32) / 4, torch.tensor(copies[: len(scores)])
+    gallery, times = (
+        torch.tensor(scores, dtype=torch.float32) / 4,
+        torch.tensor(copies[: len(scores)]),
+    )
     is_right = torch.from_numpy(draw.random((4, len(gallery))) < 0.4)
     is_right[range(4), draw.integers(len(gallery), size=4)] = True
     queries = torch.from_numpy(draw.integers(-4, 5, (4, 3))).float() / 4
@@ -91,7 +103,10 @@ def test_copies_count_as_rows(scores: list[list[int]], copies: list[int], seed: 
     expected = naive_ranks(queries, gallery[spread], is_right[:, spread].tolist())
     for chunk in (1, 2, 9):
         with patch.object(retrieval, "CHUNK", chunk):
-            assert compute_ranks(queries, gallery, pairs(is_right), gallery_counts=times).tolist() == expected
+            assert (
+                compute_ranks(queries, gallery, pairs(is_right), gallery_counts=times).tolist()
+                == expected
+            )
 
 
 @pytest.mark.parametrize("dim", [8, 512])
@@ -114,7 +129,9 @@ def test_chunked_equals_naive_on_unit_vectors(dim: int) -> None:
 
 def test_equal_rows_tie() -> None:
     """A model with constant output ranks last, regardless of rounding in matrix products."""
-    row = torch.nn.functional.normalize(torch.randn(1, 509, generator=torch.Generator().manual_seed(1)), dim=1)
+    row = torch.nn.functional.normalize(
+        torch.randn(1, 509, generator=torch.Generator().manual_seed(1)), dim=1
+    )
     rows, right = row.repeat(301, 1), torch.arange(301).repeat(2, 1)
     for chunk in (64, 100, 301):
         with patch.object(retrieval, "CHUNK", chunk):
@@ -124,7 +141,9 @@ def test_equal_rows_tie() -> None:
 @pytest.mark.parametrize("broken", ["queries", "gallery", "both"])
 def test_nan_is_not_a_hit(broken: str) -> None:
     rows, nan = torch.eye(4), torch.full((4, 4), torch.nan)
-    queries, gallery = (nan if broken in (name, "both") else rows for name in ("queries", "gallery"))
+    queries, gallery = (
+        nan if broken in (name, "both") else rows for name in ("queries", "gallery")
+    )
     assert compute_ranks(queries, gallery, torch.arange(4).repeat(2, 1)).tolist() == [4] * 4
 
 

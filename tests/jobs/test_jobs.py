@@ -28,12 +28,20 @@ STEPS = 8
 def head(tmp_path_factory):
     """A separate head: its `url` for jobs, and the `env` of commands."""
     port, dashboard, agent = free_ports(3)
-    url, path = f"http://127.0.0.1:{dashboard}", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    url, path = (
+        f"http://127.0.0.1:{dashboard}",
+        f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    )
     env = os.environ | {"RAY_AUTH_MODE": "disabled", "PATH": path, "RAY_API_SERVER_ADDRESS": url}
     env["RAY_JOB_STOP_WAIT_TIME_S"] = "120"
-    for name in ("PYTHONPATH", "RAY_ADDRESS"):  # jobs ship the repository: they must import the shipped copy
+    # jobs ship the repository: they must import the shipped copy
+    for name in ("PYTHONPATH", "RAY_ADDRESS"):
         env.pop(name, None)
-    options = ["--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+    options = [
+        "--node-ip-address=127.0.0.1",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard}",
+    ]
     options += [f"--dashboard-agent-listen-port={agent}", "--num-cpus=6"]
 
     def is_ready():
@@ -58,10 +66,19 @@ def data(tmp_path_factory):
 
 
 def submit(head, job, *arguments):
-    """Submit the line of the job's docstring with these arguments; return the job's id without waiting."""
+    """Submit the line of the job's docstring with these arguments; return the job's id without
+    waiting.
+    """
     words = submit_line(job)
     at = words.index("--")
-    line = [*words[:at], "--no-wait", "--submission-id", f"{job}-{time.time_ns()}", *words[at : at + 3], *arguments]
+    line = [
+        *words[:at],
+        "--no-wait",
+        "--submission-id",
+        f"{job}-{time.time_ns()}",
+        *words[at : at + 3],
+        *arguments,
+    ]
     done = subprocess.run(line, cwd=ROOT, env=head.env, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return line[line.index("--submission-id") + 1]
@@ -73,14 +90,20 @@ def ended(client, job_id, within_s=300):
     while client.get_job_status(job_id) not in ENDED:
         assert time.monotonic() < until, client.get_job_logs(job_id)
         time.sleep(0.3)
-    return client.get_job_status(job_id), client.get_job_info(job_id).driver_exit_code, client.get_job_logs(job_id)
+    return (
+        client.get_job_status(job_id),
+        client.get_job_info(job_id).driver_exit_code,
+        client.get_job_logs(job_id),
+    )
 
 
 def test_usage_and_data_errors_keep_their_exit_codes(head, client, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     typo = submit(head, "train", "sample", "--train.stepz", "3")
     empty = submit(head, "prepare", str(tmp_path / "empty.jsonl"), str(tmp_path / "out"))
-    impossible = submit(head, "train", "sample", "--cluster.workers", "99", "--cluster.accelerator", "gpu")
+    impossible = submit(
+        head, "train", "sample", "--cluster.workers", "99", "--cluster.accelerator", "gpu"
+    )
     for job_id, code, text in [
         (typo, 2, "stepz"),
         (empty, 5, "empty.jsonl has no rows"),
@@ -93,19 +116,29 @@ def test_usage_and_data_errors_keep_their_exit_codes(head, client, tmp_path):
 
 @pytest.mark.parametrize("shipped", [True, False])
 def test_mmray_is_imported_from_working_dir_or_installation(head, client, shipped):
-    """A working directory takes precedence over an installed mmray, in the driver and in the workers."""
+    """A working directory takes precedence over an installed mmray, in the driver and in the
+    workers.
+    """
     runtime_env = {"working_dir": str(ROOT)} if shipped else {}
-    job_id = client.submit_job(entrypoint=f"python {ROOT}/tests/jobs/where.py", runtime_env=runtime_env)
+    job_id = client.submit_job(
+        entrypoint=f"python {ROOT}/tests/jobs/where.py", runtime_env=runtime_env
+    )
     status, _, log = ended(client, job_id)
     assert status == JobStatus.SUCCEEDED, log
-    found = dict(line.split(" ", 1) for line in log.splitlines() if line.startswith(("driver ", "worker ")))
+    found = dict(
+        line.split(" ", 1) for line in log.splitlines() if line.startswith(("driver ", "worker "))
+    )
     assert set(found) == {"driver", "worker"} and len(set(found.values())) == 1
     assert all(("working_dir_files" in place) is shipped for place in found.values())
 
 
 def test_stopped_training_cleans_up_and_same_command_resumes(head, client, data, tmp_path):
     recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(to_yaml(config(data, tmp_path, "run", callbacks=("tests.train.faults:Slower",), steps=STEPS)))
+    recipe.write_text(
+        to_yaml(
+            config(data, tmp_path, "run", callbacks=("tests.train.faults:Slower",), steps=STEPS)
+        )
+    )
     first = submit(head, "train", str(recipe))
     steps = tmp_path / "run" / "metrics.jsonl"
     until = time.monotonic() + 300
@@ -130,12 +163,18 @@ def test_stopped_training_cleans_up_and_same_command_resumes(head, client, data,
 
 
 def left_behind(head, within_s=60):
-    """Actors and placement groups of ended jobs, after a short wait; detached actors are Ray's own."""
+    """Actors and placement groups of ended jobs, after a short wait; detached actors are
+    Ray's own.
+    """
     until = time.monotonic() + within_s
     while True:
-        actors = [a for a in list_actors(head.url, detail=True) if a.state != "DEAD" and not a.is_detached]
+        actors = [
+            a for a in list_actors(head.url, detail=True) if a.state != "DEAD" and not a.is_detached
+        ]
         groups = [group for group in list_placement_groups(head.url) if group.state != "REMOVED"]
-        left = [a.class_name for a in actors if a.class_name != "JobSupervisor"] + [g.name for g in groups]
+        left = [a.class_name for a in actors if a.class_name != "JobSupervisor"] + [
+            g.name for g in groups
+        ]
         if not left or time.monotonic() > until:
             return left
         time.sleep(0.5)

@@ -33,7 +33,10 @@ def test_each_job_documents_its_submit_command(job):
 
 
 def test_shipped_files_are_small_and_contain_the_package(monkeypatch):
-    """`--working-dir .` ships the files outside .gitignore and .rayignore; Ray refuses more than 512 MiB."""
+    """`--working-dir .` ships the files outside .gitignore and .rayignore;
+
+    Ray refuses more than 512 MiB.
+    """
     from ray._private.runtime_env.packaging import _dir_travel
 
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,5 @@
-"""Properties of every built-in model: independent rows, no effect of padding, gradients, rebuilding; custom models.
+"""Properties of every built-in model: independent rows, no effect of padding, gradients,
+rebuilding; custom models.
 
 Also what all dual encoders share: pixels, temperature and precision.
 """
@@ -35,7 +36,9 @@ INPUTS = Inputs(image_side=32, mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.1), max_t
 
 def two_tower(image: str = "convnet", **changes: Any) -> TwoTower:
     text = TextTower(width=16, depth=1, heads=2)
-    return TwoTower(inputs=INPUTS, image=test_fusion.IMAGES[image], text=text, embed_dim=8, **changes)
+    return TwoTower(
+        inputs=INPUTS, image=test_fusion.IMAGES[image], text=text, embed_dim=8, **changes
+    )
 
 
 SPECS: dict[str, Model] = {
@@ -55,7 +58,11 @@ def batch_of(spec: Model, rows: int = 4) -> dict[str, Tensor]:
     batch = synthetic_batch(spec.inputs, VOCAB, rows, "cpu")
     mask = (torch.arange(spec.inputs.max_tokens) < (torch.arange(rows) % 4 + 3)[:, None]).long()
     negatives = {"negative_ids": batch["input_ids"].flip(1), "negative_mask": mask.flip(0)}
-    return batch | negatives | {"attention_mask": mask, "has_negative": torch.ones(rows, dtype=torch.bool)}
+    return (
+        batch
+        | negatives
+        | {"attention_mask": mask, "has_negative": torch.ones(rows, dtype=torch.bool)}
+    )
 
 
 def rows_of(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -64,7 +71,9 @@ def rows_of(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_rows_are_independent_of_each_other_and_of_padding(name: str) -> None:
-    """A wrong implementation of cross-attention that takes (B, D) for a sequence attends across the batch."""
+    """A wrong implementation of cross-attention that takes (B, D) for a sequence attends across the
+    batch.
+    """
     model, batch = model_of(SPECS[name]).eval(), batch_of(SPECS[name])
     before = rows_of(model(batch))
     heads = {"class_logits", "match", "match_negative"} if name.startswith("fusion-") else set()
@@ -76,13 +85,19 @@ def test_rows_are_independent_of_each_other_and_of_padding(name: str) -> None:
     changed["image"][1] = 255 - changed["image"][1]
     others = torch.tensor([0, 2, 3])
     for output, value in rows_of(model(changed)).items():
-        torch.testing.assert_close(value[others], before[output][others], rtol=0, atol=1e-9, msg=output)
+        torch.testing.assert_close(
+            value[others], before[output][others], rtol=0, atol=1e-9, msg=output
+        )
         assert (value[1] - before[output][1]).abs().max() > 1e-6, output
-    cut = {column: value[:1, :6] if value.ndim == 2 else value[:1] for column, value in batch.items()}
+    cut = {
+        column: value[:1, :6] if value.ndim == 2 else value[:1] for column, value in batch.items()
+    }
     for output, value in rows_of(model(cut)).items():
         torch.testing.assert_close(value, before[output][:1], rtol=0, atol=1e-9, msg=output)
     assert torch.equal(model.embed_image(batch["image"]), before["image_embed"])
-    assert torch.equal(model.embed_text(batch["input_ids"], batch["attention_mask"]), before["text_embed"])
+    assert torch.equal(
+        model.embed_text(batch["input_ids"], batch["attention_mask"]), before["text_embed"]
+    )
     torch.testing.assert_close(before["image_embed"].norm(dim=1), torch.ones(4).double())
 
 
@@ -93,9 +108,17 @@ def test_every_parameter_gets_a_finite_gradient(name: str) -> None:
     batch["attention_mask"][2:] = 0
     batch["negative_mask"][:] = 0
     outputs = model(batch).values()
-    sum((output * torch.arange(output.numel()).view(output.shape)).sum() for output in outputs).backward()
-    assert [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None] == []
-    assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
+    sum(
+        (output * torch.arange(output.numel()).view(output.shape)).sum() for output in outputs
+    ).backward()
+    assert [
+        name
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and weight.grad is None
+    ] == []
+    assert all(
+        weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None
+    )
     branches = [set(branch.parameters()) for branch in model.branches().values()]
     assert sum(map(len, branches)) == len(set().union(*branches))
 
@@ -104,7 +127,9 @@ def test_every_parameter_gets_a_finite_gradient(name: str) -> None:
 def test_model_rebuilds_from_its_architecture(name: str) -> None:
     spec = SPECS[name]
     model, batch = model_of(spec), batch_of(spec)
-    moved = spec.model_copy(update={"weights": "/no/such/place"}) if hasattr(spec, "weights") else spec
+    moved = (
+        spec.model_copy(update={"weights": "/no/such/place"}) if hasattr(spec, "weights") else spec
+    )
     again = build(moved, VOCAB, json.loads(json.dumps(model.architecture()))).double().eval()
     again.load_state_dict(model.state_dict())
     torch.testing.assert_close(again(batch), model.eval()(batch), rtol=0, atol=0)
@@ -112,23 +137,37 @@ def test_model_rebuilds_from_its_architecture(name: str) -> None:
 
 
 HF_TOWERS = {
-    "image": {"model_type": "dinov2", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    "image": {
+        "model_type": "dinov2",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     | {"patch_size": 16, "image_size": 32},
-    "text": {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    "text": {
+        "model_type": "bert",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     | {"vocab_size": VOCAB},
 }
 OTHER_SPECS: dict[str, Model] = {
     "generative": test_generative.SPEC,
     "lora": two_tower(lora=Lora(rank=2, targets=("text.*",))),
     "transformers": TwoTower(
-        inputs=INPUTS, image=ImageTower(name="transformers", weights="dinov2"), text=TextTower(weights="bert")
+        inputs=INPUTS,
+        image=ImageTower(name="transformers", weights="dinov2"),
+        text=TextTower(weights="bert"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", [*SPECS, *OTHER_SPECS])
 def test_model_without_weights_has_no_parameter_in_memory_and_the_same_buffers(name: str) -> None:
-    """Positions, rotary frequencies and running statistics are values, not garbage; all names and shapes are equal."""
+    """Positions, rotary frequencies and running statistics are values, not garbage; all names and
+    shapes are equal.
+    """
     spec = (SPECS | OTHER_SPECS)[name]
     model: Any = build(spec, VOCAB, HF_TOWERS if name == "transformers" else None)
     without = build_without_weights(spec, VOCAB, json.loads(json.dumps(model.architecture())))
@@ -136,7 +175,10 @@ def test_model_without_weights_has_no_parameter_in_memory_and_the_same_buffers(n
         name: value.shape for name, value in model.state_dict().items()
     }
     for (name, weight), other in zip(model.named_parameters(), without.parameters(), strict=True):
-        assert other.is_meta and (weight.requires_grad, weight.dtype) == (other.requires_grad, other.dtype), name
+        assert other.is_meta and (weight.requires_grad, weight.dtype) == (
+            other.requires_grad,
+            other.dtype,
+        ), name
     buffers = dict(without.named_buffers())
     assert buffers.keys() == dict(model.named_buffers()).keys()
     for name, value in model.named_buffers():

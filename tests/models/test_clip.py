@@ -27,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]
 TOKENIZER = train_tokenizer(TEXTS, 80)
 VOCAB = TextEncoder(TOKENIZER, 8).vocab_size
-INPUTS = Inputs(image_side=32, max_tokens=10, fit="squash", mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.1))
+INPUTS = Inputs(
+    image_side=32, max_tokens=10, fit="squash", mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.1)
+)
 IMAGE, TEXT = ClipImage(width=32, depth=2, heads=2, patch=8), ClipText(width=24, depth=2, heads=3)
 SPECS: dict[str, Model] = {
     "clip": Clip(inputs=INPUTS, image=IMAGE, text=TEXT, embed_dim=16),
@@ -53,7 +55,9 @@ def photo() -> Image.Image:
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_export_loads_in_transformers_with_equal_outputs(kind: str, tmp_path: Path) -> None:
-    """AutoModel, AutoTokenizer and AutoImageProcessor alone give the embeddings; so does mmray.load."""
+    """AutoModel, AutoTokenizer and AutoImageProcessor alone give the embeddings; so does
+    mmray.load.
+    """
     from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
     spec, model = SPECS[kind], model_of(SPECS[kind])
@@ -66,12 +70,15 @@ def test_export_loads_in_transformers_with_equal_outputs(kind: str, tmp_path: Pa
     tokens = AutoTokenizer.from_pretrained(out)(TEXTS, padding="max_length", return_tensors="pt")
     with torch.no_grad():
         given = theirs(input_ids=tokens["input_ids"], pixel_values=processed["pixel_values"])
-        pixels = torch.from_numpy(resize_to_square(np.asarray(photo()), 32, "squash", "bicubic"))[None]
+        pixels = torch.from_numpy(resize_to_square(np.asarray(photo()), 32, "squash", "bicubic"))[
+            None
+        ]
         normalized = model.image.pixels(pixels)
         image = theirs(input_ids=tokens["input_ids"], pixel_values=normalized).image_embeds
     torch.testing.assert_close(loaded.embed_texts(TEXTS), given.text_embeds, rtol=0, atol=1e-6)
     torch.testing.assert_close(loaded.embed_images([photo()]), image, rtol=0, atol=1e-6)
-    assert F.cosine_similarity(given.image_embeds, image).item() > 0.999  # their resize rounds pixels differently
+    # their resize rounds pixels differently
+    assert F.cosine_similarity(given.image_embeds, image).item() > 0.999
     assert theirs.logit_scale.exp().item() == pytest.approx(model.log_scale.exp().item())
     assert loaded.model.state_dict().keys() == model.state_dict().keys()
 
@@ -80,14 +87,22 @@ def tokenizer_adding(*added: str) -> str:
     """The tokenizer with this template around a caption (`$A`)."""
     tokenizer = Tokenizer.from_str(TOKENIZER)
     marks = [(mark, tokenizer.token_to_id(mark)) for mark in {*added} - {"$A"}]
-    tokenizer.post_processor = processors.TemplateProcessing(single=list(added), special_tokens=marks)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=list(added), special_tokens=marks
+    )
     return str(tokenizer.to_str())
 
 
-@pytest.mark.parametrize("added", [("$A",), ("[CLS]", "$A"), ("[SEP]", "$A", "[SEP]"), ("$A", "[SEP]")])
+@pytest.mark.parametrize(
+    "added", [("$A",), ("[CLS]", "$A"), ("[SEP]", "$A", "[SEP]"), ("$A", "[SEP]")]
+)
 @pytest.mark.parametrize("kind", SPECS)
-def test_hf_export_pools_at_the_end_token_of_the_tokenizer(kind: str, added: tuple[str, ...], tmp_path: Path) -> None:
-    """HF CLIP pools at the first end token, so HF files are written only if this token occurs at the end alone."""
+def test_hf_export_pools_at_the_end_token_of_the_tokenizer(
+    kind: str, added: tuple[str, ...], tmp_path: Path
+) -> None:
+    """HF CLIP pools at the first end token, so HF files are written only if this token occurs at
+    the end alone.
+    """
     from transformers import AutoModel, AutoTokenizer
 
     spec, tokenizer = SPECS[kind].model_copy(update={"vocab_size": VOCAB}), tokenizer_adding(*added)
@@ -97,10 +112,14 @@ def test_hf_export_pools_at_the_end_token_of_the_tokenizer(kind: str, added: tup
     embedded = mmray.load(out).embed_texts(TEXTS)
     assert torch.pdist(embedded).min() > 1e-3
     if theirs:
-        tokens = AutoTokenizer.from_pretrained(out)(TEXTS, padding="max_length", return_tensors="pt")
+        tokens = AutoTokenizer.from_pretrained(out)(
+            TEXTS, padding="max_length", return_tensors="pt"
+        )
         model = AutoModel.from_pretrained(out)
         with torch.no_grad():
-            given = model(input_ids=tokens["input_ids"], pixel_values=torch.zeros(1, 3, 32, 32)).text_embeds
+            given = model(
+                input_ids=tokens["input_ids"], pixel_values=torch.zeros(1, 3, 32, 32)
+            ).text_embeds
         torch.testing.assert_close(embedded, given, rtol=0, atol=1e-6)
 
 
@@ -109,7 +128,9 @@ def spec_with(kind: str, **changes: object) -> Model:
 
 
 def with_language_tokens(spec: Model) -> nn.Module:
-    """The model with rows for two language tokens; without the setting another tokenizer is refused."""
+    """The model with rows for two language tokens; without the setting another tokenizer is
+    refused.
+    """
     with pytest.raises(UsageError, match=r"too few|size mismatch"):
         build(spec, VOCAB + 2)
     inputs = spec.inputs.model_copy(update={"language_token": "[{}]"})
@@ -130,21 +151,31 @@ def test_weights_load_from_a_saved_transformers_model(kind: str, tmp_path: Path)
         theirs.logit_scale.fill_(2.5)
     theirs.save_pretrained(tmp_path)
     spec = spec_with(kind, weights=str(tmp_path))
-    ids = torch.cat([torch.randint(5, VOCAB, (3, INPUTS.max_tokens - 1)), torch.full((3, 1), 3)], dim=1)
+    ids = torch.cat(
+        [torch.randint(5, VOCAB, (3, INPUTS.max_tokens - 1)), torch.full((3, 1), 3)], dim=1
+    )
     pixels = batch_of(3)["image"]
     for model in (model_of(spec), with_language_tokens(spec)):
         assert model.log_scale.item() == 2.5
         with torch.no_grad():
             features = theirs.text_model(input_ids=ids)
-            expected = theirs.text_projection(features.pooler_output) if kind == "clip" else features.pooler_output
+            expected = (
+                theirs.text_projection(features.pooler_output)
+                if kind == "clip"
+                else features.pooler_output
+            )
             image = theirs.get_image_features(pixel_values=model.image.pixels(pixels)).pooler_output
             text = model.embed_text(ids, torch.ones_like(ids))
             torch.testing.assert_close(text, F.normalize(expected), atol=1e-6, rtol=0)
-            torch.testing.assert_close(model.embed_image(pixels), F.normalize(image), atol=1e-6, rtol=0)
+            torch.testing.assert_close(
+                model.embed_image(pixels), F.normalize(image), atol=1e-6, rtol=0
+            )
 
 
 def test_siglip_pads_with_the_tokenizers_pad_id(tmp_path: Path) -> None:
-    """Like SigLIP 2: config.json keeps the default pad id 1 of transformers, another token of its tokenizer."""
+    """Like SigLIP 2: config.json keeps the default pad id 1 of transformers, another token of its
+    tokenizer.
+    """
     from transformers import AutoModel, AutoTokenizer, SiglipConfig
 
     values = model_of(SPECS["siglip"]).architecture()["config"]
@@ -153,9 +184,15 @@ def test_siglip_pads_with_the_tokenizers_pad_id(tmp_path: Path) -> None:
     theirs = AutoModel.from_config(SiglipConfig.from_dict(values)).eval()
     theirs.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "tokenizer.json").write_text(TOKENIZER)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[MASK]", "model_max_length": 10}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "[MASK]",
+        "model_max_length": 10,
+    }
     (tmp_path / "saved" / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokens = AutoTokenizer.from_pretrained(tmp_path / "saved")(TEXTS, padding="max_length", return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "saved")(
+        TEXTS, padding="max_length", return_tensors="pt"
+    )
     assert tokens["input_ids"][0, -1] == 4 != theirs.config.text_config.pad_token_id == 1
     with torch.no_grad():
         expected = F.normalize(theirs.text_model(input_ids=tokens["input_ids"]).pooler_output)
@@ -199,11 +236,23 @@ def test_patches_are_dropped_in_training_only(kind: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (spec_with("clip", image=ClipImage(width=30, heads=4)), r"model\.image\.heads: 4 heads do not divide"),
-        (spec_with("clip", image=ClipImage(patch=12)), r"model\.image\.patch: patches of 12 pixels .* 32"),
-        (spec_with("clip", weights="/no/such/place"), r"model\.weights: cannot load `/no/such/place`"),
+        (
+            spec_with("clip", image=ClipImage(width=30, heads=4)),
+            r"model\.image\.heads: 4 heads do not divide",
+        ),
+        (
+            spec_with("clip", image=ClipImage(patch=12)),
+            r"model\.image\.patch: patches of 12 pixels .* 32",
+        ),
+        (
+            spec_with("clip", weights="/no/such/place"),
+            r"model\.weights: cannot load `/no/such/place`",
+        ),
         (spec_with("siglip", pad_id=999), r"model\.pad_id: 999 is not a token of a model with"),
-        (spec_with("siglip", weights="/no/such/file.pt"), r"model\.weights: no file /no/such/file\.pt"),
+        (
+            spec_with("siglip", weights="/no/such/file.pt"),
+            r"model\.weights: no file /no/such/file\.pt",
+        ),
     ],
 )
 def test_invalid_setting_is_named(spec: Model, message: str) -> None:
@@ -212,24 +261,44 @@ def test_invalid_setting_is_named(spec: Model, message: str) -> None:
 
 
 def test_vocabulary_smaller_than_that_of_the_tokenizer_is_refused() -> None:
-    with pytest.raises(UsageError, match=rf"model\.vocab_size: 20 embedding rows are too few for a .* {VOCAB} tokens"):
+    with pytest.raises(
+        UsageError,
+        match=rf"model\.vocab_size: 20 embedding rows are too few for a .* {VOCAB} tokens",
+    ):
         spec_with("clip", vocab_size=20).with_vocab(VOCAB, None)
 
 
 def test_incompatible_weights_raise(tmp_path: Path) -> None:
     from transformers import CLIPConfig, CLIPModel
 
-    CLIPModel(CLIPConfig.from_dict(model_of(SPECS["clip"]).architecture()["config"])).save_pretrained(tmp_path)
+    CLIPModel(
+        CLIPConfig.from_dict(model_of(SPECS["clip"]).architecture()["config"])
+    ).save_pretrained(tmp_path)
     at = {"weights": str(tmp_path)}
     for spec, vocab_size, message in (
-        (spec_with("clip", **at, inputs=INPUTS.model_copy(update={"image_side": 64})), VOCAB, "32 pixels, not 64"),
-        (spec_with("clip", **at, inputs=INPUTS.model_copy(update={"max_tokens": 11})), VOCAB, "exceeds the 10 posit"),
-        (spec_with("clip", **at), VOCAB + 1, f"{VOCAB} embedding rows, too few for a tokenizer of {VOCAB + 1}"),
+        (
+            spec_with("clip", **at, inputs=INPUTS.model_copy(update={"image_side": 64})),
+            VOCAB,
+            "32 pixels, not 64",
+        ),
+        (
+            spec_with("clip", **at, inputs=INPUTS.model_copy(update={"max_tokens": 11})),
+            VOCAB,
+            "exceeds the 10 posit",
+        ),
+        (
+            spec_with("clip", **at),
+            VOCAB + 1,
+            f"{VOCAB} embedding rows, too few for a tokenizer of {VOCAB + 1}",
+        ),
         (spec_with("siglip", **at), VOCAB, "holds a model of type 'clip'; supported are siglip"),
     ):
         with pytest.raises(UsageError, match=message):
             build(spec, vocab_size)
-    resnet = {"visual.layer1.0.conv1.weight": torch.zeros(1), "token_embedding.weight": torch.zeros(1, 1)}
+    resnet = {
+        "visual.layer1.0.conv1.weight": torch.zeros(1),
+        "token_embedding.weight": torch.zeros(1, 1),
+    }
     torch.save(resnet, tmp_path / "resnet.pt")
     torch.save({"visual.proj": torch.zeros(3, 3)}, tmp_path / "other.pt")
     for name, message in (

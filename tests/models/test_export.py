@@ -65,7 +65,10 @@ def save(model: nn.Module, spec: Model, out: Path | str) -> Any:
 def direct_images(model: nn.Module, spec: Model, images: list[bytes]) -> Tensor:
     """Pixels as in training and evaluation."""
     inputs = spec.inputs
-    pixels = [resize_to_square(decode(data), inputs.image_side, inputs.fit, inputs.interpolation) for data in images]
+    pixels = [
+        resize_to_square(decode(data), inputs.image_side, inputs.fit, inputs.interpolation)
+        for data in images
+    ]
     with torch.no_grad():
         return model.embed_image(torch.from_numpy(np.stack(pixels)))
 
@@ -84,7 +87,10 @@ def test_loaded_model_embeds_as_trained(tmp_path: Path, fit: str) -> None:
     loaded = mmray.load(save(model, spec, tmp_path / "model"))
     data = [encode(photo(), "JPEG"), encode(photo("RGBA"), "PNG"), encode(photo("L"), "WEBP")]
     (tmp_path / "file.jpg").write_bytes(data[0])
-    image, embedded = direct_images(model, spec, data), loaded.embed_images([tmp_path / "file.jpg", *data[1:]], batch=2)
+    image, embedded = (
+        direct_images(model, spec, data),
+        loaded.embed_images([tmp_path / "file.jpg", *data[1:]], batch=2),
+    )
     torch.testing.assert_close(embedded, image, rtol=0, atol=1e-6)
     ids, num_tokens = TextEncoder(TOKENIZER, spec.inputs.max_tokens).encode(TEXTS)
     mask = torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
@@ -100,8 +106,12 @@ def test_pil_image_embeds_like_its_file(exported: Exported) -> None:
     loaded, orientation = mmray.load(exported[2]), Image.Exif()
     orientation[0x0112] = 6
     upright, rotated = encode(photo(), "JPEG"), encode(photo(), "JPEG", exif=orientation)
-    assert not torch.allclose(loaded.embed_images([rotated]), loaded.embed_images([upright]), atol=1e-3)
-    pairs: list[Any] = [(photo(mode), encode(photo(mode), "PNG")) for mode in ("RGBA", "L", "P", "1")]
+    assert not torch.allclose(
+        loaded.embed_images([rotated]), loaded.embed_images([upright]), atol=1e-3
+    )
+    pairs: list[Any] = [
+        (photo(mode), encode(photo(mode), "PNG")) for mode in ("RGBA", "L", "P", "1")
+    ]
     for image, file in [*pairs, (Image.open(io.BytesIO(rotated)), rotated)]:
         assert torch.equal(loaded.embed_images([image]), loaded.embed_images([file]))
 
@@ -113,13 +123,20 @@ def test_loads_in_a_fresh_process_in_three_lines(exported: Exported) -> None:
     lines = card.split("```python\n")[1].split("```")[0]
     assert len(lines.splitlines()) == 3
     Image.new("RGB", (9, 9), "red").save(out.parent / "photo.jpg")
-    script = lines + "import sys\nprint(tuple(scores.shape), 'ray' in sys.modules, 'pydantic' in sys.modules)\n"
-    done = subprocess.run([sys.executable, "-c", script], cwd=out.parent, capture_output=True, text=True)
+    script = lines + (
+        "import sys\nprint(tuple(scores.shape), 'ray' in sys.modules, 'pydantic' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=out.parent, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "(1, 2) False False", done.stderr
 
 
 def test_importing_mmray_is_light() -> None:
-    script = "import mmray, sys; print([m for m in ('torch', 'ray', 'transformers', 'pydantic') if m in sys.modules])"
+    script = (
+        "import mmray, sys; print([m for m in ('torch', 'ray', 'transformers', 'pydantic') "
+        "if m in sys.modules])"
+    )
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
     with pytest.raises(AttributeError, match="no_such"):
         mmray.no_such  # noqa: B018
@@ -127,7 +144,9 @@ def test_importing_mmray_is_light() -> None:
 
 @pytest.mark.parametrize("fit", ["crop", "squash", "pad"])
 def test_transformers_reads_tokenizer_and_preprocessing(tmp_path: Path, fit: str) -> None:
-    """The image processor config is written only if its pixels are equal; the model card states the same."""
+    """The image processor config is written only if its pixels are equal; the model card states the
+    same.
+    """
     from transformers import AutoImageProcessor, PreTrainedTokenizerFast
 
     spec = spec_of(fit)
@@ -135,7 +154,9 @@ def test_transformers_reads_tokenizer_and_preprocessing(tmp_path: Path, fit: str
     assert json.loads((out / "config.json").read_text())["model"] == spec.model_dump(mode="json")
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # that of the umask
     ids, num_tokens = TextEncoder(TOKENIZER, 8).encode([TEXTS[0]])
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(out / "tokenizer.json"))(TEXTS[0])["input_ids"]
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(out / "tokenizer.json"))(TEXTS[0])[
+        "input_ids"
+    ]
     assert theirs == ids[0, : num_tokens[0]].tolist()
     documented = "pixels agree up to rounding" in (out / "README.md").read_text()
     assert documented == (out / "preprocessor_config.json").exists() == (fit != "pad")
@@ -145,8 +166,13 @@ def test_transformers_reads_tokenizer_and_preprocessing(tmp_path: Path, fit: str
         return
     rows, columns = np.mgrid[0:120, 0:240]  # the crop is at integer pixels, as theirs always is
     image = np.stack([rows, columns, 255 - columns], axis=-1).astype(np.uint8)
-    pixels = AutoImageProcessor.from_pretrained(out)(Image.fromarray(image), return_tensors="np")["pixel_values"][0]
-    assert np.abs((pixels * 0.25 + 0.5) * 255 - resize_to_square(image, 32, fit, "bicubic")).mean() <= 1
+    pixels = AutoImageProcessor.from_pretrained(out)(Image.fromarray(image), return_tensors="np")[
+        "pixel_values"
+    ][0]
+    assert (
+        np.abs((pixels * 0.25 + 0.5) * 255 - resize_to_square(image, 32, fit, "bicubic")).mean()
+        <= 1
+    )
 
 
 def test_invalid_input_is_named(exported: Exported, tmp_path: Path) -> None:
@@ -159,9 +185,13 @@ def test_invalid_input_is_named(exported: Exported, tmp_path: Path) -> None:
         loaded.embed_texts(["good", " \n"])
     with pytest.raises(TypeError, match="list"):
         loaded.embed_texts("a bare string")
-    with pytest.raises(UsageError, match=r"no token for language 'de'; it was trained without model\.inputs"):
+    with pytest.raises(
+        UsageError, match=r"no token for language 'de'; it was trained without model\.inputs"
+    ):
         loaded.embed_texts(["a"], language="de")
-    with pytest.raises(UsageError, match=r"model is an export of kind two_tower, .* mmray evaluate RUN --data SET"):
+    with pytest.raises(
+        UsageError, match=r"model is an export of kind two_tower, .* mmray evaluate RUN --data SET"
+    ):
         pretrained_settings(str(exported[2]))
     with pytest.raises(UsageError, match="no class_head; train a model of kind `fusion`"):
         loaded.classify([good], ["a"])
@@ -174,7 +204,8 @@ def test_no_images_and_no_texts_have_no_embeddings(exported: Exported) -> None:
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("thesis.tex", "years")] + [("config.json", text) for text in ('{"model_type": "clip"}', "[]", "{broken")],
+    [("thesis.tex", "years")]
+    + [("config.json", text) for text in ('{"model_type": "clip"}', "[]", "{broken")],
 )
 def test_export_replaces_only_exports(tmp_path: Path, name: str, content: str) -> None:
     """A folder of the user, or one written by save_pretrained of transformers."""
@@ -187,7 +218,9 @@ def test_export_replaces_only_exports(tmp_path: Path, name: str, content: str) -
     assert (tmp_path / "model.safetensors").read_bytes() == b"weights of weeks"
 
 
-def test_interrupted_export_keeps_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_export_keeps_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = spec_of()
     model = trained(spec)
     out = save(model, spec, tmp_path / "model")
@@ -213,13 +246,17 @@ def test_export_to_object_store_loads_again(s3: Any) -> None:
     assert str(out) == address and not Path("s3:").exists()
     assert f'mmray.load("{out.name}")' in (out / "README.md").read_text()
     loaded, data = mmray.load(address), [encode(photo(), "PNG")]
-    torch.testing.assert_close(loaded.embed_images(data), direct_images(model, spec, data), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        loaded.embed_images(data), direct_images(model, spec, data), rtol=0, atol=1e-6
+    )
 
     (out / "processor_config.json").write_text("{}")  # files of a generative model
     with torch.no_grad():
         model.text.project.weight.mul_(-1)
     s3.fail("PUT", "model.safetensors", 1000, status=400)  # the upload fails while replacing it
-    with pytest.raises(UsageError, match=r"cannot write the exported model s3://.*; choose another folder"):
+    with pytest.raises(
+        UsageError, match=r"cannot write the exported model s3://.*; choose another folder"
+    ):
         save(model, spec, address)
     with pytest.raises(UsageError, match="is not a model exported"):
         mmray.load(address)
@@ -234,7 +271,9 @@ def test_export_to_object_store_loads_again(s3: Any) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("content", [None, b"nonsense"])
-def test_damaged_export_raises(exported: Exported, tmp_path: Path, name: str, content: bytes | None) -> None:
+def test_damaged_export_raises(
+    exported: Exported, tmp_path: Path, name: str, content: bytes | None
+) -> None:
     out = shutil.copytree(exported[2], tmp_path / "model")
     (out / name).unlink()
     if content is not None:

@@ -1,4 +1,6 @@
-"""Fusion: text attends only to its own image, padding has no effect, boxes are scored against label texts."""
+"""Fusion: text attends only to its own image, padding has no effect, boxes are scored against label
+texts.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,22 @@ IMAGES = {
 
 def spec_of(image: str = "convnet", **changes: object) -> Fusion:
     text, cross = TextTower(width=16, depth=1, heads=2), CrossAttention(width=16, depth=2, heads=2)
-    given = {"inputs": INPUTS, "image": IMAGES[image], "text": text, "cross": cross, "embed_dim": 8, "classes": 3}
+    given = {
+        "inputs": INPUTS,
+        "image": IMAGES[image],
+        "text": text,
+        "cross": cross,
+        "embed_dim": 8,
+        "classes": 3,
+    }
     return Fusion(**given | changes)
 
 
 def region_model(**changes: object) -> nn.Module:
     torch.manual_seed(0)
-    spec = spec_of(**{"inputs": BOXED, "regions": True, "region_labels": LABELS, "classes": 0} | changes)
+    spec = spec_of(
+        **{"inputs": BOXED, "regions": True, "region_labels": LABELS, "classes": 0} | changes
+    )
     model = build(spec, VOCAB)
     model.label_texts.tokenize(ENCODER)
     return model.eval()
@@ -55,7 +66,10 @@ def region_model(**changes: object) -> nn.Module:
 def boxed_batch(rows: int = 4) -> dict[str, Tensor]:
     batch, draw = synthetic_batch(BOXED, VOCAB, rows, "cpu"), torch.Generator().manual_seed(5)
     corners = torch.rand(rows, 3, 2, 2, generator=draw).sort(dim=2).values
-    return batch | {"boxes": corners.flatten(2), "box_labels": torch.randint(1, 4, (rows, 3), generator=draw)}
+    return batch | {
+        "boxes": corners.flatten(2),
+        "box_labels": torch.randint(1, 4, (rows, 3), generator=draw),
+    }
 
 
 def train(model: nn.Module, kind: str, batch: dict[str, Tensor]) -> dict[str, float]:
@@ -63,12 +77,16 @@ def train(model: nn.Module, kind: str, batch: dict[str, Tensor]) -> dict[str, fl
     state = toy.train_state(model, objective=objectives.build(Objective(kind=kind)))
     optimizer.set_lr(state.optimizer, 0.003)
     for step in range(80):
-        result = optimizer_step(state, make_local_batch([batch | {"pos": batch["pos"] + 12 * step}]), lambda _: 0)
+        result = optimizer_step(
+            state, make_local_batch([batch | {"pos": batch["pos"] + 12 * step}]), lambda _: 0
+        )
     return {name: float((value / result.counts).sum()) for name, value in result.sums.items()}
 
 
 def test_matching_loss_decreases() -> None:
-    """Each image has one bright quarter and each caption one word for it; the heads learn to distinguish them."""
+    """Each image has one bright quarter and each caption one word for it; the heads learn to
+    distinguish them.
+    """
     torch.manual_seed(0)
     model = build(spec_of(classes=4), VOCAB).train()
     quarter = torch.arange(12) % 4
@@ -92,8 +110,13 @@ def test_exported_heads_equal_trained(tmp_path: Path) -> None:
     ids, num_tokens = TextEncoder(TOKENIZER, 8).encode(TEXTS)
     mask = (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long()
     with torch.no_grad():
-        pair = model.embed_pair(torch.from_numpy(noise).permute(0, 3, 1, 2), torch.from_numpy(ids).long(), mask)
-        match, classes = model.match_head(pair).sigmoid().squeeze(1), model.class_head(pair).softmax(dim=1)
+        pair = model.embed_pair(
+            torch.from_numpy(noise).permute(0, 3, 1, 2), torch.from_numpy(ids).long(), mask
+        )
+        match, classes = (
+            model.match_head(pair).sigmoid().squeeze(1),
+            model.class_head(pair).softmax(dim=1),
+        )
     torch.testing.assert_close(loaded.match(images, TEXTS, batch=2), match, rtol=0, atol=1e-6)
     torch.testing.assert_close(loaded.classify(images, TEXTS), classes, rtol=0, atol=1e-6)
     assert loaded.embed_texts(TEXTS).shape == (3, 8)
@@ -105,13 +128,17 @@ def test_region_features_are_the_mean_inside_the_box() -> None:
     """Against torch's own bilinear sampling at the same points."""
     draw = torch.Generator().manual_seed(0)
     grid = torch.randn(3, 5, 6, 6, dtype=torch.float64, generator=draw)
-    boxes = torch.tensor([[[0.1, 0.2, 0.7, 0.9], [0.0, 0.0, 1.0, 1.0]]], dtype=torch.float64).expand(3, -1, -1)
+    boxes = torch.tensor(
+        [[[0.1, 0.2, 0.7, 0.9], [0.0, 0.0, 1.0, 1.0]]], dtype=torch.float64
+    ).expand(3, -1, -1)
     steps = (torch.arange(SAMPLES_PER_SIDE, dtype=torch.float64) + 0.5) / SAMPLES_PER_SIDE
     for row in range(3):
         for number, (left, top, right, bottom) in enumerate(boxes[row].tolist()):
             x, y = left + steps * (right - left), top + steps * (bottom - top)
             points = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=2)[None] * 2 - 1
-            sampled = F.grid_sample(grid[row : row + 1], points, padding_mode="border", align_corners=False)
+            sampled = F.grid_sample(
+                grid[row : row + 1], points, padding_mode="border", align_corners=False
+            )
             expected = sampled.mean(dim=(0, 2, 3))
             found = region_features(grid, boxes).view(3, 2, 5)[row, number]
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
@@ -124,8 +151,12 @@ def test_region_logits_are_scaled_cosines_with_label_texts() -> None:
         for number, name in enumerate(LABELS[1:], 1):
             ids, _ = ENCODER.encode([name])
             ids = torch.from_numpy(ids).long()
-            expected = model.log_scale.exp() * regions @ model.embed_text(ids, torch.ones_like(ids))[0]
-            torch.testing.assert_close(model(batch)["region_logits"][..., number], expected, rtol=0, atol=1e-5)
+            expected = (
+                model.log_scale.exp() * regions @ model.embed_text(ids, torch.ones_like(ids))[0]
+            )
+            torch.testing.assert_close(
+                model(batch)["region_logits"][..., number], expected, rtol=0, atol=1e-5
+            )
 
 
 def test_micro_batch_without_boxes_trains_and_label_ids_are_saved() -> None:
@@ -143,13 +174,17 @@ def test_micro_batch_without_boxes_trains_and_label_ids_are_saved() -> None:
 
 
 def test_exported_region_head_equals_trained(tmp_path: Path) -> None:
-    spec = spec_of(inputs=BOXED.model_copy(update={"fit": "squash"}), regions=True, region_labels=LABELS)
+    spec = spec_of(
+        inputs=BOXED.model_copy(update={"fit": "squash"}), regions=True, region_labels=LABELS
+    )
     torch.manual_seed(1)
     model = build(spec.model_copy(update={"vocab_size": VOCAB}), VOCAB).eval()
     model.label_texts.tokenize(ENCODER)
     values = spec.model_copy(update={"vocab_size": VOCAB}).model_dump(mode="json")
     loaded = mmray.load(export(model, values, TOKENIZER, tmp_path / "model"))
-    noise = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    noise = torch.randint(
+        0, 256, (1, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     photo = Image.fromarray(noise[0].permute(1, 2, 0).numpy())
     fractions = torch.tensor([[[0.25, 0.0, 0.75, 0.5], [0.5, 0.5, 1.0, 1.0]]])
     with torch.no_grad():
@@ -157,7 +192,9 @@ def test_exported_region_head_equals_trained(tmp_path: Path) -> None:
     boxes = [(8, 0, 16, 16), (16, 16, 16, 16)]
     named = loaded.classify_boxes(photo, boxes)
     torch.testing.assert_close(named, expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(loaded.classify_boxes(photo, boxes, LABELS[1:]), named[:, 1:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        loaded.classify_boxes(photo, boxes, LABELS[1:]), named[:, 1:], rtol=0, atol=1e-5
+    )
     assert loaded.classify_boxes(photo, []).shape == (0, len(LABELS))
     with pytest.raises(DataError, match=r"box 1 \(40, 0, 4, 4\) is outside"):
         loaded.classify_boxes(photo, [boxes[0], (40, 0, 4, 4)])

@@ -1,6 +1,7 @@
 """Generative model: outputs and tokens equal transformers' classes, for weights from every source.
 
-The loss is also independent of the number of micro-batches, with different numbers of target tokens in each.
+The loss is also independent of the number of micro-batches, with different numbers of target tokens
+in each.
 """
 
 from __future__ import annotations
@@ -23,11 +24,23 @@ from mmray.models.build import build
 from mmray.models.export.export import export
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TEXTS = ["a red circle", "a blue square on a green ground", "what is this?", "user: assistant: describe the image."]
+TEXTS = [
+    "a red circle",
+    "a blue square on a green ground",
+    "what is this?",
+    "user: assistant: describe the image.",
+]
 CHAT = Chat(question="what is this?")
 TOKENIZER = extend_tokenizer(train_tokenizer(TEXTS, 90), ChatInputs(chat=CHAT))
 ENCODER = ChatEncoder(TOKENIZER, CHAT, 40)
-INPUTS = ChatInputs(image_side=32, max_tokens=40, fit="squash", mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.1), chat=CHAT)
+INPUTS = ChatInputs(
+    image_side=32,
+    max_tokens=40,
+    fit="squash",
+    mean=(0.5, 0.4, 0.3),
+    std=(0.25, 0.2, 0.1),
+    chat=CHAT,
+)
 SPEC = Generative(
     inputs=INPUTS,
     image=ClipImage(width=16, depth=2, heads=2, patch=8),
@@ -35,7 +48,11 @@ SPEC = Generative(
     vocab_size=ENCODER.vocab_size,
 )
 CONVERSATIONS = (
-    [{"role": "system", "content": "a red"}, {"role": "user", "content": ""}, {"role": "assistant", "content": "a"}],
+    [
+        {"role": "system", "content": "a red"},
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": "a"},
+    ],
     ENCODER.as_conversation("a blue square on a green ground"),
     [*ENCODER.as_conversation("a red circle"), *ENCODER.as_conversation("a circle")],
 )
@@ -51,7 +68,9 @@ def model_of(spec: Generative = SPEC, seed: int = 0) -> nn.Module:
 
 
 def photo(seed: int = 0) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    )
 
 
 def batch_of(conversations: list, seed: int = 0) -> dict[str, Tensor]:
@@ -61,7 +80,9 @@ def batch_of(conversations: list, seed: int = 0) -> dict[str, Tensor]:
     return lm_columns(columns, ids.shape[1]) | {
         "image": torch.from_numpy(np.stack(pixels)),
         "input_ids": ids,
-        "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(columns["num_tokens"])[:, None]).long(),
+        "attention_mask": (
+            torch.arange(ids.shape[1]) < torch.from_numpy(columns["num_tokens"])[:, None]
+        ).long(),
         "key": torch.arange(len(ids)),
         "valid": torch.ones(len(ids), dtype=torch.bool),
         "pos": torch.arange(len(ids)),
@@ -74,12 +95,17 @@ def exported(model: nn.Module, folder: Path, spec: Generative = SPEC) -> Path:
 
 @torch.no_grad()
 def test_export_loads_as_hf_llava_with_equal_outputs(tmp_path: Path) -> None:
-    """HF's processor gives the same ids and pixels; its model gives the same logits and the same generated text."""
+    """HF's processor gives the same ids and pixels; its model gives the same logits and the same
+    generated text.
+    """
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     model = model_of()
     out = exported(model, tmp_path / "m")
-    processor, theirs = AutoProcessor.from_pretrained(out), AutoModelForImageTextToText.from_pretrained(out).eval()
+    processor, theirs = (
+        AutoProcessor.from_pretrained(out),
+        AutoModelForImageTextToText.from_pretrained(out).eval(),
+    )
     for number, conversation in enumerate(CONVERSATIONS):
         text, _ = ENCODER.render(conversation)
         given = processor(images=[photo(number)], text=[text], return_tensors="pt")
@@ -88,7 +114,8 @@ def test_export_loads_as_hf_llava_with_equal_outputs(tmp_path: Path) -> None:
         mine = model(batch)["logits"][0]
         is_image = given["input_ids"][0] == ENCODER.image_id
         assert is_image.sum() == 16
-        compared = (~is_image) | (torch.cumsum(is_image, 0) == 16)  # the logits of the last image token
+        # the logits of the last image token
+        compared = (~is_image) | (torch.cumsum(is_image, 0) == 16)
         torch.testing.assert_close(mine, expected[compared], rtol=1e-4, atol=1e-4)
     as_conversation = ENCODER.render(ENCODER.as_conversation("")[:1])[0] + "ASSISTANT:"
     given = processor(images=[photo()], text=[as_conversation], return_tensors="pt")
@@ -96,7 +123,9 @@ def test_export_loads_as_hf_llava_with_equal_outputs(tmp_path: Path) -> None:
     given = {name: value[:, :cut] if value.ndim == 2 else value for name, value in given.items()}
     written = theirs.generate(**given, max_new_tokens=12, do_sample=False)[0, cut:].tolist()
     ended = written.index(ENCODER.eos_id) if ENCODER.eos_id in written else len(written)
-    assert mmray.load(out).answer([photo()], max_new_tokens=12) == [ENCODER.tokenizer.decode(written[:ended]).strip()]
+    assert mmray.load(out).answer([photo()], max_new_tokens=12) == [
+        ENCODER.tokenizer.decode(written[:ended]).strip()
+    ]
 
 
 @torch.no_grad()
@@ -124,11 +153,18 @@ def test_weights_load_from_a_directory(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_language_model_without_hidden_act_loads(tmp_path: Path) -> None:
-    """Gemma 2 names its activation differently, and alternates sliding windows with full attention."""
+    """Gemma 2 names its activation differently, and alternates sliding windows with full
+    attention.
+    """
     from transformers import Gemma2Config, LlavaForConditionalGeneration
 
     config = model_of()._hf_config
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
     values = sizes | ends | {"intermediate_size": 32, "head_dim": 12, "sliding_window": 4}
     config.text_config = Gemma2Config(vocab_size=SPEC.vocab_size, **values)
@@ -141,11 +177,15 @@ def test_language_model_without_hidden_act_loads(tmp_path: Path) -> None:
     repeated = torch.cat([ids[:at], ids[at].repeat(16), ids[at + 1 :]])[None]
     theirs.config.image_token_index = theirs.config.image_token_id = ENCODER.image_id
     logits = theirs(input_ids=repeated, pixel_values=model.image.pixels(batch["image"])).logits[0]
-    torch.testing.assert_close(model(batch)["logits"][0, at:], logits[at + 15 :], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(batch)["logits"][0, at:], logits[at + 15 :], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_untrained_language_model_has_positions_for_long_texts() -> None:
-    model = build(SPEC.model_copy(update={"inputs": INPUTS.model_copy(update={"max_tokens": 2045})}), 20)
+    model = build(
+        SPEC.model_copy(update={"inputs": INPUTS.model_copy(update={"max_tokens": 2045})}), 20
+    )
     assert model.text.tower.config.max_position_embeddings == 2045 + model.image.num_tokens > 2048
 
 

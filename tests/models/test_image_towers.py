@@ -1,4 +1,6 @@
-"""Image towers: features, weights from files, directories and the hub, the BatchNorm policy, and errors."""
+"""Image towers: features, weights from files, directories and the hub, the BatchNorm policy, and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,34 @@ SIDE = 32
 SWIN = {"embed_dim": 16, "depths": (1, 1, 1), "num_heads": (1, 1, 1), "window_size": 2}
 TIMM: list[tuple[str, dict[str, Any], Any]] = [  # and how features are pooled
     ("test_vit", {}, lambda hidden: hidden[:, 0]),
-    ("test_vit", {"class_token": False, "reg_tokens": 4, "global_pool": "avg"}, lambda hidden: hidden[:, 4:].mean(1)),
+    (
+        "test_vit",
+        {"class_token": False, "reg_tokens": 4, "global_pool": "avg"},
+        lambda hidden: hidden[:, 4:].mean(1),
+    ),
     ("swin_tiny_patch4_window7_224", SWIN, lambda hidden: hidden.mean((1, 2))),
 ]
 SMALL: dict[str, dict[str, Any]] = {
-    "vit": {"image_size": SIDE, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "dinov2": {"image_size": 48, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+    "vit": {
+        "image_size": SIDE,
+        "patch_size": 8,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
+    "dinov2": {
+        "image_size": 48,
+        "patch_size": 8,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    },
+    "resnet": {
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "layer_type": "basic",
+    },
 }
 
 
@@ -49,7 +72,9 @@ def spec_of(folder: Path) -> ImageTower:
 
 
 def test_convnet_features_depend_on_position() -> None:
-    """Without coordinate channels, global max pooling would give the same features for a moved shape."""
+    """Without coordinate channels, global max pooling would give the same features for a moved
+    shape.
+    """
     torch.manual_seed(0)
     tower = build_image_tower(CONVNET, 64, "local").double()
     here, there = torch.zeros(1, 3, 64, 64).double(), torch.zeros(1, 3, 64, 64).double()
@@ -93,12 +118,17 @@ def test_wrong_state_dict_is_named_and_its_code_is_not_executed(tmp_path: Path) 
     for state, message in (
         ([torch.zeros(1)], r"is not a state_dict"),
         ({"other": torch.zeros(1)}, r'does not fit a resnet18: Missing .*Unexpected .*"other"'),
-        ({"conv1.weight": torch.zeros(1)}, r"does not fit a resnet18: .*size mismatch for conv1\.weight"),
+        (
+            {"conv1.weight": torch.zeros(1)},
+            r"does not fit a resnet18: .*size mismatch for conv1\.weight",
+        ),
         ({"conv1.weight": Payload(tmp_path / "ran")}, "cannot read weights from"),
     ):
         torch.save(state, tmp_path / "w.pth")
         with pytest.raises(UsageError, match=message):
-            build_image_tower(ImageTower(name="resnet18", weights=str(tmp_path / "w.pth")), 64, "local")
+            build_image_tower(
+                ImageTower(name="resnet18", weights=str(tmp_path / "w.pth")), 64, "local"
+            )
     assert not (tmp_path / "ran").exists()
 
 
@@ -115,7 +145,11 @@ def test_saved_encoder_has_equal_features_and_rebuilds(family: str, tmp_path: Pa
     tower = model.eval().image.tower
     with torch.no_grad():
         theirs = net(pixel_values=pixels)
-        expected = theirs.pooler_output.flatten(1) if family == "resnet" else theirs.last_hidden_state[:, 0]
+        expected = (
+            theirs.pooler_output.flatten(1)
+            if family == "resnet"
+            else theirs.last_hidden_state[:, 0]
+        )
         torch.testing.assert_close(tower(pixels), expected)
         grid, hidden = tower.grid(tower.features(pixels)), theirs.last_hidden_state
     assert grid.shape == (2, tower.width, 4, 4)
@@ -124,7 +158,11 @@ def test_saved_encoder_has_equal_features_and_rebuilds(family: str, tmp_path: Pa
 
     outputs = model.train()(batch)
     (outputs["image_embed"].sum() + outputs["text_embed"].sum() * outputs["logit_scale"]).backward()
-    assert not [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
+    assert not [
+        name
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and weight.grad is None
+    ]
     architecture = json.loads(json.dumps(model.architecture()))
     assert build(spec, 30, {}).architecture() == model.architecture()
     for file in tmp_path.iterdir():
@@ -132,7 +170,9 @@ def test_saved_encoder_has_equal_features_and_rebuilds(family: str, tmp_path: Pa
     again = build(spec, 30, architecture).eval()
     again.load_state_dict(model.state_dict())
     with torch.no_grad():
-        torch.testing.assert_close(again(batch)["image_embed"], model.eval()(batch)["image_embed"], rtol=0, atol=0)
+        torch.testing.assert_close(
+            again(batch)["image_embed"], model.eval()(batch)["image_embed"], rtol=0, atol=0
+        )
 
 
 def test_frozen_batch_norm_of_a_saved_encoder_and_unsupported_type(tmp_path: Path) -> None:
@@ -142,15 +182,21 @@ def test_frozen_batch_norm_of_a_saved_encoder_and_unsupported_type(tmp_path: Pat
         norms = [layer for layer in tower.modules() if isinstance(layer, nn.BatchNorm2d)]
         assert norms and all(layer.training == (batch_norm == "local") for layer in norms)
     BertConfig().save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"a model of type 'bert'; supported are vit, dinov2, resnet"):
+    with pytest.raises(
+        UsageError, match=r"a model of type 'bert'; supported are vit, dinov2, resnet"
+    ):
         build_image_tower(spec_of(tmp_path), SIDE, "local")
 
 
 @pytest.mark.parametrize(("name", "args", "pooled"), TIMM)
 @torch.no_grad()
-def test_timm_features_are_those_of_the_wrapped_model(name: str, args: Any, pooled: Any, tmp_path: Path) -> None:
+def test_timm_features_are_those_of_the_wrapped_model(
+    name: str, args: Any, pooled: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("timm")
-    config = AutoConfig.for_model("timm_wrapper", architecture=name, model_args={"img_size": SIDE, **args})
+    config = AutoConfig.for_model(
+        "timm_wrapper", architecture=name, model_args={"img_size": SIDE, **args}
+    )
     net, pixels = AutoModel.from_config(config).eval(), torch.randn(2, 3, SIDE, SIDE)
     net.save_pretrained(tmp_path)
     tower: Any = build_image_tower(spec_of(tmp_path), SIDE, "local").eval()
@@ -169,7 +215,9 @@ def test_head_of_timm_is_frozen_and_wrong_side_is_named(tmp_path: Path) -> None:
     frozen = [name for name, weight in tower.named_parameters() if not weight.requires_grad]
     assert frozen == ["net.timm_model.head.norm.weight", "net.timm_model.head.norm.bias"]
     assert all(weight.grad is not None for weight in tower.parameters() if weight.requires_grad)
-    with pytest.raises(UsageError, match=r"image_side: .* cannot encode images of 48 pixels: Input height"):
+    with pytest.raises(
+        UsageError, match=r"image_side: .* cannot encode images of 48 pixels: Input height"
+    ):
         build_image_tower(spec_of(tmp_path / TIMM[2][0]), 48, "local")
 
 
@@ -177,6 +225,11 @@ def test_folder_that_timm_saved_is_an_image_tower(tmp_path: Path) -> None:
     timm = pytest.importorskip("timm")
     net = timm.create_model("test_resnet", num_classes=3).eval()
     timm.models.save_for_hf(net, tmp_path)
-    tower, pixels = build_image_tower(spec_of(tmp_path), 64, "local").eval(), torch.randn(2, 3, 64, 64)
+    tower, pixels = (
+        build_image_tower(spec_of(tmp_path), 64, "local").eval(),
+        torch.randn(2, 3, 64, 64),
+    )
     with torch.no_grad():
-        torch.testing.assert_close(tower(pixels), net.forward_head(net.forward_features(pixels), pre_logits=True))
+        torch.testing.assert_close(
+            tower(pixels), net.forward_head(net.forward_features(pixels), pre_logits=True)
+        )

@@ -1,4 +1,6 @@
-"""LoRA adapters: no change at initialization, only adapters train, and merging gives a plain model."""
+"""LoRA adapters: no change at initialization, only adapters train, and merging gives a plain
+model.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 INPUTS = Inputs(image_side=32, max_tokens=10, fit="squash")
 VOCAB = 23
 ADAPTERS = Lora(rank=3, alpha=6)
-SPECS: dict[str, tuple[Model, str, str]] = {  # with the objective, and an output that the adapters change
+# with the objective, and an output that the adapters change
+SPECS: dict[str, tuple[Model, str, str]] = {
     "clip": (
         Clip(
             inputs=INPUTS,
@@ -45,7 +48,9 @@ def models_of(kind: str) -> tuple[nn.Module, nn.Module]:
     models = []
     for section in (Lora(), ADAPTERS):
         torch.manual_seed(0)
-        models.append(build(spec.model_copy(update={"lora": section}), spec.vocab_size or VOCAB).double())
+        models.append(
+            build(spec.model_copy(update={"lora": section}), spec.vocab_size or VOCAB).double()
+        )
     return models[0], models[1]
 
 
@@ -67,7 +72,9 @@ def test_only_adapters_train_and_they_merge(kind: str) -> None:
     with torch.no_grad():
         before = plain.eval()(batch)[output]
         torch.testing.assert_close(adapted.eval()(batch)[output], before, rtol=0, atol=0)
-    assert all(("lora_" in name) == weight.requires_grad for name, weight in adapted.named_parameters())
+    assert all(
+        ("lora_" in name) == weight.requires_grad for name, weight in adapted.named_parameters()
+    )
     trained(kind, adapted)
     state = adapted.state_dict().items()
     base = {name.replace(".base_layer", ""): value for name, value in state if "lora_" not in name}
@@ -81,7 +88,9 @@ def test_only_adapters_train_and_they_merge(kind: str) -> None:
 
 
 def test_frozen_layers_get_no_adapter() -> None:
-    """LLaVA does not use the last layer of the image encoder, so an adapter there would never train."""
+    """LLaVA does not use the last layer of the image encoder, so an adapter there would never
+    train.
+    """
     torch.manual_seed(0)
     model = build(test_generative.SPEC, test_generative.ENCODER.vocab_size)
     model.image.tower.encoder.layers[1].requires_grad_(False)

@@ -1,4 +1,6 @@
-"""Pretrained weights are evaluated and exported without training, with the sizes and activation that they define."""
+"""Pretrained weights are evaluated and exported without training, with the sizes and activation
+that they define.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Block(nn.Module):
         super().__init__()
         self.ln_1, self.ln_2, self.quick = nn.LayerNorm(width), nn.LayerNorm(width), quick
         self.attn = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(width, 4 * width), "c_proj": nn.Linear(4 * width, width)})
+        self.mlp = nn.ModuleDict(
+            {"c_fc": nn.Linear(width, 4 * width), "c_proj": nn.Linear(4 * width, width)}
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         y = self.ln_1(x)
@@ -55,7 +59,9 @@ class Block(nn.Module):
 
 
 class OpenClip(nn.Module):
-    """CLIP in the layout of open_clip: width 128 and 3 layers for images, 64 and 2 for texts, heads of 64."""
+    """CLIP in the layout of open_clip: width 128 and 3 layers for images, 64 and 2 for texts, heads
+    of 64.
+    """
 
     def __init__(self, quick: bool, text_heads: int = 1) -> None:
         super().__init__()
@@ -79,7 +85,10 @@ class OpenClip(nn.Module):
     @torch.no_grad()
     def encode_image(self, pixels: Tensor) -> Tensor:
         x = self.visual.conv1(pixels).flatten(2).transpose(1, 2)
-        x = torch.cat([self.visual.class_embedding.expand(len(x), 1, -1), x], dim=1) + self.visual.positional_embedding
+        x = (
+            torch.cat([self.visual.class_embedding.expand(len(x), 1, -1), x], dim=1)
+            + self.visual.positional_embedding
+        )
         x = self.visual.ln_pre(x)
         for block in self.visual.transformer.resblocks:
             x = block(x)
@@ -94,7 +103,9 @@ class OpenClip(nn.Module):
         return F.normalize(self.ln_final(x)[:, -1] @ self.text_projection, dim=-1)
 
 
-def saved(folder: Path, theirs: nn.Module, config: dict[str, Any] | None = None, **extra: Tensor) -> Path:
+def saved(
+    folder: Path, theirs: nn.Module, config: dict[str, Any] | None = None, **extra: Tensor
+) -> Path:
     """Save the checkpoint with CLIP's tokenizer next to it, and open_clip_config.json if given."""
     folder.mkdir(exist_ok=True)
     small_clip_bpe(folder)
@@ -104,33 +115,54 @@ def saved(folder: Path, theirs: nn.Module, config: dict[str, Any] | None = None,
     return folder / "clip.pt"
 
 
-PIXELS = torch.randint(0, 256, (2, 3, SIDE, SIDE), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+PIXELS = torch.randint(
+    0, 256, (2, 3, SIDE, SIDE), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+)
 
 
 @pytest.mark.parametrize("source", ["open_clip_config.json", "openai", "flag"])
 @pytest.mark.parametrize("quick", [False, True])
-def test_open_clip_checkpoint_is_exported_with_equal_embeddings(quick: bool, source: str, tmp_path: Path) -> None:
-    """Into mmray.load and into transformers; sizes and activation come from the checkpoint or the file next to it."""
+def test_open_clip_checkpoint_is_exported_with_equal_embeddings(
+    quick: bool, source: str, tmp_path: Path
+) -> None:
+    """Into mmray.load and into transformers; sizes and activation come from the checkpoint or the
+    file next to it.
+    """
     from transformers import AutoModel, AutoTokenizer
 
     if source == "openai" and not quick:
         pytest.skip("OpenAI's weights all use quick_gelu")
     in_config = source == "open_clip_config.json"
     theirs = OpenClip(quick, text_heads=4 if in_config else 1).eval()
-    preprocess = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.3], "interpolation": "bilinear", "resize_mode": "squash"}
-    config = {"model_cfg": GELU | {"quick_gelu": quick}, "preprocess_cfg": preprocess} if in_config else None
+    preprocess = {
+        "mean": [0.5, 0.4, 0.3],
+        "std": [0.2, 0.2, 0.3],
+        "interpolation": "bilinear",
+        "resize_mode": "squash",
+    }
+    config = (
+        {"model_cfg": GELU | {"quick_gelu": quick}, "preprocess_cfg": preprocess}
+        if in_config
+        else None
+    )
     openai = ("input_resolution", "context_length", "vocab_size") if source == "openai" else ()
     file = saved(tmp_path / "in", theirs, config, **dict.fromkeys(openai, torch.tensor(1)))
     flags = ["--model.activation", "quick_gelu" if quick else "gelu"] if source == "flag" else []
-    assert cli.run(["export", "--weights", str(file), str(tmp_path / "out"), *flags], Terminal()) == 0
+    assert (
+        cli.run(["export", "--weights", str(file), str(tmp_path / "out"), *flags], Terminal()) == 0
+    )
 
     loaded = mmray.load(tmp_path / "out")
     inputs = loaded.inputs
     assert (inputs.image_side, inputs.max_tokens) == (SIDE, TOKENS)
-    assert (inputs.fit, inputs.interpolation) == (("squash", "bilinear") if in_config else ("crop", "bicubic"))
+    assert (inputs.fit, inputs.interpolation) == (
+        ("squash", "bilinear") if in_config else ("crop", "bicubic")
+    )
     assert inputs.mean == ([0.5, 0.4, 0.3] if in_config else [0.48145466, 0.4578275, 0.40821073])
     tokenizer = Tokenizer.from_str(load_tokenizer(str(file.parent), None))
-    text = torch.cat([theirs.encode_text(tokenizer.encode(text).ids[:TOKENS]) for text in TEXTS[:2]])
+    text = torch.cat(
+        [theirs.encode_text(tokenizer.encode(text).ids[:TOKENS]) for text in TEXTS[:2]]
+    )
     image = theirs.encode_image(loaded.model.image.pixels(PIXELS))
     images = [Image.fromarray(each.permute(1, 2, 0).numpy()) for each in PIXELS]
     torch.testing.assert_close(loaded.embed_texts(TEXTS[:2]), text, rtol=0, atol=1e-5)
@@ -138,8 +170,14 @@ def test_open_clip_checkpoint_is_exported_with_equal_embeddings(quick: bool, sou
 
     hf, report = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values())
-    assert hf.config.vision_config.hidden_act == hf.config.text_config.hidden_act == ("quick_gelu" if quick else "gelu")
-    tokens = AutoTokenizer.from_pretrained(tmp_path / "out")(TEXTS[:2], padding="max_length", return_tensors="pt")
+    assert (
+        hf.config.vision_config.hidden_act
+        == hf.config.text_config.hidden_act
+        == ("quick_gelu" if quick else "gelu")
+    )
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "out")(
+        TEXTS[:2], padding="max_length", return_tensors="pt"
+    )
     with torch.no_grad():
         out = hf(input_ids=tokens["input_ids"], pixel_values=loaded.model.image.pixels(PIXELS))
     torch.testing.assert_close(out.text_embeds, text, rtol=0, atol=1e-5)
@@ -148,7 +186,9 @@ def test_open_clip_checkpoint_is_exported_with_equal_embeddings(quick: bool, sou
 
 
 class OpenClipSiglip(nn.Module):
-    """SigLIP in the layout of open_clip: timm's ViT with attention pooling, a text transformer without a mask."""
+    """SigLIP in the layout of open_clip: timm's ViT with attention pooling, a text transformer
+    without a mask.
+    """
 
     def __init__(self, timm_name: str, bias: bool) -> None:
         super().__init__()
@@ -161,9 +201,14 @@ class OpenClipSiglip(nn.Module):
         self.text.transformer.resblocks = nn.ModuleList(Block(64, 4, False) for _ in range(2))
         self.text.ln_final = nn.LayerNorm(64, eps=1e-6)
         self.text.text_projection = nn.Linear(64, 64) if bias else nn.Parameter(torch.randn(64, 64))
-        self.logit_scale, self.logit_bias = nn.Parameter(torch.tensor(3.0)), nn.Parameter(torch.tensor(-9.0))
+        self.logit_scale, self.logit_bias = (
+            nn.Parameter(torch.tensor(3.0)),
+            nn.Parameter(torch.tensor(-9.0)),
+        )
         for name, weight in self.named_parameters():
-            if "logit" not in name and (name.endswith("bias") or "norm" in name or "latent" in name):
+            if "logit" not in name and (
+                name.endswith("bias") or "norm" in name or "latent" in name
+            ):
                 nn.init.normal_(weight)  # zeros and ones would hide a wrong name
 
     @torch.no_grad()
@@ -204,11 +249,19 @@ def test_open_clip_siglip_is_exported_with_equal_embeddings(
     file = saved(tmp_path / "in", theirs, config)
     assert cli.run(["export", "--weights", str(file), str(tmp_path / "out")], Terminal()) == 0
     loaded, hf = mmray.load(tmp_path / "out"), AutoModel.from_pretrained(tmp_path / "out")
-    assert (loaded.inputs.fit, loaded.inputs.mean, loaded.inputs.image_side) == ("squash", [0.5, 0.5, 0.5], SIDE)
+    assert (loaded.inputs.fit, loaded.inputs.mean, loaded.inputs.image_side) == (
+        "squash",
+        [0.5, 0.5, 0.5],
+        SIDE,
+    )
     ids = torch.randint(0, ROWS, (3, TOKENS), generator=torch.Generator().manual_seed(1))
     expected, pixels = theirs.encode_text(ids), loaded.model.image.pixels(PIXELS)
-    torch.testing.assert_close(loaded.model.embed_text(ids, torch.ones_like(ids)), expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(loaded.model.embed_image(PIXELS), theirs.encode_image(pixels), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        loaded.model.embed_text(ids, torch.ones_like(ids)), expected, rtol=0, atol=1e-6
+    )
+    torch.testing.assert_close(
+        loaded.model.embed_image(PIXELS), theirs.encode_image(pixels), rtol=0, atol=1e-6
+    )
     with torch.no_grad():
         out = hf(input_ids=ids, pixel_values=pixels)
     torch.testing.assert_close(out.text_embeds, expected, rtol=0, atol=1e-6)
@@ -216,12 +269,24 @@ def test_open_clip_siglip_is_exported_with_equal_embeddings(
     assert (hf.logit_scale.item(), hf.logit_bias.item()) == (3.0, -9.0)
 
     with pytest.raises(UsageError, match=r"model\.kind: .* is a siglip checkpoint, not clip"):
-        build(pretrained_config(str(saved(tmp_path / "c", OpenClip(False)))).model.replace(weights=str(file)), ROWS)
-    (file.parent / "open_clip_config.json").write_text(json.dumps(config["model_cfg"] | {"text_cfg": {}}))
-    with pytest.raises(UsageError, match=r"text_cfg\.pool_type None in .*, but model\.kind siglip supports only last"):
+        build(
+            pretrained_config(str(saved(tmp_path / "c", OpenClip(False)))).model.replace(
+                weights=str(file)
+            ),
+            ROWS,
+        )
+    (file.parent / "open_clip_config.json").write_text(
+        json.dumps(config["model_cfg"] | {"text_cfg": {}})
+    )
+    with pytest.raises(
+        UsageError,
+        match=r"text_cfg\.pool_type None in .*, but model\.kind siglip supports only last",
+    ):
         build(pretrained_config(str(file)).model, ROWS)
     (file.parent / "open_clip_config.json").unlink()
-    with pytest.raises(UsageError, match=r"whose config is not next to it; copy it there as open_clip_config\.json"):
+    with pytest.raises(
+        UsageError, match=r"whose config is not next to it; copy it there as open_clip_config\.json"
+    ):
         build(pretrained_config(str(file)).model, ROWS)
 
 
@@ -237,7 +302,10 @@ def test_torchscript_archive_has_the_settings_and_weights_of_its_state_dict(tmp_
     read = read_state_dict("model.weights", str(file))
     expected = torch.jit.load(file).state_dict()
     assert read.keys() == expected.keys() == theirs.state_dict().keys()
-    assert all(torch.equal(read[name], expected[name]) for name in expected) and read["visual.proj"].dtype == torch.half
+    assert (
+        all(torch.equal(read[name], expected[name]) for name in expected)
+        and read["visual.proj"].dtype == torch.half
+    )
     build(plain.model, ROWS)
 
 
@@ -246,7 +314,11 @@ class ScriptedClip(nn.Module):
 
     def __init__(self, clip: nn.Module) -> None:
         super().__init__()
-        self._modules, self._parameters, self._buffers = clip._modules, clip._parameters, clip._buffers
+        self._modules, self._parameters, self._buffers = (
+            clip._modules,
+            clip._parameters,
+            clip._buffers,
+        )
         self.sizes = [1, 2]
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -258,7 +330,10 @@ def test_torchscript_archive_with_other_objects_is_refused(tmp_path: Path) -> No
     with ZipFile(file, "w") as archive:
         archive.writestr("clip/constants.pkl", b"")
         archive.writestr("clip/data.pkl", b"cos\nsystem\n(S'touch %s'\ntR." % str(ran).encode())
-    with pytest.raises(UsageError, match=r"cannot read weights from .*: the TorchScript archive contains os\.system"):
+    with pytest.raises(
+        UsageError,
+        match=r"cannot read weights from .*: the TorchScript archive contains os\.system",
+    ):
         pretrained_config(str(file))
     assert not ran.exists()
 
@@ -266,33 +341,57 @@ def test_torchscript_archive_with_other_objects_is_refused(tmp_path: Path) -> No
 def test_training_checkpoint_gets_rows_for_language_tokens(tmp_path: Path) -> None:
     """The weights in a checkpoint of open_clip that trained on several GPUs."""
     file, theirs = saved(tmp_path, OpenClip(True)), OpenClip(True).eval()
-    torch.save({"epoch": 3, "state_dict": {f"module.{n}": t for n, t in theirs.state_dict().items()}}, file)
+    torch.save(
+        {"epoch": 3, "state_dict": {f"module.{n}": t for n, t in theirs.state_dict().items()}}, file
+    )
     model = pretrained_config(str(file)).model.replace(activation="quick_gelu", vocab_size=0)
-    built = build(model.replace(inputs=model.inputs.replace(language_token="[{}]")), ROWS + 2).eval()
-    assert built.log_scale.item() == 3.0 and len(built.text.tower.embeddings.token_embedding.weight) == ROWS + 2
+    built = build(
+        model.replace(inputs=model.inputs.replace(language_token="[{}]")), ROWS + 2
+    ).eval()
+    assert (
+        built.log_scale.item() == 3.0
+        and len(built.text.tower.embeddings.token_embedding.weight) == ROWS + 2
+    )
     ids = torch.randint(0, ROWS, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     expected = theirs.encode_text(ids[0].tolist())
-    torch.testing.assert_close(built.embed_text(ids, torch.ones_like(ids)), expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        built.embed_text(ids, torch.ones_like(ids)), expected, rtol=0, atol=2e-6
+    )
 
 
 def test_heads_follow_open_clip_unless_its_config_has_them() -> None:
-    assert [open_clip._num_heads("vision", width, None) for width in (768, 1024, 1152, 1664)] == [12, 16, 16, 16]
+    assert [open_clip._num_heads("vision", width, None) for width in (768, 1024, 1152, 1664)] == [
+        12,
+        16,
+        16,
+        16,
+    ]
     assert [open_clip._num_heads("text", width, None) for width in (512, 1280)] == [8, 20]
-    assert [open_clip._num_heads("vision", width, {}) for width in (768, 1664)] == [12, 26]  # defaults of open_clip
+    # defaults of open_clip
+    assert [open_clip._num_heads("vision", width, {}) for width in (768, 1664)] == [12, 26]
     assert [open_clip._num_heads("text", width, {}) for width in (512, 1280)] == [8, 8]
     assert open_clip._num_heads("vision", 1408, {"head_width": 88}) == 16
     assert open_clip._num_heads("text", 100, {"heads": 5}) == 5
-    with pytest.raises(UsageError, match=r"the text encoder has width 100, .*text_cfg.*open_clip_config\.json"):
+    with pytest.raises(
+        UsageError, match=r"the text encoder has width 100, .*text_cfg.*open_clip_config\.json"
+    ):
         open_clip._num_heads("text", 100, None)
 
 
-def test_activation_that_nothing_defines_must_be_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_activation_that_nothing_defines_must_be_given(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = saved(tmp_path / "in", OpenClip(False))
     assert cli.run(["export", "--weights", str(file), str(tmp_path / "out")], Terminal()) == 2
-    assert "model.activation:" in (error := capfd.readouterr().err) and "no open_clip_config.json" in error
+    assert (
+        "model.activation:" in (error := capfd.readouterr().err)
+        and "no open_clip_config.json" in error
+    )
     (tmp_path / "in" / "open_clip_config.json").write_text(json.dumps({"model_cfg": GELU}))
     flags = ["--model.activation", "quick_gelu"]
-    assert cli.run(["export", "--weights", str(file), str(tmp_path / "out"), *flags], Terminal()) == 2
+    assert (
+        cli.run(["export", "--weights", str(file), str(tmp_path / "out"), *flags], Terminal()) == 2
+    )
     assert "was trained with gelu, not quick_gelu" in " ".join(capfd.readouterr().err.split())
     assert not (tmp_path / "out").exists()
     assert cli.run(["export", "--weights", str(file)], Terminal()) == 2
@@ -311,7 +410,9 @@ def test_setting_that_contradicts_the_weights_is_refused(tmp_path: Path) -> None
     state = torch.load(tmp_path / "clip.pt")
     del state["visual.ln_pre.weight"]
     torch.save(state, tmp_path / "clip.pt")
-    with pytest.raises(UsageError, match=r"not a checkpoint of open_clip with a ViT: Missing.*pre_layrnorm"):
+    with pytest.raises(
+        UsageError, match=r"not a checkpoint of open_clip with a ViT: Missing.*pre_layrnorm"
+    ):
         build(config.model, ROWS)
 
 
@@ -329,7 +430,9 @@ def test_setting_of_open_clip_without_equal_in_transformers_is_refused(
 ) -> None:
     config = GELU | {part: GELU[part] | {setting: value}}
     model = pretrained_config(str(saved(tmp_path, OpenClip(False), config))).model
-    with pytest.raises(UsageError, match=rf"clip\.pt has {part}\.{setting} .*, but model\.kind clip supports only"):
+    with pytest.raises(
+        UsageError, match=rf"clip\.pt has {part}\.{setting} .*, but model\.kind clip supports only"
+    ):
         build(model, ROWS)
 
 
@@ -337,13 +440,26 @@ def test_setting_of_open_clip_without_equal_in_transformers_is_refused(
 def test_transformers_folder_is_exported_with_equal_embeddings(kind: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModel, CLIPImageProcessor
 
-    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {"vocab_size": ROWS, "max_position_embeddings": TOKENS, "eos_token_id": ROWS - 1, "pad_token_id": 1}
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    text = {
+        "vocab_size": ROWS,
+        "max_position_embeddings": TOKENS,
+        "eos_token_id": ROWS - 1,
+        "pad_token_id": 1,
+    }
     activation = {"hidden_act": "gelu"} if kind == "clip" else {}
     text |= {"projection_size": 32} if kind == "siglip" else {}
     vision = {"image_size": SIDE, "patch_size": 16}
     torch.manual_seed(3)
-    towers = {"text_config": tower | text | activation, "vision_config": tower | vision | activation}
+    towers = {
+        "text_config": tower | text | activation,
+        "vision_config": tower | vision | activation,
+    }
     theirs = AutoModel.from_config(AutoConfig.for_model(kind, **towers)).eval()
     theirs.save_pretrained(tmp_path / "in")
     small_clip_bpe(tmp_path / "in")
@@ -366,23 +482,33 @@ def test_transformers_folder_is_exported_with_equal_embeddings(kind: str, tmp_pa
         torch.testing.assert_close(image_again, image, rtol=0, atol=1e-5)
         ids = torch.tensor([[518, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 519]])
         expected = F.normalize(theirs.get_text_features(input_ids=ids).pooler_output)
-        torch.testing.assert_close(loaded.model.embed_text(ids, torch.ones_like(ids)), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            loaded.model.embed_text(ids, torch.ones_like(ids)), expected, rtol=0, atol=1e-5
+        )
     if kind == "clip":
         with pytest.raises(UsageError, match="trained with gelu, not quick_gelu"):
             build(config.model.replace(activation="quick_gelu"), ROWS)
 
 
 def test_export_keeps_its_settings_as_pretrained_weights(tmp_path: Path) -> None:
-    """transformers' files have no `pad`, language tokens, conversation template, or limit of a conversation."""
+    """transformers' files have no `pad`, language tokens, conversation template, or limit of a
+    conversation.
+    """
     text = add_language_tokens(
         load_tokenizer(str(saved(tmp_path / "in", OpenClip(False)).parent), None), "[{}]", ["de"]
     )
-    spec = pretrained_config(str(saved(tmp_path / "in", OpenClip(False), {"model_cfg": GELU}))).model
-    inputs = spec.inputs.replace(fit="pad", mean=(0.1, 0.2, 0.3), max_tokens=9, language_token="[{}]")
+    spec = pretrained_config(
+        str(saved(tmp_path / "in", OpenClip(False), {"model_cfg": GELU}))
+    ).model
+    inputs = spec.inputs.replace(
+        fit="pad", mean=(0.1, 0.2, 0.3), max_tokens=9, language_token="[{}]"
+    )
     spec = spec.replace(inputs=inputs, vocab_size=ROWS + 1)
     export(build(spec, ROWS + 1), spec.model_dump(mode="json"), text, tmp_path / "clip")
     config = pretrained_config(str(tmp_path / "clip"))
-    assert config.model.inputs == inputs.replace(tokenizer=str(tmp_path / "clip" / "tokenizer.json"))
+    assert config.model.inputs == inputs.replace(
+        tokenizer=str(tmp_path / "clip" / "tokenizer.json")
+    )
     config, tokenizer_json = evaluate_export._with_tokenizer(config, lambda *_: None)
     assert build_encoder(tokenizer_json, config.model.inputs).languages == ("de",)
 
@@ -391,7 +517,9 @@ def test_export_keeps_its_settings_as_pretrained_weights(tmp_path: Path) -> None
     assert again == test_generative.INPUTS.replace(tokenizer=str(out / "tokenizer.json"))
 
 
-def test_unreachable_hub_is_not_a_missing_preprocessor_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_not_a_missing_preprocessor_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -399,7 +527,9 @@ def test_unreachable_hub_is_not_a_missing_preprocessor_file(tmp_path: Path, monk
         if local_files_only or not reachable:
             raise LocalEntryNotFoundError("cannot find the file on the local disk")
         if file_name == files[0]:
-            (tmp_path / file_name).write_text(json.dumps({"image_processor": {"image_mean": [0.1, 0.2, 0.3]}}))
+            (tmp_path / file_name).write_text(
+                json.dumps({"image_processor": {"image_mean": [0.1, 0.2, 0.3]}})
+            )
             return str(tmp_path / file_name)
         raise EntryNotFoundError("404")
 
@@ -429,19 +559,30 @@ def test_cached_repository_without_preprocessor_file_needs_no_network(
         (repository / folder).mkdir(parents=True)
     (repository / "refs" / "main").write_text(commit)
     (repository / ".no_exist" / commit / "preprocessor_config.json").touch()
-    processor = repository / ("snapshots" if exists else ".no_exist") / commit / "processor_config.json"
+    processor = (
+        repository / ("snapshots" if exists else ".no_exist") / commit / "processor_config.json"
+    )
     processor.write_text(json.dumps({"image_processor": {"image_mean": [0.1, 0.2, 0.3]}}))
-    assert pretrained._preprocessing("a/b") == ({"mean": [0.1, 0.2, 0.3], "fit": "squash"} if exists else {})
+    assert pretrained._preprocessing("a/b") == (
+        {"mean": [0.1, 0.2, 0.3], "fit": "squash"} if exists else {}
+    )
 
 
 def test_config_of_transformers_wins_over_open_clip_in_a_folder(tmp_path: Path) -> None:
     from transformers import CLIPConfig, CLIPModel
 
-    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     text = tower | {"vocab_size": ROWS, "max_position_embeddings": TOKENS - 1}
     vision = tower | {"image_size": SIDE, "patch_size": 16}
     CLIPModel(CLIPConfig(text_config=text, vision_config=vision)).save_pretrained(tmp_path)
-    saved(tmp_path, OpenClip(False), {"model_cfg": GELU}).rename(tmp_path / "open_clip_pytorch_model.bin")
+    saved(tmp_path, OpenClip(False), {"model_cfg": GELU}).rename(
+        tmp_path / "open_clip_pytorch_model.bin"
+    )
     config = pretrained_config(str(tmp_path))  # as `train` does
     assert (config.model.weights, config.model.inputs.max_tokens) == (str(tmp_path), TOKENS - 1)
 
@@ -449,13 +590,16 @@ def test_config_of_transformers_wins_over_open_clip_in_a_folder(tmp_path: Path) 
 def test_incomplete_export_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"mmray": "1.0"}')
     with pytest.raises(
-        UsageError, match=r"config\.json has no model\.kind, so the export is incomplete; export the run"
+        UsageError,
+        match=r"config\.json has no model\.kind, so the export is incomplete; export the run",
     ):
         pretrained_config(str(tmp_path))
 
 
 def test_folder_of_the_hub_has_its_open_clip_file(tmp_path: Path) -> None:
-    file = saved(tmp_path, OpenClip(False), {"model_cfg": GELU}).rename(tmp_path / "open_clip_pytorch_model.bin")
+    file = saved(tmp_path, OpenClip(False), {"model_cfg": GELU}).rename(
+        tmp_path / "open_clip_pytorch_model.bin"
+    )
     assert pretrained_config(str(tmp_path)) == pretrained_config(str(file))
 
 
@@ -467,13 +611,21 @@ def test_missing_file_is_not_searched_on_the_hub(tmp_path: Path) -> None:
 def test_image_encoder_alone_is_refused(tmp_path: Path) -> None:
     from transformers import ViTConfig, ViTModel
 
-    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     ViTModel(ViTConfig(**small)).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"image encoder \(vit\) without a text encoder; .*--model\.image\.weights"):
+    with pytest.raises(
+        UsageError, match=r"image encoder \(vit\) without a text encoder; .*--model\.image\.weights"
+    ):
         pretrained_config(str(tmp_path))
     torch.save({"patch_embed.proj.weight": torch.zeros(3, 3, 4, 4)}, tmp_path / "timm.pth")
     with pytest.raises(
-        UsageError, match=r"timm\.pth is not a checkpoint of open_clip.*--model\.image\.weights DIR, a folder of timm"
+        UsageError,
+        match=r"timm\.pth is not a checkpoint of open_clip.*--model\.image\.weights DIR, a folder of timm",
     ):
         pretrained_config(str(tmp_path / "timm.pth"))
 
@@ -483,13 +635,27 @@ def test_pretrained_weights_are_scored_as_their_model_ranks(tmp_path: Path) -> N
     held_out = make_set(tmp_path / "set", [row(number) for number in range(7)])
     config = pretrained_config(str(saved(tmp_path / "in", OpenClip(False), {"model_cfg": GELU})))
     logged, progress = list[str](), list[int]()
-    config, tokenizer_json = evaluate_export._with_tokenizer(config, lambda text, _: logged.append(text))
+    config, tokenizer_json = evaluate_export._with_tokenizer(
+        config, lambda text, _: logged.append(text)
+    )
     assert logged == [] and config.model.vocab_size == ROWS
-    scores = evaluate_export._score(config, tokenizer_json, held_out, None, progress.append, torch.device("cpu"))
-    assert sum(progress) == 7 == scores["rows"] and scores["loss"] > 0 and 0 <= scores["recall_at_1/mean"] <= 1
+    scores = evaluate_export._score(
+        config, tokenizer_json, held_out, None, progress.append, torch.device("cpu")
+    )
+    assert (
+        sum(progress) == 7 == scores["rows"]
+        and scores["loss"] > 0
+        and 0 <= scores["recall_at_1/mean"] <= 1
+    )
     (tmp_path / "other.json").write_text(train_tokenizer(TEXTS, 60))
     for tokenizer in (str(tmp_path / "other.json"), "trained"):
         model = config.model.replace(inputs=config.model.inputs.replace(tokenizer=tokenizer))
-        with pytest.raises(UsageError, match="`trained` is") if tokenizer == "trained" else nullcontext():
-            evaluate_export._with_tokenizer(config.replace(model=model), lambda text, _: logged.append(text))
+        with (
+            pytest.raises(UsageError, match="`trained` is")
+            if tokenizer == "trained"
+            else nullcontext()
+        ):
+            evaluate_export._with_tokenizer(
+                config.replace(model=model), lambda text, _: logged.append(text)
+            )
     assert "tokens, the weights 520: is it their tokenizer?" in logged[0]

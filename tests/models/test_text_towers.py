@@ -1,4 +1,6 @@
-"""Text towers: layers, pooling, saved and missing weights, language tokens, and errors that name the setting."""
+"""Text towers: layers, pooling, saved and missing weights, language tokens, and errors that name
+the setting.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +49,29 @@ def test_layers_without_weights_equal_those_of_torch() -> None:
 
 
 def test_random_bert_of_an_earlier_version_is_rebuilt() -> None:
-    config = BertConfig(vocab_size=30, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, type_vocab_size=1)
-    tower = build_text_tower(TextTower(width=24, depth=1), 30, 12, {"text": json.loads(json.dumps(config.to_dict()))})
+    config = BertConfig(
+        vocab_size=30, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, type_vocab_size=1
+    )
+    tower = build_text_tower(
+        TextTower(width=24, depth=1), 30, 12, {"text": json.loads(json.dumps(config.to_dict()))}
+    )
     assert isinstance(tower, HfTextTower) and tower.width == 24
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_encoder_of_every_family(family: str, tmp_path: Path) -> None:
-    """Equal to transformers with its own mask; the padding id does not matter; language tokens get new rows."""
-    own = {"dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 48} if family == "distilbert" else {}
-    own = own or {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48}
+    """Equal to transformers with its own mask; the padding id does not matter; language tokens get
+    new rows.
+    """
+    own = (
+        {"dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 48} if family == "distilbert" else {}
+    )
+    own = own or {
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "intermediate_size": 48,
+    }
     config = AutoConfig.for_model(family, vocab_size=30, max_position_embeddings=16, **own)
     torch.manual_seed(1)
     theirs = AutoModel.from_config(config).eval()
@@ -78,7 +93,9 @@ def test_saved_encoder_of_every_family(family: str, tmp_path: Path) -> None:
         build_text_tower(spec, 30, positions + 1)
 
     speaking = build_text_tower(spec, 32, 12, language_token="[{}]").eval()
-    assert speaking.net.get_input_embeddings().weight.shape[0] == speaking.net.config.vocab_size == 32
+    assert (
+        speaking.net.get_input_embeddings().weight.shape[0] == speaking.net.config.vocab_size == 32
+    )
     assert torch.equal(speaking(ids, MASK), tower(ids, MASK))
     assert not torch.allclose(speaking(ids.clamp(min=31), MASK), tower(ids, MASK))
     values = {"text": json.loads(json.dumps(speaking.net.config.to_dict()))}
@@ -94,11 +111,23 @@ def test_saved_encoder_of_every_family(family: str, tmp_path: Path) -> None:
     ("file", "content", "message"),
     [
         ("model.safetensors", b"123", r"cannot load `.*`: Error while deserializing"),
-        ("config.json", b'{"model_type": "gpt2"}', r"holds a model of type 'gpt2'; supported are bert, "),
+        (
+            "config.json",
+            b'{"model_type": "gpt2"}',
+            r"holds a model of type 'gpt2'; supported are bert, ",
+        ),
     ],
 )
-def test_damaged_or_unsupported_directory_is_named(tmp_path: Path, file: str, content: bytes, message: str) -> None:
-    config = BertConfig(vocab_size=30, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=48)
+def test_damaged_or_unsupported_directory_is_named(
+    tmp_path: Path, file: str, content: bytes, message: str
+) -> None:
+    config = BertConfig(
+        vocab_size=30,
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        intermediate_size=48,
+    )
     BertModel(config).save_pretrained(tmp_path)
     (tmp_path / file).write_bytes(content)
     with pytest.raises(UsageError, match=rf"model\.text\.weights: .*{message}"):
@@ -113,6 +142,8 @@ def test_offline_hub_error_suggests_a_fix(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError("We couldn't connect to the hub")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
-    with pytest.raises(UsageError, match=r"`bert-none`.*couldn't connect.*hf download bert-none --local-dir DIR"):
+    with pytest.raises(
+        UsageError, match=r"`bert-none`.*couldn't connect.*hf download bert-none --local-dir DIR"
+    ):
         build_text_tower(TextTower(weights="bert-none"), 30, 12)
     assert calls == [True, False]

@@ -23,8 +23,14 @@ def kind(name: str) -> Objective:
 def own(monkeypatch):
     """A user's module with one objective and one other class."""
     module = ModuleType("own_objectives")
-    module.Mine = type("Mine", (Contrastive,), {"__init__": lambda self, section: setattr(self, "section", section)})
-    module.Other = type("Other", (), {"__init__": lambda self, section: None, "gathered_outputs": ()})
+    module.Mine = type(
+        "Mine",
+        (Contrastive,),
+        {"__init__": lambda self, section: setattr(self, "section", section)},
+    )
+    module.Other = type(
+        "Other", (), {"__init__": lambda self, section: None, "gathered_outputs": ()}
+    )
     monkeypatch.setitem(sys.modules, "own_objectives", module)
 
 
@@ -37,19 +43,39 @@ def test_sum_splits_into_global_and_local_loss(own):
     assert parts.mining_loss is parts.local_loss
     assert parts.global_loss.count({"valid": torch.ones(3)}).tolist() == [3, 3]
     assert split_objective(objectives.build(kind("classification"))).global_loss is None
-    assert split_objective(objectives.build(kind("sigmoid + classification"))).pairwise_loss is not None
-    assert isinstance(split_objective(objectives.build(kind("contrastive + classification"))).global_loss, Contrastive)
+    assert (
+        split_objective(objectives.build(kind("sigmoid + classification"))).pairwise_loss
+        is not None
+    )
+    assert isinstance(
+        split_objective(objectives.build(kind("contrastive + classification"))).global_loss,
+        Contrastive,
+    )
 
 
 def test_metrics_of_equal_names_are_kept_apart(own):
-    outputs = {"image_embed": torch.eye(2), "text_embed": torch.eye(2), "logit_scale": torch.tensor(1.0)}
+    outputs = {
+        "image_embed": torch.eye(2),
+        "text_embed": torch.eye(2),
+        "logit_scale": torch.tensor(1.0),
+    }
     combined = objectives.build(kind("contrastive + 2 * own_objectives:Mine"))
     _, _, metrics = combined.compute_loss(outputs, {"valid": torch.ones(2, dtype=torch.bool)})
-    assert metrics["loss_image_to_text"][0] == metrics["loss_image_to_text_own_objectives:Mine"][1] > 0
+    assert (
+        metrics["loss_image_to_text"][0] == metrics["loss_image_to_text_own_objectives:Mine"][1] > 0
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["", "contrastive +", "contrastive + contrastive", "0 * sigmoid", "-1 * sigmoid", "1.2.3*sigmoid"]
+    "name",
+    [
+        "",
+        "contrastive +",
+        "contrastive + contrastive",
+        "0 * sigmoid",
+        "-1 * sigmoid",
+        "1.2.3*sigmoid",
+    ],
 )
 def test_invalid_sum_raises(name):
     with pytest.raises(UsageError, match="cannot parse"):
@@ -66,7 +92,10 @@ def test_settings_are_passed_to_the_objective(own):
     ("name", "message"),
     [
         ("contrastiv", "no `contrastiv`; use one of contrastive"),
-        ("no_such_module:Mine", "cannot load `no_such_module:Mine`: No module named 'no_such_module'"),
+        (
+            "no_such_module:Mine",
+            "cannot load `no_such_module:Mine`: No module named 'no_such_module'",
+        ),
         ("own_objectives:Nobody", "cannot load `own_objectives:Nobody`"),
         ("own_objectives:Other", "lacks scalar_output_names, count, compute_loss"),
     ],

@@ -1,4 +1,6 @@
-"""Contrastive and sigmoid loss: reference formulas, padding, rows of other ranks, chunks of pairs, low precision."""
+"""Contrastive and sigmoid loss: reference formulas, padding, rows of other ranks, chunks of pairs,
+low precision.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ EMBEDS = Contrastive.gathered_outputs
 
 def random_outputs(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    outputs = {name: F.normalize(torch.randn(B, D, generator=generator, dtype=torch.float64), dim=1) for name in EMBEDS}
+    outputs = {
+        name: F.normalize(torch.randn(B, D, generator=generator, dtype=torch.float64), dim=1)
+        for name in EMBEDS
+    }
     outputs |= {"logit_scale": torch.tensor(9.0), "logit_bias": torch.tensor(-2.0)}
     return {name: output.to(dtype).requires_grad_() for name, output in outputs.items()}
 
@@ -32,10 +37,18 @@ def batch_of(*invalid: int) -> dict[str, Tensor]:
 
 
 def clip_formula(outputs: dict[str, Tensor], keep: list[int]) -> Tensor:
-    image, text, total = outputs["image_embed"], outputs["text_embed"], torch.zeros((), dtype=torch.float64)
+    image, text, total = (
+        outputs["image_embed"],
+        outputs["text_embed"],
+        torch.zeros((), dtype=torch.float64),
+    )
     for row in keep:
-        to_text = torch.stack([outputs["logit_scale"] * image[row] @ text[other] for other in keep]).exp()
-        to_image = torch.stack([outputs["logit_scale"] * text[row] @ image[other] for other in keep]).exp()
+        to_text = torch.stack(
+            [outputs["logit_scale"] * image[row] @ text[other] for other in keep]
+        ).exp()
+        to_image = torch.stack(
+            [outputs["logit_scale"] * text[row] @ image[other] for other in keep]
+        ).exp()
         own = (outputs["logit_scale"] * image[row] @ text[row]).exp()
         total = total - ((own / to_text.sum()).log() + (own / to_image.sum()).log()) / 2
     return total
@@ -49,19 +62,24 @@ def siglip_formula(outputs: dict[str, Tensor], keep: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("invalid", [(), (2,), (0, 5, 6)])
-@pytest.mark.parametrize(("objective", "formula"), [(Contrastive(), clip_formula), (Sigmoid(), siglip_formula)])
+@pytest.mark.parametrize(
+    ("objective", "formula"), [(Contrastive(), clip_formula), (Sigmoid(), siglip_formula)]
+)
 def test_loss_equals_the_formula_over_valid_rows(objective, formula, invalid) -> None:
     outputs, again = random_outputs(), random_outputs()
     loss, count, parts = objective.compute_loss(outputs, batch_of(*invalid))
     expected = formula(again, [row for row in range(B) if row not in invalid])
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    share = 0.5 if isinstance(objective, Contrastive) else 1  # means of two directions; positive and negative pairs
+    # means of two directions; positive and negative pairs
+    share = 0.5 if isinstance(objective, Contrastive) else 1
     torch.testing.assert_close(share * sum(parts.values()), loss.detach())
     assert count == B - len(invalid)
     loss.backward()
     expected.backward()
     for name in (*objective.gathered_outputs, *objective.scalar_output_names):
-        torch.testing.assert_close(outputs[name].grad, again[name].grad, rtol=0, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            outputs[name].grad, again[name].grad, rtol=0, atol=1e-12, msg=name
+        )
 
 
 @pytest.mark.parametrize("objective", [Contrastive(), Sigmoid()])
@@ -91,7 +109,10 @@ def test_invalid_rows_do_not_affect_loss_or_gradient(objective) -> None:
     loss, _, _ = objective.compute_loss(outputs, batch_of(3))
     loss.backward()
     assert torch.isfinite(loss) and not outputs["image_embed"].grad[3].any()
-    assert all(torch.isfinite(outputs[name].grad).all() for name in (*EMBEDS, *objective.scalar_output_names))
+    assert all(
+        torch.isfinite(outputs[name].grad).all()
+        for name in (*EMBEDS, *objective.scalar_output_names)
+    )
     loss, count, _ = objective.compute_loss(none, batch_of(*range(B)))
     loss.backward()
     assert (loss.item(), count.item()) == (0, 0)
@@ -117,8 +138,12 @@ def test_pairwise_loss_in_any_chunk_equals_the_plain_one(chunk: int) -> None:
 def test_memory_of_the_pairwise_loss_is_bounded_by_the_chunk() -> None:
     """No tensor saved for backward is larger than rows x chunk, for any number of rows."""
     rows, chunk, sizes = 64, 8, []
-    leaves = random_outputs() | {name: torch.randn(rows, D, dtype=torch.float64).requires_grad_() for name in EMBEDS}
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.numel()) or tensor, lambda t: t):
+    leaves = random_outputs() | {
+        name: torch.randn(rows, D, dtype=torch.float64).requires_grad_() for name in EMBEDS
+    }
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: sizes.append(tensor.numel()) or tensor, lambda t: t
+    ):
         valid, factor = torch.ones(rows, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
         compute_pairwise_loss(Sigmoid(chunk), leaves, valid, rows, factor, ALONE)
     assert max(sizes) == rows * chunk

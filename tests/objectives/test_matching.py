@@ -1,4 +1,6 @@
-"""Hard negatives: never an equal caption or padding, sampled by softmax, and dependent only on the rows."""
+"""Hard negatives: never an equal caption or padding, sampled by softmax, and dependent only on the
+rows.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ D = 6
 def rows(num: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Outputs and a batch of `num` rows with distinct captions."""
     draw = torch.Generator().manual_seed(seed)
-    outputs = {name: F.normalize(torch.randn(num, D, generator=draw), dim=1) for name in ("image_embed", "text_embed")}
+    outputs = {
+        name: F.normalize(torch.randn(num, D, generator=draw), dim=1)
+        for name in ("image_embed", "text_embed")
+    }
     batch = {
         "input_ids": torch.arange(5, 5 + num)[:, None].expand(-1, 3).contiguous(),
         "attention_mask": torch.tensor([[1, 1, 0]]).expand(num, -1).contiguous(),
@@ -25,7 +30,9 @@ def rows(num: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     return outputs | {"logit_scale": torch.tensor(2.0)}, batch
 
 
-def gathered_of(outputs: dict[str, Tensor], batch: dict[str, Tensor], offset: int = 0) -> dict[str, object]:
+def gathered_of(
+    outputs: dict[str, Tensor], batch: dict[str, Tensor], offset: int = 0
+) -> dict[str, object]:
     return {**{name: outputs[name] for name in Matching.score_outputs}, **batch, "offset": offset}
 
 
@@ -52,7 +59,9 @@ def test_sampling_does_not_depend_on_the_split() -> None:
     part = slice(4, 7)
     mine = {name: value if value.ndim == 0 else value[part] for name, value in outputs.items()}
     cut = {name: value[part] for name, value in batch.items()}
-    assert torch.equal(sample_negatives(mine, cut, gathered_of(outputs, batch, offset=4)), whole[part])
+    assert torch.equal(
+        sample_negatives(mine, cut, gathered_of(outputs, batch, offset=4)), whole[part]
+    )
 
 
 def test_negatives_follow_the_softmax_distribution() -> None:

@@ -1,4 +1,6 @@
-"""The settings that explain the results of a sweep are found, and chance is not taken for an influence."""
+"""The settings that explain the results of a sweep are found, and chance is not taken for an
+influence.
+"""
 
 import math
 
@@ -7,7 +9,11 @@ import pytest
 
 from mmray.report.importance import explain, importance
 
-SPACE = {"optimizer.betas": [[0.9, 0.98], [0.9, 0.999]], "data.flip": [True, False], "model.kind": ["a", "b", "c"]}
+SPACE = {
+    "optimizer.betas": [[0.9, 0.98], [0.9, 0.999]],
+    "data.flip": [True, False],
+    "model.kind": ["a", "b", "c"],
+}
 
 
 def sample(rng, num_trials):
@@ -22,17 +28,24 @@ def sample(rng, num_trials):
 def test_optimum_inside_a_range_is_important():
     rng = np.random.default_rng(1)
     trials = sample(rng, 24)
-    losses = [1 + (math.log10(each["optimizer.lr"]) + 3) ** 2 + 0.05 * rng.normal() for each in trials]
+    losses = [
+        1 + (math.log10(each["optimizer.lr"]) + 3) ** 2 + 0.05 * rng.normal() for each in trials
+    ]
     first, *others = found = importance(trials, losses)
     assert first.setting == "optimizer.lr" and first.share > 0.5 and first.p < 0.001
     assert {each.setting for each in others} == set(SPACE)
-    assert "optimizer.lr explains" in explain(found, 24) and "No other setting" in explain(found, 24)
+    assert "optimizer.lr explains" in explain(found, 24) and ("No other setting") in explain(
+        found, 24
+    )
 
 
 @pytest.mark.parametrize("num_trials", [8, 12, 32])
 def test_chance_alone_is_rarely_important(num_trials):
     rng = np.random.default_rng(num_trials)
-    texts = [explain(importance(sample(rng, num_trials), rng.normal(size=num_trials)), num_trials) for _ in range(60)]
+    texts = [
+        explain(importance(sample(rng, num_trials), rng.normal(size=num_trials)), num_trials)
+        for _ in range(60)
+    ]
     assert sum("better than chance" in text for text in texts) >= 54  # 57 expected
 
 
@@ -44,7 +57,10 @@ def test_value_that_is_a_list_can_be_important():
 
 @pytest.mark.parametrize("results", [[], [1.0], list(range(7)), [0.0] * 8])
 def test_few_trials_and_equal_results_have_no_importance(results):
-    assert importance([{"optimizer.lr": 10.0**-number} for number in range(len(results))], results) == []
+    assert (
+        importance([{"optimizer.lr": 10.0**-number} for number in range(len(results))], results)
+        == []
+    )
 
 
 def test_trials_that_diverged_are_the_worst():

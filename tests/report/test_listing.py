@@ -23,16 +23,30 @@ def evaluated(step, recall):
 
 
 def fill(folder):
-    """A finished, a failed, a killed, a running and a stopped run, a sweep, and files that are none of them."""
+    """A finished, a failed, a killed, a running and a stopped run, a sweep, and files that are none
+    of them.
+    """
     last = {"train/loss": 0.25, "step": 20}
-    result = {"status": "finished", "steps": 20, "metrics": last, "scores": {"recall_at_1/mean": 0.375}, "best": BEST}
+    result = {
+        "status": "finished",
+        "steps": 20,
+        "metrics": last,
+        "scores": {"recall_at_1/mean": 0.375},
+        "best": BEST,
+    }
     make_run(folder / "finished", result=result)
     make_run(folder / "stopped", result=result | {"status": "stopped", "scores": {}})
     lines = [evaluated(5, 0.625), evaluated(10, 0.125), line(15)]
     make_run(folder / "failed", lines, {"status": "failed", "error": "disk full"})
-    make_run(folder / "killed", [line(3, **{"evaluate/loss": 1.5}), line(4, **{"evaluate/loss": 1.75})])
+    make_run(
+        folder / "killed", [line(3, **{"evaluate/loss": 1.5}), line(4, **{"evaluate/loss": 1.75})]
+    )
     make_run(folder / "running", lines[:1], {"status": "unfinished", "steps": 99})
-    make_sweep(folder / "sweep", [trial("t001", 8, 1, 500.0), trial("t002", 16, 1, 900.0)], status="running")
+    make_sweep(
+        folder / "sweep",
+        [trial("t001", 8, 1, 500.0), trial("t002", 16, 1, 900.0)],
+        status="running",
+    )
     (folder / "notes").mkdir()
     (folder / "notes.txt").write_text("not a run")
 
@@ -42,7 +56,9 @@ def test_rows_have_state_steps_and_scores(tmp_path):
     with Lease(tmp_path / "running"):
         rows = {row["name"]: row for row in list_runs(tmp_path)}
     got = {
-        name: [row[key] for key in ("state", "steps", "loss", "metric", "last", "best", "best_step")]
+        name: [
+            row[key] for key in ("state", "steps", "loss", "metric", "last", "best", "best_step")
+        ]
         for name, row in rows.items()
         if row["kind"] == "run"
     }
@@ -68,9 +84,18 @@ def test_last_active_run_is_first_in_table_and_json(tmp_path, capfd):
             os.utime(file, (now_s - 3600 * age_s - 10,) * 2)
     assert cli.run(["runs", str(tmp_path), "--json", "-"], Terminal()) == 0
     rows = json.loads(capfd.readouterr().out)["runs"]
-    assert [row["name"] for row in rows] == ["killed", "finished", "sweep", "stopped", "failed", "running"]
+    assert [row["name"] for row in rows] == [
+        "killed",
+        "finished",
+        "sweep",
+        "stopped",
+        "failed",
+        "running",
+    ]
     assert cli.run(["runs", str(tmp_path), "--json", str(tmp_path / "runs.json")], Terminal()) == 0
-    assert [row["state"] for row in json.loads((tmp_path / "runs.json").read_text())["runs"]].count("unfinished") == 3
+    assert [row["state"] for row in json.loads((tmp_path / "runs.json").read_text())["runs"]].count(
+        "unfinished"
+    ) == 3
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].split() == ["name", "state", "steps", "loss", "last", "best", "active"]
     words = [" ".join(each.split()) for each in lines]
@@ -79,7 +104,9 @@ def test_last_active_run_is_first_in_table_and_json(tmp_path, capfd):
 
 
 def test_missing_folder_is_a_usage_error_and_empty_folder_is_not(tmp_path, capfd):
-    with pytest.raises(UsageError, match=r"cannot list .*nowhere: No such file or directory; give a folder of runs"):
+    with pytest.raises(
+        UsageError, match=r"cannot list .*nowhere: No such file or directory; give a folder of runs"
+    ):
         list_runs(tmp_path / "nowhere")
     assert cli.run(["runs", str(tmp_path)], Terminal()) == 0
     assert "no runs in" in capfd.readouterr().out
@@ -114,7 +141,9 @@ def test_lease_of_another_machine_is_live_until_its_heartbeats_are_old(tmp_path)
     assert not is_live(tmp_path)
     (tmp_path / FOLDER).mkdir()
     claim = tmp_path / FOLDER / "3"
-    claim.write_text(json.dumps({"host": "elsewhere", "pid": 1, "machine": "another", "process": "1"}))
+    claim.write_text(
+        json.dumps({"host": "elsewhere", "pid": 1, "machine": "another", "process": "1"})
+    )
     assert is_live(tmp_path)
     os.utime(claim, (time.time() - STALE_AFTER_S - 1,) * 2)
     assert not is_live(tmp_path)

@@ -42,22 +42,50 @@ def plots(page):
 def test_finished_run_has_all_sections_in_one_small_file(tmp_path):
     page = page_of(make_whole_run(tmp_path / "calm"))
     file = tmp_path / "calm" / "report.html"
-    assert file.stat().st_size < MAX_BYTES and not re.search(r'(src|href)="(?!data:|#)', file.read_text())
-    assert plots(page) == ["loss", "lr", "gradient", "recall", "throughput", "step", "memory", "start"]
-    assert '<span class="pill finished">finished</span>' in page and "<title>calm · mmray</title>" in page
+    assert file.stat().st_size < MAX_BYTES and not re.search(
+        r'(src|href)="(?!data:|#)', file.read_text()
+    )
+    assert plots(page) == [
+        "loss",
+        "lr",
+        "gradient",
+        "recall",
+        "throughput",
+        "step",
+        "memory",
+        "start",
+    ]
+    assert (
+        '<span class="pill finished">finished</span>' in page
+        and ("<title>calm · mmray</title>") in page
+    )
     assert "micro 64 x accumulation 1 x workers 2 = 128 rows per step" in page
     assert "100.0%" in page and "1,010" in page and "61 s" in page and "10.0%" in page
-    assert "restarted 3 times (2 to add workers, 0 for node preemptions); 3 steps were repeated." in page
-    assert page.count('class="right"') == 2 + 1  # a hit in each direction, and the correct image next to a miss
+    assert (
+        "restarted 3 times (2 to add workers, 0 for node preemptions); 3 steps were repeated."
+    ) in page
+    # a hit in each direction, and the correct image next to a miss
+    assert page.count('class="right"') == 2 + 1
     assert "Same as the recipe." in page
-    assert "9.0 s; longest: first step, 5.0 s" in page and "of a worker; all processes 1.75 GiB" in page
+    assert (
+        "9.0 s; longest: first step, 5.0 s" in page
+        and ("of a worker; all processes 1.75 GiB") in page
+    )
 
 
 @pytest.mark.parametrize("has_recall", [True, False])
 def test_every_score_of_the_newest_evaluation_is_shown(tmp_path, has_recall):
     """Generative models have no recall."""
-    own = {"perplexity": 4.5, "token_accuracy": 0.5, "cider": 0.125, "zero_shot/top_1": 0.375, "regions/boxes": 1234.0}
-    metrics = {f"evaluate/{name}": value for name, value in own.items()} | (scores(0.5) if has_recall else {})
+    own = {
+        "perplexity": 4.5,
+        "token_accuracy": 0.5,
+        "cider": 0.125,
+        "zero_shot/top_1": 0.375,
+        "regions/boxes": 1234.0,
+    }
+    metrics = {f"evaluate/{name}": value for name, value in own.items()} | (
+        scores(0.5) if has_recall else {}
+    )
     page = page_of(make_run(tmp_path / "run", [line(1, **metrics), line(2)]))
     section = re.search(r'<section id="held-out">.*?</section>', page, re.DOTALL)[0]
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", section))
@@ -75,9 +103,15 @@ def test_user_text_is_escaped(tmp_path, where):
     if where == "answer":
         shown["image_to_text"][0]["answers"][1]["caption"] = hostile
     if where == "trial":
-        folder = make_sweep(tmp_path / "sweep", [learned(hostile, 0.1), learned("t002", 0.2)], goal="loss", rungs=[64])
+        folder = make_sweep(
+            tmp_path / "sweep",
+            [learned(hostile, 0.1), learned("t002", 0.2)],
+            goal="loss",
+            rungs=[64],
+        )
     else:
-        name = hostile if where == "name" else "run"  # no flag accepts such a name, but a folder may be renamed
+        # no flag accepts such a name, but a folder may be renamed
+        name = hostile if where == "name" else "run"
         folder = make_run(tmp_path / name, [line(1, **scores(0.5))], shown=shown)
     page = page_of(folder)
     assert hostile not in page and "&lt;script&gt;alert(1)" in page
@@ -89,8 +123,18 @@ def test_user_text_is_escaped(tmp_path, where):
     [
         ([], None, [], "No step was logged."),
         ([], {"status": "failed", "error": "no <data>"}, [], "The run failed: no &lt;data&gt;"),
-        ([{"step": 1, "train/loss": 4.0}], {"status": "stopped", "elapsed_s": 3.0}, ["loss"], "was stopped"),
-        ([line(1), line(2, **{"train/loss": None})], None, None, "not a number at 1 of 2 logged steps"),
+        (
+            [{"step": 1, "train/loss": 4.0}],
+            {"status": "stopped", "elapsed_s": 3.0},
+            ["loss"],
+            "was stopped",
+        ),
+        (
+            [line(1), line(2, **{"train/loss": None})],
+            None,
+            None,
+            "not a number at 1 of 2 logged steps",
+        ),
         ([line(1, **{"train/skipped_steps": 4})], None, None, "4 steps were skipped"),
         ([line(1, **{"time/data_wait_share": 0.6})], None, None, "waited for data 60% of the time"),
     ],
@@ -119,11 +163,23 @@ def quarantined(tmp_path):
     prepared.mkdir()
     reasons = ("duplicate", "truncated", "missing-image")
     entries = [
-        {"key": f"k{n}", "source": f"rows.jsonl:{n}", "stage": "decode", "reason": reason, "detail": f"about {reason}"}
+        {
+            "key": f"k{n}",
+            "source": f"rows.jsonl:{n}",
+            "stage": "decode",
+            "reason": reason,
+            "detail": f"about {reason}",
+        }
         for n, reason in enumerate(reasons, 1)
     ]
     write_lines(prepared / "quarantine.jsonl", entries * 20)
-    leakage = {"exact": 1, "near": 2, "phash_distance": 7, "dropped": True, "found_in": {"/e": 3, "splits": 0}}
+    leakage = {
+        "exact": 1,
+        "near": 2,
+        "phash_distance": 7,
+        "dropped": True,
+        "found_in": {"/e": 3, "splits": 0},
+    }
     (prepared / "manifest.json").write_text(json.dumps({"num_read": 500, "leakage": leakage}))
     small = "data:image/webp;base64,AAAA"
     leaks = [
@@ -133,7 +189,9 @@ def quarantined(tmp_path):
     ]
     write_lines(prepared / "leaks.jsonl", leaks)
     folder = make_run(tmp_path / "run", [line(1)])
-    (folder / "data.json").write_text(json.dumps({"train": f"{tmp_path / 'plain'} + 2 * {prepared}", "num_rows": 440}))
+    (folder / "data.json").write_text(
+        json.dumps({"train": f"{tmp_path / 'plain'} + 2 * {prepared}", "num_rows": 440})
+    )
     late = {"key": "k1", "source": "rows.jsonl:1", "row": 7, "stage": "train", "reason": "checksum"}
     late["detail"] = "its images changed"
     write_lines(folder / "quarantine.jsonl", [late])
@@ -143,7 +201,8 @@ def quarantined(tmp_path):
 def test_quarantined_rows_are_shown(quarantined):
     page = page_of(quarantined)
     assert "Prepare quarantined 60 of 500 rows" in page and "training 1 (" in page
-    assert page.index("in training</span>") < page.index("duplicate</span><p>")  # one of each reason in turn
+    # one of each reason in turn
+    assert page.index("in training</span>") < page.index("duplicate</span><p>")
     assert "its images changed" in page and "about truncated" in page
 
 
@@ -153,13 +212,18 @@ def test_set_without_access_does_not_prevent_the_page(tmp_path, monkeypatch):
 
     monkeypatch.setattr(RemotePath, "_info", refuse)
     folder = make_run(tmp_path / "run", [line(1)])
-    (folder / "data.json").write_text(json.dumps({"train": "s3://bucket/far?region=eu-west-1", "num_rows": 440}))
+    (folder / "data.json").write_text(
+        json.dumps({"train": "s3://bucket/far?region=eu-west-1", "num_rows": 440})
+    )
     assert "the set cannot be read: far." in page_of(folder)
 
 
 def test_leaked_pairs_are_shown_side_by_side(quarantined):
     page = page_of(quarantined)
-    assert "3 rows are also in another set (1 exact, 2 near-duplicates within 7 of 256 bits): 3 in /e, 0 in" in page
+    assert (
+        "3 rows are also in another set (1 exact, 2 near-duplicates within 7 of 256 bits): 3 "
+        "in /e, 0 in"
+    ) in page
     assert page.count('alt="its duplicate"') == 1 and page.count('alt="the row"') == 2
     assert "3 bits</span>" in page and "&lt;i&gt;k8&lt;/i&gt;" in page
     assert "k10" not in page  # no images
@@ -196,7 +260,11 @@ def test_sweep_page_has_all_sections(tmp_path):
     (folder / "trials" / "t001" / "report.html").touch()
     page = page_of(folder)
     assert plots(page) == ["grid-1"]
-    assert "t002 is the fastest." in page and "★" in page and f"mmray train {folder}/best.yaml" in page
+    assert (
+        "t002 is the fastest." in page
+        and "★" in page
+        and (f"mmray train {folder}/best.yaml") in page
+    )
     assert "out of\\u003cbr\\u003ememory" in page
     assert '<a href="trials/t001/report.html">' in page and "trials/t002/" not in page
     # Two trials share the global batch of 32: one is its best, the other its second.
@@ -220,9 +288,15 @@ def test_page_of_a_learning_sweep_has_curves_and_settings(tmp_path):
 
 def test_loss_of_exactly_zero_is_a_value(tmp_path):
     rungs = [{"samples": 64, "value": 0.0}]
-    rows = [learned(f"t00{n}", 10.0**-n, rungs=rungs, eval_loss=0.0, curve=[[64, 0.0, 0.0]]) for n in (1, 2)]
+    rows = [
+        learned(f"t00{n}", 10.0**-n, rungs=rungs, eval_loss=0.0, curve=[[64, 0.0, 0.0]])
+        for n in (1, 2)
+    ]
     page = page_of(make_sweep(tmp_path / "sweep", rows, goal="loss", rungs=[64]))
-    assert plots(page) == ["curves-samples", "curves-time", "settings"] and page.count(">0.000</td>") == 2
+    assert (
+        plots(page) == ["curves-samples", "curves-time", "settings"]
+        and page.count(">0.000</td>") == 2
+    )
 
 
 def test_page_of_a_probe_has_measured_steps_and_predictions(tmp_path):
@@ -238,12 +312,17 @@ def test_sweep_without_measured_trial_has_a_page(tmp_path, status):
     nothing = trial("t001", 8, 1, None, status=status, peak_gib=None, step_p50_s=None)
     page = page_of(make_sweep(tmp_path / "sweep", [nothing], recommendation=None, status="failed"))
     assert "no trial has measured" in page and plots(page) == []
-    assert "No trial has finished yet" in page_of(make_sweep(tmp_path / "empty", [], recommendation=None))
+    assert ("No trial has finished yet") in page_of(
+        make_sweep(tmp_path / "empty", [], recommendation=None)
+    )
 
 
 def test_running_sweep_has_a_page(tmp_path):
     """As written by `mmray tune` before it ends."""
-    rows = [learned("t001", 1e-3, "paused"), learned("t002", 1e-2, "running", rungs=[], curve=[], eval_loss=None)]
+    rows = [
+        learned("t001", 1e-3, "paused"),
+        learned("t002", 1e-2, "running", rungs=[], curve=[], eval_loss=None),
+    ]
     about = {"status": "running", "recommendation": None, "gpu_hours": 0.25}
     page = page_of(make_sweep(tmp_path / "sweep", rows, goal="loss", rungs=[64, 256], **about))
     assert (
@@ -281,5 +360,7 @@ def test_report_of_a_run_on_an_object_store_equals_the_local_one(s3, tmp_path):
     page = write_report(to_path(f"{s3.address}/mine"))
     assert str(page) == f"{s3.address}/mine/report.html"
     local = write_report(tmp_path / "mine").read_text()
-    undated = [re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", "", text) for text in (page.read_text(), local)]
+    undated = [
+        re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", "", text) for text in (page.read_text(), local)
+    ]
     assert undated[0].replace(s3.address, "") == undated[1].replace(str(tmp_path), "")

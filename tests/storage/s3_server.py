@@ -1,10 +1,12 @@
-"""S3 server on loopback (moto) with fault injection: python -m tests.storage.s3_server SOCKET FAULTS.
+"""S3 server on loopback (moto) with fault injection: python -m tests.storage.s3_server SOCKET
+FAULTS.
 
 SOCKET is the file descriptor of a listening socket.
 
-The file FAULTS, if present, holds `METHOD TEXT COUNT STATUS`: the next COUNT requests of this method with TEXT in
-their path are answered with STATUS, 503 (Slow Down) or 400; COUNT is decremented in the file. If the file `requests` is
-next to it, each request is appended as `METHOD PATH REQUESTED-BYTES`.
+The file FAULTS, if present, holds `METHOD TEXT COUNT STATUS`: the next COUNT requests of this
+method with TEXT in their path are answered with STATUS, 503 (Slow Down) or 400; COUNT is
+decremented in the file. If the file `requests` is next to it, each request is appended as `METHOD
+PATH REQUESTED-BYTES`.
 """
 
 from __future__ import annotations
@@ -50,7 +52,11 @@ class FaultInjector:
         if not self.faults.exists():
             return None
         method, text, count, status = self.faults.read_text().split()
-        if environ["REQUEST_METHOD"] != method or text not in environ["PATH_INFO"] or int(count) == 0:
+        if (
+            environ["REQUEST_METHOD"] != method
+            or text not in environ["PATH_INFO"]
+            or int(count) == 0
+        ):
             return None
         self.faults.write_text(f"{method} {text} {int(count) - 1} {status}")
         return status

@@ -1,4 +1,6 @@
-"""Lease: one writer at a time, also if holders die or sleep, or clocks jump; on file systems and object stores."""
+"""Lease: one writer at a time, also if holders die or sleep, or clocks jump; on file systems and
+object stores.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,12 @@ def test_stale_lease_is_taken_over_and_old_holder_stops(tmp_path):
 
 def test_advance_fences_off_earlier_attempts_and_heartbeat_continues(tmp_path, monkeypatch):
     held = short(tmp_path)
-    assert (held.acquire(), held.claim_next_token(), held.claim_next_token(), held.fencing_token) == (1, 2, 3, 3)
+    assert (
+        held.acquire(),
+        held.claim_next_token(),
+        held.claim_next_token(),
+        held.fencing_token,
+    ) == (1, 2, 3, 3)
     check_fencing_token(tmp_path, 3)
     for earlier in (1, 2):
         with pytest.raises(TrainingError, match="a later attempt"):
@@ -120,11 +127,19 @@ def test_holder_is_known_without_proc(tmp_path, monkeypatch):
             return not str(self).startswith("/proc") and super().exists()
 
         def read_text(self, *arguments):
-            return super().read_text(*arguments) if not str(self).startswith("/proc") else (self / "none").read_bytes()
+            return (
+                super().read_text(*arguments)
+                if not str(self).startswith("/proc")
+                else (self / "none").read_bytes()
+            )
 
     monkeypatch.setattr(lease, "Path", WithoutProc)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owner = {"pid": child.pid, "machine": lease._machine_id(), "process": lease._start_time(child.pid)}
+    owner = {
+        "pid": child.pid,
+        "machine": lease._machine_id(),
+        "process": lease._start_time(child.pid),
+    }
     assert lease._is_alive_here(owner)
     child.communicate()
     assert lease._is_alive_here(owner) is False

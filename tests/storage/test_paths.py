@@ -1,4 +1,6 @@
-"""Remote paths and file operations on an object store: pathlib interface, whole objects, retries."""
+"""Remote paths and file operations on an object store: pathlib interface, whole objects,
+retries.
+"""
 
 import socket
 
@@ -34,7 +36,11 @@ def test_remote_path_has_the_interface_of_path(s3):
     (folder / "a" / "two").write_bytes(b"12345")
     assert [path.name for path in folder.iterdir()] == ["a"]
     assert [path.name for path in (folder / "a").iterdir()] == ["one.json", "two"]
-    assert (folder / "a").is_dir() and (folder / "a" / "two").is_file() and not (folder / "a" / "three").exists()
+    assert (
+        (folder / "a").is_dir()
+        and (folder / "a" / "two").is_file()
+        and not (folder / "a" / "three").exists()
+    )
     assert (folder / "a" / "two").stat().st_size == 5 and (folder / "a" / "one.json").stem == "one"
     assert str(folder / "a" / "two") == f"{s3.address}/a/two"
     assert (folder / "a" / "two").with_name("one.json").read_text() == "{}"
@@ -52,16 +58,29 @@ def test_address_may_have_spaces_and_non_ascii_letters():
 
 
 def test_file_uri_is_a_local_path(tmp_path):
-    assert to_path(f"file://{tmp_path}/a%20b") == to_path(f"file://{tmp_path}/a b") == tmp_path / "a b"
+    assert (
+        to_path(f"file://{tmp_path}/a%20b") == to_path(f"file://{tmp_path}/a b") == tmp_path / "a b"
+    )
     assert Storage(f"file://{tmp_path}/x") == Storage(str(tmp_path / "x"))
     assert to_path("~backup.jsonl").name == "~backup.jsonl", "no user has this name"
 
 
 def test_options_stay_at_the_end_of_an_address():
-    path = to_path("s3://bucket/runs?endpoint_override=127.0.0.1:9000&scheme=http") / "one" / "config.yaml"
-    assert str(path) == "s3://bucket/runs/one/config.yaml?endpoint_override=127.0.0.1:9000&scheme=http"
-    assert path.fs_path == "bucket/runs/one/config.yaml" and to_path(str(path)).fs_path == path.fs_path
-    assert Storage.split("s3://bucket/x/a.jsonl?scheme=http") == (Storage("s3://bucket/x?scheme=http"), "a.jsonl")
+    path = (
+        to_path("s3://bucket/runs?endpoint_override=127.0.0.1:9000&scheme=http")
+        / "one"
+        / "config.yaml"
+    )
+    assert (
+        str(path) == "s3://bucket/runs/one/config.yaml?endpoint_override=127.0.0.1:9000&scheme=http"
+    )
+    assert (
+        path.fs_path == "bucket/runs/one/config.yaml" and to_path(str(path)).fs_path == path.fs_path
+    )
+    assert Storage.split("s3://bucket/x/a.jsonl?scheme=http") == (
+        Storage("s3://bucket/x?scheme=http"),
+        "a.jsonl",
+    )
     assert Storage.split("s3://bucket?scheme=http") == (Storage("s3://bucket?scheme=http"), "")
     assert Storage.split("a.jsonl") == (Storage("."), "a.jsonl")
     for address in ("prepared/a@b", "s3://bucket/a@b", "s3://bucket/set?region=eu-west-1"):
@@ -85,7 +104,8 @@ def test_file_operations_are_the_same_on_disk_and_store(kind, s3, tmp_path):
     if kind == "disk":
         with pytest.raises(IsADirectoryError):
             write_atomic(folder / "stacks", "text")  # leaves no temporary file
-    left = [b"two"] if kind == "store" else []  # by a merge that was killed before it deleted the separate objects
+    # by a merge that was killed before it deleted the separate objects
+    left = [b"two"] if kind == "store" else []
     for lines in ([b"one"], [b"two"], [*left, b"three", b"four"]):
         for line in lines:
             append_line(folder / "quarantine.jsonl", line)
@@ -93,14 +113,21 @@ def test_file_operations_are_the_same_on_disk_and_store(kind, s3, tmp_path):
     assert (folder / "quarantine.jsonl").read_bytes() == b"one\ntwo\nthree\nfour\n"
     remove_tree(folder / "step-1.damaged")
     remove_tree(folder / "never-there")
-    assert sorted(path.name for path in folder.iterdir()) == ["quarantine.jsonl", "result.json", "stacks"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "quarantine.jsonl",
+        "result.json",
+        "stacks",
+    ]
 
 
 def test_staged_upload_puts_last_file_only_after_all_others(s3, monkeypatch):
     monkeypatch.setattr(storage, "ATTEMPTS", 1)
     path = to_path(s3.address) / "step-1"
     s3.fail("PUT", "step-1/b", 1000, status=400)
-    with pytest.raises(OSError, match="Injected fault"), staged_upload(path, ("a", "b", "SUMS")) as here:
+    with (
+        pytest.raises(OSError, match="Injected fault"),
+        staged_upload(path, ("a", "b", "SUMS")) as here,
+    ):
         for name in ("a", "b", "SUMS"):
             (here / name).write_text(name)
     assert (path / "a").exists() and not (path / "SUMS").exists()
@@ -108,7 +135,8 @@ def test_staged_upload_puts_last_file_only_after_all_others(s3, monkeypatch):
 
 def test_transient_errors_are_retried(s3):
     file = to_path(s3.address) / "file"
-    for count, status in ((2, 503), (storage.ATTEMPTS - 1, 400)):  # retried by pyarrow, and by with_retries
+    # retried by pyarrow, and by with_retries
+    for count, status in ((2, 503), (storage.ATTEMPTS - 1, 400)):
         s3.fail("PUT", "/file", count, status)
         file.write_text(f"there {status}")
         assert s3.failures_left() == 0 and file.read_text() == f"there {status}"
@@ -122,7 +150,11 @@ def test_permanent_errors_are_not_retried(monkeypatch):
         calls.append(error)
         raise error
 
-    for error in (FileNotFoundError("no"), OSError("AWS Error ACCESS_DENIED during PutObject"), ValueError("odd")):
+    for error in (
+        FileNotFoundError("no"),
+        OSError("AWS Error ACCESS_DENIED during PutObject"),
+        ValueError("odd"),
+    ):
         with pytest.raises(type(error)):
             storage.with_retries(lambda error=error: refuse(error))
     assert len(calls) == 3
@@ -132,7 +164,12 @@ def test_permanent_errors_are_not_retried(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "address", ["s3://KEY:hush@bucket/set", "s3://bucket/set?access_key=K&secret_key=hush", "https://me:hush@host/x"]
+    "address",
+    [
+        "s3://KEY:hush@bucket/set",
+        "s3://bucket/set?access_key=K&secret_key=hush",
+        "https://me:hush@host/x",
+    ],
 )
 def test_credentials_are_refused_without_repeating_them(address):
     for use in (Storage, lambda address: Run(storage=address)):
@@ -145,7 +182,9 @@ def test_credentials_are_refused_without_repeating_them(address):
     "address", ["http://169.254.169.254/latest", "https://host/x", "ftp://host/x", "nonsense://x/y"]
 )
 def test_only_storage_schemes_are_opened(address):
-    with pytest.raises(UsageError, match=r"cannot be opened: use a local path or a URI with file, s3, gs"):
+    with pytest.raises(
+        UsageError, match=r"cannot be opened: use a local path or a URI with file, s3, gs"
+    ):
         Storage(address)
 
 
@@ -156,6 +195,8 @@ def test_prepare_of_an_unknown_scheme_connects_to_nothing(capfd, monkeypatch):
         address = f"http://127.0.0.1:{server.getsockname()[1]}/rows.jsonl"
         for arguments in ([address, "out"], ["rows.jsonl", address]):
             assert cli.run(["prepare", *arguments], Terminal()) == 2
-            assert f"{address} cannot be opened: use a local path" in " ".join(capfd.readouterr().err.split())
+            assert (f"{address} cannot be opened: use a local path") in " ".join(
+                capfd.readouterr().err.split()
+            )
         with pytest.raises(BlockingIOError):
             server.accept()

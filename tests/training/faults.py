@@ -66,7 +66,10 @@ class BadNode:
         import ray
 
         if step == 5:
-            mark, node = Path(os.environ["MMRAY_TEST_FAULTS"]) / "bad-node", ray.get_runtime_context().get_node_id()
+            mark, node = (
+                Path(os.environ["MMRAY_TEST_FAULTS"]) / "bad-node",
+                ray.get_runtime_context().get_node_id(),
+            )
             if not mark.exists():
                 mark.write_text(node)
             if mark.read_text() == node:
@@ -102,7 +105,9 @@ Slower = _sleeping("Slower", 1.5)  # a command can start before the last step
 
 
 class FullDiskAtStepSix:
-    """Limit files of rank 0, its log included, to 2 KiB while the checkpoint of step 6 is written."""
+    """Limit files of rank 0, its log included, to 2 KiB while the checkpoint of step 6 is
+    written.
+    """
 
     def on_step(self, step, metrics):
         if step in (5, 8) and not (dist.is_initialized() and dist.get_rank()):

@@ -30,7 +30,8 @@ from mmray.models.two_tower import TwoTower
 from tests.made import make_set, row
 
 STEPS = 12
-TRAINS = re.compile(r"^[\d.]+ s +training$", re.M)  # in the driver's log; before, a signal ends the run at once
+# in the driver's log; before, a signal ends the run at once
+TRAINS = re.compile(r"^[\d.]+ s +training$", re.M)
 HELD_OUT = [row(number) for number in range(100, 120)]
 IMAGE = ImageTower(name="convnet", width=8, depth=2)
 TEXT = TextTower(width=16, depth=1, heads=2, dropout=0.1)
@@ -73,11 +74,15 @@ class Stopping(Silent):
 
 
 class DoubleTowers(TwoTower):
-    """The towers below without dropout as a user's model, in float64: differences are errors and not rounding."""
+    """The towers below without dropout as a user's model, in float64: differences are errors and
+    not rounding.
+    """
 
     def __init__(self, spec, vocab_size):
         text = TEXT.model_copy(update={"dropout": 0.0})
-        super().__init__(Model(inputs=spec.inputs, image=IMAGE, text=text, embed_dim=16), vocab_size)
+        super().__init__(
+            Model(inputs=spec.inputs, image=IMAGE, text=text, embed_dim=16), vocab_size
+        )
         self.double()
 
 
@@ -90,11 +95,19 @@ def make_data(folder):
 def config(data, storage, name, callbacks=(), address=None, **train_settings):
     """Two workers, two micro-batches each, 16 rows per step, with dropout."""
     return Config(
-        model=Model(inputs=Inputs(image_side=16, fit="squash", max_tokens=12), image=IMAGE, text=TEXT, embed_dim=16),
+        model=Model(
+            inputs=Inputs(image_side=16, fit="squash", max_tokens=12),
+            image=IMAGE,
+            text=TEXT,
+            embed_dim=16,
+        ),
         data=Data(train=str(data), block_mb=0.02, workers=1, max_bad_rows=2),
         batch=Batch(micro=4, global_=16),
         optimizer=Optimizer(lr=1e-3, warmup_steps=2),
-        train=Train(**{"steps": STEPS, "log_every": 1, "checkpoint_every": 3} | train_settings, callbacks=callbacks),
+        train=Train(
+            **{"steps": STEPS, "log_every": 1, "checkpoint_every": 3} | train_settings,
+            callbacks=callbacks,
+        ),
         evaluate=Evaluate(every=6),
         cluster=Cluster(workers=2, address=address),
         run=Run(name=name, storage=str(storage)),
@@ -116,7 +129,9 @@ def expected_marks(steps, rows=50, global_rows=16, names=None, **plan):
     names = names or [f"row-{number}" for number in range(rows)]
     for step in range(steps):
         positions = plan.positions(step, 0)
-        keys = [hash_key(names[number]) for number in plan.row_ids_at(positions[positions != PADDING])]
+        keys = [
+            hash_key(names[number]) for number in plan.row_ids_at(positions[positions != PADDING])
+        ]
         yield step + 1, plan.rows_start(step), rows_sha(torch.tensor(np.array(keys, np.int64)))
 
 
@@ -125,4 +140,6 @@ def weights(folder):
 
 
 def same_weights(one, other):
-    return one.keys() == other.keys() and all(bool((one[name] == other[name]).all()) for name in one)
+    return one.keys() == other.keys() and all(
+        bool((one[name] == other[name]).all()) for name in one
+    )

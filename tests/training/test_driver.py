@@ -28,24 +28,51 @@ def unkilled(local_ray, data, tmp_path_factory):
 def test_run_writes_its_files_and_metrics(unkilled):
     outcome, listener = unkilled
     result = outcome.result
-    assert (result["status"], result["steps"], result["restarts"], result["wasted_steps"]) == ("finished", STEPS, 0, 0)
+    assert (result["status"], result["steps"], result["restarts"], result["wasted_steps"]) == (
+        "finished",
+        STEPS,
+        0,
+        0,
+    )
     assert result["rows_consumed"] == 192
-    assert [mark[:2] for mark in marks(outcome.path)][:5] == [(1, 0), (2, 16), (3, 32), (4, 48), (5, 64)]  # of 50 rows
+    # of 50 rows
+    assert [mark[:2] for mark in marks(outcome.path)][:5] == [
+        (1, 0),
+        (2, 16),
+        (3, 32),
+        (4, 48),
+        (5, 64),
+    ]
     assert json.loads((outcome.path / "result.json").read_text()) == result
     assert {"recall_at_1/image_to_text", "median_rank/image_to_text"} <= result["metrics"].keys()
     assert (outcome.path / "checkpoints" / f"step-{STEPS}").is_dir()
     assert list(outcome.path.glob("events.*"))
     examples = json.loads((outcome.path / "examples.json").read_text())
     assert (examples["step"], examples["rows"]) == (STEPS, 20) and examples["images"]
-    assert ("report", str(outcome.path / "report.html")) in listener.notes and (outcome.path / "report.html").exists()
+    assert ("report", str(outcome.path / "report.html")) in listener.notes and (
+        outcome.path / "report.html"
+    ).exists()
     assert listener.steps == list(range(1, STEPS + 1))
     on_driver = ["importing", "starting Ray", "checking the data", "starting 2 workers"]
-    on_worker = ["importing the engine", "building the model", "dry run", "waiting for the first batch", "first step"]
+    on_worker = [
+        "importing the engine",
+        "building the model",
+        "dry run",
+        "waiting for the first batch",
+        "first step",
+    ]
     assert [each["stage"] for each in result["starts"][0]] == [*on_driver, *on_worker, "training"]
-    assert result["all_processes_peak_gib"] > max(line["memory/peak_gib"] for line in lines(outcome.path))
-    metrics = [json.loads(line) for line in (outcome.path / "kept.jsonl").read_text().splitlines()]  # of the tracker
-    assert [each["step"] for each in metrics if "step" in each] == listener.steps and metrics[-1] == {"finish": True}
-    assert any(label == "tracker" and "503 from https://***@" in text for label, text in listener.notes)
+    assert result["all_processes_peak_gib"] > max(
+        line["memory/peak_gib"] for line in lines(outcome.path)
+    )
+    # of the tracker
+    metrics = [json.loads(line) for line in (outcome.path / "kept.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in metrics if "step" in each] == listener.steps and metrics[
+        -1
+    ] == {"finish": True}
+    assert any(
+        label == "tracker" and "503 from https://***@" in text for label, text in listener.notes
+    )
     assert ("batch", "micro 4 x accumulation 2 x workers 2 = 16 rows per step") in listener.notes
 
 
@@ -62,7 +89,10 @@ def test_too_many_bad_rows_end_the_run_and_are_named(tmp_path, monkeypatch):
     make_set(tmp_path / "set", rows)
     with pytest.raises(DataError, match=r"[3-9] rows could not be read .*row-\d+, made:\d+"):
         train(config(tmp_path / "set", tmp_path, "bad").with_cluster(workers=1), Silent())
-    named = [json.loads(line) for line in (tmp_path / "bad" / "quarantine.jsonl").read_text().splitlines()]
+    named = [
+        json.loads(line)
+        for line in (tmp_path / "bad" / "quarantine.jsonl").read_text().splitlines()
+    ]
     assert all(entry["row"] % 4 == 0 and entry["stage"] == "train" for entry in named)
     assert all(entry["reason"] == "format" and entry["detail"] for entry in named)
 
@@ -78,7 +108,9 @@ def test_evaluate_command_gives_same_metrics_as_training(unkilled, tmp_path, cap
     monkeypatch.setattr("mmray.training.evaluate_export.needs_ray", lambda _: False)
     outcome, _ = unkilled
     make_set(tmp_path / "set", HELD_OUT)
-    run_command("evaluate", outcome.path, "--data", tmp_path / "set", "--json", tmp_path / "scores.json")
+    run_command(
+        "evaluate", outcome.path, "--data", tmp_path / "set", "--json", tmp_path / "scores.json"
+    )
     scores = json.loads((tmp_path / "scores.json").read_text())["metrics"]
     final = outcome.result["metrics"]
     assert scores == pytest.approx({name: final[name] for name in scores}, rel=1e-6)

@@ -47,44 +47,66 @@ def test_ema_weights_are_used_if_present(tmp_path: Path, ema: float) -> None:
     average.update_parameters(model)
     state = {EMA_KEY: average.state_dict()} if ema else {}
     meta = {"architecture": model.architecture()}
-    found = load_model(config, save_checkpoint(tmp_path, 3, {"model": model.state_dict()} | state, meta))
+    found = load_model(
+        config, save_checkpoint(tmp_path, 3, {"model": model.state_dict()} | state, meta)
+    )
     assert found.log_scale.item() == pytest.approx(start + (0.5 if ema else 1))
     expected = average.module if ema else model
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True)
+    )
 
 
-def test_default_set_is_what_the_run_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_set_is_what_the_run_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prepare_module, "map_tasks", run_here)
     monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: False)
     monkeypatch.chdir(tmp_path)
-    trained_on = make_set(tmp_path / "set", [row(number) for number in range(6)], [row(number) for number in (7, 8)])
+    trained_on = make_set(
+        tmp_path / "set", [row(number) for number in range(6)], [row(number) for number in (7, 8)]
+    )
     (tmp_path / "data.json").write_text(json.dumps({"train": str(tmp_path / "set")}))
     config = runs.config(tmp_path / "set", tmp_path, "one")
     config = config.replace(prepare=config.prepare.replace(holdout=0.2))  # of training sources
 
     def held_out(eval_set: str | None, data: str | None = None, split: str | None = None) -> int:
-        given = config.model_copy(update={"data": config.data.model_copy(update={"eval": eval_set})})
+        given = config.model_copy(
+            update={"data": config.data.model_copy(update={"eval": eval_set})}
+        )
         return evaluate_export._open_held_out(given, tmp_path, data, split, runs.Silent()).num_rows
 
     raw = str(make_source(tmp_path / "raw", 5))
     assert trained_on.num_rows == 8
-    assert (held_out(None), held_out(None, split="train"), held_out(str(tmp_path / "set"))) == (2, 6, 2)
+    assert (held_out(None), held_out(None, split="train"), held_out(str(tmp_path / "set"))) == (
+        2,
+        6,
+        2,
+    )
     assert held_out(raw) == 5  # a run takes a source for data.eval, so evaluation does
     assert held_out(raw, data=str(tmp_path / "set")) == 2
     assert held_out(None, data=raw) == held_out(None, data=raw, split="train") == 5
 
 
-def test_evaluation_of_branches_needs_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_of_branches_needs_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: False)
     held_out = SimpleNamespace(num_rows=1, storage=Storage(str(tmp_path)))
     monkeypatch.setattr(evaluate_export, "_open_held_out", lambda *_: held_out)
     monkeypatch.setattr(evaluate_export, "_score", lambda config, *_: config)
     monkeypatch.setattr(evaluate_export, "count_gpus", lambda: 2)
-    config = runs.config("none", tmp_path, "one", parallel="branches").with_cluster(accelerator="cpu")
+    config = runs.config("none", tmp_path, "one", parallel="branches").with_cluster(
+        accelerator="cpu"
+    )
     reporter = runs.Silent()
-    found: Any = evaluate_export._evaluate(config, tmp_path, tmp_path / "step-1", "{}", None, None, reporter)
+    found: Any = evaluate_export._evaluate(
+        config, tmp_path, tmp_path / "step-1", "{}", None, None, reporter
+    )
     assert (config.train.parallel, found.train.parallel) == ("branches", "single")
-    assert reporter.notes[1:] == [("warning", "evaluating on the CPU; --accelerator gpu uses a GPU (2 found)")]
+    assert reporter.notes[1:] == [
+        ("warning", "evaluating on the CPU; --accelerator gpu uses a GPU (2 found)")
+    ]
 
 
 def made_run(folder: AnyPath, tmp_path: Path, **recalls: float | None) -> AnyPath:
@@ -129,10 +151,16 @@ def test_export_of_best_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert torch.equal(exported("--step", "best"), saved(6))
     assert torch.equal(exported("--step", "3"), saved(3))
     (folder / "checkpoints" / "step-6" / "shard-1-of-1.safetensors").write_bytes(b"")
-    assert cli.run(["export", str(folder), str(tmp_path / "other"), "--step", "best"], Terminal()) == 2
-    assert re.search(r"no valid .* --step best; checkpoints: .*\n.*step-6 is not valid", capfd.readouterr().err)
+    assert (
+        cli.run(["export", str(folder), str(tmp_path / "other"), "--step", "best"], Terminal()) == 2
+    )
+    assert re.search(
+        r"no valid .* --step best; checkpoints: .*\n.*step-6 is not valid", capfd.readouterr().err
+    )
     never = made_run(tmp_path / "two", tmp_path, step_3=None)
-    assert cli.run(["export", str(never), str(tmp_path / "other"), "--step", "best"], Terminal()) == 2
+    assert (
+        cli.run(["export", str(never), str(tmp_path / "other"), "--step", "best"], Terminal()) == 2
+    )
     assert "none has evaluate/recall_at_1/mean: the run holds out no rows" in capfd.readouterr().err
 
 
@@ -141,9 +169,13 @@ def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path) -> None:
     held_out = make_set(tmp_path / "set", [row(number) for number in range(5)])
     config = runs.config(tmp_path / "set", tmp_path, "one")
     model = config.model.model_copy(update={"vocab_size": 60})
-    config = config.model_copy(update={"model": model, "batch": Batch(micro=4, accumulation=2, global_=16)})
+    config = config.model_copy(
+        update={"model": model, "batch": Batch(micro=4, accumulation=2, global_=16)}
+    )
     built = build(config.model, 60)
-    found = save_checkpoint(tmp_path, 3, {"model": built.state_dict()}, {"architecture": built.architecture()})
+    found = save_checkpoint(
+        tmp_path, 3, {"model": built.state_dict()}, {"architecture": built.architecture()}
+    )
     progress: list[int] = []
     scores = evaluate_export._score(
         config, held_out.tokenizer_json or "", held_out, found, progress.append, torch.device("cpu")
@@ -156,7 +188,12 @@ def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path) -> None:
     [(0, False, None, 1), (2, False, None, 2), (2, False, 3, 3), (0, True, None, 64)],
 )
 def test_evaluation_on_one_machine_has_as_many_workers_as_it_has_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, needs_ray: bool, given: int | None, workers: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpus: int,
+    needs_ray: bool,
+    given: int | None,
+    workers: int,
 ) -> None:
     """Not as many as the cluster that trained the run, unless one is connected."""
     config = runs.config("none", tmp_path, "one").with_cluster(workers=64)
@@ -164,5 +201,7 @@ def test_evaluation_on_one_machine_has_as_many_workers_as_it_has_gpus(
     monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: needs_ray)
     monkeypatch.setattr(evaluate_export, "count_gpus", lambda: num_gpus)
     monkeypatch.setattr(evaluate_export, "_evaluate", lambda config, *_: config)
-    found: Any = evaluate_export.evaluate_run(tmp_path, None, None, None, None, runs.Silent(), workers=given)
+    found: Any = evaluate_export.evaluate_run(
+        tmp_path, None, None, None, None, runs.Silent(), workers=given
+    )
     assert found.cluster.max_workers == workers

@@ -1,4 +1,6 @@
-"""A run of one worker without Ray: same rows and weights as ever, and what happens if its processes fail."""
+"""A run of one worker without Ray: same rows and weights as ever, and what happens if its processes
+fail.
+"""
 
 import multiprocessing
 import shutil
@@ -39,7 +41,9 @@ def without_ray(monkeypatch, tmp_path):
 
 
 def one_worker(data, folder, name, callbacks=(), **changes):
-    wanted = config(data, folder, name, [f"tests.train.faults:{each}" for each in callbacks], **changes)
+    wanted = config(
+        data, folder, name, [f"tests.train.faults:{each}" for each in callbacks], **changes
+    )
     return wanted.with_cluster(workers=1, cpus_per_worker=1)
 
 
@@ -49,7 +53,9 @@ def calm_run(data, tmp_path_factory):
     reporter = Silent()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "needs_ray", lambda _: False)
-        return driver.train(one_worker(data, tmp_path_factory.mktemp("runs"), "calm"), reporter), reporter
+        return driver.train(
+            one_worker(data, tmp_path_factory.mktemp("runs"), "calm"), reporter
+        ), reporter
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +72,10 @@ def test_run_takes_the_rows_of_the_order(calm):
 
 
 def test_saved_config_names_no_device_of_this_machine(calm):
-    assert from_yaml((calm.path / "config.yaml").read_text(), "config.yaml").cluster.accelerator == "auto"
+    assert (
+        from_yaml((calm.path / "config.yaml").read_text(), "config.yaml").cluster.accelerator
+        == "auto"
+    )
 
 
 FOR_WORKER = ["starting 1 worker", "importing the engine", "building the model", "dry run"]
@@ -84,18 +93,29 @@ def test_stages_of_the_start_are_in_the_result(calm):
 def test_each_evaluation_is_made_once(calm_run):
     """After steps 6 and 12; the scores of the run are those of its last step."""
     calm, reporter = calm_run
-    scores = {name: value for name, value in lines(calm.path)[-1].items() if name.startswith("evaluate/")}
+    scores = {
+        name: value for name, value in lines(calm.path)[-1].items() if name.startswith("evaluate/")
+    }
     assert {f"evaluate/{name}": value for name, value in calm.result["scores"].items()} == scores
-    assert notes(reporter, "phase") == ["evaluating", "evaluating", "saving the last checkpoint", "writing the report"]
+    assert notes(reporter, "phase") == [
+        "evaluating",
+        "evaluating",
+        "saving the last checkpoint",
+        "writing the report",
+    ]
 
 
-def test_run_whose_command_died_after_the_last_checkpoint_finishes_with_equal_result(data, tmp_path, calm):
+def test_run_whose_command_died_after_the_last_checkpoint_finishes_with_equal_result(
+    data, tmp_path, calm
+):
     shutil.copytree(calm.path, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     reporter = Silent()
     done = driver.train(one_worker(data, tmp_path, "run"), reporter)
     different = ("elapsed_s", "starts", "all_processes_peak_gib")
-    assert all(done.result[name] == value for name, value in calm.result.items() if name not in different)
+    assert all(
+        done.result[name] == value for name, value in calm.result.items() if name not in different
+    )
     assert done.result["scores"] and marks(done.path) == marks(calm.path)
     assert notes(reporter, "resume") and "starting 1 worker" not in notes(reporter, "status")
 
@@ -120,15 +140,26 @@ class KillingWorker(Silent):
 
 def test_hung_killed_and_failing_workers_are_replaced_with_equal_weights(data, tmp_path, calm):
     reporter, faults = KillingWorker(), ["HangOnce", "Slowly", "FailDeviceOnce"]
-    outcome = driver.train(one_worker(data, tmp_path, "run", faults).with_cluster(hang_timeout_s=8.0), reporter)
-    assert outcome.result["wasted_steps"] >= 2  # the first two ended after step 5 and restarted from step 3
+    outcome = driver.train(
+        one_worker(data, tmp_path, "run", faults).with_cluster(hang_timeout_s=8.0), reporter
+    )
+    # the first two ended after step 5 and restarted from step 3
+    assert outcome.result["wasted_steps"] >= 2
     assert outcome.result["restarts"] == 3 and marks(outcome.path) == marks(calm.path)
     assert same_weights(weights(outcome.path), weights(calm.path))
     (hung, killed, failed), (kept,) = notes(reporter, "failure"), notes(reporter, "device")
-    ended = "the worker process was ended by SIGKILL (the kernel sends it when the machine is out of memory)"
-    assert killed.startswith("worker lost after step ") and f": {ended}; restarting from the checkpoint" in killed
+    ended = (
+        "the worker process was ended by SIGKILL (the kernel sends it when the machine is out "
+        "of memory)"
+    )
+    assert (
+        killed.startswith("worker lost after step ")
+        and (f": {ended}; restarting from the checkpoint") in killed
+    )
     assert "faults.py" in hung
-    assert "device failed after step 7: CUDA error: uncorrectable ECC error encountered (on this" in failed
+    assert (
+        "device failed after step 7: CUDA error: uncorrectable ECC error encountered (on this"
+    ) in failed
     assert "retrying on the same" in kept
     stages = [*FOR_WORKER, "loading the checkpoint", *FOR_STEP]
     assert [each["stage"] for each in outcome.result["starts"][1]] == stages
@@ -136,7 +167,9 @@ def test_hung_killed_and_failing_workers_are_replaced_with_equal_weights(data, t
 
 def test_error_of_user_code_ends_the_run_with_its_traceback(data, tmp_path):
     with pytest.raises(TrainingError, match=r"(?s)faults\.py.*KeyError: 'label'"):
-        driver.train(one_worker(data, tmp_path, "run", ["RaiseAtStepThree"], checkpoint_every=0), Silent())
+        driver.train(
+            one_worker(data, tmp_path, "run", ["RaiseAtStepThree"], checkpoint_every=0), Silent()
+        )
 
 
 def test_worker_that_dies_before_its_attempt_is_replaced(data, tmp_path, monkeypatch):
@@ -150,10 +183,15 @@ def test_worker_that_dies_before_its_attempt_is_replaced(data, tmp_path, monkeyp
     outcome = driver.train(one_worker(data, tmp_path, "run", steps=1), reporter)
     assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 1)
     (failure,) = notes(reporter, "failure")
-    assert "the worker process was ended by SIGKILL" in failure and "restarting from step 0" in failure
+    assert (
+        "the worker process was ended by SIGKILL" in failure
+        and ("restarting from step 0") in failure
+    )
 
 
-@pytest.mark.parametrize(("code", "kind"), [(-11, "lost"), (0, "raised"), (1, "raised"), (None, "lost")])
+@pytest.mark.parametrize(
+    ("code", "kind"), [(-11, "lost"), (0, "raised"), (1, "raised"), (None, "lost")]
+)
 def test_worker_that_exits_has_a_bug_and_one_that_is_killed_is_lost(code, kind):
     workers = object.__new__(local.LocalWorkers)
     workers._result, workers._receiver = None, SimpleNamespace(is_alive=lambda: False)
@@ -165,7 +203,9 @@ def test_worker_that_exits_has_a_bug_and_one_that_is_killed_is_lost(code, kind):
 
 
 class KillingDataProcess(Stopping):
-    """Kills one of the data processes at step 1; later stops the run by SIGTERM to all, as Slurm and systemd do."""
+    """Kills one of the data processes at step 1; later stops the run by SIGTERM to all, as Slurm
+    and systemd do.
+    """
 
     def step(self, metrics, total_steps):
         if metrics["step"] == 1:
@@ -176,17 +216,21 @@ class KillingDataProcess(Stopping):
         super().step(metrics, total_steps)
 
 
-def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weights(data, tmp_path, calm):
+def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weights(
+    data, tmp_path, calm
+):
     reporter = KillingDataProcess(at=5)
     wanted = one_worker(data, tmp_path, "run", ["Slowly"])
-    data_changes = {"workers": 2, "block_mb": 0.004}  # four blocks a step: the killed process has work in each
+    # four blocks a step: the killed process has work in each
+    data_changes = {"workers": 2, "block_mb": 0.004}
     two = wanted.replace(data=wanted.data.model_copy(update=data_changes))
     stopped = driver.train(two, reporter)
     assert stopped.result["status"] == "stopped" and 5 <= stopped.result["steps"] < STEPS
     assert stopped.result["restarts"] == 0
     assert any("data process died" in text for text in notes(reporter, "data"))
     worker_peak_gib = max(line["memory/peak_gib"] for line in lines(stopped.path))
-    assert stopped.result["all_processes_peak_gib"] > worker_peak_gib  # of the driver, the worker and its data process
+    # of the driver, the worker and its data process
+    assert stopped.result["all_processes_peak_gib"] > worker_peak_gib
     reporter = Silent()
     done = driver.train(one_worker(data, tmp_path, "run"), reporter)
     assert done.result["status"] == "finished" and notes(reporter, "resume")

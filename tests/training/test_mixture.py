@@ -22,8 +22,14 @@ from tests.training.runs import (
 
 @pytest.fixture
 def sets(tmp_path):
-    """Two data sets: 30 rows, 20 of them held out, with weight 1; 8 rows with the same keys, with weight 1.5."""
-    make_set(tmp_path / "one", [row(number) for number in range(30)], [row(number) for number in range(100, 120)])
+    """Two data sets: 30 rows, 20 of them held out, with weight 1; 8 rows with the same keys, with
+    weight 1.5.
+    """
+    make_set(
+        tmp_path / "one",
+        [row(number) for number in range(30)],
+        [row(number) for number in range(100, 120)],
+    )
     make_set(tmp_path / "two", [row(number, png(150 + number)) for number in range(8)])
     return f"{tmp_path / 'one'} + 1.5 * {tmp_path / 'two'}"
 
@@ -45,16 +51,25 @@ def test_mixture_resumes_bitwise_after_stop(local_ray, sets, tmp_path):
     listener = Silent()
     calm = train(config(sets, tmp_path / "runs", "calm"), listener)
     assert ("mixture", "12 rows of two per epoch (it has 8)") in listener.notes
-    assert calm.result["status"] == "finished" and calm.result["metrics"]["recall_at_10/image_to_text"] >= 0
-    names = [f"one/row-{number}" for number in range(30)] + [f"two/row-{number}" for number in range(8)]
+    assert (
+        calm.result["status"] == "finished"
+        and calm.result["metrics"]["recall_at_10/image_to_text"] >= 0
+    )
+    names = [f"one/row-{number}" for number in range(30)] + [
+        f"two/row-{number}" for number in range(8)
+    ]
     parts = (MixtureComponent(30, 30), MixtureComponent(8, 12))
     expected = list(expected_marks(STEPS, 42, names=names, components=parts))
     assert marks(calm.path) == expected
-    first = train(config(sets, tmp_path / "runs", "stopped", ("tests.train.faults:Slowly",)), Stopping(1))
+    first = train(
+        config(sets, tmp_path / "runs", "stopped", ("tests.train.faults:Slowly",)), Stopping(1)
+    )
     assert first.result["status"] == "stopped" and 0 < first.result["steps"] < STEPS
     second = train(config(sets, tmp_path / "runs", "stopped"), Silent())
     assert marks(second.path) == expected
     assert same_weights(weights(second.path), weights(calm.path))
-    assert [line["train/loss"] for line in lines(second.path)] == [line["train/loss"] for line in lines(calm.path)]
+    assert [line["train/loss"] for line in lines(second.path)] == [
+        line["train/loss"] for line in lines(calm.path)
+    ]
     with pytest.raises(UsageError, match="has other settings"):
         train(config(sets.replace("1.5", "2"), tmp_path / "runs", "stopped"), Silent())

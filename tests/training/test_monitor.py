@@ -1,4 +1,6 @@
-"""Supervision of an attempt: hung ranks, the coordinator, deadlines, and polling while Ray Train runs."""
+"""Supervision of an attempt: hung ranks, the coordinator, deadlines, and polling while Ray Train
+runs.
+"""
 
 import os
 import re
@@ -26,7 +28,9 @@ from tests.training.runs import Silent, config
 
 def beat(rank, waits=False, age_s=0.5, step=7, progress=7):
     where = f"mine.py:{rank} in on_step"
-    return HeartbeatRecord(rank, f"node{rank}", 100 + rank, 0.0, step, progress, where, waits, age_s=age_s)
+    return HeartbeatRecord(
+        rank, f"node{rank}", 100 + rank, 0.0, step, progress, where, waits, age_s=age_s
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,8 @@ def test_stuck_rank_is_the_one_the_others_wait_for(beats, named):
 
 
 LIMITS_S = {"training": 10, "starting": 60, "compiling": 50, "saving": 30, "waiting_for_data": 1000}
-WAITS_FOR_DATA = replace(beat(0), state="waiting_for_data")  # data nodes may be preempted and restarted meanwhile
+# data nodes may be preempted and restarted meanwhile
+WAITS_FOR_DATA = replace(beat(0), state="waiting_for_data")
 
 
 def in_state(state):
@@ -53,7 +58,8 @@ def in_state(state):
 @pytest.mark.parametrize(
     ("beats", "times_s", "message"),
     [
-        ([beat(0, waits=True), beat(1)], (0, 9, 11), r"rank 1 \(process 101, node node1\) is at"),  # others wait
+        # others wait
+        ([beat(0, waits=True), beat(1)], (0, 9, 11), r"rank 1 \(process 101, node node1\) is at"),
         (in_state("waiting_for_data"), (0, 20, 990, 1001), "rank 0 .* waits for data"),
         (in_state("saving"), (0, 20, 29, 31), "rank 0 .* waits for a checkpoint to be written"),
         (in_state("compiling"), (0, 20, 49, 51), "rank 0 .* is compiling"),
@@ -79,7 +85,9 @@ def test_process_that_stopped_while_it_waited_for_data_is_detected():
 
 
 def test_long_wait_for_rows_leaves_the_next_step_its_own_limit():
-    """Neither the rank that waited nor the one that waited for it in a collective hangs when the rows arrive."""
+    """Neither the rank that waited nor the one that waited for it in a collective hangs when the
+    rows arrive.
+    """
     detector = HangDetector(LIMITS_S)
     waits = [WAITS_FOR_DATA, beat(1, waits=True)]
     assert detector.check(waits, 0.0) is None and detector.check(waits, 600.0) is None
@@ -90,7 +98,9 @@ def test_long_wait_for_rows_leaves_the_next_step_its_own_limit():
 
 @pytest.mark.parametrize("state", ["waiting_for_data", "saving", "compiling"])
 def test_rank_that_waits_for_another_on_its_gpu_does_not_hang(state):
-    """It is outside collectives, where the queue of its GPU is full; a process that stopped is detected."""
+    """It is outside collectives, where the queue of its GPU is full; a process that stopped is
+    detected.
+    """
     detector, longest_s = HangDetector(LIMITS_S), LIMITS_S[state] - 1.0
     waits = replace(beat(0), state=state)
     for second in (0.0, longest_s):
@@ -99,18 +109,24 @@ def test_rank_that_waits_for_another_on_its_gpu_does_not_hang(state):
     assert "rank 1" in detector.check([beat(0, progress=8), beat(1)], longest_s + 12)
     detector = HangDetector(LIMITS_S)
     assert detector.check([waits, beat(1)], 0.0) is None
-    assert "rank 1 (process 101, node node1) has not" in detector.check([waits, beat(1, age_s=11)], 11.0)
+    assert ("rank 1 (process 101, node node1) has not") in detector.check(
+        [waits, beat(1, age_s=11)], 11.0
+    )
 
 
 def test_worker_without_a_first_heartbeat_ends_the_run():
     """Its import of torch hangs, before its heartbeat starts."""
-    monitor = AttemptMonitor(SimpleNamespace(cluster=Cluster()), 3, None, Silent(), 12, 0, RunProgress())
+    monitor = AttemptMonitor(
+        SimpleNamespace(cluster=Cluster()), 3, None, Silent(), 12, 0, RunProgress()
+    )
     monitor._detector.check([beat(0), beat(2)], 0.0)
     late_s = monitor._start_s + 1501.0
-    monitor._check_start(late_s - 2.0)  # nodes may start for 600 s, a worker for 600 s, its group for 300 s
+    # nodes may start for 600 s, a worker for 600 s, its group for 300 s
+    monitor._check_start(late_s - 2.0)
     with pytest.raises(ResourceError, match=r"no heartbeat of rank 1 \(of 3\) within 1500 s"):
         monitor._check_start(late_s)
-    monitor._detector.check([beat(1)], 0.0)  # heartbeats of the others have not reached the driver in time
+    # heartbeats of the others have not reached the driver in time
+    monitor._detector.check([beat(1)], 0.0)
     monitor._check_start(late_s)
 
 
@@ -119,35 +135,58 @@ def test_all_ranks_may_wait_for_data():
     waits = [WAITS_FOR_DATA, replace(WAITS_FOR_DATA, rank=1)]
     assert [detector.check(waits, second) for second in (0.0, 300.0, 999.0)] == [None] * 3
     assert detector.waits_for_data() == ([0, 1], 999.0)
-    assert detector.check([beat(0), beat(1)], 999.5) is None and detector.waits_for_data() == ([], 0.0)
+    assert detector.check([beat(0), beat(1)], 999.5) is None and detector.waits_for_data() == (
+        [],
+        0.0,
+    )
 
 
 def test_collectives_outlast_the_longest_state():
-    for cluster in (Cluster(), Cluster(hang_timeout_s=1e4), Cluster(start_timeout_s=1e5), Cluster(hang_timeout_s=1)):
-        assert cluster.collective_timeout_s > max(cluster.state_limits_s.values()) + cluster.hang_timeout_s
+    for cluster in (
+        Cluster(),
+        Cluster(hang_timeout_s=1e4),
+        Cluster(start_timeout_s=1e5),
+        Cluster(hang_timeout_s=1),
+    ):
+        assert (
+            cluster.collective_timeout_s
+            > max(cluster.state_limits_s.values()) + cluster.hang_timeout_s
+        )
     assert Cluster().state_limits_s["waiting_for_data"] >= 3600
 
 
 def test_wait_for_data_is_logged_at_growing_intervals(tmp_path):
-    """The line names the ranks and the state of the data processes; another one follows when rows arrive."""
+    """The line names the ranks and the state of the data processes; another one follows when rows
+    arrive.
+    """
     reporter, workers = Silent(), SimpleNamespace(describe_data=lambda: "decode actors: 2 stopped")
     config = SimpleNamespace(cluster=Cluster())
     monitor = AttemptMonitor(config, 2, workers, reporter, 12, 0, RunProgress())
     for second in range(1000):
-        beats = [beat(0, progress=8), beat(1)] if second == 600 else [WAITS_FOR_DATA, beat(1, waits=True)]
+        beats = (
+            [beat(0, progress=8), beat(1)]
+            if second == 600
+            else [WAITS_FOR_DATA, beat(1, waits=True)]
+        )
         monitor.heartbeats = beats
         monitor._detector.check(beats, float(second))
         monitor._log_data_wait()
     texts = [text for label, text in reporter.notes if label == "data"]
     line = "rank 0 waited {} s for rows, a failure after 3600 s; decode actors: 2 stopped"
-    waits = [*map(line.format, (60, 120, 240, 480)), "rows arrive again", *map(line.format, (60, 120, 240))]
+    waits = [
+        *map(line.format, (60, 120, 240, 480)),
+        "rows arrive again",
+        *map(line.format, (60, 120, 240)),
+    ]
     assert texts == waits
 
 
 def test_waiting_for_a_rank_that_evaluates_is_no_hang():
     detector = HangDetector(LIMITS_S)
     for second in range(60):
-        assert detector.check([beat(0, progress=second), beat(1, waits=True)], float(second)) is None
+        assert (
+            detector.check([beat(0, progress=second), beat(1, waits=True)], float(second)) is None
+        )
     idle = [beat(0, progress=59), beat(1, waits=True)]
     assert detector.check(idle, 65.0) is None
     assert "rank 0" in detector.check(idle, 71.0)
@@ -155,12 +194,17 @@ def test_waiting_for_a_rank_that_evaluates_is_no_hang():
 
 def test_stuck_rank_is_named_while_others_progress():
     detector = HangDetector(LIMITS_S)
-    hangs = [detector.check([beat(0), beat(1, progress=second)], float(second)) for second in range(12)]
+    hangs = [
+        detector.check([beat(0), beat(1, progress=second)], float(second)) for second in range(12)
+    ]
     assert hangs[10] is None and "rank 0" in hangs[11]
 
 
 def test_checkpoint_deadline_allows_twice_its_time():
-    assert checkpoint_request_time_s(1000.0, checkpoint_duration_s=10.0, step_duration_s=1.0) == 1000 - 20 - 2 - 3
+    assert (
+        checkpoint_request_time_s(1000.0, checkpoint_duration_s=10.0, step_duration_s=1.0)
+        == 1000 - 20 - 2 - 3
+    )
     assert checkpoint_request_time_s(1000.0, checkpoint_duration_s=0.0, step_duration_s=1.0) == 0
     assert checkpoint_request_time_s(0.0, checkpoint_duration_s=10.0, step_duration_s=1.0) == 0
 
@@ -174,7 +218,8 @@ def test_message_is_kept_until_it_is_received():
     actor = Coordinator(set())
     for step in (1, 2):
         actor.push({"step": step})
-    assert [actor.drain(0)[0] for _ in range(2)] == [[{"step": 1}, {"step": 2}]] * 2  # the first reply was lost
+    # the first reply was lost
+    assert [actor.drain(0)[0] for _ in range(2)] == [[{"step": 1}, {"step": 2}]] * 2
     actor.push({"step": 3})
     assert actor.drain(2)[0] == [{"step": 3}] and actor.drain(3)[0] == []
 
@@ -209,7 +254,9 @@ class FakeWorkers:
 
 def monitored(workers, reporter):
     settings = config("none", "none", "run")
-    return AttemptMonitor(settings, 2, workers, reporter, total_steps=3, start_step=0, progress=RunProgress())
+    return AttemptMonitor(
+        settings, 2, workers, reporter, total_steps=3, start_step=0, progress=RunProgress()
+    )
 
 
 def test_ctrl_c_exits_at_once_before_the_first_step_and_at_the_second():
@@ -240,7 +287,9 @@ def test_caller_stops_the_attempt_as_ctrl_c_does():
 
 @pytest.mark.parametrize("is_child", [True, False])
 def test_memory_of_all_processes_is_measured_if_the_driver_started_them(monkeypatch, is_child):
-    monkeypatch.setattr("mmray.training.monitor.process_memory", lambda: {os.getpid(): 2**30, 4711: 2**29})
+    monkeypatch.setattr(
+        "mmray.training.monitor.process_memory", lambda: {os.getpid(): 2**30, 4711: 2**29}
+    )
     seen = []
     reporter = Silent()
     reporter.step = lambda metrics, total: seen.append(metrics)

@@ -35,7 +35,13 @@ def test_out_of_memory_errors_are_recognized(error):
 
 
 @pytest.mark.parametrize(
-    "message", ["shapes do not match", "", "CUDA error: an illegal memory access", "CUBLAS_STATUS_EXECUTION_FAILED"]
+    "message",
+    [
+        "shapes do not match",
+        "",
+        "CUDA error: an illegal memory access",
+        "CUBLAS_STATUS_EXECUTION_FAILED",
+    ],
 )
 def test_other_errors_are_not_out_of_memory(message):
     assert not is_out_of_memory(RuntimeError(message))

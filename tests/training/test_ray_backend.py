@@ -1,4 +1,6 @@
-"""Resources that a run requests from Ray: devices, decode actors, and the process group of the workers."""
+"""Resources that a run requests from Ray: devices, decode actors, and the process group of the
+workers.
+"""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -35,7 +37,9 @@ POOLS = [Pool("cpu", {"CPU": 16.0}, 8), Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 4)
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """cluster(nodes, pools): a cluster of these nodes; the driver's machine has 8 cores and 20 GiB free."""
+    """cluster(nodes, pools): a cluster of these nodes; the driver's machine has 8 cores and 20 GiB
+    free.
+    """
 
     def of(nodes, pools=()):
         monkeypatch.setattr(ray_backend.placement, "alive_nodes", lambda: nodes)
@@ -51,15 +55,21 @@ def cluster(monkeypatch):
     ("nodes", "pools", "section", "data", "actors"),
     [  # one node: real cores and free memory; several: the CPUs of data nodes
         ([LAPTOP], [], Cluster(workers=2), Data(), 6),  # limited by real cores, not by Ray's CPUs
-        ([LAPTOP], [], Cluster(workers=2), Data(block_mb=512), 4),  # 2.5 GiB each, within half of the memory
+        # 2.5 GiB each, within half of the memory
+        ([LAPTOP], [], Cluster(workers=2), Data(block_mb=512), 4),
         ([LAPTOP], [], Cluster(workers="2-8"), Data(), 1),
         ([LAPTOP], [], Cluster(workers=2), Data(workers=11), 11),  # an explicit number is kept
-        ([HEAD, GPU_NODE, CPU_NODE], [], Cluster(workers=4), Data(), 19),  # 16, the head's 4, and one for the feed
-        ([HEAD, CPU_NODE], [], Cluster(workers=4, cpus_per_worker=2.0), Data(), 11),  # workers take 8 of 20
-        ([Node({"CPU": 0.0}, {ROLE_LABEL: "head"})], POOLS, Cluster(workers=4), Data(), 15),  # one node of the CPU pool
+        # 16, the head's 4, and one for the feed
+        ([HEAD, GPU_NODE, CPU_NODE], [], Cluster(workers=4), Data(), 19),
+        # workers take 8 of 20
+        ([HEAD, CPU_NODE], [], Cluster(workers=4, cpus_per_worker=2.0), Data(), 11),
+        # one node of the CPU pool
+        ([Node({"CPU": 0.0}, {ROLE_LABEL: "head"})], POOLS, Cluster(workers=4), Data(), 15),
     ],
 )
-def test_decode_actors_use_cores_and_memory_of_data_nodes(cluster, nodes, pools, section, data, actors):
+def test_decode_actors_use_cores_and_memory_of_data_nodes(
+    cluster, nodes, pools, section, data, actors
+):
     cluster(nodes, pools)
     assert num_decode_actors(Config(cluster=section, data=data)) == actors
 
@@ -81,8 +91,18 @@ def test_workers_have_gpus_if_the_cluster_has_any(cluster, nodes, settings, gpus
 @pytest.mark.parametrize(
     ("nodes", "workers", "parallel", "message"),
     [
-        ([HEAD, GPU_NODE], 8, "ddp", r"8 training workers of 1 CPU and 1 GPU.*--cluster\.workers 4 would fit.*cpu"),
-        ([HEAD, GPU_NODE], "3-4", "branches", r"3 training workers of 1 CPU and 2 GPU.*--cluster\.workers 2 would"),
+        (
+            [HEAD, GPU_NODE],
+            8,
+            "ddp",
+            r"8 training workers of 1 CPU and 1 GPU.*--cluster\.workers 4 would fit.*cpu",
+        ),
+        (
+            [HEAD, GPU_NODE],
+            "3-4",
+            "branches",
+            r"3 training workers of 1 CPU and 2 GPU.*--cluster\.workers 2 would",
+        ),
     ],
 )
 def test_too_few_gpus_are_an_error(cluster, nodes, workers, parallel, message):
@@ -90,7 +110,9 @@ def test_too_few_gpus_are_an_error(cluster, nodes, workers, parallel, message):
     cluster(nodes)
 
     def check(**settings):
-        check_capacity(Config(cluster=Cluster(workers=workers, **settings), train=Train(parallel=parallel)))
+        check_capacity(
+            Config(cluster=Cluster(workers=workers, **settings), train=Train(parallel=parallel))
+        )
 
     with pytest.raises(ResourceError, match=message):
         check()
@@ -117,7 +139,10 @@ def test_node_is_excluded_if_the_run_fits_on_others(cluster):
 
 
 def test_run_of_fixed_size_waits_for_nodes_that_do_not_answer(cluster, monkeypatch):
-    """Otherwise one failure of the network excludes them for the whole attempt. Draining nodes do not come back."""
+    """Otherwise one failure of the network excludes them for the whole attempt.
+
+    Draining nodes do not come back.
+    """
     monkeypatch.setattr(ray_backend, "POLL_INTERVAL_S", 0.0)
     cluster([HEAD, CPU_NODE, GPU_NODE, OTHER_GPU_NODE])
     answers = []
@@ -125,8 +150,12 @@ def test_run_of_fixed_size_waits_for_nodes_that_do_not_answer(cluster, monkeypat
     def world_size(workers, *unavailable, draining=()):
         answers[:] = [SchedulableNodes([], names) for names in unavailable]
         monkeypatch.setattr(ray_backend.placement, "schedulable_nodes", lambda: answers.pop(0))
-        monkeypatch.setattr(ray_backend.placement, "draining_nodes", lambda: dict.fromkeys(draining, 0.0))
-        return RayBackend().choose_world_size(Config(cluster=Cluster(workers=workers, accelerator="gpu")))
+        monkeypatch.setattr(
+            ray_backend.placement, "draining_nodes", lambda: dict.fromkeys(draining, 0.0)
+        )
+        return RayBackend().choose_world_size(
+            Config(cluster=Cluster(workers=workers, accelerator="gpu"))
+        )
 
     assert world_size(8, ("g", "o"), ("o",), ()) == 8 and answers == []
     assert world_size(8, ("g",), draining=("g",)) == 8
@@ -139,12 +168,21 @@ def test_run_of_fixed_size_waits_for_nodes_that_do_not_answer(cluster, monkeypat
 def test_elastic_run_requests_only_the_workers_that_it_lacks(cluster, monkeypatch):
     requests = []
     monkeypatch.setattr(ray_backend, "POLL_INTERVAL_S", 0.0)
-    monkeypatch.setattr(AutoscalerRequest, "request", lambda self, _, __, count: requests.append(count))
+    monkeypatch.setattr(
+        AutoscalerRequest, "request", lambda self, _, __, count: requests.append(count)
+    )
     nodes = [HEAD, CPU_NODE, GPU_NODE]
     cluster(nodes, [Pool("gpu", {"CPU": 8.0, "GPU": 4.0}, 2)])
-    monkeypatch.setattr(ray_backend.placement, "schedulable_nodes", lambda: SchedulableNodes(nodes, ()))
+    monkeypatch.setattr(
+        ray_backend.placement, "schedulable_nodes", lambda: SchedulableNodes(nodes, ())
+    )
     for most, missing in ((4, 0), (8, 4)):
-        assert RayBackend().choose_world_size(Config(cluster=Cluster(workers=f"1-{most}", accelerator="gpu"))) == 4
+        assert (
+            RayBackend().choose_world_size(
+                Config(cluster=Cluster(workers=f"1-{most}", accelerator="gpu"))
+            )
+            == 4
+        )
         assert requests == [most, missing]
         requests.clear()
 
@@ -155,7 +193,9 @@ def test_evaluation_takes_free_workers(cluster, monkeypatch):
     monkeypatch.setattr(ray_backend, "FREE_WAIT_S", 0.0)
     assert num_free_workers(config) == 3
     free[:] = [Node({"CPU": 1.0})]
-    with pytest.raises(ResourceError, match=r"resources that are free now, 2 training workers.*wait until"):
+    with pytest.raises(
+        ResourceError, match=r"resources that are free now, 2 training workers.*wait until"
+    ):
         num_free_workers(config)
     cluster([LAPTOP], POOLS)
     assert num_free_workers(config) == 2  # the cluster grows
@@ -169,13 +209,17 @@ class TwoWorkers(SimpleNamespace):
         return 2
 
 
-@pytest.mark.parametrize(("accelerator", "backend"), [("gpu", BOTH), ("auto", BOTH), ("cpu", "gloo")])
+@pytest.mark.parametrize(
+    ("accelerator", "backend"), [("gpu", BOTH), ("auto", BOTH), ("cpu", "gloo")]
+)
 @pytest.mark.parametrize(("settings", "seconds"), [({}, 300), ({"hang_timeout_s": 400.3}, 601)])
 @pytest.mark.parametrize("ips", [("10.0.0.1", "10.0.0.1"), ("10.0.0.1", "10.0.0.2")])
 def test_process_group_has_backend_timeout_and_interface(
     cluster, tmp_path, monkeypatch, accelerator, backend, settings, seconds, ips
 ):
-    """Arguments that reach init_process_group from our TorchConfig through Ray; the loopback if there is one node."""
+    """Arguments that reach init_process_group from our TorchConfig through Ray; the loopback if
+    there is one node.
+    """
     config = Config(cluster=Cluster(workers=2, accelerator=accelerator, **settings))
     monkeypatch.setenv(ray_internals.START_TIMEOUT_VARIABLE, "")  # restored after the test
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # otherwise Ray sets it permanently
@@ -197,21 +241,33 @@ def test_process_group_has_backend_timeout_and_interface(
         execute_single_async=lambda _, call, **arguments: calls.append((call, arguments)),
     )
     monkeypatch.setattr(ray_torch.ray, "get", lambda _: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda **arguments: groups.append(arguments | {"on": selected[0]}))
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda **arguments: groups.append(arguments | {"on": selected[0]}),
+    )
     trainer.backend_config.backend_cls().on_start(workers, trainer.backend_config)
     for call, arguments in calls:
         call(**arguments)
     assert [each["rank"] for each in groups] == [0, 1]
-    assert all(each["backend"] == backend and each["timeout"] == timedelta(seconds=seconds) for each in groups)
+    assert all(
+        each["backend"] == backend and each["timeout"] == timedelta(seconds=seconds)
+        for each in groups
+    )
     assert all(each["on"] == ("127.0.0.1" if len(set(ips)) == 1 else ips[1]) for each in groups)
 
 
 @pytest.mark.parametrize(
     ("settings", "num_local", "said"),
     [
-        ({"accelerator": "cpu", "cpus_per_worker": 1.0}, 2, "1 of 2 cores; --cluster.cpus-per-worker auto uses them"),
+        (
+            {"accelerator": "cpu", "cpus_per_worker": 1.0},
+            2,
+            "1 of 2 cores; --cluster.cpus-per-worker auto uses them",
+        ),
         ({"accelerator": "cpu", "cpus_per_worker": 2.0}, 2, None),
-        ({"accelerator": "cpu", "workers": 3, "cpus_per_worker": 2.0}, 8, None),  # 9 threads do not fit
+        # 9 threads do not fit
+        ({"accelerator": "cpu", "workers": 3, "cpus_per_worker": 2.0}, 8, None),
         ({"accelerator": "gpu", "workers": 2}, 8, "6 of 8 GPUs; --cluster.workers 8 uses them"),
         ({"accelerator": "gpu", "workers": 8}, 8, None),
         ({"accelerator": "cpu", "cpus_per_worker": 1.0}, None, None),

@@ -83,13 +83,23 @@ def test_mmray_errors_are_final(error):
     assert decide_recovery(raised(error), None, 1, 3) is error
 
 
-@pytest.mark.parametrize(("trained", "stop_reason"), [(False, None), (True, "resize"), (True, "preempted")])
+@pytest.mark.parametrize(
+    ("trained", "stop_reason"), [(False, None), (True, "resize"), (True, "preempted")]
+)
 def test_storage_errors_are_retried_up_to_max_failures(trained, stop_reason):
     error = pickle.loads(pickle.dumps(StorageError("cannot read step-6: Input/output error")))
-    errors, state = (error, RuntimeError("Connection closed by peer")), {"trained": trained, "stop_reason": stop_reason}
-    for failure in (failure_from(error, **state), failure_of(*errors, **state)):  # raised without Ray, and with it
-        assert decide_recovery(failure, None, 1, 3) == Restart(f"storage failed after step 0: {error}")
-        assert decide_recovery(failure, failure, 3, 3) == Restart(f"storage failed after step 0: {error}")
+    errors, state = (
+        (error, RuntimeError("Connection closed by peer")),
+        {"trained": trained, "stop_reason": stop_reason},
+    )
+    # raised without Ray, and with it
+    for failure in (failure_from(error, **state), failure_of(*errors, **state)):
+        assert decide_recovery(failure, None, 1, 3) == Restart(
+            f"storage failed after step 0: {error}"
+        )
+        assert decide_recovery(failure, failure, 3, 3) == Restart(
+            f"storage failed after step 0: {error}"
+        )
         assert decide_recovery(failure, failure, 4, 3) is error and error.exit_code == 3
 
 
@@ -97,13 +107,19 @@ def test_storage_errors_are_retried_up_to_max_failures(trained, stop_reason):
 def test_failed_last_save_is_final(stop_reason):
     """A restart would repeat the steps that no checkpoint has, on the same storage."""
     error = StorageError("cannot write step-12: No space left on device")
-    assert decide_recovery(failure_of(error, trained=True, stop_reason=stop_reason), None, 1, 3) is error
+    assert (
+        decide_recovery(failure_of(error, trained=True, stop_reason=stop_reason), None, 1, 3)
+        is error
+    )
 
 
 def test_oom_restarts_with_smaller_micro_batches():
     error = OutOfMemoryError("out of memory", 8)
     assert decide_recovery(raised(error, step=0), None, 9, 0) == Restart("out of memory", 8)
-    assert decide_recovery(raised(OutOfMemoryError("a single row is too many")), None, 1, 3).exit_code == 3
+    assert (
+        decide_recovery(raised(OutOfMemoryError("a single row is too many")), None, 1, 3).exit_code
+        == 3
+    )
     again = pickle.loads(pickle.dumps(error))  # as it comes from a worker
     assert (str(again), again.retry_micro) == ("out of memory", 8)
 
@@ -117,33 +133,52 @@ def test_failures_are_counted_since_last_checkpoint():
     assert count_failures(3, replace(LOST, kind="hung"), progressed=False) == 4
 
 
-@pytest.mark.parametrize("free", [replace(LOST, kind="preempted"), raised(OutOfMemoryError("out of memory", 8))])
+@pytest.mark.parametrize(
+    "free", [replace(LOST, kind="preempted"), raised(OutOfMemoryError("out of memory", 8))]
+)
 def test_preemptions_and_smaller_micro_batches_are_no_failures(free):
     assert count_failures(2, free, progressed=False) == 2
-    assert count_failures(2, raised(OutOfMemoryError("a single row is too many")), progressed=False) == 3
+    assert (
+        count_failures(2, raised(OutOfMemoryError("a single row is too many")), progressed=False)
+        == 3
+    )
 
 
 @pytest.mark.parametrize(
     ("is_device", "message"),
     [
         (True, ECC_ERROR),
-        (True, f"one synthetic micro-batch did not pass the model: {ECC_ERROR}"),  # quoted by an error of mmray
+        # quoted by an error of mmray
+        (True, f"one synthetic micro-batch did not pass the model: {ECC_ERROR}"),
         (True, "CUDA error: unspecified launch failure"),
         (True, "CUDA error: all CUDA-capable devices are busy or unavailable"),
         (True, "CUDA driver error: hardware stack error"),
         (True, "CUDA error: uncorrectable NVLink error detected during the execution"),
         (True, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."),
-        (True, "NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
-        (True, "ncclUnhandledCudaError: Call to CUDA failed.\nLast error:\nCuda failure 214 'uncorrectable ECC error'"),
+        (
+            True,
+            "NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled cuda error (run with "
+            "NCCL_DEBUG=INFO for details)",
+        ),
+        (
+            True,
+            "ncclUnhandledCudaError: Call to CUDA failed.\nLast error:\nCuda failure 214 "
+            "'uncorrectable ECC error'",
+        ),
         (True, "No CUDA GPUs are available"),
         (False, "CUDA out of memory. Tried to allocate 2.00 GiB"),
         (False, "CUDA error: out of memory"),
-        (False, "ncclUnhandledCudaError: Call to CUDA failed.\nLast error:\nCuda failure 2 'out of memory'"),
+        (
+            False,
+            "ncclUnhandledCudaError: Call to CUDA failed.\nLast error:\nCuda failure 2 'out of "
+            "memory'",
+        ),
         (False, "CUDA error: device-side assert triggered"),
         (False, "CUDA error: an illegal memory access was encountered"),
         (
             False,
-            "NCCL error: unhandled cuda error\nLast error:\nCuda failure 'an illegal memory access was encountered'",
+            "NCCL error: unhandled cuda error\nLast error:\nCuda failure 'an illegal memory access "
+            "was encountered'",
         ),
         (False, "CUDA error: invalid device ordinal"),
         (False, "CUDA error: no kernel image is available for execution on the device"),
@@ -157,18 +192,31 @@ def test_device_errors_differ_from_bugs_and_lack_of_memory(is_device, message):
 
 def test_failed_device_restarts_even_before_first_step_and_twice():
     """The error of the bad device outweighs those of other ranks, which lost their peer."""
-    bad = pickle.loads(pickle.dumps(DeviceError("CUDA error: uncorrectable ECC error (rank 1, GPU 3)", "0123456789")))
-    assert (bad.node, str(bad)) == ("0123456789", "CUDA error: uncorrectable ECC error (rank 1, GPU 3)")
-    failure = failure_of(RuntimeError("Connection closed by peer"), TrainingError("a collective failed"), bad)
+    bad = pickle.loads(
+        pickle.dumps(
+            DeviceError("CUDA error: uncorrectable ECC error (rank 1, GPU 3)", "0123456789")
+        )
+    )
+    assert (bad.node, str(bad)) == (
+        "0123456789",
+        "CUDA error: uncorrectable ECC error (rank 1, GPU 3)",
+    )
+    failure = failure_of(
+        RuntimeError("Connection closed by peer"), TrainingError("a collective failed"), bad
+    )
     assert (failure.kind, failure.error) == ("device", bad)
     decision = decide_recovery(failure, failure, 1, 3)
-    assert isinstance(decision, Restart) and decision.reason.startswith("device failed after step 0: CUDA")
+    assert isinstance(decision, Restart) and decision.reason.startswith(
+        "device failed after step 0: CUDA"
+    )
     assert count_failures(1, failure, progressed=False) == 2
     assert isinstance(decide_recovery(failure, failure, 4, 3), TrainingError)
 
 
 def failure_from(error, micro=0, logged=0, least=2, trained=False, stop_reason=None):
-    """Classify an error of Ray Train in a run of 16 rows per step, micro-batches of 4, two workers."""
+    """Classify an error of Ray Train in a run of 16 rows per step, micro-batches of 4, two
+    workers.
+    """
     monitor = SimpleNamespace(
         hang=None,
         preempted=False,
@@ -197,12 +245,17 @@ def test_start_timeout_of_elastic_group_restarts_with_fewer_workers(monkeypatch)
 
 def test_failed_start_of_the_group_names_its_cause():
     """Only the first line of an error is logged, and that of Ray Train's names none."""
-    failure = failure_from(ray.train.ControllerError(RuntimeError("the store of the group does not answer")))
+    failure = failure_from(
+        ray.train.ControllerError(RuntimeError("the store of the group does not answer"))
+    )
     cause = "Ray Train failed: the store of the group does not answer"
     assert decide_recovery(failure, None, 1, 3) == Restart(f"worker lost after step 0: {cause}")
 
 
-GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for"
+GLOO = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting "
+    "1000ms for"
+)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +264,13 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Time
         RuntimeError(f"{GLOO} recv operation to complete"),
         RuntimeError(f"{GLOO} send operation to complete"),
         RuntimeError("wait timeout after 1000ms, keys: /0//1//cpu//0/1"),
-        RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"),
-        WorkerHealthCheckFailedError("A worker health check failed.", ray.exceptions.ActorDiedError()),
+        RuntimeError(
+            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, "
+            "OpType=ALLREDUCE)"
+        ),
+        WorkerHealthCheckFailedError(
+            "A worker health check failed.", ray.exceptions.ActorDiedError()
+        ),
         WorkerHealthCheckTimeoutError("A worker health check timed out."),
     ],
 )
@@ -243,7 +301,10 @@ def task_error(cause, traceback="ray::MapWorker()"):
 )
 def test_error_of_a_task_is_classified_by_its_cause(cause, kind):
     """RayTaskError is a RayError, whatever the task raised; a task may wait for another."""
-    for error in (task_error(cause), task_error(task_error(cause), "ray::Coordinator()\nray::MapWorker()")):
+    for error in (
+        task_error(cause),
+        task_error(task_error(cause), "ray::Coordinator()\nray::MapWorker()"),
+    ):
         failure = failure_of(error)
         assert failure.kind == kind and not isinstance(failure.error, ray.exceptions.RayTaskError)
         assert failure.error.__notes__[-1].endswith("ray::MapWorker()")
@@ -254,11 +315,15 @@ def test_error_of_a_task_is_classified_by_its_cause(cause, kind):
 
 
 def test_host_oom_restarts_with_smaller_micro_batches():
-    killed = WorkerHealthCheckFailedError("A check failed.", ray.exceptions.OutOfMemoryError("1 worker(s) killed\n..."))
+    killed = WorkerHealthCheckFailedError(
+        "A check failed.", ray.exceptions.OutOfMemoryError("1 worker(s) killed\n...")
+    )
     peer = RuntimeError("Connection closed by peer")
     decision = decide_recovery(failure_of(killed, peer), None, 1, 3)
     assert decision.micro == 2
-    assert "a node ran out of memory with micro-batches of 4 rows (1 worker(s) killed)" in decision.reason
+    assert (
+        "a node ran out of memory with micro-batches of 4 rows (1 worker(s) killed)"
+    ) in decision.reason
     assert decide_recovery(failure_of(killed, peer, logged=2), None, 1, 3).micro == 1
     alone = failure_of(killed, peer, micro=1)
     assert isinstance(alone.error, OutOfMemoryError)
@@ -269,7 +334,8 @@ def test_host_oom_restarts_with_smaller_micro_batches():
     "other",
     [
         RuntimeError("NCCL communicator was aborted"),
-        TrainingError("one synthetic micro-batch did not pass the model: what?"),  # in a memory probe with `fsdp`
+        # in a memory probe with `fsdp`
+        TrainingError("one synthetic micro-batch did not pass the model: what?"),
     ],
 )
 def test_oom_of_one_rank_outweighs_errors_of_others(other):

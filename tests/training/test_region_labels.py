@@ -30,7 +30,10 @@ def named(folder: Path, names: dict[str, str], boxed: bool = True) -> PreparedSe
 
 
 def test_region_labels_default_to_names_of_the_sets(tmp_path: Path) -> None:
-    one, two = named(tmp_path / "one", {"1": "cat"}), named(tmp_path / "two", {"1": "cat", "4": "dog"}, boxed=False)
+    one, two = (
+        named(tmp_path / "one", {"1": "cat"}),
+        named(tmp_path / "two", {"1": "cat", "4": "dog"}, boxed=False),
+    )
     assert with_region_labels(MODEL, [one, two], None).region_labels == ("", "cat", "", "", "dog")
     given = MODEL.model_copy(update={"region_labels": ("sky", "sea")})
     assert with_region_labels(given, [one], two).region_labels == ("sky", "sea")
@@ -48,14 +51,28 @@ def test_missing_or_contradicting_labels_are_errors(tmp_path: Path) -> None:
         with_region_labels(MODEL, [named(tmp_path / "far", {"90000": "far"})], None)
 
 
-@pytest.mark.parametrize(("labels", "bad"), [([0, -1], 0), ([1, 3], 3), ([-2], -2), ([1, -1], None)])
-def test_box_label_without_name_ends_the_run(labels: list[int], bad: int | None, tmp_path: Path) -> None:
-    block = {"label": np.array([-1]), "box_labels": np.array([labels]), "valid": np.array([True]), "pos": np.array([0])}
-    config = SimpleNamespace(model=SimpleNamespace(region_labels=("", "cat")), data=SimpleNamespace(train="made"))
+@pytest.mark.parametrize(
+    ("labels", "bad"), [([0, -1], 0), ([1, 3], 3), ([-2], -2), ([1, -1], None)]
+)
+def test_box_label_without_name_ends_the_run(
+    labels: list[int], bad: int | None, tmp_path: Path
+) -> None:
+    block = {
+        "label": np.array([-1]),
+        "box_labels": np.array([labels]),
+        "valid": np.array([True]),
+        "pos": np.array([0]),
+    }
+    config = SimpleNamespace(
+        model=SimpleNamespace(region_labels=("", "cat")), data=SimpleNamespace(train="made")
+    )
     plan = SimpleNamespace(row_ids_at=lambda positions: positions)
     passing = quarantine_bad_rows([block], config, tmp_path, None, plan, lambda _: 0)  # type: ignore[arg-type]
     if bad is None:
         assert list(passing) == [block]
     else:
-        with pytest.raises(DataError, match=f"a box of made has label {bad}, which has no name in model.region_labels"):
+        with pytest.raises(
+            DataError,
+            match=f"a box of made has label {bad}, which has no name in model.region_labels",
+        ):
             list(passing)

@@ -37,7 +37,9 @@ def test_evaluation_source_is_held_out_as_a_whole(tmp_path, monkeypatch):
     splitting = splitting.replace(prepare=Prepare(holdout=0.25))
 
     def num_rows(eval_source):
-        resolved = resolve_run(splitting.replace(data=splitting.data.replace(eval=eval_source)), Silent())
+        resolved = resolve_run(
+            splitting.replace(data=splitting.data.replace(eval=eval_source)), Silent()
+        )
         assert resolved.train_set.num_rows + held_out == 40
         return resolved.eval_set.num_rows
 
@@ -48,7 +50,9 @@ def test_evaluation_source_is_held_out_as_a_whole(tmp_path, monkeypatch):
 
 
 def test_images_that_prepare_accepted_are_valid_in_training_and_evaluation(tmp_path):
-    """The images of the second set and of the evaluation set have 256 pixels, above the run's limit."""
+    """The images of the second set and of the evaluation set have 256 pixels, above the run's
+    limit.
+    """
     for name, side, max_pixels in (("a", 8, 100), ("b", 16, 300), ("held-out", 16, 400)):
         make_set(tmp_path / name, [row(number, png(number, side)) for number in range(8)])
         manifest = tmp_path / name / "manifest.json"
@@ -60,22 +64,33 @@ def test_images_that_prepare_accepted_are_valid_in_training_and_evaluation(tmp_p
     reader = Attempt(resolved, tmp_path, 0, resolved.config, None, set()).worker_context(1).reader
     assert reader.read_block(resume_point(resolved, None, 1).plan, np.arange(16))["valid"].all()
     assert reader.max_pixels == 300
-    assert build_evaluator(resolved.config, resolved.eval_set, resolved.tokenizer_json).max_pixels == 400
+    assert (
+        build_evaluator(resolved.config, resolved.eval_set, resolved.tokenizer_json).max_pixels
+        == 400
+    )
 
 
 def test_global_batch_above_the_rows_of_an_epoch_is_refused(tmp_path):
     make_set(tmp_path / "set", [row(number) for number in range(15)])
     small = config(tmp_path / "set", tmp_path, "small")
     with pytest.raises(
-        UsageError, match=r"16 rows per step are more than the 15 rows .* --batch.global to at most 15$"
+        UsageError,
+        match=r"16 rows per step are more than the 15 rows .* --batch.global to at most 15$",
     ):
         resolve_run(small, Silent())
-    assert resolve_run(small.replace(batch=small.batch.replace(global_=15)), Silent()).shape.global_rows == 15
+    assert (
+        resolve_run(
+            small.replace(batch=small.batch.replace(global_=15)), Silent()
+        ).shape.global_rows
+        == 15
+    )
 
 
 def test_language_tokens_are_those_of_the_sets(tmp_path):
     make_set(tmp_path / "a", [row(number, language="de") for number in range(8)])
-    make_set(tmp_path / "b", [row(number, language=["fr", None][number % 2]) for number in range(8)])
+    make_set(
+        tmp_path / "b", [row(number, language=["fr", None][number % 2]) for number in range(8)]
+    )
     wanted = config(f"{tmp_path}/a + {tmp_path}/b", tmp_path, "mixed")
     inputs = wanted.model.inputs.replace(language_token="[{}]")
     speaking = wanted.replace(model=wanted.model.replace(inputs=inputs))
@@ -84,5 +99,7 @@ def test_language_tokens_are_those_of_the_sets(tmp_path):
     assert resolved.config.model.vocab_size == plain.config.model.vocab_size + 2
     assert resolved.data_identity["tokenizer"] != plain.data_identity["tokenizer"]
     asked = speaking.model_copy(update={"evaluate": Evaluate(classes=("a", "b"), language="en")})
-    with pytest.raises(UsageError, match="no token for language 'en'; its language tokens are de, fr"):
+    with pytest.raises(
+        UsageError, match="no token for language 'en'; its language tokens are de, fr"
+    ):
         resolve_run(asked, Silent())

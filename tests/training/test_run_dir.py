@@ -32,7 +32,11 @@ FORBIDDEN = parse(
 
 
 def config(tmp_path, global_rows=16, **run):
-    return Config(recipe="sample", batch=Batch(micro=4, global_=global_rows), run=Run(storage=str(tmp_path), **run))
+    return Config(
+        recipe="sample",
+        batch=Batch(micro=4, global_=global_rows),
+        run=Run(storage=str(tmp_path), **run),
+    )
 
 
 def changed(before, setting, value):
@@ -78,7 +82,8 @@ def test_named_run_is_resumed_refused_or_done(tmp_path):
     assert select_run(config(tmp_path, name="mine"), DATA, 10).action == "done"
     assert select_run(config(tmp_path, name="mine"), DATA, 11).action == "resume"
     run = write_run_files(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
-    assert run.read_json("result.json") == {"status": "unfinished", "steps": 10}  # until it ends again
+    # until it ends again
+    assert run.read_json("result.json") == {"status": "unfinished", "steps": 10}
 
 
 @pytest.mark.parametrize("setting", ALLOWED)
@@ -97,7 +102,11 @@ def test_run_refuses_changed_setting(tmp_path, setting):
         select_run(changed(before, setting, FORBIDDEN[setting]), DATA, 10)
     lines = str(refused.value).splitlines()
     assert lines[0].endswith("mine has other settings:") and "restore these settings" in lines[-1]
-    assert len(lines) == 3 and lines[1].startswith(f"  {setting}: ") and lines[1].endswith(f"-> {FORBIDDEN[setting]!r}")
+    assert (
+        len(lines) == 3
+        and lines[1].startswith(f"  {setting}: ")
+        and lines[1].endswith(f"-> {FORBIDDEN[setting]!r}")
+    )
 
 
 def test_constant_rate_can_end_with_a_cooldown(tmp_path):

@@ -31,10 +31,14 @@ from tests.training.runs import Silent, config
 @pytest.fixture
 def supervised(tmp_path):
     """The supervisor of a run that has started its first attempt."""
-    resolved = ResolvedRun(config("none", tmp_path, "one"), None, None, "", "16 rows per step", 3, {})
+    resolved = ResolvedRun(
+        config("none", tmp_path, "one"), None, None, "", "16 rows per step", 3, {}
+    )
     with Lease(tmp_path) as lease:
         errors = RuntimeError, ray.exceptions.RayError, OutOfMemoryError
-        backend = SimpleNamespace(errors=errors, resolve=lambda config: config, choose_world_size=lambda _: 2)
+        backend = SimpleNamespace(
+            errors=errors, resolve=lambda config: config, choose_world_size=lambda _: 2
+        )
         made = Supervisor(resolved, RunDir(tmp_path), lease, Silent(), backend)
         made.attempts = 1
         yield made
@@ -42,11 +46,15 @@ def supervised(tmp_path):
 
 @pytest.fixture
 def fails(supervised, monkeypatch):
-    """fails(error, kind, stop_reason): an attempt of two workers ends with the error at step 7; the next finishes."""
+    """fails(error, kind, stop_reason): an attempt of two workers ends with the error at step 7; the
+    next finishes.
+    """
 
     def after(error, kind="lost", stop_reason=None):
         monitor = SimpleNamespace(stop_reason=stop_reason, world=2, start_step=0)
-        attempts = iter([lambda: supervised._handle_failure(error, monitor), lambda: {"status": "finished"}])
+        attempts = iter(
+            [lambda: supervised._handle_failure(error, monitor), lambda: {"status": "finished"}]
+        )
         monkeypatch.setattr(supervisor, "classify_failure", lambda *_: Failure(kind, error, 7))
         monkeypatch.setattr(supervised, "_run_attempt", lambda: next(attempts)())
         supervised.train()
@@ -54,11 +62,18 @@ def fails(supervised, monkeypatch):
     return after
 
 
-@pytest.mark.parametrize(("excluded", "text"), [(True, "node 01234567 gets no more"), (False, "retrying on the same")])
+@pytest.mark.parametrize(
+    ("excluded", "text"), [(True, "node 01234567 gets no more"), (False, "retrying on the same")]
+)
 def test_failed_device_is_logged_with_what_follows(supervised, fails, excluded, text):
     asked = []
     supervised.backend.exclude_node = lambda config, node: asked.append(node) or excluded
-    fails(DeviceError("CUDA error: uncorrectable ECC error (rank 1, GPU 3, node 01234567)", "0123456789"), "device")
+    fails(
+        DeviceError(
+            "CUDA error: uncorrectable ECC error (rank 1, GPU 3, node 01234567)", "0123456789"
+        ),
+        "device",
+    )
     (logged,) = [note for label, note in supervised.reporter.notes if label == "device"]
     assert asked == ["0123456789"] and text in logged and "rank 1, GPU 3" in logged
 
@@ -72,7 +87,10 @@ def test_resume_without_a_checkpoint_is_recorded_as_failed(supervised, tmp_path)
     supervised.config = supervised.config.replace(run=run)
     with pytest.raises(UsageError, match=r"--run\.resume must: no valid checkpoint in"):
         supervised.train()
-    assert result_of(tmp_path)["status"] == "failed" and "no valid checkpoint" in result_of(tmp_path)["error"]
+    assert (
+        result_of(tmp_path)["status"] == "failed"
+        and ("no valid checkpoint") in result_of(tmp_path)["error"]
+    )
 
 
 def test_no_restart_after_user_requested_stop(supervised, fails, tmp_path):
@@ -123,30 +141,50 @@ def test_lost_lease_leaves_result_and_report_of_new_owner(supervised, fails, tmp
 
 
 def test_full_disk_at_the_end_reports_how_to_resume(supervised, monkeypatch):
-    outcome, supervised.earlier = {"status": "finished", "steps": 12}, {"restarts": 2, "elapsed_s": 1000.0}
+    outcome, supervised.earlier = (
+        {"status": "finished", "steps": 12},
+        {"restarts": 2, "elapsed_s": 1000.0},
+    )
     with monkeypatch.context() as full:
         full.setattr(RunDir, "write_json", full_disk)
         with pytest.raises(
-            ResourceError, match=r"step 12 are saved in .*checkpoints.*No space left.*rerun the same command"
+            ResourceError,
+            match=r"step 12 are saved in .*checkpoints.*No space left.*rerun the same command",
         ):
             supervised._write_result(outcome)
     result = supervised._write_result(outcome)
-    assert result["batch"] == "16 rows per step" and result["restarts"] == 2 and result["elapsed_s"] > 1000
+    assert (
+        result["batch"] == ("16 rows per step")
+        and result["restarts"] == 2
+        and result["elapsed_s"] > 1000
+    )
 
 
 def test_result_names_best_checkpoint(supervised, tmp_path):
     outcome = {"status": "finished", "steps": 9}
     assert supervised._write_result(outcome)["best"] is None
-    for step, metrics in ((3, {"evaluate/recall_at_1/mean": 0.5}), (6, {"evaluate/recall_at_1/mean": 0.25}), (9, {})):
-        save_checkpoint(supervised.run.checkpoints, step, {"model": {"weight": torch.zeros(1)}}, {"metrics": metrics})
+    for step, metrics in (
+        (3, {"evaluate/recall_at_1/mean": 0.5}),
+        (6, {"evaluate/recall_at_1/mean": 0.25}),
+        (9, {}),
+    ):
+        save_checkpoint(
+            supervised.run.checkpoints,
+            step,
+            {"model": {"weight": torch.zeros(1)}},
+            {"metrics": metrics},
+        )
     supervised._write_result(outcome)
     assert result_of(tmp_path)["best"] == {"step": 3, "metric": "recall_at_1/mean", "score": 0.5}
 
 
 def test_checkpoint_with_other_rows_than_its_steps_is_refused(supervised):
     supervised.resolved = replace(supervised.resolved, shape=BatchShape(16, 4, 2, 2))
-    save_checkpoint(supervised.run.checkpoints, 2, {}, {"rows_consumed": 20})  # 16, and the last 4 of an epoch
-    with pytest.raises(UsageError, match=r"step-2: its 2 steps took 20 rows, but 2 steps of 16 rows take 32"):
+    # 16, and the last 4 of an epoch
+    save_checkpoint(supervised.run.checkpoints, 2, {}, {"rows_consumed": 20})
+    with pytest.raises(
+        UsageError, match=r"step-2: its 2 steps took 20 rows, but 2 steps of 16 rows take 32"
+    ):
         supervised.train()
 
 
@@ -154,12 +192,21 @@ def test_checkpoint_with_other_rows_than_its_steps_is_refused(supervised):
 def test_run_with_all_steps_in_its_checkpoint_finishes_without_workers(supervised, tmp_path, step):
     """The driver was killed before it wrote result.json, or `train.steps` (3) was lowered."""
     supervised.backend.start = lambda _: pytest.fail("started workers")
-    metrics = {"step": step, "train/loss": 1.5, "train/skipped_steps": 1, "evaluate/recall_at_1/mean": 0.5}
+    metrics = {
+        "step": step,
+        "train/loss": 1.5,
+        "train/skipped_steps": 1,
+        "evaluate/recall_at_1/mean": 0.5,
+    }
     meta = {"metrics": metrics, "rows_consumed": 16 * step}
     save_checkpoint(supervised.run.checkpoints, step, {"model": {"weight": torch.zeros(1)}}, meta)
     supervised.train()
     result = result_of(tmp_path)
-    assert (result["status"], result["steps"], result["rows_consumed"]) == ("finished", step, 16 * step)
+    assert (result["status"], result["steps"], result["rows_consumed"]) == (
+        "finished",
+        step,
+        16 * step,
+    )
     assert result["metrics"]["train/loss"] == 1.5 and result["skipped_steps"] == 1
     assert result["scores"] == {"recall_at_1/mean": 0.5} and result["best"]["step"] == step
 
@@ -179,7 +226,11 @@ def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monke
     def flaky(*args, **kwargs):
         left[0] -= 1
         if left[0] >= 0:
-            raise StorageError("no answer") if name != "load_bad_rows" else OSError(5, "Input/output error")
+            raise (
+                StorageError("no answer")
+                if name != "load_bad_rows"
+                else OSError(5, "Input/output error")
+            )
         return sound(*args, **kwargs)
 
     checkpoint = save_checkpoint(supervised.run.checkpoints, 2, {}, {"rows_consumed": 32})
@@ -187,7 +238,10 @@ def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monke
     monkeypatch.setattr(supervisor, "STORAGE_RETRIES_S", (0.0, 0.0))
     path, meta, bad_rows = supervised._prepare_attempt()
     assert (path, meta["rows_consumed"], bad_rows) == (checkpoint, 32, set())
-    assert [label for label, _ in supervised.reporter.notes if label != "status"] == ["storage", "storage"]
+    assert [label for label, _ in supervised.reporter.notes if label != "status"] == [
+        "storage",
+        "storage",
+    ]
     assert supervised.lease.fencing_token >= 2
     left[0] = 10**6
     with pytest.raises(StorageError, match="rerun the same command to resume"):
@@ -198,20 +252,30 @@ def test_storage_failure_between_attempts_is_retried(supervised, tmp_path, monke
 def test_only_the_first_attempt_of_a_command_verifies_checksums(supervised, monkeypatch):
     """Its workers write all later ones."""
     verified, supervised.attempts = [], 0
-    monkeypatch.setattr(files, "verify", lambda path, checksums: verified.append((path.name, checksums)))
+    monkeypatch.setattr(
+        files, "verify", lambda path, checksums: verified.append((path.name, checksums))
+    )
     for step in (2, 5):
         newest = save_checkpoint(supervised.run.checkpoints, step, {}, {"rows_consumed": 16 * step})
         assert supervised._prepare_attempt()[0] == newest
     assert verified == [("step-2", True), ("step-5", False)]
-    assert [text for label, text in supervised.reporter.notes if label == "status"] == ["verifying the checkpoint"]
+    assert [text for label, text in supervised.reporter.notes if label == "status"] == [
+        "verifying the checkpoint"
+    ]
 
 
 def test_only_failed_resizes_delay_the_next_one(supervised, monkeypatch):
-    worlds, stop_reasons, counts = iter([2, 3, 2, 2]), iter(["resize", "preempted", "resize", "user"]), []
+    worlds, stop_reasons, counts = (
+        iter([2, 3, 2, 2]),
+        iter(["resize", "preempted", "resize", "user"]),
+        [],
+    )
 
     def monitor(failed_resizes, **_):
         counts.append(failed_resizes)
-        return SimpleNamespace(started=True, stop_reason=next(stop_reasons), poll=None, on_signal=print, start_step=0)
+        return SimpleNamespace(
+            started=True, stop_reason=next(stop_reasons), poll=None, on_signal=print, start_step=0
+        )
 
     monkeypatch.setattr(supervisor, "AttemptMonitor", monitor)
     workers = SimpleNamespace(wait=lambda _: {"status": "stopped", "steps": 0}, close=lambda: None)
@@ -222,7 +286,9 @@ def test_only_failed_resizes_delay_the_next_one(supervised, monkeypatch):
 
 def test_reduced_micro_batch_is_kept_for_its_number_of_workers(supervised, monkeypatch):
     worlds, attempts = iter([4, 4, 3, 4]), []
-    outcomes = iter([OutOfMemoryError("in the optimizer", 32), *[RuntimeError("a node is gone")] * 2, None])
+    outcomes = iter(
+        [OutOfMemoryError("in the optimizer", 32), *[RuntimeError("a node is gone")] * 2, None]
+    )
 
     def start(attempt):
         attempts.append((attempt.config.cluster.max_workers, attempt.resolved.micro))
@@ -233,9 +299,13 @@ def test_reduced_micro_batch_is_kept_for_its_number_of_workers(supervised, monke
             raise error
         return {"status": "finished", "steps": 3}
 
-    monitor = lambda **fields: SimpleNamespace(started=True, stop_reason=None, poll=None, on_signal=print, **fields)  # noqa: E731
+    monitor = lambda **fields: SimpleNamespace(
+        started=True, stop_reason=None, poll=None, on_signal=print, **fields
+    )  # noqa: E731
     monkeypatch.setattr(supervisor, "AttemptMonitor", monitor)
-    failure_of = lambda error, *_: Failure("raised" if isinstance(error, OutOfMemoryError) else "lost", error, 0)  # noqa: E731
+    failure_of = lambda error, *_: Failure(
+        "raised" if isinstance(error, OutOfMemoryError) else "lost", error, 0
+    )  # noqa: E731
     monkeypatch.setattr(supervisor, "classify_failure", failure_of)
     supervised.backend.start, supervised.backend.choose_world_size = start, lambda _: next(worlds)
     assert supervised.train()["status"] == "finished"
@@ -243,12 +313,16 @@ def test_reduced_micro_batch_is_kept_for_its_number_of_workers(supervised, monke
 
 
 @pytest.mark.parametrize("lost_in", ["choose_world_size", "start"])
-def test_error_of_the_cluster_between_attempts_names_the_first_failure(supervised, tmp_path, lost_in):
+def test_error_of_the_cluster_between_attempts_names_the_first_failure(
+    supervised, tmp_path, lost_in
+):
     def gone(*_):
         raise ray.exceptions.RaySystemError("the head does not answer")
 
     setattr(supervised.backend, lost_in, gone)
     supervised.restart = Restart("worker lost after step 7: a worker died")
-    with pytest.raises(TrainingError, match=r"a worker died; then workers could not start: .*the head"):
+    with pytest.raises(
+        TrainingError, match=r"a worker died; then workers could not start: .*the head"
+    ):
         supervised.train()
     assert result_of(tmp_path)["status"] == "failed"

@@ -20,12 +20,19 @@ STEPS = 5
 
 
 def config_of(*names: str, **settings) -> Config:
-    names = tuple(name if name in trackers.BUILT_IN else f"tests.train.trackers:{name}" for name in names)
+    names = tuple(
+        name if name in trackers.BUILT_IN else f"tests.train.trackers:{name}" for name in names
+    )
     return Config(run=Run(trackers=names), **settings)
 
 
 def metrics_of(step: int) -> dict:
-    return {"step": step, "train/loss": 1 / step, "rows_sha": "f00", "throughput/samples_per_s": math.inf}
+    return {
+        "step": step,
+        "train/loss": 1 / step,
+        "rows_sha": "f00",
+        "throughput/samples_per_s": math.inf,
+    }
 
 
 def run_with_trackers(
@@ -53,7 +60,8 @@ def kept(folder: Path) -> list[dict]:
 
 def test_tracker_receives_run_and_its_resume_without_duplicate_steps(tmp_path: Path) -> None:
     run_with_trackers(config_of("Keeping"), tmp_path, range(1, 4), "failed")
-    run_with_trackers(config_of("Keeping"), tmp_path, range(2, STEPS + 1))  # from the checkpoint of step 1
+    # from the checkpoint of step 1
+    run_with_trackers(config_of("Keeping"), tmp_path, range(2, STEPS + 1))
     lines = kept(tmp_path)
     assert [line["step"] for line in lines if "step" in line] == [1, 2, 3, 4, 5]
     assert lines[1]["metrics"] == {"train/loss": 1.0}  # only numbers
@@ -66,8 +74,18 @@ def test_tracker_receives_run_and_its_resume_without_duplicate_steps(tmp_path: P
 @pytest.mark.parametrize(
     ("bad", "warnings"),
     [
-        ("Failing", ["did not accept step 1: ConnectionError: 503", "could not finish", "5 lines of metrics"]),
-        ("Unreachable", ["could not start, so nothing of this run is sent: ConnectionError: no route"]),
+        (
+            "Failing",
+            [
+                "did not accept step 1: ConnectionError: 503",
+                "could not finish",
+                "5 lines of metrics",
+            ],
+        ),
+        (
+            "Unreachable",
+            ["could not start, so nothing of this run is sent: ConnectionError: no route"],
+        ),
         ("Exiting", ["did not accept step 1: SystemExit: 7", "5 lines of metrics"]),
         ("Hanging", ["did not finish within 1 s", "5 lines of metrics were not sent"]),
     ],
@@ -104,27 +122,41 @@ def test_mlflow_logs_to_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SOME_API_KEY", "hush-hush")
     data = Data(train="s3://me:pass@host/hush-hush/set")
     for steps in (range(1, 3), range(2, STEPS + 1)):
-        assert run_with_trackers(config_of("mlflow", data=data), tmp_path / "run", steps).notes == []
+        assert (
+            run_with_trackers(config_of("mlflow", data=data), tmp_path / "run", steps).notes == []
+        )
     client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
     history = client.get_metric_history(run.info.run_id, "train/loss")
-    assert [(one.step, one.value) for one in history] == [(step, 1 / step) for step in range(1, STEPS + 1)]
+    assert [(one.step, one.value) for one in history] == [
+        (step, 1 / step) for step in range(1, STEPS + 1)
+    ]
     assert run.data.params["data.train"] == "s3://***@host/***/set"
     assert run.data.params["optimizer.lr"] == "0.0005"
-    assert not any(b"hush-hush" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    assert not any(
+        b"hush-hush" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()
+    )
 
 
 def test_wandb_logs_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("SOME_API_KEY", "hush-hush")
-    assert run_with_trackers(config_of("wandb", data=Data(train="s3://me:hush-hush@host/set")), tmp_path).notes == []
+    assert (
+        run_with_trackers(
+            config_of("wandb", data=Data(train="s3://me:hush-hush@host/set")), tmp_path
+        ).notes
+        == []
+    )
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    until = time.monotonic() + 120  # the service of wandb writes the file after `finish` has returned
+    # the service of wandb writes the file after `finish` has returned
+    until = time.monotonic() + 120
     while b"train/loss" not in (written := file.read_bytes()) and time.monotonic() < until:
         time.sleep(0.1)
     assert b"train/loss" in written and b"s3://***@host/set" in written
-    assert not any(b"hush-hush" in found.read_bytes() for found in tmp_path.rglob("*") if found.is_file())
+    assert not any(
+        b"hush-hush" in found.read_bytes() for found in tmp_path.rglob("*") if found.is_file()
+    )
 
 
 def test_wandb_offline_writes_to_no_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +164,9 @@ def test_wandb_offline_writes_to_no_object_store(monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     with pytest.raises(UsageError, match="wandb cannot write to an object store; log in"):
-        trackers.WandbTracker().start({"name": "run", "folder": "s3://bucket/runs/run", "config": {}}, None)
+        trackers.WandbTracker().start(
+            {"name": "run", "folder": "s3://bucket/runs/run", "config": {}}, None
+        )
 
 
 def test_missing_tracker_is_an_error_before_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,9 @@ from mmray.training.validate import unsupported_reasons
 def config(recipe="sample", workers=1, **sections):
     base = recipes.load(recipe)
     cluster = base.cluster.model_copy(update={"workers": workers} | sections.pop("cluster", {}))
-    given = {name: getattr(base, name).model_copy(update=values) for name, values in sections.items()}
+    given = {
+        name: getattr(base, name).model_copy(update=values) for name, values in sections.items()
+    }
     return base.model_copy(update={**given, "cluster": cluster})
 
 
@@ -58,33 +60,66 @@ LLAVA = {"recipe": "llava", "workers": 2}
         ({"workers": 1, "train": {"parallel": "fsdp"}}, "set --cluster.workers 2"),
         (fsdp(precision="fp16"), "set --train.precision bf16"),
         (fsdp(precision="bf16-true"), "set --train.precision bf16"),
-        (fsdp() | {"optimizer": {"kind": "adamw8bit"}}, "optimizer.kind adamw8bit cannot update sharded weights"),
+        (
+            fsdp() | {"optimizer": {"kind": "adamw8bit"}},
+            "optimizer.kind adamw8bit cannot update sharded weights",
+        ),
         ({"train": {"precision": "bf16-true", "ema": 0.9}}, "train.ema needs float32 weights"),
         (
             {"train": {"noise_scale_every": 5}, "batch": {"micro": 4, "group_by_length": True}},
             "train.noise_scale_every needs random micro-batches",
         ),
-        (fsdp(parallel="hsdp", precision="fp16"), "hsdp supports fp32 and bf16; set --train.precision bf16"),
+        (
+            fsdp(parallel="hsdp", precision="fp16"),
+            "hsdp supports fp32 and bf16; set --train.precision bf16",
+        ),
         (fsdp(channels_last=True), "set --train.channels-last False"),
         (fsdp(grad_compression="bf16"), "train.grad_compression bf16 needs `ddp`"),
-        ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "an image and a text tower"),
+        (
+            {"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}},
+            "an image and a text tower",
+        ),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "set --batch.micro"),
         (LLAVA | {"evaluate": {"classes": ("cat", "dog")}}, "evaluate.classes: a generative model"),
-        (LLAVA | {"evaluate": {"num_generations": 5}}, "num_generations is not supported with fsdp; set it to 0"),
+        (
+            LLAVA | {"evaluate": {"num_generations": 5}},
+            "num_generations is not supported with fsdp; set it to 0",
+        ),
         ({"objective": {"kind": "region_text"}}, "for model.kind `fusion`, not `two_tower`"),
         ({"objective": {"kind": "sigmoid"}}, "set --model.logit-bias"),
         ({"model": {"logit_bias": -10.0}}, "set --model.logit-bias None"),
-        ({"recipe": "fusion", "objective": {"kind": "contrastive"}}, "add `+ matching` to --objective.kind, or set"),
+        (
+            {"recipe": "fusion", "objective": {"kind": "contrastive"}},
+            "add `+ matching` to --objective.kind, or set",
+        ),
         ({"recipe": "fusion", "objective": {"kind": "matching"}}, "add `+ contrastive`"),
         ({"recipe": "fusion", "model": {"classes": 3}}, "or set --model.classes 0"),
-        ({"recipe": "llava", "workers": 2, "objective": {"kind": "contrastive"}}, "such as language_modelling"),
-        ({"train": {"activation_checkpointing": ("vision=selective",)}}, "has no branch `vision`; it has image, text"),
-        (RESNET | {"model": {"batch_norm": "synced"}, "cluster": {"accelerator": "cpu"}}, "`synced` needs GPUs"),
+        (
+            {"recipe": "llava", "workers": 2, "objective": {"kind": "contrastive"}},
+            "such as language_modelling",
+        ),
+        (
+            {"train": {"activation_checkpointing": ("vision=selective",)}},
+            "has no branch `vision`; it has image, text",
+        ),
+        (
+            RESNET | {"model": {"batch_norm": "synced"}, "cluster": {"accelerator": "cpu"}},
+            "`synced` needs GPUs",
+        ),
         (RESNET | {"model": {"image": ImageTower(name="resnet50")}}, "model.batch_norm: `frozen`"),
-        ({"recipe": "fusion", "objective": {"kind": "matching + region_text"}}, "set --model.regions True"),
+        (
+            {"recipe": "fusion", "objective": {"kind": "matching + region_text"}},
+            "set --model.regions True",
+        ),
         (REGIONS, "add `+ region_text` to --objective.kind"),
-        (REGIONS | {"objective": {"kind": "matching + region_text"}}, "set --model.inputs.max-boxes"),
-        ({"evaluate": {"num_generations": 5}}, "evaluate.num_generations: model.kind `two_tower` is not generative"),
+        (
+            REGIONS | {"objective": {"kind": "matching + region_text"}},
+            "set --model.inputs.max-boxes",
+        ),
+        (
+            {"evaluate": {"num_generations": 5}},
+            "evaluate.num_generations: model.kind `two_tower` is not generative",
+        ),
     ],
 )
 def test_unsupported_settings_are_refused(given, message):
@@ -92,11 +127,17 @@ def test_unsupported_settings_are_refused(given, message):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "workers"), [("ddp", 1), ("ddp", 4), ("fsdp", 2), ("hsdp", 4), ("branches", 1), ("single", 1)]
+    ("parallel", "workers"),
+    [("ddp", 1), ("ddp", 4), ("fsdp", 2), ("hsdp", 4), ("branches", 1), ("single", 1)],
 )
 @pytest.mark.parametrize("micro", [8, "auto"])
 def test_supported_settings_pass(parallel, workers, micro):
-    assert unsupported_reasons(config(workers=workers, train={"parallel": parallel}, batch={"micro": micro})) == []
+    assert (
+        unsupported_reasons(
+            config(workers=workers, train={"parallel": parallel}, batch={"micro": micro})
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
@@ -106,11 +147,18 @@ def test_recipes_pass(recipe):
 
 
 INPUTS = Inputs(image_side=32, max_tokens=8)
-TEXT, VIT = TextTower(width=16, depth=1, heads=2), {"width": 16, "depth": 1, "heads": 2, "patch": 16}
+TEXT, VIT = (
+    TextTower(width=16, depth=1, heads=2),
+    {"width": 16, "depth": 1, "heads": 2, "patch": 16},
+)
 
 
 def tower(name="convnet", batch_norm="local", side=32, text=TEXT, **image):
-    sections = {"inputs": Inputs(image_side=side, max_tokens=8), "image": ImageTower(name=name, **image), "text": text}
+    sections = {
+        "inputs": Inputs(image_side=side, max_tokens=8),
+        "image": ImageTower(name=name, **image),
+        "text": text,
+    }
     return TwoTower(**sections, embed_dim=8, batch_norm=batch_norm)
 
 
@@ -122,20 +170,50 @@ def clip(weights="none", **image):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (tower(width=16, depth=6), r"model\.image\.depth: 6 stages need images of at least 128 pixels, not 32"),
-        (tower(width=20, depth=2), r"model\.image\.width: the convnet needs a multiple of 8 \(got 20\)"),
-        (tower(width=16, depth=2, weights="pretrained"), r"model\.image\.weights: `pretrained` names no weights"),
-        (tower("vit", **VIT | {"heads": 3}), r"model\.image\.heads: 3 heads do not divide the width of 16"),
-        (tower("vit", **VIT | {"patch": 12}), r"model\.image\.patch: patches of 12 pixels do not tile an image of 32"),
-        (tower("vit", **VIT, weights="pretrained"), r"model\.image\.weights: `pretrained` names no weights"),
-        (tower("vit", **VIT, text=TEXT.replace(heads=3)), r"model\.text\.heads: 3 heads do not divide"),
-        (tower("vit", **VIT, text=TEXT.replace(weights="pretrained")), r"model\.text\.weights: `pretrained`"),
+        (
+            tower(width=16, depth=6),
+            r"model\.image\.depth: 6 stages need images of at least 128 pixels, not 32",
+        ),
+        (
+            tower(width=20, depth=2),
+            r"model\.image\.width: the convnet needs a multiple of 8 \(got 20\)",
+        ),
+        (
+            tower(width=16, depth=2, weights="pretrained"),
+            r"model\.image\.weights: `pretrained` names no weights",
+        ),
+        (
+            tower("vit", **VIT | {"heads": 3}),
+            r"model\.image\.heads: 3 heads do not divide the width of 16",
+        ),
+        (
+            tower("vit", **VIT | {"patch": 12}),
+            r"model\.image\.patch: patches of 12 pixels do not tile an image of 32",
+        ),
+        (
+            tower("vit", **VIT, weights="pretrained"),
+            r"model\.image\.weights: `pretrained` names no weights",
+        ),
+        (
+            tower("vit", **VIT, text=TEXT.replace(heads=3)),
+            r"model\.text\.heads: 3 heads do not divide",
+        ),
+        (
+            tower("vit", **VIT, text=TEXT.replace(weights="pretrained")),
+            r"model\.text\.weights: `pretrained`",
+        ),
         (tower("transformers"), r"takes its shape from the weights; .* \(got `none`\)"),
-        (tower("resnet18", "frozen"), r"model\.batch_norm: `frozen`.*model\.image\.weights is `none`"),
+        (
+            tower("resnet18", "frozen"),
+            r"model\.batch_norm: `frozen`.*model\.image\.weights is `none`",
+        ),
         (clip(heads=3), r"model\.image\.heads: 3 heads do not divide the width of 16"),
         (clip(patch=12), r"model\.image\.patch: patches of 12 pixels"),
         (clip("pretrained"), r"model\.weights: `pretrained` names no weights"),
-        (Fusion(cross=CrossAttention(width=16, heads=3)), r"model\.cross\.heads: 3 heads do not divide"),
+        (
+            Fusion(cross=CrossAttention(width=16, heads=3)),
+            r"model\.cross\.heads: 3 heads do not divide",
+        ),
     ],
 )
 def test_models_that_cannot_be_built_are_refused_with_and_without_a_driver(spec, message):
@@ -152,8 +230,11 @@ def test_settings_that_weights_override_pass():
 
 OBJECTIVES = (
     "contrastive", "sigmoid", "matching", "classification", "region_text", "language_modelling",
-    "contrastive + sigmoid", "contrastive + matching", "sigmoid + matching", "contrastive + classification",
-    "contrastive + region_text", "contrastive + matching + classification", "contrastive + matching + region_text",
+    "contrastive + sigmoid", "contrastive + matching", "sigmoid + matching", "contrastive + "
+                                                                             "classification",
+    "contrastive + region_text", "contrastive + matching + classification", "contrastive + "
+                                                                            "matching + "
+                                                                            "region_text",
 )  # fmt: skip
 
 
@@ -167,17 +248,25 @@ OBJECTIVES = (
         ("fusion", {"logit_bias": -10.0}, ["sigmoid + matching"]),
         ("fusion", {"matching": False, "classes": 3}, ["contrastive + classification"]),
         ("fusion", {"classes": 3}, ["contrastive + matching + classification"]),
-        ("fusion", {"regions": True, "region_labels": ("a", "b")}, ["contrastive + matching + region_text"]),
+        (
+            "fusion",
+            {"regions": True, "region_labels": ("a", "b")},
+            ["contrastive + matching + region_text"],
+        ),
         ("generative", {}, ["language_modelling"]),
     ],
 )
 def test_validation_and_dry_run_support_the_same_objectives(kind, settings, supported):
     towers = {"image": ImageTower(name="vit", **VIT), "text": TEXT, "embed_dim": 8}
     if kind == "generative":
-        spec = Generative(image=ClipImage(**VIT), text=Decoder(width=16, depth=1, heads=2), vocab_size=20)
+        spec = Generative(
+            image=ClipImage(**VIT), text=Decoder(width=16, depth=1, heads=2), vocab_size=20
+        )
         spec = spec.replace(inputs=spec.inputs.replace(image_side=32, max_tokens=8))
     elif kind == "fusion":
-        spec = Fusion(**towers, cross=CrossAttention(width=16, depth=1, heads=2), vocab_size=20, **settings)
+        spec = Fusion(
+            **towers, cross=CrossAttention(width=16, depth=1, heads=2), vocab_size=20, **settings
+        )
         spec = spec.replace(inputs=INPUTS.replace(max_boxes=2 * spec.regions))
     else:
         spec = TwoTower(**towers, inputs=INPUTS, vocab_size=20, **settings)
@@ -198,9 +287,18 @@ def test_validation_and_dry_run_support_the_same_objectives(kind, settings, supp
     ("flags", "message"),
     [
         (["resnet50-bert", "--model.image.weights", "none"], "model.batch_norm: `frozen` needs"),
-        (["sample", "--objective.kind", "contrastiv"], "objective.kind: no `contrastiv`; use one of contrastive"),
-        (["sample", "--data.train", "http://127.0.0.1:9/rows"], "http://127.0.0.1:9/rows cannot be opened"),
-        (["sample", "--run.storage", "http://127.0.0.1:9/rows"], "http://127.0.0.1:9/rows cannot be opened"),
+        (
+            ["sample", "--objective.kind", "contrastiv"],
+            "objective.kind: no `contrastiv`; use one of contrastive",
+        ),
+        (
+            ["sample", "--data.train", "http://127.0.0.1:9/rows"],
+            "http://127.0.0.1:9/rows cannot be opened",
+        ),
+        (
+            ["sample", "--run.storage", "http://127.0.0.1:9/rows"],
+            "http://127.0.0.1:9/rows cannot be opened",
+        ),
     ],
 )
 def test_train_refuses_before_ray_starts(monkeypatch, capfd, flags, message):
@@ -210,5 +308,8 @@ def test_train_refuses_before_ray_starts(monkeypatch, capfd, flags, message):
 
 
 def test_validation_imports_neither_torch_nor_ray():
-    code = "import sys, mmray.training.validate; assert not {'torch', 'ray', 'transformers'} & sys.modules.keys()"
+    code = (
+        "import sys, mmray.training.validate; assert not {'torch', 'ray', 'transformers'} & "
+        "sys.modules.keys()"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,7 +14,9 @@ from mmray.training.worker import train_loop_per_worker
 
 
 class HangingImport:
-    """An import of the engine that hangs, as from a file system that does not answer, and then fails."""
+    """An import of the engine that hangs, as from a file system that does not answer, and then
+    fails.
+    """
 
     def __init__(self):
         self.release = threading.Event()
@@ -29,7 +31,9 @@ class HangingImport:
 def coordinator(monkeypatch):
     """The coordinator of rank 1; calls are made at once."""
     monkeypatch.setattr(ray.train, "get_context", lambda: SimpleNamespace(get_world_rank=lambda: 1))
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(
+        ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node")
+    )
     monkeypatch.setattr(ray, "get", lambda reply, timeout=None: reply)
     split = SimpleNamespace(iter_batches=lambda **_: [])
     monkeypatch.setattr(ray.train, "get_dataset_shard", lambda _: split)
@@ -56,14 +60,17 @@ def test_worker_whose_import_hangs_sends_heartbeats(coordinator, monkeypatch, tm
     thread, beats = threading.Thread(target=run, daemon=True), []
     thread.start()
     deadline_s = time.monotonic() + 60
-    while len([beat for beat in beats if "find_spec" in beat["where"]]) < 5 and time.monotonic() < deadline_s:
+    while (
+        len([beat for beat in beats if "find_spec" in beat["where"]]) < 5
+        and time.monotonic() < deadline_s
+    ):
         beats += coordinator.drain(0)[1]
         time.sleep(0.02)
     finder.release.set()
     thread.join(60)
     hanging = [beat for beat in beats if "find_spec" in beat["where"]]
     assert len(hanging) >= 5 and len({beat["progress"] for beat in hanging[1:]}) == 1
-    assert {(beat["rank"], beat["step"], beat["state"], beat["in_collective"]) for beat in hanging} == {
-        (1, 6, "starting", False)
-    }
+    assert {
+        (beat["rank"], beat["step"], beat["state"], beat["in_collective"]) for beat in hanging
+    } == {(1, 6, "starting", False)}
     assert "train_loop_per_worker" in errors[0].__notes__[0] and coordinator.drain(0)[1] == []

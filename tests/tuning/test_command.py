@@ -18,7 +18,13 @@ from mmray.tuning.sweep import TimeLeft
 from mmray.tuning.trials import build_trial, corner_trials
 
 LINES = [
-    {"step": step, "rows_stop": 128 * step, "throughput/samples_per_s": rate, "time/step_s": 0.2, "train/loss": 2.0}
+    {
+        "step": step,
+        "rows_stop": 128 * step,
+        "throughput/samples_per_s": rate,
+        "time/step_s": 0.2,
+        "train/loss": 2.0,
+    }
     | {"time/step_p50_s": 0.19, "time/step_p95_s": 0.25, "memory/peak_gib": 0.5}
     for step, rate in ((2, 100), (4, 500), (6, 700))
 ]
@@ -51,7 +57,10 @@ def print_outcome(sweep):
 def test_finished_sweep_prints_best_trial_and_next_command():
     code, text = print_outcome(outcome("finished", FINISHED, OOM))
     assert code == 0
-    assert "1 of 2 trials measured in 61 s" in text and "t002       out of memory: CUDA out of memory" in text
+    assert (
+        "1 of 2 trials measured in 61 s" in text
+        and ("t002       out of memory: CUDA out of memory") in text
+    )
     assert "t001 has 0.50 GiB; no other trial was measured." in text
     assert "mmray train " in text and "sample-tune/best.yaml" in text
 
@@ -79,15 +88,23 @@ def test_sweep_without_ranked_trial_is_an_error_with_each_reason():
     ("words", "message"),
     [
         (["--space", "optimizer.betas=[0.9,0.98"], "a list must end with `]`"),
-        (["--scheduler", "pbt", "--space", "batch.global=64,128"], "batch.global cannot change during a run"),
+        (
+            ["--scheduler", "pbt", "--space", "batch.global=64,128"],
+            "batch.global cannot change during a run",
+        ),
         (["--scheduler", "pbt", "--search", "optuna"], "--scheduler pbt needs"),
-        (["--goal", "throughput", "--budget", "2h", "--search", "optuna"], "--search, --budget: no effect on --goal"),
+        (
+            ["--goal", "throughput", "--budget", "2h", "--search", "optuna"],
+            "--search, --budget: no effect on --goal",
+        ),
         (["--goal", "throughput", "--samples", "3"], "--samples: no effect on --goal"),
     ],
 )
 def test_search_that_cannot_run_is_a_usage_error(words, message, capsys, tmp_path):
     defaults = ["--goal", "loss", "--run.storage", str(tmp_path)]
-    assert cli.run(["tune", "sample", *defaults, *words], Terminal(Console(file=io.StringIO()))) == 2
+    assert (
+        cli.run(["tune", "sample", *defaults, *words], Terminal(Console(file=io.StringIO()))) == 2
+    )
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -104,12 +121,25 @@ def test_print_config_prints_the_base_recipe(capfd):
 
 
 def live_row(name, status, *values, **changes):
-    settings, rungs = {"optimizer.lr": 1e-3}, [{"samples": 100 * 4**n, "value": each} for n, each in enumerate(values)]
-    return {"trial": name, "status": status, "settings": settings, "rungs": rungs, "elapsed_s": 61.0} | changes
+    settings, rungs = (
+        {"optimizer.lr": 1e-3},
+        [{"samples": 100 * 4**n, "value": each} for n, each in enumerate(values)],
+    )
+    return {
+        "trial": name,
+        "status": status,
+        "settings": settings,
+        "rungs": rungs,
+        "elapsed_s": 61.0,
+    } | changes
 
 
 def test_live_table_has_running_trials_and_the_best_ones():
-    rows = [live_row("t001", "paused", 3.0), live_row("t002", "pruned", 2.5, 2.0), live_row("t003", "paused", 1.0)]
+    rows = [
+        live_row("t001", "paused", 3.0),
+        live_row("t002", "pruned", 2.5, 2.0),
+        live_row("t003", "paused", 1.0),
+    ]
     rows += [live_row("t004", "failed"), live_row("t005", "running"), live_row("t006", "failed")]
     text = io.StringIO()
     Console(file=text, width=80).print(live_table(rows, (100, 400, 1600), "loss", 4))
@@ -144,8 +174,15 @@ def test_rungs_budget_and_saved_hours_are_printed():
     settings, rungs = {"optimizer.lr": 1e-3}, [{"samples": 100, "value": 2.0, "elapsed_s": 5.0}]
     trial = build_trial(recipes.load("sample"), "t001", settings)
     row = build_row(trial, TrialOutcome("pruned"), "loss", LINES, rungs=rungs, elapsed_s=5.0)
-    assert "optimizer.lr=0.001: pruned in 5 s  rung 1 of 2: 2 after 100 samples" in trial_line(row, (100, 400))
-    summary = {"status": "budget", "goal": "loss", "elapsed_s": 61.2, "recommendation": select_best([row], "loss")}
+    assert ("optimizer.lr=0.001: pruned in 5 s  rung 1 of 2: 2 after 100 samples") in trial_line(
+        row, (100, 400)
+    )
+    summary = {
+        "status": "budget",
+        "goal": "loss",
+        "elapsed_s": 61.2,
+        "recommendation": select_best([row], "loss"),
+    }
     summary |= {"gpu_hours": 0.5, "saved_gpu_hours": 1.5}
     code, text = print_outcome((Path("runs/sample-tune"), summary, [row]))
     assert code == 0 and "1 of 1 trials measured in 61 s; run the same command to resume" in text

@@ -34,7 +34,9 @@ FOUND = Measurements(
 
 
 def test_measurements_survive_json():
-    assert Measurements.from_json(json.loads(json.dumps(FOUND.to_json())) | {"settings": {}}) == FOUND
+    assert (
+        Measurements.from_json(json.loads(json.dumps(FOUND.to_json())) | {"settings": {}}) == FOUND
+    )
 
 
 def test_sweeps_of_a_storage_are_read_in_parallel_the_newest_first(
@@ -42,7 +44,9 @@ def test_sweeps_of_a_storage_are_read_in_parallel_the_newest_first(
 ) -> None:
     for name, time_s in (("a", 1), ("b", 3), ("c", 2)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "sweep.json").write_text(json.dumps({"probes": [{"key": {"of": name}, **FOUND.to_json()}]}))
+        (tmp_path / name / "sweep.json").write_text(
+            json.dumps({"probes": [{"key": {"of": name}, **FOUND.to_json()}]})
+        )
         os.utime(tmp_path / name / "sweep.json", (time_s, time_s))
     (tmp_path / "run").mkdir()
     (tmp_path / "file").touch()
@@ -55,7 +59,9 @@ def test_sweeps_of_a_storage_are_read_in_parallel_the_newest_first(
     read = reuse.read_json
     monkeypatch.setattr(reuse, "read_json", read_json)
     found = reuse.earlier_measurements(tmp_path)
-    assert [(key["of"], Path(each.source).name) for key, each in found] == [(name, name) for name in "bca"]
+    assert [(key["of"], Path(each.source).name) for key, each in found] == [
+        (name, name) for name in "bca"
+    ]
     assert reuse.earlier_measurements(tmp_path / "missing") == []
 
 

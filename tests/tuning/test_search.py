@@ -1,4 +1,6 @@
-"""Sweeps on Ray: one that is stopped after its first trial and resumed by the same command; one whose trials fail."""
+"""Sweeps on Ray: one that is stopped after its first trial and resumed by the same command; one
+whose trials fail.
+"""
 
 import gc
 import io
@@ -85,7 +87,8 @@ class Watching(Silent):
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweeps")
-    return config(make_data(folder / "set"), folder, "first").with_cluster(workers=1)  # a process without Ray Train
+    # a process without Ray Train
+    return config(make_data(folder / "set"), folder, "first").with_cluster(workers=1)
 
 
 @pytest.fixture(scope="module")
@@ -110,25 +113,38 @@ def finished(stopped, recipe):
 
 
 def rows_of(folder):
-    return {row["trial"]: row for row in map(json.loads, (folder / "trials.jsonl").read_text().splitlines())}
+    return {
+        row["trial"]: row
+        for row in map(json.loads, (folder / "trials.jsonl").read_text().splitlines())
+    }
 
 
 def test_stopped_sweep_keeps_rungs(stopped):
     (_, summary, rows), listener = stopped
     assert summary["status"] == "stopped"
-    assert ("stop", "stopping the running trials; press Ctrl-C again to exit immediately") in listener.notes
+    assert (
+        "stop",
+        "stopping the running trials; press Ctrl-C again to exit immediately",
+    ) in listener.notes
     assert rows[0]["status"] == "paused" and [rung["samples"] for rung in rows[0]["rungs"]] == [64]
-    assert summary["recommendation"]["best"] == "t001" and "It has 64 samples only" in summary["recommendation"]["why"]
+    assert (
+        summary["recommendation"]["best"] == "t001"
+        and ("It has 64 samples only") in summary["recommendation"]["why"]
+    )
 
 
 def test_same_command_repeats_no_finished_rung(stopped, finished):
     code, text, folder = finished
     assert code == 0
     before, after = stopped[0][2][0], rows_of(folder)
-    assert after["t001"]["rungs"][0] == before["rungs"][0] and "rung 1 of 2" not in text.split("t002")[0]
+    assert (
+        after["t001"]["rungs"][0] == before["rungs"][0]
+        and ("rung 1 of 2") not in text.split("t002")[0]
+    )
     assert [rung["samples"] for rung in after["t001"]["rungs"]] == list(RUNGS)
     logged = lines(folder / "trials" / "t001")
-    assert [line["step"] for line in logged if line["step"] <= 16] == list(range(1, 17))  # each step once
+    # each step once
+    assert [line["step"] for line in logged if line["step"] <= 16] == list(range(1, 17))
 
 
 def test_each_trial_has_a_row_with_its_end(finished):
@@ -137,8 +153,13 @@ def test_each_trial_has_a_row_with_its_end(finished):
     good, *others = (row for row in rows if not row["settings"]["train.callbacks"])
     failed, *skipped = (row for row in rows if row["settings"]["train.callbacks"])
     assert good["settings"]["optimizer.lr"] == 1e-6 and good["status"] == "finished"
-    assert [row["settings"] for row in rows if row["is_recipe"]] == [{"optimizer.lr": 1e-3, "train.callbacks": []}]
-    assert sorted((row["status"], len(row["rungs"])) for row in others) == [("finished", 2), ("pruned", 1)]
+    assert [row["settings"] for row in rows if row["is_recipe"]] == [
+        {"optimizer.lr": 1e-3, "train.callbacks": []}
+    ]
+    assert sorted((row["status"], len(row["rungs"])) for row in others) == [
+        ("finished", 2),
+        ("pruned", 1),
+    ]
     assert failed["status"] == "out_of_memory" and "CUDA out of memory" in failed["error"]
     assert [row["status"] for row in skipped] == ["infeasible", "infeasible"]
     assert all(f"{failed['trial']} ran out of memory" in row["error"] for row in skipped)
@@ -147,11 +168,16 @@ def test_each_trial_has_a_row_with_its_end(finished):
     assert samples == (64, 128, 192, 256) and losses[-1] == good["eval_loss"]
     assert 0 < seconds[0] < seconds[-1] < good["elapsed_s"]
     assert (good["micro"], good["accumulation"], good["workers"], good["global"]) == (4, 4, 1, 16)
-    assert 0 < good["samples_per_s_min"] <= good["samples_per_s"] <= good["samples_per_s_max"] and good["peak_gib"] > 0
+    assert (
+        0 < good["samples_per_s_min"] <= good["samples_per_s"] <= good["samples_per_s_max"]
+        and good["peak_gib"] > 0
+    )
 
 
 def test_error_of_user_code_ends_the_run_with_its_message(finished):
-    """In result.json and in the report of the run; the error is raised by a callback on every rank."""
+    """In result.json and in the report of the run; the error is raised by a callback on every
+    rank.
+    """
     rows = rows_of(finished[2]).values()
     failed = finished[2] / next(row["run"] for row in rows if row["status"] == "out_of_memory")
     result = json.loads((failed / "result.json").read_text())
@@ -166,8 +192,13 @@ def test_sweep_folder_has_the_files_of_the_report(finished):
     assert (summary["kind"], summary["status"], summary["goal"]) == ("sweep", "finished", "loss")
     assert summary["space"] == {"optimizer.lr": [1e-6, 1e-3, 1e-7], "train.callbacks": [[], [OOM]]}
     assert (summary["concurrency"], summary["rungs"]) == (1, list(RUNGS))
-    assert summary["recommendation"]["best"] == "t001" and summary["recommendation"]["per_global"] == {"16": "t001"}
-    assert summary["recommendation"]["why"] in " ".join(text.split()) and summary["environment"]["packages"]["ray"]
+    assert summary["recommendation"]["best"] == "t001" and summary["recommendation"][
+        "per_global"
+    ] == {"16": "t001"}
+    assert (
+        summary["recommendation"]["why"] in " ".join(text.split())
+        and summary["environment"]["packages"]["ray"]
+    )
     assert summary["gpu_hours"] > 0 and summary["saved_gpu_hours"] > 0
     assert not (folder / "ray").exists()
     page = (folder / "report.html").read_text()
@@ -201,7 +232,10 @@ def test_best_config_is_the_recipe_that_the_trial_trained(finished, recipe):
 
 def test_each_failure_is_a_row_with_its_reason_and_one_good_trial_a_good_sweep(local_ray, recipe):
     faults = ["", *(f"{HERE}:{name}" for name in ("OutOfMemory", "Raise", "Kill", "Diverge"))]
-    space = [f"train.callbacks={','.join(f'[{name}]' for name in faults)}", "cluster.cpus_per_worker=1,64"]
+    space = [
+        f"train.callbacks={','.join(f'[{name}]' for name in faults)}",
+        "cluster.cpus_per_worker=1,64",
+    ]
     base = recipe.replace(run=recipe.run.replace(name="failures"))
     typed = clear_length_and_derived_batch(base, [])
     length = typed.replace(train=typed.train.replace(samples=RUNGS[0]))
@@ -212,7 +246,10 @@ def test_each_failure_is_a_row_with_its_reason_and_one_good_trial_a_good_sweep(l
         for row in rows
         if row["settings"]["train.callbacks"] and row["settings"]["cluster.cpus_per_worker"] == 1
     }
-    assert ends["OutOfMemory"][0] == "out_of_memory" and "Tried to allocate" in ends["OutOfMemory"][1]
+    assert (
+        ends["OutOfMemory"][0] == "out_of_memory"
+        and ("Tried to allocate") in ends["OutOfMemory"][1]
+    )
     assert ends["Raise"] == ("failed", "ValueError: a bug of the user")
     assert ends["Kill"][0] == "failed" and "SIGKILL" in ends["Kill"][1]
     assert ends["Diverge"] == ("failed", "evaluate/loss is not finite")
@@ -222,23 +259,38 @@ def test_each_failure_is_a_row_with_its_reason_and_one_good_trial_a_good_sweep(l
 
 
 def test_infeasible_sweep_reports_missing_resources(local_ray, recipe):
-    wide = recipe.with_cluster(workers=2, cpus_per_worker=9.0).replace(run=recipe.run.replace(name="wide"))
-    with pytest.raises(ResourceError, match=r"2 training workers of 9 CPU each.* the cluster has 8 CPU"):
+    wide = recipe.with_cluster(workers=2, cpus_per_worker=9.0).replace(
+        run=recipe.run.replace(name="wide")
+    )
+    with pytest.raises(
+        ResourceError, match=r"2 training workers of 9 CPU each.* the cluster has 8 CPU"
+    ):
         search(
-            Sweep(wide, clear_length_and_derived_batch(wide, []), parse_space(["batch.micro=4"]), "memory"), Watching()
+            Sweep(
+                wide,
+                clear_length_and_derived_batch(wide, []),
+                parse_space(["batch.micro=4"]),
+                "memory",
+            ),
+            Watching(),
         )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_24_configurations_on_two_cores_do_not_wait_for_each_other(tmp_path):
-    with several_nodes(head={"num_cpus": 3}) as nodes:  # the logical CPUs that mmray starts Ray with on two cores
-        recipe = config(make_data(tmp_path / "set"), tmp_path, "many", address=nodes.address).with_cluster(workers=1)
+    # the logical CPUs that mmray starts Ray with on two cores
+    with several_nodes(head={"num_cpus": 3}) as nodes:
+        recipe = config(
+            make_data(tmp_path / "set"), tmp_path, "many", address=nodes.address
+        ).with_cluster(workers=1)
         typed = clear_length_and_derived_batch(recipe, [])
         length = typed.replace(train=typed.train.replace(steps=2))
         rates = ",".join(f"{number}e-4" for number in range(1, 25))
         space = parse_space([f"optimizer.lr={rates}"])
-        _, summary, rows = search(Sweep(recipe, length, space, "memory", concurrency=24), Watching())
+        _, summary, rows = search(
+            Sweep(recipe, length, space, "memory", concurrency=24), Watching()
+        )
     assert summary["status"] == "finished" and [row["status"] for row in rows] == ["finished"] * 24
 
 
@@ -250,10 +302,14 @@ def test_two_trials_run_concurrently_on_two_nodes(tmp_path):
     with several_nodes({"num_cpus": 4}, {"num_cpus": 4}) as nodes:
         recipe = config(tmp_path / "set", tmp_path, "sweep", address=nodes.address)
         # Without dropout, because masks are drawn for each micro-batch.
-        recipe = recipe.replace(model=recipe.model.replace(text=recipe.model.text.replace(dropout=0.0)))
+        recipe = recipe.replace(
+            model=recipe.model.replace(text=recipe.model.text.replace(dropout=0.0))
+        )
         typed = clear_length_and_derived_batch(recipe, [])
         length = typed.replace(train=typed.train.replace(steps=4))
-        space = parse_space([f"train.callbacks=[],[{HERE}:OutOfMemoryOnOneRank]", "batch.micro=4,8"])
+        space = parse_space(
+            [f"train.callbacks=[],[{HERE}:OutOfMemoryOnOneRank]", "batch.micro=4,8"]
+        )
         folder, summary, _ = search(Sweep(recipe, length, space, "memory"), listener)
     assert (summary["status"], summary["concurrency"]) == ("finished", 2)
     split, whole, *failed = rows_of(folder.path).values()

@@ -1,4 +1,6 @@
-"""Fit, prediction and choice of batch shapes, on synthetic devices with the noise of a shared machine."""
+"""Fit, prediction and choice of batch shapes, on synthetic devices with the noise of a shared
+machine.
+"""
 
 import math
 import random
@@ -29,7 +31,10 @@ CONFIG = recipes.load("sample")
 
 @dataclass
 class Device:
-    """Times and memory of steps; `noise`: of each visit, which bursts of other programs slow by up to 3 x."""
+    """Times and memory of steps;
+
+    `noise`: of each visit, which bursts of other programs slow by up to 3 x.
+    """
 
     seed: int
     noise: float = 0.0
@@ -38,7 +43,10 @@ class Device:
     def __post_init__(self):
         self.rng = rng = random.Random(self.seed)
         self.launch_s, self.row_s = 10 ** rng.uniform(-2.5, -1), 10 ** rng.uniform(-4, -2)
-        self.optimizer_s, self.ratio = 10 ** rng.uniform(-3, -1.5), rng.choice([1.0, rng.uniform(1.2, 1.5)])
+        self.optimizer_s, self.ratio = (
+            10 ** rng.uniform(-3, -1.5),
+            rng.choice([1.0, rng.uniform(1.2, 1.5)]),
+        )
         self.slow_from, self.slowdown = 2 ** rng.randint(3, 9), rng.uniform(1.0, 1.3)
         self.workers = rng.choice([1, 1, 2, 8])
         self.sync_s = rng.uniform(0, 0.1) * (self.workers > 1)
@@ -53,7 +61,9 @@ class Device:
 
     def step_s(self, shape, sync=True):
         rows = math.ceil(shape.global_rows / shape.workers)
-        first, *others = [self.pass_s(min(shape.micro, rows - start)) for start in range(0, rows, shape.micro)]
+        first, *others = [
+            self.pass_s(min(shape.micro, rows - start)) for start in range(0, rows, shape.micro)
+        ]
         return self.optimizer_s + first + self.ratio * sum(others) + self.sync_s * sync
 
     def peak_gib(self, shape):
@@ -82,7 +92,10 @@ def probe(device, *global_rows):
     for size in global_rows:
         while duel := next_duel(with_measured(rows, found), found, size):
             shapes = [BatchShape(size, row["micro"], 1, device.workers) for row in duel]
-            rounds = [{shape.micro: device.slowed(device.step_s(shape)) for shape in shapes} for _ in range(ROUNDS)]
+            rounds = [
+                {shape.micro: device.slowed(device.step_s(shape)) for shape in shapes}
+                for _ in range(ROUNDS)
+            ]
             found.pairs[size] = [*found.pairs.get(size, ()), *rounds]
             peaks = {shape.micro: device.peak_gib(shape) for shape in shapes}
             found.peak_gib[size] = found.peak_gib.get(size, {}) | peaks
@@ -96,15 +109,24 @@ def test_choice_is_within_5_percent_of_the_best_shape_in_100_noisy_devices():
         rows = device.workers * device.rng.choice([96, 128, 256, 1000])
         _, found, final = probe(device, rows)
         chosen = recommend(final, found)["best"]
-        shapes = {row["trial"]: BatchShape(rows, row["micro"], row["accumulation"], device.workers) for row in final}
-        feasible = [shape for shape in shapes.values() if device.peak_gib(shape) <= device.limit_gib]
+        shapes = {
+            row["trial"]: BatchShape(rows, row["micro"], row["accumulation"], device.workers)
+            for row in final
+        }
+        feasible = [
+            shape for shape in shapes.values() if device.peak_gib(shape) <= device.limit_gib
+        ]
         losses.append(device.step_s(shapes[chosen]) / min(map(device.step_s, feasible)) - 1)
     assert sum(loss <= 0.05 for loss in losses) >= 95, sorted(losses)[-8:]
 
 
 def test_failed_shape_refuses_only_shapes_that_need_as_much_memory():
     accumulated, single = FailedShape(16, 48, ""), FailedShape(16, 16, "")
-    assert all(failed.implies(*shape) for failed in (accumulated, single) for shape in [(16, 48), (24, 48), (32, 64)])
+    assert all(
+        failed.implies(*shape)
+        for failed in (accumulated, single)
+        for shape in [(16, 48), (24, 48), (32, 64)]
+    )
     assert not any(accumulated.implies(*shape) for shape in [(48, 48), (64, 64), (16, 32), (8, 64)])
     assert single.implies(64, 64) and single.implies(16, 32) and not single.implies(8, 64)
 

@@ -1,4 +1,6 @@
-"""Batch shapes are measured in real worker processes: files, out of memory, lost workers, communication."""
+"""Batch shapes are measured in real worker processes: files, out of memory, lost workers,
+communication.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class Limited(TwoTower):
 
 def limited(killed: bool = False, max_rows: int = MAX_ROWS, **sections: Any) -> Config:
     settings = {"killed": killed, "max_rows": max_rows}
-    model = CustomModel(kind="tests.tune.test_shape_probe:Limited", inputs=tiny().model.inputs, settings=settings)
+    model = CustomModel(
+        kind="tests.tune.test_shape_probe:Limited", inputs=tiny().model.inputs, settings=settings
+    )
     return tiny(model=model, **{"batch": Batch(micro=4, global_=16), **sections})
 
 
@@ -98,7 +102,10 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow  # a minute or two, as in use
 def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path) -> None:
     """One worker, in a process of this machine, for two global batches."""
-    base = at(tmp_path, tiny(train=Train(steps=9), batch=Batch(micro=4, global_=16), optimizer=Optimizer(lr=0.25)))
+    base = at(
+        tmp_path,
+        tiny(train=Train(steps=9), batch=Batch(micro=4, global_=16), optimizer=Optimizer(lr=0.25)),
+    )
     (tmp_path / "mine.yaml").write_text(to_yaml(base))
     text = io.StringIO()
     words = ["tune", str(tmp_path / "mine.yaml"), "--batch.global", "8,12"]
@@ -124,7 +131,10 @@ def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path) -> N
     assert "further micro-batch takes" in text.getvalue() and "best.yaml" in text.getvalue()
     assert chosen["trial"] in (folder / "report.html").read_text()
     measured = {sample["micro"]: sample["step_s"] for sample in summary["probes"][0]["samples"]}
-    assert set(measured) == set(summary["fits"][0]["micros"]) == {1, 2, 4, 8, 12} and not (folder / "ray").exists()
+    assert (
+        set(measured) == set(summary["fits"][0]["micros"]) == {1, 2, 4, 8, 12}
+        and not (folder / "ray").exists()
+    )
 
 
 @pytest.mark.cluster
@@ -133,7 +143,9 @@ def test_killed_worker_is_out_of_memory_at_that_size(tmp_path: Path, quick: None
     folder, summary, rows = probe_shapes(at(tmp_path, limited(killed=True)), None, reporter)
     statuses = {row["micro"]: row["status"] for row in rows}
     assert statuses[8] == statuses[16] == "out_of_memory" and statuses[1] != "out_of_memory"
-    assert "a micro-batch of 8 rows does not fit: the worker process was ended by SIGKILL" in rows[-1]["error"]
+    assert (
+        "a micro-batch of 8 rows does not fit: the worker process was ended by SIGKILL"
+    ) in rows[-1]["error"]
     best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
     assert best.batch.micro in (1, 2, 4) and summary["status"] == "finished"
     assert any("measuring shapes that need less memory" in text for _, text in reporter.notes)
@@ -143,8 +155,12 @@ def lost(text: str) -> WorkerFailed:
     return WorkerFailed("lost", TrainingError(text))
 
 
-def run_failing(*failures: tuple[int, Exception]) -> tuple[list[tuple[FailedShape, ...]], list[str]]:
-    """Measure in groups that fail at a size; return the failed shapes of each group's task, and the log messages."""
+def run_failing(
+    *failures: tuple[int, Exception],
+) -> tuple[list[tuple[FailedShape, ...]], list[str]]:
+    """Measure in groups that fail at a size; return the failed shapes of each group's task, and the
+    log messages.
+    """
     remaining, failed, reporter = list(failures), list[tuple[FailedShape, ...]](), Silent()
 
     def run(task: ShapeTask, on_message: Any) -> Measurements:
@@ -162,39 +178,59 @@ def run_failing(*failures: tuple[int, Exception]) -> tuple[list[tuple[FailedShap
 def test_lost_worker_is_out_of_memory_only_after_a_second_loss_at_that_shape() -> None:
     failed, (note,) = run_failing((8, lost("its node died")))
     assert failed == [(), ()]
-    assert note == "a micro-batch of 8 rows: its node died; not known to be out of memory, measuring again"
-    failed, notes = run_failing((8, lost("NCCL error")), (4, lost("NCCL error")), (8, lost("NCCL error")))
+    assert note == (
+        "a micro-batch of 8 rows: its node died; not known to be out of memory, measuring again"
+    )
+    failed, notes = run_failing(
+        (8, lost("NCCL error")), (4, lost("NCCL error")), (8, lost("NCCL error"))
+    )
     reason = "NCCL error, twice at this shape, which counts as out of memory"
     assert failed == [(), (), (), ((8, 8, reason),)] and reason in notes[2]
     with pytest.raises(TrainingError, match="node died"):
         run_failing((0, lost("its node died")), (0, lost("its node died")))
 
 
-@pytest.mark.parametrize("error", [lost(describe_exit(-signal.SIGKILL)), OutOfMemoryError("8 rows do not fit")])
+@pytest.mark.parametrize(
+    "error", [lost(describe_exit(-signal.SIGKILL)), OutOfMemoryError("8 rows do not fit")]
+)
 def test_lost_worker_with_a_sign_of_too_little_memory_is_not_repeated(error: Exception) -> None:
     assert run_failing((8, error))[0] == [(), ((8, 8, str(error)),)]
 
 
 def test_worker_killed_by_the_memory_monitor_is_reported_and_not_its_peer() -> None:
-    killed = ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.\nMemory: 9 GB")
+    killed = ray.exceptions.OutOfMemoryError(
+        "Task was killed due to the node running low on memory.\nMemory: 9 GB"
+    )
     failures = {0: RuntimeError("Connection closed by peer"), 1: killed}
     error = shape_group._find_cause(ray.train.WorkerGroupError("failed", failures))
-    assert isinstance(error, WorkerFailed) and isinstance(error.cause, OutOfMemoryError) and error.kind == "lost"
-    assert str(error) == "a worker was lost (Task was killed due to the node running low on memory.)"
+    assert (
+        isinstance(error, WorkerFailed)
+        and isinstance(error.cause, OutOfMemoryError)
+        and error.kind == "lost"
+    )
+    assert str(error) == (
+        "a worker was lost (Task was killed due to the node running low on memory.)"
+    )
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_measurements_of_an_earlier_sweep_are_reused(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shape_probe, "_run_locally", lambda task, report: measure_shapes(task, Group(), report))
+    monkeypatch.setattr(
+        shape_probe, "_run_locally", lambda task, report: measure_shapes(task, Group(), report)
+    )
     monkeypatch.setattr(shape_worker, "_memory_limit_gib", lambda group: 4.0)
     base = at(tmp_path, tiny(batch=Batch(micro=4, global_=16))).with_cluster(cpus_per_worker=1)
     batches = build_space({"batch.global": [8, 16]}, None)
 
     def probe(config: Config, space: Any = None) -> tuple[Path, str, list[Any]]:
         folder, summary, rows = probe_shapes(config, space, Silent(), reuse=True)
-        return Path(str(folder)), summary["probes"][0]["source"], [(row["micro"], row["step_p50_s"]) for row in rows]
+        return (
+            Path(str(folder)),
+            summary["probes"][0]["source"],
+            [(row["micro"], row["step_p50_s"]) for row in rows],
+        )
 
     folder, source, measured = probe(base, batches)
     assert not source
@@ -211,7 +247,9 @@ def test_combination_of_which_no_row_fits_is_a_row(
     states = []
 
     def run(task: ShapeTask, report: Any) -> Measurements:
-        states.append([json.loads(file.read_text())["status"] for file in tmp_path.glob("*/sweep.json")])
+        states.append(
+            [json.loads(file.read_text())["status"] for file in tmp_path.glob("*/sweep.json")]
+        )
         if task.config.train.precision == "bf16":
             raise OutOfMemoryError("a micro-batch of 1 row does not fit")
         return measure_shapes(task, Group(), report)
@@ -221,7 +259,10 @@ def test_combination_of_which_no_row_fits_is_a_row(
     space = build_space({"train.precision": ["bf16", "fp32"]}, None)
     folder, summary, rows = probe_shapes(base, space, Silent())
     assert states == [[], ["running"]] and summary["status"] == "finished"
-    assert (rows[0]["status"], rows[0]["error"]) == ("out_of_memory", "a micro-batch of 1 row does not fit")
+    assert (rows[0]["status"], rows[0]["error"]) == (
+        "out_of_memory",
+        "a micro-batch of 1 row does not fit",
+    )
     assert {row["status"] for row in rows[1:]} == {"predicted", "finished"}
     assert from_yaml((folder / "best.yaml").read_text(), "best.yaml").train.precision == "fp32"
     assert "a micro-batch of 1 row does not fit" in (folder / "report.html").read_text()
@@ -240,18 +281,25 @@ def test_failed_accumulated_step_does_not_refuse_larger_single_steps(
         return measure(stepper, rows, micro)
 
     monkeypatch.setattr(Stepper, "measure", measure_or_fail)
-    monkeypatch.setattr(shape_probe, "_run_locally", lambda task, report: measure_shapes(task, Group(), report))
+    monkeypatch.setattr(
+        shape_probe, "_run_locally", lambda task, report: measure_shapes(task, Group(), report)
+    )
     base = at(tmp_path, tiny(batch=Batch(micro=4, global_=16))).with_cluster(cpus_per_worker=1)
     _, summary, rows = probe_shapes(base, None, Silent())
     assert [row["status"] for row in rows if row["micro"] in (4, 8)] == ["out_of_memory"] * 2
     assert rows[2]["error"] == "a step of 12 rows in micro-batches of 4 does not fit: out of memory"
     assert rows[-1]["micro"] == 16 and rows[-1]["status"] in ("predicted", "finished")
     assert tried.count((4, 12)) == 1 and (8, 24) not in tried
-    assert summary["probes"][0]["failed_shapes"] == [{"micro": 4, "rows": 12, "reason": "out of memory"}]
+    assert summary["probes"][0]["failed_shapes"] == [
+        {"micro": 4, "rows": 12, "reason": "out of memory"}
+    ]
 
 
 def test_model_of_which_no_row_fits_is_an_error(tmp_path: Path, quick: None) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"a micro-batch of 1 row does not fit: CUDA out of memory \(rank 0\)"):
+    with pytest.raises(
+        OutOfMemoryError,
+        match=r"a micro-batch of 1 row does not fit: CUDA out of memory \(rank 0\)",
+    ):
         probe_shapes(at(tmp_path, limited(max_rows=0)), None, Silent())
 
 
@@ -285,8 +333,11 @@ def test_two_ranks_measure_communication_and_agree_on_sizes(forked_workers: None
     found = spawn_workers(partial(_measure, global_rows=16), tiny(workers=2))
     assert list(found["sync_s"]) == ["2"] and found["sync_s"]["2"] >= 0
     assert {"status": "communication", "trying": [8, 8]} in found["messages"]
-    assert {sample[0] for sample in found["samples"]} == {1, 2, 4, 8, 16}  # 16 rows of one worker of an elastic run
-    assert len(found["pairs"]["16"]) >= 4 and all(int(micro) <= 8 for micro in found["peak_gib"]["16"])
+    # 16 rows of one worker of an elastic run
+    assert {sample[0] for sample in found["samples"]} == {1, 2, 4, 8, 16}
+    assert len(found["pairs"]["16"]) >= 4 and all(
+        int(micro) <= 8 for micro in found["peak_gib"]["16"]
+    )
 
 
 def _memory_limits(base: Config, group: Group, folder: Path) -> list[float]:
@@ -307,7 +358,10 @@ def test_settings_of_the_batch_are_refused_and_others_are_probed_in_turn() -> No
     with pytest.raises(UsageError, match="--goal throughput takes no ranges; list the values"):
         plan_probes(base, build_space({"optimizer.eps": "uniform(1e-8,1e-6)"}, 3))
     probes = plan_probes(base, parse_space(["batch.global=64,256", "train.precision=fp32,bf16"]))
-    assert [probe.settings for probe in probes] == [{"train.precision": "fp32"}, {"train.precision": "bf16"}]
+    assert [probe.settings for probe in probes] == [
+        {"train.precision": "fp32"},
+        {"train.precision": "bf16"},
+    ]
     assert [probe.task.global_rows for probe in probes] == [(64, 256)] * 2
     assert plan_probes(base, None)[0].task.global_rows == (128,)
 
@@ -315,7 +369,8 @@ def test_settings_of_the_batch_are_refused_and_others_are_probed_in_turn() -> No
 def test_fewer_workers_are_predicted_only_if_their_steps_are_equal() -> None:
     elastic = tiny().with_cluster(workers="2-8", cpus_per_worker="auto")
     assert candidate_workers(elastic, 6, "gpu") == (2, 4, 6, 8)
-    assert candidate_workers(elastic, 6, "cpu") == (6, 8)  # threads of a worker depend on the number of workers
+    # threads of a worker depend on the number of workers
+    assert candidate_workers(elastic, 6, "cpu") == (6, 8)
     sharded = elastic.replace(train=elastic.train.replace(parallel="fsdp"))
     assert candidate_workers(sharded, 8, "gpu") == (8,)
 
@@ -324,46 +379,70 @@ def test_best_recipe_keeps_an_elastic_range_and_the_number_of_samples() -> None:
     base = recipes.load("sample").with_cluster(workers="1-4")
     best = {"settings": {"train.precision": "bf16"}, "global": 256, "micro": 32, "workers": 4}
     recipe = best_recipe(base, best)
-    assert (recipe.cluster.workers, recipe.train.precision, recipe.train.steps) == ("1-4", "bf16", 150)  # of 300 x 128
+    # of 300 x 128
+    assert (recipe.cluster.workers, recipe.train.precision, recipe.train.steps) == (
+        "1-4",
+        "bf16",
+        150,
+    )
     assert best_recipe(base, best | {"global": 512}).train.steps == 75
     assert best_recipe(base, best | {"global": 100}).train.steps == 384
     epochs = base.replace(train=base.train.replace(steps=None, epochs=2))
     assert best_recipe(epochs, best).train == epochs.train.replace(precision="bf16")
-    assert str(resolve_batch_shape(recipe.batch, 4)) == "micro 32 x accumulation 2 x workers 4 = 256 rows per step"
+    assert str(resolve_batch_shape(recipe.batch, 4)) == (
+        "micro 32 x accumulation 2 x workers 4 = 256 rows per step"
+    )
     assert best_recipe(base, best | {"workers": 2}).cluster.workers == 2
 
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(128, None), (512, " train.steps is 75 instead of 300 for as many samples; the warm-up is scaled too.")],
+    [
+        (128, None),
+        (512, " train.steps is 75 instead of 300 for as many samples; the warm-up is scaled too."),
+    ],
 )
 def test_changed_number_of_steps_is_in_the_recommendation(size: int, text: str | None) -> None:
     base = recipes.load("sample")
     probe = plan_probes(base, parse_space([f"batch.global={size}"]))[0]
     world = base.cluster.max_workers
-    found = Measurements(world, 4.0, samples=[Sample(32, 1, 0.1, 0.01, 1.0)], pairs={size: [{32: 0.1}]})
+    found = Measurements(
+        world, 4.0, samples=[Sample(32, 1, 0.1, 0.01, 1.0)], pairs={size: [{32: 0.1}]}
+    )
     found.peak_gib = {size: {32: 1.0}}
     rows = with_measured(predict_rows(probe.task, found, fit(found)), found)
     recommendation = shape_probe._recommend(base, rows, [(probe, found)])
     assert recommendation is not None
-    assert recommendation["why"].endswith(text) if text else "train.steps" not in recommendation["why"]
+    assert (
+        recommendation["why"].endswith(text) if text else "train.steps" not in recommendation["why"]
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["--batch.global", "8,16", "--goal", "loss"], (["--goal", "loss"], ["batch.global=8,16"])),
-        (["--train.seed", "1", "--batch.global=8,16"], (["--train.seed", "1"], ["batch.global=8,16"])),
+        (
+            ["--train.seed", "1", "--batch.global=8,16"],
+            (["--train.seed", "1"], ["batch.global=8,16"]),
+        ),
         (["--batch.global", "8"], (["--batch.global", "8"], [])),
     ],
 )
-def test_global_batch_can_be_a_list(words: list[str], expected: tuple[list[str], list[str]]) -> None:
+def test_global_batch_can_be_a_list(
+    words: list[str], expected: tuple[list[str], list[str]]
+) -> None:
     assert split_global_list(words) == expected
 
 
 @pytest.mark.cluster
-def test_ray_workers_measure_and_are_replaced_after_out_of_memory(local_ray: None, tmp_path: Path) -> None:
-    base = at(tmp_path, limited(killed=True, cluster=Cluster(workers=2, accelerator="cpu", cpus_per_worker=1)))
+def test_ray_workers_measure_and_are_replaced_after_out_of_memory(
+    local_ray: None, tmp_path: Path
+) -> None:
+    base = at(
+        tmp_path,
+        limited(killed=True, cluster=Cluster(workers=2, accelerator="cpu", cpus_per_worker=1)),
+    )
     folder, summary, rows = probe_shapes(base, None, Silent())
     statuses = {row["micro"]: row["status"] for row in rows}
     assert statuses[8] == "out_of_memory" and "finished" in statuses.values()
@@ -378,9 +457,12 @@ def test_prediction_is_within_15_percent_of_measured_steps_of_the_sample(
 ) -> None:
     """4 micro-batches x 3 accumulations on all cores; needs an idle machine. Prints the table.
 
-    The shapes are measured between the visits of the probe, so that both have the same speed of a shared machine.
+    The shapes are measured between the visits of the probe, so that both have the same speed of a
+    shared machine.
     """
-    shapes = [BatchShape(micro * many, micro, many, 1) for micro in (8, 16, 32, 64) for many in (1, 2, 4)]
+    shapes = [
+        BatchShape(micro * many, micro, many, 1) for micro in (8, 16, 32, 64) for many in (1, 2, 4)
+    ]
     times_s: dict[BatchShape, list[float]] = {shape: [] for shape in shapes}
     turns, measure = itertools.cycle(shapes), Stepper.measure
 
@@ -404,5 +486,8 @@ def test_prediction_is_within_15_percent_of_measured_steps_of_the_sample(
             noise = max(seconds) / min(seconds) - 1
             ms = f"{1000 * typical_s[shape]:.1f} ms"
             ms += f", predicted {1000 * model.step_s(shape):.1f} ms ({errors[shape]:+.1%})"
-            print(f"{shape.micro:3} x {shape.accumulation}: {ms}, {len(seconds)} visits differ by {noise:.1%}")
+            print(
+                f"{shape.micro:3} x {shape.accumulation}: {ms}, {len(seconds)} visits differ by "
+                f"{noise:.1%}"
+            )
     assert max(map(abs, errors.values())) < 0.15

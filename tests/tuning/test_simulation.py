@@ -33,9 +33,10 @@ BASE = BASE.replace(batch=BASE.batch.replace(global_=512, micro=64))
 class Surface:
     """Held-out loss by learning rate, global batch and samples.
 
-    A power law of the samples, of which batches above the critical size waste a part (McCandlish et al. 2018). The best
-    rate grows with the square root of the batch and falls with the samples, so that early ranks mislead. Rates far
-    above it diverge. The recipe's own rate is up to five times off.
+    A power law of the samples, of which batches above the critical size waste a part (McCandlish et
+    al. 2018). The best rate grows with the square root of the batch and falls with the samples, so
+    that early ranks mislead. Rates far above it diverge. The recipe's own rate is up to five times
+    off.
     """
 
     rng: np.random.Generator
@@ -62,14 +63,25 @@ class Surface:
 
     def best(self):
         rates = np.geomspace(1e-4, 1e-2, NUM_RATES)
-        return min(self.loss({"optimizer.lr": rate, "batch.global": rows}, FULL) for rate in rates for rows in SIZES)
+        return min(
+            self.loss({"optimizer.lr": rate, "batch.global": rows}, FULL)
+            for rate in rates
+            for rows in SIZES
+        )
 
 
 class Machine:
-    """A shared machine that trains `concurrency` trials at a time with varying speed, and counts samples."""
+    """A shared machine that trains `concurrency` trials at a time with varying speed, and counts
+    samples.
+    """
 
     def __init__(self, surface, suggest, complete, rungs, concurrency):
-        self.surface, self.rungs, self.concurrency, self.rng = surface, rungs, concurrency, surface.rng
+        self.surface, self.rungs, self.concurrency, self.rng = (
+            surface,
+            rungs,
+            concurrency,
+            surface.rng,
+        )
         self.suggest, self.complete = suggest, complete
         self.points, self.biases, self.rows, self.samples = {}, {}, {}, 0
 
@@ -122,24 +134,32 @@ def optuna_suggestions(space, seed, points=()):
     """Optuna's TPE as a user of Ray Tune would write it."""
     from ray.tune.search.optuna import OptunaSearch
 
-    searcher = OptunaSearch(metric="value", mode="min", points_to_evaluate=list(points) or None, seed=seed)
+    searcher = OptunaSearch(
+        metric="value", mode="min", points_to_evaluate=list(points) or None, seed=seed
+    )
     searcher.set_search_properties("value", "min", tune_space(BASE, space))
     return searcher.suggest, lambda name, result: searcher.on_trial_complete(name, result)
 
 
 def search_once(kind, seed, concurrency=4):
-    """Return (loss of the winner relative to the best of the grid, samples relative to the grid)."""
+    """Return (loss of the winner relative to the best of the grid, samples relative to the
+    grid).
+    """
     surface = Surface(np.random.default_rng(seed))
     axes = {"optimizer.lr": Range(1e-4, 1e-2, log=True), "batch.global": SIZES}
     space = Space(axes, DEFAULT_SAMPLES)
     rungs = rungs_of(FULL, shortest=1)
     points = starting_points(BASE, space) if kind == "default" else ()
-    suggest, complete = (optuna_suggestions if "Optuna" in kind else random_suggestions)(space, seed, points)
+    suggest, complete = (optuna_suggestions if "Optuna" in kind else random_suggestions)(
+        space, seed, points
+    )
     machine = Machine(surface, suggest, complete, rungs, concurrency)
     names = [f"t{number:03}" for number in range(DEFAULT_SAMPLES)]
     if kind == "default":
         for rung in range(len(rungs)):
-            machine.train(promoted(list(machine.rows.values()), rung - 1, False) if rung else names, rung)
+            machine.train(
+                promoted(list(machine.rows.values()), rung - 1, False) if rung else names, rung
+            )
     elif kind == "random":  # as many full trials as the default search costs
         machine.train(names[:5], len(rungs) - 1)
     else:
@@ -150,7 +170,9 @@ def search_once(kind, seed, concurrency=4):
 
 
 def summarize(kind, seeds=100, concurrency=4):
-    """Return seeds within the tolerance at most at the budget, seeds within the tolerance, mean and largest cost."""
+    """Return seeds within the tolerance at most at the budget, seeds within the tolerance, mean and
+    largest cost.
+    """
     results = [search_once(kind, seed, concurrency) for seed in range(seeds)]
     near = [(loss, cost) for loss, cost in results if loss <= 1 + TOLERANCE]
     costs = [cost for _, cost in results]
@@ -174,7 +196,10 @@ def test_default_search_is_better_than_optuna_with_asha():
 
 
 if __name__ == "__main__":
-    print("concurrency, search: within 5 % at 1/10 of the grid, within 5 %, mean and largest cost relative to the grid")
+    print(
+        "concurrency, search: within 5 % at 1/10 of the grid, within 5 %, mean and largest cost "
+        "relative to the grid"
+    )
     for concurrency in (1, 4):
         for kind in ("default", "ASHA", "Optuna TPE + ASHA", "random"):
             with suppress(AssertionError):  # Optuna is not installed

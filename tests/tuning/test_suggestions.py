@@ -15,7 +15,9 @@ SAMPLE = recipes.load("sample")
 
 
 def test_sampled_settings_have_the_types_of_the_config():
-    sampled = tune_space(SAMPLE, parse_space(["batch.global=uniform(8,16)", "optimizer.lr=loguniform(1e-4,1e-2)"]))
+    sampled = tune_space(
+        SAMPLE, parse_space(["batch.global=uniform(8,16)", "optimizer.lr=loguniform(1e-4,1e-2)"])
+    )
     assert all(isinstance(sampled["batch.global"].sample(), int) for _ in range(5))
     assert 1e-4 <= sampled["optimizer.lr"].sample() <= 1e-2
 
@@ -40,10 +42,13 @@ def test_no_settings_are_suggested_twice():
     assert list(distinct_settings(SAMPLE, grid, [], 0)) == grid.corners()
     lists = parse_space(["batch.micro=8,16", "train.precision=fp32,bf16"], 100)
     drawn = list(distinct_settings(SAMPLE, lists, [grid.corners()[2]], 0))
-    assert drawn[0] == grid.corners()[2] and sorted(map(str, drawn)) == sorted(map(str, grid.corners()))
+    assert drawn[0] == grid.corners()[2] and sorted(map(str, drawn)) == sorted(
+        map(str, grid.corners())
+    )
     space = parse_space(["optimizer.lr=loguniform(1e-5,1e-1)", "batch.global=uniform(32,34)"], 8)
     several = list(islice(distinct_settings(SAMPLE, space, [], 0), 8))
-    assert several[:4] == list(islice(distinct_settings(SAMPLE, space, [], 0), 4))  # more samples keep the first ones
+    # more samples keep the first ones
+    assert several[:4] == list(islice(distinct_settings(SAMPLE, space, [], 0), 4))
     assert json.loads(json.dumps(several)) == several
     assert all(each["optimizer.lr"] == float(f"{each['optimizer.lr']:.4g}") for each in several)
 
@@ -58,9 +63,13 @@ def test_optuna_suggests_no_settings_twice_also_after_a_restart(given):
         searcher.set_search_properties("value", "min", tune_space(SAMPLE, space))
         pickle.dumps(searcher)  # as Ray Tune does when it starts
         suggested = []
-        while len(suggested) < count and (settings := searcher.suggest(name := next(names))) != searcher.FINISHED:
+        while (
+            len(suggested) < count
+            and (settings := searcher.suggest(name := next(names))) != searcher.FINISHED
+        ):
             suggested.append({key: round_sampled(value) for key, value in settings.items()})
-            searcher.on_trial_complete(name, {"value": 1.0})  # equal values: TPE has no reason to move
+            # equal values: TPE has no reason to move
+            searcher.on_trial_complete(name, {"value": 1.0})
         assert suggested[: len(seen)] == seen
         seen = suggested
     assert len({str(each) for each in seen}) == len(seen) == (3 if "global" in given else 12)

@@ -49,7 +49,10 @@ def test_unnamed_sweep_resumes_until_finished(tmp_path):
     assert first.path == tmp_path / "sample-tune"
     assert resolve_sweep_dir(base(tmp_path), IDENTITY, Silent()).path == first.path
     for other in ({"rungs": [64]}, {"goal": "recall"}):  # whose values are of another kind
-        assert resolve_sweep_dir(base(tmp_path), IDENTITY | other, Silent()).path.name == "sample-tune-2"
+        assert (
+            resolve_sweep_dir(base(tmp_path), IDENTITY | other, Silent()).path.name
+            == "sample-tune-2"
+        )
     started(base(tmp_path), "finished")
     reporter = Silent()
     resolve_sweep_dir(base(tmp_path), IDENTITY, reporter)
@@ -143,7 +146,11 @@ def test_same_command_keeps_names_rungs_and_time_of_trials(begin):
     first.end("t001")
     # Killed while t002 runs. The second command gets its trials in another order.
     second = begin()
-    assert [second.add({"optimizer.lr": lr}) for lr in (1e-2, 1e-3, 1e-3)] == ["t002", "t001", "t003"]
+    assert [second.add({"optimizer.lr": lr}) for lr in (1e-2, 1e-3, 1e-3)] == [
+        "t002",
+        "t001",
+        "t003",
+    ]
     for name in ("t002", "t001"):
         start(second, name)
         second.reach(name, {"samples": 100, "value": 2.0})  # reported again without training
@@ -174,10 +181,18 @@ def test_budget_is_a_time_or_gpu_hours(text, budget, spent):
 
 @pytest.mark.parametrize(
     ("count", "maximize", "names"),
-    [(8, False, ["t1", "t2"]), (12, False, ["t1", "t2", "t3"]), (12, True, ["t12", "t11", "t10"]), (1, False, ["t1"])],
+    [
+        (8, False, ["t1", "t2"]),
+        (12, False, ["t1", "t2", "t3"]),
+        (12, True, ["t12", "t11", "t10"]),
+        (1, False, ["t1"]),
+    ],
 )
 def test_best_quarter_of_the_trials_that_reached_a_rung_continues(count, maximize, names):
-    rows = [{"trial": f"t{n}", "rungs": [{"samples": 100, "value": float(n)}]} for n in range(1, count + 1)]
+    rows = [
+        {"trial": f"t{n}", "rungs": [{"samples": 100, "value": float(n)}]}
+        for n in range(1, count + 1)
+    ]
     assert promoted([{"trial": "failed", "rungs": []}, *rows], 0, maximize) == names
     assert promoted(rows, 1, maximize) == []
 
@@ -270,18 +285,29 @@ def test_child_has_the_rungs_of_its_parent_and_its_name_in_later_commands(begin)
     state.end(parent, TrialOutcome("paused"))
     child = state.add_child(parent, {"optimizer.lr": 2e-3}, 100)
     row = state.folder.read_rows()[child]
-    assert (child, row["status"], row["parent"]) == ("t002", "paused", {"trial": parent, "samples": 100})
-    assert row["rungs"] == [{"samples": 100, "value": 2.0, "elapsed_s": 0.0}] and not state.has_reached(child, 1)
+    assert (child, row["status"], row["parent"]) == (
+        "t002",
+        "paused",
+        {"trial": parent, "samples": 100},
+    )
+    assert row["rungs"] == [
+        {"samples": 100, "value": 2.0, "elapsed_s": 0.0}
+    ] and not state.has_reached(child, 1)
     again = begin()
     assert [again.add({"optimizer.lr": lr}) for lr in (1e-3, 2e-3)] == ["t001", "t003"]
-    assert [again.add_child(parent, {"optimizer.lr": 2e-3}, samples) for samples in (100, 400)] == ["t002", "t004"]
+    assert [again.add_child(parent, {"optimizer.lr": 2e-3}, samples) for samples in (100, 400)] == [
+        "t002",
+        "t004",
+    ]
 
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """Train by a formula instead of in runs: the loss is 1 / samples, times the distance of the rate from 0.01.
+    """Train by a formula instead of in runs: the loss is 1 / samples, times the distance of the
+    rate from 0.01.
 
-    A rate above 0.03 diverges. Returns the names of the trials of each call and the sweep's functions.
+    A rate above 0.03 diverges. Returns the names of the trials of each call and the sweep's
+    functions.
     """
     calls = []
 
@@ -290,12 +316,19 @@ def simulated(monkeypatch):
         for name in names:
             start(state, name)
             state.clock.now_s += 1
-            rate, samples = state.rows[name]["settings"]["optimizer.lr"], state.plan.rungs[num_rungs - 1]
+            rate, samples = (
+                state.rows[name]["settings"]["optimizer.lr"],
+                state.plan.rungs[num_rungs - 1],
+            )
             if rate > 0.03:
                 state.end(name, TrialOutcome("failed", "evaluate/loss is not finite"))
                 continue
-            state.reach(name, {"samples": samples, "value": (1 + abs(math.log10(rate) + 2)) / samples})
-            state.end(name, TrialOutcome("finished" if num_rungs == len(state.plan.rungs) else "paused"))
+            state.reach(
+                name, {"samples": samples, "value": (1 + abs(math.log10(rate) + 2)) / samples}
+            )
+            state.end(
+                name, TrialOutcome("finished" if num_rungs == len(state.plan.rungs) else "paused")
+            )
             if state.stop_reason is not None:
                 return
 
@@ -320,14 +353,19 @@ def test_population_based_training_replaces_the_worst_and_diverged_trials(begin,
     diverged = [name for name in first if state.rows[name]["status"] == "failed"]
     assert diverged and all(state.rows[name]["rungs"] == [] for name in diverged)
     groups = [names for names in others if isinstance(names, list)]
-    assert [len(names) for names in groups] == [8, 8]  # the population has the same size at each rung
+    # the population has the same size at each rung
+    assert [len(names) for names in groups] == [8, 8]
     copies = [names for names in others if isinstance(names, tuple)]
     assert {child for _, child in copies} == state.rows.keys() - set(first)
     best = select_best(list(state.rows.values()), "loss")
-    assert state.rows[best["best"]]["status"] == "finished" and {row["status"] for row in state.rows.values()} == {
+    assert state.rows[best["best"]]["status"] == "finished" and {
+        row["status"] for row in state.rows.values()
+    } == {
         *("finished", "pruned", "failed"),
     }
-    worst = max(state.rows[name]["rungs"][0]["value"] for name in first if state.rows[name]["rungs"])
+    worst = max(
+        state.rows[name]["rungs"][0]["value"] for name in first if state.rows[name]["rungs"]
+    )
     assert worst not in [state.rows[name]["rungs"][0]["value"] for name in groups[0]]
     state.prune_paused()
     assert state.time_left().estimated_s is not None
@@ -373,7 +411,9 @@ def test_population_that_was_copied_does_not_grow(begin, simulated):
 
 
 @pytest.mark.parametrize("interrupted", ["add_child", "copy_run", "fit"])
-def test_resumed_population_does_not_train_replaced_trials_again(begin, simulated, monkeypatch, interrupted):
+def test_resumed_population_does_not_train_replaced_trials_again(
+    begin, simulated, monkeypatch, interrupted
+):
     sweep = Sweep(SAMPLE, SAMPLE, POPULATION, "loss", scheduler="pbt")
     whole = begin()
     search.run_trials(whole, sweep, alone)
@@ -417,7 +457,10 @@ def test_trial_that_only_an_earlier_command_suggested_is_promoted(begin, simulat
     state = begin()
     search.run_trials(state, Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": (1e-3,)}), "loss"), alone)
     assert simulated == [["t002", "t001"], ["t002", "t001"]]
-    assert state.rows["t002"]["settings"] == {"optimizer.lr": 1e-2} and state.rows["t002"]["status"] == "finished"
+    assert (
+        state.rows["t002"]["settings"] == {"optimizer.lr": 1e-2}
+        and state.rows["t002"]["status"] == "finished"
+    )
 
 
 def test_halving_continues_where_the_earlier_command_stopped(begin, simulated):
@@ -425,7 +468,9 @@ def test_halving_continues_where_the_earlier_command_stopped(begin, simulated):
     for stop_after in (2, 99):
         state = begin()
         state.reporter.progress = lambda row, rungs, state=state, after=stop_after: (
-            state.request_stop("stopped", "stopping") if row["trial"] == f"t{after:03}" and row["rungs"] else None
+            state.request_stop("stopped", "stopping")
+            if row["trial"] == f"t{after:03}" and row["rungs"]
+            else None
         )
         search.run_trials(state, sweep, alone)
     assert simulated == [
@@ -433,7 +478,13 @@ def test_halving_continues_where_the_earlier_command_stopped(begin, simulated):
         ["t003", "t004", "t005"],
         *(["t002", "t003"], ["t002", "t003"]),
     ]
-    assert [row["status"] for row in state.rows.values()] == ["pruned", "finished", "finished", "pruned", "failed"]
+    assert [row["status"] for row in state.rows.values()] == [
+        "pruned",
+        "finished",
+        "finished",
+        "pruned",
+        "failed",
+    ]
 
 
 def test_sweep_can_be_on_an_object_store(s3):
@@ -444,7 +495,9 @@ def test_sweep_can_be_on_an_object_store(s3):
     state.request_stop("stopped", "stopping")
     assert (sweep.path / STOP_FILE).exists() and state.plan.folder == sweep.path
     state.end(name, TrialOutcome("paused"))
-    assert resolve_sweep_dir(base(f"{s3.address}/runs"), IDENTITY, Silent()).read_rows() == state.rows
+    assert (
+        resolve_sweep_dir(base(f"{s3.address}/runs"), IDENTITY, Silent()).read_rows() == state.rows
+    )
     config = state.plan.config(state.trials[name], 100)
     assert config.run.storage.startswith(f"{s3.address.partition('?')[0]}/runs/sample-tune/trials")
 
@@ -458,10 +511,15 @@ def test_failure_of_ray_tune_is_recorded_and_raised(tmp_path, monkeypatch):
     sweep, folder = Sweep(config, config, Space({"optimizer.lr": (1, 2)}), "loss"), started(config)
     with pytest.raises(TrainingError, match="Ray Tune failed"):
         search._search(sweep, plan_for(folder.path), alone, IDENTITY, folder, Reporter())
-    assert folder.read_json("sweep.json")["status"] == "failed" and (folder.path / "report.html").exists()
+    assert (
+        folder.read_json("sweep.json")["status"] == "failed"
+        and (folder.path / "report.html").exists()
+    )
 
 
-@pytest.mark.parametrize(("trial", "run", "sweep"), [("finished", "stopped", "stopped"), ("failed", None, "finished")])
+@pytest.mark.parametrize(
+    ("trial", "run", "sweep"), [("finished", "stopped", "stopped"), ("failed", None, "finished")]
+)
 def test_only_a_finished_trial_is_cooled_down_and_a_stop_leaves_the_sweep_unfinished(
     tmp_path, monkeypatch, trial, run, sweep
 ):
@@ -474,17 +532,27 @@ def test_only_a_finished_trial_is_cooled_down_and_a_stop_leaves_the_sweep_unfini
         state.end(name, outcome)
 
     def train(config, reporter, should_stop, local):
-        cooled.append((config.run.name, json.loads((folder.path / "sweep.json").read_text())["recommendation"]["best"]))
+        cooled.append(
+            (
+                config.run.name,
+                json.loads((folder.path / "sweep.json").read_text())["recommendation"]["best"],
+            )
+        )
         return SimpleNamespace(result={"status": run})
 
     monkeypatch.setattr(search, "run_trials", run_trials)
     monkeypatch.setattr(search, "train", train)
     config = base(tmp_path)
-    request, folder = Sweep(config, config, Space({"optimizer.lr": (1e-3,)}), "loss"), started(config)
+    request, folder = (
+        Sweep(config, config, Space({"optimizer.lr": (1e-3,)}), "loss"),
+        started(config),
+    )
     _, summary, rows = search._search(
         request, plan_for(folder.path, rungs=(12800, 51200)), alone, IDENTITY, folder, Reporter()
     )
-    assert summary["status"] == sweep and cooled == ([("t001", "t001")] if trial == "finished" else [])
+    assert summary["status"] == sweep and cooled == (
+        [("t001", "t001")] if trial == "finished" else []
+    )
     assert (rows[0]["status"], rows[0]["error"]) == outcome
 
 
@@ -523,7 +591,9 @@ def test_named_sweep_with_other_settings_is_refused_with_differences(tmp_path):
 def test_new_settings_storage_and_cache_are_not_differences(tmp_path):
     config = base(tmp_path, name="mine")
     recipe = started(config).path / "recipe.yaml"
-    recipe.write_text("".join(line for line in recipe.read_text().splitlines(True) if "clip_norm" not in line))
+    recipe.write_text(
+        "".join(line for line in recipe.read_text().splitlines(True) if "clip_norm" not in line)
+    )
     free = {"local_cache": "/cache", "local_cache_gb": 3.0, "cache": "elsewhere"}
     other = config.with_cluster(address="head:6379").replace(data=config.data.replace(**free))
     assert resolve_sweep_dir(other, IDENTITY, Silent()).path == tmp_path / "mine"

@@ -42,7 +42,8 @@ from tests.training import runs
 
 SAMPLE = recipes.load("sample").with_cluster(workers=2)  # micro and global 128, 300 steps
 FOLDER = Path("/sweeps/one")
-CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())  # 8 x 16 CPUs, 4 x 1 GPU
+# 8 x 16 CPUs, 4 x 1 GPU
+CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())
 POOLS = parse_launcher_config(CLUSTER_YAML)
 HEAD = Node({HEAD_RESOURCE: 1.0}, {ROLE_LABEL: "head"})
 ON_ROLES = Demand(1, {"CPU": 1.0, "GPU": 1.0}, 2, {ROLE_LABEL: "train"}, {ROLE_LABEL: "data"})
@@ -60,7 +61,13 @@ def plan_of(*given, goal="loss", base=SAMPLE, num_rows=3000, settings=None):
     corners = corner_trials(base, space)
     length = clear_length_and_derived_batch(base, []) if settings is None else settings
     return build_plan(
-        length, base, space, goal, FeasibleSpace(corners, num_rows=num_rows), folder=FOLDER, recipe_rows=128
+        length,
+        base,
+        space,
+        goal,
+        FeasibleSpace(corners, num_rows=num_rows),
+        folder=FOLDER,
+        recipe_rows=128,
     )
 
 
@@ -68,7 +75,10 @@ def plan_of(*given, goal="loss", base=SAMPLE, num_rows=3000, settings=None):
     ("given", "shapes"),
     [  # (micro, accumulation, global)
         (["batch.micro=16,32,64"], [(16, 4, 128), (32, 2, 128), (64, 1, 128)]),
-        (["batch.micro=8,16", "batch.accumulation=1,2"], [(8, 1, 16), (8, 2, 32), (16, 1, 32), (16, 2, 64)]),
+        (
+            ["batch.micro=8,16", "batch.accumulation=1,2"],
+            [(8, 1, 16), (8, 2, 32), (16, 1, 32), (16, 2, 64)],
+        ),
     ],
 )
 def test_searched_accumulation_sets_the_global_batch_and_otherwise_follows_it(given, shapes):
@@ -80,15 +90,22 @@ def test_searched_accumulation_sets_the_global_batch_and_otherwise_follows_it(gi
 def test_impossible_batch_arithmetic_makes_only_its_trial_infeasible():
     one, other = trials("batch.micro=32,128")
     assert one.shape is not None and one.infeasible is None
-    assert other.shape is None and "64 rows per worker (batch.global 128 on 2 workers)" in other.infeasible
-    contradicting = trials("batch.accumulation=1,2", base=SAMPLE.replace(batch=SAMPLE.batch.replace(micro=32)))
+    assert (
+        other.shape is None
+        and ("64 rows per worker (batch.global 128 on 2 workers)") in other.infeasible
+    )
+    contradicting = trials(
+        "batch.accumulation=1,2", base=SAMPLE.replace(batch=SAMPLE.batch.replace(micro=32))
+    )
     assert [t.infeasible is None for t in contradicting] == [False, True]
     with pytest.raises(UsageError, match="no combination is feasible"):
         trials("batch.micro=128,256")
 
 
 def test_micro_batch_follows_a_searched_global_batch():
-    small, large = trials("batch.global=32,256", base=SAMPLE.replace(batch=SAMPLE.batch.replace(micro=64)))
+    small, large = trials(
+        "batch.global=32,256", base=SAMPLE.replace(batch=SAMPLE.batch.replace(micro=64))
+    )
     assert (small.shape.micro, small.shape.accumulation) == (16, 1)
     assert (large.shape.micro, large.shape.accumulation) == (64, 2)
 
@@ -106,12 +123,17 @@ def test_value_invalid_in_all_trials_is_a_usage_error(given, message):
         trials(given, "optimizer.lr=1e-4,3e-4")
 
 
-def test_global_batch_above_the_rows_of_the_set_makes_only_its_trial_infeasible(tmp_path, monkeypatch):
+def test_global_batch_above_the_rows_of_the_set_makes_only_its_trial_infeasible(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("mmray.tuning.search.check_capacity", lambda config: None)
     base = runs.config(runs.make_data(tmp_path / "set"), tmp_path, "sweep")  # 50 rows
     both = trials("batch.global=32,64", base=base)
     feasible = check_corners(both, "loss", runs.Silent())
-    assert ([trial.settings for trial in feasible.corners], feasible.num_rows) == ([{"batch.global": 32}], 50)
+    assert ([trial.settings for trial in feasible.corners], feasible.num_rows) == (
+        [{"batch.global": 32}],
+        50,
+    )
     assert feasible.held_out_rows == len(runs.HELD_OUT)
     assert [each["train"] for each in feasible.data_sets.values()] == [str(tmp_path / "set")]
     with pytest.raises(UsageError, match="64 rows per step are more than the 50 rows"):
@@ -121,16 +143,27 @@ def test_global_batch_above_the_rows_of_the_set_makes_only_its_trial_infeasible(
 def test_all_trials_train_on_the_same_number_of_samples():
     base = clear_length_and_derived_batch(SAMPLE, ["batch.micro", "batch.accumulation"])
     axes = ("batch.micro=16,64", "batch.accumulation=1,2")  # global 32, 64, 128, 256
-    lengths = [({}, DEFAULT_STEPS * 256), ({"steps": 6}, 6 * 256), ({"samples": 1000}, 1000), ({"epochs": 2}, 6000)]
+    lengths = [
+        ({}, DEFAULT_STEPS * 256),
+        ({"steps": 6}, 6 * 256),
+        ({"samples": 1000}, 1000),
+        ({"epochs": 2}, 6000),
+    ]
     for length, samples in lengths:
         settings = base.replace(train=base.train.replace(**length))
         assert plan_of(*axes, goal="memory", base=base, settings=settings).rungs == (samples,)
-    plan = plan_of(*axes, goal="memory", base=base, settings=base.replace(train=base.train.replace(steps=6)))
+    plan = plan_of(
+        *axes, goal="memory", base=base, settings=base.replace(train=base.train.replace(steps=6))
+    )
     result = [
-        plan.config(replace(trial, name=f"t{number}"), 6 * 256) for number, trial in enumerate(trials(*axes, base=base))
+        plan.config(replace(trial, name=f"t{number}"), 6 * 256)
+        for number, trial in enumerate(trials(*axes, base=base))
     ]
-    assert {run.train.samples for run in result} == {6 * 256} and {run.train.steps for run in result} == {None}
-    assert [run.train.log_every for run in result] == [4, 2, 1, 1]  # 48, 24, 12, 6 steps: about ten log lines each
+    assert {run.train.samples for run in result} == {6 * 256} and {
+        run.train.steps for run in result
+    } == {None}
+    # 48, 24, 12, 6 steps: about ten log lines each
+    assert [run.train.log_every for run in result] == [4, 2, 1, 1]
     assert (result[0].run.storage, result[0].run.name) == ("/sweeps/one/trials", "t0")
     assert result[0].evaluate.limit == EVAL_ROWS
     assert result[0].optimizer == base.optimizer
@@ -139,12 +172,16 @@ def test_all_trials_train_on_the_same_number_of_samples():
 def test_learning_trials_have_rungs_and_warmup_in_samples_and_a_constant_rate():
     """The recipe: 350 steps of 128 rows, 30 of them warm-up. A rung has at least two warm-ups."""
     plan = plan_of("batch.global=64,128,512")
-    assert plan.rungs == (300 * 128 // 4, 300 * 128) and plan.rungs[0] >= 2 * 30 * 128 > plan.rungs[0] // 4
+    assert (
+        plan.rungs == (300 * 128 // 4, 300 * 128)
+        and plan.rungs[0] >= 2 * 30 * 128 > plan.rungs[0] // 4
+    )
     for rows, steps in ((64, 60), (128, 30), (512, 8)):
         trial = plan.trial("t001", {"batch.global": rows})
         config = plan.config(trial, plan.rungs[0])
         assert (config.optimizer.warmup_steps, config.optimizer.schedule) == (steps, "constant")
-        assert config.evaluate.loss_batch == 128  # so that losses of different global batches are comparable
+        # so that losses of different global batches are comparable
+        assert config.evaluate.loss_batch == 128
         assert config.train.samples == plan.rungs[0]
         assert config.evaluate.every == max(1, math.ceil(plan.rungs[0] / rows) // 4)
         assert config.evaluate.limit == SAMPLE.evaluate.limit
@@ -155,13 +192,17 @@ def test_learning_trials_have_rungs_and_warmup_in_samples_and_a_constant_rate():
 
 
 @pytest.mark.parametrize(
-    ("held_out", "limit", "every"), [(100, None, 18), (400, None, 22), (2000, None, 75), (2000, 500, 28)]
+    ("held_out", "limit", "every"),
+    [(100, None, 18), (400, None, 22), (2000, None, 75), (2000, 500, 28)],
 )
 def test_evaluations_cost_at_most_a_twentieth_of_training(held_out, limit, every):
     """At least one and at most four of them to the first rung, which has 75 steps."""
     base = SAMPLE.replace(evaluate=SAMPLE.evaluate.replace(limit=limit))
     plan = replace(plan_of("batch.global=128", base=base), held_out_rows=held_out)
-    assert plan.config(plan.trial("t001", {"batch.global": 128}), plan.rungs[0]).evaluate.every == every
+    assert (
+        plan.config(plan.trial("t001", {"batch.global": 128}), plan.rungs[0]).evaluate.every
+        == every
+    )
 
 
 def test_rate_decays_only_after_the_last_rung():
@@ -180,14 +221,22 @@ def test_rate_decays_only_after_the_last_rung():
 
 @pytest.mark.parametrize(
     ("samples", "shortest", "rungs"),
-    [(1600, 100, (100, 400, 1600)), (1600, 101, (400, 1600)), (1600, 1, (100, 400, 1600)), (1600, 401, (1600,))],
+    [
+        (1600, 100, (100, 400, 1600)),
+        (1600, 101, (400, 1600)),
+        (1600, 1, (100, 400, 1600)),
+        (1600, 401, (1600,)),
+    ],
 )
 def test_each_rung_has_four_times_the_samples(samples, shortest, rungs):
     assert rungs_of(samples, shortest) == rungs
 
 
 def test_rate_does_not_decay_in_the_warmup():
-    trials_of = {warmup: plan_of(f"optimizer.warmup_steps={warmup}") for warmup in (20, 299, 300, 2000)}  # 300 steps
+    # 300 steps
+    trials_of = {
+        warmup: plan_of(f"optimizer.warmup_steps={warmup}") for warmup in (20, 299, 300, 2000)
+    }
     can = {
         warmup: plan.can_cool_down(plan.trial("t1", {"optimizer.warmup_steps": warmup}))
         for warmup, plan in trials_of.items()
@@ -200,16 +249,24 @@ def test_rate_does_not_decay_in_the_warmup():
 def test_lost_node_restarts_a_trial_once():
     plan = plan_of("batch.global=64")
     trial = plan.trial("t1", {"batch.global": 64})
-    assert [replace(plan, local=local).config(trial, 64).cluster.max_failures for local in (True, False)] == [0, 1]
+    assert [
+        replace(plan, local=local).config(trial, 64).cluster.max_failures for local in (True, False)
+    ] == [0, 1]
 
 
 def test_trials_without_a_rung_after_the_warmup_are_reported():
     assert warmup_warning(plan_of("batch.global=64,128")) is None
     long = clear_length_and_derived_batch(SAMPLE, [])
-    short = plan_of("batch.global=64,128", settings=long.replace(train=long.train.replace(samples=3000)))
+    short = plan_of(
+        "batch.global=64,128", settings=long.replace(train=long.train.replace(samples=3000))
+    )
     assert "trials end during warm-up (3,000 of 3,840 samples)" in warmup_warning(short)
-    single = plan_of("batch.global=64,128", settings=long.replace(train=long.train.replace(samples=20_000)))
-    assert single.rungs == (20_000,) and "20,000 samples are too few for two rungs" in warmup_warning(single)
+    single = plan_of(
+        "batch.global=64,128", settings=long.replace(train=long.train.replace(samples=20_000))
+    )
+    assert single.rungs == (20_000,) and (
+        "20,000 samples are too few for two rungs"
+    ) in warmup_warning(single)
 
 
 def test_starting_points_scale_the_rate_with_the_global_batch():
@@ -218,7 +275,8 @@ def test_starting_points_scale_the_rate_with_the_global_batch():
     assert points[0] == {"optimizer.lr": 2e-3, "batch.global": 128}
     rates = {(point["batch.global"], point["optimizer.lr"]) for point in points[1:]}
     assert rates == {(512, 4e-3), (32, 1e-3), (512, 8e-3), (32, 5e-4)}
-    assert starting_points(SAMPLE, parse_space(["batch.global=32,128"])) == []  # a grid has them all
+    # a grid has them all
+    assert starting_points(SAMPLE, parse_space(["batch.global=32,128"])) == []
     narrow = parse_space(["optimizer.lr=loguniform(5e-3,1e-1)"], 24)
     assert starting_points(SAMPLE, narrow) == []  # the recipe's own rate is outside
     few = parse_space(["optimizer.lr=loguniform(1e-5,1e-1)", "batch.global=32,128,512"], 4)
@@ -243,13 +301,16 @@ def test_trial_as_large_as_one_that_ran_out_of_memory_does_not_start():
 
     base = SAMPLE.replace(batch=SAMPLE.batch.replace(micro=32))
     trial = build_trial(base, "t002", {"optimizer.lr": 1e-3})
-    assert "t001 ran out of memory with micro-batches of 32" in larger_than_out_of_memory(trial, [oom(32)])
+    assert ("t001 ran out of memory with micro-batches of 32") in larger_than_out_of_memory(
+        trial, [oom(32)]
+    )
     assert larger_than_out_of_memory(trial, [oom(16, **{"optimizer.lr": 1.0, "batch.micro": 16})])
     assert larger_than_out_of_memory(trial, [oom(64)]) is None
     assert larger_than_out_of_memory(trial, [oom(32, **{"train.precision": "fp32"})]) is None
     assert larger_than_out_of_memory(trial, [oom(32, **{"optimizer.kind": "lion"})]) is None
     assert larger_than_out_of_memory(trial, [oom(32) | {"status": "failed"}]) is None
-    assert larger_than_out_of_memory(trial, [oom(32) | {"rungs": [{}]}]) is None  # it had trained with them
+    # it had trained with them
+    assert larger_than_out_of_memory(trial, [oom(32) | {"rungs": [{}]}]) is None
 
 
 def test_trial_of_elastic_recipe_has_fixed_workers():
@@ -276,12 +337,17 @@ def test_best_recipe_trains_on_as_many_samples_as_the_recipe():
         None,
     )  # as many samples
     assert best.optimizer.warmup_steps == 2 * SAMPLE.optimizer.warmup_steps
-    assert best.data == SAMPLE.data and best.evaluate == SAMPLE.evaluate and best.cluster == SAMPLE.cluster
+    assert (
+        best.data == SAMPLE.data
+        and best.evaluate == SAMPLE.evaluate
+        and best.cluster == SAMPLE.cluster
+    )
     assert best.optimizer.schedule == SAMPLE.optimizer.schedule
     assert Config.model_validate(best.model_dump(mode="json", by_alias=True)) == best
     learned = plan_of("batch.global=64,128")
     recipe = learned.recipe(learned.trial("t001", {"batch.global": 64}))
-    assert (recipe.optimizer.schedule, recipe.optimizer.warmup_steps) == ("cooldown", 60)  # as it was searched
+    # as it was searched
+    assert (recipe.optimizer.schedule, recipe.optimizer.warmup_steps) == ("cooldown", 60)
     assert recipe.train.steps == 2 * SAMPLE.train.steps  # as many samples as the recipe
 
 
@@ -295,7 +361,9 @@ def test_trial_trains_from_rung_to_rung_and_skips_those_that_are_done(tmp_path, 
 
     def train(config, reporter, should_stop, local, check_storage):
         trained.append((config.train.samples, should_stop()))
-        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "rows_stop": 1, "evaluate/loss": {len(trained)}}}\n')
+        (tmp_path / "metrics.jsonl").write_text(
+            f'{{"step": 1, "rows_stop": 1, "evaluate/loss": {len(trained)}}}\n'
+        )
         return Ended(tmp_path, {"status": next(statuses)})
 
     monkeypatch.setattr("mmray.tuning.ray_tune.train", train)
@@ -308,7 +376,10 @@ def test_trial_trains_from_rung_to_rung_and_skips_those_that_are_done(tmp_path, 
     assert train_rungs(trial, plan, 1, 1, runs.Silent(), reported.append).status == "paused"
     assert trained == [(400, False), (1600, False), (100, False)] and len(reported) == 2
     (tmp_path / "stop").touch()
-    assert train_rungs(trial, plan, 0, 3, runs.Silent(), reported.append).status == "stopped" and len(trained) == 3
+    assert (
+        train_rungs(trial, plan, 0, 3, runs.Silent(), reported.append).status == "stopped"
+        and len(trained) == 3
+    )
 
 
 def nodes(count, group=None, role=None, **resources):
@@ -323,13 +394,15 @@ THREE = nodes(3, "gpu", "train", CPU=8.0, GPU=1.0)
 @pytest.mark.parametrize(
     ("free", "whole", "demand", "wanted", "pools", "planned"),
     [  # planned: concurrent trials, data CPUs of each
-        (CPUS_16, [], TWO_CPU_WORKERS, 1, (), (1, 13)),  # decode actors share the CPUs left by workers
+        # decode actors share the CPUs left by workers
+        (CPUS_16, [], TWO_CPU_WORKERS, 1, (), (1, 13)),
         (CPUS_16, [], TWO_CPU_WORKERS, 2, (), (2, 5)),
         (nodes(1, CPU=4.0), [], TWO_CPU_WORKERS, 1, (), (1, 1)),
         ([], CPUS_8, TWO_CPU_WORKERS, 3, (), (1, 5)),  # waits for resources in use
         ([], [], GPU_WORKERS, 4, (), (1, 1)),  # waits for a cluster that can grow
         ([], [], GPU_WORKERS, 4, GPUS_2, (1, 13)),
-        ([HEAD], [HEAD], ON_ROLES, 6, POOLS, (4, 31)),  # empty pools count: one GPU and a fourth of 128 CPUs
+        # empty pools count: one GPU and a fourth of 128 CPUs
+        ([HEAD], [HEAD], ON_ROLES, 6, POOLS, (4, 31)),
         ([HEAD], [HEAD], ON_ROLES, 2, POOLS, (2, 47)),
         ([HEAD, *THREE], [HEAD, *THREE], ON_ROLES, 6, POOLS, (4, 31)),
     ],
@@ -343,7 +416,11 @@ def place_nodes(monkeypatch):
     """Set the nodes and pools of the cluster."""
 
     def place(nodes, pools=()):
-        for name, value in (("alive_nodes", nodes), ("free_nodes", nodes), ("autoscaling_pools", pools)):
+        for name, value in (
+            ("alive_nodes", nodes),
+            ("free_nodes", nodes),
+            ("autoscaling_pools", pools),
+        ):
             monkeypatch.setattr(cluster, name, lambda value=value: list(value))
         monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 16.0})
 
@@ -358,18 +435,29 @@ def test_head_with_empty_pools_is_not_a_single_machine(place_nodes):
     assert plan_share(configs, sweep, 2) == Share(2, 47)  # as many as are promoted
     assert plan_share(configs, sweep, 1) == Share()  # has all, as a run
     place_nodes(CPUS_16)
-    assert [plan_share(configs, replace(sweep, concurrency=limit), 6).num_trials for limit in (None, 3)] == [1, 3]
+    assert [
+        plan_share(configs, replace(sweep, concurrency=limit), 6).num_trials for limit in (None, 3)
+    ] == [1, 3]
 
 
 def test_concurrent_trials_on_one_machine_share_its_cores(place_nodes, monkeypatch):
     """8 cores, of which Ray counts 10 CPUs: each trial has 2 for its data."""
     monkeypatch.setattr(cluster, "available_cores_if_local", lambda: 8)
-    sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6), "loss", concurrency=2)
+    sweep = Sweep(
+        SAMPLE,
+        SAMPLE,
+        Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6),
+        "loss",
+        concurrency=2,
+    )
     place_nodes(nodes(1, CPU=10.0))
     alone = Config(cluster=Cluster(workers=1))
     share = plan_share([alone], sweep, 6)
     assert share == Share(2, 1, 3.0)
-    assert (sized(alone, share).cluster.cpus_per_worker, sized(alone, share).data.workers) == (3.0, 1)
+    assert (sized(alone, share).cluster.cpus_per_worker, sized(alone, share).data.workers) == (
+        3.0,
+        1,
+    )
     assert sized(alone, Share()) == alone
 
 
@@ -377,7 +465,10 @@ def test_concurrency_is_as_given_if_nodes_will_be_added_without_a_known_limit(pl
     growing = [Config(cluster=Cluster(workers=1, wait_for_nodes=True))]
     sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6), "loss")
     place_nodes([HEAD])
-    assert [plan_share(growing, replace(sweep, concurrency=limit), 6).num_trials for limit in (None, 3, 9)] == [1, 3, 6]
+    assert [
+        plan_share(growing, replace(sweep, concurrency=limit), 6).num_trials
+        for limit in (None, 3, 9)
+    ] == [1, 3, 6]
     place_nodes([HEAD], POOLS)
     assert plan_share(growing, replace(sweep, concurrency=6), 6).num_trials == 4
 
@@ -396,6 +487,9 @@ def test_trial_with_too_few_gpus_is_infeasible_and_others_run(place_nodes, tmp_p
     assert [trial.config.cluster.max_workers for trial in feasible.corners] == [1, 2]
     plan = replace(plan_of("cluster.workers=1,2", goal="memory", base=base), folder=tmp_path)
     outcome = train_rungs(corners[2], plan, 0, 1, runs.Silent(), lambda result: None)
-    assert outcome.status == "infeasible" and "4 training workers of 1 CPU and 1 GPU each" in outcome.error
+    assert (
+        outcome.status == "infeasible"
+        and ("4 training workers of 1 CPU and 1 GPU each") in outcome.error
+    )
     with pytest.raises(ResourceError, match=r"--cluster.workers 2 would fit"):
         check_corners(corners[2:], "memory", runs.Silent())

@@ -36,9 +36,11 @@ _SUFFIXES = {
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """Format and location of a source: paths are relative to folder `address`; `name` is empty for a full folder.
+    """Format and location of a source: paths are relative to folder `address`; `name` is empty for
+    a full folder.
 
-    `files` yields the visible files of the folder once, if it was listed: a large listing is neither repeated nor kept.
+    `files` yields the visible files of the folder once, if it was listed: a large listing is
+    neither repeated nor kept.
     """
 
     format: str
@@ -52,7 +54,10 @@ class SourceSpec:
 
 
 def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
-    """Detect the source at `address`. Raises DataError if it does not exist or its format is unknown."""
+    """Detect the source at `address`.
+
+    Raises DataError if it does not exist or its format is unknown.
+    """
     if not is_valid_name(address):
         raise UsageError(f"{address!r} is not plain UTF-8: rename the file")
     storage, name = Storage.split(address.rstrip("/") if len(address) > 1 else address)
@@ -61,7 +66,9 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
         names = list_visible_files(folder) if source_format == "auto" else []
         kind = _detect_folder_format(folder, names) if source_format == "auto" else source_format
         if kind in ("jsonl", "csv", "tsv", "coco"):
-            raise UsageError(f"{address} is a folder, and {kind} is a file: give the path of the file")
+            raise UsageError(
+                f"{address} is a folder, and {kind} is a file: give the path of the file"
+            )
         return SourceSpec(kind, folder.address, "", iter(names))
     names = [name]
     if "," in name and source_format in ("auto", "coco") and storage.size(name) is None:
@@ -69,17 +76,23 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
     detected = [_detect_file_format(storage, each) for each in names]
     kind = detected[0] if source_format == "auto" else source_format
     if kind in ("saved", "folders", "pairs"):
-        raise UsageError(f"{address} is a file, and {kind} is a folder: give the path of the folder")
+        raise UsageError(
+            f"{address} is a file, and {kind} is a folder: give the path of the folder"
+        )
     parent, folder_name = Storage.split(storage.address)
     if kind == "coco" and folder_name == "annotations":  # the images are next to this folder
         storage, name = parent, f"{folder_name}/{name}"
     return SourceSpec(kind, storage.address, name)
 
 
-def open_source(spec: SourceSpec, prepared_folder: Storage, columns: dict[str, str], caption_template: str) -> Source:
+def open_source(
+    spec: SourceSpec, prepared_folder: Storage, columns: dict[str, str], caption_template: str
+) -> Source:
     """Open the source without reading it. Listings are stored in `prepared_folder`."""
     storage = Storage(spec.address)
-    return _SOURCES[spec.format](storage, spec.name, columns, prepared_folder, caption_template, spec.files)
+    return _SOURCES[spec.format](
+        storage, spec.name, columns, prepared_folder, caption_template, spec.files
+    )
 
 
 def _detect_file_format(storage: Storage, name: str) -> str:
@@ -95,9 +108,12 @@ def _detect_file_format(storage: Storage, name: str) -> str:
     text = read_head(storage, name, MAX_LINE_BYTES).removeprefix(BOM).lstrip()
     try:  # a JSON file may hold rows (lines or an array)
         first = orjson.loads(text.partition(b"\n")[0])
-    except ValueError:  # a document over several lines, or one line that is longer than a row may be
+    except ValueError:
+        # a document over several lines, or one line that is longer than a row may be
         return "jsonl" if text.startswith(b"[") else "coco"
-    return "coco" if isinstance(first, dict) and {"images", "annotations"} <= first.keys() else "jsonl"
+    return (
+        "coco" if isinstance(first, dict) and {"images", "annotations"} <= first.keys() else "jsonl"
+    )
 
 
 def _detect_folder_format(storage: Storage, names: list[str]) -> str:
@@ -118,18 +134,30 @@ def _detect_folder_format(storage: Storage, names: list[str]) -> str:
         return "folders"
     if is_prepared(storage):
         raise DataError(
-            f"{storage.address} is already prepared: use it as it is, for example --data.train {storage.address}"
+            f"{storage.address} is already prepared: use it as it is, for example --data.train "
+            f"{storage.address}"
         )
-    files = [name for name in names if "/" not in name and PurePosixPath(name).suffix.lower() in _SUFFIXES]
+    files = [
+        name
+        for name in names
+        if "/" not in name and PurePosixPath(name).suffix.lower() in _SUFFIXES
+    ]
     hint = (
-        f"give the path of one of its files ({', '.join(files[:5])})" if files else "it needs tars, Parquet or images"
+        f"give the path of one of its files ({', '.join(files[:5])})"
+        if files
+        else "it needs tars, Parquet or images"
     )
     raise DataError(f"no known source format found in {storage.address}: {hint}")
 
 
 def _check_class_folders(storage: Storage, names: list[str], images: list[str]) -> None:
-    """Raise DataError if the folders of the images may not be classes: their names would become the captions."""
-    caption_suffixes = (".txt", *(suffix for suffix in _SUFFIXES if suffix not in (".parquet", ".tar")))
+    """Raise DataError if the folders of the images may not be classes: their names would become the
+    captions.
+    """
+    caption_suffixes = (
+        ".txt",
+        *(suffix for suffix in _SUFFIXES if suffix not in (".parquet", ".tar")),
+    )
     captions = [
         name
         for name in names
@@ -139,13 +167,17 @@ def _check_class_folders(storage: Storage, names: list[str], images: list[str]) 
     force = "to make captions from the names of the folders, use --format folders"
     if captions:
         raise DataError(
-            f"{storage.address} has images in folders, and {len(captions):,} files that may have their captions "
+            f"{storage.address} has images in folders, and {len(captions):,} files that may have "
+            "their captions "
             f"({', '.join(captions[:5])}): give the path of such a file with rows, or {force}"
         )
     classes = {class_name for _, class_name in split_and_class_of(images)} - {None}
     if len(classes) < 2:
-        names_found = ", ".join(map(repr, classes)) or "none in the layout CLASS/image or SPLIT/CLASS/image"
+        names_found = ", ".join(map(repr, classes)) or (
+            "none in the layout CLASS/image or SPLIT/CLASS/image"
+        )
         raise DataError(
-            f"{storage.address} has images in folders, but fewer than two classes ({names_found}), and no captions: "
+            f"{storage.address} has images in folders, but fewer than two classes ({names_found}), "
+            "and no captions: "
             f"give the path of a file with captions, or {force}"
         )

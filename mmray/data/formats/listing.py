@@ -22,22 +22,35 @@ from mmray.storage.storage import iter_parallel
 
 LISTING = "listing.jsonl"
 Rows = Iterator[dict[str, Any]]
-_SPLIT_FOLDERS = {name: name for name in ("train", *HELD_OUT_SPLITS)} | {"training": "train", "testing": "test"}
+_SPLIT_FOLDERS = {name: name for name in ("train", *HELD_OUT_SPLITS)} | {
+    "training": "train",
+    "testing": "test",
+}
 
 
 class ListingSource(Source):
-    """Base of the sources whose rows are listed; each subclass implements `list_rows` for one layout."""
+    """Base of the sources whose rows are listed; each subclass implements `list_rows` for one
+    layout.
+    """
 
     def list_rows(self) -> Rows:
-        """Yield the rows of the source, as values with their location `origin`. Raises DataError."""
+        """Yield the rows of the source, as values with their location `origin`.
+
+        Raises DataError.
+        """
         raise NotImplementedError
 
-    def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
+    def scan(
+        self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
+    ) -> Iterator[SourceChunk]:
         with self.prepared_folder.open_output(LISTING) as file:
             for row in self.list_rows():
-                file.write(json.dumps(row).encode() + b"\n")  # in ASCII, because names may contain lone surrogates
+                # in ASCII, because names may contain lone surrogates
+                file.write(json.dumps(row).encode() + b"\n")
         if self.prepared_folder.size(LISTING):
-            yield from JsonlSource(self.prepared_folder, LISTING, {}).scan(rows_per_chunk, previous_chunk_ends)
+            yield from JsonlSource(self.prepared_folder, LISTING, {}).scan(
+                rows_per_chunk, previous_chunk_ends
+            )
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         for line, _, data in JsonlSource(self.prepared_folder, LISTING, {}).records(chunk):
@@ -55,7 +68,9 @@ class ListingSource(Source):
             with os_error_as_bad_row(name):
                 lines = read_file(self.storage, name).decode("utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
-            raise BadRow("parse", "encoding", f"{name} is not UTF-8 at byte {error.start}") from None
+            raise BadRow(
+                "parse", "encoding", f"{name} is not UTF-8 at byte {error.start}"
+            ) from None
         return record | {"texts": [line for line in lines if line.strip()] or [""]}
 
 
@@ -64,43 +79,57 @@ def is_image(name: str) -> bool:
 
 
 def split_and_class_of(names: Sequence[str]) -> list[tuple[str | None, str | None]]:
-    """Return (split, class) of each image by its folders; None if the image is outside of such a folder.
+    """Return (split, class) of each image by its folders; None if the image is outside of such a
+    folder.
 
-    The first folders are splits if two of them have names of splits, although there may be stray images next to them.
-    Otherwise test images would become training rows of a class `test`.
+    The first folders are splits if two of them have names of splits, although there may be stray
+    images next to them. Otherwise test images would become training rows of a class `test`.
     """
     folders = [name.split("/")[:-1] for name in names]
     splits = [_SPLIT_FOLDERS.get(folder[0].lower()) if folder else None for folder in folders]
-    all_in_splits = all(split and len(folder) > 1 for split, folder in zip(splits, folders, strict=True))
+    all_in_splits = all(
+        split and len(folder) > 1 for split, folder in zip(splits, folders, strict=True)
+    )
     if not all_in_splits and len(set(splits) - {None}) < 2:
         return [(None, folder[0] if folder else None) for folder in folders]
     return [
-        (split, folder[1] if split and len(folder) > 1 else None) for split, folder in zip(splits, folders, strict=True)
+        (split, folder[1] if split and len(folder) > 1 else None)
+        for split, folder in zip(splits, folders, strict=True)
     ]
 
 
 class ClassFolders(ListingSource):
-    """Rows of FOLDER/CLASS/image or FOLDER/SPLIT/CLASS/image, with a caption and the class as label."""
+    """Rows of FOLDER/CLASS/image or FOLDER/SPLIT/CLASS/image, with a caption and the class as
+    label.
+    """
 
     title = "a folder for each class"
 
     def list_rows(self) -> Rows:
         names = [name for name in self.visible_files() if is_image(name)]
         folders = split_and_class_of(names)
-        labels = {name: label for label, name in enumerate(sorted({each for _, each in folders if each is not None}))}
+        labels = {
+            name: label
+            for label, name in enumerate(sorted({each for _, each in folders if each is not None}))
+        }
         captions = {name: name.replace("_", " ") for name in labels}
-        self.class_names = tuple(name.encode(errors="backslashreplace").decode() for name in captions.values())
+        self.class_names = tuple(
+            name.encode(errors="backslashreplace").decode() for name in captions.values()
+        )
         for name, (split, class_name) in zip(names, folders, strict=True):
             row: dict[str, Any] = {"origin": name, "id": name, "image": name}
             row |= {"split": split} if split else {}
-            if class_name is not None:  # an image outside the class folders has no caption, so it is quarantined
+            # an image outside the class folders has no caption, so it is quarantined
+            if class_name is not None:
                 caption = self.caption_template.replace("{}", captions[class_name])
                 row |= {"text": caption, "label": labels[class_name]}
             yield row
 
 
 class ImageTextPairs(ListingSource):
-    """Rows of a/b.jpg with a/b.txt; an image or a text without its counterpart is an incomplete row."""
+    """Rows of a/b.jpg with a/b.txt; an image or a text without its counterpart is an incomplete
+    row.
+    """
 
     title = "image and text pairs"
 
@@ -114,7 +143,8 @@ class ImageTextPairs(ListingSource):
             elif name.lower().endswith(".txt"):
                 texts[stem] = name
         for stem in sorted(images.keys() | texts.keys()):
-            # With size and modification time, so that an edited text changes the signature of its chunk.
+            # With size and modification time, so that an edited text changes the signature of its
+            # chunk.
             row = {"text_file": stat_signature(self.storage, texts[stem])} if stem in texts else {}
             for name in images.get(stem, []):
                 yield {"origin": name, "id": name, "image": name} | row
@@ -122,16 +152,24 @@ class ImageTextPairs(ListingSource):
                 yield {"origin": texts[stem], "id": texts[stem]} | row
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
-        """Yield the rows of a chunk; caption files on an object store are read several at a time."""
-        return super().read(chunk) if self.storage.local_path else iter_parallel(self.parse_item, self.records(chunk))
+        """Yield the rows of a chunk; caption files on an object store are read several at a
+        time.
+        """
+        return (
+            super().read(chunk)
+            if self.storage.local_path
+            else iter_parallel(self.parse_item, self.records(chunk))
+        )
 
 
 class CocoSource(ListingSource):
-    """One row for each image of the document `name`, or of several (`captions_X.json,instances_X.json`).
+    """One row for each image of the document `name`, or of several
+    (`captions_X.json,instances_X.json`).
 
-    Documents are joined by image id; one is loaded at a time, because segmentations take most of the memory. An image
-    without captions gets the template with its category names as caption. Boxes keep COCO's [x, y, width, height].
-    Raises DataError if a document is not COCO or describes other images than the first.
+    Documents are joined by image id; one is loaded at a time, because segmentations take most of
+    the memory. An image without captions gets the template with its category names as caption.
+    Boxes keep COCO's [x, y, width, height]. Raises DataError if a document is not COCO or describes
+    other images than the first.
     """
 
     title = "COCO"
@@ -148,7 +186,9 @@ class CocoSource(ListingSource):
             try:
                 document = orjson.loads(self.storage.read(name).removeprefix(BOM))
                 files = {image["id"]: str(image["file_name"]) for image in document["images"]}
-                categories |= {str(item["id"]): str(item["name"]) for item in document.get("categories", [])}
+                categories |= {
+                    str(item["id"]): str(item["name"]) for item in document.get("categories", [])
+                }
                 for annotation in document["annotations"]:
                     image_id = annotation["image_id"]
                     if "caption" in annotation:
@@ -157,12 +197,17 @@ class CocoSource(ListingSource):
                         boxes[image_id].append((annotation["bbox"], annotation.get("category_id")))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
-                    f"{path} is not COCO's JSON ({error}): it needs `images` with `id` and `file_name`, and "
+                    f"{path} is not COCO's JSON ({error}): it needs `images` with `id` and "
+                    "`file_name`, and "
                     "`annotations` with `image_id`"
                 ) from None
             shared = images.keys() & files.keys()
-            if images and not any(PurePosixPath(files[n]).name == PurePosixPath(images[n][1]).name for n in shared):
-                raise DataError(f"{self.storage.address}: {names[0]} and {name} have no image in common")
+            if images and not any(
+                PurePosixPath(files[n]).name == PurePosixPath(images[n][1]).name for n in shared
+            ):
+                raise DataError(
+                    f"{self.storage.address}: {names[0]} and {name} have no image in common"
+                )
             for image_id, file in files.items():
                 images.setdefault(image_id, (name, file))
         self.box_names = categories
@@ -174,12 +219,18 @@ class CocoSource(ListingSource):
                 row |= {"boxes": [box for box, _ in boxes[image_id]], "box_labels": labels}
             if image_id in captions:
                 row["texts"] = captions[image_id]
-            elif category_names := [categories[str(label)] for label in labels if str(label) in categories]:
-                row["texts"] = [self.caption_template.replace("{}", ", ".join(dict.fromkeys(category_names)))]
+            elif category_names := [
+                categories[str(label)] for label in labels if str(label) in categories
+            ]:
+                row["texts"] = [
+                    self.caption_template.replace("{}", ", ".join(dict.fromkeys(category_names)))
+                ]
             yield row
 
     def _images_folder(self, name: str, files: list[str]) -> str:
-        """Find the folder of the images: next to the document, in `images/`, or named by the suffix (val2017/)."""
+        """Find the folder of the images: next to the document, in `images/`, or named by the suffix
+        (val2017/).
+        """
         folder, slash, base = name.rpartition("/")
         ending = base.removesuffix(".json").rpartition("_")[2]
         for candidate in (f"{ending}/", "images/", f"images/{ending}/", f"{folder}{slash}images/"):

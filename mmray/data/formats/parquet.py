@@ -1,6 +1,8 @@
-"""Parquet files and the Arrow files of Hugging Face `datasets`: rows from columns, images as paths or bytes.
+"""Parquet files and the Arrow files of Hugging Face `datasets`: rows from columns, images as paths
+or bytes.
 
-Only known columns are read. A chunk is a range of rows: several small row groups, or a part of a large one.
+Only known columns are read. A chunk is a range of rows: several small row groups, or a part of a
+large one.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from mmray.storage.storage import TransientStorageError, iter_parallel
 
 _ROWS_PER_BATCH = 32  # inline images held as Python bytes
 _BUFFER_BYTES = 4 << 20  # of a column; without a buffer size pyarrow reads the whole column chunk
-# A reader cannot seek to a row, so n chunks read their row group (n + 1) / 2 times. With one chunk per row group, the
-# million rows of a pandas row group would be one task.
+# A reader cannot seek to a row, so n chunks read their row group (n + 1) / 2 times. With one chunk
+# per row group, the million rows of a pandas row group would be one task.
 MAX_CHUNKS_PER_ROW_GROUP = 16
 _HEADER_BYTES = 4096  # of an Arrow message, read at once; longer ones take another request
 _CONTINUATION, _RECORD_BATCH = 0xFFFFFFFF, 3
@@ -58,9 +60,13 @@ class ParquetSource(Source):
             rows = file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns)
             yield from _slice_rows(rows, start - (ends[first - 1] if first else 0), stop - start)
 
-    def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
+    def scan(
+        self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
+    ) -> Iterator[SourceChunk]:
         index, names = 0, self.names()
-        for name, (ends, signature) in zip(names, iter_parallel(self._check_file, names), strict=True):
+        for name, (ends, signature) in zip(
+            names, iter_parallel(self._check_file, names), strict=True
+        ):
             start = 0
             for end, following in zip(ends, [*ends[1:], None], strict=True):
                 if following is not None and following - start <= rows_per_chunk:
@@ -73,11 +79,16 @@ class ParquetSource(Source):
                 start = end
 
     def _check_file(self, name: str) -> tuple[list[int], str]:
-        """Return cumulative rows and signature of a file. Raises DataError if it is damaged or lacks columns."""
+        """Return cumulative rows and signature of a file.
+
+        Raises DataError if it is damaged or lacks columns.
+        """
         try:
             ends, schema = self.cumulative_rows(name)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{self.storage.address}/{name} cannot be read as {self.title}: {error}") from None
+            raise DataError(
+                f"{self.storage.address}/{name} cannot be read as {self.title}: {error}"
+            ) from None
         self._known_columns(schema, name)
         return ends, file_signature(self.storage, name)
 
@@ -87,13 +98,22 @@ class ParquetSource(Source):
         try:
             for batch in self.batches(chunk.file, chunk.start, chunk.stop):
                 for number in range(batch.num_rows):
-                    yield row_number, f"{chunk.file}:{row_number}", (batch.slice(number, 1), self.split_of(chunk.file))
+                    yield (
+                        row_number,
+                        f"{chunk.file}:{row_number}",
+                        (batch.slice(number, 1), self.split_of(chunk.file)),
+                    )
                     row_number += 1
         except TransientStorageError:
             raise
-        except (pa.ArrowException, OSError) as error:  # the rest of the chunk is unreadable: report each row
+        except (pa.ArrowException, OSError) as error:
+            # the rest of the chunk is unreadable: report each row
             # pyarrow also raises OSError for damaged files, but without an errno
-            reason = "unreadable" if isinstance(error, OSError) and error.errno is not None else "damaged"
+            reason = (
+                "unreadable"
+                if isinstance(error, OSError) and error.errno is not None
+                else "damaged"
+            )
             detail = f"rows {row_number} to {chunk.stop}: {str(error)[:200]}"
             for rest in range(row_number, chunk.stop + 1):
                 yield rest, f"{chunk.file}:{rest}", BadRow("read", reason, detail)
@@ -105,7 +125,9 @@ class ParquetSource(Source):
         try:
             values: dict[str, Any] = batch.to_pylist()[0]
         except UnicodeDecodeError as error:
-            raise BadRow("parse", "encoding", f"a text is not UTF-8 at byte {error.start}") from None
+            raise BadRow(
+                "parse", "encoding", f"a text is not UTF-8 at byte {error.start}"
+            ) from None
         return values | {column: split} if split and values.get(column) is None else values
 
     def _known_columns(self, schema: pa.Schema, name: str) -> list[str]:
@@ -113,38 +135,62 @@ class ParquetSource(Source):
         names = {self.columns.get(column, column) for column in COLUMNS}
         known = [column for column in schema.names if column in names]
         if len(set(known)) < len(known):
-            raise DataError(f"{self.storage.address}/{name}: duplicate column name: {', '.join(known)}")
+            raise DataError(
+                f"{self.storage.address}/{name}: duplicate column name: {', '.join(known)}"
+            )
         renamed = rename_columns(dict.fromkeys(known, True), self.columns)
-        for kind, columns in (("image", ("image", "image_path", "images")), ("text", ("text", "texts", "messages"))):
+        for kind, columns in (
+            ("image", ("image", "image_path", "images")),
+            ("text", ("text", "texts", "messages")),
+        ):
             if not renamed.keys() & columns:
                 raise DataError(
-                    f"{self.storage.address}/{name} has the columns {', '.join(schema.names)[:300]}: none is "
+                    f"{self.storage.address}/{name} has the columns "
+                    f"{', '.join(schema.names)[:300]}: none is "
                     f"`{kind}`; name one with --columns {kind}=NAME"
                 )
         return known
 
 
 class HFSavedSource(ParquetSource):
-    """Output of `datasets.Dataset.save_to_disk` and `DatasetDict.save_to_disk`; does not need `datasets`."""
+    """Output of `datasets.Dataset.save_to_disk` and `DatasetDict.save_to_disk`; does not need
+    `datasets`.
+    """
 
     title = "Hugging Face datasets"
 
     def names(self) -> list[str]:
-        """Return the Arrow files that state.json of each split lists, in order. Raises DataError."""
-        states = [name for name in self.files_with_suffix("state.json") if f"/{name}".endswith("/state.json")]
+        """Return the Arrow files that state.json of each split lists, in order.
+
+        Raises DataError.
+        """
+        states = [
+            name
+            for name in self.files_with_suffix("state.json")
+            if f"/{name}".endswith("/state.json")
+        ]
         if names := [name for state in states for name in self._files_of(state)]:
             return names
-        raise DataError(f"{self.storage.address} has no state.json that names Arrow files: it is no saved dataset")
+        raise DataError(
+            f"{self.storage.address} has no state.json that names Arrow files: it is "
+            "no saved dataset"
+        )
 
     def _files_of(self, state: str) -> list[str]:
         path = f"{self.storage.address}/{state}"
         try:
             values = orjson.loads(self.storage.read(state))
-            names = [state.removesuffix("state.json") + str(item["filename"]) for item in values["_data_files"]]
+            names = [
+                state.removesuffix("state.json") + str(item["filename"])
+                for item in values["_data_files"]
+            ]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} cannot be read: {error}") from None
         if values.get("_indices_data_files"):
-            raise DataError(f"{path}: the dataset has an index of its rows: save it again after flatten_indices()")
+            raise DataError(
+                f"{path}: the dataset has an index of its rows: save it again after "
+                "flatten_indices()"
+            )
         if not all(map(is_safe_path, names)):
             raise DataError(f"{path} names files outside its folder")
         return names
@@ -169,14 +215,17 @@ class HFSavedSource(ParquetSource):
 
 
 def _cumulative_rows(file: pq.ParquetFile) -> list[int]:
-    return list(accumulate(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)))
+    return list(
+        accumulate(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+    )
 
 
 def _record_batches(file: pa.NativeFile) -> Iterator[tuple[int, int]]:
-    """Yield (offset, number of rows) of the record batches of an Arrow stream whose schema was read.
+    """Yield (offset, number of rows) of the record batches of an Arrow stream whose schema was
+    read.
 
-    Reads their headers only, where pyarrow would read the rows as well. Raises ArrowInvalid if the file is damaged, or
-    has dictionaries, which `datasets` does not write.
+    Reads their headers only, where pyarrow would read the rows as well. Raises ArrowInvalid if the
+    file is damaged, or has dictionaries, which `datasets` does not write.
     """
     offset, size = file.tell(), file.size()
     while offset + 8 < size:
@@ -188,7 +237,9 @@ def _record_batches(file: pa.NativeFile) -> Iterator[tuple[int, int]]:
         kind, num_rows, num_bytes = 0, 0, 8 + length
         if mark == _CONTINUATION and offset + num_bytes <= size:
             with suppress(error):
-                kind, num_rows, body = _parse_header(data[8:] + file.read(max(0, num_bytes - len(data))))
+                kind, num_rows, body = _parse_header(
+                    data[8:] + file.read(max(0, num_bytes - len(data)))
+                )
                 num_bytes += body
         if kind != _RECORD_BATCH or offset + num_bytes > size:
             raise pa.ArrowInvalid(f"no complete record batch at byte {offset}")
@@ -199,8 +250,8 @@ def _record_batches(file: pa.NativeFile) -> Iterator[tuple[int, int]]:
 def _parse_header(data: bytes) -> tuple[int, int, int]:
     """Return type, number of rows and bytes of the rows of an Arrow message. Raises struct.error.
 
-    A header is a FlatBuffer (github.com/apache/arrow/blob/main/format/Message.fbs): tables point back to the offsets of
-    their fields, and a field with offset 0, or without one, is 0.
+    A header is a FlatBuffer (github.com/apache/arrow/blob/main/format/Message.fbs): tables point
+    back to the offsets of their fields, and a field with offset 0, or without one, is 0.
     """
 
     def read(code: str, table: int, index: int = 0) -> tuple[int, int]:
@@ -216,7 +267,9 @@ def _parse_header(data: bytes) -> tuple[int, int, int]:
     return read("<B", message, 1)[0], num_rows, read("<Q", message, 3)[0]
 
 
-def _slice_rows(batches: Iterable[pa.RecordBatch], start: int, count: int) -> Iterator[pa.RecordBatch]:
+def _slice_rows(
+    batches: Iterable[pa.RecordBatch], start: int, count: int
+) -> Iterator[pa.RecordBatch]:
     """Yield the rows start..start + count of the batches."""
     for batch in batches:
         part = batch.slice(min(start, batch.num_rows), count)

@@ -1,7 +1,9 @@
-"""Interface of a source format: chunks are planned on the driver and read in the tasks that pack them.
+"""Interface of a source format: chunks are planned on the driver and read in the tasks that pack
+them.
 
-Each class of this package reads one format. `scan` splits the source into chunks without decoding, and `read` yields
-the rows of a chunk as named values with their location. A row that cannot be parsed is a BadRow.
+Each class of this package reads one format. `scan` splits the source into chunks without decoding,
+and `read` yields the rows of a chunk as named values with their location. A row that cannot be
+parsed is a BadRow.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 
 @dataclass(frozen=True)
 class SourceChunk:
-    """A part of one file: bytes (text), rows (Parquet, Arrow) or everything (tar) from start to stop."""
+    """A part of one file: bytes (text), rows (Parquet, Arrow) or everything (tar) from start to
+    stop.
+    """
 
     index: int
     file: str
@@ -32,7 +36,9 @@ class SourceChunk:
 
 
 class RawRow(NamedTuple):
-    """A parsed row before validation: `line` orders it in its chunk, `location` is for messages (`file:line`)."""
+    """A parsed row before validation: `line` orders it in its chunk, `location` is for messages
+    (`file:line`).
+    """
 
     line: int
     location: str
@@ -42,9 +48,10 @@ class RawRow(NamedTuple):
 class Source:
     """Rows of one format; cheap to construct in each task.
 
-    `columns` maps our column names to those of the source. Listings are stored in `prepared_folder`. `files` are the
-    visible files of the folder, if it was listed to detect its format. `scan` sets the names of box labels
-    (`box_names`) and of the labels 0, 1, ... (`class_names`), if known.
+    `columns` maps our column names to those of the source. Listings are stored in
+    `prepared_folder`. `files` are the visible files of the folder, if it was listed to detect its
+    format. `scan` sets the names of box labels (`box_names`) and of the labels 0, 1, ...
+    (`class_names`), if known.
     """
 
     title: str  # format name in messages
@@ -58,13 +65,23 @@ class Source:
         caption_template: str = "",
         files: Iterable[str] = (),
     ) -> None:
-        self.storage, self.name, self.columns, self.caption_template = storage, name, columns, caption_template
+        self.storage, self.name, self.columns, self.caption_template = (
+            storage,
+            name,
+            columns,
+            caption_template,
+        )
         self.prepared_folder, self._files = prepared_folder or storage, files
         self.box_names: dict[str, str] = {}
         self.class_names: tuple[str, ...] = ()
 
-    def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
-        """Yield the chunks in order; `previous_chunk_ends` are those of an earlier scan. Raises DataError."""
+    def scan(
+        self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
+    ) -> Iterator[SourceChunk]:
+        """Yield the chunks in order;
+
+        `previous_chunk_ends` are those of an earlier scan. Raises DataError.
+        """
         raise NotImplementedError
 
     def visible_files(self) -> list[str]:
@@ -72,14 +89,28 @@ class Source:
         return list(self._files) or list_visible_files(self.storage)
 
     def files_with_suffix(self, suffix: str) -> list[str]:
-        """Return the file of the source, or the visible files with this suffix, ignoring case. Raises DataError."""
-        names = [self.name] if self.name else [file for file in self.visible_files() if file.lower().endswith(suffix)]
-        if invalid := [each for each in names if not is_valid_name(each)]:  # pyarrow cannot open them
-            raise DataError(f"{self.storage.address}: the name {invalid[0]!r} is not plain UTF-8: rename the file")
+        """Return the file of the source, or the visible files with this suffix, ignoring case.
+
+        Raises DataError.
+        """
+        names = (
+            [self.name]
+            if self.name
+            else [file for file in self.visible_files() if file.lower().endswith(suffix)]
+        )
+        # pyarrow cannot open them
+        if invalid := [each for each in names if not is_valid_name(each)]:
+            raise DataError(
+                f"{self.storage.address}: the name {invalid[0]!r} is not plain UTF-8: "
+                "rename the file"
+            )
         return names
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        """Yield line, location and record of each row. Raises DataError if the chunk differs from the scanned one."""
+        """Yield line, location and record of each row.
+
+        Raises DataError if the chunk differs from the scanned one.
+        """
         raise NotImplementedError
 
     def parse(self, record: Any) -> dict[str, Any]:
@@ -95,7 +126,11 @@ class Source:
         line, location, record = item
         values: dict[str, Any] | BadRow
         try:
-            values = record if isinstance(record, BadRow) else rename_columns(self.parse(record), self.columns)
+            values = (
+                record
+                if isinstance(record, BadRow)
+                else rename_columns(self.parse(record), self.columns)
+            )
         except BadRow as bad:
             values = bad
         return RawRow(line, location, values)
@@ -106,7 +141,9 @@ def changed_error(file: str) -> DataError:
 
 
 def file_signature(storage: Storage, name: str) -> str:
-    """Return a digest of a file's name, size and modification time, to detect changes without reading it."""
+    """Return a digest of a file's name, size and modification time, to detect changes without
+    reading it.
+    """
     return hashlib.sha256(repr((name, *storage.size_and_mtime(name))).encode()).hexdigest()
 
 
@@ -129,7 +166,9 @@ def read_head(storage: Storage, name: str, size: int = 64) -> bytes:
 
 
 def list_visible_files(storage: Storage) -> list[str]:
-    """Return the sorted files of the folder without hidden ones and those that macOS adds to archives."""
+    """Return the sorted files of the folder without hidden ones and those that macOS adds to
+    archives.
+    """
     return [
         name
         for name in storage.list_files()

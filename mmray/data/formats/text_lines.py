@@ -1,7 +1,8 @@
-"""JSON lines, CSV (RFC 4180) and TSV (tabs, no quoting), cut into chunks of complete records with line numbers.
+"""JSON lines, CSV (RFC 4180) and TSV (tabs, no quoting), cut into chunks of complete records with
+line numbers.
 
-The parsers are Python's, made strict: others have no line numbers for records with quoted newlines, cannot start
-inside a file, and reject a whole file for one bad line.
+The parsers are Python's, made strict: others have no line numbers for records with quoted newlines,
+cannot start inside a file, and reject a whole file for one bad line.
 """
 
 from __future__ import annotations
@@ -20,23 +21,31 @@ from mmray.data.formats.rows import BadRow
 from mmray.data.formats.source import Source, SourceChunk, changed_error, read_head
 from mmray.errors import DataError
 
-MAX_LINE_BYTES = 16 * 1024 * 1024  # longer lines are truncated, so memory does not depend on their length
-MAX_FIELD_BYTES = 1024 * 1024  # of a CSV, so that a missing quote does not consume the rest of the file
+# longer lines are truncated, so memory does not depend on their length
+MAX_LINE_BYTES = 16 * 1024 * 1024
+# of a CSV, so that a missing quote does not consume the rest of the file
+MAX_FIELD_BYTES = 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
 BOM = b"\xef\xbb\xbf"
-_LIST_COLUMNS = ("images", "texts", "boxes", "box_labels", "messages")  # JSON lists in a field of a CSV
+# JSON lists in a field of a CSV
+_LIST_COLUMNS = ("images", "texts", "boxes", "box_labels", "messages")
 _OTHER_FORMATS = (
     (b"\x1f\x8b", "is gzip: unpack it first"),
     (b"PK\x03\x04", "is a zip archive: unpack it first"),
     (b"PAR1", "is Parquet: prepare it with --format parquet"),
     (b"\xff\xfe", "is UTF-16: convert it to UTF-8"),
     (b"\xfe\xff", "is UTF-16: convert it to UTF-8"),
-    (b"[", "is a JSON array: write one object a line, without brackets around them (jq -c '.[]' does)"),
+    (
+        b"[",
+        "is a JSON array: write one object a line, without brackets around them (jq -c '.[]' does)",
+    ),
 )
 
 
 class LineReader(Iterator[bytes]):
-    """Lines of a file from `start` to `stop`, without the byte order mark; counts bytes and lines, and hashes them."""
+    """Lines of a file from `start` to `stop`, without the byte order mark; counts bytes and lines,
+    and hashes them.
+    """
 
     def __init__(self, file: Any, start: int = 0, stop: int = sys.maxsize) -> None:
         file.seek(start)
@@ -63,8 +72,12 @@ class JsonlSource(Source):
 
     title = "JSON lines"
 
-    def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
-        """Yield chunks of `rows_per_chunk` records, or up to a previous end: a file that grew keeps its chunks."""
+    def scan(
+        self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
+    ) -> Iterator[SourceChunk]:
+        """Yield chunks of `rows_per_chunk` records, or up to a previous end: a file that grew keeps
+        its chunks.
+        """
         self.check()
         index = start = records = rows = 0
         first_line = 1
@@ -73,11 +86,33 @@ class JsonlSource(Source):
             for record in self.iter_records(lines):
                 records, rows = records + 1, rows + bool(record)
                 if records == rows_per_chunk or lines.offset in previous_chunk_ends:
-                    yield SourceChunk(index, self.name, start, lines.offset, first_line, rows, lines.digest.hexdigest())
-                    index, start, first_line, records, rows = index + 1, lines.offset, lines.num_lines + 1, 0, 0
+                    yield SourceChunk(
+                        index,
+                        self.name,
+                        start,
+                        lines.offset,
+                        first_line,
+                        rows,
+                        lines.digest.hexdigest(),
+                    )
+                    index, start, first_line, records, rows = (
+                        index + 1,
+                        lines.offset,
+                        lines.num_lines + 1,
+                        0,
+                        0,
+                    )
                     lines.digest = hashlib.sha256()
             if lines.offset > start:
-                yield SourceChunk(index, self.name, start, lines.offset, first_line, rows, lines.digest.hexdigest())
+                yield SourceChunk(
+                    index,
+                    self.name,
+                    start,
+                    lines.offset,
+                    first_line,
+                    rows,
+                    lines.digest.hexdigest(),
+                )
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         line = chunk.first_line
@@ -112,8 +147,12 @@ class CsvSource(JsonlSource):
     dialect: ClassVar[dict[str, Any]] = {"strict": True}
 
     def iter_records(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
-        """Yield the fields of each record, each UTF-8 byte as one character; the header is empty."""
-        return ([] if lines.offset <= self._header[1] else record for record in self._read_fields(lines))
+        """Yield the fields of each record, each UTF-8 byte as one character; the header is
+        empty.
+        """
+        return (
+            [] if lines.offset <= self._header[1] else record for record in self._read_fields(lines)
+        )
 
     def _read_fields(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
         csv.field_size_limit(MAX_FIELD_BYTES)
@@ -126,7 +165,10 @@ class CsvSource(JsonlSource):
                 return
             except csv.Error as error:
                 problem = str(error).partition(" - ")[0]  # after it, Python's advice to programmers
-                detail = f"not {self.title}: {problem} (quote fields with a newline or a carriage return)"
+                detail = (
+                    f"not {self.title}: {problem} (quote fields with a newline or a carriage "
+                    "return)"
+                )
                 yield BadRow("parse", "csv", detail)
 
     @cached_property
@@ -137,7 +179,9 @@ class CsvSource(JsonlSource):
             lines = LineReader(file)
             record = next((record for record in self._read_fields(lines) if record), [])
         if not record:
-            raise DataError(f"{path} is empty: its first line must name the columns, such as image,text")
+            raise DataError(
+                f"{path} is empty: its first line must name the columns, such as image,text"
+            )
         try:
             names = [name.strip() for name in _decode_fields(record)]
         except BadRow as bad:
@@ -149,8 +193,12 @@ class CsvSource(JsonlSource):
     def parse(self, record: list[str] | BadRow) -> dict[str, Any]:
         fields, (names, _) = _decode_fields(record), self._header
         if len(fields) != len(names):
-            raise BadRow("parse", "columns", f"{len(fields)} fields, the first line names {len(names)}")
-        values: dict[str, Any] = {name: field for name, field in zip(names, fields, strict=True) if field != ""}
+            raise BadRow(
+                "parse", "columns", f"{len(fields)} fields, the first line names {len(names)}"
+            )
+        values: dict[str, Any] = {
+            name: field for name, field in zip(names, fields, strict=True) if field != ""
+        }
         for column in _LIST_COLUMNS:
             if (name := self.columns.get(column, column)) in values:
                 values[name] = load_json(values[name].encode())
@@ -188,7 +236,9 @@ def load_json(data: bytes, strict: bool = True) -> Any:
     """Parse any JSON value, like `parse_json`. Raises BadRow."""
     if len(data) > MAX_LINE_BYTES:
         raise BadRow("parse", "too-long", f"the line is over {MAX_LINE_BYTES} bytes")
-    hooks: dict[str, Any] = {"object_pairs_hook": _unique_pairs, "parse_constant": _refuse_constant} if strict else {}
+    hooks: dict[str, Any] = (
+        {"object_pairs_hook": _unique_pairs, "parse_constant": _refuse_constant} if strict else {}
+    )
     try:
         return json.loads(data.decode(), **hooks)
     except UnicodeDecodeError as error:
@@ -201,7 +251,9 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+        raise ValueError(
+            f"{next(name for name in names if names.count(name) > 1)!r} is given twice"
+        )
     return values
 
 

@@ -1,8 +1,10 @@
-"""WebDataset tars: files with the same base name form one row. A tar is read in a single pass and never extracted.
+"""WebDataset tars: files with the same base name form one row. A tar is read in a single pass and
+never extracted.
 
-The base name ends at the first dot, the rest is the extension: `a.jpg` is the image of `a`, `a.mask.png` is not. A
-tar is one chunk, so one task reads it sequentially; img2dataset splits its output in the same way. Special files, paths
-that leave the folder and truncated members are reported with the member name.
+The base name ends at the first dot, the rest is the extension: `a.jpg` is the image of `a`,
+`a.mask.png` is not. A tar is one chunk, so one task reads it sequentially; img2dataset splits its
+output in the same way. Special files, paths that leave the folder and truncated members are
+reported with the member name.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class WebDatasetSource(Source):
 
     title = "WebDataset"
 
-    def scan(self, rows_per_chunk: int, previous_chunk_ends: Collection[int]) -> Iterator[SourceChunk]:
+    def scan(
+        self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
+    ) -> Iterator[SourceChunk]:
         names = self.files_with_suffix(".tar")
         for index, (size, signature) in enumerate(iter_parallel(self._check_tar, names)):
             yield SourceChunk(index, names[index], 0, size, 1, None, signature)
@@ -49,16 +53,23 @@ class WebDatasetSource(Source):
     def _check_tar(self, name: str) -> tuple[int, str]:
         """Return the size and the signature of a tar. Raises DataError if it is compressed."""
         if read_head(self.storage, name).startswith(b"\x1f\x8b"):
-            raise DataError(f"{self.storage.address}/{name} is gzip: unpack it to a plain tar first")
+            raise DataError(
+                f"{self.storage.address}/{name} is gzip: unpack it to a plain tar first"
+            )
         return self.storage.size(name) or 0, file_signature(self.storage, name)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        for number, (stem, sample) in enumerate(_group_samples(_iter_members(self.storage, chunk.file)), 1):
+        for number, (stem, sample) in enumerate(
+            _group_samples(_iter_members(self.storage, chunk.file)), 1
+        ):
             yield number, f"{chunk.file}/{stem}", sample
         check_unchanged(self.storage, chunk)
 
     def parse(self, record: Sample) -> dict[str, Any]:
-        """Return a sample's columns and images; its txt overrides its json, and --columns both. Raises BadRow."""
+        """Return a sample's columns and images; its txt overrides its json, and --columns both.
+
+        Raises BadRow.
+        """
         members: dict[str, TarMember] = {}
         for extension, member in record.items():
             if isinstance(member, BadRow):
@@ -66,7 +77,9 @@ class WebDatasetSource(Source):
             members[extension] = member
         values: dict[str, Any] = {}
         if "json" in members:
-            mapped = {theirs for ours, theirs in self.columns.items() if ours not in ("image", "images")}
+            mapped = {
+                theirs for ours, theirs in self.columns.items() if ours not in ("image", "images")
+            }
             has_text = "txt" in members or not self.columns.keys().isdisjoint(_TEXT_COLUMNS)
             used = mapped.union(_OTHER_COLUMNS, () if has_text else _TEXT_COLUMNS)
             parsed = parse_json(members["json"].data or b"", strict=False)
@@ -80,10 +93,15 @@ class WebDatasetSource(Source):
             values["label"] = _decode_text("cls", members["cls"])
             with suppress(ValueError):  # parse_row rejects a text
                 values["label"] = int(values["label"])
-        if images := [members[extension] for extension in members if f".{extension}" in IMAGE_SUFFIXES]:
+        if images := [
+            members[extension] for extension in members if f".{extension}" in IMAGE_SUFFIXES
+        ]:
             values["images"] = images
         elif others := [extension for extension in members if extension.endswith(IMAGE_SUFFIXES)]:
-            detail = f"it has {', '.join(others)[:200]}; its image is the member named up to the first dot, as KEY.jpg"
+            detail = (
+                f"it has {', '.join(others)[:200]}; its image is the member named up to the "
+                "first dot, as KEY.jpg"
+            )
             raise BadRow("columns", "no-image", detail)
         return values
 
@@ -92,11 +110,15 @@ def _decode_text(extension: str, member: TarMember) -> str:
     try:
         return (member.data or b"").decode()
     except UnicodeDecodeError as error:
-        raise BadRow("parse", "encoding", f"the {extension} is not UTF-8 at byte {error.start}") from None
+        raise BadRow(
+            "parse", "encoding", f"the {extension} is not UTF-8 at byte {error.start}"
+        ) from None
 
 
 def _iter_members(storage: Storage, name: str) -> Iterator[tuple[str, TarMember | BadRow]]:
-    """Yield the members of a tar with their bytes in one pass; a BadRow is last if the tar is truncated."""
+    """Yield the members of a tar with their bytes in one pass; a BadRow is last if the tar is
+    truncated.
+    """
     last = "its beginning"
     with storage.open_retried(name) as raw:
         file = io.BufferedReader(raw, _BUFFER_BYTES)
@@ -110,27 +132,48 @@ def _iter_members(storage: Storage, name: str) -> Iterator[tuple[str, TarMember 
                 end = tar.offset
             file.seek(end)
             is_complete = file.read(_BLOCK) == bytes(_BLOCK)
-            if not is_complete or any(piece.strip(b"\0") for piece in iter(partial(file.read, _BUFFER_BYTES), b"")):
+            if not is_complete or any(
+                piece.strip(b"\0") for piece in iter(partial(file.read, _BUFFER_BYTES), b"")
+            ):
                 raise tarfile.TarError(f"no end mark at byte {end}, or another tar follows")
         except (tarfile.TarError, EOFError) as error:
-            yield "", BadRow("read", "truncated", f"the tar is truncated or damaged after {last}: {error}")
+            yield (
+                "",
+                BadRow(
+                    "read", "truncated", f"the tar is truncated or damaged after {last}: {error}"
+                ),
+            )
 
 
 def _read_member(file: str, tar: tarfile.TarFile, member: tarfile.TarInfo) -> TarMember | BadRow:
     if not member.isreg() or member.issparse():
-        return BadRow("read", "not-regular-file", f"member {member.name[:200]!r} is a link, a device or a named pipe")
+        return BadRow(
+            "read",
+            "not-regular-file",
+            f"member {member.name[:200]!r} is a link, a device or a named pipe",
+        )
     if not is_safe_path(member.name):
-        return BadRow("columns", "path", f"member {member.name[:200]!r} is not a path inside a folder")
+        return BadRow(
+            "columns", "path", f"member {member.name[:200]!r} is not a path inside a folder"
+        )
     if member.size > MAX_IMAGE_BYTES:
-        return BadRow("read", "too-large", f"{member.name} has {member.size} bytes, over {MAX_IMAGE_BYTES}")
+        return BadRow(
+            "read", "too-large", f"{member.name} has {member.size} bytes, over {MAX_IMAGE_BYTES}"
+        )
     data = tar.extractfile(member).read()  # type: ignore[union-attr]  # not None for a regular file
     if len(data) < member.size:
-        return BadRow("read", "truncated", f"{member.name} has {len(data)} of its {member.size} bytes")
+        return BadRow(
+            "read", "truncated", f"{member.name} has {len(data)} of its {member.size} bytes"
+        )
     return TarMember(member.name, file, member.offset_data, member.size, data)
 
 
-def _group_samples(tar_members: Iterator[tuple[str, TarMember | BadRow]]) -> Iterator[tuple[str, Sample]]:
-    """Group consecutive members by base name; a repeat starts a new sample, so one is rejected for a duplicate id."""
+def _group_samples(
+    tar_members: Iterator[tuple[str, TarMember | BadRow]],
+) -> Iterator[tuple[str, Sample]]:
+    """Group consecutive members by base name; a repeat starts a new sample, so one is rejected for
+    a duplicate id.
+    """
     current, members = None, {}
     for name, member in tar_members:
         folder, _, base = name.removeprefix("./").rpartition("/")

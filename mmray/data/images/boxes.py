@@ -1,6 +1,7 @@
 """Transform boxes as transform.py transforms the pixels, then pad them to a fixed number.
 
-A box is (left, top, right, bottom) in fractions: of the upright image in a prepared set, of the square in a batch.
+A box is (left, top, right, bottom) in fractions: of the upright image in a prepared set, of the
+square in a batch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ NO_LABEL = -1  # of a row or a box
 
 
 def empty_box_columns(num_rows: int, max_boxes: int) -> dict[str, np.ndarray]:
-    """Return columns boxes, box_labels, num_boxes of a block without a box; no columns if `max_boxes` is 0."""
+    """Return columns boxes, box_labels, num_boxes of a block without a box; no columns if
+    `max_boxes` is 0.
+    """
     if not max_boxes:
         return {}
     return {
@@ -44,11 +47,15 @@ def transform_boxes(
     augment: Augment | None = None,
     uniforms: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return the columns of one row: its visible boxes on the square, the largest `inputs.max_boxes` of them."""
+    """Return the columns of one row: its visible boxes on the square, the largest
+    `inputs.max_boxes` of them.
+    """
     columns = {name: column[0] for name, column in empty_box_columns(1, inputs.max_boxes).items()}
     if not columns or not boxes:
         return columns
-    moved, visible = clip_boxes(to_model_coords(np.array(boxes, np.float64), size, inputs, augment, uniforms))
+    moved, visible = clip_boxes(
+        to_model_coords(np.array(boxes, np.float64), size, inputs, augment, uniforms)
+    )
     keep = np.flatnonzero(visible)
     keep = np.sort(keep[np.argsort(-_area(moved[keep]), kind="stable")[: inputs.max_boxes]])
     columns["boxes"][: len(keep)] = moved[keep]
@@ -58,9 +65,14 @@ def transform_boxes(
 
 
 def to_model_coords(
-    boxes: np.ndarray, size: tuple[int, int], inputs: Inputs, augment: Augment | None, uniforms: np.ndarray | None
+    boxes: np.ndarray,
+    size: tuple[int, int],
+    inputs: Inputs,
+    augment: Augment | None,
+    uniforms: np.ndarray | None,
 ) -> np.ndarray:
-    """Map boxes [N, 4] of an image of (width, height) `size` to fractions of the model's square, without clipping.
+    """Map boxes [N, 4] of an image of (width, height) `size` to fractions of the model's square,
+    without clipping.
 
     `augment` and `uniforms` are those of `transform`; None means no augmentation.
     """
@@ -70,11 +82,19 @@ def to_model_coords(
     elif inputs.fit == "pad":  # the square is larger than the image
         x, y, w, h = letterbox_xywh(width, height, inputs.image_side)
         scale_x, scale_y = width / w, height / h
-        crop = (-x * scale_x, -y * scale_y, (inputs.image_side - x) * scale_x, (inputs.image_side - y) * scale_y)
+        crop = (
+            -x * scale_x,
+            -y * scale_y,
+            (inputs.image_side - x) * scale_x,
+            (inputs.image_side - y) * scale_y,
+        )
     else:
         crop = crop_box(width, height, inputs.fit)
     left, top, right, bottom = crop  # of the image, in its pixels
-    origin, extent = [left, top, left, top], [right - left, bottom - top, right - left, bottom - top]
+    origin, extent = (
+        [left, top, left, top],
+        [right - left, bottom - top, right - left, bottom - top],
+    )
     out = (boxes * [width, height, width, height] - origin) / extent
     if augment is not None and uniforms is not None and uniforms[FLIP_INDEX] < augment.flip:
         out = np.stack([1 - out[:, 2], out[:, 1], 1 - out[:, 0], out[:, 3]], axis=1)
@@ -82,7 +102,9 @@ def to_model_coords(
 
 
 def clip_boxes(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return boxes [N, 4] clipped to the square, and bool [N]: whether enough of each is visible."""
+    """Return boxes [N, 4] clipped to the square, and bool [N]: whether enough of each is
+    visible.
+    """
     clipped = boxes.clip(0, 1)
     visible = _area(clipped)
     return clipped, (visible > 0) & (visible >= MIN_VISIBLE_FRACTION * _area(boxes))

@@ -1,7 +1,7 @@
 """Read the image files that rows refer to, from the folder of the source only.
 
-An invalid file raises BadRow, which quarantines its row. A failing disk raises OSError, and an object store that still
-fails after retries TransientStorageError.
+An invalid file raises BadRow, which quarantines its row. A failing disk raises OSError, and an
+object store that still fails after retries TransientStorageError.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ def read_image(storage: Storage, image: ImageRef) -> bytes:
         return bytes(file.read(image.length))
 
 
-def read_images(storage: Storage, images: Sequence[ImageRef], reader: RangeReader | None = None) -> list[bytes]:
+def read_images(
+    storage: Storage, images: Sequence[ImageRef], reader: RangeReader | None = None
+) -> list[bytes]:
     """Return the encoded bytes of several images, in order. Raises BadRow or OSError.
 
-    On an object store, neighboring byte ranges share a request. `reader` keeps files open, which saves requests.
+    On an object store, neighboring byte ranges share a request. `reader` keeps files open, which
+    saves requests.
     """
     if storage.local_path is not None:
         return [read_image(storage, image) for image in images]
@@ -56,7 +59,10 @@ def read_images(storage: Storage, images: Sequence[ImageRef], reader: RangeReade
             numbers_of.setdefault(str(image.file), []).append(number)
     reads = []
     for file, numbers in numbers_of.items():
-        spans = [(images[number].offset, images[number].offset + (images[number].length or 0)) for number in numbers]
+        spans = [
+            (images[number].offset, images[number].offset + (images[number].length or 0))
+            for number in numbers
+        ]
         reads += [(file, read, spans, numbers) for read in coalesce_ranges(spans)]
 
     def read_full(number: int) -> None:
@@ -75,12 +81,17 @@ def read_images(storage: Storage, images: Sequence[ImageRef], reader: RangeReade
 
 
 def read_file(storage: Storage, name: str) -> bytes:
-    """Return the bytes of a file in the folder of the source. Raises BadRow (stage `read`) or OSError."""
+    """Return the bytes of a file in the folder of the source.
+
+    Raises BadRow (stage `read`) or OSError.
+    """
 
     def read() -> bytes:
         with storage.open(name) as file:  # reports its size without another request
             if (size := file.size()) > MAX_IMAGE_BYTES:
-                raise BadRow("read", "too-large", f"{name} has {size} bytes, over {MAX_IMAGE_BYTES}")
+                raise BadRow(
+                    "read", "too-large", f"{name} has {size} bytes, over {MAX_IMAGE_BYTES}"
+                )
             return bytes(file.readall())
 
     try:
@@ -96,19 +107,35 @@ def read_file(storage: Storage, name: str) -> bytes:
 
 
 def _check_reference(image: ImageRef) -> None:
-    """Raise BadRow if the reference leaves the folder of the source, because a set may be from an untrusted one."""
+    """Raise BadRow if the reference leaves the folder of the source, because a set may be from an
+    untrusted one.
+    """
     if not is_safe_path(str(image.file)):
-        raise BadRow("read", "path", f"{str(image.file)[:200]!r} is not a path inside the folder of the source")
-    if not isinstance(image.offset, int) or image.offset < 0 or not 0 <= (image.length or 0) <= MAX_IMAGE_BYTES:
+        raise BadRow(
+            "read",
+            "path",
+            f"{str(image.file)[:200]!r} is not a path inside the folder of the source",
+        )
+    if (
+        not isinstance(image.offset, int)
+        or image.offset < 0
+        or not 0 <= (image.length or 0) <= MAX_IMAGE_BYTES
+    ):
         what = f"{image.length} bytes from byte {image.offset}"
-        raise BadRow("read", "path", f"{image.file}: {what} is not a byte range of at most {MAX_IMAGE_BYTES} bytes")
+        raise BadRow(
+            "read",
+            "path",
+            f"{image.file}: {what} is not a byte range of at most {MAX_IMAGE_BYTES} bytes",
+        )
 
 
 @contextmanager
 def os_error_as_bad_row(name: str) -> Iterator[None]:
-    """Convert an OSError of the block to a BadRow of the row that refers to this file; `prepare` can retry it.
+    """Convert an OSError of the block to a BadRow of the row that refers to this file; `prepare`
+    can retry it.
 
-    A TransientStorageError is not converted: it is not about this file, and would reject all the following rows.
+    A TransientStorageError is not converted: it is not about this file, and would reject all the
+    following rows.
     """
     try:
         yield

@@ -1,8 +1,9 @@
-"""Test-decode images in a child process, so that a native decoder crash kills only the child and names the image.
+"""Test-decode images in a child process, so that a native decoder crash kills only the child and
+names the image.
 
-The child runs all native code of a reader: decoding and the resize of the model's transform. It costs a copy of the
-bytes, so it is used only after a worker died or ran out of memory, for thumbnails, to explain a bad row, and for
-held-out images that `mmray prepare` has not decoded.
+The child runs all native code of a reader: decoding and the resize of the model's transform. It
+costs a copy of the bytes, so it is used only after a worker died or ran out of memory, for
+thumbnails, to explain a bad row, and for held-out images that `mmray prepare` has not decoded.
 """
 
 from __future__ import annotations
@@ -23,19 +24,26 @@ CRASH = "decoder-crash"  # reason of an image that killed its decoder
 
 
 class SubprocessDecoder:
-    """Checks in a child process that an image does not crash its decoder; the caller then decodes it itself."""
+    """Checks in a child process that an image does not crash its decoder; the caller then decodes
+    it itself.
+    """
 
     def __init__(self) -> None:
         self.num_crashes = 0
         self._child: subprocess.Popen[bytes] | None = None
 
-    def check(self, data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None = None) -> tuple[int, int]:
-        """Return (width, height) of an image that decodes completely and survives `transform(rgb, *transform_args)`.
+    def check(
+        self, data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None = None
+    ) -> tuple[int, int]:
+        """Return (width, height) of an image that decodes completely and survives `transform(rgb,
+        *transform_args)`.
 
         Raises BadImage, with reason `decoder-crash` if the image kills the child.
         """
         args = b"" if transform_args is None else pickle.dumps(transform_args)
-        child = self._child = self._child or subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        child = self._child = self._child or subprocess.Popen(
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         line = b""
         assert child.stdin is not None
         assert child.stdout is not None
@@ -69,7 +77,9 @@ class SubprocessDecoder:
 
 
 def serve(source: BinaryIO, out: BinaryIO) -> None:
-    """Main loop of the child: reads a line of lengths and the bytes of an image, writes a line of JSON, until EOF."""
+    """Main loop of the child: reads a line of lengths and the bytes of an image, writes a line of
+    JSON, until EOF.
+    """
     while head := source.readline():
         args_bytes, data_bytes, max_pixels = map(int, head.split())
         args, data = source.read(args_bytes), source.read(data_bytes)

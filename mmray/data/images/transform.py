@@ -1,8 +1,9 @@
-"""Convert RGB pixels to model input: resize to a square, and random crop, flip and color jitter of training images.
+"""Convert RGB pixels to model input: resize to a square, and random crop, flip and color jitter of
+training images.
 
-Resizing uses SIMD (`cykooz.resizer`) if a build exists for the processor: 0.4 instead of 2.5 ms for 640 x 480 to 224.
-It is within 2 of 255 levels of Pillow's filters in two passes, width first. Pillow 13 resizes the height of tall images
-first, which differs by up to 30 levels at sharp edges.
+Resizing uses SIMD (`cykooz.resizer`) if a build exists for the processor: 0.4 instead of 2.5 ms for
+640 x 480 to 224. It is within 2 of 255 levels of Pillow's filters in two passes, width first.
+Pillow 13 resizes the height of tall images first, which differs by up to 30 levels at sharp edges.
 """
 
 from __future__ import annotations
@@ -37,15 +38,22 @@ CROP_TRIES = 10
 CROP_RATIO = (3 / 4, 4 / 3)  # width by height, as in torchvision's RandomResizedCrop
 FLIP_INDEX = 4 * CROP_TRIES
 CROP_SLICE = slice(0, FLIP_INDEX)
-JITTER_SLICE, JITTER_ORDER_SLICE = slice(FLIP_INDEX + 1, FLIP_INDEX + 5), slice(FLIP_INDEX + 5, FLIP_INDEX + 9)
+JITTER_SLICE, JITTER_ORDER_SLICE = (
+    slice(FLIP_INDEX + 1, FLIP_INDEX + 5),
+    slice(FLIP_INDEX + 5, FLIP_INDEX + 9),
+)
 NUM_UNIFORMS = FLIP_INDEX + 9  # random numbers per row, at the indices above
 THUMBNAIL_SIDE = 128  # pixels
 
 
 def transform(
-    rgb: np.ndarray, inputs: Inputs, augment: Augment | None = None, uniforms: np.ndarray | None = None
+    rgb: np.ndarray,
+    inputs: Inputs,
+    augment: Augment | None = None,
+    uniforms: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return model input uint8 [3, side, side] of RGB uint8 [H, W, 3]; `uniforms` float64 [NUM_UNIFORMS] augments it.
+    """Return model input uint8 [3, side, side] of RGB uint8 [H, W, 3]; `uniforms` float64
+    [NUM_UNIFORMS] augments it.
 
     A random crop fills the square for any `inputs.fit`.
     """
@@ -53,32 +61,42 @@ def transform(
         return resize_to_square(rgb, inputs.image_side, inputs.fit, inputs.interpolation)
     fit = inputs.fit
     if augment.has_random_crop:
-        left, top, right, bottom = random_crop_box((rgb.shape[1], rgb.shape[0]), augment, uniforms[CROP_SLICE])
+        left, top, right, bottom = random_crop_box(
+            (rgb.shape[1], rgb.shape[0]), augment, uniforms[CROP_SLICE]
+        )
         rgb, fit = rgb[top:bottom, left:right], "squash"
     square = resize_to_square(rgb, inputs.image_side, fit, inputs.interpolation)
     if uniforms[FLIP_INDEX] < augment.flip:
         square = square[:, :, ::-1]
     if any(augment.color_jitter):
         image = Image.fromarray(square.transpose(1, 2, 0))
-        jittered = _jitter(image, augment, uniforms[JITTER_SLICE], np.argsort(uniforms[JITTER_ORDER_SLICE]))
+        jittered = _jitter(
+            image, augment, uniforms[JITTER_SLICE], np.argsort(uniforms[JITTER_ORDER_SLICE])
+        )
         square = np.asarray(jittered).transpose(2, 0, 1)
     return np.ascontiguousarray(square)
 
 
-def resize_to_square(rgb: np.ndarray, side: int, fit: Fit, interpolation: Interpolation) -> np.ndarray:
+def resize_to_square(
+    rgb: np.ndarray, side: int, fit: Fit, interpolation: Interpolation
+) -> np.ndarray:
     """Resize uint8 [H, W, 3] to contiguous uint8 [3, side, side]; see `Inputs.fit`."""
     height, width = rgb.shape[:2]
     if fit == "pad":
         left, top, w, h = letterbox_xywh(width, height, side)
         square = np.full((side, side, 3), WHITE, np.uint8)
-        square[top : top + h, left : left + w] = resize(rgb, (w, h), interpolation, (0, 0, width, height))
+        square[top : top + h, left : left + w] = resize(
+            rgb, (w, h), interpolation, (0, 0, width, height)
+        )
     else:
         square = resize(rgb, (side, side), interpolation, crop_box(width, height, fit))
     return np.ascontiguousarray(square.transpose(2, 0, 1))
 
 
 def thumbnail(rgb: np.ndarray) -> str:
-    """Return a data URI of RGB uint8 [H, W, 3] as WebP, the longer side at most THUMBNAIL_SIDE (about 3 KB)."""
+    """Return a data URI of RGB uint8 [H, W, 3] as WebP, the longer side at most THUMBNAIL_SIDE
+    (about 3 KB).
+    """
     small = Image.fromarray(rgb)
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.LANCZOS)
     file = io.BytesIO()
@@ -87,9 +105,11 @@ def thumbnail(rgb: np.ndarray) -> str:
 
 
 def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
-    """Encode the image with its shorter side reduced to `side`; return `data` itself if the image is not larger.
+    """Encode the image with its shorter side reduced to `side`; return `data` itself if the image
+    is not larger.
 
-    `rgb` is `decode(data)`. The format is JPEG with quality 90, or PNG if the source is PNG, GIF or lossless WebP.
+    `rgb` is `decode(data)`. The format is JPEG with quality 90, or PNG if the source is PNG, GIF or
+    lossless WebP.
     """
     height, width = rgb.shape[:2]
     shorter = min(width, height)
@@ -105,8 +125,13 @@ def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
     return out.getvalue()
 
 
-def resize(rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation, box: Rect) -> np.ndarray:
-    """Resize the part `box` of uint8 [H, W, 3] to uint8 [h, w, 3], in one pass per direction; `size` is (w, h)."""
+def resize(
+    rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation, box: Rect
+) -> np.ndarray:
+    """Resize the part `box` of uint8 [H, W, 3] to uint8 [h, w, 3], in one pass per direction;
+
+    `size` is (w, h).
+    """
     if simd is None:
         return resize_with_pillow(rgb, size, interpolation, box)
     left, top, right, bottom = box
@@ -119,17 +144,24 @@ def resize(rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation,
     height, width = rows.shape[:2]
     source = simd.ImageData(width, height, simd.PixelType.U8x3, rows.tobytes())
     narrow, out = (simd.ImageData(size[0], side, simd.PixelType.U8x3) for side in (height, size[1]))
-    horizontal = simd.ResizeOptions(resize_alg=algorithm, crop_box=simd.CropBox(left, 0, right - left, height))
-    vertical = simd.ResizeOptions(resize_alg=algorithm, crop_box=simd.CropBox(0, top - first, size[0], bottom - top))
+    horizontal = simd.ResizeOptions(
+        resize_alg=algorithm, crop_box=simd.CropBox(left, 0, right - left, height)
+    )
+    vertical = simd.ResizeOptions(
+        resize_alg=algorithm, crop_box=simd.CropBox(0, top - first, size[0], bottom - top)
+    )
     if not hasattr(_THREAD, "resizer"):
         _THREAD.resizer = simd.Resizer()
-    # In two steps, because the SIMD build (4.0.1) has crashed when it enlarges a part in both directions at once.
+    # In two steps, because the SIMD build (4.0.1) has crashed when it enlarges a part in both
+    # directions at once.
     _THREAD.resizer.resize(source, narrow, horizontal)
     _THREAD.resizer.resize(narrow, out, vertical)
     return np.frombuffer(out.get_buffer(), np.uint8).reshape(size[1], size[0], 3)
 
 
-def resize_with_pillow(rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation, box: Rect) -> np.ndarray:
+def resize_with_pillow(
+    rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation, box: Rect
+) -> np.ndarray:
     """`resize` by Pillow: the reference of the tests, and the fallback without SIMD."""
     left, top, right, bottom = box
     kind = _PILLOW_FILTERS[interpolation]
@@ -145,7 +177,9 @@ def letterbox_xywh(width: int, height: int, side: int) -> tuple[int, int, int, i
 
 
 def crop_box(width: int, height: int, fit: str) -> Rect:
-    """Return the part of the source that fills the square: all of it (`squash`), or the central square (`crop`)."""
+    """Return the part of the source that fills the square: all of it (`squash`), or the central
+    square (`crop`).
+    """
     if fit == "squash":
         return (0, 0, width, height)
     short = min(width, height)
@@ -153,8 +187,12 @@ def crop_box(width: int, height: int, fit: str) -> Rect:
     return (left, top, left + short, top + short)
 
 
-def random_crop_box(size: tuple[int, int], augment: Augment, uniforms: np.ndarray) -> tuple[int, int, int, int]:
-    """Return a random part (left, top, right, bottom) of an image of (width, height) `size`, as RandomResizedCrop."""
+def random_crop_box(
+    size: tuple[int, int], augment: Augment, uniforms: np.ndarray
+) -> tuple[int, int, int, int]:
+    """Return a random part (left, top, right, bottom) of an image of (width, height) `size`, as
+    RandomResizedCrop.
+    """
     width, height = size
     (low, high), (log_min, log_max) = augment.crop_scale, np.log(CROP_RATIO)
     for scale, ratio, u_left, u_top in uniforms.reshape(CROP_TRIES, 4):
@@ -164,12 +202,17 @@ def random_crop_box(size: tuple[int, int], augment: Augment, uniforms: np.ndarra
         if 1 <= w <= width and 1 <= h <= height:
             left, top = int((width - w + 1) * u_left), int((height - h + 1) * u_top)
             return (left, top, left + w, top + h)
-    w, h = max(1, min(width, round(height * CROP_RATIO[1]))), max(1, min(height, round(width / CROP_RATIO[0])))
+    w, h = (
+        max(1, min(width, round(height * CROP_RATIO[1]))),
+        max(1, min(height, round(width / CROP_RATIO[0]))),
+    )
     left, top = (width - w) // 2, (height - h) // 2
     return (left, top, left + w, top + h)
 
 
-def _jitter(square: Image.Image, augment: Augment, factors: np.ndarray, order: np.ndarray) -> Image.Image:
+def _jitter(
+    square: Image.Image, augment: Augment, factors: np.ndarray, order: np.ndarray
+) -> Image.Image:
     """Apply brightness, contrast, saturation and hue (0 to 3) in `order`; factors are in [0, 1)."""
     for index in order:
         change = augment.color_jitter[index] * (2 * factors[index] - 1)
@@ -177,6 +220,8 @@ def _jitter(square: Image.Image, augment: Augment, factors: np.ndarray, order: n
             square = _ENHANCERS[index](square).enhance(1 + change)
         elif change:  # a share of the color circle, which Pillow's HSV divides into 255 steps
             hue, saturation, value = square.convert("HSV").split()
-            shifted = Image.fromarray((np.asarray(hue).astype(np.int16) + round(change * 255)).astype(np.uint8))
+            shifted = Image.fromarray(
+                (np.asarray(hue).astype(np.int16) + round(change * 255)).astype(np.uint8)
+            )
             square = Image.merge("HSV", (shifted, saturation, value)).convert("RGB")
     return square

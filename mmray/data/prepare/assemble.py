@@ -1,7 +1,8 @@
-"""Assemble finished chunks into a prepared set: deduplication, quarantine, limit of bad rows, tokenizer.
+"""Assemble finished chunks into a prepared set: deduplication, quarantine, limit of bad rows,
+tokenizer.
 
-Runs on the driver after the Ray job, on the records of the chunks. In memory are a few records and about 20
-bytes for each row; the digests are in temporary files.
+Runs on the driver after the Ray job, on the records of the chunks. In memory are a few records and
+about 20 bytes for each row; the digests are in temporary files.
 """
 
 from __future__ import annotations
@@ -33,17 +34,23 @@ MAX_SORTED_ROWS = 1 << 21  # at a time; about 60 bytes each
 DuplicateRule = Literal["image", "row", "text", "keep"]
 REASONS = ("", "duplicate-key", "duplicate", "duplicate-text")
 SAME_KEY, SAME_CONTENT, SAME_TEXT = 1, 2, 3
-MAX_TRAINING_TEXTS = 1_000_000  # more hardly change a vocabulary of some thousand tokens, and all are in memory
+# more hardly change a vocabulary of some thousand tokens, and all are in memory
+MAX_TRAINING_TEXTS = 1_000_000
 MAX_SAMPLED_BYTES, MAX_RUNS, ROWS_PER_READ = 8 << 30, 8192, 1 << 16  # of the rows with these texts
 
 
 def iter_chunk_records(out: Storage, chunks: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (first row number, record) of finished chunks, read ahead in threads. Raises DataError if one is gone."""
+    """Yield (first row number, record) of finished chunks, read ahead in threads.
+
+    Raises DataError if one is gone.
+    """
     start = 0
     records = iter_parallel(partial(read_chunk_record, out), [*map(record_path, chunks)])
     for index, record in zip(chunks, records, strict=True):
         if record is None:
-            raise DataError(f"{out.address}: the record of chunk {index} was deleted: rerun the same command")
+            raise DataError(
+                f"{out.address}: the record of chunk {index} was deleted: rerun the same command"
+            )
         yield start, record
         start += len(record["rows"]["key"])
 
@@ -57,9 +64,11 @@ def parse_digests(hexadecimal: Sequence[str]) -> np.ndarray:
 def first_occurrence(
     values: np.ndarray, among: np.ndarray | None = None, is_later: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the first row with the `values` [N, 2] of each row; -1 for the first itself, and for rows not in `among`.
+    """Return the first row with the `values` [N, 2] of each row; -1 for the first itself, and for
+    rows not in `among`.
 
-    Rows in `is_later` [N] come after all others. Sorts a part of the values at a time, selected by their first byte.
+    Rows in `is_later` [N] come after all others. Sorts a part of the values at a time, selected by
+    their first byte.
     """
     out = np.full(len(values), NO_ROW, np.int32 if len(values) < 2**31 else np.int64)
     first_byte = np.ascontiguousarray(values.view(np.uint8)[:, 0])
@@ -69,7 +78,8 @@ def first_occurrence(
         rows = np.flatnonzero(selected if among is None else selected & among)
         ordered = values[rows]
         later = () if is_later is None else (is_later[rows],)
-        order = np.lexsort((*later, ordered[:, 1], ordered[:, 0]))  # stable: of equal rows the earliest comes first
+        # stable: of equal rows the earliest comes first
+        order = np.lexsort((*later, ordered[:, 1], ordered[:, 0]))
         rows, ordered = rows[order], ordered[order]
         is_first = np.ones(len(rows), dtype=bool)
         is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
@@ -81,19 +91,30 @@ def first_occurrence(
 def _first_kept_occurrence(
     packed: PackedRows, among: np.ndarray, is_later: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the earlier kept row with the same image, otherwise the one with the same captions, and which it is.
+    """Return the earlier kept row with the same image, otherwise the one with the same captions,
+    and which it is.
 
-    Works row by row, because a row that is dropped for its captions must not cause another row with its image to be
-    dropped. Rows whose image and captions occur once are skipped.
+    Works row by row, because a row that is dropped for its captions must not cause another row with
+    its image to be dropped. Rows whose image and captions occur once are skipped.
     """
-    same_image, same_text = (first_occurrence(values, among) for values in (packed.contents, packed.texts))
-    first, reason_code = np.full_like(same_image, NO_ROW), np.full(len(among), SAME_CONTENT, np.uint8)
-    kept_image, kept_text = np.full_like(first, NO_ROW), np.full_like(first, NO_ROW)  # by first row with that content
+    same_image, same_text = (
+        first_occurrence(values, among) for values in (packed.contents, packed.texts)
+    )
+    first, reason_code = (
+        np.full_like(same_image, NO_ROW),
+        np.full(len(among), SAME_CONTENT, np.uint8),
+    )
+    # by first row with that content
+    kept_image, kept_text = np.full_like(first, NO_ROW), np.full_like(first, NO_ROW)
     is_repeated = np.zeros(len(among), bool)
     for same in (same_image, same_text):
         is_repeated[same != NO_ROW] = is_repeated[same[same != NO_ROW]] = True
-    for row in chain(np.flatnonzero(is_repeated & ~is_later), np.flatnonzero(is_repeated & is_later)):
-        image, text = (row if same[row] == NO_ROW else same[row] for same in (same_image, same_text))
+    for row in chain(
+        np.flatnonzero(is_repeated & ~is_later), np.flatnonzero(is_repeated & is_later)
+    ):
+        image, text = (
+            row if same[row] == NO_ROW else same[row] for same in (same_image, same_text)
+        )
         if kept_image[image] != NO_ROW:
             first[row] = kept_image[image]
         elif kept_text[text] != NO_ROW:
@@ -107,7 +128,8 @@ def _first_kept_occurrence(
 class DedupResult:
     """Duplicate rows, and contaminated rows that are dropped."""
 
-    duplicate_of: np.ndarray  # int32 [N], int64 above 2^31 rows: the kept row that each row duplicates, or NO_ROW
+    # int32 [N], int64 above 2^31 rows: the kept row that each row duplicates, or NO_ROW
+    duplicate_of: np.ndarray
     reason: np.ndarray  # uint8 [N]: index in REASONS
     num_same_text: int = 0  # kept rows with the captions of an earlier one
     contaminated: dict[int, str] = field(default_factory=dict)  # row -> detail in the quarantine
@@ -122,7 +144,9 @@ class DedupResult:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Columns of the rows of all chunks in source order: digests uint64 [N, 2], memory-mapped, and their shards."""
+    """Columns of the rows of all chunks in source order: digests uint64 [N, 2], memory-mapped, and
+    their shards.
+    """
 
     keys: np.ndarray
     contents: np.ndarray  # images, or under the rule `row` images with captions
@@ -138,7 +162,10 @@ class PackedRows:
 
 
 def read_packed_rows(out: Storage, chunks: Sequence[int], rule: DuplicateRule) -> PackedRows:
-    """Read the columns of the rows of these chunks. The digests are in unnamed temporary files, 48 bytes a row."""
+    """Read the columns of the rows of these chunks.
+
+    The digests are in unnamed temporary files, 48 bytes a row.
+    """
     content = "row_digest" if rule == "row" else "image_digest"
     files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 - _map_digests closes them
     shard_of = [np.zeros(0, np.int32)]
@@ -159,16 +186,23 @@ def read_packed_rows(out: Storage, chunks: Sequence[int], rule: DuplicateRule) -
 def _map_digests(file: IO[bytes]) -> np.ndarray:
     """Return the digests in a file as a memory-mapped array, uint64 [N, 2]; close the file."""
     with file:
-        return np.memmap(file, np.uint64, "r").reshape(-1, 2) if file.tell() else np.zeros((0, 2), np.uint64)
+        return (
+            np.memmap(file, np.uint64, "r").reshape(-1, 2)
+            if file.tell()
+            else np.zeros((0, 2), np.uint64)
+        )
 
 
 def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
-    """Find the rows that repeat another one: of equal rows a held-out one is kept, otherwise the earliest.
+    """Find the rows that repeat another one: of equal rows a held-out one is kept, otherwise the
+    earliest.
 
-    This also holds for rows with the same key. A duplicate key is an error under each rule, and no row is a duplicate
-    of such a row.
+    This also holds for rows with the same key. A duplicate key is an error under each rule, and no
+    row is a duplicate of such a row.
     """
-    is_training = ~np.array([shard.split in HELD_OUT_SPLITS for shard in packed.shards], bool)[packed.shard_of]
+    is_training = ~np.array([shard.split in HELD_OUT_SPLITS for shard in packed.shards], bool)[
+        packed.shard_of
+    ]
     duplicate_of = first_occurrence(packed.keys, None, is_training)
     reason = (duplicate_of != NO_ROW).astype(np.uint8) * np.uint8(SAME_KEY)
     if rule != "keep":
@@ -176,7 +210,10 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
         if rule == "text":
             first, reason_code = _first_kept_occurrence(packed, reason == 0, is_training)
         else:
-            first, reason_code = first_occurrence(packed.contents, reason == 0, is_training), np.uint8(SAME_CONTENT)
+            first, reason_code = (
+                first_occurrence(packed.contents, reason == 0, is_training),
+                np.uint8(SAME_CONTENT),
+            )
         repeats = first != NO_ROW
         np.copyto(duplicate_of, first, where=repeats)
         np.copyto(reason, reason_code, where=repeats)
@@ -187,7 +224,9 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
 
 @dataclass
 class PrepareResult:
-    """The shards with their dropped rows; counts by quarantine reason, with an example; kept rows by language."""
+    """The shards with their dropped rows; counts by quarantine reason, with an example; kept rows
+    by language.
+    """
 
     shards: list[Shard]
     quarantine: str  # file name of the list of bad and dropped rows
@@ -197,9 +236,15 @@ class PrepareResult:
 
 
 def quarantine_rows(
-    out: Storage, chunks: Sequence[int], packed: PackedRows, dedup: DedupResult, file_name: str = QUARANTINE
+    out: Storage,
+    chunks: Sequence[int],
+    packed: PackedRows,
+    dedup: DedupResult,
+    file_name: str = QUARANTINE,
 ) -> PrepareResult:
-    """Write bad and dropped rows to a file, in source order; return the shards without the dropped rows."""
+    """Write bad and dropped rows to a file, in source order; return the shards without the dropped
+    rows.
+    """
     dropped = dedup.dropped
     result = PrepareResult(list(_drop_rows(packed, dropped)), file_name)
     wanted = np.unique(dedup.duplicate_of[dedup.duplicate_of != NO_ROW])
@@ -207,7 +252,9 @@ def quarantine_rows(
     for start, record in iter_chunk_records(out, chunks if wanted.size else ()):
         names = record["rows"]["key"]
         first, last = np.searchsorted(wanted, (start, start + len(names)))
-        originals.append(pa.array([names[row - start] for row in wanted[first:last].tolist()], pa.string()))
+        originals.append(
+            pa.array([names[row - start] for row in wanted[first:last].tolist()], pa.string())
+        )
     original_keys = pa.chunked_array(originals, pa.string())
     with out.open_output(file_name) as file:
         for start, record in iter_chunk_records(out, chunks):
@@ -216,14 +263,20 @@ def quarantine_rows(
             for index in np.flatnonzero(drops).tolist():
                 reason = _drop_reason(packed, dedup, start + index, wanted, original_keys)
                 names = {"line": "line", "key": "key", "source": "location"}
-                entries.append({name: rows[column][index] for name, column in names.items()} | reason)
+                entries.append(
+                    {name: rows[column][index] for name, column in names.items()} | reason
+                )
             for entry in sorted(entries, key=lambda entry: entry["line"]):
                 del entry["line"]
                 file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
                 result.reasons[entry["reason"]] += 1
-                result.examples.setdefault(entry["reason"], f"{entry['source']}: {entry['detail'][:160]}")
+                result.examples.setdefault(
+                    entry["reason"], f"{entry['source']}: {entry['detail'][:160]}"
+                )
             languages = zip(rows["language"], drops, strict=True)
-            result.languages.update(name for name, is_dropped in languages if name and not is_dropped)
+            result.languages.update(
+                name for name, is_dropped in languages if name and not is_dropped
+            )
     return result
 
 
@@ -236,15 +289,27 @@ def _drop_rows(packed: PackedRows, dropped: np.ndarray) -> Iterator[Shard]:
 
 
 def _drop_reason(
-    packed: PackedRows, dedup: DedupResult, row: int, originals: np.ndarray, original_keys: pa.ChunkedArray
+    packed: PackedRows,
+    dedup: DedupResult,
+    row: int,
+    originals: np.ndarray,
+    original_keys: pa.ChunkedArray,
 ) -> dict[str, str]:
-    """Return the quarantine entry of a packed row: why it is dropped. `originals` are sorted row numbers."""
+    """Return the quarantine entry of a packed row: why it is dropped.
+
+    `originals` are sorted row numbers.
+    """
     original, reason = int(dedup.duplicate_of[row]), int(dedup.reason[row])
     if original == NO_ROW:
         return {"stage": "leakage", "reason": OVERLAP, "detail": dedup.contaminated[row]}
     key = original_keys[int(np.searchsorted(originals, original))].as_py()
     split, original_split = (packed.shards[packed.shard_of[each]].split for each in (row, original))
-    detail = ("", "another row has this id", f"duplicate of row {key}", f"same captions as row {key}")[reason]
+    detail = (
+        "",
+        "another row has this id",
+        f"duplicate of row {key}",
+        f"same captions as row {key}",
+    )[reason]
     if split != original_split:
         detail += f" (in split {original_split})"
     return {"stage": "duplicates", "reason": REASONS[reason], "detail": detail}
@@ -256,30 +321,46 @@ def max_bad_rows(max_bad_fraction: float, total: int) -> int:
 
 
 def rejection_error(
-    source: str, out: Storage, num_read: int, total: int, result: PrepareResult, max_bad_fraction: float
+    source: str,
+    out: Storage,
+    num_read: int,
+    total: int,
+    result: PrepareResult,
+    max_bad_fraction: float,
 ) -> DataError:
-    """Return the error of a source with more bad rows than `max_bad_fraction` of `total`, or without a good row."""
+    """Return the error of a source with more bad rows than `max_bad_fraction` of `total`, or
+    without a good row.
+    """
     reasons, quarantine = result.reasons, f"{out.address}/{result.quarantine}"
     bad = reasons.total() - reasons[OVERLAP]
     if reasons[OVERLAP] and reasons.total() == num_read:
         return DataError(
-            f"{source}: no row of {num_read:,} is left; {reasons[OVERLAP]:,} are also in other sets or splits "
+            f"{source}: no row of {num_read:,} is left; {reasons[OVERLAP]:,} are also in other "
+            "sets or splits "
             f"(prepare.drop_overlap). {quarantine} lists them; compare with other sets"
         )
     early = f" of {total:,} rows (stopped early)" if num_read < total else ""
     limit = "none is good"
     advice = (
-        "Correct the source: each row needs `image` (a path relative to its folder) and `text`. Map other column names "
+        "Correct the source: each row needs `image` (a path relative to its folder) and `text`. "
+        "Map other column names "
         "with --columns image=NAME text=NAME."
     )
     if bad < num_read:
         limit = f"the limit is {100 * max_bad_fraction:.3g} %{early} (prepare.max_bad_fraction)"
-        keep = ", keep duplicates with --duplicates keep" if {"duplicate", "duplicate-text"} & reasons.keys() else ""
+        keep = (
+            (", keep duplicates with --duplicates keep")
+            if {"duplicate", "duplicate-text"} & reasons.keys()
+            else ""
+        )
         accept = f"accept them with --max-bad-fraction {-(-1000 * bad // total) / 1000:g}"
         advice = f"Correct them{keep}, or {accept}. Then rerun the same command to resume."
     lines = [
         f"{source}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %), {limit}",
-        *(f"  {count:,} {reason}, for example {result.examples[reason]}" for reason, count in reasons.most_common(5)),
+        *(
+            f"  {count:,} {reason}, for example {result.examples[reason]}"
+            for reason, count in reasons.most_common(5)
+        ),
         f"All of them are in {quarantine}.",
         f"{advice} In `mmray train`, these flags start with --prepare, as in --prepare.columns.",
     ]
@@ -287,7 +368,9 @@ def rejection_error(
 
 
 def write_tokenizer(out: Storage, manifest: Manifest, vocab_size: int) -> bool:
-    """Train a tokenizer on the captions outside the held-out splits, if there are any; return whether it is written."""
+    """Train a tokenizer on the captions outside the held-out splits, if there are any; return
+    whether it is written.
+    """
     used = [shard for shard in manifest.shards if shard.split not in HELD_OUT_SPLITS]
     if vocab_size and used:
         captions = sample_captions(PreparedSet(out, replace(manifest, shards=tuple(used))))
@@ -296,12 +379,16 @@ def write_tokenizer(out: Storage, manifest: Manifest, vocab_size: int) -> bool:
 
 
 def sample_captions(prepared: PreparedSet) -> Iterator[str]:
-    """Yield the captions of evenly spaced runs of rows, at most MAX_TRAINING_TEXTS; all if the set is small.
+    """Yield the captions of evenly spaced runs of rows, at most MAX_TRAINING_TEXTS; all if the set
+    is small.
 
-    A store sends runs with their images: at most about MAX_SAMPLED_BYTES, and 1 MiB between two runs.
+    A store sends runs with their images: at most about MAX_SAMPLED_BYTES, and 1 MiB between two
+    runs.
     """
     num_rows = prepared.num_rows
-    sampled = min(num_rows, MAX_TRAINING_TEXTS, MAX_SAMPLED_BYTES * num_rows // prepared.num_bytes + 1)
+    sampled = min(
+        num_rows, MAX_TRAINING_TEXTS, MAX_SAMPLED_BYTES * num_rows // prepared.num_bytes + 1
+    )
     num_runs = min(-(-sampled // RECORD_BATCH_ROWS), MAX_RUNS)
     starts = np.arange(num_runs) * num_rows // num_runs
     rows = np.unique(starts[:, None] + np.arange(-(-sampled // num_runs)))

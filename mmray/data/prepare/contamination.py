@@ -1,9 +1,11 @@
-"""Contamination check: find rows whose images are also in another prepared set or in another split of this set.
+"""Contamination check: find rows whose images are also in another prepared set or in another split
+of this set.
 
-Exact matches have the same image bytes; near matches have similar perceptual hashes. Between two splits of one set, the
-training row counts as contaminated. Ray tasks hash one shard each. Hash files are stored in the set that is being
-prepared and named by the digest of the shard, so an unchanged shard is hashed once. If an index-only set was prepared
-without a check, the digest covers no images. Such a set is hashed each time, and the source is part of the name.
+Exact matches have the same image bytes; near matches have similar perceptual hashes. Between two
+splits of one set, the training row counts as contaminated. Ray tasks hash one shard each. Hash
+files are stored in the set that is being prepared and named by the digest of the shard, so an
+unchanged shard is hashed once. If an index-only set was prepared without a check, the digest covers
+no images. Such a set is hashed each time, and the source is part of the name.
 """
 
 from __future__ import annotations
@@ -41,11 +43,17 @@ MAX_EXAMPLES = 12  # maximum rows with thumbnails
 CELLS = 4
 MAX_COLOR_DISTANCE = 4.0  # of 255, mean over the cells; JPEG with quality 30 changes them by 2
 IMAGE_HASH_DTYPE = np.dtype(
-    [("sha256", "<u8", 2), ("phash", "<u8", 4), ("colors", "u1", 3 * CELLS * CELLS), ("has_phash", "?")]
+    [
+        ("sha256", "<u8", 2),
+        ("phash", "<u8", 4),
+        ("colors", "u1", 3 * CELLS * CELLS),
+        ("has_phash", "?"),
+    ]
 )
 READ_BATCH_ROWS = 64
 PAIRS_PER_COMPARISON = 1 << 20
-_ROW_BITS = 48  # a match is differing bits << 48 | row, so that the smallest is the nearest and then the first
+# a match is differing bits << 48 | row, so that the smallest is the nearest and then the first
+_ROW_BITS = 48
 _NO_MATCH = np.iinfo(np.int64).max
 
 
@@ -66,12 +74,16 @@ def validate(settings: Prepare, out: str) -> None:
     """Validate the settings before any row is read. Raises UsageError or DataError."""
     if is_enabled(settings) and settings.phash_distance >= 0 and find_spec("imagehash") is None:
         raise UsageError(
-            "near-duplicate search needs the package imagehash: pip install 'mmray[leakage]', or find only exact "
+            "near-duplicate search needs the package imagehash: pip install 'mmray[leakage]', or "
+            "find only exact "
             "duplicates with --phash-distance -1"
         )
     for address in settings.check_contamination:
         if Storage(address).address == Storage(out).address:
-            raise UsageError(f"--check-contamination {address} is the set that is being prepared: name another one")
+            raise UsageError(
+                f"--check-contamination {address} is the set that is being prepared: "
+                "name another one"
+            )
         PreparedSet.open(address)
 
 
@@ -83,7 +95,8 @@ def check_contamination(
     settings: Prepare,
     on_rows: Callable[[int, int], None],
 ) -> tuple[dict[int, str], dict[str, Any]]:
-    """Write leaks.jsonl; return {row: description} of the contaminated rows, and the summary for the manifest.
+    """Write leaks.jsonl; return {row: description} of the contaminated rows, and the summary for
+    the manifest.
 
     `image_folder` is that of the source. `on_rows` gets the hashed rows and their total. Raises
     DataError, or ResourceError if tasks die.
@@ -96,7 +109,9 @@ def check_contamination(
     use_phash = settings.phash_distance >= 0
     own_hashes = _load_hashes(out, own, use_phash)[shard_row_of]
     other_hashes = [_load_hashes(out, each, use_phash) for each in others]
-    contaminated = find_contaminated_rows(own_hashes, ~dedup.dropped, packed, other_hashes, settings.phash_distance)
+    contaminated = find_contaminated_rows(
+        own_hashes, ~dedup.dropped, packed, other_hashes, settings.phash_distance
+    )
     exact = sum(each.hamming_distance == EXACT for each in contaminated)
     names = (*settings.check_contamination, "splits")
     by_set = Counter(names[each.set_index] for each in contaminated)  # SAME_SET is the last index
@@ -115,14 +130,20 @@ def _undeduplicated_set(
     """Return all rows of these shards, including dropped ones."""
     full_shards = tuple(replace(shard, dropped=(), split=None) for shard in shards)
     count, source = sum(shard.num_rows for shard in full_shards), {"address": image_folder}
-    return PreparedSet(Storage(address), Manifest(count, count, 0, {}, {}, "", None, source, settings, full_shards))
+    return PreparedSet(
+        Storage(address), Manifest(count, count, 0, {}, {}, "", None, source, settings, full_shards)
+    )
 
 
 def _hash_file(prepared: PreparedSet, shard: Shard, use_phash: bool) -> str:
-    """Return the hash file of a shard of the set, also named by the source if the digest covers no images."""
+    """Return the hash file of a shard of the set, also named by the source if the digest covers no
+    images.
+    """
     digest = shard.sha256
     if not prepared.manifest.has_image_checksums:
-        digest = hashlib.sha256(f"{prepared.manifest.source['address']} {digest}".encode()).hexdigest()
+        digest = hashlib.sha256(
+            f"{prepared.manifest.source['address']} {digest}".encode()
+        ).hexdigest()
     return f"{HASHES_DIR}/{digest[:32]}{'' if use_phash else '-exact'}.npy"
 
 
@@ -130,30 +151,44 @@ def _load_hashes(out: Storage, prepared: PreparedSet, use_phash: bool) -> np.nda
     """Return the hashes of the rows of a set; 97 bytes each."""
 
     def load(shard: Shard) -> np.ndarray:
-        hashes = np.load(io.BytesIO(out.read(_hash_file(prepared, shard, use_phash))), allow_pickle=False)
+        hashes = np.load(
+            io.BytesIO(out.read(_hash_file(prepared, shard, use_phash))), allow_pickle=False
+        )
         return np.delete(hashes, shard.dropped) if shard.dropped else hashes
 
-    return np.concatenate([np.zeros(0, IMAGE_HASH_DTYPE), *iter_parallel(load, prepared.manifest.shards)])
+    return np.concatenate(
+        [np.zeros(0, IMAGE_HASH_DTYPE), *iter_parallel(load, prepared.manifest.shards)]
+    )
 
 
 def find_contaminated_rows(
-    own: np.ndarray, kept: np.ndarray, packed: PackedRows, others: Sequence[np.ndarray], phash_distance: int
+    own: np.ndarray,
+    kept: np.ndarray,
+    packed: PackedRows,
+    others: Sequence[np.ndarray],
+    phash_distance: int,
 ) -> list[ContaminatedRow]:
-    """Return the rows of `own` [N] that match a row of the sets `others` or of another split, in source order.
+    """Return the rows of `own` [N] that match a row of the sets `others` or of another split, in
+    source order.
 
-    Rows that are not in `kept` [N] are ignored. `phash_distance` below 0 finds exact matches only. A row is reported
-    once, for the first set that contains it.
+    Rows that are not in `kept` [N] are ignored. `phash_distance` below 0 finds exact matches only.
+    A row is reported once, for the first set that contains it.
     """
     rows, is_contaminated = np.flatnonzero(kept), np.zeros(len(own), bool)
     # Held-out splits first, training last: the later row counts as contaminated.
     splits = [shard.split or "train" for shard in packed.shards]
-    names = sorted(set(splits), key=lambda name: (name == "train", name not in HELD_OUT_SPLITS, name))
+    names = sorted(
+        set(splits), key=lambda name: (name == "train", name not in HELD_OUT_SPLITS, name)
+    )
     priority = np.array([names.index(name) for name in splits], np.int64)[packed.shard_of[rows]]
     # Each search: set index, rows to search for, and the rows and hashes to search in.
-    in_others = ((number, rows, np.arange(len(hashes)), hashes) for number, hashes in enumerate(others))
+    in_others = (
+        (number, rows, np.arange(len(hashes)), hashes) for number, hashes in enumerate(others)
+    )
     earlier_rows = (rows[priority < each] for each in range(1, len(names)))
     in_splits = (
-        (SAME_SET, rows[priority == each], earlier, own[earlier]) for each, earlier in enumerate(earlier_rows, 1)
+        (SAME_SET, rows[priority == each], earlier, own[earlier])
+        for each, earlier in enumerate(earlier_rows, 1)
     )
     contaminated: list[ContaminatedRow] = []
     for set_index, queries, references, hashes in chain(in_others, in_splits):
@@ -161,15 +196,29 @@ def find_contaminated_rows(
         index, distances = _matches(own[queries], hashes, phash_distance)
         hits = np.flatnonzero(index != NO_ROW)
         is_contaminated[queries[hits]] = True
-        columns = queries[hits].tolist(), repeat(set_index), references[index[hits]].tolist(), distances[hits].tolist()
+        columns = (
+            queries[hits].tolist(),
+            repeat(set_index),
+            references[index[hits]].tolist(),
+            distances[hits].tolist(),
+        )
         contaminated += map(ContaminatedRow, *columns)
     return sorted(contaminated)
 
 
-def _matches(queries: np.ndarray, references: np.ndarray, phash_distance: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the matching reference of each query, or NO_ROW, and the Hamming distance (EXACT: same bytes)."""
-    index, distances = np.full(len(queries), NO_ROW, np.int64), np.full(len(queries), EXACT, np.int64)
-    first = first_occurrence(np.concatenate([references["sha256"], queries["sha256"]]))[len(references) :]
+def _matches(
+    queries: np.ndarray, references: np.ndarray, phash_distance: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the matching reference of each query, or NO_ROW, and the Hamming distance (EXACT: same
+    bytes).
+    """
+    index, distances = (
+        np.full(len(queries), NO_ROW, np.int64),
+        np.full(len(queries), EXACT, np.int64),
+    )
+    first = first_occurrence(np.concatenate([references["sha256"], queries["sha256"]]))[
+        len(references) :
+    ]
     # A hash of zeros means that the image could not be read.
     exact = (first != NO_ROW) & (first < len(references)) & queries["sha256"].any(axis=1)
     index[exact] = first[exact]
@@ -181,8 +230,8 @@ def _matches(queries: np.ndarray, references: np.ndarray, phash_distance: int) -
 def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
     """Return (pHash uint64 [4], mean colors uint8 [48]) of an RGB image.
 
-    The 256-bit pHash (signs of a discrete cosine transform; Zauner 2010) is robust to size and compression but ignores
-    color.
+    The 256-bit pHash (signs of a discrete cosine transform; Zauner 2010) is robust to size and
+    compression but ignores color.
     """
     import imagehash  # optional dependency, needed only for near-duplicate search
 
@@ -194,7 +243,8 @@ def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
 def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
     """Return up to 64 bits of each of `count` bands of uint64 hashes [N, 4]: uint64 [count, N].
 
-    Hashes that differ in fewer than `count` bits have at least one equal band (pigeonhole principle).
+    Hashes that differ in fewer than `count` bits have at least one equal band (pigeonhole
+    principle).
     """
     bits = np.unpackbits(np.ascontiguousarray(hashes).view(np.uint8), axis=1, bitorder="little")
     out = np.zeros((count, len(hashes)), np.uint64)
@@ -204,14 +254,21 @@ def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
     return out
 
 
-def nearest(queries: np.ndarray, references: np.ndarray, max_distance: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the nearest reference of each query: (index, Hamming distance), int64 [N]; both NO_ROW without a match.
+def nearest(
+    queries: np.ndarray, references: np.ndarray, max_distance: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the nearest reference of each query: (index, Hamming distance), int64 [N]; both NO_ROW
+    without a match.
 
-    Arguments are IMAGE_HASH_DTYPE records. A match differs in at most `max_distance` of 256 bits, and in color by at
-    most MAX_COLOR_DISTANCE; ties go to the first. The search is exact: with max_distance + 1 bands, any two such hashes
-    have an equal band. Duplicates are compared once, so a thousand blank pages cost as much as one.
+    Arguments are IMAGE_HASH_DTYPE records. A match differs in at most `max_distance` of 256 bits,
+    and in color by at most MAX_COLOR_DISTANCE; ties go to the first. The search is exact: with
+    max_distance + 1 bands, any two such hashes have an equal band. Duplicates are compared once, so
+    a thousand blank pages cost as much as one.
     """
-    index, distances = np.full(len(queries), NO_ROW, np.int64), np.full(len(queries), NO_ROW, np.int64)
+    index, distances = (
+        np.full(len(queries), NO_ROW, np.int64),
+        np.full(len(queries), NO_ROW, np.int64),
+    )
     (query_rows, group), (reference_rows, _) = _distinct(queries), _distinct(references)
     if not len(query_rows) or not len(reference_rows):
         return index, distances
@@ -224,15 +281,22 @@ def nearest(queries: np.ndarray, references: np.ndarray, max_distance: int) -> t
             distance = np.bitwise_count(left["phash"] ^ right["phash"]).sum(axis=1).astype(np.int64)
             colors = np.abs(left["colors"].astype(np.int16) - right["colors"]).mean(axis=1)
             near = (distance <= max_distance) & (colors <= MAX_COLOR_DISTANCE)
-            np.minimum.at(best, query[near], distance[near] << _ROW_BITS | reference_rows[candidate[near]])
+            np.minimum.at(
+                best, query[near], distance[near] << _ROW_BITS | reference_rows[candidate[near]]
+            )
     match = best[group]
-    rows, match = np.flatnonzero(queries["has_phash"])[match != _NO_MATCH], match[match != _NO_MATCH]
+    rows, match = (
+        np.flatnonzero(queries["has_phash"])[match != _NO_MATCH],
+        match[match != _NO_MATCH],
+    )
     index[rows], distances[rows] = match & ((1 << _ROW_BITS) - 1), match >> _ROW_BITS
     return index, distances
 
 
 def _distinct(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of the first record of each distinct hash, and the hash number of each hashed record."""
+    """Return the index of the first record of each distinct hash, and the hash number of each
+    hashed record.
+    """
     rows = np.flatnonzero(hashes["has_phash"])
     if not len(rows):
         return rows, rows
@@ -241,8 +305,12 @@ def _distinct(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows[first], group.ravel()
 
 
-def _candidate_pairs(queries: np.ndarray, references: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield indices (query [P], reference [P]) of equal numbers, about PAIRS_PER_COMPARISON at a time."""
+def _candidate_pairs(
+    queries: np.ndarray, references: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield indices (query [P], reference [P]) of equal numbers, about PAIRS_PER_COMPARISON at a
+    time.
+    """
     order = np.argsort(references, kind="stable")
     first = np.searchsorted(references[order], queries, "left")
     counts = np.searchsorted(references[order], queries, "right") - first
@@ -258,15 +326,22 @@ def _candidate_pairs(queries: np.ndarray, references: np.ndarray) -> Iterator[tu
 
 
 def _write_leaks(
-    out: Storage, contaminated: Sequence[ContaminatedRow], shard_row_of: np.ndarray, sets: Sequence[PreparedSet]
+    out: Storage,
+    contaminated: Sequence[ContaminatedRow],
+    shard_row_of: np.ndarray,
+    sets: Sequence[PreparedSet],
 ) -> dict[int, str]:
-    """Write leaks.jsonl; return {row: description}. `sets` ends with this set, which has row n at `shard_row_of[n]`.
+    """Write leaks.jsonl; return {row: description}. `sets` ends with this set, which has row n at
+    `shard_row_of[n]`.
 
     Some records, of near and of exact matches, have thumbnails of both images.
     """
     rows = shard_row_of[np.array([each.row for each in contaminated], np.int64)]
     matches = np.array([each.match for each in contaminated], np.int64)
-    set_of, keys = np.array([each.set_index for each in contaminated], np.int64), sets[-1].keys(rows)
+    set_of, keys = (
+        np.array([each.set_index for each in contaminated], np.int64),
+        sets[-1].keys(rows),
+    )
     match_keys: dict[int, str] = {}
     matches[set_of == SAME_SET] = shard_row_of[matches[set_of == SAME_SET]]
     for number in np.unique(set_of):
@@ -280,12 +355,25 @@ def _write_leaks(
         for number, each in enumerate(contaminated):
             other = None if each.set_index == SAME_SET else sets[each.set_index].storage.address
             bits = None if each.hamming_distance == EXACT else each.hamming_distance
-            line: dict[str, Any] = {"key": keys[number], "set": other, "other": match_keys[number], "bits": bits}
-            how = "same image as" if bits is None else f"near-duplicate ({bits} of 256 bits differ) of"
-            descriptions[each.row] = f"{how} row {match_keys[number]} of {other or 'another split of this set'}"
+            line: dict[str, Any] = {
+                "key": keys[number],
+                "set": other,
+                "other": match_keys[number],
+                "bits": bits,
+            }
+            how = (
+                "same image as"
+                if bits is None
+                else (f"near-duplicate ({bits} of 256 bits differ) of")
+            )
+            descriptions[each.row] = (
+                f"{how} row {match_keys[number]} of {other or 'another split of this set'}"
+            )
             if number in examples:
                 line["thumbnails"] = [None, None]
-                for index, (prepared, row) in enumerate(((sets[-1], rows), (sets[each.set_index], matches))):
+                for index, (prepared, row) in enumerate(
+                    ((sets[-1], rows), (sets[each.set_index], matches))
+                ):
                     with suppress(OSError, ValueError):
                         [stored] = prepared.read(row[[number]])
                         line["thumbnails"][index] = subprocess_decoder.thumbnail(stored.image)
@@ -294,18 +382,33 @@ def _write_leaks(
 
 
 def _hash_shards(
-    out: Storage, sets: Sequence[PreparedSet], settings: Prepare, on_rows: Callable[[int, int], None]
+    out: Storage,
+    sets: Sequence[PreparedSet],
+    settings: Prepare,
+    on_rows: Callable[[int, int], None],
 ) -> None:
     """Hash the shards without a hash file; delete the hash files of shards that no longer exist."""
     out.mkdir(HASHES_DIR)
     use_phash = settings.phash_distance >= 0
-    wanted = {_hash_file(each, shard, use_phash): (each, shard) for each in sets for shard in each.manifest.shards}
+    wanted = {
+        _hash_file(each, shard, use_phash): (each, shard)
+        for each in sets
+        for shard in each.manifest.shards
+    }
     existing = {f"{HASHES_DIR}/{name}" for name in out.listdir(HASHES_DIR)}
     parallel_map(out.delete, existing - wanted.keys())
-    job: dict[str, Any] = {"out": out.address, "use_phash": use_phash, "max_pixels": settings.max_pixels}
+    job: dict[str, Any] = {
+        "out": out.address,
+        "use_phash": use_phash,
+        "max_pixels": settings.max_pixels,
+    }
     items = [
         job
-        | {"file": file, "set": each.storage.address, "image_folder": each.manifest.source.get("address") or ""}
+        | {
+            "file": file,
+            "set": each.storage.address,
+            "image_folder": each.manifest.source.get("address") or "",
+        }
         | {"shard": asdict(shard)}
         for file, (each, shard) in wanted.items()
         if file not in existing or not each.manifest.has_image_checksums
@@ -321,13 +424,18 @@ def _hash_shards(
 def _hash_task(item: dict[str, Any]) -> Result:
     """Ray task: write the image hashes of a shard. An unreadable row matches nothing."""
     shard, out = Shard.from_json(item["shard"]), Storage(item["out"])
-    prepared, name = _undeduplicated_set(item["set"], item["image_folder"], [shard], {}), f"{item['set']}/{shard.file}"
+    prepared, name = (
+        _undeduplicated_set(item["set"], item["image_folder"], [shard], {}),
+        f"{item['set']}/{shard.file}",
+    )
 
     def hash_rows(subprocess_decoder: SubprocessDecoder | None) -> None:
         hashes = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE)
         for start in range(0, shard.num_rows, READ_BATCH_ROWS):
             numbers = np.arange(start, min(start + READ_BATCH_ROWS, shard.num_rows))
-            for entry, row in zip(hashes[start:], read_each(prepared, numbers, (BadRow,)), strict=False):
+            for entry, row in zip(
+                hashes[start:], read_each(prepared, numbers, (BadRow,)), strict=False
+            ):
                 if isinstance(row, Exception):
                     continue
                 entry["sha256"] = np.frombuffer(hashlib.sha256(row.image).digest()[:16], "<u8")

@@ -1,8 +1,9 @@
 """Images named by URL, fetched in the background from allowed hosts with public addresses only.
 
-URLs are untrusted. Only https to the hosts of `prepare.allow_urls` is fetched, and each redirect is checked again. The
-resolver drops private addresses before a connection is made, so DNS rebinding has no effect. Size, time, retries and
-connections are bounded. Proxies and credentials of the environment are not used.
+URLs are untrusted. Only https to the hosts of `prepare.allow_urls` is fetched, and each redirect is
+checked again. The resolver drops private addresses before a connection is made, so DNS rebinding
+has no effect. Size, time, retries and connections are bounded. Proxies and credentials of the
+environment are not used.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ MAX_BYTES = 32 * 1024 * 1024  # of an image
 TIMEOUT_S = 30.0  # of an image, with all attempts and redirects
 CONNECT_TIMEOUT_S, PAUSE_S = 10.0, 0.5
 HOST_CONNECTIONS = 8  # of one task
-_REDIRECT_STATUS, _MISSING_STATUS, _RETRY_STATUS = (301, 302, 303, 307, 308), (401, 403, 404, 410), (408, 425, 429)
+_REDIRECT_STATUS, _MISSING_STATUS, _RETRY_STATUS = (
+    (301, 302, 303, 307, 308),
+    (401, 403, 404, 410),
+    (408, 425, 429),
+)
 _ENCODED = re.compile(r"[!-~]+")  # encoding such a URL again would break its signature
 
 
@@ -38,9 +43,13 @@ class Fetcher:
 
     def __init__(self, hosts: tuple[str, ...]) -> None:
         self.hosts = hosts
-        self._slots: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(HOST_CONNECTIONS))
+        self._slots: dict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(HOST_CONNECTIONS)
+        )
         self._started: Future[asyncio.AbstractEventLoop] = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="fetch", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="fetch", daemon=True
+        )
 
     async def _serve(self) -> None:
         """Keep a session open until `__exit__`; then `asyncio.run` cancels the pending requests."""
@@ -95,16 +104,22 @@ class Fetcher:
             for _ in range(MAX_REDIRECTS + 1):
                 hop = self._validate(url, location, name)
                 async with self._session.get(hop, allow_redirects=False) as response:
-                    if response.status not in _REDIRECT_STATUS or "Location" not in response.headers:
+                    if (
+                        response.status not in _REDIRECT_STATUS
+                        or "Location" not in response.headers
+                    ):
                         return await self._body(response, name)
                     url, location = str(hop), response.headers["Location"]
         except _PrivateAddressError as error:
             raise BadRow("read", "private-address", f"{name}: {error}") from None
         except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
-            raise BadRow("read", "refused", f"{name}: untrusted connection ({_describe(error)})") from None
+            raise BadRow(
+                "read", "refused", f"{name}: untrusted connection ({_describe(error)})"
+            ) from None
         except BadRow:
             raise
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a malformed response
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # ValueError: a malformed response
             raise _TransientError(f"connection failed ({_describe(error)})", 0) from None
         raise BadRow("read", "redirect", f"{name}: more than {MAX_REDIRECTS} redirects")
 
@@ -160,12 +175,16 @@ class _PublicResolver(aiohttp.ThreadedResolver):
         addresses = await super().resolve(host, port, family)
         public = [each for each in addresses if is_public_ip(each["host"])]
         if addresses and not public:
-            raise _PrivateAddressError(f"{host} is at {addresses[0]['host']}, which is not a public address")
+            raise _PrivateAddressError(
+                f"{host} is at {addresses[0]['host']}, which is not a public address"
+            )
         return public
 
 
 def _describe(error: Exception) -> str:
     """Describe a connection error without URLs, because they may contain secrets."""
-    cause: Any = getattr(error, "os_error", None) or getattr(error, "certificate_error", None) or error
+    cause: Any = (
+        getattr(error, "os_error", None) or getattr(error, "certificate_error", None) or error
+    )
     reason = getattr(cause, "verify_message", None) or getattr(cause, "strerror", None)
     return f"{type(cause).__name__}: {reason}"[:200] if reason else type(cause).__name__

@@ -1,8 +1,9 @@
 """The work of one prepare task: convert a chunk of the source to shard files and a record.
 
-Each row is parsed, its image is read, decoded completely and hashed, and its captions are cleaned. Failures go into the
-record with stage and reason. The record (parts/chunk-N.json) is written last and marks the chunk as done. So a killed
-prepare resumes, and a source that grew is appended to. Does not import Ray.
+Each row is parsed, its image is read, decoded completely and hashed, and its captions are cleaned.
+Failures go into the record with stage and reason. The record (parts/chunk-N.json) is written last
+and marks the chunk as done. So a killed prepare resumes, and a source that grew is appended to.
+Does not import Ray.
 """
 
 from __future__ import annotations
@@ -36,15 +37,27 @@ if TYPE_CHECKING:
     from mmray.config import Prepare
 
 RETRYABLE_STAGES = ("read", "decode")  # stages whose rows --retry-quarantined packs again
-PREFETCH_ROWS = 32  # images by URL or on an object store that are requested, and rows that wait for them
+# images by URL or on an object store that are requested, and rows that wait for them
+PREFETCH_ROWS = 32
 PREFETCH_BYTES = 64 << 20  # of these images, if more than MIN_PREFETCH_ROWS
 MIN_PREFETCH_ROWS, READ_THREADS = 8, 16
 _RECORD_VERSION = 7
 _PACK_SETTINGS = (
     "image_side", "max_pixels", "holdout", "rows_per_shard", "columns", "caption", "check", "index_only", "allow_urls"
 )  # fmt: skip
-_BOX_SLACK = 0.01  # tolerated fraction outside the image, because annotations may exceed the edge by a pixel
-_DIGEST_COLUMNS = ("key", "texts", "label", "split", "language", "sha256", "boxes", "box_labels", "ref")
+# tolerated fraction outside the image, because annotations may exceed the edge by a pixel
+_BOX_SLACK = 0.01
+_DIGEST_COLUMNS = (
+    "key",
+    "texts",
+    "label",
+    "split",
+    "language",
+    "sha256",
+    "boxes",
+    "box_labels",
+    "ref",
+)
 
 
 Fetch = Callable[[ImageRef], Future[bytes] | None]
@@ -53,8 +66,16 @@ Fetch = Callable[[ImageRef], Future[bytes] | None]
 class ShardWriter:
     """Writes a shard row by row; memory holds at most one record batch."""
 
-    def __init__(self, storage: Storage, name: str, split: str | None, stream: pa.NativeFile, writer: Any) -> None:
-        self._storage, self._name, self._split, self._stream, self._writer = storage, name, split, stream, writer
+    def __init__(
+        self, storage: Storage, name: str, split: str | None, stream: pa.NativeFile, writer: Any
+    ) -> None:
+        self._storage, self._name, self._split, self._stream, self._writer = (
+            storage,
+            name,
+            split,
+            stream,
+            writer,
+        )
         self._digest, self._num_rows = hashlib.sha256(), 0
         self._batch: list[Row] = []
         self._offsets = [MAGIC_BYTES + len(SCHEMA.serialize())]
@@ -62,21 +83,27 @@ class ShardWriter:
     def append(self, row: Row) -> None:
         self._batch.append(row)
         self._num_rows += 1
-        values = [getattr(row, name) for name in _DIGEST_COLUMNS] + ([row.messages] if row.messages else [])
+        values = [getattr(row, name) for name in _DIGEST_COLUMNS] + (
+            [row.messages] if row.messages else []
+        )
         self._digest.update(orjson.dumps(values))
         if len(self._batch) == RECORD_BATCH_ROWS:
             self.flush()
 
     def flush(self) -> None:
         if self._batch:
-            self._writer.write_batch(pa.RecordBatch.from_pylist([vars(row) for row in self._batch], schema=SCHEMA))
+            self._writer.write_batch(
+                pa.RecordBatch.from_pylist([vars(row) for row in self._batch], schema=SCHEMA)
+            )
             self._offsets.append(self._stream.tell())
             self._batch.clear()
 
     def entry(self) -> Shard:
         """Return the manifest entry of the finished file."""
         size, batches = self._storage.size(self._name) or 0, " ".join(map(str, self._offsets))
-        return Shard(self._name, self._split, self._num_rows, size, self._digest.hexdigest(), batches=batches)
+        return Shard(
+            self._name, self._split, self._num_rows, size, self._digest.hexdigest(), batches=batches
+        )
 
 
 @contextmanager
@@ -98,17 +125,34 @@ class PrepareJob:
     retry: bool = False  # pack chunks with rows that could not be read or decoded again
 
     def digest(self) -> str:
-        """Return a hash of what determines how a chunk is packed; without addresses, so that a set can be moved."""
-        settings = [_RECORD_VERSION, self.source.format, *(getattr(self.settings, name) for name in _PACK_SETTINGS)]
+        """Return a hash of what determines how a chunk is packed; without addresses, so that a set
+        can be moved.
+        """
+        settings = [
+            _RECORD_VERSION,
+            self.source.format,
+            *(getattr(self.settings, name) for name in _PACK_SETTINGS),
+        ]
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
     def open(self) -> Source:
         """Open the source, on the driver or in a task."""
-        return open_source(self.source, Storage(self.out), self.settings.column_names, self.settings.caption)
+        return open_source(
+            self.source, Storage(self.out), self.settings.column_names, self.settings.caption
+        )
 
 
 # Columns of the rows in a record; `row_digest` is of image and texts, `shard` is an index.
-RECORD_COLUMNS = ("line", "location", "key", "image_digest", "row_digest", "text_digest", "shard", "language")
+RECORD_COLUMNS = (
+    "line",
+    "location",
+    "key",
+    "image_digest",
+    "row_digest",
+    "text_digest",
+    "shard",
+    "language",
+)
 
 
 def record_path(index: int) -> str:
@@ -118,13 +162,16 @@ def record_path(index: int) -> str:
 def pack_chunk(
     job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None = None
 ) -> tuple[int, int, int]:
-    """Pack one chunk; return its index, rows and bad rows. `subprocess_decoder` decodes each image first.
+    """Pack one chunk; return its index, rows and bad rows. `subprocess_decoder` decodes each image
+    first.
 
-    Raises DataError if the source changed, and OSError if it cannot be read or the set cannot be written.
+    Raises DataError if the source changed, and OSError if it cannot be read or the set cannot be
+    written.
     """
     out = Storage(job.out)
     record = read_chunk_record(out, record_path(chunk.index))
-    if record is None or not is_current(record, job, chunk):  # otherwise an earlier attempt has packed it
+    # otherwise an earlier attempt has packed it
+    if record is None or not is_current(record, job, chunk):
         packer, items = _ChunkPacker(job, chunk, subprocess_decoder), job.open().read(chunk)
         with ExitStack() as exit_stack:
             fetch = _open_fetch(job, exit_stack)
@@ -137,7 +184,9 @@ def pack_chunk(
 
 
 def _open_fetch(job: PrepareJob, exit_stack: ExitStack) -> Fetch:
-    """Return a function that starts to read an image by URL or on an object store; for other images it returns None."""
+    """Return a function that starts to read an image by URL or on an object store; for other images
+    it returns None.
+    """
     settings, storage = job.settings, Storage(job.source.address)
     fetch_url = pool = None
     if settings.allow_urls and not settings.index_only:
@@ -169,7 +218,11 @@ def prefetch_rows(
         if item is not None:
             row: SourceRow | BadRow
             try:
-                row = item.values if isinstance(item.values, BadRow) else parse_row(item.values, item.location, hosts)
+                row = (
+                    item.values
+                    if isinstance(item.values, BadRow)
+                    else parse_row(item.values, item.location, hosts)
+                )
             except BadRow as bad:
                 row = bad
             pending.append((item, row, fetch(row.image) if isinstance(row, SourceRow) else None))
@@ -177,7 +230,10 @@ def prefetch_rows(
             first, row, image = pending.popleft()
             yield first, row, image
             if image is not None and image.done() and image.exception() is None:
-                ahead = min(PREFETCH_ROWS, max(MIN_PREFETCH_ROWS, PREFETCH_BYTES // (len(image.result()) or 1)))
+                ahead = min(
+                    PREFETCH_ROWS,
+                    max(MIN_PREFETCH_ROWS, PREFETCH_BYTES // (len(image.result()) or 1)),
+                )
 
 
 def _read(storage: Storage, image: ImageRef) -> bytes:
@@ -195,14 +251,18 @@ def read_chunk_record(out: Storage, name: str) -> dict[str, Any] | None:
 
 
 def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
-    """Return whether packing the chunk again would give this record: same lines, settings and image files."""
+    """Return whether packing the chunk again would give this record: same lines, settings and image
+    files.
+    """
     source, out, bad_rows = Storage(job.source.address), Storage(job.out), record["bad_rows"]
     retried_stages = RETRYABLE_STAGES if job.retry else ()
     return (
         record["job"] == job.digest()
         and record["chunk"] == asdict(chunk)
         # The cause may be temporary (a network file system).
-        and not any(row["reason"] == "unreadable" or row["stage"] in retried_stages for row in bad_rows)
+        and not any(
+            row["reason"] == "unreadable" or row["stage"] in retried_stages for row in bad_rows
+        )
         and all(out.size(shard["file"]) == shard["num_bytes"] for shard in record["shards"])
         and all(tuple(file) == stat_signature(source, file[0]) for file in record["files"])
     )
@@ -211,17 +271,24 @@ def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> b
 class _ChunkPacker:
     """State of one chunk while it is packed."""
 
-    def __init__(self, job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None) -> None:
+    def __init__(
+        self, job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None
+    ) -> None:
         self.job, self.chunk, self.subprocess_decoder = job, chunk, subprocess_decoder
         self.source, self.out = Storage(job.source.address), Storage(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
         self.rows: list[tuple[Any, ...]] = []  # RECORD_COLUMNS
         self.bad_rows: list[dict[str, Any]] = []
         self.image_signatures: list[tuple[str, int | None, int | None]] = []
-        self.file_suffix = uuid.uuid4().hex[:8]  # never overwrite a file that an earlier manifest names
+        # never overwrite a file that an earlier manifest names
+        self.file_suffix = uuid.uuid4().hex[:8]
 
     def pack(
-        self, item: RawRow, parsed: SourceRow | BadRow, image: Future[bytes] | None, exit_stack: ExitStack
+        self,
+        item: RawRow,
+        parsed: SourceRow | BadRow,
+        image: Future[bytes] | None,
+        exit_stack: ExitStack,
     ) -> None:
         location, key = _to_utf8(item.location), _to_utf8(parsed.key or item.location)
         try:
@@ -234,11 +301,18 @@ class _ChunkPacker:
             return
         if row.split not in self.writers:
             name = f"{SHARDS}/{self.chunk.index:05d}-{row.split or 'rows'}-{self.file_suffix}.arrow"
-            self.writers[row.split] = exit_stack.enter_context(open_shard(self.out, name, row.split))
+            self.writers[row.split] = exit_stack.enter_context(
+                open_shard(self.out, name, row.split)
+            )
         self.writers[row.split].append(row)
         captions = [*row.texts, *(row.messages or [])]
-        text_digest, row_digest = (_sha256(orjson.dumps(each))[:32] for each in (captions, [image_digest, *captions]))
-        digests, shard = (image_digest[:32], row_digest, text_digest), list(self.writers).index(row.split)
+        text_digest, row_digest = (
+            _sha256(orjson.dumps(each))[:32] for each in (captions, [image_digest, *captions])
+        )
+        digests, shard = (
+            (image_digest[:32], row_digest, text_digest),
+            list(self.writers).index(row.split),
+        )
         self.rows.append((item.line, location, row.key, *digests, shard, row.language))
 
     def record(self) -> dict[str, Any]:
@@ -246,25 +320,36 @@ class _ChunkPacker:
             "job": self.job.digest(),
             "chunk": asdict(self.chunk),
             "shards": [asdict(writer.entry()) for writer in self.writers.values()],
-            "rows": {name: [row[index] for row in self.rows] for index, name in enumerate(RECORD_COLUMNS)},
+            "rows": {
+                name: [row[index] for row in self.rows] for index, name in enumerate(RECORD_COLUMNS)
+            },
             "bad_rows": self.bad_rows,
             "files": self.image_signatures,
         }
 
-    def _build_row(self, parsed: SourceRow, requested: Future[bytes] | None, location: str) -> tuple[Row, str]:
-        """Return the validated row and the digest of its image as read, or as `requested` earlier. Raises BadRow.
+    def _build_row(
+        self, parsed: SourceRow, requested: Future[bytes] | None, location: str
+    ) -> tuple[Row, str]:
+        """Return the validated row and the digest of its image as read, or as `requested` earlier.
+        Raises BadRow.
 
-        With `--index-only --check none` the image is not read: it has no checksum, and only the same file is its
-        duplicate.
+        With `--index-only --check none` the image is not read: it has no checksum, and only the
+        same file is its duplicate.
         """
         settings, image = self.job.settings, parsed.image
         texts = [clean_caption(text) for text in parsed.texts]
         if settings.index_only and (image.url or image.file is None):
             what = "a URL" if image.url else "inside the row"
-            raise BadRow("read", "no-reference", f"the image is {what}: prepare without --index-only")
+            raise BadRow(
+                "read", "no-reference", f"the image is {what}: prepare without --index-only"
+            )
         if image.data is None and image.file is not None:
             self.image_signatures.append(stat_signature(self.source, str(image.file)))
-        ref = {"file": image.file, "offset": image.offset, "length": image.length} if settings.index_only else None
+        ref = (
+            {"file": image.file, "offset": image.offset, "length": image.length}
+            if settings.index_only
+            else None
+        )
         if settings.index_only and settings.check == "none":
             stored, size, sha256, image_digest = b"", (0, 0), "", _sha256(orjson.dumps(ref))
         else:
@@ -273,17 +358,30 @@ class _ChunkPacker:
             image_digest = _sha256(data)
             sha256 = image_digest if stored is data else _sha256(stored)
         image_bytes = b"" if ref else stored
-        row = Row(parsed.key, image_bytes, texts, parsed.label, parsed.split, parsed.language, location, sha256)
+        row = Row(
+            parsed.key,
+            image_bytes,
+            texts,
+            parsed.label,
+            parsed.split,
+            parsed.language,
+            location,
+            sha256,
+        )
         row.ref, row.messages = ref, list(parsed.messages) or None
         if parsed.boxes:
             row.boxes, row.box_labels = _relative_boxes(parsed, size), list(parsed.box_labels)
         if row.split is None and settings.holdout > 0:
-            # By content hash, so that duplicates share a split and a row keeps its split when the set grows.
+            # By content hash, so that duplicates share a split and a row keeps its split when the
+            # set grows.
             row.split = "test" if int(image_digest[:16], 16) / 2**64 < settings.holdout else "train"
         return row, image_digest
 
     def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
-        """Return the bytes to store for an image and its size; `check` sets how completely it is decoded."""
+        """Return the bytes to store for an image and its size;
+
+        `check` sets how completely it is decoded.
+        """
         settings, max_pixels = self.job.settings, self.job.settings.max_pixels
         try:
             if settings.image_side:
@@ -312,8 +410,12 @@ def _relative_boxes(parsed: SourceRow, size: tuple[int, int]) -> list[list[float
     """Convert boxes to (left, top, right, bottom) in fractions of the image size. Raises BadRow."""
     width, height = size
     if not width:
-        raise BadRow("columns", "boxes", "boxes need the image size: prepare with --check full or header")
-    out = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in parsed.boxes]
+        raise BadRow(
+            "columns", "boxes", "boxes need the image size: prepare with --check full or header"
+        )
+    out = [
+        [x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in parsed.boxes
+    ]
     if any(min(box) < -_BOX_SLACK or max(box) > 1 + _BOX_SLACK for box in out):
         raise BadRow("columns", "boxes", f"a box exceeds the image of {width} x {height} pixels")
     return [[min(1.0, max(0.0, number)) for number in box] for box in out]

@@ -1,7 +1,9 @@
-"""Prepare pipeline: scan the source into chunks, pack those that are not done (Ray), deduplicate, write the manifest.
+"""Prepare pipeline: scan the source into chunks, pack those that are not done (Ray), deduplicate,
+write the manifest.
 
-A chunk is done when its record exists. So a killed prepare resumes, a source that grew is appended to, and a larger
-max_bad_fraction reuses all finished work. manifest.json is written last; without it the folder is not a prepared set.
+A chunk is done when its record exists. So a killed prepare resumes, a source that grew is appended
+to, and a larger max_bad_fraction reuses all finished work. manifest.json is written last; without
+it the folder is not a prepared set.
 """
 
 from __future__ import annotations
@@ -73,16 +75,20 @@ OnProgress = Callable[[PrepareProgress], None]
 Log = Callable[[str, str], None]  # message, heading
 
 
-def ensure_prepared(source: str, cache: str, settings: Prepare, log: Log, progress: OnProgress) -> AnyPath:
-    """Return the folder of the prepared set `source`; a raw source is prepared first. Ray must be initialized.
+def ensure_prepared(
+    source: str, cache: str, settings: Prepare, log: Log, progress: OnProgress
+) -> AnyPath:
+    """Return the folder of the prepared set `source`; a raw source is prepared first. Ray must be
+    initialized.
 
-    A raw source is prepared into CACHE/NAME-HASH. The hash covers its address and all settings except
-    max_bad_fraction, so the next run finds it. Raises DataError and UsageError.
+    A raw source is prepared into CACHE/NAME-HASH. The hash covers its address and all settings
+    except max_bad_fraction, so the next run finds it. Raises DataError and UsageError.
     """
     if source == "sample":
         if isinstance(to_path(cache), RemotePath):
             raise UsageError(
-                f"the sample set needs a local disk, and data.cache is {cache}: set data.cache to a local folder, or "
+                f"the sample set needs a local disk, and data.cache is {cache}: set data.cache to "
+                "a local folder, or "
                 "data.train to your own data"
             )
         source = str(sample.generate(Path(cache) / "sample-source"))
@@ -90,7 +96,10 @@ def ensure_prepared(source: str, cache: str, settings: Prepare, log: Log, progre
     if (path / MANIFEST).exists():
         return path
     if not path.exists() and "," not in path.name:
-        hint = "give a prepared set, a source (file or folder of JSON lines, CSV, Parquet, ...) or `sample`"
+        hint = (
+            "give a prepared set, a source (file or folder of JSON lines, CSV, Parquet, ...) "
+            "or `sample`"
+        )
         raise DataError(f"{path} does not exist: {hint}")
     hashed = f"{path}\n{settings.model_dump_json(exclude={'max_bad_fraction'})}"
     name = f"{_UNSAFE_CHARS.sub('_', path.stem)}-{hashlib.sha256(hashed.encode()).hexdigest()[:8]}"
@@ -109,41 +118,62 @@ def prepare(
     log: Log | None = None,
     retry: bool = False,
 ) -> Manifest:
-    """Validate, clean and pack the image-text rows of `source` into the folder `out`. Ray must be initialized.
+    """Validate, clean and pack the image-text rows of `source` into the folder `out`. Ray must be
+    initialized.
 
-    `retry` packs the chunks again whose rows an earlier prepare could not read or decode. Returns the manifest. Raises
-    DataError (invalid source, or more bad rows than `settings` allow), UsageError, ResourceError for failures that may
-    be temporary, and TrainingError if another process has taken over the folder.
+    `retry` packs the chunks again whose rows an earlier prepare could not read or decode. Returns
+    the manifest. Raises DataError (invalid source, or more bad rows than `settings` allow),
+    UsageError, ResourceError for failures that may be temporary, and TrainingError if another
+    process has taken over the folder.
     """
     if settings.holdout and settings.index_only and settings.check == "none":
         raise UsageError(
-            "prepare.holdout assigns splits by the hash of the image, and prepare.index_only with prepare.check none "
-            "does not read images: use --check header, or set the splits in the source (column `split`)"
+            "prepare.holdout assigns splits by the hash of the image, and prepare.index_only with "
+            "prepare.check none "
+            "does not read images: use --check header, or set the splits in the source (column "
+            "`split`)"
         )
     try:
         contamination.validate(settings, out)
-        job = PrepareJob(detect_source(source, settings.format), Storage(out).address, settings, retry)
+        job = PrepareJob(
+            detect_source(source, settings.format), Storage(out).address, settings, retry
+        )
         _create_folders(Storage(job.out))
-        with lease.Lease(to_path(job.out), activity="being prepared", advice="choose another folder") as write_lease:
-            return _prepare(job, write_lease, progress or (lambda _: None), log or (lambda _, __: None))
+        with lease.Lease(
+            to_path(job.out), activity="being prepared", advice="choose another folder"
+        ) as write_lease:
+            return _prepare(
+                job, write_lease, progress or (lambda _: None), log or (lambda _, __: None)
+            )
     except OSError as error:
         raise ResourceError(f"prepare failed: {error}. {RESUME_HINT}") from error
 
 
 def _create_folders(out: Storage) -> None:
-    """Create the folders of a prepared set. Raises UsageError if it is not writable, or has other files."""
+    """Create the folders of a prepared set.
+
+    Raises UsageError if it is not writable, or has other files.
+    """
     try:
         names = set(out.listdir()) - {lease.FOLDER}
         if names and not names & {MANIFEST, CHUNK_RECORDS}:
-            raise UsageError(f"{out.address} is not empty and is not a prepared set: choose another folder")
+            raise UsageError(
+                f"{out.address} is not empty and is not a prepared set: choose another folder"
+            )
         out.mkdir(CHUNK_RECORDS)
         out.mkdir(SHARDS)
     except OSError as error:
-        raise UsageError(f"cannot write to {out.address} ({error}): choose another folder") from None
+        raise UsageError(
+            f"cannot write to {out.address} ({error}): choose another folder"
+        ) from None
 
 
 def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, log: Log) -> Manifest:
-    out, settings, source_path = Storage(job.out), job.settings, f"{job.source.address}/{job.source.name}".rstrip("/")
+    out, settings, source_path = (
+        Storage(job.out),
+        job.settings,
+        f"{job.source.address}/{job.source.name}".rstrip("/"),
+    )
     outdated = (TEMP_SUFFIX, ATTEMPT_SUFFIX, REJECTED_QUARANTINE)
     _remove_files(out, lambda name: name.endswith(outdated), ("", SHARDS, CHUNK_RECORDS))
     before = existing = read_manifest(out)
@@ -151,21 +181,28 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     earlier = _read_earlier_chunks(job)
     chunks = _scan(job, source, {each.chunk.stop for each in earlier.values()}, progress)
     is_counted = all(chunk.num_rows is not None for chunk in chunks)
-    total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None  # None: only known after reading
+    # None: only known after reading
+    total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None
     size = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
     log(f"{source_path}: {size} of {source.title}", "source")
     if settings.allow_urls:
         log(f"images by URL, only from {', '.join(settings.allow_urls)}", "download")
     if before is not None:
         previous_identity = _source_identity(job, chunks[: before.source["num_chunks"]])
-        if not previous_identity.items() <= before.source.items():  # not that source with rows appended
+        # not that source with rows appended
+        if not previous_identity.items() <= before.source.items():
             if (name := before.source["name"]) != (other := job.source.display_name):
-                raise UsageError(f"{job.out} holds the set made from {name}: choose another folder for {other}")
+                raise UsageError(
+                    f"{job.out} holds the set made from {name}: choose another folder for {other}"
+                )
             before = None
     done, num_packed = _pack(job, chunks, earlier, total, progress)
     total = num_packed if total is None else total
     if not total:
-        raise DataError(f"{source_path} has no rows (it was read as {source.title}; --format sets another format)")
+        raise DataError(
+            f"{source_path} has no rows (it was read as {source.title}; --format sets "
+            "another format)"
+        )
     progress(PrepareProgress("deduplicate", total, total))
     packed = assemble.read_packed_rows(out, done, settings.duplicates)
     dedup = assemble.find_duplicates(packed, settings.duplicates)
@@ -174,17 +211,26 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     leakage: dict[str, Any] = {}
     if contamination.is_enabled(settings) and not is_over_limit:
         contaminated, leakage = contamination.check_contamination(
-            out, packed, job.source.address, dedup, settings, lambda *rows: progress(PrepareProgress("hash", *rows))
+            out,
+            packed,
+            job.source.address,
+            dedup,
+            settings,
+            lambda *rows: progress(PrepareProgress("hash", *rows)),
         )
         dedup = replace(dedup, contaminated=contaminated) if settings.drop_overlap else dedup
     is_rejected = is_over_limit or dedup.dropped.all()
-    quarantine = REJECTED_QUARANTINE if is_rejected and existing else QUARANTINE  # an existing set keeps its list
+    # an existing set keeps its list
+    quarantine = REJECTED_QUARANTINE if is_rejected and existing else QUARANTINE
     result = assemble.quarantine_rows(out, done, packed, dedup, quarantine)
     num_rows, num_bad = sum(shard.num_kept for shard in result.shards), result.reasons.total()
     if is_rejected:
-        raise assemble.rejection_error(source_path, out, num_rows + num_bad, total, result, settings.max_bad_fraction)
+        raise assemble.rejection_error(
+            source_path, out, num_rows + num_bad, total, result, settings.max_bad_fraction
+        )
     shards = [shard for shard in result.shards if shard.num_kept]
-    if any(shard.split for shard in shards):  # rows without a split are training rows if others have one
+    # rows without a split are training rows if others have one
+    if any(shard.split for shard in shards):
         shards = [replace(shard, split=shard.split or "train") for shard in shards]
     splits: Counter[str] = Counter()
     for shard in shards:
@@ -214,11 +260,14 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     same_captions = all(old.get(name) == values[name] for name in _TOKENIZER_SETTINGS)
     if same_captions or assemble.write_tokenizer(out, manifest, settings.vocab_size):
         manifest = replace(manifest, tokenizer=TOKENIZER)
-    write_lease.check()  # a process that was paused must not overwrite or delete the files of the one that took over
+    # a process that was paused must not overwrite or delete the files of the one that took over
+    write_lease.check()
     out.write(MANIFEST, manifest.to_json())
-    # Leftovers of killed tasks and earlier settings. The shards come from this process, not from the records, because
-    # another writer may have replaced one on a store.
-    wanted = {shard.file for shard in result.shards} | {record_path(index) for index in range(len(chunks))}
+    # Leftovers of killed tasks and earlier settings. The shards come from this process, not from
+    # the records, because another writer may have replaced one on a store.
+    wanted = {shard.file for shard in result.shards} | {
+        record_path(index) for index in range(len(chunks))
+    }
     write_lease.check()
     _remove_files(out, lambda name: name not in wanted, (SHARDS, CHUNK_RECORDS))
     return manifest
@@ -234,7 +283,9 @@ class _EarlierChunk(NamedTuple):
 
 
 def _read_earlier_chunks(job: PrepareJob) -> dict[int, _EarlierChunk]:
-    """Return the chunks in the records of an earlier prepare by index; each record is read once, several at a time."""
+    """Return the chunks in the records of an earlier prepare by index; each record is read once,
+    several at a time.
+    """
     out, digest = Storage(job.out), job.digest()
 
     def read(name: str) -> _EarlierChunk | None:
@@ -242,13 +293,23 @@ def _read_earlier_chunks(job: PrepareJob) -> dict[int, _EarlierChunk]:
         if record is None or record["job"] != digest:
             return None
         chunk, num_bad = SourceChunk(**record["chunk"]), len(record["bad_rows"])
-        return _EarlierChunk(chunk, is_current(record, job, chunk), len(record["rows"]["key"]) + num_bad, num_bad)
+        return _EarlierChunk(
+            chunk, is_current(record, job, chunk), len(record["rows"]["key"]) + num_bad, num_bad
+        )
 
-    return {each.chunk.index: each for each in iter_parallel(read, out.listdir(CHUNK_RECORDS)) if each is not None}
+    return {
+        each.chunk.index: each
+        for each in iter_parallel(read, out.listdir(CHUNK_RECORDS))
+        if each is not None
+    }
 
 
-def _scan(job: PrepareJob, source: Source, previous_chunk_ends: set[int], progress: OnProgress) -> list[SourceChunk]:
-    """Return the chunks of the source, with the same ends as in an earlier prepare with the same settings."""
+def _scan(
+    job: PrepareJob, source: Source, previous_chunk_ends: set[int], progress: OnProgress
+) -> list[SourceChunk]:
+    """Return the chunks of the source, with the same ends as in an earlier prepare with the same
+    settings.
+    """
     chunks, rows = [], 0
     progress(PrepareProgress("scan", 0, 0))  # some formats list all files before the first chunk
     for chunk in source.scan(job.settings.rows_per_shard, previous_chunk_ends):
@@ -282,19 +343,28 @@ def _pack(
             rows, bad = rows + before.num_rows, bad + before.num_bad
     tasks = map_tasks(partial(_pack_task, job=job), [asdict(chunk) for chunk in todo])
     with closing(tasks):  # an error in `progress` also stops the job
-        for index, num_rows, num_bad in chain([(None, 0, 0)], (result["chunk"] for result in tasks)):
+        for index, num_rows, num_bad in chain(
+            [(None, 0, 0)], (result["chunk"] for result in tasks)
+        ):
             done += [] if index is None else [index]
             rows, bad = rows + num_rows, bad + num_bad
             # an estimate, if the total is unknown
             all_rows = total if total is not None else round(rows * len(chunks) / max(1, len(done)))
-            progress(PrepareProgress("pack", rows, all_rows, bad, total is None and len(done) < len(chunks)))
+            progress(
+                PrepareProgress(
+                    "pack", rows, all_rows, bad, total is None and len(done) < len(chunks)
+                )
+            )
             if total is not None and bad > assemble.max_bad_rows(max_bad_fraction, total):
                 break
     return sorted(done), rows
 
 
 def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
-    """Ray task: pack one chunk. Ray retries it if its worker dies; the retry decodes images in a child process."""
+    """Ray task: pack one chunk.
+
+    Ray retries it if its worker dies; the retry decodes images in a child process.
+    """
     chunk, out = SourceChunk(**item), Storage(job.out)
     name, item_name = record_path(chunk.index), f"{chunk.file} from row {chunk.first_line}"
 
@@ -309,7 +379,9 @@ def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
 
 
 def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
-    """Return what identifies a source; with --index-only its address too, because the images stay there."""
+    """Return what identifies a source; with --index-only its address too, because the images stay
+    there.
+    """
     digest = hashlib.sha256("".join(chunk.signature for chunk in chunks).encode()).hexdigest()
     address = {"address": job.source.address} if job.settings.index_only else {}
     return {"name": job.source.display_name, "num_chunks": len(chunks), "sha256": digest, **address}

@@ -1,8 +1,10 @@
-"""The sample set: generated shapes with captions, so that the first run needs no download and learns something.
+"""The sample set: generated shapes with captions, so that the first run needs no download and
+learns something.
 
-3,584 small images and a JSONL of captions, bit-identical with the same Pillow version. The test split has
-*combinations* of shape, color, size, arrangement and background that are not in the training split, so recall on it
-measures compositional generalization. Eight more rows are damaged, to demonstrate the quarantine.
+3,584 small images and a JSONL of captions, bit-identical with the same Pillow version. The test
+split has *combinations* of shape, color, size, arrangement and background that are not in the
+training split, so recall on it measures compositional generalization. Eight more rows are damaged,
+to demonstrate the quarantine.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ COLORS = {
     "red": (214, 32, 38), "orange": (250, 140, 20), "yellow": (245, 222, 40), "green": (34, 150, 60),
     "blue": (38, 70, 210), "purple": (140, 50, 170),
 }  # fmt: skip
-BACKGROUNDS = {"white": (250, 250, 250), "grey": (128, 128, 128), "black": (12, 12, 12), "pink": (250, 190, 205)}
+BACKGROUNDS = {
+    "white": (250, 250, 250),
+    "grey": (128, 128, 128),
+    "black": (12, 12, 12),
+    "pink": (250, 190, 205),
+}
 RADII = {"small": 0.14, "large": 0.22}  # fraction of the shorter side
 CENTERS = {
     "centre": (0.5, 0.5), "top left": (0.27, 0.27), "top right": (0.73, 0.27), "bottom left": (0.27, 0.73),
@@ -34,14 +41,30 @@ CENTERS = {
 }  # fmt: skip
 CORNERS = tuple(CENTERS)[1:]
 COUNTS = {"two": 2, "three": 3, "four": 4}
-CANVASES = ((64, 64), (80, 64), (96, 72), (72, 96), (96, 96), (128, 96), (96, 128), (128, 128), (160, 120))
+CANVASES = (
+    (64, 64),
+    (80, 64),
+    (96, 72),
+    (72, 96),
+    (96, 96),
+    (128, 96),
+    (96, 128),
+    (128, 128),
+    (160, 120),
+)
 _ARM = math.atan2(0.32, 1)  # half the width of the bars of a cross is 0.32
-_CROSS = ((math.hypot(1, 0.32), -_ARM), (math.hypot(1, 0.32), _ARM), (0.32 * math.sqrt(2), math.pi / 4))
+_CROSS = (
+    (math.hypot(1, 0.32), -_ARM),
+    (math.hypot(1, 0.32), _ARM),
+    (0.32 * math.sqrt(2), math.pi / 4),
+)
 OUTLINES = {  # corners as (distance from the center / radius, angle clockwise from the top)
     "square": [(1.2, math.pi * (0.25 + 0.5 * corner)) for corner in range(4)],
     "triangle": [(1.15, math.pi * 2 * corner / 3) for corner in range(3)],
     "star": [(1.15 * (0.42 if corner % 2 else 1.0), math.pi * corner / 5) for corner in range(10)],
-    "cross": [(distance, angle + side * math.pi / 2) for side in range(4) for distance, angle in _CROSS],
+    "cross": [
+        (distance, angle + side * math.pi / 2) for side in range(4) for distance, angle in _CROSS
+    ],
 }
 ONE = (
     "a {size} {color} {shape} at the {where} on a {background} background",
@@ -67,14 +90,17 @@ class Scene(NamedTuple):
     def captions(self) -> list[str]:
         """Return three captions; each names all attributes, so it is unique to the scene."""
         templates = SEVERAL if self.where in COUNTS else ONE
-        return [template.format(**self._asdict()).replace("crosss", "crosses") for template in templates]
+        return [
+            template.format(**self._asdict()).replace("crosss", "crosses") for template in templates
+        ]
 
 
 def generate(out: Path) -> Path:
-    """Return the JSONL of the sample set under `out`; generate the set if it does not exist (3 s on one core).
+    """Return the JSONL of the sample set under `out`; generate the set if it does not exist (3 s on
+    one core).
 
-    The set is written to a temporary folder and renamed, so an existing folder is complete. Raises UsageError if `out`
-    is not writable.
+    The set is written to a temporary folder and renamed, so an existing folder is complete. Raises
+    UsageError if `out` is not writable.
     """
     folder = out / VERSION
     jsonl = folder / "sample.jsonl"
@@ -87,14 +113,18 @@ def generate(out: Path) -> Path:
     except OSError as error:
         if not jsonl.exists():  # otherwise another process has generated the same set meanwhile
             raise UsageError(
-                f"cannot draw the sample set into {out}: {error.strerror or error}. Set data.cache to a writable folder"
+                f"cannot draw the sample set into {out}: {error.strerror or error}. Set data.cache "
+                "to a writable folder"
             ) from None
     return jsonl
 
 
 def scenes() -> tuple[list[Scene], list[Scene]]:
     """Return scenes of the train rows (some repeat) and of the test rows, without overlap."""
-    every = [Scene(*each) for each in itertools.product(SHAPES, COLORS, RADII, (*CENTERS, *COUNTS), BACKGROUNDS)]
+    every = [
+        Scene(*each)
+        for each in itertools.product(SHAPES, COLORS, RADII, (*CENTERS, *COUNTS), BACKGROUNDS)
+    ]
     random.Random("scenes 0").shuffle(every)
     test, train = every[:NUM_TEST], every[NUM_TEST:]
     return list(itertools.islice(itertools.cycle(train), NUM_TRAIN)), test
@@ -114,14 +144,20 @@ def _draw_all(folder: Path) -> None:
         texts = rng.sample(scene.captions(), rng.choice((1, 2, 3)))
         rows.append({"id": f"shapes-{number:05d}", "image": name, "texts": texts, "split": split})
     lines = [json.dumps(row) for row in rows]
-    for number, line in enumerate(_damaged(folder, [row for row in rows if row["split"] == "train"])):
+    for number, line in enumerate(
+        _damaged(folder, [row for row in rows if row["split"] == "train"])
+    ):
         lines.insert((number + 1) * len(lines) // 10, line)
     (folder / "sample.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def _damaged(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
-    """Return eight lines to quarantine: five bad files, a blank caption, a repeated image and a truncated line."""
-    first = [next(row["image"] for row in rows if row["image"].endswith(kind)) for kind in ("jpg", "png")]
+    """Return eight lines to quarantine: five bad files, a blank caption, a repeated image and a
+    truncated line.
+    """
+    first = [
+        next(row["image"] for row in rows if row["image"].endswith(kind)) for kind in ("jpg", "png")
+    ]
     jpg, png = ((folder / name).read_bytes() for name in first)
     middle = len(png) // 2
     files = {
@@ -135,17 +171,22 @@ def _damaged(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
     bad = [{"id": Path(name).stem, "image": f"images/{name}"} for name in (*files, "missing.jpg")]
     bad += [rows[1] | {"id": "blank-caption", "texts": ["   "]}, rows[0] | {"id": "duplicate"}]
     lines = [
-        json.dumps({"texts": ["an image"], "split": "train"} | row | {"id": f"damaged-{row['id']}"}) for row in bad
+        json.dumps({"texts": ["an image"], "split": "train"} | row | {"id": f"damaged-{row['id']}"})
+        for row in bad
     ]
     return [*lines, lines[0][: len(lines[0]) // 2]]
 
 
 def _draw_scene(scene: Scene, rng: random.Random) -> Image.Image:
-    """Draw a scene on a random canvas with jittered positions, angles and colors; supersampled twice."""
+    """Draw a scene on a random canvas with jittered positions, angles and colors; supersampled
+    twice.
+    """
     width, height = rng.choice(CANVASES)
     image = Image.new("RGB", (2 * width, 2 * height), _tinted(BACKGROUNDS[scene.background], rng))
     pen = ImageDraw.Draw(image)
-    for position in rng.sample(CORNERS, COUNTS[scene.where]) if scene.where in COUNTS else [scene.where]:
+    for position in (
+        rng.sample(CORNERS, COUNTS[scene.where]) if scene.where in COUNTS else [scene.where]
+    ):
         x, y = (
             2 * side * (at + rng.uniform(-0.03, 0.03))
             for side, at in zip((width, height), CENTERS[position], strict=True)
@@ -158,8 +199,13 @@ def _draw_scene(scene: Scene, rng: random.Random) -> Image.Image:
         elif scene.shape == "ring":
             pen.ellipse(box, outline=color, width=max(2, round(radius * 0.4)))
         else:
-            corners = [(distance * radius, angle + turn) for distance, angle in OUTLINES[scene.shape]]
-            pen.polygon([(x + far * math.sin(angle), y - far * math.cos(angle)) for far, angle in corners], fill=color)
+            corners = [
+                (distance * radius, angle + turn) for distance, angle in OUTLINES[scene.shape]
+            ]
+            pen.polygon(
+                [(x + far * math.sin(angle), y - far * math.cos(angle)) for far, angle in corners],
+                fill=color,
+            )
     return image.reduce(2)
 
 

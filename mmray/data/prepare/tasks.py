@@ -1,4 +1,6 @@
-"""Many small tasks of prepare, on Ray Data or in processes of this machine: pack a chunk, hash a shard."""
+"""Many small tasks of prepare, on Ray Data or in processes of this machine: pack a chunk, hash a
+shard.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ from mmray.storage.storage import Storage
 
 MAX_TASKS = 2000  # with more items, several share a task
 TASKS_PER_CORE = 10
-MAX_ATTEMPTS = 3  # per item whose worker dies; from the second on, images are decoded in a child process first
-# Ray retries a task forever if its worker dies. This bounds tasks that die before they start an item, and must allow
-# the attempts of several items in one task.
+# per item whose worker dies; from the second on, images are decoded in a child process first
+MAX_ATTEMPTS = 3
+# Ray retries a task forever if its worker dies. This bounds tasks that die before they start an
+# item, and must allow the attempts of several items in one task.
 MAX_RETRIES = 50
 ATTEMPT_SUFFIX = ".attempt"
 RESUME_HINT = "Fix it and rerun the same command to resume; finished shards are kept."
@@ -35,13 +38,18 @@ T = TypeVar("T")
 
 
 def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]:
-    """Yield results of `work(item)` as they complete, on Ray if it is initialized, otherwise in child processes.
+    """Yield results of `work(item)` as they complete, on Ray if it is initialized, otherwise in
+    child processes.
 
     Raises MmrayError if one fails, ResourceError if workers die.
     """
     if not items:
         return
-    run: Any = _map_on_ray if "ray" in sys.modules and sys.modules["ray"].is_initialized() else _map_in_processes
+    run: Any = (
+        _map_on_ray
+        if "ray" in sys.modules and sys.modules["ray"].is_initialized()
+        else _map_in_processes
+    )
     with closing(run(partial(_run_item, work), items)) as results:
         for result in results:
             if "error" in result:
@@ -49,10 +57,14 @@ def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]
             yield result
 
 
-def _map_in_processes(run_item: Callable[..., Result], items: Sequence[Any]) -> Generator[Result, None, None]:
+def _map_in_processes(
+    run_item: Callable[..., Result], items: Sequence[Any]
+) -> Generator[Result, None, None]:
     def on_crash(crashes: int) -> None:
         if crashes > MAX_RETRIES:
-            raise ResourceError(f"prepare processes died {MAX_RETRIES} times; check the memory. {RESUME_HINT}")
+            raise ResourceError(
+                f"prepare processes died {MAX_RETRIES} times; check the memory. {RESUME_HINT}"
+            )
 
     processes = min(len(items), cores())
     yield from map_in_processes(run_item, items, processes, 2 * processes, on_crash)
@@ -67,11 +79,15 @@ def _map_on_ray(run_item: Work, items: Sequence[Any]) -> Generator[Result, None,
 
     rows = [{"item": orjson.dumps(item).decode()} for item in items]
     tasks, local_cores = min(len(rows), MAX_TASKS), available_cores_if_local()
-    # A worker process costs two core-seconds to start, so there are no more of them than cores. With many tasks there
-    # is one more, because each worker waits 0.2 s for its next task. None: one for each CPU of the cluster.
-    concurrency = min(tasks, local_cores + (tasks >= TASKS_PER_CORE * local_cores)) if local_cores else None
+    # A worker process costs two core-seconds to start, so there are no more of them than cores.
+    # With many tasks there is one more, because each worker waits 0.2 s for its next task. None:
+    # one for each CPU of the cluster.
+    concurrency = (
+        min(tasks, local_cores + (tasks >= TASKS_PER_CORE * local_cores)) if local_cores else None
+    )
     dataset = ray.data.from_items(rows, override_num_blocks=tasks)
-    with warnings.catch_warnings():  # map_batches deprecates max_retries but has no other way to set it
+    # map_batches deprecates max_retries but has no other way to set it
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         results = dataset.map_batches(
             partial(_run_batch, run_item=run_item),
@@ -89,22 +105,28 @@ def _map_on_ray(run_item: Work, items: Sequence[Any]) -> Generator[Result, None,
         raise ResourceError(f"prepare workers died: {error}\n{RESUME_HINT}") from error
 
 
-def run_with_crash_limit(work: Callable[[SubprocessDecoder | None], T], out: Storage, name: str, item_name: str) -> T:
+def run_with_crash_limit(
+    work: Callable[[SubprocessDecoder | None], T], out: Storage, name: str, item_name: str
+) -> T:
     """Return `work(subprocess_decoder)`, which must check each image with it first.
 
-    It is None at the first attempt, and a decoder in a child process once this item has killed a worker or raised
-    MemoryError. The file `name`.attempt counts the attempts. Raises ResourceError after MAX_ATTEMPTS.
+    It is None at the first attempt, and a decoder in a child process once this item has killed a
+    worker or raised MemoryError. The file `name`.attempt counts the attempts. Raises ResourceError
+    after MAX_ATTEMPTS.
     """
     name += ATTEMPT_SUFFIX
     attempts = int(out.read(name)) if out.size(name) else 0
     if attempts == MAX_ATTEMPTS:
         out.delete(name)
         raise ResourceError(
-            f"a prepare worker died {attempts} times at {item_name}. Images were decoded in a child process, so the "
-            f"node probably ran out of memory: lower prepare.rows_per_shard, or split large tars. {RESUME_HINT}"
+            f"a prepare worker died {attempts} times at {item_name}. Images were decoded in a "
+            "child process, so the "
+            "node probably ran out of memory: lower prepare.rows_per_shard, or split large tars. "
+            f"{RESUME_HINT}"
         )
     out.write(name, str(attempts + 1).encode())
-    with closing(SubprocessDecoder()) as subprocess_decoder:  # its child process starts with the first image
+    # its child process starts with the first image
+    with closing(SubprocessDecoder()) as subprocess_decoder:
         try:
             return work(subprocess_decoder if attempts else None)
         except MemoryError:
@@ -117,7 +139,9 @@ def run_with_crash_limit(work: Callable[[SubprocessDecoder | None], T], out: Sto
 
 def _run_batch(batch: dict[str, np.ndarray], run_item: Work) -> dict[str, np.ndarray]:
     """Ray task."""
-    return {"result": np.array([orjson.dumps(run_item(orjson.loads(str(batch["item"][0])))).decode()])}
+    return {
+        "result": np.array([orjson.dumps(run_item(orjson.loads(str(batch["item"][0])))).decode()])
+    }
 
 
 def _run_item(work: Work, item: Any, *_: Any) -> Result:

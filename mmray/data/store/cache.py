@@ -1,7 +1,8 @@
-"""Node-local cache of byte ranges read from an object store, shared by the processes of a node, with a size limit.
+"""Node-local cache of byte ranges read from an object store, shared by the processes of a node,
+with a size limit.
 
-An entry is a file that is written under a temporary name and renamed, so it is always complete. Entries are
-memory-mapped for reading. The least recently used entries are evicted.
+An entry is a file that is written under a temporary name and renamed, so it is always complete.
+Entries are memory-mapped for reading. The least recently used entries are evicted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from mmray.errors import UsageError
 from mmray.storage.storage import TEMP_SUFFIX
 
 LOCKS = 1024
-RECOUNT_FRACTION = 1 / 256  # of the limit; a process lists the folder again after writing this fraction
+# of the limit; a process lists the folder again after writing this fraction
+RECOUNT_FRACTION = 1 / 256
 
 
 class ShardCache:
@@ -29,14 +31,17 @@ class ShardCache:
 
     def __init__(self, folder: str, max_bytes: int) -> None:
         self.folder, self.max_bytes = Path(folder).expanduser().absolute(), max_bytes
-        self._bytes_since_count: float = max_bytes  # the folder may hold entries of earlier processes
+        # the folder may hold entries of earlier processes
+        self._bytes_since_count: float = max_bytes
         self._warned = False
 
-    def get(self, name: str, size: int, fetch: Callable[[], bytes], refresh: bool = False) -> pa.Buffer:
+    def get(
+        self, name: str, size: int, fetch: Callable[[], bytes], refresh: bool = False
+    ) -> pa.Buffer:
         """Return the entry of `size` bytes; a missing one is fetched once per node.
 
-        `refresh` replaces a damaged entry; processes that mapped it keep their mapping. Raises the errors of `fetch`,
-        and UsageError if the folder cannot be created.
+        `refresh` replaces a damaged entry; processes that mapped it keep their mapping. Raises the
+        errors of `fetch`, and UsageError if the folder cannot be created.
         """
         entry = None if refresh else self._mapped(name, size)
         if entry is None:
@@ -61,10 +66,13 @@ class ShardCache:
         try:
             temporary.write_bytes(data)
             temporary.replace(self.folder / name)
-        except OSError as error:  # a full disk must not stop a run, because it can read from the store
+        except OSError as error:
+            # a full disk must not stop a run, because it can read from the store
             temporary.unlink(missing_ok=True)
             if not self._warned:
-                logging.getLogger(__name__).warning("Cannot write to data.local_cache %s: %s", self.folder, error)
+                logging.getLogger(__name__).warning(
+                    "Cannot write to data.local_cache %s: %s", self.folder, error
+                )
             self._warned = True
         self._bytes_since_count += len(data)
         if self._bytes_since_count > self.max_bytes * RECOUNT_FRACTION:
@@ -73,11 +81,14 @@ class ShardCache:
     def _evict(self) -> None:
         """Delete the least recently used entries until the total is below the limit."""
         with self._file_lock("evict"):
-            entries: list[tuple[int, int, str]] = []  # last use in ns, bytes, path; also partial files
+            # last use in ns, bytes, path; also partial files
+            entries: list[tuple[int, int, str]] = []
             for file in os.scandir(self.folder):
                 with suppress(FileNotFoundError):  # just renamed
                     stat = file.stat()
-                    entries += [(stat.st_mtime_ns, stat.st_size, file.path)] if file.is_file() else []
+                    entries += (
+                        [(stat.st_mtime_ns, stat.st_size, file.path)] if file.is_file() else []
+                    )
             total = sum(size for _, size, _ in entries)
             for _, size, path in sorted(entries):
                 if total <= self.max_bytes:
@@ -88,13 +99,17 @@ class ShardCache:
 
     @contextmanager
     def _file_lock(self, name: str) -> Iterator[None]:
-        """Exclude other threads and processes of this node; the OS releases the lock of a dead process."""
+        """Exclude other threads and processes of this node; the OS releases the lock of a dead
+        process.
+        """
         locks = self.folder / "locks"
         try:
             locks.mkdir(parents=True, exist_ok=True)
             handle = os.open(locks / name, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise UsageError(f"data.local_cache {self.folder} cannot be used on this node: {error}") from None
+            raise UsageError(
+                f"data.local_cache {self.folder} cannot be used on this node: {error}"
+            ) from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield

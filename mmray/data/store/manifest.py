@@ -1,6 +1,7 @@
 """manifest.json of a prepared set, written last: a folder without it is not a prepared set.
 
-Other programs read `num_rows`, `num_read`, `num_quarantined`, `splits` and `fingerprint`; do not rename them.
+Other programs read `num_rows`, `num_read`, `num_quarantined`, `splits` and `fingerprint`; do not
+rename them.
 """
 
 from __future__ import annotations
@@ -20,15 +21,20 @@ MANIFEST = "manifest.json"
 FORMAT = "mmray prepared set"  # value of `format` in the manifest
 TOKENIZER = "tokenizer.json"
 QUARANTINE = "quarantine.jsonl"
-REJECTED_QUARANTINE = "quarantine.rejected.jsonl"  # of a rerun that failed, next to the list of the older set
+# of a rerun that failed, next to the list of the older set
+REJECTED_QUARANTINE = "quarantine.rejected.jsonl"
 SHARDS, CHUNK_RECORDS = "shards", "parts"  # folders
 SCHEMA_VERSION = 3
-RECORD_BATCH_ROWS = 8  # few enough to read one random row, enough to keep the index of a shard short
+# few enough to read one random row, enough to keep the index of a shard short
+RECORD_BATCH_ROWS = 8
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file with rows of one split; `dropped` are row numbers in it that are not part of the set (duplicates)."""
+    """A file with rows of one split;
+
+    `dropped` are row numbers in it that are not part of the set (duplicates).
+    """
 
     file: str
     split: str | None
@@ -63,15 +69,18 @@ class Manifest:
     splits: dict[str, int]  # rows by split; empty if rows have no splits
     fingerprint: str  # equal for the same rows in the same shards
     tokenizer: str | None  # file name
-    source: dict[str, Any]  # name, num_chunks, sha256, format, folder, file; index-only: also address, the folder
+    # name, num_chunks, sha256, format, folder, file; index-only: also address, the folder
+    source: dict[str, Any]
     settings: dict[str, Any]
     shards: tuple[Shard, ...] = field(repr=False)
     schema_version: int = SCHEMA_VERSION
     num_same_text: int = 0  # rows whose captions occur in an earlier row; kept
     leakage: dict[str, Any] = field(default_factory=dict)  # summary of the contamination check
-    box_names: dict[str, str] = field(default_factory=dict)  # names of box labels, if the source has them
+    # names of box labels, if the source has them
+    box_names: dict[str, str] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()  # names of labels 0, 1, ..., if the source has them
-    languages: dict[str, int] = field(default_factory=dict)  # rows by language; rows without one are not counted
+    # rows by language; rows without one are not counted
+    languages: dict[str, int] = field(default_factory=dict)
 
     @property
     def images_verified(self) -> bool:
@@ -118,17 +127,23 @@ def is_prepared(storage: Storage) -> bool:
 
 
 def read_manifest(storage: Storage) -> Manifest | None:
-    """Read the manifest of a prepared set; None if there is none. Raises DataError if it is damaged or outdated."""
+    """Read the manifest of a prepared set;
+
+    None if there is none. Raises DataError if it is damaged or outdated.
+    """
     if storage.size(MANIFEST) is None:
         return None
     try:
         values = orjson.loads(storage.read(MANIFEST))
         if values["schema_version"] != SCHEMA_VERSION:
             raise DataError(
-                f"{storage.address} has schema version {values['schema_version']}, this version of mmray reads "
+                f"{storage.address} has schema version {values['schema_version']}, this version of "
+                "mmray reads "
                 f"{SCHEMA_VERSION}. Prepare the source again into another folder."
             )
-        values = {name: value for name, value in values.items() if name in Manifest.__dataclass_fields__}
+        values = {
+            name: value for name, value in values.items() if name in Manifest.__dataclass_fields__
+        }
         values["shards"] = tuple(Shard.from_json(item) for item in values["shards"])
         for shard in values["shards"]:
             rows = range(shard.num_rows)
@@ -141,5 +156,6 @@ def read_manifest(storage: Storage) -> Manifest | None:
         return Manifest(**values | {"class_names": tuple(values["class_names"])})
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
-            f"{storage.address}/{MANIFEST} is damaged ({error}). Delete it and rerun the same `mmray prepare` command."
+            f"{storage.address}/{MANIFEST} is damaged ({error}). Delete it and rerun the same "
+            "`mmray prepare` command."
         ) from None

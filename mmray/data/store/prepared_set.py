@@ -1,7 +1,9 @@
-"""Prepared sets: validated rows in Arrow IPC shards with random access by row number; and mixtures of several sets.
+"""Prepared sets: validated rows in Arrow IPC shards with random access by row number; and mixtures
+of several sets.
 
-The manifest defines the rows of a set, their order, and the byte offsets of the record batches of each shard, so an
-object store needs no request for an index. Shards on a local disk are memory-mapped.
+The manifest defines the rows of a set, their order, and the byte offsets of the record batches of
+each shard, so an object store needs no request for an index. Shards on a local disk are
+memory-mapped.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from mmray.storage.storage import RangeReader, Storage, coalesce_ranges, paralle
 
 MAX_OPEN = 256  # memory-mapped shards; each uses a file descriptor
 MAGIC_BYTES = 8  # padded magic at the start of an Arrow IPC file
-ROW_ERRORS = (FileNotFoundError, ValueError)  # errors of a row; any other error is a storage failure
+# errors of a row; any other error is a storage failure
+ROW_ERRORS = (FileNotFoundError, ValueError)
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -59,7 +62,9 @@ SCHEMA = pa.schema(
 
 @dataclass
 class Row:
-    """A stored sample: an encoded image, its captions, and its location in the source (`file:line`)."""
+    """A stored sample: an encoded image, its captions, and its location in the source
+    (`file:line`).
+    """
 
     key: str
     image: bytes  # encoded; empty in an index-only set until it is read
@@ -71,18 +76,27 @@ class Row:
     sha256: str = ""  # of the stored image
     boxes: list[list[float]] | None = None  # left, top, right, bottom as fractions of the image
     box_labels: list[int] | None = None
-    ref: dict[str, Any] | None = None  # index-only set: file, offset, length in the folder of the source
+    # index-only set: file, offset, length in the folder of the source
+    ref: dict[str, Any] | None = None
     messages: list[dict[str, str]] | None = None  # conversation: role and content of each turn
 
     @property
     def checksum_ok(self) -> bool:
-        """Whether the image is the validated one (a damaged JPEG often decodes); true for an unvalidated reference."""
-        return (not self.sha256 and self.ref is not None) or self.sha256 == hashlib.sha256(self.image).hexdigest()
+        """Whether the image is the validated one (a damaged JPEG often decodes); true for an
+        unvalidated reference.
+        """
+        return (not self.sha256 and self.ref is not None) or self.sha256 == hashlib.sha256(
+            self.image
+        ).hexdigest()
 
 
 def hash_key(key: str) -> int:
-    """Return the column `key` of a training batch: a signed 64-bit hash of a row key, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
+    """Return the column `key` of a training batch: a signed 64-bit hash of a row key, the same in
+    every process.
+    """
+    return int.from_bytes(
+        hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True
+    )
 
 
 class ReadRequest(NamedTuple):
@@ -90,7 +104,8 @@ class ReadRequest(NamedTuple):
 
     shard: Shard
     batch: int
-    block: tuple[int, int] | None  # first and last record batch of the shuffle block, which a cache fetches as one
+    # first and last record batch of the shuffle block, which a cache fetches as one
+    block: tuple[int, int] | None
     indices: np.ndarray
     rows_in_batch: np.ndarray
 
@@ -101,8 +116,8 @@ Consumer = Callable[[ReadRequest, pa.RecordBatch], None]
 class ShardReader:
     """Reads record batches of the shards in a storage; safe for threads, cheap to pickle.
 
-    On an object store, nearby batches share a request. With a cache, complete shuffle blocks are fetched once and kept
-    on the local disk.
+    On an object store, nearby batches share a request. With a cache, complete shuffle blocks are
+    fetched once and kept on the local disk.
     """
 
     def __init__(self, storage: Storage, cache: ShardCache | None = None) -> None:
@@ -113,22 +128,27 @@ class ShardReader:
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardReader, (self._storage, self._cache)
 
-    def for_each_record_batch(self, requests: Sequence[ReadRequest], consume: Consumer, refresh: bool = False) -> None:
+    def for_each_record_batch(
+        self, requests: Sequence[ReadRequest], consume: Consumer, refresh: bool = False
+    ) -> None:
         """Call `consume` with each request and its record batch; on a store from several threads.
 
-        `refresh` replaces the entries of the cache. Raises OSError, or ValueError with the file name if a shard is
-        damaged.
+        `refresh` replaces the entries of the cache. Raises OSError, or ValueError with the file
+        name if a shard is damaged.
         """
         if self._storage.local_path is not None:
             for request in requests:
                 consume(request, self._read_mapped(request.shard.file, request.batch))
             return
         fetches = list(self._plan(requests))
-        if self._cache is not None:  # so that actors that start a window together fetch different blocks of it
+        # so that actors that start a window together fetch different blocks of it
+        if self._cache is not None:
             random.shuffle(fetches)
         parallel_map(lambda fetch: self._fetch(*fetch, consume, refresh), fetches)
 
-    def _plan(self, requests: Sequence[ReadRequest]) -> Iterator[tuple[int, int, list[ReadRequest]]]:
+    def _plan(
+        self, requests: Sequence[ReadRequest]
+    ) -> Iterator[tuple[int, int, list[ReadRequest]]]:
         """Yield byte range and requests of each fetch; a fetch is of one shard."""
         groups: dict[tuple[Any, ...], list[ReadRequest]] = {}
         for request in requests:
@@ -138,16 +158,23 @@ class ShardReader:
             if block is not None:
                 yield offsets[block[0]], offsets[block[1] + 1], group
                 continue
-            for start, stop, indices in coalesce_ranges([(offsets[r.batch], offsets[r.batch + 1]) for r in group]):
+            for start, stop, indices in coalesce_ranges(
+                [(offsets[r.batch], offsets[r.batch + 1]) for r in group]
+            ):
                 yield start, stop, [group[index] for index in indices]
 
-    def _fetch(self, start: int, stop: int, requests: list[ReadRequest], consume: Consumer, refresh: bool) -> None:
+    def _fetch(
+        self, start: int, stop: int, requests: list[ReadRequest], consume: Consumer, refresh: bool
+    ) -> None:
         shard, offsets = requests[0].shard, requests[0].shard.batch_offsets
         fetch = partial(self._ranges.read, shard.file, start, stop)
         if self._cache is None:
             data = pa.py_buffer(fetch())
         else:
-            key = f"{self._storage.address}/{shard.file} {shard.sha256} {shard.num_bytes} {start} {stop}"
+            key = (
+                f"{self._storage.address}/{shard.file} {shard.sha256} {shard.num_bytes} {start} "
+                f"{stop}"
+            )
             entry = hashlib.sha256(key.encode()).hexdigest()[:32]
             data = self._cache.get(entry, stop - start, fetch, refresh)
         for request in requests:
@@ -171,9 +198,12 @@ class ShardReader:
         try:
             yield
         except (OSError, EOFError, pa.ArrowException) as error:
-            if isinstance(error, OSError) and error.errno:  # Arrow's own OSError for a short file has no errno
+            # Arrow's own OSError for a short file has no errno
+            if isinstance(error, OSError) and error.errno:
                 raise
-            raise ValueError(f"{self._storage.address}/{file}, record batch {batch}: {error}") from None
+            raise ValueError(
+                f"{self._storage.address}/{file}, record batch {batch}: {error}"
+            ) from None
 
 
 def _open_mapped(storage: Storage, file: str) -> pa.RecordBatchFileReader:
@@ -185,14 +215,16 @@ def _open_mapped(storage: Storage, file: str) -> pa.RecordBatchFileReader:
 
 def _int64_array(values: np.ndarray) -> pa.Int64Array:
     """As pa.array, which imports pandas (0.3 s)."""
-    return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(np.ascontiguousarray(values, np.int64))])
+    return pa.Array.from_buffers(
+        pa.int64(), len(values), [None, pa.py_buffer(np.ascontiguousarray(values, np.int64))]
+    )
 
 
 class PreparedSet:
     """The rows of a prepared set, or of one split of it, numbered from 0 in source order.
 
-    Cheap to pickle. The manifest is pickled with it, so all processes read the same rows even if the set grows.
-    Thread-safe.
+    Cheap to pickle. The manifest is pickled with it, so all processes read the same rows even if
+    the set grows. Thread-safe.
     """
 
     def __init__(
@@ -205,23 +237,37 @@ class PreparedSet:
     ) -> None:
         self.storage, self.manifest, self.split = storage, manifest, split
         self._shards = [shard for shard in manifest.shards if split is None or shard.split == split]
-        self._starts = np.concatenate([[0], np.cumsum([shard.num_kept for shard in self._shards])]).astype(np.int64)
+        self._starts = np.concatenate(
+            [[0], np.cumsum([shard.num_kept for shard in self._shards])]
+        ).astype(np.int64)
         self._shard_reader = ShardReader(storage, cache)
-        self._cached_block_rows = 0 if cache is None or storage.local_path is not None else shuffle_block
+        self._cached_block_rows = (
+            0 if cache is None or storage.local_path is not None else shuffle_block
+        )
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
-        """Open the set in a folder or at a URI, or a split of it: all rows if it has no splits. Raises DataError."""
+        """Open the set in a folder or at a URI, or a split of it: all rows if it has no splits.
+
+        Raises DataError.
+        """
         storage = Storage(str(path))
         manifest = read_manifest(storage)
         if manifest is None:
             if storage.listdir(CHUNK_RECORDS):
-                raise DataError(f"{path} is not complete: rerun the same `mmray prepare` command to finish it")
-            raise DataError(f"{path} is not a prepared set (no {MANIFEST}): run `mmray prepare SOURCE {path}`")
+                raise DataError(
+                    f"{path} is not complete: rerun the same `mmray prepare` command to finish it"
+                )
+            raise DataError(
+                f"{path} is not a prepared set (no {MANIFEST}): run `mmray prepare SOURCE {path}`"
+            )
         if "address" in manifest.source:
             Storage(str(manifest.source["address"]))  # raises UsageError for an invalid one
-        if storage.local_path is not None:  # only range reads need the offsets, and they are most of a pickled manifest
-            manifest = replace(manifest, shards=tuple(replace(shard, batches="") for shard in manifest.shards))
+        # only range reads need the offsets, and they are most of a pickled manifest
+        if storage.local_path is not None:
+            manifest = replace(
+                manifest, shards=tuple(replace(shard, batches="") for shard in manifest.shards)
+            )
         split = split if manifest.splits else None
         if split and split not in manifest.splits:
             known = ", ".join(f"{name} ({rows:,} rows)" for name, rows in manifest.splits.items())
@@ -229,7 +275,9 @@ class PreparedSet:
         return cls(storage, manifest, split)
 
     def with_cache(self, cache: ShardCache, shuffle_block: int) -> PreparedSet:
-        """Return this set with a cache for reads from an object store, which fetches `shuffle_block` rows at once."""
+        """Return this set with a cache for reads from an object store, which fetches
+        `shuffle_block` rows at once.
+        """
         return PreparedSet(self.storage, self.manifest, self.split, cache, shuffle_block)
 
     @property
@@ -261,10 +309,11 @@ class PreparedSet:
         return self.storage.read(TOKENIZER).decode() if self.manifest.tokenizer else None
 
     def read(self, rows: np.ndarray) -> list[Row]:
-        """Return the rows with these numbers (int64 [N], any order, duplicates allowed), in this order.
+        """Return the rows with these numbers (int64 [N], any order, duplicates allowed), in this
+        order.
 
-        Raises IndexError for a number outside the set. Raises OSError or ValueError with the shard name if a file is
-        missing or damaged.
+        Raises IndexError for a number outside the set. Raises OSError or ValueError with the shard
+        name if a file is missing or damaged.
         """
         out: list[Row] = self._read_batches(rows)
         with_refs = [(row, row.ref) for row in out if row.ref]
@@ -313,12 +362,17 @@ class PreparedSet:
         requests = list(self._requests(rows))
         try:
             self._shard_reader.for_each_record_batch(requests, fill)
-            is_intact = not self._cached_block_rows or column is not None or all(row.checksum_ok for row in out)
+            is_intact = (
+                not self._cached_block_rows
+                or column is not None
+                or all(row.checksum_ok for row in out)
+            )
         except ValueError:
             if not self._cached_block_rows:
                 raise
             is_intact = False
-        if not is_intact:  # damaged in the cache or in the store; the caller gets the bytes of the store
+        # damaged in the cache or in the store; the caller gets the bytes of the store
+        if not is_intact:
             self._shard_reader.for_each_record_batch(requests, fill, refresh=True)
         return out
 
@@ -333,14 +387,24 @@ class PreparedSet:
             batches = file_rows // RECORD_BATCH_ROWS
             for batch in np.unique(batches).tolist():
                 in_batch = batches == batch
-                block = self._block_of(shard, int(rows[indices[in_batch]].min())) if self._cached_block_rows else None
+                block = (
+                    self._block_of(shard, int(rows[indices[in_batch]].min()))
+                    if self._cached_block_rows
+                    else None
+                )
                 rows_in_batch = file_rows[in_batch] % RECORD_BATCH_ROWS
-                yield ReadRequest(self._shards[shard], batch, block, indices[in_batch], rows_in_batch)
+                yield ReadRequest(
+                    self._shards[shard], batch, block, indices[in_batch], rows_in_batch
+                )
 
     def _block_of(self, shard: int, row: int) -> tuple[int, int]:
-        """Return the first and last record batch of this shard that have rows of the row's shuffle block."""
+        """Return the first and last record batch of this shard that have rows of the row's shuffle
+        block.
+        """
         start = row // self._cached_block_rows * self._cached_block_rows - self._starts[shard]
-        bounds = np.array([start, start + self._cached_block_rows - 1]).clip(0, self._shards[shard].num_kept - 1)
+        bounds = np.array([start, start + self._cached_block_rows - 1]).clip(
+            0, self._shards[shard].num_kept - 1
+        )
         first, last = (self._file_rows(shard, bounds) // RECORD_BATCH_ROWS).tolist()
         return first, last
 
@@ -351,7 +415,8 @@ class PreparedSet:
 
 
 class PreparedMixture:
-    """Weighted prepared sets as one set: rows are numbered set by set; an epoch has round(weight x rows) rows of each.
+    """Weighted prepared sets as one set: rows are numbered set by set; an epoch has round(weight x
+    rows) rows of each.
 
     Keys are `SET/KEY`, because two sets may use the same keys. Cheap to pickle.
     """
@@ -359,7 +424,10 @@ class PreparedMixture:
     def __init__(self, sets: Sequence[PreparedSet], weights: Sequence[float]) -> None:
         self.sets, self.weights = tuple(sets), tuple(weights)
         names = [PurePosixPath(each.storage.address.partition("?")[0]).name for each in sets]
-        self.names = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)]
+        self.names = [
+            name if names.count(name) == 1 else f"{name}-{number}"
+            for number, name in enumerate(names)
+        ]
         self._starts = np.cumsum([0, *(each.num_rows for each in sets)])
 
     @property
@@ -382,7 +450,9 @@ class PreparedMixture:
     @property
     def fingerprint(self) -> str:
         """Hex digest of the rows and weights of all sets."""
-        components = [(each.fingerprint, weight) for each, weight in zip(self.sets, self.weights, strict=True)]
+        components = [
+            (each.fingerprint, weight) for each, weight in zip(self.sets, self.weights, strict=True)
+        ]
         return hashlib.sha256(repr(components).encode()).hexdigest()
 
     @property
@@ -396,7 +466,10 @@ class PreparedMixture:
         return next((text for each in self.sets if (text := each.tokenizer_json)), None)
 
     def read(self, rows: np.ndarray) -> list[Row]:
-        """Return the rows with these numbers, in this order. Raises the same errors as PreparedSet.read."""
+        """Return the rows with these numbers, in this order.
+
+        Raises the same errors as PreparedSet.read.
+        """
         rows = np.asarray(rows, np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
             raise IndexError(f"rows {rows.min()}..{rows.max()} of sets of {self.num_rows}")
@@ -404,19 +477,27 @@ class PreparedMixture:
         owner = np.searchsorted(self._starts, rows, side="right") - 1
         for number in np.unique(owner).tolist():
             indices = np.flatnonzero(owner == number)
-            for index, row in zip(indices, self.sets[number].read(rows[indices] - self._starts[number]), strict=True):
+            for index, row in zip(
+                indices, self.sets[number].read(rows[indices] - self._starts[number]), strict=True
+            ):
                 out[index] = replace(row, key=f"{self.names[number]}/{row.key}")
         return out  # type: ignore[return-value]  # every row belongs to a set
 
 
 def read_each(
-    prepared: PreparedSet | PreparedMixture, rows: np.ndarray, errors: tuple[type[Exception], ...] = ROW_ERRORS
+    prepared: PreparedSet | PreparedMixture,
+    rows: np.ndarray,
+    errors: tuple[type[Exception], ...] = ROW_ERRORS,
 ) -> list[Row | Exception]:
-    """Return the rows with these numbers; the error for a row whose record or image raises one of `errors`."""
+    """Return the rows with these numbers; the error for a row whose record or image raises one of
+    `errors`.
+    """
     try:
         return list(prepared.read(rows))
     except errors as error:
         if len(rows) <= 1:
             return [error] * len(rows)
         middle = len(rows) // 2
-        return read_each(prepared, rows[:middle], errors) + read_each(prepared, rows[middle:], errors)
+        return read_each(prepared, rows[:middle], errors) + read_each(
+            prepared, rows[middle:], errors
+        )

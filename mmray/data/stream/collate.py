@@ -1,4 +1,6 @@
-"""Convert blocks of a stream to the micro-batches of each step, each trimmed to its longest caption."""
+"""Convert blocks of a stream to the micro-batches of each step, each trimmed to its longest
+caption.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,15 @@ def iter_micro_batches(
     token_multiple: int = 1,
     max_tokens: int = sys.maxsize,
 ) -> Iterator[list[Batch]]:
-    """Yield a rank's micro-batches of each step; `group_by_length` sorts the rows of a step, longest caption first.
+    """Yield a rank's micro-batches of each step; `group_by_length` sorts the rows of a step,
+    longest caption first.
 
-    Captions are padded to the longest of the micro-batch, rounded up to `token_multiple`, but to at most `max_tokens`.
+    Captions are padded to the longest of the micro-batch, rounded up to `token_multiple`, but to at
+    most `max_tokens`.
     """
     for rows in _iter_step_rows(blocks, plan.rank_rows):
-        if group_by_length and plan.accumulation > 1:  # the order within one micro-batch has no effect
+        # the order within one micro-batch has no effect
+        if group_by_length and plan.accumulation > 1:
             order = np.argsort(-rows["num_tokens"], kind="stable")
             rows = {name: column[order] for name, column in rows.items()}
         yield [
@@ -53,7 +58,8 @@ def _iter_step_rows(blocks: Iterable[NumpyBatch], rank_rows: int) -> Iterator[Nu
         if num_rows > rank_rows:  # parts would otherwise grow until out of memory
             sizes = ", ".join(str(len(part["pos"])) for part in parts)
             raise RuntimeError(
-                f"the data stream returned blocks of {sizes} rows for a step of {rank_rows} rows: blocks were cut or "
+                f"the data stream returned blocks of {sizes} rows for a step of {rank_rows} rows: "
+                "blocks were cut or "
                 "assigned to another rank"
             )
         if num_rows == rank_rows:
@@ -80,28 +86,42 @@ def _slice(rows: NumpyBatch, first: int, size: int) -> NumpyBatch:
 def _batch(rows: NumpyBatch, token_multiple: int, max_tokens: int) -> Batch:
     longest = int(rows["num_tokens"].max())
     longest = min(-(-longest // token_multiple) * token_multiple, max_tokens)
-    rows = rows | {name: _pad(rows[name], longest) for name in ("input_ids", "loss_mask") if name in rows}
+    rows = rows | {
+        name: _pad(rows[name], longest) for name in ("input_ids", "loss_mask") if name in rows
+    }
     tokens = token_columns(rows["input_ids"][:, :longest], rows["num_tokens"])
-    others = {name: torch.from_numpy(rows[name]) for name in ("image", "key", "label", "valid", "pos")}
+    others = {
+        name: torch.from_numpy(rows[name]) for name in ("image", "key", "label", "valid", "pos")
+    }
     return lm_columns(rows, longest) | box_columns(rows) | tokens | others
 
 
 def token_columns(ids: np.ndarray, num_tokens: np.ndarray) -> Batch:
-    """Return input_ids and attention_mask int64 [B, T] of right-padded ids [B, T] and their numbers [B]."""
+    """Return input_ids and attention_mask int64 [B, T] of right-padded ids [B, T] and their numbers
+    [B].
+    """
     mask = torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
     return {"input_ids": torch.from_numpy(ids.astype(np.int64)), "attention_mask": mask.long()}
 
 
 def lm_columns(rows: dict[str, np.ndarray], longest: int) -> Batch:
-    """Return the columns of generative models: labels int64 [B, T], -100 for tokens without loss; image_pos [B]."""
+    """Return the columns of generative models: labels int64 [B, T], -100 for tokens without loss;
+    image_pos [B].
+    """
     if "loss_mask" not in rows:
         return {}
-    labels = np.where(rows["loss_mask"], rows["input_ids"], IGNORE_INDEX)[:, :longest].astype(np.int64)
-    return {"labels": torch.from_numpy(labels), "image_pos": torch.from_numpy(rows["image_pos"].astype(np.int64))}
+    labels = np.where(rows["loss_mask"], rows["input_ids"], IGNORE_INDEX)[:, :longest].astype(
+        np.int64
+    )
+    return {
+        "labels": torch.from_numpy(labels),
+        "image_pos": torch.from_numpy(rows["image_pos"].astype(np.int64)),
+    }
 
 
 def box_columns(rows: dict[str, np.ndarray]) -> Batch:
-    """Return boxes float32 [B, N, 4], box_labels int64 [B, N] and box_mask bool [B, N] (False for padding).
+    """Return boxes float32 [B, N, 4], box_labels int64 [B, N] and box_mask bool [B, N] (False for
+    padding).
 
     N is the largest number of boxes of a row. Empty without box columns.
     """

@@ -1,4 +1,7 @@
-"""The Ray Data actor that reads and decodes. It does not import ray.train, because imports delay each actor."""
+"""The Ray Data actor that reads and decodes.
+
+It does not import ray.train, because imports delay each actor.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ CHECKED_BLOCKS = 8
 class DecodeActor:
     """Reads and decodes blocks. After a restart it decodes in a child process first.
 
-    Ray gives the same block to a restarted actor again, forever, so the image that crashed it must be identified here.
-    A restart pushes a note for the driver's log, headed `label`, to the actor `coordinator` (training/coordinator.py).
+    Ray gives the same block to a restarted actor again, forever, so the image that crashed it must
+    be identified here. A restart pushes a note for the driver's log, headed `label`, to the actor
+    `coordinator` (training/coordinator.py).
     """
 
     def __init__(self, reader: RowReader, block_plan: BlockPlan, coordinator: Any = None):
@@ -31,9 +35,12 @@ class DecodeActor:
 
     def __call__(self, batch: Block) -> Block:
         """Return the block with the number `batch["id"]`."""
-        block = self.reader.read_block(self.block_plan.plan, self.block_plan.positions(int(batch["id"][0])))
+        block = self.reader.read_block(
+            self.block_plan.plan, self.block_plan.positions(int(batch["id"][0]))
+        )
         decoder = self.reader.subprocess_decoder
-        if decoder is not None and not decoder.num_crashes:  # no image crashed; the node may have been lost
+        # no image crashed; the node may have been lost
+        if decoder is not None and not decoder.num_crashes:
             self.checked_blocks_left -= 1
             if not self.checked_blocks_left:
                 decoder.close()

@@ -1,4 +1,6 @@
-"""The stream of one worker without Ray: child processes of this machine decode its blocks, in sample order."""
+"""The stream of one worker without Ray: child processes of this machine decode its blocks, in
+sample order.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ from mmray.data.stream.reader import CRASH_NOTE, Block, RowReader
 from mmray.errors import ResourceError
 from mmray.processes import map_in_processes
 
-BLOCK_MB = 8.0  # at most: blocks are copied through a pipe, which a larger one would occupy for long
+# at most: blocks are copied through a pipe, which a larger one would occupy for long
+BLOCK_MB = 8.0
 MAX_CRASHES = 5
 
 
 class BlockReader:
-    """The work of a data process; after a crash it decodes in another child process first, which names the image."""
+    """The work of a data process; after a crash it decodes in another child process first, which
+    names the image.
+    """
 
     def __init__(self, reader: RowReader, blocks: BlockPlan) -> None:
         self.reader, self.blocks = reader, blocks
@@ -27,7 +32,11 @@ class BlockReader:
 
 
 def iter_local_blocks(
-    reader: RowReader, start: ResumePoint, block_mb: float, num_processes: int, warn: Callable[[str], None]
+    reader: RowReader,
+    start: ResumePoint,
+    block_mb: float,
+    num_processes: int,
+    warn: Callable[[str], None],
 ) -> Generator[Block, None, None]:
     """Yield the blocks of the only worker. Raises ResourceError if data processes keep dying."""
     assert start.plan.world_size == 1, "the ranks of a group need Ray"
@@ -35,8 +44,12 @@ def iter_local_blocks(
 
     def on_crash(crashes: int) -> None:
         if crashes > MAX_CRASHES:
-            raise ResourceError(f"data processes died {crashes} times; the machine has probably run out of memory")
+            raise ResourceError(
+                f"data processes died {crashes} times; the machine has probably run out of memory"
+            )
         warn(CRASH_NOTE.format(process="a data process"))
 
     work, in_flight = BlockReader(reader, blocks), 2 * num_processes + 1
-    return map_in_processes(work, range(blocks.count), min(num_processes, blocks.count), in_flight, on_crash)
+    return map_in_processes(
+        work, range(blocks.count), min(num_processes, blocks.count), in_flight, on_crash
+    )

@@ -1,6 +1,8 @@
-"""Read, decode and resize rows, choose a caption and tokenize it: row ids to the arrays of a block, without Ray.
+"""Read, decode and resize rows, choose a caption and tokenize it: row ids to the arrays of a block,
+without Ray.
 
-An unreadable row keeps its position with valid=False, so a step always has the rows of the sample order.
+An unreadable row keeps its position with valid=False, so a step always has the rows of the sample
+order.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from mmray.data.text.chat import build_encoder
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
 
-IMAGE_CACHE_MB = 256.0  # decoded images cached by a worker, if the full set fits and is not augmented
+# decoded images cached by a worker, if the full set fits and is not augmented
+IMAGE_CACHE_MB = 256.0
 CRASH_NOTE = (
-    "{process} died and was restarted; its blocks are read again. If no image is named as the cause, the machine may "
+    "{process} died and was restarted; its blocks are read again. If no image is named as the "
+    "cause, the machine may "
     "have run out of memory: lower --data.workers or --data.block-mb"
 )
 Block = dict[str, np.ndarray]
@@ -33,7 +37,10 @@ T = TypeVar("T")
 
 
 class RowReader:
-    """Reads rows of a prepared set as model inputs. Cheap to pickle; files are opened on first use."""
+    """Reads rows of a prepared set as model inputs.
+
+    Cheap to pickle; files are opened on first use.
+    """
 
     def __init__(
         self,
@@ -48,9 +55,12 @@ class RowReader:
         self.augment = _to_namespace(augment) if augment is not None and augment.is_active else None
         fits = prepared.num_rows * 3 * inputs.image_side**2 <= image_cache_mb * 1e6
         # Decoded images by row; used only if all of them fit, because hits would be rare otherwise.
-        self.image_cache: dict[int, np.ndarray] | None = {} if fits and self.augment is None else None
+        self.image_cache: dict[int, np.ndarray] | None = (
+            {} if fits and self.augment is None else None
+        )
         self.encoder = build_encoder(tokenizer_json, self.inputs)
-        # Decodes each image in a child process first; used in a process that was restarted after a crash.
+        # Decodes each image in a child process first; used in a process that was restarted after a
+        # crash.
         self.subprocess_decoder: SubprocessDecoder | None = None
 
     @property
@@ -61,45 +71,65 @@ class RowReader:
     def read_block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
         """Return the arrays of the rows at `positions` [R] of the sample order.
 
-        image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R]; key int64 [R] (hash of the row's key);
-        label int64 [R], -1 for none; valid bool [R]; pos int64 [R]. Generative models also get loss_mask bool [R, T]
-        and image_pos int32 [R] (data/text/chat.py); `inputs.max_boxes` M adds boxes float32 [R, M, 4] in fractions of
-        the square, box_labels int64 [R, M], num_boxes int32 [R]. A row with a bad image keeps its label, input_ids and
-        loss_mask but has valid=False, key 0, num_tokens 1, zero pixels and no boxes. Padding and unreadable rows also
-        have label -1 and an empty text.
+        image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R]; key int64 [R] (hash
+        of the row's key); label int64 [R], -1 for none; valid bool [R]; pos int64 [R]. Generative
+        models also get loss_mask bool [R, T] and image_pos int32 [R] (data/text/chat.py);
+        `inputs.max_boxes` M adds boxes float32 [R, M, 4] in fractions of the square, box_labels
+        int64 [R, M], num_boxes int32 [R]. A row with a bad image keeps its label, input_ids and
+        loss_mask but has valid=False, key 0, num_tokens 1, zero pixels and no boxes. Padding and
+        unreadable rows also have label -1 and an empty text.
         """
         row_ids, pass_index = plan.row_ids_and_pass_indices_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
         rows: list[Row | None] = [None] * len(row_ids)
-        for index, stored_row in zip(stored.tolist(), read_each(self.prepared, row_ids[stored]), strict=True):
+        for index, stored_row in zip(
+            stored.tolist(), read_each(self.prepared, row_ids[stored]), strict=True
+        ):
             rows[index] = None if isinstance(stored_row, Exception) else stored_row
         row_hash = np.array([hash_key(row.key) if row else 0 for row in rows], np.int64)
-        uniforms = hash_uniform(plan.seed, pass_index, row_hash, NUM_UNIFORMS) if self.augment else [None] * len(rows)
+        uniforms = (
+            hash_uniform(plan.seed, pass_index, row_hash, NUM_UNIFORMS)
+            if self.augment
+            else [None] * len(rows)
+        )
         side = self.inputs.image_side
         pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
         box_columns = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
         for index, row in enumerate(rows):
             if row is not None and row.checksum_ok:
                 with suppress(BadImage):
-                    pixels[index], values = self.decode_row(int(row_ids[index]), row, uniforms[index])
+                    pixels[index], values = self.decode_row(
+                        int(row_ids[index]), row, uniforms[index]
+                    )
                     valid[index] = True
                     for name, value in values.items():
                         box_columns[name][index] = value
-        texts = [self.encoder.format_texts(row) if row else [self.encoder.EMPTY_TEXT] for row in rows]
-        chosen = hash_choice(plan.seed, pass_index, row_hash, np.array([len(choices) for choices in texts], np.int64))
-        tokens = self.encoder.encode_batch([choices[n] for choices, n in zip(texts, chosen.tolist(), strict=True)])
+        texts = [
+            self.encoder.format_texts(row) if row else [self.encoder.EMPTY_TEXT] for row in rows
+        ]
+        chosen = hash_choice(
+            plan.seed, pass_index, row_hash, np.array([len(choices) for choices in texts], np.int64)
+        )
+        tokens = self.encoder.encode_batch(
+            [choices[n] for choices, n in zip(texts, chosen.tolist(), strict=True)]
+        )
         return {
             "image": pixels,
             **tokens,
             "num_tokens": np.where(valid, tokens["num_tokens"], 1).astype(np.int32),
             "key": np.where(valid, row_hash, 0),
-            "label": np.array([NO_LABEL if row is None or row.label is None else row.label for row in rows], np.int64),
+            "label": np.array(
+                [NO_LABEL if row is None or row.label is None else row.label for row in rows],
+                np.int64,
+            ),
             "valid": valid,
             "pos": positions,
         } | box_columns
 
     def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
-        """Return the row, if it can be read, and reason and detail of why it cannot be used (for the quarantine)."""
+        """Return the row, if it can be read, and reason and detail of why it cannot be used (for
+        the quarantine).
+        """
         try:
             stored = self.prepared.read(np.array([row_id]))[0]
         except (OSError, ValueError) as error:
@@ -107,18 +137,26 @@ class RowReader:
         try:
             if not stored.checksum_ok:
                 return stored, "checksum", "the bytes differ from those that were prepared"
-            SubprocessDecoder().check(stored.image, self.max_pixels)  # the image may have crashed a worker
+            # the image may have crashed a worker
+            SubprocessDecoder().check(stored.image, self.max_pixels)
         except BadImage as error:
             return stored, error.reason, error.detail
         return stored, "temporary", "readable at the second attempt"
 
-    def decode_row(self, row_id: int, row: Row, uniforms: np.ndarray | None) -> tuple[np.ndarray, Block]:
-        """Return the pixels of a row, augmented by `uniforms` [NUM_UNIFORMS], and its box columns. Raises BadImage."""
+    def decode_row(
+        self, row_id: int, row: Row, uniforms: np.ndarray | None
+    ) -> tuple[np.ndarray, Block]:
+        """Return the pixels of a row, augmented by `uniforms` [NUM_UNIFORMS], and its box columns.
+
+        Raises BadImage.
+        """
         has_boxes = bool(self.inputs.max_boxes and row.boxes)
         if self.image_cache is not None and row_id in self.image_cache and not has_boxes:
             return self.image_cache[row_id], {}
         if self.subprocess_decoder is not None:
-            self.subprocess_decoder.check(row.image, self.max_pixels, (self.inputs, self.augment, uniforms))
+            self.subprocess_decoder.check(
+                row.image, self.max_pixels, (self.inputs, self.augment, uniforms)
+            )
         rgb = decode(row.image, self.max_pixels)
         pixels = transform(rgb, self.inputs, self.augment, uniforms)
         if has_boxes:
@@ -130,8 +168,14 @@ class RowReader:
 
 
 def _to_namespace(settings: T) -> T:
-    """Copy settings to a plain object: their types would make each decode actor import pydantic and tyro (0.3 s)."""
+    """Copy settings to a plain object: their types would make each decode actor import pydantic and
+    tyro (0.3 s).
+    """
     computed = (name for name, value in vars(type(settings)).items() if isinstance(value, property))
     values = {name: getattr(settings, name) for name in (*vars(settings), *computed)}
-    values |= {name: _to_namespace(value) for name, value in values.items() if hasattr(value, "model_fields_set")}
+    values |= {
+        name: _to_namespace(value)
+        for name, value in values.items()
+        if hasattr(value, "model_fields_set")
+    }
     return cast(T, SimpleNamespace(**values))

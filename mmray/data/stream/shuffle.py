@@ -1,4 +1,6 @@
-"""Shuffle shape on object stores: rows of a block, which share a request, and blocks of a window, which are mixed."""
+"""Shuffle shape on object stores: rows of a block, which share a request, and blocks of a window,
+which are mixed.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,33 @@ from mmray.errors import UsageError
 if TYPE_CHECKING:
     from mmray.config import Data
 
-# Without a cache: small blocks, 16 of them mixed, so that a stream block has all rows of a request. With a cache, a
-# block is read once for its full window, so a window may be as large as the cache allows.
+# Without a cache: small blocks, 16 of them mixed, so that a stream block has all rows of a request.
+# With a cache, a block is read once for its full window, so a window may be as large as the cache
+# allows.
 REQUEST_BYTES, MAX_ROWS, WINDOW = 512 << 10, 32, 16
 CACHED_BYTES, MAX_CACHED_ROWS, MIN_CACHED_WINDOW = 4 << 20, 64, 256
-SAMPLE_ROWS = 8  # rows of an index-only set that are read to estimate the image size; one request each
-CACHE_FRACTION = 1 / 4  # of the cache for one window; two are in use at a time, and held-out rows are cached too
+# rows of an index-only set that are read to estimate the image size; one request each
+SAMPLE_ROWS = 8
+# of the cache for one window; two are in use at a time, and held-out rows are cached too
+CACHE_FRACTION = 1 / 4
 
 
-def shuffle_block_and_window(data: Data, sets: Sequence[PreparedSet], global_rows: int) -> tuple[int, int]:
-    """Return rows of a shuffle block and blocks of a window for these sets; (1, 1) for a full shuffle."""
+def shuffle_block_and_window(
+    data: Data, sets: Sequence[PreparedSet], global_rows: int
+) -> tuple[int, int]:
+    """Return rows of a shuffle block and blocks of a window for these sets; (1, 1) for a full
+    shuffle.
+    """
     row_bytes = [size for each in sets if (size := _average_row_bytes(each))]
     is_cached = data.local_cache is not None and bool(row_bytes)
     shuffle_block, window = data.shuffle_shape
     if shuffle_block is None:  # the rows of one request, in whole record batches
-        request_bytes, max_rows = (CACHED_BYTES, MAX_CACHED_ROWS) if is_cached else (REQUEST_BYTES, MAX_ROWS)
-        batches = (round(min(request_bytes / size, max_rows) / RECORD_BATCH_ROWS) for size in row_bytes)
+        request_bytes, max_rows = (
+            (CACHED_BYTES, MAX_CACHED_ROWS) if is_cached else (REQUEST_BYTES, MAX_ROWS)
+        )
+        batches = (
+            round(min(request_bytes / size, max_rows) / RECORD_BATCH_ROWS) for size in row_bytes
+        )
         shuffle_block = max((RECORD_BATCH_ROWS * max(1, count) for count in batches), default=1)
     if shuffle_block == 1 or not data.shuffle:
         return 1, 1
@@ -44,8 +57,14 @@ def shuffle_block_and_window(data: Data, sets: Sequence[PreparedSet], global_row
 
 
 def _average_row_bytes(prepared: PreparedSet) -> float:
-    """Return the average bytes per row of a read of adjacent rows; 0 if shuffle blocks save no requests."""
-    in_set = max(1.0, prepared.num_bytes / max(1, prepared.num_rows)) if prepared.storage.local_path is None else 0.0
+    """Return the average bytes per row of a read of adjacent rows; 0 if shuffle blocks save no
+    requests.
+    """
+    in_set = (
+        max(1.0, prepared.num_bytes / max(1, prepared.num_rows))
+        if prepared.storage.local_path is None
+        else 0.0
+    )
     if not prepared.manifest.is_index_only or prepared.image_storage.local_path is not None:
         return in_set
     rows = np.unique(np.linspace(0, max(0, prepared.num_rows - 1), SAMPLE_ROWS).astype(np.int64))
@@ -60,12 +79,17 @@ def _average_row_bytes(prepared: PreparedSet) -> float:
 
 def with_local_cache(data: Data, prepared: PreparedSet, shuffle_block: int) -> PreparedSet:
     """Return the set with `data.local_cache` for reads from an object store. Raises UsageError."""
-    storages = [prepared.storage, *([prepared.image_storage] if prepared.manifest.is_index_only else [])]
+    storages = [
+        prepared.storage,
+        *([prepared.image_storage] if prepared.manifest.is_index_only else []),
+    ]
     if data.local_cache is None or all(storage.local_path is not None for storage in storages):
         return prepared
-    if prepared.manifest.is_index_only:  # cache entries are verified by checksums, which references may not have
+    # cache entries are verified by checksums, which references may not have
+    if prepared.manifest.is_index_only:
         raise UsageError(
-            f"data.local_cache cannot cache {prepared.storage.address}, which only refers to its images: prepare it "
+            f"data.local_cache cannot cache {prepared.storage.address}, which only refers to its "
+            "images: prepare it "
             "without --index-only, or leave data.local_cache out."
         )
     cache = ShardCache(data.local_cache, int(data.local_cache_gb * 1e9))

@@ -1,7 +1,9 @@
-"""Conversations as token ids with a loss mask over the assistant turns and their end token, for generative models.
+"""Conversations as token ids with a loss mask over the assistant turns and their end token, for
+generative models.
 
-A conversation is rendered with the template model.inputs.chat and tokenized as one text, as processors of transformers
-do. The mask is computed from character offsets. The image is one token, which the model replaces by image features.
+A conversation is rendered with the template model.inputs.chat and tokenized as one text, as
+processors of transformers do. The mask is computed from character offsets. The image is one token,
+which the model replaces by image features.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ NO_TOKEN = -1
 
 
 class ChatEncoder:
-    """Encodes conversations as token ids, right-padded to the longest of the call and truncated to `max_tokens`."""
+    """Encodes conversations as token ids, right-padded to the longest of the call and truncated to
+    `max_tokens`.
+    """
 
     EMPTY_TEXT: list[Message] = []  # noqa: RUF012 - text of a row without captions; never modified
 
@@ -41,17 +45,26 @@ class ChatEncoder:
         self._special_tokens = sorted(encoder.special_tokens, key=len, reverse=True)
 
     def format_texts(self, row: Row) -> list[list[Message]]:
-        """Return the conversation of a row, or for each caption one with it as the answer to `chat.question`."""
-        return [row.messages] if row.messages else [self.as_conversation(text) for text in row.texts]
+        """Return the conversation of a row, or for each caption one with it as the answer to
+        `chat.question`.
+        """
+        return (
+            [row.messages] if row.messages else [self.as_conversation(text) for text in row.texts]
+        )
 
     def as_conversation(self, caption: str) -> list[Message]:
-        return [{"role": "user", "content": self._chat.question}, {"role": "assistant", "content": caption}]
+        return [
+            {"role": "user", "content": self._chat.question},
+            {"role": "assistant", "content": caption},
+        ]
 
     def encode_batch(self, conversations: list[list[Message]]) -> dict[str, np.ndarray]:
-        """Return input_ids int32 [N, T], num_tokens int32 [N], loss_mask bool [N, T], image_pos int32 [N].
+        """Return input_ids int32 [N, T], num_tokens int32 [N], loss_mask bool [N, T], image_pos
+        int32 [N].
 
-        `loss_mask` marks the tokens of assistant turns and their end tokens; it is empty for a row whose image token
-        was truncated. A token may start with the space before a turn, because the model generates it with the word.
+        `loss_mask` marks the tokens of assistant turns and their end tokens; it is empty for a row
+        whose image token was truncated. A token may start with the space before a turn, because the
+        model generates it with the word.
         """
         rendered = [self.render(conversation) for conversation in conversations]
         rows = self.tokenizer.encode_batch([text for text, _ in rendered])
@@ -69,12 +82,21 @@ class ChatEncoder:
             is_text = (stop > start) & (np.array(row.special_tokens_mask) == 0)
             for first, last in spans:
                 loss_mask[number, : len(row.ids)] |= is_text & (start < last) & (stop > first)
-        return {"input_ids": ids, "num_tokens": num_tokens, "loss_mask": loss_mask, "image_pos": image_pos}
+        return {
+            "input_ids": ids,
+            "num_tokens": num_tokens,
+            "loss_mask": loss_mask,
+            "image_pos": image_pos,
+        }
 
     def prompt_and_references(self, conversations: list[list[Message]]) -> tuple[str, list[str]]:
         """Return the question about the image of a row and the reference answers (first turns)."""
-        question = next((message["content"] for message in conversations[0] if message["role"] == "user"), "")
-        answers = [next(m["content"] for m in turns if m["role"] == "assistant") for turns in conversations]
+        question = next(
+            (message["content"] for message in conversations[0] if message["role"] == "user"), ""
+        )
+        answers = [
+            next(m["content"] for m in turns if m["role"] == "assistant") for turns in conversations
+        ]
         return question, answers
 
     def render(self, conversation: list[Message]) -> tuple[str, list[tuple[int, int]]]:
@@ -99,23 +121,34 @@ class ChatEncoder:
         """Return ids int32 [1, T] of the prompt, and the position of the image token int32 [1]."""
         text, _ = self.render([{"role": "user", "content": question}])
         row = self.tokenizer.encode(text + self._chat.assistant.partition("{}")[0].rstrip())
-        last = max(index for index, is_special in enumerate(row.special_tokens_mask) if not is_special)
+        last = max(
+            index for index, is_special in enumerate(row.special_tokens_mask) if not is_special
+        )
         ids = row.ids[: last + 1]  # without the special tokens that the tokenizer appends
         return np.array([ids], np.int32), np.array([ids.index(self.image_id)], np.int32)
 
 
 def build_encoder(tokenizer_json: str, inputs: Inputs) -> Any:
-    """Return a ChatEncoder if the inputs have chat settings, else a TextEncoder, which also has `languages`."""
+    """Return a ChatEncoder if the inputs have chat settings, else a TextEncoder, which also has
+    `languages`.
+    """
     if (chat := getattr(inputs, "chat", None)) is not None:
         return ChatEncoder(tokenizer_json, chat, inputs.max_tokens)
     return TextEncoder(tokenizer_json, inputs.max_tokens, inputs.language_token)
 
 
 def extend_tokenizer(tokenizer_json: str, inputs: Inputs, languages: Iterable[str] = ()) -> str:
-    """Add the tokens that the inputs of a model need; `languages` are those of the rows. Raises UsageError."""
+    """Add the tokens that the inputs of a model need;
+
+    `languages` are those of the rows. Raises UsageError.
+    """
     if (chat := getattr(inputs, "chat", None)) is not None:
         tokenizer = Tokenizer.from_str(tokenizer_json)
-        missing = [token for token in (chat.image, chat.end) if token and tokenizer.token_to_id(token) is None]
+        missing = [
+            token
+            for token in (chat.image, chat.end)
+            if token and tokenizer.token_to_id(token) is None
+        ]
         return add_special_tokens(tokenizer_json, missing) if missing else tokenizer_json
     pattern = inputs.language_token
     return add_language_tokens(tokenizer_json, pattern, languages) if pattern else tokenizer_json

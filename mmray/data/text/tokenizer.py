@@ -1,6 +1,8 @@
-"""Caption cleaning and tokenization. Tokenizers are passed between processes as the text of their tokenizer.json.
+"""Caption cleaning and tokenization. Tokenizers are passed between processes as the text of their
+tokenizer.json.
 
-Only `tokenizers` is imported, because transformers would slow down the start of decode actors several times.
+Only `tokenizers` is imported, because transformers would slow down the start of decode actors
+several times.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _RESERVED_TOKENS = {*SPECIAL_TOKENS, *_PAD_NAMES, "<s>", "<unk>", "<mask>", "<|s
 def clean_caption(text: str) -> str:
     """Remove control characters from a caption and collapse runs of whitespace.
 
-    Raises BadRow with reason `type`, `encoding` (a lone surrogate), `too-long` (64 KiB of UTF-8) or `blank`.
+    Raises BadRow with reason `type`, `encoding` (a lone surrogate), `too-long` (64 KiB of UTF-8) or
+    `blank`.
     """
     if not isinstance(text, str):
         raise BadRow("text", "type", f"a caption must be text, not {type(text).__name__}")
@@ -43,16 +46,19 @@ def clean_caption(text: str) -> str:
         raise BadRow("text", "too-long", f"{num_bytes} bytes are over {MAX_CAPTION_BYTES}")
     words = " ".join(text.split())  # first, because tab and newline are also control characters
     kept = " ".join(_CONTROLS.sub("", words).split())
-    if all(unicodedata.category(character) in ("Cf", "Zs") for character in kept):  # invisible characters
+    # invisible characters
+    if all(unicodedata.category(character) in ("Cf", "Zs") for character in kept):
         raise BadRow("text", "blank", f"nothing to read in {text[:40]!r}")
     return kept
 
 
 class TextEncoder:
-    """Encodes captions as token ids, right-padded to the longest of the call and truncated to `max_tokens`.
+    """Encodes captions as token ids, right-padded to the longest of the call and truncated to
+    `max_tokens`.
 
-    With a `language_token` pattern such as `[{}]`, the token of its language precedes each caption of a known language.
-    The special tokens of the tokenizer that match the pattern are the languages.
+    With a `language_token` pattern such as `[{}]`, the token of its language precedes each caption
+    of a known language. The special tokens of the tokenizer that match the pattern are the
+    languages.
     """
 
     EMPTY_TEXT = ""  # text of a row without captions
@@ -62,14 +68,23 @@ class TextEncoder:
         # Padded positions are masked, so any id works if the tokenizer has no pad token.
         known = (self.tokenizer.token_to_id(name) for name in _PAD_NAMES)
         declared = self.tokenizer.padding
-        self.pad_id = int(declared["pad_id"]) if declared else next((index for index in known if index is not None), 0)
+        self.pad_id = (
+            int(declared["pad_id"])
+            if declared
+            else next((index for index in known if index is not None), 0)
+        )
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(max_tokens)  # truncates the text but keeps [CLS] and [SEP]
-        pattern = re.compile(re.escape(language_token).replace(r"\{\}", "(.+)") or "(?!)")  # without one: no language
+        # without one: no language
+        pattern = re.compile(re.escape(language_token).replace(r"\{\}", "(.+)") or "(?!)")
         added: dict[int, AddedToken] = self.tokenizer.get_added_tokens_decoder()
         self.special_tokens = [token.content for token in added.values() if token.special]
-        matches = [pattern.fullmatch(token) for token in self.special_tokens if token not in _RESERVED_TOKENS]
+        matches = [
+            pattern.fullmatch(token)
+            for token in self.special_tokens
+            if token not in _RESERVED_TOKENS
+        ]
         self._language_tokens = {match[1]: match[0] for match in matches if match}
         self.languages = tuple(sorted(self._language_tokens))  # those with a token
 
@@ -79,19 +94,31 @@ class TextEncoder:
         return [self.format_caption(text, language) for text in row.texts]
 
     def format_caption(self, text: str, language: str | None = None) -> str:
-        """Return a text as a caption of this language. Raises UsageError if the language has no token."""
+        """Return a text as a caption of this language.
+
+        Raises UsageError if the language has no token.
+        """
         if language is not None and language not in self._language_tokens:
             without = "it was trained without model.inputs.language_token"
-            known = f"its language tokens are {', '.join(self.languages)}" if self.languages else without
+            known = (
+                (f"its language tokens are {', '.join(self.languages)}")
+                if self.languages
+                else without
+            )
             raise UsageError(f"the model has no token for language {language!r}; {known}")
-        return self._language_tokens.get(language or "", "") + remove_tokens(text, self._language_tokens.values())
+        return self._language_tokens.get(language or "", "") + remove_tokens(
+            text, self._language_tokens.values()
+        )
 
     def encode_batch(self, texts: list[str]) -> dict[str, np.ndarray]:
         """Return the columns input_ids int32 [N, T] and num_tokens int32 [N] of a batch."""
         return dict(zip(("input_ids", "num_tokens"), self.encode(texts), strict=True))
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids int32 [N, T], num_tokens int32 [N]); T is the length of the longest text, at least 1."""
+        """Return (ids int32 [N, T], num_tokens int32 [N]);
+
+        T is the length of the longest text, at least 1.
+        """
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
         num_tokens = np.array([len(row) for row in rows], dtype=np.int32)
         ids = np.full((len(rows), max(1, num_tokens.max(initial=0))), self.pad_id, dtype=np.int32)
@@ -110,7 +137,9 @@ def remove_tokens(text: str, tokens: Collection[str]) -> str:
 def add_special_tokens(tokenizer_json: str, tokens: Iterable[str]) -> str:
     """Add special tokens; an existing token keeps its id."""
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in tokens]
+    )
     return str(tokenizer.to_str())
 
 
@@ -119,34 +148,46 @@ def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[s
     tokens = [pattern.replace("{}", language) for language in sorted(languages)]
     if not tokens:
         raise UsageError(
-            f"model.inputs.language_token is {pattern!r}, but no row of the training set has a `language`: prepare it "
+            f"model.inputs.language_token is {pattern!r}, but no row of the training set has a "
+            "`language`: prepare it "
             "with that column, or leave the setting empty"
         )
     if len(tokens) > MAX_LANGUAGES:
         raise UsageError(
-            f"model.inputs.language_token: the training set has {len(tokens):,} languages, the first {tokens[0]!r}; a "
-            f"column of languages has at most {MAX_LANGUAGES:,}: leave the setting empty, or fix the source"
+            f"model.inputs.language_token: the training set has {len(tokens):,} languages, the "
+            f"first {tokens[0]!r}; a "
+            f"column of languages has at most {MAX_LANGUAGES:,}: leave the setting empty, or fix "
+            "the source"
         )
     return add_special_tokens(tokenizer_json, tokens)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
-    """Train a lower-casing WordPiece tokenizer (BERT's normalizer) and return the text of its tokenizer.json.
+    """Train a lower-casing WordPiece tokenizer (BERT's normalizer) and return the text of its
+    tokenizer.json.
 
-    The trainer of `tokenizers` numbers the alphabet in the order of a randomly seeded hash map and breaks ties by
-    number. So the alphabet is numbered here, and training is deterministic.
+    The trainer of `tokenizers` numbers the alphabet in the order of a randomly seeded hash map and
+    breaks ties by number. So the alphabet is numbered here, and training is deterministic.
     """
     texts = list(texts)
     tokenizer = BertWordPieceTokenizer(lowercase=True)
     counts: Counter[str] = Counter()
-    for start in range(0, len(texts), 1000):  # batched, because the overhead of a call exceeds the work for one text
+    # batched, because the overhead of a call exceeds the work for one text
+    for start in range(0, len(texts), 1000):
         counts.update(tokenizer.normalize("\n".join(texts[start : start + 1000])))
-    ranked = sorted((-count, character) for character, count in counts.items() if not character.isspace())
+    ranked = sorted(
+        (-count, character) for character, count in counts.items() if not character.isspace()
+    )
     limit = max(1, (vocab_size - len(SPECIAL_TOKENS)) // 2)
     alphabet = sorted(character for _, character in ranked[:limit])
     pieces = [*SPECIAL_TOKENS, *alphabet, *(f"##{character}" for character in alphabet)]
     tokenizer.train_from_iterator(
-        texts, vocab_size, min_frequency=0, limit_alphabet=0, special_tokens=pieces, show_progress=False
+        texts,
+        vocab_size,
+        min_frequency=0,
+        limit_alphabet=0,
+        special_tokens=pieces,
+        show_progress=False,
     )
     return str(BertWordPieceTokenizer(tokenizer.get_vocab(), lowercase=True).to_str())
 

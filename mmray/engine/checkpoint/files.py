@@ -1,12 +1,13 @@
-"""The folder of a run's checkpoints: which of them are complete and intact, the newest, the best, and which to delete.
+"""The folder of a run's checkpoints: which of them are complete and intact, the newest, the best,
+and which to delete.
 
-    checkpoints/step-N/  shard-1-of-1.safetensors  tensors (state_io.py); one file per rank under FSDP
-                         state.json                other values of the state
-                         meta.json                 step, rows consumed, config, metrics, world, versions
-                         SHA256SUMS                written last; `sha256sum -c SHA256SUMS` verifies by hand
+    checkpoints/step-N/ shard-1-of-1.safetensors tensors (state_io.py); one file per rank under FSDP
+                         state.json other values of the state meta.json step, rows consumed, config,
+                         metrics, world, versions SHA256SUMS written last; `sha256sum -c SHA256SUMS`
+                         verifies by hand
 
-A folder without SHA256SUMS is incomplete and ignored. This also holds on an object store, which has no rename: files
-are written locally first, and SHA256SUMS is uploaded after all others.
+A folder without SHA256SUMS is incomplete and ignored. This also holds on an object store, which has
+no rename: files are written locally first, and SHA256SUMS is uploaded after all others.
 """
 
 from __future__ import annotations
@@ -39,20 +40,24 @@ def latest_valid_checkpoint(
 ) -> AnyPath | None:
     """Return the newest checkpoint whose checksums match; None without one.
 
-    Newer invalid ones are passed to `log` with the reason. A damaged one is renamed to step-N.damaged; pass
-    rename=False if another process may be training in the folder. Checksums of checkpoints from step `trusted_from` on
-    are not computed. Raises StorageError if the storage cannot be read.
+    Newer invalid ones are passed to `log` with the reason. A damaged one is renamed to
+    step-N.damaged; pass rename=False if another process may be training in the folder. Checksums of
+    checkpoints from step `trusted_from` on are not computed. Raises StorageError if the storage
+    cannot be read.
     """
     for path in reversed(_step_folders(folder)):
         fault = verify(path, checksums=step_of(path) < trusted_from)
         if fault is None:
             return path
         if rename and (path / SUMS).exists():
-            target = path.with_name(f"{path.name}.damaged")  # an older damaged one of the same step is replaced
+            # an older damaged one of the same step is replaced
+            target = path.with_name(f"{path.name}.damaged")
             try:
                 move_tree(path, target)
             except OSError as error:
-                raise StorageError(f"cannot rename the damaged checkpoint {path}: {error.strerror or error}") from error
+                raise StorageError(
+                    f"cannot rename the damaged checkpoint {path}: {error.strerror or error}"
+                ) from error
             fault += f"; it is renamed to {target.name}"
         if log is not None:
             log(f"ignored checkpoint {path}: {fault}")
@@ -60,7 +65,9 @@ def latest_valid_checkpoint(
 
 
 def latest_complete_step(folder: AnyPath) -> int:
-    """Return the step of the newest complete checkpoint, unverified; 0 without one, or if the storage fails."""
+    """Return the step of the newest complete checkpoint, unverified; 0 without one, or if the
+    storage fails.
+    """
     with suppress(StorageError):
         return max(map(step_of, _step_folders(folder, complete=True)), default=0)
     return 0
@@ -72,7 +79,8 @@ def list_checkpoint_names(folder: AnyPath) -> list[str]:
         names = [path.name for path in folder.iterdir() if path.name.startswith("step-")]
     except OSError:
         return []
-    return sorted(names, key=lambda name: (len(name.partition(".")[0]), name))  # step-9 before step-10
+    # step-9 before step-10
+    return sorted(names, key=lambda name: (len(name.partition(".")[0]), name))
 
 
 def step_of(path: AnyPath) -> int:
@@ -81,7 +89,10 @@ def step_of(path: AnyPath) -> int:
 
 
 def best_checkpoint(folder: AnyPath, metric: str) -> AnyPath | None:
-    """Return the complete checkpoint with the best recorded `metric`, the newest of equals; None if none has it."""
+    """Return the complete checkpoint with the best recorded `metric`, the newest of equals;
+
+    None if none has it.
+    """
     sign = -1 if any(part in metric.split("/") for part in LOWER_IS_BETTER) else 1
     scored: list[tuple[float, int, AnyPath]] = []
     for path in _step_folders(folder, complete=True):
@@ -93,7 +104,10 @@ def best_checkpoint(folder: AnyPath, metric: str) -> AnyPath | None:
 
 
 def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
-    """Delete all checkpoints but the newest `keep` complete ones and the best by `metric`. Raises TrainingError."""
+    """Delete all checkpoints but the newest `keep` complete ones and the best by `metric`.
+
+    Raises TrainingError.
+    """
     protected = set(_step_folders(folder, complete=True)[-keep:])
     if metric is not None and (top := best_checkpoint(folder, metric)) is not None:
         protected.add(top)
@@ -102,11 +116,15 @@ def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
         for path in old:
             discard(path)
     except OSError as error:
-        raise TrainingError(f"cannot delete the old checkpoint {path}: {error.strerror or error}") from error
+        raise TrainingError(
+            f"cannot delete the old checkpoint {path}: {error.strerror or error}"
+        ) from error
 
 
 def discard(path: AnyPath) -> None:
-    """Delete a checkpoint, its checksums first: an interrupted deletion leaves an incomplete checkpoint."""
+    """Delete a checkpoint, its checksums first: an interrupted deletion leaves an incomplete
+    checkpoint.
+    """
     (path / SUMS).unlink(missing_ok=True)
     remove_tree(path)
 
@@ -114,12 +132,21 @@ def discard(path: AnyPath) -> None:
 def _step_folders(folder: AnyPath, complete: bool = False) -> list[AnyPath]:
     """All step-N folders, or only complete ones, oldest first."""
     try:
-        paths = [path for path in folder.iterdir() if path.name.startswith("step-") and path.name[5:].isdecimal()]
-        return sorted((path for path in paths if not complete or (path / SUMS).exists()), key=step_of)
+        paths = [
+            path
+            for path in folder.iterdir()
+            if path.name.startswith("step-") and path.name[5:].isdecimal()
+        ]
+        return sorted(
+            (path for path in paths if not complete or (path / SUMS).exists()), key=step_of
+        )
     except FileNotFoundError:
         return []
-    except OSError as error:  # not the same as empty: a run must not restart because its folder cannot be read
-        raise StorageError(f"cannot list the checkpoints in {folder}: {error.strerror or error}") from error
+    except OSError as error:
+        # not the same as empty: a run must not restart because its folder cannot be read
+        raise StorageError(
+            f"cannot list the checkpoints in {folder}: {error.strerror or error}"
+        ) from error
 
 
 def verify(path: AnyPath, checksums: bool = True) -> str | None:
@@ -146,7 +173,8 @@ def verify(path: AnyPath, checksums: bool = True) -> str | None:
         return next(filter(None, iter_parallel(fault_of, list(expected.items()))), None)
     except OSError as error:
         raise StorageError(
-            f"cannot read the checkpoint {path}: {error.strerror or error}. Check the storage and rerun the same "
+            f"cannot read the checkpoint {path}: {error.strerror or error}. Check the storage and "
+            "rerun the same "
             "command; to resume from an older checkpoint, move this one out of the folder"
         ) from error
 
@@ -157,14 +185,22 @@ def shard_names(num_shards: int) -> tuple[str, ...]:
 
 
 def shards_of(path: AnyPath) -> int:
-    """The number of shards of a checkpoint. Raises TrainingError if its checksums cannot be read."""
+    """The number of shards of a checkpoint.
+
+    Raises TrainingError if its checksums cannot be read.
+    """
     with as_user_error(path / SUMS):
         return sum(name.endswith(".safetensors") for name in read_checksums(path))
 
 
 def write_checksums(path: Path, names: tuple[str, ...], others: dict[str, str]) -> None:
-    """Sync the files `names`, then write SHA256SUMS of them and of `others` (name to digest, already synced)."""
-    lines = [f"{digest}  {name}\n" for name, digest in (others | {name: sha256(path / name) for name in names}).items()]
+    """Sync the files `names`, then write SHA256SUMS of them and of `others` (name to digest,
+    already synced).
+    """
+    lines = [
+        f"{digest}  {name}\n"
+        for name, digest in (others | {name: sha256(path / name) for name in names}).items()
+    ]
     for name in names:
         fsync(path / name)
     fsync(path)
@@ -178,12 +214,16 @@ def write_checksums(path: Path, names: tuple[str, ...], others: dict[str, str]) 
 
 def read_checksums(path: AnyPath) -> dict[str, str]:
     """Name to digest of SHA256SUMS, without malformed lines. Raises OSError."""
-    lines = (line.partition("  ") for line in (path / SUMS).read_text(errors="replace").splitlines())
+    lines = (
+        line.partition("  ") for line in (path / SUMS).read_text(errors="replace").splitlines()
+    )
     return {name: digest for digest, _, name in lines if len(digest) == 64}
 
 
 def sha256(file: AnyPath) -> str:
-    """The digest of a file in hexadecimal; one on an object store is not copied, because it may not fit on the disk."""
+    """The digest of a file in hexadecimal; one on an object store is not copied, because it may not
+    fit on the disk.
+    """
 
     def digest() -> str:
         total = hashlib.sha256()
@@ -201,14 +241,18 @@ def fsync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):  # some network mounts: files only
+        # some network mounts: files only
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
     finally:
         os.close(handle)
 
 
 def load_meta(path: AnyPath) -> dict[str, Any]:
-    """Return meta.json: step, rows consumed, config, metrics. Raises TrainingError if it cannot be read."""
+    """Return meta.json: step, rows consumed, config, metrics.
+
+    Raises TrainingError if it cannot be read.
+    """
     return read_json(path / META)
 
 
@@ -220,12 +264,15 @@ def read_json(file: AnyPath) -> dict[str, Any]:
 
 @contextmanager
 def as_user_error(file: AnyPath) -> Iterator[None]:
-    """Turn a read error into TrainingError with what to do; into StorageError if the storage may recover."""
+    """Turn a read error into TrainingError with what to do; into StorageError if the storage may
+    recover.
+    """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         is_storage = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
         raise (StorageError if is_storage else TrainingError)(
-            f"cannot read {file}: {first_line(error)}. Rerun the same command: it verifies the checkpoints and resumes "
+            f"cannot read {file}: {first_line(error)}. Rerun the same command: it verifies the "
+            "checkpoints and resumes "
             "from the newest valid one"
         ) from error

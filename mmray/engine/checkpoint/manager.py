@@ -29,13 +29,13 @@ RETRY = "Training continues; the next checkpoint is saved as scheduled"
 class CheckpointManager:
     """Saves the checkpoints of a run; at most one save is in progress.
 
-    Under DDP only rank 0 has a manager; under FSDP (`sharded`) every rank has one and writes its own shard.
-    `fencing_token` is that of rank 0's lease, None on other ranks. `extra` is added to each meta.json and must have
-    `world`, the number of ranks. `notify` takes a label and a message. Nothing else uses `cpu_group`, a gloo group
-    of all ranks for sharded saves.
+    Under DDP only rank 0 has a manager; under FSDP (`sharded`) every rank has one and writes its
+    own shard. `fencing_token` is that of rank 0's lease, None on other ranks. `extra` is added to
+    each meta.json and must have `world`, the number of ranks. `notify` takes a label and a message.
+    Nothing else uses `cpu_group`, a gloo group of all ranks for sharded saves.
 
-    A storage error is logged, and training continues with the previous checkpoint; only the last save has to succeed.
-    Any other error, such as a lost lease, is raised by the next call.
+    A storage error is logged, and training continues with the previous checkpoint; only the last
+    save has to succeed. Any other error, such as a lost lease, is raised by the next call.
     """
 
     def __init__(
@@ -48,9 +48,16 @@ class CheckpointManager:
         cpu_group: Any = None,
         sharded: bool = False,
     ):
-        self._folder, self._fencing_token, self._config, self._extra = folder, fencing_token, config, extra
+        self._folder, self._fencing_token, self._config, self._extra = (
+            folder,
+            fencing_token,
+            config,
+            extra,
+        )
         self._cpu_group, self._sharded = cpu_group, sharded
-        self._save_wait_limit_s = None if sharded or extra["world"] == 1 else config.cluster.group_timeout_s / 2
+        self._save_wait_limit_s = (
+            None if sharded or extra["world"] == 1 else config.cluster.group_timeout_s / 2
+        )
         self._notify = notify
         if fencing_token is not None:
             self.uploader = LogUploader(folder, notify, self._check_lease)
@@ -59,27 +66,36 @@ class CheckpointManager:
         self._thread = ThreadPoolExecutor(1, "mmray-checkpoint")
         self._pending: Future[None] | None = None
         self._error: StorageError | None = None  # of the last save
-        self.save_duration_s: float | None = None  # last save: wait for the previous one, copy to the host, write
+        # last save: wait for the previous one, copy to the host, write
+        self.save_duration_s: float | None = None
 
     def log_from(self, step: int) -> MetricsLog:
         """The log of the steps after `step`."""
         self._log = MetricsLog(self.uploader.local_folder, step, self._notify, self._check_lease)
         return self._log
 
-    def save(self, step: int, rows_consumed: int, state: CheckpointState, metrics: Metrics, last: bool) -> float | None:
-        """Copy the state to the host and write it in the background; return the seconds that the previous save took.
+    def save(
+        self, step: int, rows_consumed: int, state: CheckpointState, metrics: Metrics, last: bool
+    ) -> float | None:
+        """Copy the state to the host and write it in the background; return the seconds that the
+        previous save took.
 
-        If that one is still in progress after a while, as on a stalled storage, this save is skipped unless it is the
-        `last`: other ranks wait in their next collective. Ranks that write shards wait for each other anyway.
+        If that one is still in progress after a while, as on a stalled storage, this save is
+        skipped unless it is the `last`: other ranks wait in their next collective. Ranks that write
+        shards wait for each other anyway.
         """
         from mmray.engine.checkpoint import state_io  # late: it imports DCP
 
         start_s = time.perf_counter()
         max_wait_s = self._save_wait_limit_s
         if max_wait_s is not None and not any(name.startswith("evaluate/") for name in metrics):
-            max_wait_s = min(MAX_WAIT_S, max_wait_s)  # longer for an evaluated step, which may be the best
+            # longer for an evaluated step, which may be the best
+            max_wait_s = min(MAX_WAIT_S, max_wait_s)
         if self._pending and not wait([self._pending], None if last else max_wait_s).done:
-            text = f"skipped the checkpoint of step {step}: the one before is still being written. {RETRY}"
+            text = (
+                f"skipped the checkpoint of step {step}: the one before is still being "
+                f"written. {RETRY}"
+            )
             self._notify("checkpoint", text)
             return self.save_duration_s
         self._finish_pending()
@@ -90,7 +106,10 @@ class CheckpointManager:
             "config": self._config.model_dump(mode="json", by_alias=True),
             "metrics": metrics,
         }
-        path, before_write = self._folder / "checkpoints" / f"step-{step}", partial(self._before_write, step)
+        path, before_write = (
+            self._folder / "checkpoints" / f"step-{step}",
+            partial(self._before_write, step),
+        )
         self._stager = self._stager or state_io.HostStager()
         io = (self._cpu_group, self._sharded, self._stager)
         saved = state_io.save_async(path, state, meta, *io, before_write, on_complete=self._prune)
@@ -149,30 +168,39 @@ class CheckpointManager:
                 self._log.flush()
             self.uploader.upload_changed()
         except OSError as error:
-            raise StorageError(f"the storage does not answer, so step {step} has no checkpoint: {error}") from error
+            raise StorageError(
+                f"the storage does not answer, so step {step} has no checkpoint: {error}"
+            ) from error
 
     def _prune(self) -> None:
         try:
-            files.prune(self._folder / "checkpoints", self._config.train.keep_checkpoints, best_metric(self._config))
+            files.prune(
+                self._folder / "checkpoints",
+                self._config.train.keep_checkpoints,
+                best_metric(self._config),
+            )
         except TrainingError as error:  # the new checkpoint is complete, which is what counts
             self._notify("checkpoint", str(error))
 
 
-# When to save: after a fixed number of steps, or so rarely that training stalls for a small share of the time. Every
-# rank must decide the same, so loop.py broadcasts what rank 0 measured.
+# When to save: after a fixed number of steps, or so rarely that training stalls for a small share
+# of the time. Every rank must decide the same, so loop.py broadcasts what rank 0 measured.
 COST_FRACTION = 0.02  # of the training time, at most, for checkpoints
-FIRST_STEPS = 10  # until a save is measured: after so many steps, then after twice as many, and so on
+# until a save is measured: after so many steps, then after twice as many, and so on
+FIRST_STEPS = 10
 
 
 def steps_between_checkpoints(
     step_s: float | None, stall_s: float, save_duration_s: float | None, steps_taken: int
 ) -> int:
-    """Steps to the next checkpoint from the seconds of a step, of the stall of training for the last save, and of a
-    whole save, which the next one must not wait for; None: not measured yet.
+    """Steps to the next checkpoint from the seconds of a step, of the stall of training for the
+    last save, and of a whole save, which the next one must not wait for; None: not measured yet.
     """
     if not step_s or save_duration_s is None:
         return max(FIRST_STEPS, steps_taken)
-    return max(1, math.ceil(stall_s / (COST_FRACTION * step_s)), math.ceil(save_duration_s / step_s))
+    return max(
+        1, math.ceil(stall_s / (COST_FRACTION * step_s)), math.ceil(save_duration_s / step_s)
+    )
 
 
 @dataclass

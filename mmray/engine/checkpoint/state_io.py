@@ -1,11 +1,12 @@
-"""State of a run to and from the files of a checkpoint, with torch.distributed.checkpoint (DCP) and safetensors.
+"""State of a run to and from the files of a checkpoint, with torch.distributed.checkpoint (DCP) and
+safetensors.
 
-    shard-2-of-4.safetensors  tensors that the second of four ranks has; replicated tensors are in the first file
-    state.json                all other values: progress, loss scale, optimizer groups
+    shard-2-of-4.safetensors tensors that the second of four ranks has; replicated tensors are in
+    the first file state.json all other values: progress, loss scale, optimizer groups
 
-Every strategy writes this format: one file without sharding, one per rank under FSDP. The header of a file names the
-slice of each tensor in it, so any number of ranks can read them, each only its own bytes. DCP's default storage keeps a
-pickle (`.metadata`).
+Every strategy writes this format: one file without sharding, one per rank under FSDP. The header of
+a file names the slice of each tensor in it, so any number of ranks can read them, each only its own
+bytes. DCP's default storage keeps a pickle (`.metadata`).
 
 Importing DCP takes 0.7 s, so other modules import this one only when they save or load.
 """
@@ -87,8 +88,10 @@ from mmray.storage.storage import (
     parallel_map,
 )
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP without a group is intended here
-warnings.filterwarnings("ignore", "The given buffer is not writable")  # tensors of it are only copied
+# DCP without a group is intended here
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+# tensors of it are only copied
+warnings.filterwarnings("ignore", "The given buffer is not writable")
 MAX_HEADER_BYTES = 100 << 20  # as in safetensors
 
 
@@ -102,16 +105,24 @@ def save_async(
     before_write: Callable[[], None] = lambda: None,
     on_complete: Callable[[], None] = lambda: None,
 ) -> Future[Any]:
-    """Copy the state to the host and write it in a background thread; under FSDP all ranks call it together.
+    """Copy the state to the host and write it in a background thread; under FSDP all ranks call it
+    together.
 
-    `stager` keeps its buffers from save to save, so the previous save must have ended; None: buffers of this save.
-    Rank 0 calls `before_write` in that thread before any rank writes and again before the checksums, and
-    `on_complete` at the end; what it raises, every rank raises. Await the result inside `as_storage_error`.
+    `stager` keeps its buffers from save to save, so the previous save must have ended; None:
+    buffers of this save. Rank 0 calls `before_write` in that thread before any rank writes and
+    again before the checksums, and `on_complete` at the end; what it raises, every rank raises.
+    Await the result inside `as_storage_error`.
     """
     values, tensors = split(state)
     stager = stager or HostStager()
     writer = ShardWriter(
-        path, values, meta, cpu_group if sharded else None, before_write, on_complete, stager.synchronize_staging
+        path,
+        values,
+        meta,
+        cpu_group if sharded else None,
+        before_write,
+        on_complete,
+        stager.synchronize_staging,
     )
     if writer.rank != 0:
         tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
@@ -130,10 +141,11 @@ def save_async(
 class HostStager(AsyncStager):
     """Copies the state into host memory that is kept for the next save; that of a GPU is pinned.
 
-    A GPU copies on a side stream while the next step computes: only the optimizer's update waits for it, on the
-    device. torch's DefaultStager makes the host wait, or copies without waiting for the optimizer's kernels.
-    Tensors of less than 5 bytes, such as AdamW's step counts, are not pinned, so the host waits for their copies: they
-    come first, because copies of a stream are in order.
+    A GPU copies on a side stream while the next step computes: only the optimizer's update waits
+    for it, on the device. torch's DefaultStager makes the host wait, or copies without waiting for
+    the optimizer's kernels. Tensors of less than 5 bytes, such as AdamW's step counts, are not
+    pinned, so the host waits for their copies: they come first, because copies of a stream are in
+    order.
     """
 
     _synchronize_after_execute = False
@@ -147,7 +159,9 @@ class HostStager(AsyncStager):
     def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the copies; of GPU tensors they are complete after `synchronize_staging`."""
         if self._buffers is None:
-            devices = {tensor.device for tensor in state_dict.values() if tensor.device.type == "cuda"}
+            devices = {
+                tensor.device for tensor in state_dict.values() if tensor.device.type == "cuda"
+            }
             self._buffers = StateDictStager(pin_memory=bool(devices))
             self._streams = [torch.cuda.Stream(device) for device in devices]
             self._hook = register_optimizer_step_pre_hook(self._before_update) if devices else None
@@ -157,7 +171,8 @@ class HostStager(AsyncStager):
                 stack.enter_context(torch.cuda.stream(stream))
             by_size = dict(sorted(state_dict.items(), key=lambda item: item[1].nbytes))
             copies = self._buffers.stage(by_size, non_blocking=bool(self._streams))
-        self._source = state_dict  # tensors only of this save must not be freed before they are copied
+        # tensors only of this save must not be freed before they are copied
+        self._source = state_dict
         return copies
 
     def synchronize_staging(self) -> None:
@@ -184,11 +199,12 @@ def load(
     only: str = "",
     on_read: Callable[[], None] = lambda: None,
 ) -> CheckpointState:
-    """Return the saved state, or its part `only`, with tensors as `destination` returns them (default: full, on CPU).
+    """Return the saved state, or its part `only`, with tensors as `destination` returns them
+    (default: full, on CPU).
 
-    Of a sharded destination, only the bytes of this rank's shard are read. `on_read` is called after each request, of
-    at most MAX_REQUEST_BYTES unless a tensor is larger. Needs no process group. Raises TrainingError if a file cannot
-    be read.
+    Of a sharded destination, only the bytes of this rank's shard are read. `on_read` is called
+    after each request, of at most MAX_REQUEST_BYTES unless a tensor is larger. Needs no process
+    group. Raises TrainingError if a file cannot be read.
     """
     destination = destination or (lambda _, saved: torch.empty_like(saved, device="cpu"))
     state: CheckpointState = read_json(path / STATE)
@@ -197,9 +213,12 @@ def load(
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             tensors: dict[str, Any] = {
-                key: destination(key, torch.empty(saved.size, dtype=saved.properties.dtype, device="meta"))
+                key: destination(
+                    key, torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
+                )
                 for key, saved in reader.read_metadata().state_dict_metadata.items()
-                if isinstance(saved, TensorStorageMetadata) and key.startswith(f"{only}/" if only else "")
+                if isinstance(saved, TensorStorageMetadata)
+                and key.startswith(f"{only}/" if only else "")
             }
             with _raise_first_cause():
                 dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
@@ -212,7 +231,10 @@ def load(
 
 
 def load_weights(path: AnyPath, key: str = "model") -> dict[str, Tensor]:
-    """Return the full state dict of the model (or of `key`) on the CPU. Raises TrainingError if it cannot be read."""
+    """Return the full state dict of the model (or of `key`) on the CPU.
+
+    Raises TrainingError if it cannot be read.
+    """
     return load(path, only=key)[key]
 
 
@@ -232,7 +254,9 @@ def split(state: CheckpointState, *parents: str) -> tuple[CheckpointState, dict[
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """DCP storage: a safetensors file per rank; rank 0 adds state.json, meta.json and the checksums."""
+    """DCP storage: a safetensors file per rank; rank 0 adds state.json, meta.json and the
+    checksums.
+    """
 
     def __init__(
         self,
@@ -247,8 +271,14 @@ class ShardWriter(HuggingFaceStorageWriter):
         super().__init__(str(path), save_distributed=True)
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         self._folder, self._values, self._meta = path, values, meta | {"versions": versions}
-        self._before_write, self._on_complete, self._wait_copied = before_write, on_complete, wait_copied
-        self.rank, num_shards = (dist.get_rank(cpu_group), dist.get_world_size(cpu_group)) if cpu_group else (0, 1)
+        self._before_write, self._on_complete, self._wait_copied = (
+            before_write,
+            on_complete,
+            wait_copied,
+        )
+        self.rank, num_shards = (
+            (dist.get_rank(cpu_group), dist.get_world_size(cpu_group)) if cpu_group else (0, 1)
+        )
         self._name = files.shard_names(num_shards)[self.rank]
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -289,9 +319,12 @@ class ShardWriter(HuggingFaceStorageWriter):
         self._before_write()
         with staged_upload(self._folder, (STATE, META, SUMS)) as local:
             (local / STATE).write_text(json.dumps(self._values))
-            options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY  # NaN becomes null
+            # NaN becomes null
+            options = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
             (local / META).write_bytes(orjson.dumps(self._meta, option=options))
-            files.write_checksums(local, (STATE, META), {shard.index.fqn: shard.storage_data for shard in shards})
+            files.write_checksums(
+                local, (STATE, META), {shard.index.fqn: shard.storage_data for shard in shards}
+            )
         self._on_complete()
 
 
@@ -305,7 +338,10 @@ class _SavedChunk(NamedTuple):
 
 
 class ShardReader(HuggingFaceStorageReader):
-    """DCP storage: reads ranges of the safetensors files. The base class opens local files only, and maps them."""
+    """DCP storage: reads ranges of the safetensors files.
+
+    The base class opens local files only, and maps them.
+    """
 
     def __init__(self, path: AnyPath, on_read: Callable[[], None]):
         super().__init__(str(path))
@@ -314,23 +350,35 @@ class ShardReader(HuggingFaceStorageReader):
         self._is_remote = isinstance(path, RemotePath)
         if isinstance(path, RemotePath):
             self._names = tuple((path / name).relative for name in self._names)
-        self._read = RangeReader(path.storage if isinstance(path, RemotePath) else Storage(str(path))).read
+        self._read = RangeReader(
+            path.storage if isinstance(path, RemotePath) else Storage(str(path))
+        ).read
 
     @cached_property
     def _metadata(self) -> Metadata:
         tensors: dict[str, Any] = {}
         chunks: dict[MetadataIndex, _SavedChunk] = {}
-        for name, (header_bytes, header) in zip(self._names, iter_parallel(self._header, self._names), strict=True):
+        for name, (header_bytes, header) in zip(
+            self._names, iter_parallel(self._header, self._names), strict=True
+        ):
             offsets = json.loads(header.pop("__metadata__")[CUSTOM_METADATA_KEY])
             for key, entry in header.items():
-                dtype, shape, offset = _getdtype(entry["dtype"]), entry["shape"], offsets[key][SAVED_OFFSETS_KEY]
-                known = tensors.setdefault(key, TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), []))
+                dtype, shape, offset = (
+                    _getdtype(entry["dtype"]),
+                    entry["shape"],
+                    offsets[key][SAVED_OFFSETS_KEY],
+                )
+                known = tensors.setdefault(
+                    key, TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), [])
+                )
                 known.chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
                 ends = (first + size for first, size in zip(offset, shape, strict=True))
                 known.size = torch.Size(map(max, known.size, ends))
                 start = 8 + header_bytes + entry["data_offsets"][0]
                 chunks[MetadataIndex(key, offset)] = _SavedChunk(name, start, dtype, tuple(shape))
-        return Metadata(tensors, storage_data=chunks, storage_meta=StorageMeta(load_id=self.load_id))
+        return Metadata(
+            tensors, storage_data=chunks, storage_meta=StorageMeta(load_id=self.load_id)
+        )
 
     def _header(self, name: str) -> tuple[int, dict[str, Any]]:
         """Return the number of bytes of a file's header, and the header."""
@@ -344,7 +392,9 @@ class ShardReader(HuggingFaceStorageReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
-        """Read the rows (slices of the first dimension) of each item, adjacent ones in one request."""
+        """Read the rows (slices of the first dimension) of each item, adjacent ones in one
+        request.
+        """
         items: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             items[self.storage_data[item.storage_index].file].append(item)
@@ -359,7 +409,9 @@ class ShardReader(HuggingFaceStorageReader):
                 if first < last:
                     self._copy(item, data[first - start : last - start], planner)
 
-        requests = [(name, each) for name, of_file in spans.items() for each in coalesce_ranges(of_file)]
+        requests = [
+            (name, each) for name, of_file in spans.items() for each in coalesce_ranges(of_file)
+        ]
         if self._is_remote:  # hides the latency; each request in flight takes memory
             parallel_map(read, requests)
         else:
@@ -380,13 +432,17 @@ class ShardReader(HuggingFaceStorageReader):
         chunk, target = self.storage_data[item.storage_index], planner.resolve_tensor(item).detach()
         columns = zip(item.storage_offsets[1:], item.lengths[1:], strict=True)
         rows = torch.frombuffer(data, dtype=chunk.dtype).view(-1, *chunk.shape[1:])
-        target.copy_(rows[:, *(slice(offset, offset + length) for offset, length in columns)].view_as(target))
+        target.copy_(
+            rows[:, *(slice(offset, offset + length) for offset, length in columns)].view_as(target)
+        )
         planner.commit_tensor(item, target)
 
 
 @contextmanager
 def as_storage_error(path: AnyPath, discards: bool = True) -> Iterator[None]:
-    """Turn an error of the storage, on any rank, into StorageError; delete what was written of the checkpoint."""
+    """Turn an error of the storage, on any rank, into StorageError; delete what was written of the
+    checkpoint.
+    """
     try:
         with _raise_first_cause():
             yield
@@ -398,7 +454,8 @@ def as_storage_error(path: AnyPath, discards: bool = True) -> Iterator[None]:
         if isinstance(path, Path) and path.parent.exists():
             free = f" ({shutil.disk_usage(path.parent).free / 2**30:.2f} GiB free)"
         raise StorageError(
-            f"cannot write the checkpoint {path}: {text}{free}. Older checkpoints are intact. Free space or fix the "
+            f"cannot write the checkpoint {path}: {text}{free}. Older checkpoints are intact. Free "
+            "space or fix the "
             "permissions and rerun the same command, or choose another --run.storage"
         ) from error
 
@@ -410,8 +467,12 @@ def _raise_first_cause() -> Iterator[None]:
         yield
     except CheckpointException as error:
         causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-        user_errors = {rank: cause for rank, cause in causes.items() if isinstance(cause, MmrayError)}
+        user_errors = {
+            rank: cause for rank, cause in causes.items() if isinstance(cause, MmrayError)
+        }
         rank, cause = next(iter((user_errors or causes).items()))
         if isinstance(cause, OSError | SafetensorError) and rank > 0:
-            raise OSError(f"{getattr(cause, 'strerror', None) or cause} (on rank {rank})") from cause
+            raise OSError(
+                f"{getattr(cause, 'strerror', None) or cause} (on rank {rank})"
+            ) from cause
         raise cause from None

@@ -1,4 +1,6 @@
-"""Metrics of a rank for a log line: throughput, model FLOPs, padding, machine load, memory; and their reduction."""
+"""Metrics of a rank for a log line: throughput, model FLOPs, padding, machine load, memory; and
+their reduction.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,26 @@ from mmray.objectives.protocol import Batch
 
 @dataclass
 class Meter:
-    """Metrics of one rank; `devices`: number of devices of a worker; `compiles`: the model has compiled blocks."""
+    """Metrics of one rank; `devices`: number of devices of a worker;
+
+    `compiles`: the model has compiled blocks.
+    """
 
     rates: Throughput
     devices: int = 1
     compiles: bool = False
-    token_counts: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))  # sums of TokenCounts
+    # sums of TokenCounts
+    token_counts: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     flops_of_row: float | None = None  # a forward and a backward
 
     def count_flops(self, state: TrainState, batch: LocalBatch) -> None:
-        """Count the model's FLOPs once, on the first micro-batch, with hard negatives among its own rows."""
+        """Count the model's FLOPs once, on the first micro-batch, with hard negatives among its own
+        rows.
+        """
         if self.flops_of_row is None:
-            (micro_batch,) = attach_own_negatives(state, replace(batch, micro_batches=batch.micro_batches[:1]))
+            (micro_batch,) = attach_own_negatives(
+                state, replace(batch, micro_batches=batch.micro_batches[:1])
+            )
             flops = model_flops(strategy.unwrap(state.model), micro_batch, state.precision)
             self.flops_of_row = flops / len(micro_batch["valid"])
 
@@ -53,7 +63,10 @@ class Meter:
         metrics = self.rates.compute(state.group.world_size)
         if metrics:
             rate = (
-                (self.flops_of_row or 0.0) * metrics["throughput/samples_per_s"] / state.group.world_size / self.devices
+                (self.flops_of_row or 0.0)
+                * metrics["throughput/samples_per_s"]
+                / state.group.world_size
+                / self.devices
             )
             metrics["throughput/tflops_per_device"] = rate / 1e12
             if device.type == "cuda":
@@ -63,22 +76,39 @@ class Meter:
         return metrics | machine_load(device) | {"memory/peak_gib": self.rates.timers.peak_gib()}
 
 
-# Per-rank metrics with these prefixes are reported as maxima, others as means; each rank has the run's throughput.
-MAXIMA = ("time/step_p95_s", "time/first_step_s", "memory/", "host/memory_gib", "gpu/memory_gib", "compile/")
+# Per-rank metrics with these prefixes are reported as maxima, others as means; each rank has the
+# run's throughput.
+MAXIMA = (
+    "time/step_p95_s",
+    "time/first_step_s",
+    "memory/",
+    "host/memory_gib",
+    "gpu/memory_gib",
+    "compile/",
+)
 
 
-def reduce_over_ranks(group: Group, sums: list[Tensor], local: Metrics) -> tuple[list[float], Metrics]:
+def reduce_over_ranks(
+    group: Group, sums: list[Tensor], local: Metrics
+) -> tuple[list[float], Metrics]:
     """Sums over ranks, and the reduced per-rank metrics, in one collective."""
-    values = torch.tensor([float(value) for value in local.values()], dtype=torch.float64, device=group.device)
+    values = torch.tensor(
+        [float(value) for value in local.values()], dtype=torch.float64, device=group.device
+    )
     packed = torch.cat([*(value.to(values).reshape(1) for value in sums), values])
     all_ranks = group.to_host(group.all_gather(packed[None]))
     columns = zip(local, all_ranks[:, len(sums) :].unbind(1), strict=True)
-    reduced = {name: (column.max() if name.startswith(MAXIMA) else column.mean()).item() for name, column in columns}
+    reduced = {
+        name: (column.max() if name.startswith(MAXIMA) else column.mean()).item()
+        for name, column in columns
+    }
     return all_ranks[:, : len(sums)].sum(0).tolist(), reduced
 
 
 def padding_fractions(token_counts: list[float], group_by_length: bool) -> Metrics:
-    """Fraction of caption tokens that are padding; with length bucketing also the fraction without it."""
+    """Fraction of caption tokens that are padding; with length bucketing also the fraction without
+    it.
+    """
     tokens, padded, unbucketed = token_counts
     if not padded:
         return {}
@@ -87,16 +117,22 @@ def padding_fractions(token_counts: list[float], group_by_length: bool) -> Metri
 
 
 def rows_sha(keys: Tensor) -> str:
-    """16 hex digits for a set of rows in any order: SHA-256 of the sorted int64 little-endian keys."""
+    """16 hex digits for a set of rows in any order: SHA-256 of the sorted int64 little-endian
+    keys.
+    """
     return sha256(keys.cpu().sort().values.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def machine_load(device: torch.device) -> dict[str, float]:
     """CPU percent since the last call and memory in GiB; of a GPU, busy percent and memory.
 
-    Busy percent is NaN without NVML (nvidia-ml-py) and on a MIG slice: every rank must have the same keys.
+    Busy percent is NaN without NVML (nvidia-ml-py) and on a MIG slice: every rank must have the
+    same keys.
     """
-    load = {"host/cpu_percent": psutil.cpu_percent(), "host/memory_gib": psutil.virtual_memory().used / 2**30}
+    load = {
+        "host/cpu_percent": psutil.cpu_percent(),
+        "host/memory_gib": psutil.virtual_memory().used / 2**30,
+    }
     if device.type != "cuda":
         return load
     busy = math.nan
@@ -135,8 +171,8 @@ WITH_BIAS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)  # the first argument
 def model_flops(model: nn.Module, batch: Batch, precision: Precision) -> float:
     """Floating point operations of a forward and a backward of `batch`, without recomputation.
 
-    A backward is two forwards if everything is trainable (Narayanan et al. 2021, section 5.1). Gradients of frozen
-    weights, and of inputs that no trainable weight precedes, do not count.
+    A backward is two forwards if everything is trainable (Narayanan et al. 2021, section 5.1).
+    Gradients of frozen weights, and of inputs that no trainable weight precedes, do not count.
     """
     counter = _FlopCounter()
     with preserve_buffers(model), precision.autocast(), force_eager(), counter:
@@ -148,27 +184,32 @@ def peak_flops(device: torch.device, precision: Precision) -> float:
     """Peak FLOP/s of a GPU at this precision; NaN if it is not in the table."""
     name = torch.cuda.get_device_name(device)
     # Match full words: an RTX A4000 is not an A40, nor an L40 an L4.
-    peak = next((peaks for key, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
+    peak = next(
+        (peaks for key, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None
+    )
     return float("nan") if peak is None else peak[0 if precision.dtype is not None else 1] * 1e12
 
 
 class _FlopCounter(TorchDispatchMode):
     """Count matrix products and convolutions of a forward, and those of their backward.
 
-    The backward of a product is another of the same size for each operand that requires a gradient: a trainable weight,
-    or a tensor computed from one. torch's FlopCounterMode counts only what runs, so it would need a real backward with
-    its memory; this mode tracks gradients without a graph.
+    The backward of a product is another of the same size for each operand that requires a gradient:
+    a trainable weight, or a tensor computed from one. torch's FlopCounterMode counts only what
+    runs, so it would need a real backward with its memory; this mode tracks gradients without a
+    graph.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0.0
         self.supports_higher_order_operators = True  # such as flex_attention
-        self._requires_grad: WeakIdKeyDictionary = WeakIdKeyDictionary()  # computed from a trainable weight
+        # computed from a trainable weight
+        self._requires_grad: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # True makes torch import torch._dynamo, to keep this mode from being compiled; `model_flops` runs eagerly.
+        # True makes torch import torch._dynamo, to keep this mode from being compiled;
+        # `model_flops` runs eagerly.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,11 +224,15 @@ class _FlopCounter(TorchDispatchMode):
                 first = 1 if packet in WITH_BIAS else 0
                 backward = sum(self._needs_gradient(tensor) for tensor in args[first : first + 2])
             self.total += flop_registry[packet](*args, **kwargs, out_val=out) * (1 + backward)
-        if packet is not torch.ops.aten.detach and any(map(self._needs_gradient, tree_leaves((args, kwargs)))):
+        if packet is not torch.ops.aten.detach and any(
+            map(self._needs_gradient, tree_leaves((args, kwargs)))
+        ):
             for tensor in tree_leaves(out):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     self._requires_grad[tensor] = True
         return out
 
     def _needs_gradient(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and (value in self._requires_grad or (value.is_leaf and value.requires_grad))
+        return isinstance(value, Tensor) and (
+            value in self._requires_grad or (value.is_leaf and value.requires_grad)
+        )

@@ -1,12 +1,15 @@
-"""The simple gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1), in rows.
+"""The simple gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1), in
+rows.
 
-Gradients of global batches well below it are mostly noise; batches well above it save few steps. It is the trace of the
-covariance of a row's gradient divided by the squared mean gradient. Both follow from the gradients of the two halves of
-a global batch as batches of their own, whose noise is independent also if the loss compares rows, as contrastive ones
-do. Micro-batches of one batch would not do: their parts of such a gradient are correlated.
+Gradients of global batches well below it are mostly noise; batches well above it save few steps. It
+is the trace of the covariance of a row's gradient divided by the squared mean gradient. Both follow
+from the gradients of the two halves of a global batch as batches of their own, whose noise is
+independent also if the loss compares rows, as contrastive ones do. Micro-batches of one batch would
+not do: their parts of such a gradient are correlated.
 
-A gradient of n rows has a squared norm of mean^2 + trace / n, of which mean^2 is a fraction f: trace / mean^2 is
-n (1 / f - 1). f is averaged over steps, not the two terms: both fall by orders of magnitude in a run.
+A gradient of n rows has a squared norm of mean^2 + trace / n, of which mean^2 is a fraction f:
+trace / mean^2 is n (1 / f - 1). f is averaged over steps, not the two terms: both fall by orders of
+magnitude in a run.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ def measure_noise(
 ) -> tuple[float, float] | None:
     """Return f and n, equal on all ranks; f of one step is noisy and can be negative.
 
-    Takes the time of one and a half steps, and the memory of a step; weights and buffers do not change. None if ranks
-    have one row each, or if the gradients are zero or not finite.
+    Takes the time of one and a half steps, and the memory of a step; weights and buffers do not
+    change. None if ranks have one row each, or if the gradients are zero or not finite.
     """
     if len(batch.micro_batches) == 1:
         batch = split_micro_batches(batch, math.ceil(batch.rows / 2))
@@ -51,22 +54,32 @@ def measure_noise(
     if not all(map(math.isfinite, squares)) or not any(squares):
         return None
     one, other, both = squares
-    product = (both - one - other) / 2  # of gradients with independent noise: its mean is the squared mean gradient
-    rows = 2 / sum(batch.rows / (global_rows * half.rows) for half in halves)  # harmonic mean of the halves
+    # of gradients with independent noise: its mean is the squared mean gradient
+    product = (both - one - other) / 2
+    # harmonic mean of the halves
+    rows = 2 / sum(batch.rows / (global_rows * half.rows) for half in halves)
     return product / ((one + other) / 2), rows
 
 
 def _every_second(batch: LocalBatch, first: int) -> LocalBatch:
     part = slice(first, None, 2)
-    micro_batches, is_dummy, sizes = batch.micro_batches[part], batch.is_dummy[part], batch.sizes[part]
+    micro_batches, is_dummy, sizes = (
+        batch.micro_batches[part],
+        batch.is_dummy[part],
+        batch.sizes[part],
+    )
     return replace(batch, micro_batches=micro_batches, is_dummy=is_dummy, sizes=sizes)
 
 
 def average_noise(average: list[float], measured: tuple[float, float] | None) -> Metrics:
-    """Add f of a step to the average [weighted sum, sum of weights]; return the noise scale if its f is positive."""
+    """Add f of a step to the average [weighted sum, sum of weights]; return the noise scale if its
+    f is positive.
+    """
     if measured is None:
         return {}
     fraction, rows = measured
-    average[:] = [DECAY * old + (1 - DECAY) * new for old, new in zip(average, (fraction, 1.0), strict=True)]
+    average[:] = [
+        DECAY * old + (1 - DECAY) * new for old, new in zip(average, (fraction, 1.0), strict=True)
+    ]
     fraction = average[0] / average[1]
     return {"train/noise_scale": rows * (1 / fraction - 1)} if 0 < fraction < 1 else {}

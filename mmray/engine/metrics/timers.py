@@ -1,4 +1,5 @@
-"""Timers: wall-clock time of the training thread, by activity; device time by phase of a step; peak memory.
+"""Timers: wall-clock time of the training thread, by activity; device time by phase of a step; peak
+memory.
 
 On a GPU the phases are measured with events, so the host does not wait.
 """
@@ -19,14 +20,17 @@ import torch
 MAX_SCOPES = 1024  # then the older half, which has completed by then, is added to the totals
 RECENT_STEPS = 500  # window of the percentiles: the steps between two lines are too few for a 95th
 PHASES = ("transfer", "forward", "backward", "sync", "optimizer")
-BETWEEN_STEPS = ("evaluate", "checkpoint", "log", "callbacks")  # what the training thread does apart from steps
+# what the training thread does apart from steps
+BETWEEN_STEPS = ("evaluate", "checkpoint", "log", "callbacks")
 
 
 @dataclass
 class Throughput:
-    """Wall-clock time since the last line; the first step (compilation, allocation, warm-up) is separate.
+    """Wall-clock time since the last line; the first step (compilation, allocation, warm-up) is
+    separate.
 
-    `lap` divides this time: each moment of the training thread is part of a step or of one of BETWEEN_STEPS.
+    `lap` divides this time: each moment of the training thread is part of a step or of one of
+    BETWEEN_STEPS.
     """
 
     timers: PhaseTimers
@@ -45,7 +49,9 @@ class Throughput:
         return lap_s
 
     def add(self, wait_s: float, rows: int, tokens: int) -> None:
-        """Add the step that ends now: the wait for its rows, rows of the global batch, tokens of this rank."""
+        """Add the step that ends now: the wait for its rows, rows of the global batch, tokens of
+        this rank.
+        """
         step_s = self.lap()
         if self.first_step_s == 0:
             self.first_step_s = step_s
@@ -55,11 +61,16 @@ class Throughput:
         self._recent_s.append(step_s)
 
     def compute(self, world_size: int) -> dict[str, Any]:
-        """Times since the last call, percentiles of the last 500 steps; empty if there was only the first step."""
+        """Times since the last call, percentiles of the last 500 steps; empty if there was only the
+        first step.
+        """
         laps_s, phases_s = self._restart()
         if not self._steps:
             return {}
-        steps, (total_s, wait_s, rows, tokens) = len(self._steps), np.sum(self._steps, axis=0).tolist()
+        steps, (total_s, wait_s, rows, tokens) = (
+            len(self._steps),
+            np.sum(self._steps, axis=0).tolist(),
+        )
         wall_s = total_s + sum(laps_s.values())
         self._steps.clear()
         p50_s, p95_s = np.quantile(self._recent_s, (0.5, 0.95)).tolist()
@@ -115,7 +126,8 @@ class PhaseTimers:
         return phase_s
 
     def peak_gib(self) -> float:
-        """Peak memory: what torch allocated on a GPU; on a CPU the largest sample of this process's private memory.
+        """Peak memory: what torch allocated on a GPU; on a CPU the largest sample of this process's
+        private memory.
 
         The kernel's peak would include the object store's pages that blocks passed through.
         """

@@ -1,4 +1,5 @@
-"""Writers of rank 0: metrics.jsonl, TensorBoard events, profiles, and their upload to object stores.
+"""Writers of rank 0: metrics.jsonl, TensorBoard events, profiles, and their upload to object
+stores.
 
 Metric keys are `area/name_unit`.
 """
@@ -30,12 +31,14 @@ PROFILE_WARMUP_STEPS = 2  # steps before a profile, which allocate and compile
 
 
 class MetricsLog:
-    """metrics.jsonl and TensorBoard events of a run that starts or resumes after `start_step` steps.
+    """metrics.jsonl and TensorBoard events of a run that starts or resumes after `start_step`
+    steps.
 
-    Lines of later steps, from a failed attempt, are dropped, because those steps are taken again; `wasted_steps` is
-    their number. A thread writes, because storage may stall. Lines that cannot be written are kept and written later;
-    `notify` (label, text) gets one warning. `check_lease` raises TrainingError if another process owns the run; the
-    thread calls it at most every ten seconds, and at the end. Raises StorageError if the log cannot be opened.
+    Lines of later steps, from a failed attempt, are dropped, because those steps are taken again;
+    `wasted_steps` is their number. A thread writes, because storage may stall. Lines that cannot be
+    written are kept and written later; `notify` (label, text) gets one warning. `check_lease`
+    raises TrainingError if another process owns the run; the thread calls it at most every ten
+    seconds, and at the end. Raises StorageError if the log cannot be opened.
     """
 
     def __init__(
@@ -61,12 +64,16 @@ class MetricsLog:
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise StorageError(
-                f"cannot write {self._path}: {error.strerror or error}. Free disk space or fix the permissions, then "
+                f"cannot write {self._path}: {error.strerror or error}. Free disk space or fix the "
+                "permissions, then "
                 "rerun the same command"
             ) from error
 
     def write(self, metrics: Metrics) -> None:
-        """Write one line in the thread; NaN and infinity become null. Raises what `check_lease` raised there."""
+        """Write one line in the thread;
+
+        NaN and infinity become null. Raises what `check_lease` raised there.
+        """
         if self._lost_lease is not None:
             raise self._lost_lease
         line = orjson.dumps(metrics, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
@@ -81,7 +88,9 @@ class MetricsLog:
         wait([self._last])
 
     def close(self) -> None:
-        """Write pending lines; a log that is not closed loses at most TensorBoard's last two minutes."""
+        """Write pending lines; a log that is not closed loses at most TensorBoard's last two
+        minutes.
+        """
         self._last = self._thread.submit(self._close)
         self._thread.shutdown()
         self._last.result()
@@ -97,7 +106,10 @@ class MetricsLog:
             self._lost_lease = error
         except OSError as error:
             if not self._write_failed:
-                self._warn(f"cannot write {self._path}: {error.strerror or error}; lines are kept for a later write")
+                self._warn(
+                    f"cannot write {self._path}: {error.strerror or error}; lines are kept "
+                    "for a later write"
+                )
             self._write_failed = True
 
     def _write_file(self, path: Path, text: str) -> None:
@@ -114,12 +126,17 @@ class MetricsLog:
                 self._events.close()
         except OSError as error:
             lost = self._pending.count(b"\n")
-            self._warn(f"cannot write {self._path}: {error.strerror or error}; its last {lost} lines are lost")
+            self._warn(
+                f"cannot write {self._path}: {error.strerror or error}; its last {lost} "
+                "lines are lost"
+            )
         finally:
             self._file.close()
 
     def _check_lease_every(self, every_s: float) -> None:
-        """Raise TrainingError if another process owns the run; on a storage error the write will fail instead."""
+        """Raise TrainingError if another process owns the run; on a storage error the write will
+        fail instead.
+        """
         if abs(time.time() - self._checked_s) >= every_s:
             with suppress(OSError):
                 self._check_lease()
@@ -148,11 +165,14 @@ class MetricsLog:
 
 
 def _drop_after(path: Path, start_step: int) -> int:
-    """Keep complete lines up to `start_step`; return how many steps the dropped lines went beyond it."""
+    """Keep complete lines up to `start_step`; return how many steps the dropped lines went beyond
+    it.
+    """
     if not path.exists():
         return 0
     lines, last_step = [], start_step
-    for line in path.read_bytes().splitlines():  # a kill may have cut the last one, even inside a character
+    # a kill may have cut the last one, even inside a character
+    for line in path.read_bytes().splitlines():
         try:
             step = int(orjson.loads(line)["step"])
         except (ValueError, KeyError, TypeError):
@@ -169,12 +189,14 @@ def _drop_after(path: Path, start_step: int) -> int:
 class LogUploader:
     """Uploads growing files from `local_folder` to the run's folder; `notify` gets warnings.
 
-    An object store cannot append to objects, so files grow locally and are uploaded every 10 s, before each checkpoint
-    and at the end. `check_lease` raises TrainingError if another process owns the run: nothing is uploaded then.
-    Raises StorageError if the log so far cannot be read.
+    An object store cannot append to objects, so files grow locally and are uploaded every 10 s,
+    before each checkpoint and at the end. `check_lease` raises TrainingError if another process
+    owns the run: nothing is uploaded then. Raises StorageError if the log so far cannot be read.
     """
 
-    def __init__(self, folder: AnyPath, notify: Callable[[str, str], None], check_lease: Callable[[], None]):
+    def __init__(
+        self, folder: AnyPath, notify: Callable[[str, str], None], check_lease: Callable[[], None]
+    ):
         self._folder, self._notify, self._check_lease = folder, notify, check_lease
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -189,9 +211,12 @@ class LogUploader:
                 copy_file(folder / METRICS, self.local_folder / METRICS)
         except OSError as error:
             raise StorageError(
-                f"cannot read {folder / METRICS}: {error.strerror or error}. Check the storage and rerun the command"
+                f"cannot read {folder / METRICS}: {error.strerror or error}. Check the storage and "
+                "rerun the command"
             ) from error
-        self._thread = threading.Thread(target=self._upload_loop, name="mmray-uploader", daemon=True)
+        self._thread = threading.Thread(
+            target=self._upload_loop, name="mmray-uploader", daemon=True
+        )
         self._thread.start()
 
     def upload_changed(self) -> None:
@@ -201,7 +226,8 @@ class LogUploader:
         with self._lock:
             self._check_lease()
             files = (path for path in self.local_folder.rglob("*") if path.is_file())
-            for file in sorted(path for path in files if not path.name.startswith(".")):  # these are being written
+            # these are being written
+            for file in sorted(path for path in files if not path.name.startswith(".")):
                 state = (file.stat().st_size, file.stat().st_mtime_ns)
                 if self._uploaded.get(file) != state:
                     copy_file(file, self._folder / file.relative_to(self.local_folder).as_posix())
@@ -219,7 +245,10 @@ class LogUploader:
             except OSError as error:
                 name = f"mmray-not-stored-{self.local_folder.name[-8:]}"
                 target = self.local_folder.rename(self.local_folder.with_name(name))
-                self._notify("storage", f"cannot upload the last log lines; they are kept in {target}: {error}")
+                self._notify(
+                    "storage",
+                    f"cannot upload the last log lines; they are kept in {target}: {error}",
+                )
 
     def _upload_loop(self) -> None:
         pause_s = UPLOAD_EVERY_S
@@ -235,13 +264,19 @@ class LogUploader:
 
 
 @contextmanager
-def profile_steps(steps: int, file: Path | None, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each step; profile `steps` steps into a Chrome trace `file`, if both are given."""
+def profile_steps(
+    steps: int, file: Path | None, device: torch.device
+) -> Iterator[Callable[[], None]]:
+    """Yield a function to call after each step; profile `steps` steps into a Chrome trace `file`,
+    if both are given.
+    """
     if steps == 0 or file is None:
         yield lambda: None
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     plan = schedule(wait=PROFILE_WARMUP_STEPS - 1, warmup=1, active=steps, repeat=1)
-    with profile(activities=kinds, schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(file))) as running:
+    with profile(
+        activities=kinds, schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(file))
+    ) as running:
         yield running.step

@@ -20,14 +20,18 @@ Capability = tuple[int, int]  # compute capability of a GPU, such as (9, 0) of a
 
 @dataclass(frozen=True)
 class DeviceDefaults:
-    """The fastest settings of a device. None depends on its memory: `batch.micro auto` measures the rows that fit."""
+    """The fastest settings of a device.
+
+    None depends on its memory: `batch.micro auto` measures the rows that fit.
+    """
 
     precision: str  # of train.precision auto
     compile: str  # of train.compile auto
     channels_last: bool  # of train.channels_last auto: tensor cores convolve in this layout
     tf32: bool  # in float32 matrix products and convolutions
     cudnn_benchmark: bool
-    expandable_segments: bool  # of torch's allocator: batches of different caption lengths fragment fixed ones
+    # of torch's allocator: batches of different caption lengths fragment fixed ones
+    expandable_segments: bool
 
 
 def device_defaults(capability: Capability | None) -> DeviceDefaults:
@@ -35,7 +39,9 @@ def device_defaults(capability: Capability | None) -> DeviceDefaults:
     if capability is None:
         return DeviceDefaults("fp32", "none", False, False, False, False)
     ampere = capability >= (8, 0)  # the first with bf16 and TF32
-    return DeviceDefaults("bf16" if ampere else "fp16", "inductor" if ampere else "none", True, ampere, True, True)
+    return DeviceDefaults(
+        "bf16" if ampere else "fp16", "inductor" if ampere else "none", True, ampere, True, True
+    )
 
 
 def capability_of(device: torch.device) -> Capability | None:
@@ -54,28 +60,43 @@ def resolve_auto(train: Train, group: Group) -> Train:
         "compile": defaults.compile if can_compile else "none",
         "channels_last": defaults.channels_last and train.parallel not in ("fsdp", "hsdp"),
     }
-    return train.replace(**{name: value for name, value in resolved.items() if getattr(train, name) == "auto"})
+    return train.replace(
+        **{name: value for name, value in resolved.items() if getattr(train, name) == "auto"}
+    )
 
 
 def _has_compiler() -> bool:
     """Return True if Triton is installed and finds a C compiler, which inductor needs on a GPU."""
-    return find_spec("triton") is not None and any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang")))
+    return find_spec("triton") is not None and any(
+        map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))
+    )
 
 
 def configure_torch(train: Train, device: torch.device) -> str:
-    """Set the global flags of torch for a device; return a line about the GPU and its settings, empty for a CPU."""
+    """Set the global flags of torch for a device; return a line about the GPU and its settings,
+    empty for a CPU.
+    """
     defaults = device_defaults(capability_of(device))
     if device.type != "cuda":
         return ""
     torch.backends.cudnn.benchmark = defaults.cudnn_benchmark and not train.deterministic
-    tf32 = defaults.tf32 and train.precision != "fp32"  # a user who chooses fp32 gets all its digits
+    # a user who chooses fp32 gets all its digits
+    tf32 = defaults.tf32 and train.precision != "fp32"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32  # by default convolutions use TF32, whatever the precision of matmul
-    if defaults.expandable_segments and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    # by default convolutions use TF32, whatever the precision of matmul
+    torch.backends.cudnn.allow_tf32 = tf32
+    if (
+        defaults.expandable_segments
+        and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    ):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch 2.11 does not have the replacement yet
+            # torch 2.11 does not have the replacement yet
+            warnings.simplefilter("ignore", FutureWarning)
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     memory_gib = torch.cuda.mem_get_info(device)[1] / 2**30
     layout = "channels-last" if train.channels_last else "contiguous"
     name = torch.cuda.get_device_name(device)
-    return f"{name}, {memory_gib:.0f} GiB: {train.precision}, compile {train.compile}, {layout} convolutions"
+    return (
+        f"{name}, {memory_gib:.0f} GiB: {train.precision}, compile {train.compile}, {layout} "
+        "convolutions"
+    )

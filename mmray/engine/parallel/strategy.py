@@ -1,4 +1,6 @@
-"""Wrap a model in its parallel strategy (DDP, FSDP, HSDP, branches), and operations of a step that depend on it."""
+"""Wrap a model in its parallel strategy (DDP, FSDP, HSDP, branches), and operations of a step that
+depend on it.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +42,21 @@ def wrap_model(
     shard_dtype: torch.dtype | None = None,
     sync_once: bool = False,
 ) -> nn.Module:
-    """Wrap the module for training on all ranks, with rank 0's weights; in a group of one, return the module itself.
+    """Wrap the module for training on all ranks, with rank 0's weights; in a group of one, return
+    the module itself.
 
-    A module that is already sharded is returned. shard_dtype, sync_once: of `shard`. Raises UsageError for `fsdp` and
-    `hsdp` in fp16.
+    A module that is already sharded is returned. shard_dtype, sync_once: of `shard`. Raises
+    UsageError for `fsdp` and `hsdp` in fp16.
     """
     if parallel in SHARDED and group.world_size > 1:
         if shard_dtype == torch.float16:
             problem = f"train.precision is fp16, which {parallel} does not support"
             raise UsageError(f"{problem}: set --train.precision bf16 or fp32")
-        return module if is_sharded(module) else shard(module, group, shard_dtype, parallel == "hsdp", sync_once)
+        return (
+            module
+            if is_sharded(module)
+            else shard(module, group, shard_dtype, parallel == "hsdp", sync_once)
+        )
     if parallel == "branches":
         return module  # apply_transforms moved its branches to their devices
     module.to(group.device)
@@ -61,7 +68,8 @@ def _replicate(module: nn.Module, grad_compression: str) -> DistributedDataParal
 
     `static_graph` is off, because together with `no_sync` it fails an assertion in torch.
     """
-    # DDP makes existing gradients views of its buckets; the first backward would otherwise allocate a second set.
+    # DDP makes existing gradients views of its buckets; the first backward would otherwise allocate
+    # a second set.
     for weight in module.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
     # 1x1 convolutions on a CPU produce such gradients; the cost is one copy of a small weight.
@@ -79,30 +87,40 @@ def _replicate(module: nn.Module, grad_compression: str) -> DistributedDataParal
 
 def has_inner_collectives(model: nn.Module) -> bool:
     """Return True if a forward has collectives (FSDP, SyncBatchNorm), so no rank may skip it."""
-    return is_sharded(model) or any(isinstance(submodule, nn.SyncBatchNorm) for submodule in model.modules())
+    return is_sharded(model) or any(
+        isinstance(submodule, nn.SyncBatchNorm) for submodule in model.modules()
+    )
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside a wrapped model; only under FSDP its forward communicates, to gather weights."""
+    """Return the module inside a wrapped model; only under FSDP its forward communicates, to gather
+    weights.
+    """
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """Scope of the forward and backward of one micro-batch; DDP reduces gradients only in the last one.
+    """Scope of the forward and backward of one micro-batch; DDP reduces gradients only in the last
+    one.
 
-    FSDP reduces them in each, because unreduced gradients would be unsharded and need the memory that sharding saves;
-    `train.fsdp_sync step` accepts that. HSDP adds up the shards of other nodes only in the last one.
+    FSDP reduces them in each, because unreduced gradients would be unsharded and need the memory
+    that sharding saves; `train.fsdp_sync step` accepts that. HSDP adds up the shards of other nodes
+    only in the last one.
     """
     if is_sharded(model):
         sharded: Any = model
         sharded.set_requires_gradient_sync(last or not sharded.sync_once)
         sharded.set_requires_all_reduce(last)
         return nullcontext()
-    return nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
+    return (
+        nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
+    )
 
 
 def find_blocks(module: nn.Module) -> Iterable[nn.Module]:
-    """Yield the blocks of a module, such as transformer layers: the members of its outermost lists."""
+    """Yield the blocks of a module, such as transformer layers: the members of its outermost
+    lists.
+    """
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
             yield from child
@@ -114,11 +132,18 @@ def find_blocks(module: nn.Module) -> Iterable[nn.Module]:
 def preserve_buffers(module: nn.Module) -> Iterator[None]:
     """Scope in which forwards do not change the buffers (running statistics of BatchNorm).
 
-    Forwards use copies. Restoring the old values in place would invalidate graphs that saved the originals.
+    Forwards use copies. Restoring the old values in place would invalidate graphs that saved the
+    originals.
     """
-    originals = [(submodule, dict(submodule._buffers)) for submodule in module.modules() if submodule._buffers]
+    originals = [
+        (submodule, dict(submodule._buffers))
+        for submodule in module.modules()
+        if submodule._buffers
+    ]
     for submodule, buffers in originals:
-        submodule._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
+        submodule._buffers.update(
+            {name: None if value is None else value.clone() for name, value in buffers.items()}
+        )
     try:
         yield
     finally:
@@ -130,34 +155,48 @@ def preserve_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def two_devices(device: torch.device) -> tuple[torch.device, torch.device]:
-    """Return the two GPUs of a worker, or the CPU twice. Raises UsageError if there is only one GPU."""
+    """Return the two GPUs of a worker, or the CPU twice.
+
+    Raises UsageError if there is only one GPU.
+    """
     if device.type != "cuda":
         return device, device
     if torch.cuda.device_count() < 2:
-        raise UsageError("train.parallel branches needs two GPUs in one worker, and this one sees one; take `ddp`")
+        raise UsageError(
+            "train.parallel branches needs two GPUs in one worker, and this one sees "
+            "one; take `ddp`"
+        )
     return device, torch.device("cuda", 1 - (device.index or 0))
 
 
 def place_branches(module: nn.Module, device: torch.device) -> None:
-    """Model parallelism, one tower per GPU: move the text tower to the second; inputs and outputs stay on the first.
+    """Model parallelism, one tower per GPU: move the text tower to the second; inputs and outputs
+    stay on the first.
 
-    Kernels are launched asynchronously, and autograd has a thread per device, so both branches run at the same time.
+    Kernels are launched asynchronously, and autograd has a thread per device, so both branches run
+    at the same time.
     """
     first, second = two_devices(device)
     columns = ("input_ids", "attention_mask")
 
     def copy_inputs(text: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(value.to(next(text.parameters()).device, non_blocking=True) for value in inputs)
+        return tuple(
+            value.to(next(text.parameters()).device, non_blocking=True) for value in inputs
+        )
 
-    def copy_captions(model: nn.Module, inputs: tuple[dict[str, Tensor]]) -> tuple[dict[str, Tensor]]:
-        # Before any kernel of the step is queued, because a copy between devices waits for the queues of both.
+    def copy_captions(
+        model: nn.Module, inputs: tuple[dict[str, Tensor]]
+    ) -> tuple[dict[str, Tensor]]:
+        # Before any kernel of the step is queued, because a copy between devices waits for the
+        # queues of both.
         text = model.branches()["text"]  # type: ignore[operator]
         copies = copy_inputs(text, tuple(inputs[0][name] for name in columns))
         return (inputs[0] | dict(zip(columns, copies, strict=True)),)
 
     text = module.branches()["text"].to(second)  # type: ignore[operator]
     module.register_forward_pre_hook(copy_captions)
-    text.register_forward_pre_hook(copy_inputs)  # for embedding methods, which bypass the forward of the model
+    # for embedding methods, which bypass the forward of the model
+    text.register_forward_pre_hook(copy_inputs)
     text.register_forward_hook(lambda _, inputs, output: output.to(first))
 
 
@@ -176,14 +215,20 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
 
 @torch.no_grad()
 def shard(
-    module: nn.Module, group: Group, dtype: torch.dtype | None, hybrid: bool = False, sync_once: bool = False
+    module: nn.Module,
+    group: Group,
+    dtype: torch.dtype | None,
+    hybrid: bool = False,
+    sync_once: bool = False,
 ) -> nn.Module:
-    """Shard the module in place (Zhao et al. 2023), by block, by branch, and the rest; gather weights in `dtype`.
+    """Shard the module in place (Zhao et al. 2023), by block, by branch, and the rest; gather
+    weights in `dtype`.
 
-    The weights are rank 0's, sent part by part, so parameters of other ranks may be on the meta device. If those of
-    rank 0 are too, the weights become zeros, to load a checkpoint into. hybrid: shard within a node, replicate across
-    nodes. sync_once: reduce gradients once per step. Gradients are averaged in float32. Scalars such as the temperature
-    cannot be sharded and are replicated.
+    The weights are rank 0's, sent part by part, so parameters of other ranks may be on the meta
+    device. If those of rank 0 are too, the weights become zeros, to load a checkpoint into. hybrid:
+    shard within a node, replicate across nodes. sync_once: reduce gradients once per step.
+    Gradients are averaged in float32. Scalars such as the temperature cannot be sharded and are
+    replicated.
     """
     from torch.distributed.fsdp import (
         MixedPrecisionPolicy,
@@ -193,19 +238,34 @@ def shard(
 
     mesh = _device_mesh(group, hybrid)
     reduce_dtype = None if dtype is None else torch.float32
-    has_weights = group.broadcast_object(not any(parameter.is_meta for parameter in module.parameters()))
-    # Without single layers, such as a BatchNorm in a Sequential: too small for collectives of their own.
+    has_weights = group.broadcast_object(
+        not any(parameter.is_meta for parameter in module.parameters())
+    )
+    # Without single layers, such as a BatchNorm in a Sequential: too small for collectives of their
+    # own.
     blocks = [block for block in find_blocks(module) if next(block.children(), None) is not None]
     branches = module.branches().values() if hasattr(module, "branches") else ()  # type: ignore[operator]
-    for part in [*reversed(blocks), *branches, module]:  # inner ones first: fully_shard skips sharded weights
-        full = {name: weight.detach() for name, weight in part.named_parameters() if not is_dtensor(weight)}
+    # inner ones first: fully_shard skips sharded weights
+    for part in [*reversed(blocks), *branches, module]:
+        full = {
+            name: weight.detach()
+            for name, weight in part.named_parameters()
+            if not is_dtensor(weight)
+        }
         if part is not module and not full:
             continue
-        # Kernels of BatchNorm refuse bf16 weights with float32 running statistics; autocast casts the other weights.
-        has_batch_norm = any(isinstance(part.get_submodule(name.rpartition(".")[0]), _BatchNorm) for name in full)
-        policy = MixedPrecisionPolicy(None if has_batch_norm else dtype, reduce_dtype, cast_forward_inputs=False)
+        # Kernels of BatchNorm refuse bf16 weights with float32 running statistics; autocast casts
+        # the other weights.
+        has_batch_norm = any(
+            isinstance(part.get_submodule(name.rpartition(".")[0]), _BatchNorm) for name in full
+        )
+        policy = MixedPrecisionPolicy(
+            None if has_batch_norm else dtype, reduce_dtype, cast_forward_inputs=False
+        )
         fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=set(_replicated(part)))
-        part._apply(lambda t: torch.zeros_like(t, device=group.device) if t.is_meta else t.to(group.device))
+        part._apply(
+            lambda t: torch.zeros_like(t, device=group.device) if t.is_meta else t.to(group.device)
+        )
         for name, weight in part.named_parameters():
             if has_weights and name in full:
                 _copy_from_rank0(weight, full.pop(name), group)
@@ -222,15 +282,20 @@ def shard(
 
 
 def _device_mesh(group: Group, hybrid: bool) -> DeviceMesh:
-    """All ranks in one dimension; hybrid: (replicas, shards), where the ranks of a replica are on one node."""
+    """All ranks in one dimension; hybrid: (replicas, shards), where the ranks of a replica are on
+    one node.
+    """
     shards = group.world_size
     if hybrid:
-        ranks_on_node = group.all_gather_objects(int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size)))
+        ranks_on_node = group.all_gather_objects(
+            int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
+        )
         shards = math.gcd(*ranks_on_node)
         if shards == 1:
             text = ", ".join(map(str, sorted(set(ranks_on_node))))
             raise UsageError(
-                f"train.parallel hsdp shards within a node: the numbers of workers on the nodes ({text}) need a common "
+                "train.parallel hsdp shards within a node: the numbers of workers on the nodes "
+                f"({text}) need a common "
                 "divisor of 2 or more; use fsdp, or other --cluster.workers"
             )
     if shards == group.world_size:
@@ -243,12 +308,17 @@ def _device_mesh(group: Group, hybrid: bool) -> DeviceMesh:
 
 
 def _copy_from_rank0(weight: Tensor, full: Tensor, group: Group) -> None:
-    """Set a weight, or this rank's shard of it, to that of rank 0; `full` has the shape, on rank 0 also the values."""
+    """Set a weight, or this rank's shard of it, to that of rank 0;
+
+    `full` has the shape, on rank 0 also the values.
+    """
     full = full.to(group.device) if group.rank == 0 else torch.empty_like(full, device=group.device)
     if is_dtensor(weight):
         from torch.distributed.tensor import distribute_tensor
 
-        weight.to_local().copy_(distribute_tensor(full, weight.device_mesh, weight.placements).to_local())
+        weight.to_local().copy_(
+            distribute_tensor(full, weight.device_mesh, weight.placements).to_local()
+        )
     else:
         weight.copy_(group.broadcast(full))
 
@@ -264,18 +334,26 @@ def to_local(tensor: Tensor) -> Tensor:
 
 def parameter_storages(module: nn.Module) -> Callable[[], set[int]]:
     """Return a function that returns the storages of unsharded weights at the time of the call."""
-    slots = [(submodule._parameters, name) for submodule in module.modules() for name in submodule._parameters]
+    slots = [
+        (submodule._parameters, name)
+        for submodule in module.modules()
+        for name in submodule._parameters
+    ]
 
     def current() -> set[int]:
         weights = (parameters[name] for parameters, name in slots)
-        return {w.untyped_storage().data_ptr() for w in weights if w is not None and not is_dtensor(w)}
+        return {
+            w.untyped_storage().data_ptr() for w in weights if w is not None and not is_dtensor(w)
+        }
 
     fixed = current()
     return current if is_sharded(module) else lambda: fixed
 
 
 def average_replicated_gradients(module: nn.Module, group: Group) -> None:
-    """Average the gradients of a sharded model's replicated scalars over ranks, because FSDP does not."""
+    """Average the gradients of a sharded model's replicated scalars over ranks, because FSDP does
+    not.
+    """
     for parameter in _replicated(module) if is_sharded(module) else ():
         if parameter.grad is not None:
             group.all_reduce_sum(parameter.grad).div_(group.world_size)
@@ -283,10 +361,11 @@ def average_replicated_gradients(module: nn.Module, group: Group) -> None:
 
 @contextmanager
 def gather_full_weights(module: nn.Module) -> Iterator[None]:
-    """Scope of an evaluation with all weights of a sharded model on every rank; needs the memory of the full model.
+    """Scope of an evaluation with all weights of a sharded model on every rank; needs the memory of
+    the full model.
 
-    Otherwise each forward would all-gather weights, and ranks with different numbers of batches would deadlock; calls
-    that bypass a module's forward would see only this rank's shard.
+    Otherwise each forward would all-gather weights, and ranks with different numbers of batches
+    would deadlock; calls that bypass a module's forward would see only this rank's shard.
     """
     submodules: list[Any] = [submodule for submodule in module.modules() if is_sharded(submodule)]
     for submodule in submodules:

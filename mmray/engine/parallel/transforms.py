@@ -1,4 +1,5 @@
-"""Freezing, activation checkpointing, torch.compile and memory format, applied before the model is wrapped.
+"""Freezing, activation checkpointing, torch.compile and memory format, applied before the model is
+wrapped.
 
 Parameter names do not change, so a checkpoint can be loaded with other settings.
 """
@@ -30,21 +31,37 @@ from mmray.errors import UsageError
 if TYPE_CHECKING:
     from mmray.config import Optimizer, Train
 
-TOKEN_MULTIPLE = 16  # caption lengths under torch.compile: aligned kernels of attention and matrix products
-RECOMPILE_LIMIT = 64  # graphs of a block's class: its shapes times training, no gradients, evaluation; then it is eager
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of a forward, and of its recomputation
-KNOWN_PACKAGES = ("mmray.", "timm.", "torch.", "torchvision.", "transformers.")  # their layers name rates `drop`
+# caption lengths under torch.compile: aligned kernels of attention and matrix products
+TOKEN_MULTIPLE = 16
+# graphs of a block's class: its shapes times training, no gradients, evaluation; then it is eager
+RECOMPILE_LIMIT = 64
+# of a forward, and of its recomputation
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+# their layers name rates `drop`
+KNOWN_PACKAGES = ("mmray.", "timm.", "torch.", "torchvision.", "transformers.")
 # From torch 2.15 on, the memory probe counts the outputs that a selective recomputation saves.
-HOOKS = {name: True for name in ("respect_saved_tensors_hooks",) if name in signature(checkpoint).parameters}
+HOOKS = {
+    name: True
+    for name in ("respect_saved_tensors_hooks",)
+    if name in signature(checkpoint).parameters
+}
 
 
-def apply_transforms(model: nn.Module, train: Train, optimizer: Optimizer, device: torch.device) -> nn.Module:
-    """Move the model to its device and apply the settings. Raises UsageError with the setting at fault."""
+def apply_transforms(
+    model: nn.Module, train: Train, optimizer: Optimizer, device: torch.device
+) -> nn.Module:
+    """Move the model to its device and apply the settings.
+
+    Raises UsageError with the setting at fault.
+    """
     freeze_parameters(model, optimizer.freeze)
-    if device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
+    if device.type == "cpu" and any(
+        isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()
+    ):
         raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
     cast_weights(model, train.precision)
-    if train.parallel not in SHARDED:  # sharding moves the model part by part: all of it may not fit on a GPU
+    # sharding moves the model part by part: all of it may not fit on a GPU
+    if train.parallel not in SHARDED:
         model.to(device)
     if train.parallel == "branches":
         place_branches(model, device)
@@ -66,19 +83,25 @@ def _branches(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compile_branches(model: nn.Module, train: Train) -> nn.Module:
-    """Compile each block of the branches if `train.compile` is set; a deep copy is not compiled (bench/step.py).
+    """Compile each block of the branches if `train.compile` is set; a deep copy is not compiled
+    (bench/step.py).
 
-    Blocks of equal structure share a graph, so compile time does not grow with depth (as in torchtitan). In the image
-    branch only the number of rows may become dynamic; other branches have dynamic shapes, because captions differ.
+    Blocks of equal structure share a graph, so compile time does not grow with depth (as in
+    torchtitan). In the image branch only the number of rows may become dynamic; other branches have
+    dynamic shapes, because captions differ.
     """
     if train.compile == "none":
         return model
-    # DDP's graph splits would make the dropout of a forward under DDP differ from that of the first pass (GradCache).
+    # DDP's graph splits would make the dropout of a forward under DDP differ from that of the first
+    # pass (GradCache).
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for name, branch in _branches(model).items():
-        # Without layers that have no weights: for an empty graph (nn.Identity) torch skips the code that blocks share.
-        for block in [block for block in _blocks(branch) if next(block.parameters(), None) is not None]:
+        # Without layers that have no weights: for an empty graph (nn.Identity) torch skips the code
+        # that blocks share.
+        for block in [
+            block for block in _blocks(branch) if next(block.parameters(), None) is not None
+        ]:
             block.compile(backend=train.compile, dynamic=None if name == "image" else True)
             if name == "image":
                 compiled: Any = block._compiled_call_impl
@@ -89,8 +112,8 @@ def compile_branches(model: nn.Module, train: Train) -> nn.Module:
 def _call_with_static_sizes(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a block so that its graphs are static in all sizes but the first.
 
-    Blocks of a class share their graphs, so after the first two stages of a ResNet torch would take the height and
-    width for dynamic.
+    Blocks of a class share their graphs, so after the first two stages of a ResNet torch would take
+    the height and width for dynamic.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
@@ -101,7 +124,11 @@ def _call_with_static_sizes(compiled: Callable[..., Any], *args: Any, **kwargs: 
 def force_eager() -> AbstractContextManager[Any]:
     """Scope in which compiled blocks run eagerly."""
     # Without torch._dynamo nothing is compiled, and importing it takes 1.1 s.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return (
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules
+        else nullcontext()
+    )
 
 
 def num_compiled_graphs() -> int:
@@ -110,28 +137,43 @@ def num_compiled_graphs() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
-def checkpoint_activations(branch: nn.Module, selective: bool = False, compiles: bool = False) -> None:
+def checkpoint_activations(
+    branch: nn.Module, selective: bool = False, compiles: bool = False
+) -> None:
     """Save only the inputs of a branch's blocks and recompute them in backward (Chen et al. 2016).
 
-    selective: also save the outputs of matrix products, convolutions and attention, which take most of the time.
+    selective: also save the outputs of matrix products, convolutions and attention, which take most
+    of the time.
     compiles: the branch will be compiled.
 
-    The recomputation draws the same dropout masks and does not update running statistics. torch.compile requires that
-    it equals the forward, so blocks with running statistics are excluded from its graphs; so are those with dropout,
-    because inductor would draw other masks than without gradients (the first pass of GradCache).
+    The recomputation draws the same dropout masks and does not update running statistics.
+    torch.compile requires that it equals the forward, so blocks with running statistics are
+    excluded from its graphs; so are those with dropout, because inductor would draw other masks
+    than without gradients (the first pass of GradCache).
     """
     for block in _blocks(branch):
         draws = _may_draw_random_numbers(block)
         settings: dict[str, Any] = {"preserve_rng_state": draws}
         if selective:
-            settings |= HOOKS | {"context_fn": partial(create_selective_checkpoint_contexts, partial(_policy, draws))}
+            settings |= HOOKS | {
+                "context_fn": partial(create_selective_checkpoint_contexts, partial(_policy, draws))
+            }
         if has_buffers := next(block.buffers(), None) is not None:
-            settings["context_fn"] = partial(_contexts, block, settings.get("context_fn", noop_context_fn))
-        recomputed = torch.compiler.disable(_recomputed) if compiles and (draws or has_buffers) else _recomputed
-        block.forward = partial(recomputed, block.forward, settings)  # a partial: deepcopy (EMA) binds it to the copy
+            settings["context_fn"] = partial(
+                _contexts, block, settings.get("context_fn", noop_context_fn)
+            )
+        recomputed = (
+            torch.compiler.disable(_recomputed)
+            if compiles and (draws or has_buffers)
+            else _recomputed
+        )
+        # a partial: deepcopy (EMA) binds it to the copy
+        block.forward = partial(recomputed, block.forward, settings)
 
 
-def _recomputed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+def _recomputed(
+    forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **settings, **kwargs)
@@ -143,23 +185,33 @@ def _contexts(block: nn.Module, context_fn: Callable[[], Contexts]) -> Contexts:
 
 
 @contextmanager
-def _preserve_buffers_and(block: nn.Module, recompute: AbstractContextManager[Any]) -> Iterator[None]:
-    with preserve_buffers(block), recompute:  # in this order: `recompute` replays operators, but not copies of buffers
+def _preserve_buffers_and(
+    block: nn.Module, recompute: AbstractContextManager[Any]
+) -> Iterator[None]:
+    # in this order: `recompute` replays operators, but not copies of buffers
+    with preserve_buffers(block), recompute:
         yield
 
 
-def _policy(draws: bool, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(
+    draws: bool, context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     """Save the outputs of matrix products, convolutions and attention.
 
-    draws: recompute attention, because without its dropout later layers would draw other random numbers.
+    draws: recompute attention, because without its dropout later layers would draw other random
+    numbers.
     """
     is_seeded = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
-    saves = getattr(operator, "_overloadpacket", operator) in flop_registry and not (draws and is_seeded)
+    saves = getattr(operator, "_overloadpacket", operator) in flop_registry and not (
+        draws and is_seeded
+    )
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _may_draw_random_numbers(block: nn.Module) -> bool:
-    """Return True for a positive dropout rate, and for layers of other packages, whose code may have any."""
+    """Return True for a positive dropout rate, and for layers of other packages, whose code may
+    have any.
+    """
     for layer in block.modules():
         values = vars(layer) | getattr(getattr(layer, "config", None), "__dict__", {})
         rates = (value for name, value in values.items() if "drop" in name or name == "p")

@@ -1,4 +1,6 @@
-"""Image encoders ("towers"): normalized pixels -> features [B, width], or a feature map (for fusion.py)."""
+"""Image encoders ("towers"): normalized pixels -> features [B, width], or a feature map (for
+fusion.py).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def build_image_tower(
 ) -> ImageEncoder:
     """Build the image tower that `spec` names, with its weights. Raises UsageError.
 
-    batch_norm: `local`, `frozen` or `synced` (model.batch_norm), for ResNets. architecture: see `Architecture`.
+    batch_norm: `local`, `frozen` or `synced` (model.batch_norm), for ResNets. architecture: see
+    `Architecture`.
     """
     tower: ImageEncoder
     load_into: nn.Module
@@ -47,12 +50,16 @@ def build_image_tower(
         else:
             net, width, prefix = _resnet(spec, read_weights)
             read_weights = read_weights and spec.weights != "pretrained"
-        load_into = net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if batch_norm == "synced" else net
+        load_into = net = (
+            nn.SyncBatchNorm.convert_sync_batchnorm(net) if batch_norm == "synced" else net
+        )
         tower = Backbone(net, width, prefix, frozen=batch_norm == "frozen")
     if read_weights:
         state = read_state_dict(WEIGHTS_SETTING, spec.weights)
         state = {name: value for name, value in state.items() if not name.startswith("fc.")}
-        load_state(load_into, state, f"{WEIGHTS_SETTING}: {spec.weights} does not fit a {spec.name}")
+        load_state(
+            load_into, state, f"{WEIGHTS_SETTING}: {spec.weights} does not fit a {spec.name}"
+        )
     return tower
 
 
@@ -72,8 +79,14 @@ class ImageEncoder(nn.Module):
         raise NotImplementedError
 
     def pool(self, features: Tensor) -> Tensor:
-        """[B, N, width] -> [B, width]: the class token, or the mean of the patches if there is none."""
-        return features[:, 0] if self.has_class_token else features[:, self.prefix_tokens :].mean(dim=1)
+        """[B, N, width] -> [B, width]: the class token, or the mean of the patches if there is
+        none.
+        """
+        return (
+            features[:, 0]
+            if self.has_class_token
+            else features[:, self.prefix_tokens :].mean(dim=1)
+        )
 
     def grid(self, features: Tensor) -> Tensor:
         """[B, N, width] -> feature map [B, width, H, H] without prefix tokens."""
@@ -82,7 +95,8 @@ class ImageEncoder(nn.Module):
 
 
 class Backbone(ImageEncoder):
-    """A network of torchvision or transformers (ViT, DINOv2, ResNet, or its wrapper of timm) without its head.
+    """A network of torchvision or transformers (ViT, DINOv2, ResNet, or its wrapper of timm)
+    without its head.
 
     frozen: BatchNorm always uses its running statistics; its scale and shift are still trained.
     """
@@ -98,7 +112,11 @@ class Backbone(ImageEncoder):
         hidden: Tensor = out if isinstance(out, Tensor) else out.last_hidden_state
         if hidden.ndim == 4 and hidden.shape[1] != self.width:  # [B, H, H, width]: timm's Swin
             return hidden.flatten(1, 2)
-        return hidden if hidden.ndim == 3 else hidden.reshape(len(hidden), self.width, -1).transpose(1, 2)
+        return (
+            hidden
+            if hidden.ndim == 3
+            else hidden.reshape(len(hidden), self.width, -1).transpose(1, 2)
+        )
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode, but keep frozen BatchNorm in evaluation mode."""
@@ -109,8 +127,12 @@ class Backbone(ImageEncoder):
         return self
 
 
-def _hf_network(spec: ImageTower, image_side: int, architecture: Architecture) -> tuple[Any, int, int]:
-    """Network, width and prefix tokens: from `spec.weights`, or untrained from a config or the settings (`vit`)."""
+def _hf_network(
+    spec: ImageTower, image_side: int, architecture: Architecture
+) -> tuple[Any, int, int]:
+    """Network, width and prefix tokens: from `spec.weights`, or untrained from a config or the
+    settings (`vit`).
+    """
     from transformers import AutoConfig, ViTConfig
 
     weights = None
@@ -124,25 +146,38 @@ def _hf_network(spec: ImageTower, image_side: int, architecture: Architecture) -
         weights = spec.weights if architecture is None else None
     net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
     config = net.config
-    if config.model_type == "dinov2" and image_side % config.patch_size:  # it interpolates its positions
+    # it interpolates its positions
+    if config.model_type == "dinov2" and image_side % config.patch_size:
         raise UsageError(
-            f"model.inputs.image_side: {spec.weights} needs a multiple of {config.patch_size} pixels, not {image_side}"
+            f"model.inputs.image_side: {spec.weights} needs a multiple of {config.patch_size} "
+            f"pixels, not {image_side}"
         )
     try:
         _freeze_unused(net, image_side)
     except (AssertionError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"model.inputs.image_side: {spec.weights} cannot encode images of {image_side} pixels: {first_line(error)}"
+            f"model.inputs.image_side: {spec.weights} cannot encode images of {image_side} pixels: "
+            f"{first_line(error)}"
         ) from None
     if config.model_type == "timm_wrapper":
-        return net, net.timm_model.num_features, int(getattr(net.timm_model, "num_prefix_tokens", 0))
-    return (net, config.hidden_sizes[-1], 0) if config.model_type == "resnet" else (net, config.hidden_size, 1)
+        return (
+            net,
+            net.timm_model.num_features,
+            int(getattr(net.timm_model, "num_prefix_tokens", 0)),
+        )
+    return (
+        (net, config.hidden_sizes[-1], 0)
+        if config.model_type == "resnet"
+        else (net, config.hidden_size, 1)
+    )
 
 
 def _freeze_unused(net: Any, image_side: int) -> None:
-    """Freeze the weights that the features do not depend on, such as those of a head: they would get no gradient.
+    """Freeze the weights that the features do not depend on, such as those of a head: they would
+    get no gradient.
 
-    They are found by a backward pass of a copy on the meta device, without memory. Raises the network's errors.
+    They are found by a backward pass of a copy on the meta device, without memory. Raises the
+    network's errors.
     """
     weights = dict(net.named_parameters())
     on_meta = {id(weight): nn.Parameter(weight.detach().to("meta")) for weight in weights.values()}
@@ -157,16 +192,25 @@ def _freeze_unused(net: Any, image_side: int) -> None:
 
 
 def _resnet(spec: ImageTower, read_weights: bool) -> tuple[Any, int, int]:
-    """A torchvision ResNet (He et al. 2016) that returns its flattened feature map; `pretrained` weights or none."""
+    """A torchvision ResNet (He et al. 2016) that returns its flattened feature map;
+
+    `pretrained` weights or none.
+    """
     from torchvision.models import get_model, get_model_weights
 
-    weights: Any = get_model_weights(spec.name).DEFAULT if read_weights and spec.weights == "pretrained" else None
+    weights: Any = (
+        get_model_weights(spec.name).DEFAULT
+        if read_weights and spec.weights == "pretrained"
+        else None
+    )
     try:
         net = get_model(spec.name, weights=weights, progress=False)
     except (URLError, TimeoutError, ConnectionError) as error:
         raise UsageError(
-            f"{WEIGHTS_SETTING}: cannot download the pretrained weights of {spec.name} ({error}). Download "
-            f"{weights.url} on a machine with a network and set model.image.weights to the file, or set it to `none`"
+            f"{WEIGHTS_SETTING}: cannot download the pretrained weights of {spec.name} ({error}). "
+            "Download "
+            f"{weights.url} on a machine with a network and set model.image.weights to the file, "
+            "or set it to `none`"
         ) from None
     width = net.fc.in_features
     net.avgpool, net.fc = nn.Identity(), nn.Identity()
@@ -176,9 +220,11 @@ def _resnet(spec: ImageTower, read_weights: bool) -> tuple[Any, int, int]:
 class ConvNet(ImageEncoder):
     """Small residual network with GroupNorm, fast on a CPU.
 
-    Pooling takes the maximum, because the mean learns far more slowly on small objects in front of a background.
-    Sources: pre-activation residual blocks (He et al. 2016, arXiv:1603.05027), GroupNorm (Wu & He 2018), and coordinate
-    channels (CoordConv, Liu et al. 2018, arXiv:1807.03247), which keep positions through the maximum.
+    Pooling takes the maximum, because the mean learns far more slowly on small objects in front of
+    a background.
+    Sources: pre-activation residual blocks (He et al. 2016, arXiv:1603.05027), GroupNorm (Wu & He
+    2018), and coordinate channels (CoordConv, Liu et al. 2018, arXiv:1807.03247), which keep
+    positions through the maximum.
     """
 
     def __init__(self, channels: int, depth: int) -> None:
@@ -192,10 +238,17 @@ class ConvNet(ImageEncoder):
 
     def features(self, pixels: Tensor) -> Tensor:
         size = pixels.shape[-2:]
-        axes = (torch.linspace(-1, 1, side, device=pixels.device, dtype=pixels.dtype) for side in size)
-        coordinates = torch.stack(torch.meshgrid(*axes, indexing="ij")).expand(len(pixels), -1, -1, -1)
-        # Channels last: convolutions take 0.6 of the time on a CPU; half-precision ones are faster on a GPU too.
-        inputs = torch.cat([pixels, coordinates], dim=1).contiguous(memory_format=torch.channels_last)
+        axes = (
+            torch.linspace(-1, 1, side, device=pixels.device, dtype=pixels.dtype) for side in size
+        )
+        coordinates = torch.stack(torch.meshgrid(*axes, indexing="ij")).expand(
+            len(pixels), -1, -1, -1
+        )
+        # Channels last: convolutions take 0.6 of the time on a CPU; half-precision ones are faster
+        # on a GPU too.
+        inputs = torch.cat([pixels, coordinates], dim=1).contiguous(
+            memory_format=torch.channels_last
+        )
         hidden: Tensor = self.norm(self.stages(self.stem(inputs)))
         return hidden.relu().flatten(2).transpose(1, 2)
 
@@ -204,7 +257,9 @@ class ConvNet(ImageEncoder):
 
 
 class _Block(nn.Module):
-    """One stage: halves the resolution; pre-activation, two 3 x 3 convolutions and a linear shortcut."""
+    """One stage: halves the resolution; pre-activation, two 3 x 3 convolutions and a linear
+    shortcut.
+    """
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
@@ -212,7 +267,8 @@ class _Block(nn.Module):
         self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=2, padding=1, bias=False)
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
         self.pool = nn.AvgPool2d(2, ceil_mode=True)
-        # Linear instead of a 1 x 1 convolution, whose gradient strides differ from its weight's: DDP would copy them.
+        # Linear instead of a 1 x 1 convolution, whose gradient strides differ from its weight's:
+        # DDP would copy them.
         self.shortcut = nn.Linear(channels_in, channels_out, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Text encoders: token ids -> features of each token, or one vector per caption.
 
-Pretrained ones are built by transformers' AutoModel. One that is trained from random weights needs only torch, because
-importing transformers takes a second or more.
+Pretrained ones are built by transformers' AutoModel. One that is trained from random weights needs
+only torch, because importing transformers takes a second or more.
 """
 
 from __future__ import annotations
@@ -26,21 +26,37 @@ if TYPE_CHECKING:
     from mmray.config import TextTower
 
 WEIGHTS_SETTING = "model.text.weights"
-FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert", "electra", "distilbert")
+FAMILIES = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "ernie",
+    "albert",
+    "electra",
+    "distilbert",
+)
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
-POSITIONS_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")  # position ids start at pad_token_id + 1
+# position ids start at pad_token_id + 1
+POSITIONS_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")
 INIT_STD = 0.02  # of BERT
 
 
 def build_text_tower(
-    spec: TextTower, vocab_size: int, max_tokens: int, architecture: Architecture = None, language_token: str = ""
+    spec: TextTower,
+    vocab_size: int,
+    max_tokens: int,
+    architecture: Architecture = None,
+    language_token: str = "",
 ) -> TextEncoder:
     """Build the text tower that `spec` names, with its weights.
 
-    vocab_size: tokens of the tokenizer. architecture: see `Architecture`. language_token: model.inputs.language_token;
-    pretrained weights get embedding rows for such tokens. Raises UsageError.
+    vocab_size: tokens of the tokenizer. architecture: see `Architecture`. language_token:
+    model.inputs.language_token; pretrained weights get embedding rows for such tokens. Raises
+    UsageError.
     """
-    saved = (architecture or {}).get("text")  # of pretrained weights; runs of mmray 0.1 have one of a random BERT too
+    # of pretrained weights; runs of mmray 0.1 have one of a random BERT too
+    saved = (architecture or {}).get("text")
     if spec.weights == "none" and saved is None:
         return TextTransformer(spec, vocab_size, max_tokens)
     from transformers import AutoConfig, BertConfig
@@ -52,7 +68,10 @@ def build_text_tower(
         if architecture is None:
             weights, config = spec.weights, load_config(WEIGHTS_SETTING, spec.weights, FAMILIES)
         else:
-            values = transformer_config(spec) | {"vocab_size": vocab_size, "max_position_embeddings": max_tokens}
+            values = transformer_config(spec) | {
+                "vocab_size": vocab_size,
+                "max_position_embeddings": max_tokens,
+            }
             config = BertConfig(**values, type_vocab_size=1)
         for name in DROPOUTS:
             if hasattr(config, name):
@@ -62,10 +81,13 @@ def build_text_tower(
         add_language_rows(net, vocab_size, language_token)
     hf = net.config
     check_vocab_size(WEIGHTS_SETTING, spec.weights, hf.vocab_size, vocab_size)
-    positions = hf.max_position_embeddings - (hf.pad_token_id + 1 if hf.model_type in POSITIONS_AFTER_PAD else 0)
+    positions = hf.max_position_embeddings - (
+        hf.pad_token_id + 1 if hf.model_type in POSITIONS_AFTER_PAD else 0
+    )
     if positions < max_tokens:
         raise UsageError(
-            f"model.inputs.max_tokens: {max_tokens} exceeds the {positions} positions of {spec.weights}; reduce it"
+            f"model.inputs.max_tokens: {max_tokens} exceeds the {positions} positions of "
+            f"{spec.weights}; reduce it"
         )
     return HfTextTower(net)
 
@@ -76,7 +98,9 @@ class TextEncoder(nn.Module):
     width: int
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask [B, T] (1 is a token, right-padded) -> features [B, width]; finite for a row without tokens."""
+        """Ids and mask [B, T] (1 is a token, right-padded) -> features [B, width]; finite for a row
+        without tokens.
+        """
         return masked_mean(self.features(input_ids, attention_mask), attention_mask)
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -93,7 +117,8 @@ class HfTextTower(TextEncoder):
         self.width = net.config.hidden_size
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        # transformers uses a 4-D mask as it is; it would inspect a 2-D one, which synchronizes the GPU every step.
+        # transformers uses a 4-D mask as it is; it would inspect a 2-D one, which synchronizes the
+        # GPU every step.
         mask = mask_with_first(attention_mask)[:, None, None, :]
         return self.net(input_ids=input_ids, attention_mask=mask).last_hidden_state
 
@@ -104,9 +129,14 @@ class TextTransformer(TextEncoder):
     def __init__(self, spec: TextTower, vocab_size: int, max_tokens: int) -> None:
         super().__init__()
         self.width = spec.width
-        self.tokens, self.positions = nn.Embedding(vocab_size, spec.width), nn.Embedding(max_tokens, spec.width)
+        self.tokens, self.positions = (
+            nn.Embedding(vocab_size, spec.width),
+            nn.Embedding(max_tokens, spec.width),
+        )
         self.norm, self.dropout = nn.LayerNorm(spec.width), nn.Dropout(spec.dropout)
-        self.layers = nn.ModuleList(TransformerLayer(spec.width, spec.heads, spec.dropout) for _ in range(spec.depth))
+        self.layers = nn.ModuleList(
+            TransformerLayer(spec.width, spec.heads, spec.dropout) for _ in range(spec.depth)
+        )
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=INIT_STD)
@@ -114,7 +144,9 @@ class TextTransformer(TextEncoder):
                 nn.init.zeros_(module.bias)
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        hidden = self.dropout(self.norm(self.tokens(input_ids) + self.positions.weight[: input_ids.shape[1]]))
+        hidden = self.dropout(
+            self.norm(self.tokens(input_ids) + self.positions.weight[: input_ids.shape[1]])
+        )
         mask = mask_with_first(attention_mask)[:, None, None, :]
         for layer in self.layers:
             hidden = layer(hidden, mask)
@@ -124,7 +156,8 @@ class TextTransformer(TextEncoder):
 class TransformerLayer(nn.Module):
     """Self-attention and MLP, each followed by its norm (Vaswani et al. 2017, arXiv:1706.03762).
 
-    Not nn.TransformerEncoderLayer: its fast path rounds differently in evaluation, and ignores adapters.
+    Not nn.TransformerEncoderLayer: its fast path rounds differently in evaluation, and ignores
+    adapters.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -132,14 +165,20 @@ class TransformerLayer(nn.Module):
         self.heads, self.dropout = heads, nn.Dropout(dropout)
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Hidden states [B, T, W] and mask of the keys, bool [B, 1, 1, T] -> [B, T, W]."""
-        query, key, value = self.qkv(hidden).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = (
+            self.qkv(hidden).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )
         dropout = self.dropout.p if self.training else 0.0
         attended = F.scaled_dot_product_attention(query, key, value, mask, dropout)
-        hidden = self.attention_norm(hidden + self.dropout(self.project(attended.transpose(1, 2).flatten(2))))
+        hidden = self.attention_norm(
+            hidden + self.dropout(self.project(attended.transpose(1, 2).flatten(2)))
+        )
         return self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
 
 
@@ -150,5 +189,9 @@ def masked_mean(features: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def mask_with_first(attention_mask: Tensor) -> Tensor:
-    """The mask as bool [B, T], with the first token always set, so a row without tokens does not divide by zero."""
-    return attention_mask.bool() | (torch.arange(attention_mask.shape[1], device=attention_mask.device) == 0)
+    """The mask as bool [B, T], with the first token always set, so a row without tokens does not
+    divide by zero.
+    """
+    return attention_mask.bool() | (
+        torch.arange(attention_mask.shape[1], device=attention_mask.device) == 0
+    )

@@ -1,4 +1,5 @@
-"""Export a trained model to a folder that `mmray.load` opens; CLIP, SigLIP and LLaVA in transformers' format.
+"""Export a trained model to a folder that `mmray.load` opens; CLIP, SigLIP and LLaVA in
+transformers' format.
 
 config.json also has the `model` section and the architecture of pretrained parts.
 """
@@ -28,19 +29,26 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 EXPORT_FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, PROCESSOR, CARD}
 RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
-FIT = {"squash": "Squashed to", "crop": "Center-cropped and resized to", "pad": "Padded with white and resized to"}
+FIT = {
+    "squash": "Squashed to",
+    "crop": "Center-cropped and resized to",
+    "pad": "Padded with white and resized to",
+}
 EXPORT_MARKER = "mmray"  # key in config.json that marks a folder as an export
 
 
 def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | AnyPath) -> AnyPath:
-    """Write `model` to the folder `out` and return it; an earlier export there is replaced at the end.
+    """Write `model` to the folder `out` and return it; an earlier export there is replaced at the
+    end.
 
-    model: an nn.Module with embed_image and embed_text, or a generative one. spec: its `model` section as JSON values,
-    with vocab_size set. out: a path or URI (s3://...). Raises UsageError if `out` contains anything else or is
-    not writable.
+    model: an nn.Module with embed_image and embed_text, or a generative one. spec: its `model`
+    section as JSON values, with vocab_size set. out: a path or URI (s3://...). Raises UsageError if
+    `out` contains anything else or is not writable.
     """
     out = to_path(out)
-    staging = out if isinstance(out, RemotePath) else out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+    staging = (
+        out if isinstance(out, RemotePath) else out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+    )
     architecture = model.architecture() if hasattr(model, "architecture") else None
     hf = transformers_config(model, tokenizer_json)
     tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
@@ -50,7 +58,9 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
         TOKENIZER_CONFIG: tokenizer_config,
         PROCESSOR: model.hf_processor() if hasattr(model, "hf_processor") else None,
         PREPROCESSOR: preprocessor_config(spec["inputs"]),
-        CONFIG: (hf or {}) | {EXPORT_MARKER: version("mmray"), "model": spec, "architecture": architecture},  # the last
+        # the last
+        CONFIG: (hf or {})
+        | {EXPORT_MARKER: version("mmray"), "model": spec, "architecture": architecture},
     }
     names = [WEIGHTS, *(name for name, values in files.items() if values is not None)]
     try:
@@ -59,9 +69,14 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
         with staged_upload(staging, names) as folder:
             save_weights(model.state_dict() if hf is None else to_hf_state(model), folder / WEIGHTS)
             for name in names[1:]:
-                text = files[name] if isinstance(files[name], str) else json.dumps(files[name], indent=2) + "\n"
+                text = (
+                    files[name]
+                    if isinstance(files[name], str)
+                    else json.dumps(files[name], indent=2) + "\n"
+                )
                 (folder / name).write_text(text)
-            if isinstance(out, RemotePath):  # without a rename: invalid until config.json, the last file, is uploaded
+            # without a rename: invalid until config.json, the last file, is uploaded
+            if isinstance(out, RemotePath):
                 (out / CONFIG).write_text(json.dumps({EXPORT_MARKER: "uploading"}))
                 for file in out.iterdir():
                     if file.name not in names:
@@ -69,7 +84,9 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
         if isinstance(staging, Path):
             move_tree(staging, out)
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"cannot write the exported model {out}: {error}; choose another folder") from error
+        raise UsageError(
+            f"cannot write the exported model {out}: {error}; choose another folder"
+        ) from error
     finally:
         if isinstance(staging, Path):
             shutil.rmtree(staging, ignore_errors=True)
@@ -81,7 +98,8 @@ def _is_export_or_empty(folder: AnyPath) -> bool:
     if not names or not (names <= EXPORT_FILES and CONFIG in names):
         return not names
     try:
-        return EXPORT_MARKER in json.loads((folder / CONFIG).read_text())  # transformers' config.json has no such key
+        # transformers' config.json has no such key
+        return EXPORT_MARKER in json.loads((folder / CONFIG).read_text())
     except ValueError:
         return False
 
@@ -96,8 +114,11 @@ def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | Non
         tokenizer.no_padding()
         caption = tokenizer.encode("a")
         ids, special = caption.ids, caption.special_tokens_mask
-        has_end = 0 in special and special[-1] and ids.index(ids[-1]) == len(ids) - 1  # at the end and nowhere else
-        return model.export_hf_config(ids[-1] if has_end else None, TextEncoder(tokenizer_json, 8).pad_id)
+        # at the end and nowhere else
+        has_end = 0 in special and special[-1] and ids.index(ids[-1]) == len(ids) - 1
+        return model.export_hf_config(
+            ids[-1] if has_end else None, TextEncoder(tokenizer_json, 8).pad_id
+        )
     return None
 
 
@@ -112,10 +133,14 @@ def to_hf_state(model: Any) -> dict[str, Tensor]:
 def from_hf_state(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `to_hf_state`."""
     out = _replace_prefixes(state, [(hf, ours) for ours, hf in model.hf_names])
-    return out | {name: out[name].reshape(()) for name in ("log_scale", "logit_bias") if name in out}
+    return out | {
+        name: out[name].reshape(()) for name in ("log_scale", "logit_bias") if name in out
+    }
 
 
-def _replace_prefixes(state: dict[str, Tensor], prefixes: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
+def _replace_prefixes(
+    state: dict[str, Tensor], prefixes: Sequence[tuple[str, str]]
+) -> dict[str, Tensor]:
     out = {}
     for name, tensor in state.items():
         old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
@@ -124,12 +149,18 @@ def _replace_prefixes(state: dict[str, Tensor], prefixes: Sequence[tuple[str, st
 
 
 def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
-    """tokenizer.json and tokenizer_config.json; padded to a fixed length for a model that attends to its padding."""
+    """tokenizer.json and tokenizer_config.json; padded to a fixed length for a model that attends
+    to its padding.
+    """
     tokenizer = Tokenizer.from_str(tokenizer_json)
     default = (max_tokens, TextEncoder(tokenizer_json, max_tokens).pad_id)
     length, pad_id = getattr(model, "padding_length_and_id", default)
     pad = tokenizer.id_to_token(pad_id)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "pad_token": pad}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": length,
+        "pad_token": pad,
+    }
     if hasattr(model, "chat"):
         settings |= {"eos_token": model.chat.end, "image_token": model.chat.image}
     if hasattr(model, "padding_length_and_id"):
@@ -139,7 +170,10 @@ def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str,
 
 
 def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
-    """preprocessor_config.json for transformers; None for padding with white, which it does not support."""
+    """preprocessor_config.json for transformers;
+
+    None for padding with white, which it does not support.
+    """
     if inputs["fit"] == "pad":
         return None
     side = inputs["image_side"]
@@ -150,26 +184,45 @@ def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
         shape = {"image_processor_type": "CLIPImageProcessor", **crop}
     resize = {"do_resize": True, "resample": RESAMPLING[inputs["interpolation"]]}
     rescale = {"do_rescale": True, "rescale_factor": 1 / 255}
-    normalize = {"do_normalize": True, "image_mean": list(inputs["mean"]), "image_std": list(inputs["std"])}
+    normalize = {
+        "do_normalize": True,
+        "image_mean": list(inputs["mean"]),
+        "image_std": list(inputs["std"]),
+    }
     return shape | {"do_convert_rgb": True} | resize | rescale | normalize
 
 
 def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
     """Return README.md. spec: the `model` section as JSON values."""
     inputs, side = spec["inputs"], spec["inputs"]["image_side"]
-    tags, purpose = "image-text, retrieval, zero-shot", "An image-text model; similarities are dot products."
-    call = 'scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", "a blue square"]).T'
+    tags, purpose = (
+        "image-text, retrieval, zero-shot",
+        ("An image-text model; similarities are dot products."),
+    )
+    call = (
+        'scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", "a '
+        'blue square"]).T'
+    )
     texts = f"up to {inputs['max_tokens']} tokens; longer ones are truncated."
     if chat := inputs.get("chat"):
         tags, purpose = "image-text-to-text", "A model that answers questions about an image."
         call = f'model.answer(["photo.jpg"], "{chat["question"]}")'
-        turn = f"{chat['user'].format(chat['image'] + '...').strip()} {chat['assistant'].format('...')}{chat['end']}"
+        turn = (
+            f"{chat['user'].format(chat['image'] + '...').strip()} "
+            f"{chat['assistant'].format('...')}{chat['end']}"
+        )
         texts = f"one image and up to {inputs['max_tokens']} tokens, formatted as `{turn}`."
     elif pattern := inputs.get("language_token"):
         texts += f' `embed_texts(texts, language="de")` adds `{pattern.replace("{}", "de")}`.'
-    processor = "`AutoImageProcessor.from_pretrained(...)`: pixels agree up to rounding and half a pixel of a crop."
+    processor = (
+        "`AutoImageProcessor.from_pretrained(...)`: pixels agree up to rounding and half "
+        "a pixel of a crop."
+    )
     if inputs["fit"] == "pad":
-        processor = "no image processor pads with white; do so, and normalize with mean and std of `config.json`."
+        processor = (
+            "no image processor pads with white; do so, and normalize with mean and std "
+            "of `config.json`."
+        )
     return f"""---
 library_name: mmray
 tags: [{tags}]

@@ -1,4 +1,6 @@
-"""Load an exported model: the decoder, preprocessing and tokenizer are those of training, so embeddings are equal."""
+"""Load an exported model: the decoder, preprocessing and tokenizer are those of training, so
+embeddings are equal.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +39,26 @@ ImageInput = Image.Image | bytes | str | Path
 
 
 def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
-    """Load the exported model at a path or URI: an Embedder, or a Generator if generative. Raises UsageError."""
+    """Load the exported model at a path or URI: an Embedder, or a Generator if generative.
+
+    Raises UsageError.
+    """
     path = to_path(folder)
     try:
         config = json.loads((path / CONFIG).read_text())
         tokenizer_json = (path / TOKENIZER).read_text()
         with local_copy(path / WEIGHTS) as file:
             weights = load_file(file)
-        spec = json.loads(json.dumps(config["model"]), object_hook=lambda values: SimpleNamespace(**values))
+        spec = json.loads(
+            json.dumps(config["model"]), object_hook=lambda values: SimpleNamespace(**values)
+        )
         spec.settings = config["model"].get("settings", {})  # of a user's own model
         encoder = build_encoder(tokenizer_json, spec.inputs)
     except Exception as error:  # the tokenizers package raises bare Exception
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {reason}") from error
+        raise UsageError(
+            f"{path} is not a model exported by `mmray export RUN {path}`: {reason}"
+        ) from error
     model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"])
     model.load_state_dict(from_hf_state(model, weights) if "model_type" in config else weights)
     wrapper = Generator if hasattr(spec.inputs, "chat") else Embedder
@@ -59,8 +68,8 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
 class Embedder:
     """Embeds images and texts in one space; the dot product of two embeddings is their similarity.
 
-    Images are PIL images, encoded bytes, or paths. `language` is that of the texts, for models with language tokens.
-    Methods raise DataError with the index of the first unreadable image or text.
+    Images are PIL images, encoded bytes, or paths. `language` is that of the texts, for models with
+    language tokens. Methods raise DataError with the index of the first unreadable image or text.
     """
 
     def __init__(self, model: Any, inputs: Inputs, encoder: TextEncoder, device: torch.device):
@@ -68,44 +77,79 @@ class Embedder:
 
     def embed_images(self, images: Sequence[ImageInput], batch: int = 64) -> Tensor:
         """L2-normalized embeddings float32 [N, D] on the CPU."""
-        return self._in_batches(lambda start, part: self.model.embed_image(self._pixels(start, part)), batch, images)
+        return self._in_batches(
+            lambda start, part: self.model.embed_image(self._pixels(start, part)), batch, images
+        )
 
-    def embed_texts(self, texts: Sequence[str], batch: int = 256, language: str | None = None) -> Tensor:
-        """L2-normalized embeddings float32 [N, D] on the CPU. Raises UsageError for a language without a token."""
+    def embed_texts(
+        self, texts: Sequence[str], batch: int = 256, language: str | None = None
+    ) -> Tensor:
+        """L2-normalized embeddings float32 [N, D] on the CPU.
+
+        Raises UsageError for a language without a token.
+        """
         embed = self.model.embed_text
-        return self._in_batches(lambda start, part: embed(*self._tokens(start, part, language)), batch, texts)
+        return self._in_batches(
+            lambda start, part: embed(*self._tokens(start, part, language)), batch, texts
+        )
 
     def match(
-        self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64, language: str | None = None
+        self,
+        images: Sequence[ImageInput],
+        texts: Sequence[str],
+        batch: int = 64,
+        language: str | None = None,
     ) -> Tensor:
-        """Probability float32 [N] that image i and text i match. Raises UsageError without a matching head."""
+        """Probability float32 [N] that image i and text i match.
+
+        Raises UsageError without a matching head.
+        """
         head = self._require_head("match_head", "model.matching True")
         return self._pair_logits(head, images, texts, batch, language).sigmoid().squeeze(1)
 
     def classify(
-        self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64, language: str | None = None
+        self,
+        images: Sequence[ImageInput],
+        texts: Sequence[str],
+        batch: int = 64,
+        language: str | None = None,
     ) -> Tensor:
-        """Class probabilities float32 [N, C] of each pair. Raises UsageError without a classification head."""
+        """Class probabilities float32 [N, C] of each pair.
+
+        Raises UsageError without a classification head.
+        """
         head = self._require_head("class_head", "model.classes")
         return self._pair_logits(head, images, texts, batch, language).softmax(dim=1)
 
     @torch.no_grad()
     def classify_boxes(
-        self, image: ImageInput, boxes: Sequence[Sequence[float]], texts: Sequence[str] | None = None
+        self,
+        image: ImageInput,
+        boxes: Sequence[Sequence[float]],
+        texts: Sequence[str] | None = None,
     ) -> Tensor:
         """Probabilities float32 [N, C] over `texts` for each box of an image.
 
-        boxes: (left, top, width, height) in pixels, as in COCO. texts: default is the labels of training, in order.
-        Raises UsageError without a region head, and DataError for an unreadable image or an invisible box.
+        boxes: (left, top, width, height) in pixels, as in COCO. texts: default is the labels of
+        training, in order. Raises UsageError without a region head, and DataError for an unreadable
+        image or an invisible box.
         """
         self._require_head("region_head", "model.regions True")
         height, width = _decode_image(0, image).shape[:2]
-        corners = np.reshape([[x, y, x + w, y + h] for x, y, w, h in boxes], (-1, 4)) / (width, height, width, height)
-        square, is_visible = clip_boxes(to_model_coords(corners, (width, height), self.inputs, None, None))
+        corners = np.reshape([[x, y, x + w, y + h] for x, y, w, h in boxes], (-1, 4)) / (
+            width,
+            height,
+            width,
+            height,
+        )
+        square, is_visible = clip_boxes(
+            to_model_coords(corners, (width, height), self.inputs, None, None)
+        )
         if not is_visible.all():
             first = int(np.flatnonzero(~is_visible)[0])
             raise DataError(
-                f"box {first} {tuple(boxes[first])} is outside the part of the {width} x {height} image that the "
+                f"box {first} {tuple(boxes[first])} is outside the part of the {width} x {height} "
+                "image that the "
                 f"model gets (model.inputs.fit {self.inputs.fit})"
             )
         pixels = self._pixels(0, [image])
@@ -120,14 +164,23 @@ class Embedder:
 
     def _require_head(self, name: str, setting: str) -> Any:
         if (head := getattr(self.model, name, None)) is None:
-            raise UsageError(f"this model has no {name}; train a model of kind `fusion` with {setting}")
+            raise UsageError(
+                f"this model has no {name}; train a model of kind `fusion` with {setting}"
+            )
         return head
 
     def _pair_logits(
-        self, head: Any, images: Sequence[ImageInput], texts: Sequence[str], batch: int, language: str | None
+        self,
+        head: Any,
+        images: Sequence[ImageInput],
+        texts: Sequence[str],
+        batch: int,
+        language: str | None,
     ) -> Tensor:
         if len(images) != len(texts):
-            raise UsageError(f"got {len(images)} images and {len(texts)} texts: pass as many of each")
+            raise UsageError(
+                f"got {len(images)} images and {len(texts)} texts: pass as many of each"
+            )
 
         def logits(start: int, images: Sequence[ImageInput], texts: Sequence[str]) -> Tensor:
             tokens = self._tokens(start, texts, language)
@@ -136,7 +189,9 @@ class Embedder:
         return self._in_batches(logits, batch, images, texts)
 
     @torch.no_grad()
-    def _in_batches(self, compute: Callable[..., Tensor], batch: int, *columns: Sequence[Any]) -> Tensor:
+    def _in_batches(
+        self, compute: Callable[..., Tensor], batch: int, *columns: Sequence[Any]
+    ) -> Tensor:
         """Concatenate `compute(start, *slices of the columns)`, float32 on the CPU.
 
         Without rows it is called once, for the shape: `_pixels` and `_tokens` then return one row.
@@ -144,11 +199,15 @@ class Embedder:
         if any(isinstance(column, str | bytes) for column in columns):
             raise TypeError("pass a list, even for a single item")
         starts = range(0, max(1, len(columns[0])), batch)
-        slices = ((start, *(column[start : start + batch] for column in columns)) for start in starts)
+        slices = (
+            (start, *(column[start : start + batch] for column in columns)) for start in starts
+        )
         return torch.cat([compute(*args).float().cpu() for args in slices])[: len(columns[0])]
 
     def _pixels(self, start: int, images: Sequence[ImageInput]) -> Tensor:
-        return load_images(list(images) or [Image.new("RGB", (8, 8))], self.inputs, start).to(self.device)
+        return load_images(list(images) or [Image.new("RGB", (8, 8))], self.inputs, start).to(
+            self.device
+        )
 
     def _tokens(self, start: int, texts: Sequence[str], language: str | None) -> list[Tensor]:
         """Ids and mask [B, T] on the device; `start` is the index of the first text, for errors."""
@@ -158,7 +217,10 @@ class Embedder:
                 captions.append(self._encoder.format_caption(clean_caption(text), language))
             except BadRow as bad:
                 raise DataError(f"text {index}: {bad.reason}: {bad.detail}") from bad
-        return [column.to(self.device) for column in token_columns(*self._encoder.encode(captions)).values()]
+        return [
+            column.to(self.device)
+            for column in token_columns(*self._encoder.encode(captions)).values()
+        ]
 
 
 class Generator:
@@ -168,13 +230,21 @@ class Generator:
         self.model, self.inputs, self.device, self._encoder = model, inputs, device, encoder
 
     def answer(
-        self, images: Sequence[ImageInput], question: str | Sequence[str] | None = None, max_new_tokens: int = 64
+        self,
+        images: Sequence[ImageInput],
+        question: str | Sequence[str] | None = None,
+        max_new_tokens: int = 64,
     ) -> list[str]:
-        """Answer one question for all images, one for each, or (None) that of training. Raises DataError."""
+        """Answer one question for all images, one for each, or (None) that of training.
+
+        Raises DataError.
+        """
         question = self.inputs.chat.question if question is None else question
         questions = [question] * len(images) if isinstance(question, str) else question
         if len(questions) != len(images):
-            raise UsageError(f"got {len(images)} images and {len(questions)} questions: pass as many of each")
+            raise UsageError(
+                f"got {len(images)} images and {len(questions)} questions: pass as many of each"
+            )
         answers: list[str] = []
         for start in range(0, len(images), ANSWER_BATCH):
             part = slice(start, start + ANSWER_BATCH)
@@ -184,8 +254,13 @@ class Generator:
 
 
 def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) -> Tensor:
-    """Pixels uint8 [N, 3, S, S]. Raises DataError with the index of an unreadable image, counted from `first`."""
-    pixels = [transform(_decode_image(index, image), inputs) for index, image in enumerate(images, first)]
+    """Pixels uint8 [N, 3, S, S].
+
+    Raises DataError with the index of an unreadable image, counted from `first`.
+    """
+    pixels = [
+        transform(_decode_image(index, image), inputs) for index, image in enumerate(images, first)
+    ]
     return torch.from_numpy(np.stack(pixels))
 
 
@@ -196,9 +271,12 @@ def _decode_image(index: int, image: ImageInput) -> np.ndarray:
             upright, file = ImageOps.exif_transpose(image), io.BytesIO()
             if upright.mode not in _PNG_MODES:
                 upright = upright.convert("RGBA" if upright.has_transparency_data else "RGB")
-            upright.save(file, "PNG", compress_level=0)  # lossless; `decode` handles transparency and 16-bit images
+            # lossless; `decode` handles transparency and 16-bit images
+            upright.save(file, "PNG", compress_level=0)
             image = file.getvalue()
         return decode(image if isinstance(image, bytes) else Path(image).read_bytes(), MAX_PIXELS)
     except (OSError, ValueError) as error:
         name = f" ({image})" if isinstance(image, str | Path) else ""
-        raise DataError(f"image {index}{name}: {getattr(error, 'strerror', None) or error}") from error
+        raise DataError(
+            f"image {index}{name}: {getattr(error, 'strerror', None) or error}"
+        ) from error

@@ -24,14 +24,21 @@ def encoded(kind="PNG", mode="RGB", size=(9, 6), color=None, **options):
 
 
 def raw_png(depth, color, rows, trns=b"", size=None):
-    """A PNG of a depth that Pillow does not write. `rows` are the bytes of each line of 2 pixels."""
+    """A PNG of a depth that Pillow does not write.
+
+    `rows` are the bytes of each line of 2 pixels.
+    """
 
     def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", *(size or (2, len(rows))), depth, color, 0, 0, 0)
     body = chunk(b"IHDR", header) + (chunk(b"tRNS", trns) if trns else b"")
-    body += chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows))) + chunk(b"IEND", b"")
+    body += chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows))) + chunk(
+        b"IEND", b""
+    )
     return b"\x89PNG\r\n\x1a\n" + body
 
 
@@ -53,7 +60,9 @@ def palette():
 
 
 def tar(*members):
-    """A tar of a valid row `a`, these members (name, bytes, type if not a file), and a valid row `z`."""
+    """A tar of a valid row `a`, these members (name, bytes, type if not a file), and a valid row
+    `z`.
+    """
     out = io.BytesIO()
     first, last = ([(f"{key}.png", encoded()), (f"{key}.txt", b"x")] for key in "az")
     with tarfile.open(fileobj=out, mode="w") as file:
@@ -73,9 +82,17 @@ def damaged(data, name):
 
 # name -> (bytes of the image file, outcome of the row, note)
 IMAGES = {
-    "a truncated JPEG": (encoded("JPEG", size=(90, 60))[:-40], "decode truncated", "never partly decoded"),
+    "a truncated JPEG": (
+        encoded("JPEG", size=(90, 60))[:-40],
+        "decode truncated",
+        "never partly decoded",
+    ),
     "a truncated PNG": (encoded()[:50], "decode truncated", ""),
-    "a PNG with a damaged chunk": (encoded().replace(b"IDAT\x78", b"IDAT\x79"), "decode checksum", ""),
+    "a PNG with a damaged chunk": (
+        encoded().replace(b"IDAT\x78", b"IDAT\x79"),
+        "decode checksum",
+        "",
+    ),
     "zero bytes": (b"", "decode empty", ""),
     "HTML named .jpg": (b"<html><body>404</body></html>", "decode format", ""),
     "SVG named .jpg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "decode format", ""),
@@ -85,26 +102,49 @@ IMAGES = {
     "gray": (encoded(mode="L", color=77), KEPT, "converted to RGB"),
     "palette with transparency": (palette(), KEPT, "composited on white"),
     "16-bit gray": (encoded(mode="I;16", color=32768), KEPT, "scaled, not clipped"),
-    "RGBA with hidden colors": (encoded(mode="RGBA", color=(200, 0, 0, 0)), KEPT, "composited on white"),
+    "RGBA with hidden colors": (
+        encoded(mode="RGBA", color=(200, 0, 0, 0)),
+        KEPT,
+        "composited on white",
+    ),
     "animated GIF": (animated("GIF"), KEPT, "first frame"),
     "animated WebP": (animated("WEBP"), KEPT, "first frame"),
     "animated PNG": (animated("PNG"), KEPT, "first frame"),
-    **{f"EXIF orientation {turn}": (turned(turn), KEPT, "orientation applied") for turn in range(1, 9)},
+    **{
+        f"EXIF orientation {turn}": (turned(turn), KEPT, "orientation applied")
+        for turn in range(1, 9)
+    },
     "1 x 1": (encoded(size=(1, 1), color=(5, 5, 5)), KEPT, ""),
     "1 x 4000": (encoded(size=(1, 4000), color=(6, 6, 6)), KEPT, ""),
-    "a header that declares 100 megapixels": (raw_png(8, 2, [b""], size=(10_000, 10_000)), *TOO_LARGE),
-    "a header that declares 900 megapixels": (raw_png(8, 2, [b""], size=(30_000, 30_000)), *TOO_LARGE),
+    "a header that declares 100 megapixels": (
+        raw_png(8, 2, [b""], size=(10_000, 10_000)),
+        *TOO_LARGE,
+    ),
+    "a header that declares 900 megapixels": (
+        raw_png(8, 2, [b""], size=(30_000, 30_000)),
+        *TOO_LARGE,
+    ),
 }
 GOOD = {"image": "good.png", "text": "x"}
-FIRST = {"a byte order mark": (b'\xef\xbb\xbf{"id": "bom", "image": "good.png", "text": "x"}', KEPT, "")}
+FIRST = {
+    "a byte order mark": (b'\xef\xbb\xbf{"id": "bom", "image": "good.png", "text": "x"}', KEPT, "")
+}
 # name -> (line of JSONL, outcome of the row, note)
 LINES = {
     "a missing image": (GOOD | {"image": "gone.png"}, "read missing-image", ""),
     "a symbolic link out of the folder": (GOOD | {"image": "link.png"}, "read path", ""),
     "a path with ../": (GOOD | {"image": "../secret.png"}, "columns path", ""),
     "an absolute path": (GOOD | {"image": "/etc/passwd"}, "columns path", ""),
-    "a URL": (GOOD | {"image": "https://example.org/a.png"}, "columns path", "nothing is downloaded"),
-    "a named pipe": (GOOD | {"image": "pipe.png"}, "read not-regular-file", "reading it would block"),
+    "a URL": (
+        GOOD | {"image": "https://example.org/a.png"},
+        "columns path",
+        "nothing is downloaded",
+    ),
+    "a named pipe": (
+        GOOD | {"image": "pipe.png"},
+        "read not-regular-file",
+        "reading it would block",
+    ),
     "a malformed line": (b'{"image": "good.png", "text"', "parse json", ""),
     "no caption": ({"image": "good.png"}, "columns no-text", ""),
     "no image": ({"text": "x"}, "columns no-image", ""),
@@ -113,13 +153,21 @@ LINES = {
     "NaN": (b'{"image": "good.png", "text": "x", "label": NaN}', "parse json", ""),
     "a duplicate JSON key": (b'{"image": "good.png", "text": "x", "text": "y"}', "parse json", ""),
     "NUL in a path": (GOOD | {"image": "a\0.png"}, "columns path", ""),
-    "NUL in a caption": (GOOD | {"id": "nul", "text": "a\0b"}, KEPT, "control characters are removed"),
+    "NUL in a caption": (
+        GOOD | {"id": "nul", "text": "a\0b"},
+        KEPT,
+        "control characters are removed",
+    ),
     "CRLF": (b'{"id": "crlf", "image": "good.png", "text": "x"}\r', KEPT, ""),
     "a lone surrogate": (b'{"image": "good.png", "text": "\\ud800"}', "text encoding", ""),
     "a line that is not UTF-8": (b'{"image": "good.png", "text": "caf\xe9"}', "parse encoding", ""),
     "a blank caption": (GOOD | {"text": " \n"}, "text blank", ""),
     "a caption of 1 MB": (GOOD | {"text": "x" * 1_000_000}, "text too-long", "the limit is 64 KiB"),
-    "several images in one row": (GOOD | {"image": ["good.png"] * 2}, "columns multiple-images", "models take one"),
+    "several images in one row": (
+        GOOD | {"image": ["good.png"] * 2},
+        "columns multiple-images",
+        "models take one",
+    ),
     "a duplicate id": (GOOD | {"id": "crlf"}, "duplicates duplicate-key", ""),
 }
 TEXT = ("m.txt", b"x")
@@ -127,10 +175,22 @@ MASKED = tar(("m.mask.png", b"?"), ("m.png", encoded()), TEXT)
 UNUSED_NAN = tar(("m.png", encoded()), ("m.json", b'{"caption": "x", "similarity": NaN}'))
 # name -> (bytes of a tar with a valid row before and after, outcome of the row, note)
 TARS = {
-    "a member with ../ in a tar": (tar(("../up.png", encoded())), "columns path", "nothing is extracted"),
-    "a symbolic link in a tar": (tar(("m.png", b"", tarfile.SYMTYPE), TEXT), "read not-regular-file", ""),
+    "a member with ../ in a tar": (
+        tar(("../up.png", encoded())),
+        "columns path",
+        "nothing is extracted",
+    ),
+    "a symbolic link in a tar": (
+        tar(("m.png", b"", tarfile.SYMTYPE), TEXT),
+        "read not-regular-file",
+        "",
+    ),
     "a device in a tar": (tar(("m.png", b"", tarfile.CHRTYPE), TEXT), "read not-regular-file", ""),
-    "a.mask.png before a.png in a tar": (MASKED, KEPT, "the extension is everything after the first dot"),
+    "a.mask.png before a.png in a tar": (
+        MASKED,
+        KEPT,
+        "the extension is everything after the first dot",
+    ),
     "a member twice in a tar": (
         tar(("m.png", encoded()), TEXT, TEXT),
         "columns no-image",
@@ -138,14 +198,20 @@ TARS = {
     ),
     "NaN in an unused field of a tar's JSON": (UNUSED_NAN, KEPT, ""),
     "a truncated tar": (tar()[:2300], "read truncated", "the rows before are kept"),
-    "a damaged header in a tar": (damaged(tar(), "z.png"), "read truncated", "the rows before are kept"),
+    "a damaged header in a tar": (
+        damaged(tar(), "z.png"),
+        "read truncated",
+        "the rows before are kept",
+    ),
 }
 
 ALL = FIRST | IMAGES | LINES | TARS
 
 
 def write_source(folder):
-    """Write a JSONL file with a row for each entry except tars, and a folder of the tars; return both paths."""
+    """Write a JSONL file with a row for each entry except tars, and a folder of the tars; return
+    both paths.
+    """
     (folder / "in").mkdir()
     (folder / "secret.png").write_bytes(encoded())
     (folder / "in" / "good.png").write_bytes(encoded(color=(1, 1, 1)))
@@ -159,14 +225,19 @@ def write_source(folder):
         (folder / "in" / f"{number}.jpg").write_bytes(data)
         lines.append({"id": f"image {number}", "image": f"{number}.jpg", "text": "x"})
     lines += [line for line, _, _ in LINES.values()]
-    whole = b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    whole = b"".join(
+        (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines
+    )
     (folder / "in" / "rows.jsonl").write_bytes(whole)
     return folder / "in" / "rows.jsonl", folder / "in" / "tars"
 
 
 def places():
     """(line, or name of a tar; name of the entry) of each entry."""
-    return [*enumerate(FIRST | IMAGES | LINES, 1), *((f"{number}.tar", name) for number, name in enumerate(TARS))]
+    return [
+        *enumerate(FIRST | IMAGES | LINES, 1),
+        *((f"{number}.tar", name) for number, name in enumerate(TARS)),
+    ]
 
 
 def count(source):

@@ -1,4 +1,6 @@
-"""Every entry of the matrix has the documented outcome in one prepare; the README has the same table."""
+"""Every entry of the matrix has the documented outcome in one prepare; the README has the same
+table.
+"""
 
 from contextlib import suppress
 
@@ -53,4 +55,6 @@ def test_native_decoders_write_nothing_to_stderr(capfd):
 def test_readme_table_matches_the_matrix():
     readme = (ROOT / "mmray" / "data" / "README.md").read_text()
     assert readme.count(matrix.BEGIN) == readme.count(matrix.END) == 1
-    assert matrix.table() in readme, "put the output of `python -m tests.data.formats.bad_inputs` between the marks"
+    assert matrix.table() in readme, (
+        "put the output of `python -m tests.data.formats.bad_inputs` between the marks"
+    )

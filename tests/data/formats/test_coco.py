@@ -25,22 +25,36 @@ def test_coco_without_captions_uses_category_names(tmp_path):
     (tmp_path / "raw" / "instances.json").write_text(json.dumps(document))
     manifest, rows, faults = prepared(tmp_path / "raw" / "instances.json", tmp_path / "out")
     assert rows[0].texts == ["a photo of a cat, dog"]
-    assert manifest.box_names == {"1": "cat", "2": "dog"} == PreparedSet.open(str(tmp_path / "out")).manifest.box_names
+    assert (
+        manifest.box_names
+        == {"1": "cat", "2": "dog"}
+        == PreparedSet.open(str(tmp_path / "out")).manifest.box_names
+    )
     assert faults == {"instances.json:image 1": "boxes"}
 
 
 def test_incomplete_coco_document_is_reported(tmp_path):
     document = {
         "images": [{"id": n, "file_name": f"{n}.png"} for n in range(2)],
-        "annotations": [{"image_id": 0, "bbox": [0, 0, 4, 4]}, {"image_id": 1, "bbox": [0, 0, 4, 4], "category_id": 1}],
+        "annotations": [
+            {"image_id": 0, "bbox": [0, 0, 4, 4]},
+            {"image_id": 1, "bbox": [0, 0, 4, 4], "category_id": 1},
+        ],
         "categories": [{"id": 1, "name": "cat"}],
     }
     source = images(tmp_path / "raw", 2) / "instances.json"
-    write_json(source, **document | {"annotations": [*document["annotations"], {"image_id": 0, "caption": "x"}]})
+    write_json(
+        source,
+        **document | {"annotations": [*document["annotations"], {"image_id": 0, "caption": "x"}]},
+    )
     _, rows, faults = prepared(source, tmp_path / "out")
     assert [row.key for row in rows] == ["1"] and faults == {"instances.json:image 0": "boxes"}
     for name, item, message in (
-        ("images", {"id": 0}, r"is not COCO's JSON \('file_name'\): it needs `images` with `id` and `file_name`"),
+        (
+            "images",
+            {"id": 0},
+            r"is not COCO's JSON \('file_name'\): it needs `images` with `id` and `file_name`",
+        ),
         ("annotations", {"caption": "x"}, r"is not COCO's JSON \('image_id'\)"),
         ("annotations", "image_id", "is not COCO's JSON"),
     ):
@@ -54,15 +68,20 @@ def write_json(path, **document):
 
 
 def coco_halves(folder):
-    """Captions in one document, boxes and categories in another, as COCO distributes them; image 3 has no box."""
+    """Captions in one document, boxes and categories in another, as COCO distributes them; image 3
+    has no box.
+    """
     images(folder / "val2017")
     (folder / "annotations").mkdir()
     pictures = [{"id": n, "file_name": f"{n}.png"} for n in range(COUNT)]
     captions = [
-        {"image_id": n, "id": 2 * n + k, "caption": c} for n in range(COUNT) for k, c in enumerate((text(n), "x"))
+        {"image_id": n, "id": 2 * n + k, "caption": c}
+        for n in range(COUNT)
+        for k, c in enumerate((text(n), "x"))
     ]
     boxes = [
-        {"image_id": n, "bbox": [3, 2, 6, 4], "category_id": 7 + n % 2, "segmentation": []} for n in (6, 0, 1, 2, 4)
+        {"image_id": n, "bbox": [3, 2, 6, 4], "category_id": 7 + n % 2, "segmentation": []}
+        for n in (6, 0, 1, 2, 4)
     ]
     boxes.append({"image_id": 2, "bbox": [0, 0, 12, 8], "category_id": 8})
     boxes.append({"image_id": 5, "bbox": [0, 0, 3, 4], "category_id": 7})
@@ -74,7 +93,9 @@ def coco_halves(folder):
 
 def test_coco_captions_and_instances_are_joined_by_image_id(tmp_path):
     manifest, rows, faults = prepared(coco_halves(tmp_path / "raw"), tmp_path / "out")
-    assert [(row.key, row.texts) for row in rows] == [(str(n), [text(n), "x"]) for n in range(COUNT)] and not faults
+    assert [(row.key, row.texts) for row in rows] == [
+        (str(n), [text(n), "x"]) for n in range(COUNT)
+    ] and not faults
     middle = [0.25, 0.25, 0.75, 0.75]  # of 12 x 8 pixels
     assert [(row.boxes, row.box_labels) for row in rows] == [
         ([middle], [7]), ([middle], [8]), ([middle, [0, 0, 1, 1]], [7, 8]), (None, None), ([middle], [7]),
@@ -95,7 +116,10 @@ def test_change_of_the_second_document_is_detected(tmp_path, in_process):
     manifest, rows, _ = prepared(source, out)
     assert in_process == [2] and manifest.fingerprint != before.fingerprint
     assert rows[6].boxes == [[0, 0, 0.5, 0.5]]
-    with pytest.raises(UsageError, match=r"holds the set made from .*instances_val2017\.json: choose another folder"):
+    with pytest.raises(
+        UsageError,
+        match=r"holds the set made from .*instances_val2017\.json: choose another folder",
+    ):
         prepared(tmp_path / "raw" / CAPTIONS, out)
 
 
@@ -106,7 +130,10 @@ def test_mismatched_coco_documents_are_refused(tmp_path):
     others = [{"id": n, "file_name": f"other-{n}.png"} for n in range(COUNT)]
     for document, message in (
         ({"images": []}, r"instances_val2017\.json is not COCO's JSON \('annotations'\)"),
-        (good | {"images": []}, r"captions_val2017\.json and .*instances_val2017\.json have no image in common"),
+        (
+            good | {"images": []},
+            r"captions_val2017\.json and .*instances_val2017\.json have no image in common",
+        ),
         (good | {"images": others}, "have no image in common"),
     ):
         write_json(path, **document)

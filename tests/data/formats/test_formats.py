@@ -1,4 +1,6 @@
-"""All source formats: same rows, detection of the format, and quarantined rows with file and line."""
+"""All source formats: same rows, detection of the format, and quarantined rows with file and
+line.
+"""
 
 import csv
 import io
@@ -50,7 +52,11 @@ def csv_source(folder, delimiter=","):
     images(folder)
     source = folder / ("rows.csv" if delimiter == "," else "rows.tsv")
     with source.open("w", newline="") as file:
-        writer = csv.writer(file) if delimiter == "," else csv.writer(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        writer = (
+            csv.writer(file)
+            if delimiter == ","
+            else csv.writer(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        )
         writer.writerow(["image", "text", "label"])
         writer.writerows([f"{number}.png", text(number), number] for number in range(COUNT))
     return source
@@ -59,7 +65,11 @@ def csv_source(folder, delimiter=","):
 def parquet_paths(folder):
     images(folder)
     columns = {"image": [f"{n}.png" for n in range(COUNT)], "text": [text(n) for n in range(COUNT)]}
-    pq.write_table(pa.table(columns | {"label": range(COUNT), "url": ["u"] * COUNT}), folder / "rows.parquet", 2)
+    pq.write_table(
+        pa.table(columns | {"label": range(COUNT), "url": ["u"] * COUNT}),
+        folder / "rows.parquet",
+        2,
+    )
     return folder / "rows.parquet"
 
 
@@ -79,16 +89,25 @@ def add(tar, name, data):
 
 
 def tars(folder, count=COUNT):
-    """Tars in img2dataset's layout: png, txt and json per key, and a Parquet and a JSON of statistics per tar."""
+    """Tars in img2dataset's layout: png, txt and json per key, and a Parquet and a JSON of
+    statistics per tar.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(2):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
             for number in range(shard * 4, min(count, shard * 4 + 4)):
-                stated = {"caption": "of the json", "label": number, "url": "http://x", "status": "success"}
+                stated = {
+                    "caption": "of the json",
+                    "label": number,
+                    "url": "http://x",
+                    "status": "success",
+                }
                 add(tar, f"{number:09d}.png", color_image(number))
                 add(tar, f"{number:09d}.txt", text(number).encode())
                 add(tar, f"{number:09d}.json", json.dumps(stated).encode())
-        pq.write_table(pa.table({"url": ["http://x"], "caption": ["x"]}), folder / f"{shard:05d}.parquet")
+        pq.write_table(
+            pa.table({"url": ["http://x"], "caption": ["x"]}), folder / f"{shard:05d}.parquet"
+        )
         (folder / f"{shard:05d}_stats.json").write_text("{}")
     return folder
 
@@ -98,7 +117,10 @@ def coco_captions(folder):
     (folder / "annotations").mkdir()
     notes = [{"image_id": n, "caption": c} for n in range(COUNT) for c in (text(n), "another")]
     notes += [{"image_id": n, "bbox": [3, 2, 6, 4], "category_id": n} for n in range(COUNT)]
-    document = {"images": [{"id": n, "file_name": f"{n}.png"} for n in range(COUNT)], "annotations": notes}
+    document = {
+        "images": [{"id": n, "file_name": f"{n}.png"} for n in range(COUNT)],
+        "annotations": notes,
+    }
     (folder / "annotations" / "captions_val2017.json").write_text(json.dumps(document))
     return folder / "annotations" / "captions_val2017.json"
 
@@ -111,13 +133,19 @@ def pairs(folder):
 
 
 def saved(folder):
-    """A dataset in the layout of `datasets.Dataset.save_to_disk`: an Arrow stream and its state.json."""
+    """A dataset in the layout of `datasets.Dataset.save_to_disk`: an Arrow stream and its
+    state.json.
+    """
     folder.mkdir(parents=True)
     pictures = [{"bytes": color_image(n), "path": None} for n in range(COUNT)]
-    table = pa.table({"image": pictures, "text": [text(n) for n in range(COUNT)], "label": range(COUNT)})
+    table = pa.table(
+        {"image": pictures, "text": [text(n) for n in range(COUNT)], "label": range(COUNT)}
+    )
     with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as stream:
         stream.write_table(table, max_chunksize=2)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
+    )
     (folder / "dataset_info.json").write_text("{}")
     return folder
 
@@ -137,9 +165,13 @@ SOURCES = {
 @pytest.mark.parametrize("title", SOURCES)
 def test_every_format_is_detected_and_gives_the_same_rows(tmp_path, title, in_process):
     source, notes = SOURCES[title](tmp_path / "raw"), []
-    manifest = prepare(str(source), str(tmp_path / "out"), LAX, log=lambda line, label: notes.append(line))
+    manifest = prepare(
+        str(source), str(tmp_path / "out"), LAX, log=lambda line, label: notes.append(line)
+    )
     amount = "2 files" if title == "WebDataset" else "7 rows"
-    assert f": {amount} of {title.removesuffix(' of bytes')}" in notes[0] and str(tmp_path) in notes[0]
+    assert (f": {amount} of {title.removesuffix(' of bytes')}") in notes[0] and str(
+        tmp_path
+    ) in notes[0]
     assert len(in_process) > 1
     rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(COUNT))
     assert (manifest.num_rows, manifest.num_read) == (COUNT, COUNT)
@@ -159,12 +191,19 @@ def test_class_folders_give_labels(tmp_path):
         images(tmp_path / "raw" / name, 2)
     (tmp_path / "raw" / "cat" / "1.png").write_bytes(b"<html>")
     (tmp_path / "raw" / "stray.png").write_bytes(color_image(9))
-    manifest, rows, faults = prepared(tmp_path / "raw", tmp_path / "out", caption="the {}!", duplicates="keep")
+    manifest, rows, faults = prepared(
+        tmp_path / "raw", tmp_path / "out", caption="the {}!", duplicates="keep"
+    )
     assert [(row.key, row.texts, row.label) for row in rows] == [
-        ("cat/0.png", ["the cat!"], 0), ("red_fox/0.png", ["the red fox!"], 1), ("red_fox/1.png", ["the red fox!"], 1)
+        ("cat/0.png", ["the cat!"], 0), ("red_fox/0.png", ["the red "
+                                                           "fox!"], 1), ("red_fox/1.png", ["the red fox!"], 1)
     ]  # fmt: skip
     assert faults == {"cat/1.png": "format", "stray.png": "no-text"}
-    assert manifest.class_names == PreparedSet.open(str(tmp_path / "out")).manifest.class_names == ("cat", "red fox")
+    assert (
+        manifest.class_names
+        == PreparedSet.open(str(tmp_path / "out")).manifest.class_names
+        == ("cat", "red fox")
+    )
 
 
 def test_split_folders_may_contain_class_folders(tmp_path):
@@ -193,7 +232,11 @@ def test_stray_images_do_not_turn_splits_into_classes(tmp_path):
     ("folders", "file", "message"),
     [
         (("Images",), "captions.txt", r"may have their captions \(captions\.txt\)"),
-        (("train2017", "val2017"), "annotations/captions_val2017.json", r"\(annotations/captions_val2017\.json\)"),
+        (
+            ("train2017", "val2017"),
+            "annotations/captions_val2017.json",
+            r"\(annotations/captions_val2017\.json\)",
+        ),
         (("train/cat", "train/dog"), "train/metadata.jsonl", r"\(train/metadata\.jsonl\)"),
         (("cat", "dog"), "rows.CSV", r"\(rows\.CSV\).*--format folders"),
         (("Images",), "readme.txt", r"two classes \('Images'\), and no captions.*--format folders"),
@@ -233,7 +276,12 @@ def test_csv_keeps_quoted_fields_and_reports_bad_lines(tmp_path):
     )
     _, rows, faults = prepared(folder / "a.csv", tmp_path / "out")
     assert (rows[0].texts, rows[0].label, rows[0].source) == (['two lines, "quoted"'], 3, "a.csv:3")
-    assert faults == {"a.csv:5": "columns", "a.csv:6": "encoding", "a.csv:7": "label", "a.csv:8": "csv"}
+    assert faults == {
+        "a.csv:5": "columns",
+        "a.csv:6": "encoding",
+        "a.csv:7": "label",
+        "a.csv:8": "csv",
+    }
 
 
 def test_csv_list_is_one_json_value(tmp_path):
@@ -250,7 +298,8 @@ def test_csv_list_is_one_json_value(tmp_path):
 
 def test_csv_drops_its_header_only_once(tmp_path):
     folder = images(tmp_path / "raw")
-    (folder / "a.csv").write_bytes(b"\n\n\n\nimage,text\n0.png,x\nimage,text\n")  # rows_per_shard is 3
+    # rows_per_shard is 3
+    (folder / "a.csv").write_bytes(b"\n\n\n\nimage,text\n0.png,x\nimage,text\n")
     _, rows, faults = prepared(folder / "a.csv", tmp_path / "out")
     assert [row.source for row in rows] == ["a.csv:6"] and faults == {"a.csv:7": "missing-image"}
 
@@ -266,32 +315,53 @@ def test_only_an_appended_tar_is_packed(tmp_path, in_process):
 
 def test_columns_can_be_renamed(tmp_path):
     folder = images(tmp_path / "raw")
-    table = {"path": [f"{n}.png" for n in range(COUNT)], "caption": [text(n) for n in range(COUNT)], "text": ["no"] * 7}
+    table = {
+        "path": [f"{n}.png" for n in range(COUNT)],
+        "caption": [text(n) for n in range(COUNT)],
+        "text": ["no"] * 7,
+    }
     pq.write_table(pa.table(table), folder / "rows.parquet")
-    with pytest.raises(DataError, match=r"columns path, caption, text: none is `image`.*--columns image=NAME"):
+    with pytest.raises(
+        DataError, match=r"columns path, caption, text: none is `image`.*--columns image=NAME"
+    ):
         prepared(folder / "rows.parquet", tmp_path / "out")
-    _, rows, _ = prepared(folder / "rows.parquet", tmp_path / "b", columns=("image=path", "text=caption"))
+    _, rows, _ = prepared(
+        folder / "rows.parquet", tmp_path / "b", columns=("image=path", "text=caption")
+    )
     assert [row.texts for row in rows] == [[text(n)] for n in range(COUNT)]
 
 
 def test_bad_parquet_rows_are_quarantined(tmp_path):
     (tmp_path / "raw").mkdir()
     texts = pa.array([b"a", b"caf\xe9", b" ", b"b"], pa.binary()).view(pa.string())
-    table = pa.table({"image": [color_image(0), color_image(1), color_image(2), b""], "text": texts})
+    table = pa.table(
+        {"image": [color_image(0), color_image(1), color_image(2), b""], "text": texts}
+    )
     pq.write_table(table, tmp_path / "raw" / "rows.parquet")
     _, rows, faults = prepared(tmp_path / "raw" / "rows.parquet", tmp_path / "out")
     assert [row.source for row in rows] == ["rows.parquet:1"]
-    assert faults == {"rows.parquet:2": "encoding", "rows.parquet:3": "blank", "rows.parquet:4": "empty"}
+    assert faults == {
+        "rows.parquet:2": "encoding",
+        "rows.parquet:3": "blank",
+        "rows.parquet:4": "empty",
+    }
 
 
 def test_parquet_next_to_pairs_is_ignored_only_in_the_layout_of_img2dataset(tmp_path):
     source = pairs(tmp_path / "raw")
     (source / "some" / "0.json").write_text('{"caption": "of the json"}')
-    pq.write_table(pa.table({"url": ["http://x"], "caption": ["x"], "key": ["0"]}), source / "some.parquet")
+    pq.write_table(
+        pa.table({"url": ["http://x"], "caption": ["x"], "key": ["0"]}), source / "some.parquet"
+    )
     _, rows, _ = prepared(source, tmp_path / "out")
-    assert [(row.key, row.texts) for row in rows] == [(f"some/{n}.png", [text(n)]) for n in range(COUNT)]
+    assert [(row.key, row.texts) for row in rows] == [
+        (f"some/{n}.png", [text(n)]) for n in range(COUNT)
+    ]
     images(source)  # these have no Parquet with the name of their folder
-    assert detect_source(str(source)).format == "parquet" and detect_source(str(source), "pairs").format == "pairs"
+    assert (
+        detect_source(str(source)).format == "parquet"
+        and detect_source(str(source), "pairs").format == "pairs"
+    )
 
 
 def test_cls_member_is_the_label(tmp_path):
@@ -299,7 +369,10 @@ def test_cls_member_is_the_label(tmp_path):
     members += [("b.webp", color_image(60, "WEBP")), ("b.txt", b"two"), ("b.cls", b" 11\n")]
     members += [("b.json", b'{"label": 5, "caption": "no"}')]
     _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
-    assert [(row.key, row.texts, row.label) for row in rows] == [("A.TAR/a", ["one"], 3), ("A.TAR/b", ["two"], 11)]
+    assert [(row.key, row.texts, row.label) for row in rows] == [
+        ("A.TAR/a", ["one"], 3),
+        ("A.TAR/b", ["two"], 11),
+    ]
     assert rows[1].image == color_image(60, "WEBP") and not faults
 
 
@@ -320,7 +393,9 @@ def test_saved_datasets_with_splits_or_indices_are_read(tmp_path):
     (tmp_path / "raw" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     assert prepared(tmp_path / "raw", tmp_path / "out")[0].splits == {"train": COUNT}
     state = json.loads((tmp_path / "raw" / "train" / "state.json").read_text())
-    (tmp_path / "raw" / "train" / "state.json").write_text(json.dumps(state | {"_indices_data_files": ["x"]}))
+    (tmp_path / "raw" / "train" / "state.json").write_text(
+        json.dumps(state | {"_indices_data_files": ["x"]})
+    )
     with pytest.raises(DataError, match="flatten_indices"):
         prepared(tmp_path / "raw", tmp_path / "b")
 
@@ -343,7 +418,9 @@ def test_bad_tar_members_reject_their_rows_only(tmp_path):
     members += [("json.png", photo), ("json.json", b'{"caption": NaN}')]
     members += [("good.PNG", photo), ("good.json", b'{"caption": "from the json"}')]
     _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
-    assert [(row.key, row.texts, row.source) for row in rows] == [("A.TAR/good", ["from the json"], "A.TAR/good")]
+    assert [(row.key, row.texts, row.source) for row in rows] == [
+        ("A.TAR/good", ["from the json"], "A.TAR/good")
+    ]
     assert faults == {
         "A.TAR/abs": "path", "A.TAR/latin": "encoding", "A.TAR/latin-class": "encoding", "A.TAR/cls": "label",
         "A.TAR/only": "no-image", "A.TAR/json": "type",
@@ -351,7 +428,10 @@ def test_bad_tar_members_reject_their_rows_only(tmp_path):
     quarantined = quarantine(tmp_path / "out")
     assert all(entry["key"] == entry["source"] for entry in quarantined)
     details = {entry["source"]: entry["detail"] for entry in quarantined}
-    assert "it has depth.png" in details["A.TAR/only"] and "the txt is not UTF-8" in details["A.TAR/latin"]
+    assert (
+        "it has depth.png" in details["A.TAR/only"]
+        and ("the txt is not UTF-8") in details["A.TAR/latin"]
+    )
     assert "the cls is not UTF-8" in details["A.TAR/latin-class"]
 
 
@@ -387,7 +467,8 @@ def test_unsupported_sources_are_refused(tmp_path):
 def test_only_a_manifest_of_mmray_marks_a_prepared_set(tmp_path):
     prepared(csv_source(tmp_path / "raw"), tmp_path / "out")
     with pytest.raises(
-        DataError, match=r"/out is already prepared: use it as it is, for example --data\.train /.*/out"
+        DataError,
+        match=r"/out is already prepared: use it as it is, for example --data\.train /.*/out",
     ):
         detect_source(str(tmp_path / "out"))
     (tmp_path / "other").mkdir()
@@ -418,7 +499,10 @@ def test_files_with_non_utf8_names_are_quarantined(tmp_path):
         (folder / name / "1.png").write_bytes(color_image(number))
     (folder / "dog" / f"{LATIN}.png").write_bytes(color_image(9))
     manifest, _, faults = prepared(folder, tmp_path / "out")
-    assert (manifest.num_rows, faults) == (2, {"caf\\udce9/1.png": "key", "dog/caf\\udce9.png": "key"})
+    assert (manifest.num_rows, faults) == (
+        2,
+        {"caf\\udce9/1.png": "key", "dog/caf\\udce9.png": "key"},
+    )
 
 
 def test_json_extension_is_read_as_jsonl_or_refused_with_a_hint(tmp_path):
@@ -440,7 +524,9 @@ def test_concatenated_tars_are_reported(tmp_path):
 
 def test_csv_may_hold_messages(tmp_path):
     (tmp_path / "a.png").write_bytes(color_image(1))
-    said = json.dumps([{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A color."}])
+    said = json.dumps(
+        [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A color."}]
+    )
     with (tmp_path / "a.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["image", "messages"], ["a.png", said]])
     _, rows, _ = prepared(tmp_path / "a.csv", tmp_path / "out")

@@ -16,7 +16,9 @@ from mmray.storage import storage
 from mmray.storage.storage import Storage
 
 COUNT = 100
-TABLE = pa.table({"image": [f"{n}.png" for n in range(COUNT)], "text": [f"row {n}" for n in range(COUNT)]})
+TABLE = pa.table(
+    {"image": [f"{n}.png" for n in range(COUNT)], "text": [f"row {n}" for n in range(COUNT)]}
+)
 
 STATE = '{"_data_files": [{"filename": "a.arrow"}]}'
 
@@ -36,9 +38,16 @@ def in_arrow(path):
 @pytest.mark.parametrize("source_in", [in_parquet, in_arrow])
 @pytest.mark.parametrize(
     ("rows_per_chunk", "most_parts", "sizes"),
-    [(7, 16, [7] * 8 + [4] + [7] * 5 + [5]), (7, 2, [30, 30, 20, 20]), (60, 16, [60, 40]), (200, 16, [100])],
+    [
+        (7, 16, [7] * 8 + [4] + [7] * 5 + [5]),
+        (7, 2, [30, 30, 20, 20]),
+        (60, 16, [60, 40]),
+        (200, 16, [100]),
+    ],
 )
-def test_large_file_is_split_into_row_ranges(tmp_path, monkeypatch, source_in, rows_per_chunk, most_parts, sizes):
+def test_large_file_is_split_into_row_ranges(
+    tmp_path, monkeypatch, source_in, rows_per_chunk, most_parts, sizes
+):
     monkeypatch.setattr(columnar, "MAX_CHUNKS_PER_ROW_GROUP", most_parts)
     source = source_in(tmp_path)
     chunks = list(source.scan(rows_per_chunk, ()))
@@ -51,13 +60,21 @@ def test_large_file_is_split_into_row_ranges(tmp_path, monkeypatch, source_in, r
 
 
 def test_saved_dataset_on_a_store_is_read_once(monkeypatch):
-    """Its scan reads only headers, and a chunk only its own record batches, of which one may be empty."""
+    """Its scan reads only headers, and a chunk only its own record batches, of which one may be
+    empty.
+    """
     file, read_bytes, read_at = io.BytesIO(), [], storage._RetriedFile.readinto
     table = TABLE.append_column("padding", pa.array([bytes(20_000)] * COUNT))
     with pa.ipc.new_stream(file, table.schema) as stream:
-        for batch in (empty := pa.RecordBatch.from_pylist([], table.schema), *table.to_batches(7), empty):
+        for batch in (
+            empty := pa.RecordBatch.from_pylist([], table.schema),
+            *table.to_batches(7),
+            empty,
+        ):
             stream.write_batch(batch)
-    MemoryFileSystem().pipe({"/saved/a.arrow": file.getvalue(), "/saved/state.json": STATE.encode()})
+    MemoryFileSystem().pipe(
+        {"/saved/a.arrow": file.getvalue(), "/saved/state.json": STATE.encode()}
+    )
 
     def readinto(file, buffer):
         read_bytes.append(read_at(file, buffer))
@@ -78,8 +95,15 @@ def test_damaged_saved_dataset_is_a_data_error(tmp_path, damage):
     source, path = in_arrow(tmp_path), tmp_path / "a.arrow"
     data = path.read_bytes()
     second = data.rindex(b"\xff\xff\xff\xff", 0, len(data) - 8)
-    path.write_bytes(data[:-100] if damage == "truncated" else data[: second + 8] + b"\xf0" * 64 + data[second + 72 :])
-    with pytest.raises(DataError, match=r"a\.arrow cannot be read as Hugging Face datasets: no complete record batch"):
+    path.write_bytes(
+        data[:-100]
+        if damage == "truncated"
+        else data[: second + 8] + b"\xf0" * 64 + data[second + 72 :]
+    )
+    with pytest.raises(
+        DataError,
+        match=r"a\.arrow cannot be read as Hugging Face datasets: no complete record batch",
+    ):
         list(source.scan(60, ()))
 
 
@@ -127,7 +151,9 @@ def test_failed_reads_of_a_store_are_retried_and_lose_no_row(on_store, monkeypat
 
     monkeypatch.setattr(Storage, "open", lambda *given: Failing(open_file(*given)))
     if failures < storage.ATTEMPTS:
-        assert [item.values["text"] for item in on_store.read(chunk)] == TABLE.column("text").to_pylist()
+        assert [item.values["text"] for item in on_store.read(chunk)] == TABLE.column(
+            "text"
+        ).to_pylist()
     else:
         with pytest.raises(storage.TransientStorageError, match="NETWORK_CONNECTION"):
             list(on_store.read(chunk))
@@ -141,8 +167,14 @@ def test_damaged_file_on_a_store_is_quarantined(on_store, monkeypatch):
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(OSError(errno.EIO, "x"), "unreadable"), (OSError("end of stream"), "damaged"), (pa.ArrowInvalid("x"), "damaged")],
+    [
+        (OSError(errno.EIO, "x"), "unreadable"),
+        (OSError("end of stream"), "damaged"),
+        (pa.ArrowInvalid("x"), "damaged"),
+    ],
 )
-def test_os_error_of_a_disk_is_unreadable_and_other_errors_are_damaged(tmp_path, monkeypatch, error, reason):
+def test_os_error_of_a_disk_is_unreadable_and_other_errors_are_damaged(
+    tmp_path, monkeypatch, error, reason
+):
     failing(monkeypatch, 1, error)
     assert {row.reason for row in read(in_parquet(tmp_path)) if isinstance(row, BadRow)} == {reason}

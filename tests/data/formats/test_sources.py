@@ -40,7 +40,9 @@ def scan(place, name, rows, previous_chunk_ends=()):
 
 
 def lines_of(place, name, chunks):
-    return [(line, data) for chunk in chunks for line, _, data in Lines(place, name, {}).records(chunk)]
+    return [
+        (line, data) for chunk in chunks for line, _, data in Lines(place, name, {}).records(chunk)
+    ]
 
 
 @given(
@@ -59,7 +61,9 @@ def test_chunks_cover_the_file_and_keep_line_numbers(tmp_path_factory, lines, la
     assert (chunks[-1].stop if chunks else 0) == len(data)
     plain = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     expected = [(number, line) for number, line in enumerate(plain, 1) if line.strip()]
-    assert [(number, line.rstrip(b"\n")) for number, line in lines_of(place, name, chunks)] == expected
+    assert [
+        (number, line.rstrip(b"\n")) for number, line in lines_of(place, name, chunks)
+    ] == expected
     assert sum(chunk.num_rows for chunk in chunks) == len(expected)
 
 
@@ -114,10 +118,28 @@ def test_files_other_than_jsonl_are_refused(tmp_path, data, message):
 
 
 def test_valid_row_is_parsed():
-    row = parse_line(b'{"id": 7, "images": ["b/c.jpg"], "texts": ["x", "y"], "label": 3, "split": "train"}\r\n', "f:1")
-    assert (row.key, row.image.name, row.texts, row.label, row.split) == ("7", "b/c.jpg", ("x", "y"), 3, "train")
-    row = parse_line(b'{"image_path": "a.png", "text": "x", "label": null, "emoji": "#", "language": "pt-BR"}', "f:9")
-    assert (row.key, row.image.name, row.texts, row.label, row.language) == ("f:9", "a.png", ("x",), None, "pt-BR")
+    row = parse_line(
+        b'{"id": 7, "images": ["b/c.jpg"], "texts": ["x", "y"], "label": 3, "split": "train"}\r\n',
+        "f:1",
+    )
+    assert (row.key, row.image.name, row.texts, row.label, row.split) == (
+        "7",
+        "b/c.jpg",
+        ("x", "y"),
+        3,
+        "train",
+    )
+    row = parse_line(
+        b'{"image_path": "a.png", "text": "x", "label": null, "emoji": "#", "language": "pt-BR"}',
+        "f:9",
+    )
+    assert (row.key, row.image.name, row.texts, row.label, row.language) == (
+        "f:9",
+        "a.png",
+        ("x",),
+        None,
+        "pt-BR",
+    )
 
 
 GOOD = {"image": "a.png", "text": "x"}
@@ -129,16 +151,22 @@ GOOD = {"image": "a.png", "text": "x"}
         (b'{"image": "a.png", "text": "x"} {}', "parse json"), (b"[1, 2]", "parse json"),
         (b"[" * 100_000, "parse json"), (b'{"label": ' + b"9" * 5000 + b"}", "parse json"),
         (b'\xef\xbb\xbf{"image": "a.png", "text": "x"}', "parse json"),
-        ({"image": None, "text": "x"}, "columns no-image"), ({"image": "a.png", "texts": []}, "columns no-text"),
-        (GOOD | {"image_path": "b.png"}, "columns ambiguous"), (GOOD | {"texts": ["y"]}, "columns ambiguous"),
-        (GOOD | {"image": " "}, "columns image"), (GOOD | {"image": {"bytes": "x"}}, "columns image"),
+        ({"image": None, "text": "x"}, "columns "
+                                       "no-image"), ({"image": "a.png", "texts": []}, "columns "
+                                                                                      "no-text"),
+        (GOOD | {"image_path": "b.png"}, "columns ambiguous"), (GOOD | {"texts": ["y"]}, "columns "
+                                                                                         "ambiguous"),
+        (GOOD | {"image": " "}, "columns image"), (GOOD | {"image": {"bytes": "x"}}, "columns "
+                                                                                     "image"),
         (GOOD | {"image": "\ud800.png"}, "columns path"), (GOOD | {"id": 1.5}, "columns key"),
         (GOOD | {"id": ""}, "columns key"), (GOOD | {"id": "a\nb"}, "columns key"),
         (GOOD | {"label": "cat"}, "columns label"), (GOOD | {"label": True}, "columns label"),
         (GOOD | {"label": 2**63}, "columns label"), (GOOD | {"split": "../x"}, "columns split"),
         (GOOD | {"boxes": [[10**400, 0, 1, 1]]}, "columns boxes"),
         (GOOD | {"boxes": [[0, 0, 1, 1]], "box_labels": [1, 2]}, "columns boxes"),
-        (GOOD | {"messages": "\ud800"}, "columns messages"), (GOOD | {"language": ["en"]}, "columns language"),
+        (GOOD | {"messages": "\ud800"}, "columns "
+                                        "messages"), (GOOD | {"language": ["en"]}, "columns "
+                                                                                   "language"),
     ],
 )  # fmt: skip
 def test_ambiguous_row_is_refused(line, outcome):
@@ -184,16 +212,24 @@ def test_oversized_image_file_is_not_read(tmp_path, monkeypatch):
 
 NAMES = ["image", "text", "id"]
 FIELDS = st.lists(st.text('ab",\n\r é', min_size=1, max_size=6), min_size=3, max_size=3)
-ENDS = ["\n", "\r\n", "\r\r\n"]  # the last one is what csv writes on Windows into a file opened without newline=""
-PLAIN = st.text('ab"é ', min_size=1, max_size=6).filter(lambda text: not text.startswith('"') and text.strip())
+# the last one is what csv writes on Windows into a file opened without newline=""
+ENDS = ["\n", "\r\n", "\r\r\n"]
+PLAIN = st.text('ab"é ', min_size=1, max_size=6).filter(
+    lambda text: not text.startswith('"') and text.strip()
+)
 
 
 def rows_of(folder, data, rows_per_chunk=2):
     """Records of a CSV with these bytes: lists of fields, or BadRow."""
     (folder / "a.csv").write_bytes(data)
     source = CsvSource(Storage(str(folder)), "a.csv", {})
-    items = [item.values for chunk in source.scan(rows_per_chunk, ()) for item in source.read(chunk)]
-    return [item if isinstance(item, BadRow) else [item.get(name, "") for name in NAMES] for item in items]
+    items = [
+        item.values for chunk in source.scan(rows_per_chunk, ()) for item in source.read(chunk)
+    ]
+    return [
+        item if isinstance(item, BadRow) else [item.get(name, "") for name in NAMES]
+        for item in items
+    ]
 
 
 def written(rows, **options):
@@ -202,12 +238,16 @@ def written(rows, **options):
     return out.getvalue().encode()
 
 
-@given(rows=st.lists(FIELDS, max_size=6), quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]))
+@given(
+    rows=st.lists(FIELDS, max_size=6), quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+)
 def test_csv_output_is_read_back(tmp_path_factory, rows, quoting):
     assert rows_of(tmp_path_factory.mktemp("csv"), written(rows, quoting=quoting)) == rows
 
 
-@given(rows=st.lists(st.lists(PLAIN, min_size=3, max_size=3), max_size=6), end=st.sampled_from(ENDS))
+@given(
+    rows=st.lists(st.lists(PLAIN, min_size=3, max_size=3), max_size=6), end=st.sampled_from(ENDS)
+)
 def test_unquoted_fields_parse_like_python_csv(tmp_path_factory, rows, end):
     text = "".join(",".join(row) + end for row in [NAMES, *rows])
     assert [row for row in csv.reader(io.StringIO(text, newline="")) if row][1:] == rows

@@ -1,6 +1,7 @@
 """Images that crash the process that decodes them, like a native decoder with a bug.
 
-Tests patch `open_image` in workers; run as a program, this module is the child process of SubprocessDecoder.
+Tests patch `open_image` in workers; run as a program, this module is the child process of
+SubprocessDecoder.
 """
 
 import os
@@ -20,7 +21,9 @@ NEED = b"this needs more memory than there is"
 
 
 def deadly(data, log):
-    """Append a mark that crashes the decoder; each crashed process adds a line to the file `log`."""
+    """Append a mark that crashes the decoder; each crashed process adds a line to the file
+    `log`.
+    """
     return data + MARK + str(log).encode()
 
 
@@ -49,7 +52,10 @@ def decoder_finds_no_memory():
 @contextmanager
 def decoder_dies():
     """Crash on marked images, in this process and its children."""
-    with patch.object(image, "_open", open_image), patch.object(subprocess_decoder, "COMMAND", COMMAND):
+    with (
+        patch.object(image, "_open", open_image),
+        patch.object(subprocess_decoder, "COMMAND", COMMAND),
+    ):
         yield
 
 

@@ -39,7 +39,12 @@ def drawn(**places):
     numbers = np.full(NUM_UNIFORMS, 0.5)
     numbers[JITTER_ORDER_SLICE] = [0.1, 0.2, 0.3, 0.4]
     for place, value in places.items():
-        places = {"flip": FLIP_INDEX, "factors": JITTER_SLICE, "turns": JITTER_ORDER_SLICE, "crop": CROP_SLICE}
+        places = {
+            "flip": FLIP_INDEX,
+            "factors": JITTER_SLICE,
+            "turns": JITTER_ORDER_SLICE,
+            "crop": CROP_SLICE,
+        }
         numbers[places[place]] = value
     return numbers
 
@@ -85,14 +90,20 @@ def test_random_crop_equals_torchvision():
         box = random_crop_box(size, Augment(crop_scale=(0.5, 0.9)), never[CROP_SLICE])
         assert box == (left, top, left + w, top + h)
     places = {
-        random_crop_box((12, 10), Augment(crop_scale=(0.5, 0.5)), np.tile([0, 0.5, across, 0.999], 10))
+        random_crop_box(
+            (12, 10), Augment(crop_scale=(0.5, 0.5)), np.tile([0, 0.5, across, 0.999], 10)
+        )
         for across in (0.0, 0.5, 0.999)
     }
     assert places == {(0, 2, 8, 10), (2, 2, 10, 10), (4, 2, 12, 10)}
 
 
 def test_thin_images_are_cropped_and_enlarged():
-    sizes = {256: [(512, 64), (400, 64), (801, 128)], 64: [(293, 32), (128, 16)], 8: [(1, 1), (1000, 1), (1, 1000)]}
+    sizes = {
+        256: [(512, 64), (400, 64), (801, 128)],
+        64: [(293, 32), (128, 16)],
+        8: [(1, 1), (1000, 1), (1, 1000)],
+    }
     for side, shapes in sizes.items():
         for width, height in shapes:
             pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -105,15 +116,21 @@ def test_thin_images_are_cropped_and_enlarged():
 
 def test_flip_mirrors_the_image():
     plain = resize_to_square(PIXELS, 16, "squash", "bilinear")
-    assert np.array_equal(transform(PIXELS, INPUTS, Augment(flip=0.5), drawn(flip=0.4)), plain[:, :, ::-1])
+    assert np.array_equal(
+        transform(PIXELS, INPUTS, Augment(flip=0.5), drawn(flip=0.4)), plain[:, :, ::-1]
+    )
     assert np.array_equal(transform(PIXELS, INPUTS, Augment(flip=0.5), drawn(flip=0.5)), plain)
-    assert Augment().flip == 0 and not Augment().is_active, "a flip would make `left` in a caption wrong"
+    assert Augment().flip == 0 and not Augment().is_active, (
+        "a flip would make `left` in a caption wrong"
+    )
 
 
 def test_jitter_equals_torchvision_in_the_drawn_order():
     augment = Augment(color_jitter=(0.4, 0.4, 0.4, 0.2))
     square = Image.fromarray(resize_to_square(PIXELS, 16, "squash", "bilinear").transpose(1, 2, 0))
-    mine = transform(PIXELS, INPUTS, augment, drawn(factors=[0.75, 0.1, 0.9, 0.75], turns=[0.3, 0.9, 0.1, 0.5]))
+    mine = transform(
+        PIXELS, INPUTS, augment, drawn(factors=[0.75, 0.1, 0.9, 0.75], turns=[0.3, 0.9, 0.1, 0.5])
+    )
     theirs = F.adjust_saturation(square, 1 + 0.4 * 0.8)
     theirs = F.adjust_brightness(theirs, 1.2)
     theirs = F.adjust_hue(theirs, 0.1)
@@ -137,4 +154,6 @@ def test_augmentation_depends_on_epoch_and_not_on_position(tmp_path):
     assert all((by_key[0][key] != by_key[1][key]).any() for key in by_key[0])
     alone = varied.read_block(plan, positions[4:5])
     assert np.array_equal(alone["image"][0], block["image"][4])
-    assert np.array_equal(off.read_block(plan, positions)["image"], plain.read_block(plan, positions)["image"])
+    assert np.array_equal(
+        off.read_block(plan, positions)["image"], plain.read_block(plan, positions)["image"]
+    )

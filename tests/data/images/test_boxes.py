@@ -1,4 +1,6 @@
-"""Boxes follow their pixels through squash, crop, pad, random crop and flip, and into padded batches."""
+"""Boxes follow their pixels through squash, crop, pad, random crop and flip, and into padded
+batches.
+"""
 
 import numpy as np
 import pytest
@@ -20,25 +22,36 @@ SIDE = 64
 
 
 def inputs(fit="squash", max_boxes=4, side=SIDE):
-    return Inputs(image_side=side, fit=fit, interpolation="bilinear", max_tokens=12, max_boxes=max_boxes)
+    return Inputs(
+        image_side=side, fit=fit, interpolation="bilinear", max_tokens=12, max_boxes=max_boxes
+    )
 
 
 def scene(width, height, box):
     """A black image with a white rectangle at `box`, in fractions."""
-    left, top, right, bottom = (round(edge * side) for edge, side in zip(box, (width, height) * 2, strict=True))
+    left, top, right, bottom = (
+        round(edge * side) for edge, side in zip(box, (width, height) * 2, strict=True)
+    )
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[top:bottom, left:right] = 255
     return Image.fromarray(pixels), [left / width, top / height, right / width, bottom / height]
 
 
 def bright(square):
-    """The box [4] of the white pixels of a square uint8 [3, S, S], padding included, in fractions."""
-    rows, columns = np.flatnonzero(square[0].max(axis=1) > 127), np.flatnonzero(square[0].max(axis=0) > 127)
+    """The box [4] of the white pixels of a square uint8 [3, S, S], padding included, in
+    fractions.
+    """
+    rows, columns = (
+        np.flatnonzero(square[0].max(axis=1) > 127),
+        np.flatnonzero(square[0].max(axis=0) > 127),
+    )
     return np.array([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]) / square.shape[1]
 
 
 def square_with_box(image, fit, *augmented):
-    """The box of the rectangle on the model's square; padding is white, so there the colors are inverted."""
+    """The box of the rectangle on the model's square; padding is white, so there the colors are
+    inverted.
+    """
     pixels = np.asarray(image)
     return bright(255 - transform(255 - pixels, inputs(fit), *augmented))
 
@@ -49,20 +62,28 @@ def square_with_box(image, fit, *augmented):
     st.sampled_from([0.0, 1.0]), st.sampled_from([(1.0, 1.0), (0.3, 0.9)]),
 )  # fmt: skip
 def test_augmented_box_matches_its_rectangle(width, height, key, fit, flip, scale):
-    """Random crop and flip, with enough of the rectangle visible and a square large enough to measure it."""
+    """Random crop and flip, with enough of the rectangle visible and a square large enough to
+    measure it.
+    """
     augment = Augment(crop_scale=scale, flip=flip)
     drawn = hash_uniform(0, np.zeros(1, np.int64), np.array([key]), NUM_UNIFORMS)[0]
     image, box = scene(width, height, (0.2, 0.25, 0.6, 0.7))
-    cut, shows = clip_boxes(to_model_coords(np.array([box]), (width, height), inputs(fit), augment, drawn))
+    cut, shows = clip_boxes(
+        to_model_coords(np.array([box]), (width, height), inputs(fit), augment, drawn)
+    )
     if not shows[0] or (cut[0, 2:] - cut[0, :2]).min() < 4 / SIDE:
         return
-    blur = 1 / SIDE + 1 / min(width, height)  # half a pixel of the source and of the square on each side
+    # half a pixel of the source and of the square on each side
+    blur = 1 / SIDE + 1 / min(width, height)
     assert np.abs(cut[0] - square_with_box(image, fit, augment, drawn)).max() <= blur
 
 
 def test_boxes_outside_the_crop_are_dropped():
-    boxes = np.array([[0.0, 0.2, 0.2, 0.8], [0.2, 0.2, 0.3, 0.8], [0.3, 0.0, 0.7, 1.0], [0.5, 0.5, 0.5, 0.9]])
-    cut, shows = clip_boxes(to_model_coords(boxes, (400, 200), inputs("crop"), None, None))  # half visible
+    boxes = np.array(
+        [[0.0, 0.2, 0.2, 0.8], [0.2, 0.2, 0.3, 0.8], [0.3, 0.0, 0.7, 1.0], [0.5, 0.5, 0.5, 0.9]]
+    )
+    # half visible
+    cut, shows = clip_boxes(to_model_coords(boxes, (400, 200), inputs("crop"), None, None))
     assert shows.tolist() == [False, True, True, False]
     assert np.allclose(cut[1:3], [[0, 0.2, 0.1, 0.8], [0.1, 0, 0.9, 1]])
     assert not clip_boxes(np.array([[-0.95, 0.0, 0.05, 1.0]]))[1][0]  # a twentieth is visible
@@ -71,10 +92,14 @@ def test_boxes_outside_the_crop_are_dropped():
 def test_largest_boxes_are_kept_in_order():
     boxes = [[0, 0, side, side] for side in (0.3, 0.1, 0.9, 0.5)]
     found = transform_boxes(boxes, [7, 8, 9, 10], (9, 9), inputs(max_boxes=3))
-    assert found["box_labels"].tolist() == [7, 9, 10] and np.allclose(found["boxes"][:, 2], [0.3, 0.9, 0.5])
+    assert found["box_labels"].tolist() == [7, 9, 10] and np.allclose(
+        found["boxes"][:, 2], [0.3, 0.9, 0.5]
+    )
     found = transform_boxes(boxes[:1], [7], (9, 9), inputs(max_boxes=3))
     assert found["box_labels"].tolist() == [7, NO_LABEL, NO_LABEL] and not found["boxes"][1:].any()
-    assert [transform_boxes(part, None, (9, 9), inputs())["num_boxes"] for part in (None, [], boxes)] == [0, 0, 4]
+    assert [
+        transform_boxes(part, None, (9, 9), inputs())["num_boxes"] for part in (None, [], boxes)
+    ] == [0, 0, 4]
     assert transform_boxes(boxes, None, (9, 9), inputs())["box_labels"].tolist() == [NO_LABEL] * 4
     assert transform_boxes(boxes, None, (9, 9), inputs(max_boxes=0)) == {}
 
@@ -92,13 +117,20 @@ def test_batches_carry_boxes_with_a_mask(tmp_path, augment):
     tokenizer = train_tokenizer(CAPTIONS, 60)
     plan = SamplePlan(6, 4, 1, 2, seed=0, steps=2, shuffle=False)
     positions = np.array([*range(6), PADDING, PADDING])
-    plain = RowReader(prepared, inputs(max_boxes=0), tokenizer, 10**6, augment).read_block(plan, positions)
+    plain = RowReader(prepared, inputs(max_boxes=0), tokenizer, 10**6, augment).read_block(
+        plan, positions
+    )
     block = RowReader(prepared, inputs(), tokenizer, 10**6, augment).read_block(plan, positions)
     assert block["num_boxes"].tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
     assert not {"boxes", "box_labels", "num_boxes"} & set(plain)
     assert all(np.array_equal(block[name], plain[name]) for name in plain)
     micros = [micro for step in iter_micro_batches([block], plan) for micro in step]
-    assert [tuple(micro["boxes"].shape) for micro in micros] == [(2, 1, 4), (2, 2, 4), (2, 2, 4), (2, 0, 4)]
+    assert [tuple(micro["boxes"].shape) for micro in micros] == [
+        (2, 1, 4),
+        (2, 2, 4),
+        (2, 2, 4),
+        (2, 0, 4),
+    ]
     assert micros[1]["box_mask"].tolist() == [[True, True], [False, False]]
     assert micros[1]["box_labels"].tolist() == [[0, 1], [NO_LABEL, NO_LABEL]]
     left, right = (0.5, 0.9) if augment is None else (0.1, 0.5)

@@ -1,4 +1,6 @@
-"""Image decoding: every accepted format, transparency, bit depth, orientation, and damaged bytes."""
+"""Image decoding: every accepted format, transparency, bit depth, orientation, and damaged
+bytes.
+"""
 
 import io
 import struct
@@ -21,13 +23,17 @@ from tests.made import encode
 
 def with_pillow(data, max_pixels=MAX_PIXELS):
     """Decode with Pillow alone: the reference for the fast JPEG path."""
-    return decode_module._decode_with_pillow(decode_module._open(data, max_pixels), data, max_pixels)
+    return decode_module._decode_with_pillow(
+        decode_module._open(data, max_pixels), data, max_pixels
+    )
 
 
 def photo(width=40, height=30):
     """A smooth image that differs in every direction."""
     y, x = np.mgrid[:height, :width]
-    return Image.fromarray(np.stack([x * 255 // width, y * 255 // height, (x + y) % 256], -1).astype(np.uint8))
+    return Image.fromarray(
+        np.stack([x * 255 // width, y * 255 // height, (x + y) % 256], -1).astype(np.uint8)
+    )
 
 
 FORMATS = {
@@ -75,9 +81,16 @@ def test_header_size_decodes_no_pixels(monkeypatch, name):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_orientation_in_png_text_is_applied(late):
-    """Pillow reads the XMP packet of a PNG; after the pixels, where ExifTool writes it, only decoding reads it."""
+    """Pillow reads the XMP packet of a PNG; after the pixels, where ExifTool writes it, only
+    decoding reads it.
+    """
     packet = b'XML:com.adobe.xmp\0\0\0\0\0<rdf:Description tiff:Orientation="6"/>'
-    chunk = struct.pack(">I", len(packet)) + b"iTXt" + packet + struct.pack(">I", zlib.crc32(b"iTXt" + packet))
+    chunk = (
+        struct.pack(">I", len(packet))
+        + b"iTXt"
+        + packet
+        + struct.pack(">I", zlib.crc32(b"iTXt" + packet))
+    )
     data = FORMATS["PNG"]
     at = len(data) - 12 if late else 33  # before IEND; after IHDR
     data = data[:at] + chunk + data[at:]
@@ -88,7 +101,10 @@ def test_orientation_in_png_text_is_applied(late):
 def test_pillow_warnings_are_not_logged():
     """Damaged EXIF, in a process set up like a decode actor."""
     exif = b"Exif\0\0MM\0*" + struct.pack(">LHHHLL", 8, 1, 0x010F, 2, 10**6, 26) + bytes(4)
-    code = "import sys; from mmray.data.images.decode import verify_image; verify_image(sys.stdin.buffer.read())"
+    code = (
+        "import sys; from mmray.data.images.decode import verify_image; "
+        "verify_image(sys.stdin.buffer.read())"
+    )
     data = encode(photo(), "JPEG", exif=exif)
     run = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=True)
     assert run.stderr == b""
@@ -172,11 +188,19 @@ def test_flipped_bit_in_a_png_is_always_detected():
 def test_squash_crop_and_pad():
     image = Image.new("RGB", (90, 30), "black")
     image.paste("red", (30, 0, 60, 30))
-    squash, crop, pad = (resize_to_square(np.asarray(image), 12, fit, "bilinear") for fit in ("squash", "crop", "pad"))
+    squash, crop, pad = (
+        resize_to_square(np.asarray(image), 12, fit, "bilinear")
+        for fit in ("squash", "crop", "pad")
+    )
     for pixels in (squash, crop, pad):
-        assert (pixels.shape, pixels.dtype, pixels.flags.c_contiguous) == ((3, 12, 12), np.uint8, True)
+        assert (pixels.shape, pixels.dtype, pixels.flags.c_contiguous) == (
+            (3, 12, 12),
+            np.uint8,
+            True,
+        )
     assert (squash[0, :, 0] < 10).all() and (squash[0, :, 6] > 245).all()
-    assert (crop[0, :, 1:-1] == 255).all()  # at the edges the filter reads the black outside, as after a full resize
+    # at the edges the filter reads the black outside, as after a full resize
+    assert (crop[0, :, 1:-1] == 255).all()
     assert (crop[0] > 200).all() and (crop[1:] == 0).all()
     assert (pad[:, :4] == 255).all() and (pad[:, 8:] == 255).all() and (pad[1, 4:8] < 10).all()
 
@@ -202,7 +226,9 @@ def test_xmp_orientation_is_applied():
 def test_upright_jpeg_takes_fast_path(monkeypatch):
     data = rotated(1)
     expected = np.asarray(with_pillow(data))
-    monkeypatch.setattr(decode_module, "_decode_with_pillow", lambda *_: pytest.fail("decoded by Pillow"))
+    monkeypatch.setattr(
+        decode_module, "_decode_with_pillow", lambda *_: pytest.fail("decoded by Pillow")
+    )
     assert np.array_equal(decode(data), expected)
 
 

@@ -16,7 +16,9 @@ def noise(width, height, seed):
 
 
 def stripes(width, height, seed):
-    """Black and white squares of one pixel and more: maximum overshoot, and exact rounding everywhere."""
+    """Black and white squares of one pixel and more: maximum overshoot, and exact rounding
+    everywhere.
+    """
     y, x = np.mgrid[:height, :width] // (seed % 4 + 1)
     return (((x + y) % 2)[..., None] * 255).repeat(3, 2).astype(np.uint8)
 
@@ -46,16 +48,25 @@ def test_resize_equals_pillow_within_two_levels(photo, size, interpolation):
 
 
 def test_concurrent_threads_resize_correctly():
-    pictures = [np.random.default_rng(seed).integers(0, 256, (300, 200, 3), dtype=np.uint8) for seed in range(8)]
+    pictures = [
+        np.random.default_rng(seed).integers(0, 256, (300, 200, 3), dtype=np.uint8)
+        for seed in range(8)
+    ]
     alone = [resize(rgb, (64, 64), "bicubic", (0, 0, 200, 300)) for rgb in pictures]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
-            together = pool.map(lambda rgb: resize(rgb, (64, 64), "bicubic", (0, 0, 200, 300)), pictures)
-            assert all(np.array_equal(one, other) for one, other in zip(together, alone, strict=True))
+            together = pool.map(
+                lambda rgb: resize(rgb, (64, 64), "bicubic", (0, 0, 200, 300)), pictures
+            )
+            assert all(
+                np.array_equal(one, other) for one, other in zip(together, alone, strict=True)
+            )
 
 
 def test_pillow_is_the_fallback(monkeypatch):
     rgb = np.random.default_rng(0).integers(0, 256, (30, 20, 3), dtype=np.uint8)
     monkeypatch.setattr(module, "simd", None)
     box = (0, 0, 20, 30)
-    assert np.array_equal(resize(rgb, (8, 8), "bilinear", box), resize_with_pillow(rgb, (8, 8), "bilinear", box))
+    assert np.array_equal(
+        resize(rgb, (8, 8), "bilinear", box), resize_with_pillow(rgb, (8, 8), "bilinear", box)
+    )

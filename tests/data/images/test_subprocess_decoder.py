@@ -1,4 +1,6 @@
-"""Decoder crashes and out-of-memory errors are attributed to their image; all other rows are kept."""
+"""Decoder crashes and out-of-memory errors are attributed to their image; all other rows are
+kept.
+"""
 
 import json
 import sys
@@ -41,13 +43,18 @@ class DecodeActor(stream_module.DecodeActor):
 
 
 def make_source(folder, count, bad):
-    """JSONL of `count` rows with one image each; images of the rows `bad` crash the decoder and log it in `tries-N`."""
+    """JSONL of `count` rows with one image each; images of the rows `bad` crash the decoder and log
+    it in `tries-N`.
+    """
     folder.mkdir()
     for number in range(count):
         data = png(number)
         data = deadly(data, folder / f"tries-{number}") if number in bad else data
         (folder / f"{number}.png").write_bytes(data)
-    rows = [{"id": f"k{number}", "image": f"{number}.png", "text": f"row {number}"} for number in range(count)]
+    rows = [
+        {"id": f"k{number}", "image": f"{number}.png", "text": f"row {number}"}
+        for number in range(count)
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "rows.jsonl"
 
@@ -62,7 +69,10 @@ def test_crash_kills_only_the_child_and_a_new_one_starts(tmp_path):
         assert subprocess_decoder.check(png(1), 10**6) == (16, 16)
         with pytest.raises(BadImage, match=r"crash: the decoder process died \(exit status -11\)"):
             subprocess_decoder.check(deadly(png(2), tmp_path / "log"), 10**6)
-        for data, max_pixels, reason in ((b"<html>", 10**6, "format"), (png(1), 16 * 16 - 1, "too-large")):
+        for data, max_pixels, reason in (
+            (b"<html>", 10**6, "format"),
+            (png(1), 16 * 16 - 1, "too-large"),
+        ):
             with pytest.raises(BadImage, match=reason):
                 subprocess_decoder.check(data, max_pixels)
         assert subprocess_decoder.check(png(3, side=9), 10**6) == (9, 9)
@@ -101,7 +111,9 @@ subprocess_decoder.serve(sys.stdin.buffer, sys.stdout.buffer)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process's memory as Linux has them")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="limits of a process's memory as Linux has them"
+)
 def test_out_of_memory_image_is_not_reported_corrupt(monkeypatch):
     """16 megapixels with 24 MiB left, then a small image."""
     monkeypatch.setattr(decoder_module, "COMMAND", (sys.executable, "-c", CRAMPED))
@@ -125,17 +137,28 @@ def test_rows_of_oom_task_are_retried_one_by_one_and_kept(tmp_path, monkeypatch,
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("image_side", [0, 8])
-def test_prepare_quarantines_crashing_image_and_packs_the_rest(tmp_path, monkeypatch, local_ray, image_side):
+def test_prepare_quarantines_crashing_image_and_packs_the_rest(
+    tmp_path, monkeypatch, local_ray, image_side
+):
     bad = (5, 6, 13)  # two in one task, and one that is the first of its task
     source, out = make_source(tmp_path / "raw", 32, bad), str(tmp_path / "out")
-    settings = Prepare(max_bad_fraction=0.5, rows_per_shard=4, vocab_size=100, image_side=image_side)
+    settings = Prepare(
+        max_bad_fraction=0.5, rows_per_shard=4, vocab_size=100, image_side=image_side
+    )
     monkeypatch.setattr(prepare_module, "_pack_task", partial(pack_task, decoder_dies))
     manifest = prepare(str(source), out, settings)
     assert (manifest.num_rows, manifest.reasons) == (29, {"decoder-crash": 3})
-    faults = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
-    assert [(fault["key"], fault["source"]) for fault in faults] == [(f"k{n}", f"rows.jsonl:{n + 1}") for n in bad]
+    faults = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
+    ]
+    assert [(fault["key"], fault["source"]) for fault in faults] == [
+        (f"k{n}", f"rows.jsonl:{n + 1}") for n in bad
+    ]
     assert all("the decoder process died" in fault["detail"] for fault in faults)
-    assert PreparedSet.open(out).keys() == [f"k{number}" for number in range(32) if number not in bad]
+    assert PreparedSet.open(out).keys() == [
+        f"k{number}" for number in range(32) if number not in bad
+    ]
     assert all(1 <= tries(source, number) <= 3 for number in bad)
     assert prepare(str(source), out, settings) == manifest  # not retried
     assert all(tries(source, number) <= 3 for number in bad)
@@ -151,14 +174,19 @@ def hash_task(item):
 def test_contamination_check_survives_crashing_images(tmp_path, monkeypatch, local_ray):
     """The crashing image is compared by its bytes and has no thumbnail."""
     source, out = make_source(tmp_path / "raw", 12, [5]), str(tmp_path / "out")
-    unseen = Prepare(rows_per_shard=4, vocab_size=60, index_only=True, check="none", max_bad_fraction=1.0)
+    unseen = Prepare(
+        rows_per_shard=4, vocab_size=60, index_only=True, check="none", max_bad_fraction=1.0
+    )
     prepare(str(source), str(tmp_path / "other"), unseen)
     monkeypatch.setattr(contamination, "_hash_task", hash_task)
     with decoder_dies():
         settings = unseen.model_copy(update={"check_contamination": (str(tmp_path / "other"),)})
         manifest = prepare(str(source), out, settings)
     assert (manifest.num_rows, manifest.leakage["exact"]) == (12, 12)
-    shown = {line["key"]: line.get("thumbnails") for line in map(json.loads, (tmp_path / "out" / "leaks.jsonl").open())}
+    shown = {
+        line["key"]: line.get("thumbnails")
+        for line in map(json.loads, (tmp_path / "out" / "leaks.jsonl").open())
+    }
     assert shown["k5"] == [None, None] and all(shown["k4"])
 
 
@@ -170,14 +198,18 @@ def consume(iterator):
 @pytest.mark.cluster
 def test_index_only_stream_skips_crashing_row(tmp_path, monkeypatch, local_ray):
     source, out = make_source(tmp_path / "raw", 40, [17]), str(tmp_path / "out")
-    prepare(str(source), out, Prepare(rows_per_shard=16, vocab_size=60, index_only=True, check="none"))
+    prepare(
+        str(source), out, Prepare(rows_per_shard=16, vocab_size=60, index_only=True, check="none")
+    )
     tokenizer = train_tokenizer([f"row {number}" for number in range(40)], 60)
     reader = RowReader(PreparedSet.open(out), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
     plan = SamplePlan(40, 4, 1, 4, seed=0, steps=20)  # two epochs
     monkeypatch.setattr(stream_module, "DecodeActor", DecodeActor)
     made = stream_module.StreamDataConfig(ResumePoint(plan, 0), reader, num_actors=1, block_mb=0.01)
     blocks = ray.get(consume.remote(made.configure({"train": None}, 1)[0]["train"]))
-    column = {name: np.concatenate([block[name] for block in blocks]) for name in ("pos", "key", "valid")}
+    column = {
+        name: np.concatenate([block[name] for block in blocks]) for name in ("pos", "key", "valid")
+    }
     rows = plan.row_ids_at(np.arange(80))
     assert column["pos"].tolist() == list(range(80))
     assert column["valid"].tolist() == (rows != 17).tolist()

@@ -18,7 +18,10 @@ NAMES = ("allowed.test", "other.test", "inner.test", "localhost")
 
 
 class Server(ThreadingHTTPServer):
-    """Context manager: `with Server(folder, image) as server`: server.port; `image(number)` returns the bytes of /N."""
+    """Context manager: `with Server(folder, image) as server`: server.port;
+
+    `image(number)` returns the bytes of /N.
+    """
 
     daemon_threads = True
     request_queue_size = 64
@@ -30,7 +33,9 @@ class Server(ThreadingHTTPServer):
         self.trusted = ssl.create_default_context(cafile=write_certificate(folder))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(folder / "certificate.pem", folder / "key.pem")
-        self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        self.socket = context.wrap_socket(
+            self.socket, server_side=True, do_handshake_on_connect=False
+        )
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     @property
@@ -50,7 +55,9 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """/N: an image; /slow/N: the same after 0.2 s; /to?at=ADDRESS: a redirect; /busy/M/N: refused M times; /404 etc."""
+    """/N: an image; /slow/N: the same after 0.2 s; /to?at=ADDRESS: a redirect; /busy/M/N: refused M
+    times; /404 etc.
+    """
 
     protocol_version = "HTTP/1.1"
 
@@ -70,7 +77,9 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.2)
             self._send(200, self.server.image(int(rest[0])))
         elif kind == "to":
-            self._send(302, b"", Location=parse_qs(urlsplit(self.path).query, encoding="latin-1")["at"][0])
+            self._send(
+                302, b"", Location=parse_qs(urlsplit(self.path).query, encoding="latin-1")["at"][0]
+            )
         elif kind == "busy":
             busy = self.server.requests[self.path] <= int(rest[0])
             self._send(503 if busy else 200, b"" if busy else self.server.image(int(rest[1])))
@@ -91,11 +100,16 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, b"", **{"Content-Length": str(10**12)})
         else:
             number = int(kind)
-            self._send(number if number >= 400 else 200, b"" if number >= 400 else self.server.image(number))
+            self._send(
+                number if number >= 400 else 200,
+                b"" if number >= 400 else self.server.image(number),
+            )
 
     def _send(self, status, body, **headers):
         self.send_response(status)
-        for name, value in ({} if body is None else {"Content-Length": str(len(body))} | headers).items():
+        for name, value in (
+            {} if body is None else {"Content-Length": str(len(body))} | headers
+        ).items():
             self.send_header(name, value)
         self.close_connection = body is None
         self.end_headers()
@@ -112,7 +126,14 @@ def dns_table(**names):
         if host.replace(".", "_") not in names:
             raise OSError(f"{host} is not known")
         return [
-            {"hostname": host, "host": each, "port": port, "family": family_of(each), "proto": 0, "flags": 0}
+            {
+                "hostname": host,
+                "host": each,
+                "port": port,
+                "family": family_of(each),
+                "proto": 0,
+                "flags": 0,
+            }
             for each in names[host.replace(".", "_")]
         ]
 
@@ -127,17 +148,21 @@ def write_certificate(folder):
     """Write a self-signed certificate.pem and its key.pem; return the path of the first."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tests")])
-    names = [x509.DNSName(each) for each in NAMES] + [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    names = [x509.DNSName(each) for each in NAMES] + [
+        x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    ]
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
     builder = builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(
         now + datetime.timedelta(days=1)
     )
     builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    certificate = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), True).sign(
-        key, hashes.SHA256()
-    )
+    certificate = builder.add_extension(
+        x509.BasicConstraints(ca=True, path_length=None), True
+    ).sign(key, hashes.SHA256())
     encoding = serialization.Encoding.PEM
     plain = serialization.NoEncryption()
     (folder / "certificate.pem").write_bytes(certificate.public_bytes(encoding))
-    (folder / "key.pem").write_bytes(key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain)
+    )
     return folder / "certificate.pem"

@@ -1,4 +1,6 @@
-"""Deduplication: equal to a plain search with dictionaries, and about 20 bytes of memory for a row."""
+"""Deduplication: equal to a plain search with dictionaries, and about 20 bytes of memory for
+a row.
+"""
 
 import tracemalloc
 from dataclasses import asdict
@@ -24,10 +26,14 @@ SPLITS = ("train", "test", None)
 def packed_rows(seed, count, most):
     """Rows whose digests have `most` values."""
     rng = np.random.default_rng(seed)
-    keys, contents, texts = (rng.integers(0, most, (count, 1), np.uint64) * [1, 7 << 40] for _ in range(3))
+    keys, contents, texts = (
+        rng.integers(0, most, (count, 1), np.uint64) * [1, 7 << 40] for _ in range(3)
+    )
     shards = [Shard(f"{number}", split, 0, 0, "") for number, split in enumerate(SPLITS)]
     shard_of = rng.integers(0, 3, count).astype(np.int32)
-    return PackedRows(*(each.astype(np.uint64) for each in (keys, contents, texts)), shard_of, shards, 0)
+    return PackedRows(
+        *(each.astype(np.uint64) for each in (keys, contents, texts)), shard_of, shards, 0
+    )
 
 
 def plain_duplicates(packed, rule):
@@ -71,7 +77,10 @@ def test_memory_of_a_row_is_bounded(tmp_path, monkeypatch, rule, most_bytes):
 
     def iter_chunk_records(*_):
         for start in range(0, count, size):
-            columns = {name: [rng.bytes(16).hex() for _ in range(size)] for name in ("image_digest", "text_digest")}
+            columns = {
+                name: [rng.bytes(16).hex() for _ in range(size)]
+                for name in ("image_digest", "text_digest")
+            }
             keys = [f"k{row}" for row in range(start, start + size)]
             yield (
                 start,

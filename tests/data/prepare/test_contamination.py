@@ -1,4 +1,6 @@
-"""Contamination: exact and near matches in other sets and splits are counted, listed and quarantined."""
+"""Contamination: exact and near matches in other sets and splits are counted, listed and
+quarantined.
+"""
 
 import json
 
@@ -54,14 +56,20 @@ def make_source(folder, images, splits=None):
     with (folder / "rows.jsonl").open("w") as file:
         for number, data in enumerate(images):
             (folder / f"{number}.img").write_bytes(data)
-            row = {"id": f"{folder.name}{number}", "image": f"{number}.img", "text": f"row {number}"}
+            row = {
+                "id": f"{folder.name}{number}",
+                "image": f"{number}.img",
+                "text": f"row {number}",
+            }
             file.write(json.dumps(row | ({"split": splits[number]} if splits else {})) + "\n")
     return str(folder / "rows.jsonl")
 
 
 @pytest.fixture
 def two(tmp_path, in_process):
-    """A prepared evaluation set of 6 rows, and a source of 10 with two exact and two re-encoded copies of it."""
+    """A prepared evaluation set of 6 rows, and a source of 10 with two exact and two re-encoded
+    copies of it.
+    """
     seen = [encode(patches_image(number)) for number in range(6)]
     prepare(make_source(tmp_path / "e", seen), str(tmp_path / "eval"), LAX)
     images = [encode(patches_image(number)) for number in range(20, 30)]
@@ -77,13 +85,20 @@ def leaks_in(out):
 
 def test_leaks_are_counted_named_and_shown(tmp_path, two):
     source, eval_set = two
-    manifest = prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"check_contamination": (eval_set,)}))
+    manifest = prepare(
+        source, str(tmp_path / "out"), LAX.model_copy(update={"check_contamination": (eval_set,)})
+    )
     assert manifest.num_rows == 10
     assert manifest.leakage == {
         "exact": 2, "near": 2, "phash_distance": 20, "dropped": False, "found_in": {eval_set: 4, "splits": 0}
     }  # fmt: skip
     lines = leaks_in(tmp_path / "out")
-    assert [(line["key"], line["other"]) for line in lines] == [("t2", "e4"), ("t3", "e1"), ("t7", "e0"), ("t9", "e5")]
+    assert [(line["key"], line["other"]) for line in lines] == [
+        ("t2", "e4"),
+        ("t3", "e1"),
+        ("t7", "e0"),
+        ("t9", "e5"),
+    ]
     assert [line["bits"] is None for line in lines] == [True, False, True, False]
     assert all(data.startswith("data:image/webp") for line in lines for data in line["thumbnails"])
 
@@ -102,15 +117,26 @@ def test_leaks_are_quarantined_and_other_rows_kept(tmp_path, two, in_process):
     assert list(faults) == [f"rows.jsonl:{number + 1}" for number in (2, 3, 7, 9)]
     assert faults["rows.jsonl:3"] == f"same image as row e4 of {eval_set}"
     assert "near-duplicate (" in faults["rows.jsonl:4"]
-    exact = prepare(source, str(tmp_path / "exact"), settings.model_copy(update={"phash_distance": -1}))
+    exact = prepare(
+        source, str(tmp_path / "exact"), settings.model_copy(update={"phash_distance": -1})
+    )
     assert exact.reasons == {"overlap": 2}
 
 
 def test_changed_images_without_checksums_are_hashed_again(tmp_path, two):
-    """Neither the rows nor the other set, both index-only and unchecked, have digests of their images."""
-    eval_set, index_only = tmp_path / "index", LAX.model_copy(update={"index_only": True, "check": "none"})
-    mine = make_source(tmp_path / "mine", [encode(patches_image(number)) for number in range(40, 44)])
-    other = make_source(tmp_path / "other", [encode(patches_image(number)) for number in range(50, 54)])
+    """Neither the rows nor the other set, both index-only and unchecked, have digests of their
+    images.
+    """
+    eval_set, index_only = (
+        tmp_path / "index",
+        LAX.model_copy(update={"index_only": True, "check": "none"}),
+    )
+    mine = make_source(
+        tmp_path / "mine", [encode(patches_image(number)) for number in range(40, 44)]
+    )
+    other = make_source(
+        tmp_path / "other", [encode(patches_image(number)) for number in range(50, 54)]
+    )
     prepare(other, str(eval_set), index_only)
     settings = index_only.model_copy(update={"check_contamination": (two[1], str(eval_set))})
     assert prepare(mine, str(tmp_path / "out"), settings).leakage["exact"] == 0
@@ -126,11 +152,15 @@ def test_class_folders_of_equal_names_are_no_duplicates(tmp_path, in_process):
     for first, name in ((0, "a"), (10, "b")):
         (tmp_path / name / "cat").mkdir(parents=True)
         for number in range(3):
-            (tmp_path / name / "cat" / f"{number}.png").write_bytes(encode(patches_image(first + number)))
+            (tmp_path / name / "cat" / f"{number}.png").write_bytes(
+                encode(patches_image(first + number))
+            )
     eval_set = prepare(str(tmp_path / "a"), str(tmp_path / "eval"), index_only)
     settings = index_only.model_copy(update={"check_contamination": (str(tmp_path / "eval"),)})
     manifest = prepare(str(tmp_path / "b"), str(tmp_path / "out"), settings)
-    assert [shard.sha256 for shard in manifest.shards] == [shard.sha256 for shard in eval_set.shards]
+    assert [shard.sha256 for shard in manifest.shards] == [
+        shard.sha256 for shard in eval_set.shards
+    ]
     assert (manifest.leakage["exact"], manifest.leakage["near"]) == (0, 0)
 
 
@@ -151,20 +181,36 @@ def test_invalid_comparisons_are_refused(tmp_path, two, monkeypatch):
     with pytest.raises(UsageError, match="is the set that is being prepared"):
         prepare(source, eval_set, LAX.model_copy(update={"check_contamination": (eval_set,)}))
     with pytest.raises(DataError, match="not a prepared set"):
-        prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"check_contamination": (str(tmp_path / "t"),)}))
+        prepare(
+            source,
+            str(tmp_path / "out"),
+            LAX.model_copy(update={"check_contamination": (str(tmp_path / "t"),)}),
+        )
     monkeypatch.setattr(contamination, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'mmray\[leakage\]'"):
-        prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"check_contamination": (eval_set,)}))
+        prepare(
+            source,
+            str(tmp_path / "out"),
+            LAX.model_copy(update={"check_contamination": (eval_set,)}),
+        )
 
 
 def random_hashes(rng, count, base=None):
-    """Hashes that are often near each other: a few centers with some bits flipped and some colors moved."""
+    """Hashes that are often near each other: a few centers with some bits flipped and some colors
+    moved.
+    """
     out = np.zeros(count, IMAGE_HASH_DTYPE)
     centers = base if base is not None else rng.integers(0, 2**63, (4, 4), dtype=np.uint64)
     out["phash"] = centers[rng.integers(0, len(centers), count)]
     for _ in range(12):
-        word, bit, turned = rng.integers(0, 4, count), rng.integers(0, 64, count), rng.random(count) < 0.6
-        out["phash"][np.flatnonzero(turned), word[turned]] ^= np.uint64(1) << bit[turned].astype(np.uint64)
+        word, bit, turned = (
+            rng.integers(0, 4, count),
+            rng.integers(0, 64, count),
+            rng.random(count) < 0.6,
+        )
+        out["phash"][np.flatnonzero(turned), word[turned]] ^= np.uint64(1) << bit[turned].astype(
+            np.uint64
+        )
     out["colors"] = 100 + rng.integers(0, 3, (count, 1)) * 4
     out["has_phash"] = rng.random(count) < 0.9
     return out
@@ -175,16 +221,26 @@ def random_hashes(rng, count, base=None):
 def test_band_search_equals_search_of_all_pairs(seed, num_queries, num_references, most_bits):
     rng = np.random.default_rng(seed)
     base = rng.integers(0, 2**63, (3, 4), dtype=np.uint64)
-    queries, references = random_hashes(rng, num_queries, base), random_hashes(rng, num_references, base)
+    queries, references = (
+        random_hashes(rng, num_queries, base),
+        random_hashes(rng, num_references, base),
+    )
     index, bits = nearest(queries, references, most_bits)
     for number, query in enumerate(queries):
         best = (257, NO_ROW)
         for place, reference in enumerate(references):
             differ = int(np.bitwise_count(query["phash"] ^ reference["phash"]).sum())
             apart = np.abs(query["colors"].astype(int) - reference["colors"]).mean()
-            if query["has_phash"] and reference["has_phash"] and differ <= most_bits and apart <= MAX_COLOR_DISTANCE:
+            if (
+                query["has_phash"]
+                and reference["has_phash"]
+                and differ <= most_bits
+                and apart <= MAX_COLOR_DISTANCE
+            ):
                 best = min(best, (differ, place))
-        assert (index[number], bits[number]) == ((best[1], best[0]) if best[1] != NO_ROW else (NO_ROW, NO_ROW))
+        assert (index[number], bits[number]) == (
+            (best[1], best[0]) if best[1] != NO_ROW else (NO_ROW, NO_ROW)
+        )
 
 
 def test_equal_hashes_are_compared_once():
@@ -195,7 +251,9 @@ def test_equal_hashes_are_compared_once():
 
 
 def test_images_of_different_color_do_not_match():
-    red, blue = (perceptual_hash(Image.new("RGB", (32, 32), color)) for color in ((200, 0, 0), (0, 0, 200)))
+    red, blue = (
+        perceptual_hash(Image.new("RGB", (32, 32), color)) for color in ((200, 0, 0), (0, 0, 200))
+    )
     assert np.array_equal(red[0], blue[0])
     both = np.zeros(2, IMAGE_HASH_DTYPE)
     both["phash"], both["colors"], both["has_phash"] = [red[0], blue[0]], [red[1], blue[1]], True

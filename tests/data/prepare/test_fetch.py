@@ -68,7 +68,11 @@ def test_only_public_addresses_are_public():
 
 
 def test_host_names_are_normalized():
-    for name, host in (("Images.Example.ORG", "images.example.org"), ("a.b:443", "a.b"), ("a.b:8443", "a.b:8443")):
+    for name, host in (
+        ("Images.Example.ORG", "images.example.org"),
+        ("a.b:443", "a.b"),
+        ("a.b:8443", "a.b:8443"),
+    ):
         assert parse_host(name) == host
     assert Prepare(allow_urls=("z.org", "A.b:443", "a.b")).allow_urls == ("a.b", "z.org")
 
@@ -94,7 +98,8 @@ def test_invalid_host_names_are_refused(name):
         ("https://a.b\\@evil.org/x", "login"), ("https://127.0.0.1/x", "numeric"), ("https://[::1]/x", "numeric"),
         ("https://2130706433/", "numeric"), ("https://0x7f000001/", "numeric"), ("https:///x", "no valid host"),
         ("https://a.b:8443/x", "--allow-urls a.b:8443"), ("https://c.d/x", "--allow-urls c.d"),
-        ("https://a.b./x", "no valid host"), ("https://evil.org/https://a.b/", "prepare.allow_urls"),
+        ("https://a.b./x", "no valid "
+                           "host"), ("https://evil.org/https://a.b/", "prepare.allow_urls"),
         ("https://a.b.evil.org/", "--allow-urls a.b.evil.org"), ("https://a.b\tx/", "numeric"),
         ("ftp://a.b/", "only https"), ("//a.b/", "only https"),
     ],
@@ -105,7 +110,11 @@ def test_rejection_reason_of_urls(address, why):
 
 
 def test_messages_contain_no_secret_of_a_url():
-    for address in ("https://a.b/x.png?sig=hush", "https://a.b/x.png#hush", "https://me:hush@a.b/x.png?hush"):
+    for address in (
+        "https://a.b/x.png?sig=hush",
+        "https://a.b/x.png#hush",
+        "https://me:hush@a.b/x.png?hush",
+    ):
         assert redact_url(address) == "https://a.b/x.png"
         for hosts in ((), ("other.org",), ("a.b",)):
             row = {"image": address, "text": "x"}
@@ -137,8 +146,11 @@ def test_redirects_stay_on_allowed_hosts(server, fetching):
             (f"https://allowed.test:{server.port}\\@other.test/4", "not a valid URL"),
         ):
             kind, detail = fault(fetcher, to(address))
-            assert (kind, message in detail, "hush" in detail) == ("read redirect", True, False), detail
-        fault(fetcher, server.address("to?at=https://allowed.test/%FF"))[1].encode()  # a lone surrogate can be printed
+            assert (kind, message in detail, "hush" in detail) == ("read redirect", True, False), (
+                detail
+            )
+        # a lone surrogate can be printed
+        fault(fetcher, server.address("to?at=https://allowed.test/%FF"))[1].encode()
         assert fault(fetcher, f"https://127.0.0.1:{server.port}/4")[0] == "read url"
         assert not any(path.startswith("/4") for path in server.requests)
         assert fault(fetcher, to(to(to(to(to(to("/5")))))))[1].endswith("more than 5 redirects")
@@ -146,7 +158,9 @@ def test_redirects_stay_on_allowed_hosts(server, fetching):
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "::1", "169.254.169.254", "::ffff:127.0.0.1"])
 def test_name_that_resolves_to_private_address_is_refused(server, fetching, address):
-    with fetching((f"inner.test:{server.port}",), names={"inner_test": [address]}, public=is_public_ip) as fetcher:
+    with fetching(
+        (f"inner.test:{server.port}",), names={"inner_test": [address]}, public=is_public_ip
+    ) as fetcher:
         kind, detail = fault(fetcher, server.address("6?hush", "inner.test"))
     assert kind == "read private-address"
     assert "inner.test is at" in detail and "hush" not in detail
@@ -197,7 +211,10 @@ def test_downloads_overlap_and_rows_keep_their_order(server, fetching):
     server.max_active = 0
     rows = [{"id": n, "image": server.address(f"slow/{n}"), "text": "x"} for n in range(40)]
     items = [RawRow(n, f"made:{n}", row) for n, row in enumerate(rows)]
-    items[5], items[7] = RawRow(5, "made:5", {"text": "x"}), RawRow(7, "made:7", BadRow("parse", "json", "x"))
+    items[5], items[7] = (
+        RawRow(5, "made:5", {"text": "x"}),
+        RawRow(7, "made:7", BadRow("parse", "json", "x")),
+    )
     items[9] = RawRow(9, "made:9", {"image": "a.png", "text": "x"})
     seen, most = [], 0
 
@@ -224,7 +241,10 @@ def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch, in_process):
     port, messages = server.port, []
     urls = [server.address(f"{n}?sig=hush") for n in (20, 21, 22)]
     urls += [server.address("404?sig=hush"), server.address("23?sig=hush", "other.test")]
-    urls += [server.address("busy/3/5?hush"), f"https://allowed.test:{port}/to?at=https://other.test/a?hush"]
+    urls += [
+        server.address("busy/3/5?hush"),
+        f"https://allowed.test:{port}/to?at=https://other.test/a?hush",
+    ]
     source = tmp_path / "rows.jsonl"
     source.write_text("".join(json.dumps({"url": url, "caption": "x"}) + "\n" for url in urls))
     monkeypatch.setattr(fetch_module, "Fetcher", fetching)
@@ -233,7 +253,9 @@ def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch, in_process):
         allow_urls=(f"ALLOWED.test:{port}",),
     )  # fmt: skip
     out = tmp_path / "out"
-    manifest = prepare(str(source), str(out), settings, log=lambda text, label: messages.append((label, text)))
+    manifest = prepare(
+        str(source), str(out), settings, log=lambda text, label: messages.append((label, text))
+    )
     assert (manifest.num_rows, manifest.num_read) == (3, len(urls))
     rows = PreparedSet.open(str(out)).read(np.arange(3))
     assert [row.image for row in rows] == [color_image(n) for n in (20, 21, 22)]

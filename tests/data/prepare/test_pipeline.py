@@ -97,7 +97,9 @@ def test_every_row_is_kept_or_quarantined(tmp_path, in_process, run):
     )
     manifest, faults = run(), quarantine(out)
     assert (manifest.num_rows, manifest.num_quarantined, manifest.num_read) == (10, 6, 16)
-    assert [(fault["key"], fault["source"], fault["stage"], fault["reason"]) for fault in faults] == [
+    assert [
+        (fault["key"], fault["source"], fault["stage"], fault["reason"]) for fault in faults
+    ] == [
         ("a", "rows.jsonl:11", "read", "missing-image"),
         ("b", "rows.jsonl:12", "decode", "truncated"),
         ("rows.jsonl:13", "rows.jsonl:13", "parse", "json"),
@@ -105,11 +107,16 @@ def test_every_row_is_kept_or_quarantined(tmp_path, in_process, run):
         ("k4", "rows.jsonl:16", "decode", "truncated"),
         ("k5", "rows.jsonl:17", "duplicates", "duplicate-key"),
     ]
-    assert manifest.reasons == Counter(fault["reason"] for fault in faults) and "k3" in faults[3]["detail"]
+    assert (
+        manifest.reasons == Counter(fault["reason"] for fault in faults)
+        and "k3" in faults[3]["detail"]
+    )
     prepared = PreparedSet.open(str(out))
     rows = prepared.read(np.arange(10))
     assert [row.key for row in rows] == numbered(10)
-    assert all(row.checksum_ok and row.image == color_image(number) for number, row in enumerate(rows))
+    assert all(
+        row.checksum_ok and row.image == color_image(number) for number, row in enumerate(rows)
+    )
     assert rows[7].source == "rows.jsonl:8" and prepared.tokenizer_json
     assert json.loads((out / "manifest.json").read_text())["num_rows"] == 10
 
@@ -119,9 +126,15 @@ def test_all_columns_are_kept(tmp_path, in_process, run):
     make_source(tmp_path / "raw", 2, start=1, split="train", label=3, language="en")
     add(source, {"image_path": "0.png", "texts": ["one", " two "], "split": "test"})
     manifest = run(duplicates="keep")
-    assert manifest.splits == {"train": 3, "test": 1}  # rows without a split are training rows if others have one
+    # rows without a split are training rows if others have one
+    assert manifest.splits == {"train": 3, "test": 1}
     [test] = PreparedSet.open(out, "test").read(np.array([0]))
-    assert (test.key, test.texts, test.split, test.label) == ("rows.jsonl:4", ["one", "two"], "test", None)
+    assert (test.key, test.texts, test.split, test.label) == (
+        "rows.jsonl:4",
+        ["one", "two"],
+        "test",
+        None,
+    )
     train = PreparedSet.open(out, "train").read(np.arange(3))
     assert [(row.label, row.language) for row in train] == [(None, None), (3, "en"), (3, "en")]
     assert manifest.languages == {"en": 2} and PreparedSet.open(out, "test").languages == {"en"}
@@ -138,26 +151,42 @@ def test_all_columns_are_kept(tmp_path, in_process, run):
 )
 def test_duplicate_rules(tmp_path, in_process, run, rule, kept, num_same_text):
     source = make_source(tmp_path / "raw", 2)
-    add(source, {"id": "a", "image": "0.png", "text": "color 0"}, {"id": "b", "image": "0.png", "text": "other"})
-    for number, text in ((5, "color 1"), (6, "other")):  # b was dropped for its image, not its caption
+    add(
+        source,
+        {"id": "a", "image": "0.png", "text": "color 0"},
+        {"id": "b", "image": "0.png", "text": "other"},
+    )
+    # b was dropped for its image, not its caption
+    for number, text in ((5, "color 1"), (6, "other")):
         (tmp_path / "raw" / f"{number}.png").write_bytes(color_image(number))
         add(source, {"id": "cd"[number - 5], "image": f"{number}.png", "text": text})
     manifest = run(duplicates=rule)
     assert keys(tmp_path / "out") == kept and manifest.num_same_text == num_same_text
     assert manifest.num_rows + manifest.num_quarantined == manifest.num_read == 6
-    faults = {fault["key"]: (fault["reason"], fault["detail"]) for fault in quarantine(tmp_path / "out")}
-    assert faults.get("c") == (("duplicate-text", "same captions as row k1") if rule == "text" else None)
+    faults = {
+        fault["key"]: (fault["reason"], fault["detail"]) for fault in quarantine(tmp_path / "out")
+    }
+    assert faults.get("c") == (
+        ("duplicate-text", "same captions as row k1") if rule == "text" else None
+    )
 
 
 def test_duplicates_across_chunks_and_splits(tmp_path, in_process, run):
     source = make_source(tmp_path / "raw", 9, split="train")
-    add(source, {"id": "t", "image": "2.png", "text": "x", "split": "test"}, {"id": "u", "image": "2.png", "text": "x"})
+    add(
+        source,
+        {"id": "t", "image": "2.png", "text": "x", "split": "test"},
+        {"id": "u", "image": "2.png", "text": "x"},
+    )
     manifest = run()
     assert len(in_process) == 3
     faults = [(fault["key"], fault["detail"]) for fault in quarantine(tmp_path / "out")]
-    assert faults == [(key, "duplicate of row t (in split test)") for key in ("k2", "u")]  # held-out rows stay held out
+    # held-out rows stay held out
+    assert faults == [(key, "duplicate of row t (in split test)") for key in ("k2", "u")]
     assert manifest.splits == {"train": 8, "test": 1}
-    with pytest.raises(DataError, match=r"(?s)2 duplicate, for example rows\.jsonl:3: .* keep duplicates with"):
+    with pytest.raises(
+        DataError, match=r"(?s)2 duplicate, for example rows\.jsonl:3: .* keep duplicates with"
+    ):
         run(max_bad_fraction=0.01)
 
 
@@ -165,11 +194,17 @@ def test_held_out_row_is_kept_if_ids_restart_in_each_split(tmp_path, in_process,
     source = make_source(tmp_path / "raw", 6, split="train")
     for number in range(10, 12):
         (tmp_path / "raw" / f"{number}.png").write_bytes(color_image(number))
-        add(source, {"id": f"k{number - 10}", "image": f"{number}.png", "text": "x", "split": "test"})
+        add(
+            source,
+            {"id": f"k{number - 10}", "image": f"{number}.png", "text": "x", "split": "test"},
+        )
     add(source, {"id": "k5", "image": "10.png", "text": "x", "split": "train"})
     assert run().splits == {"train": 4, "test": 2}
     assert keys(tmp_path / "out", "test") == ["k0", "k1"]
-    faults = [(fault["source"], fault["reason"], fault["detail"]) for fault in quarantine(tmp_path / "out")]
+    faults = [
+        (fault["source"], fault["reason"], fault["detail"])
+        for fault in quarantine(tmp_path / "out")
+    ]
     assert faults == [
         ("rows.jsonl:1", "duplicate-key", "another row has this id (in split test)"),
         ("rows.jsonl:2", "duplicate-key", "another row has this id (in split test)"),
@@ -179,10 +214,15 @@ def test_held_out_row_is_kept_if_ids_restart_in_each_split(tmp_path, in_process,
 
 def test_holdout_is_by_content_and_stable(tmp_path, in_process, run):
     source, out = make_source(tmp_path / "raw", 60), tmp_path / "out"
-    add(source, *({"id": f"twin{number}", "image": f"{number}.png", "text": "y"} for number in range(60)))
+    add(
+        source,
+        *({"id": f"twin{number}", "image": f"{number}.png", "text": "y"} for number in range(60)),
+    )
     manifest, before = run(holdout=0.3, duplicates="keep"), keys(out, "test")
     assert 20 < manifest.splits["test"] < 55
-    assert {key.replace("twin", "k") for key in before} == {key for key in before if key.startswith("k")}
+    assert {key.replace("twin", "k") for key in before} == {
+        key for key in before if key.startswith("k")
+    }
     make_source(tmp_path / "raw", 10, start=100)
     run(holdout=0.3, duplicates="keep")
     assert keys(out, "test")[: len(before)] == before
@@ -203,13 +243,17 @@ def test_second_prepare_packs_only_new_rows(tmp_path, in_process, run):
     shards = {path: path.stat().st_mtime_ns for path in (out / "shards").iterdir()}
     tokenizer = (out / "tokenizer.json").read_text()
     in_process.clear()
-    with mock.patch.object(prepare_module, "read_chunk_record", wraps=prepare_module.read_chunk_record) as read:
+    with mock.patch.object(
+        prepare_module, "read_chunk_record", wraps=prepare_module.read_chunk_record
+    ) as read:
         assert run() == first and in_process == [] and read.call_count == 3  # once per chunk
     make_source(tmp_path / "raw", 7, start=10, text="words never seen before")
     grown = run()
     assert in_process == [3, 4] and grown.num_rows == 17 and keys(out) == numbered(17)
     assert all(path.stat().st_mtime_ns == time for path, time in shards.items())
-    assert (out / "tokenizer.json").read_text() == tokenizer and grown.fingerprint != first.fingerprint
+    assert (
+        out / "tokenizer.json"
+    ).read_text() == tokenizer and grown.fingerprint != first.fingerprint
 
 
 def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
@@ -252,14 +296,19 @@ def test_exceeded_budget_is_a_data_error_and_a_larger_one_resumes(tmp_path, in_p
     with pytest.raises(DataError) as caught:
         run(max_bad_fraction=0.1)
     assert caught.value.exit_code == 5
-    for part in ("2 of 16 rows are bad (12.5 %)", "rows.jsonl:16: there is no file", "--max-bad-fraction 0.125"):
+    for part in (
+        "2 of 16 rows are bad (12.5 %)",
+        "rows.jsonl:16: there is no file",
+        "--max-bad-fraction 0.125",
+    ):
         assert part in str(caught.value)
     assert len(quarantine(out)) == 2
     with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(str(out))
     in_process.clear()
     assert run(max_bad_fraction=0.125).num_rows == 14 and in_process == []
-    assert all(assemble.max_bad_rows(bad / 100, 100) == bad for bad in range(101))  # though 0.29 * 100 < 29
+    # though 0.29 * 100 < 29
+    assert all(assemble.max_bad_rows(bad / 100, 100) == bad for bad in range(101))
 
 
 def test_rejected_rerun_keeps_the_quarantine_of_the_set(tmp_path, in_process, run):
@@ -270,7 +319,9 @@ def test_rejected_rerun_keeps_the_quarantine_of_the_set(tmp_path, in_process, ru
     add(source, {"id": "twin", "image": "3.png", "text": "x"})
     with pytest.raises(DataError, match=r"All of them are in .*/quarantine\.rejected\.jsonl"):
         run(max_bad_fraction=0.3)
-    assert [row["key"] for row in quarantine(out)] == ["k2"] and len(rejected.read_text().splitlines()) == 3
+    assert [row["key"] for row in quarantine(out)] == ["k2"] and len(
+        rejected.read_text().splitlines()
+    ) == 3
     assert PreparedSet.open(str(out)).fingerprint == manifest.fingerprint
     assert keys(out) == [f"k{n}" for n in (0, 1, 3, 4, 5, 6, 7)]
     run()
@@ -289,7 +340,11 @@ def test_source_over_budget_ends_early(tmp_path, in_process, run):
 def test_total_is_reported_as_soon_as_the_source_is_scanned(tmp_path, in_process, run):
     make_source(tmp_path / "raw", 10)
     seen = []
-    run(progress=lambda progress: seen.append((progress.stage, progress.done_rows, progress.total_rows)))
+    run(
+        progress=lambda progress: seen.append(
+            (progress.stage, progress.done_rows, progress.total_rows)
+        )
+    )
     scan = [("scan", rows, 0) for rows in (0, 4, 8, 10)]
     assert seen[:8] == [*scan, *(("pack", rows, 10) for rows in (0, 4, 8, 10))]
 
@@ -305,7 +360,9 @@ def test_total_of_tars_is_an_estimate_until_the_last_is_read(tmp_path, in_proces
                     tar.addfile(member, io.BytesIO(data))
     seen = []
     prepare(str(tmp_path / "tars"), str(tmp_path / "out"), LAX, seen.append)
-    packed = [(each.done_rows, each.total_rows, each.is_estimate) for each in seen if each.stage == "pack"]
+    packed = [
+        (each.done_rows, each.total_rows, each.is_estimate) for each in seen if each.stage == "pack"
+    ]
     assert packed == [(0, 0, True), (1, 2, True), (4, 4, False)]
 
 
@@ -313,12 +370,17 @@ def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypa
     source, out = make_source(tmp_path / "raw", 16), tmp_path / "out"
     whole = run("whole")
     add(source, {"image": "0.png", "text": " "})
-    for module in ("images.read", "prepare.pack"):  # a file system without modification times, like an object store
-        monkeypatch.setattr(f"mmray.data.{module}.stat_signature", lambda storage, name: (name, None, None))
+    # a file system without modification times, like an object store
+    for module in ("images.read", "prepare.pack"):
+        monkeypatch.setattr(
+            f"mmray.data.{module}.stat_signature", lambda storage, name: (name, None, None)
+        )
     for number in (5, 9, 10):
         (source.parent / f"{number}.png").unlink()
     assert run().reasons == {"missing-image": 3, "blank": 1}
-    kept = {path.name for path in (out / "shards").iterdir() if path.name.startswith(("00000", "00003"))}
+    kept = {
+        path.name for path in (out / "shards").iterdir() if path.name.startswith(("00000", "00003"))
+    }
     for number in (5, 9, 10):
         (source.parent / f"{number}.png").write_bytes(color_image(number))
     in_process.clear()
@@ -333,7 +395,10 @@ def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypa
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"caption": "x", "url": "y"}] * 3, r"none is good\n.*3 no-image, .*\(the row has caption, url\)"),
+        (
+            [{"caption": "x", "url": "y"}] * 3,
+            r"none is good\n.*3 no-image, .*\(the row has caption, url\)",
+        ),
         ([{"image": "gone.png", "text": "x"}], r"there is no file gone\.png"),
         ([b"\n", b"  "], "has no rows"),
         ([b"id,image,text", b"1,a.png,x"], "not JSON"),
@@ -353,7 +418,10 @@ def test_missing_source_and_invalid_output_folders_are_refused(tmp_path, in_proc
     assert not (tmp_path / "out").exists()
     make_source(tmp_path / "raw", 2)
     (tmp_path / "file").write_text("x")
-    for out, message in (("raw", "is not empty and is not a prepared set"), ("file", "cannot write to")):
+    for out, message in (
+        ("raw", "is not empty and is not a prepared set"),
+        ("file", "cannot write to"),
+    ):
         with pytest.raises(UsageError, match=message):
             run(out)
 
@@ -397,7 +465,8 @@ def test_tokenizer_is_trained_on_training_captions_if_there_are_any(tmp_path, in
     assert "words" in vocabulary and not any("q" in piece for piece in vocabulary)
     tokenizer.write_text("old")
     assert run("c").tokenizer and tokenizer.read_text() == "old"
-    assert run("c", duplicates="keep").tokenizer and tokenizer.read_text() != "old"  # may select other captions
+    # may select other captions
+    assert run("c", duplicates="keep").tokenizer and tokenizer.read_text() != "old"
 
 
 @pytest.mark.parametrize(
@@ -409,7 +478,9 @@ def test_tokenizer_is_trained_on_training_captions_if_there_are_any(tmp_path, in
         ({"MAX_SAMPLED_BYTES": 1}, 1, 0),
     ],
 )
-def test_captions_of_the_tokenizer_are_sampled_evenly(memory, latency, monkeypatch, limits, num_rows, gap):
+def test_captions_of_the_tokenizer_are_sampled_evenly(
+    memory, latency, monkeypatch, limits, num_rows, gap
+):
     shards = [
         ([row(n, texts=[f"{n} a", f"{n} b"]) for n in range(first, first + 41)], None, (40,))
         for first in (0, 40, 80, 120)
@@ -429,16 +500,28 @@ def test_captions_of_the_tokenizer_are_sampled_evenly(memory, latency, monkeypat
 
 
 def test_cache_name_ignores_the_error_budget(tmp_path, monkeypatch):
-    """A larger error budget, as exit code 5 suggests, reuses finished chunks; other settings give another set."""
+    """A larger error budget, as exit code 5 suggests, reuses finished chunks; other settings give
+    another set.
+    """
     source, outs = tmp_path / "my rows é.jsonl", []
     source.write_text("{}")
     manifest = SimpleNamespace(num_rows=0, num_quarantined=0)
-    monkeypatch.setattr(prepare_module, "prepare", lambda source, out, *_: outs.append(out) or manifest)
+    monkeypatch.setattr(
+        prepare_module, "prepare", lambda source, out, *_: outs.append(out) or manifest
+    )
     for settings in ({}, {"max_bad_fraction": 0.5}, {"duplicates": "keep"}, {"image_side": 8}):
-        ensure_prepared(str(source), str(tmp_path / "cache"), Prepare(**settings), lambda *_: None, lambda _: None)
+        ensure_prepared(
+            str(source),
+            str(tmp_path / "cache"),
+            Prepare(**settings),
+            lambda *_: None,
+            lambda _: None,
+        )
     assert [outs.index(out) for out in outs] == [0, 0, 2, 3]
     assert outs[0].startswith(f"{tmp_path}/cache/my_rows_é-")
-    with pytest.raises(UsageError, match=r"the sample set needs a local disk, and data\.cache is s3://b/cache"):
+    with pytest.raises(
+        UsageError, match=r"the sample set needs a local disk, and data\.cache is s3://b/cache"
+    ):
         ensure_prepared("sample", "s3://b/cache", Prepare(), lambda *_: None, lambda _: None)
 
 
@@ -461,7 +544,9 @@ def test_task_that_cannot_write_is_a_resource_error(tmp_path, local_ray, run):
         if progress.stage == "pack":
             (tmp_path / "out" / "shards").rmdir()
 
-    with pytest.raises(ResourceError, match=r"prepare failed at .*rerun the same command to resume"):
+    with pytest.raises(
+        ResourceError, match=r"prepare failed at .*rerun the same command to resume"
+    ):
         run(progress=take_away)
     assert run().num_rows == 3
 
@@ -484,10 +569,14 @@ def dies_at_1(job, chunk, subprocess_decoder):
 
 
 @pytest.mark.cluster
-def test_chunk_that_keeps_killing_workers_is_named_and_others_are_kept(tmp_path, monkeypatch, local_ray, run):
+def test_chunk_that_keeps_killing_workers_is_named_and_others_are_kept(
+    tmp_path, monkeypatch, local_ray, run
+):
     make_source(tmp_path / "raw", 12)
     monkeypatch.setattr(prepare_module, "_pack_task", partial(task_with, dies_at_1))
-    with pytest.raises(ResourceError, match=r"died 3 times at rows\.jsonl from row 5\..*rerun the same"):
+    with pytest.raises(
+        ResourceError, match=r"died 3 times at rows\.jsonl from row 5\..*rerun the same"
+    ):
         run()
     assert (tmp_path / "out" / "deaths").stat().st_size == MAX_ATTEMPTS
     assert not list(tmp_path.glob("out/parts/*.attempt"))
@@ -504,7 +593,9 @@ def test_python_exception_in_a_task_is_raised_at_once(tmp_path, monkeypatch, loc
     """Not retried, and not attributed to images or memory."""
     make_source(tmp_path / "raw", 4)
     monkeypatch.setattr(prepare_module, "_pack_task", partial(task_with, has_a_bug))
-    with pytest.raises(MmrayError, match=r"(?s)KeyError: 'absent'.*test_pipeline\.py.*in has_a_bug"):
+    with pytest.raises(
+        MmrayError, match=r"(?s)KeyError: 'absent'.*test_pipeline\.py.*in has_a_bug"
+    ):
         run()
     assert (tmp_path / "out" / "calls").read_text() == "x"
 
@@ -539,4 +630,6 @@ def test_prepare_resumes_after_the_driver_was_killed(tmp_path, in_process, run):
     manifest = run()
     assert len(in_process) == 100 - done < 96
     assert manifest.fingerprint == whole.fingerprint and keys(out) == numbered(400)
-    assert {f"shards/{path.name}" for path in (out / "shards").iterdir()} == {shard.file for shard in manifest.shards}
+    assert {f"shards/{path.name}" for path in (out / "shards").iterdir()} == {
+        shard.file for shard in manifest.shards
+    }

@@ -22,7 +22,9 @@ def _rows(jsonl: Path) -> list[dict]:
 
 
 def _files(folder: Path) -> dict[Path, bytes]:
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def test_sample_is_the_same_in_every_process(monkeypatch, tmp_path):
@@ -38,7 +40,10 @@ def test_splits_follow_scenes_and_test_captions_are_unique(jsonl):
     captions = {"train": {c for scene in train for c in scene.captions()}}
     captions["test"] = {c for scene in test for c in scene.captions()}
     assert not captions["train"] & captions["test"]
-    assert Counter(row["split"] for row in rows) == {"train": sample.NUM_TRAIN, "test": sample.NUM_TEST}
+    assert Counter(row["split"] for row in rows) == {
+        "train": sample.NUM_TRAIN,
+        "test": sample.NUM_TEST,
+    }
     assert all(set(row["texts"]) <= captions[row["split"]] for row in rows)
     assert {len(row["texts"]) for row in rows} == {1, 2, 3}
     gallery = Counter(text for row in rows if row["split"] == "test" for text in row["texts"])
@@ -49,12 +54,23 @@ def test_sample_has_one_damaged_row_of_each_kind(jsonl):
     images, whole = jsonl.parent / "images", {row["image"] for row in _rows(jsonl)}
     lines = jsonl.read_text().splitlines()
     assert sum(not line.endswith("}") for line in lines) == 1
-    damaged = [json.loads(line) for line in lines if '"id": "damaged' in line and line.endswith("}")]
-    kinds = ("truncated", "empty", "web-page", "flipped-byte", "missing", "blank-caption", "duplicate")
+    damaged = [
+        json.loads(line) for line in lines if '"id": "damaged' in line and line.endswith("}")
+    ]
+    kinds = (
+        "truncated",
+        "empty",
+        "web-page",
+        "flipped-byte",
+        "missing",
+        "blank-caption",
+        "duplicate",
+    )
     assert tuple(row["id"].removeprefix("damaged-") for row in damaged) == kinds
     assert not (images / "missing.jpg").exists()
     for name in ("truncated.jpg", "empty.jpg", "web-page.jpg", "flipped-byte.png"):
-        with pytest.raises(BadImage):  # Pillow does not fail for every flipped byte, but the checksum of the chunk does
+        # Pillow does not fail for every flipped byte, but the checksum of the chunk does
+        with pytest.raises(BadImage):
             decode((images / name).read_bytes())
     by_id = {row["id"]: row for row in damaged}
     assert not by_id["damaged-blank-caption"]["texts"][0].strip()

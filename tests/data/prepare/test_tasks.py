@@ -12,7 +12,9 @@ from mmray.errors import MmrayError
 
 
 def task(folder, at_once, item):
-    """Wait for the first `at_once` items to start, because starting a second worker can take long."""
+    """Wait for the first `at_once` items to start, because starting a second worker can take
+    long.
+    """
     began = time.monotonic()
     (folder / str(item)).touch()
     while len(list(folder.iterdir())) < at_once and time.monotonic() < began + 60:

@@ -31,26 +31,38 @@ def blocks_of(source, tmp_path, **settings):
         prepared(source, tmp_path / out, duplicates="keep", **how)
         reader = reader_of(tmp_path / out)
         num_rows = reader.prepared.num_rows
-        blocks.append(reader.read_block(SamplePlan(num_rows, 4, 1, 4, seed=3, steps=9), np.arange(2 * num_rows)))
+        blocks.append(
+            reader.read_block(
+                SamplePlan(num_rows, 4, 1, 4, seed=3, steps=9), np.arange(2 * num_rows)
+            )
+        )
     return blocks
 
 
 def reader_of(out):
-    return RowReader(PreparedSet.open(str(out)), Inputs(image_side=8, max_tokens=12), TOKENIZER, 10**6)
+    return RowReader(
+        PreparedSet.open(str(out)), Inputs(image_side=8, max_tokens=12), TOKENIZER, 10**6
+    )
 
 
 def same(one, other):
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        np.array_equal(one[name], other[name]) for name in one
+    )
 
 
-@pytest.mark.parametrize("title", sorted(ALL.keys() - {"Parquet of bytes", "Hugging Face datasets"}))
+@pytest.mark.parametrize(
+    "title", sorted(ALL.keys() - {"Parquet of bytes", "Hugging Face datasets"})
+)
 def test_index_only_set_streams_the_blocks_of_the_packed_set(tmp_path, title):
     source = ALL[title](tmp_path / "raw")
     for check in ("full", "header", "none") if title in ("CSV", "WebDataset") else ("full",):
         packed, index = blocks_of(source, tmp_path / check, check=check)
         assert same(packed, index) and packed["valid"].all()
         assert len(packed["valid"]) == 2 * (3 if title == "a folder for each class" else COUNT)
-        images = b"".join(path.read_bytes() for path in (tmp_path / check / "index" / "shards").iterdir())
+        images = b"".join(
+            path.read_bytes() for path in (tmp_path / check / "index" / "shards").iterdir()
+        )
         assert not any(color_image(number) in images for number in range(COUNT))
 
 
@@ -74,7 +86,9 @@ def test_disk_error_fails_the_stream_and_is_retried_by_prepare(tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(Storage, "open", stale)
-        assert prepared(source, tmp_path / "out", index_only=True)[2] == {"rows.csv:4": "unreadable"}
+        assert prepared(source, tmp_path / "out", index_only=True)[2] == {
+            "rows.csv:4": "unreadable"
+        }
     assert prepared(source, tmp_path / "out", index_only=True)[0].num_rows == COUNT
     reader = reader_of(tmp_path / "out")
     monkeypatch.setattr(Storage, "open", stale)
@@ -91,7 +105,10 @@ def test_check_full_finds_more_than_header_and_none(tmp_path):
     source = formats.csv_source(tmp_path / "raw")
     (tmp_path / "raw" / "1.png").write_bytes(color_image(1)[:-20])
     (tmp_path / "raw" / "2.png").write_bytes(b"<html>")
-    found = {check: prepared(source, tmp_path / check, check=check)[2] for check in ("full", "header", "none")}
+    found = {
+        check: prepared(source, tmp_path / check, check=check)[2]
+        for check in ("full", "header", "none")
+    }
     assert found == {
         "full": {"rows.csv:3": "truncated", "rows.csv:4": "format"}, "header": {"rows.csv:4": "format"}, "none": {}
     }  # fmt: skip
@@ -104,7 +121,9 @@ def foreign_set(folder, source, **ref):
     stored = Row("row", b"", ["text"], ref={"file": "a.png", "offset": 0, "length": None} | ref)
     shard = write_shard([stored], storage, "0.arrow", None)
     settings, origin = {"index_only": True}, {"address": str(source)}
-    storage.write(MANIFEST, Manifest(1, 1, 0, {}, {}, "", None, origin, settings, (shard,)).to_json())
+    storage.write(
+        MANIFEST, Manifest(1, 1, 0, {}, {}, "", None, origin, settings, (shard,)).to_json()
+    )
     return storage.address
 
 
@@ -116,7 +135,10 @@ def test_references_outside_the_source_folder_are_refused(tmp_path, file, length
     source.mkdir(parents=True)
     (source / "link").symlink_to(tmp_path / "secret")
     address = foreign_set(tmp_path / "set" / "index", source, file=file, length=length)
-    with pytest.raises(BadRow, match=r"read path: .*(not a path inside|symbolic link out of) the folder of the source"):
+    with pytest.raises(
+        BadRow,
+        match=r"read path: .*(not a path inside|symbolic link out of) the folder of the source",
+    ):
         PreparedSet.open(address).read(np.array([0]))
 
 
@@ -129,15 +151,21 @@ def test_invalid_byte_ranges_are_refused_on_disk_and_store(tmp_path, memory, spa
         for name in ("a.png", "../secret"):
             Storage(str(source)).write(name, b"0123456789")
         address = foreign_set(tmp_path / "index", source, file=file, offset=offset, length=length)
-        with pytest.raises(BadRow, match=r"read path: .*(not a path inside the folder|not a byte range of at most)"):
+        with pytest.raises(
+            BadRow, match=r"read path: .*(not a path inside the folder|not a byte range of at most)"
+        ):
             PreparedSet.open(address).read(np.array([0]))
 
 
 def test_foreign_set_opens_no_connection_and_no_shard_outside(tmp_path):
     address = foreign_set(tmp_path / "a", "http://127.0.0.1:9/raw")
-    with pytest.raises(UsageError, match=r"http://127.0.0.1:9/raw cannot be opened: use a local path"):
+    with pytest.raises(
+        UsageError, match=r"http://127.0.0.1:9/raw cannot be opened: use a local path"
+    ):
         PreparedSet.open(address)
     storage = Storage(foreign_set(tmp_path / "b", tmp_path))
     storage.write(MANIFEST, storage.read(MANIFEST).replace(b'"0.arrow"', b'"../a/0.arrow"'))
-    with pytest.raises(DataError, match=r"the shard '\.\./a/0\.arrow' is outside the folder of the set"):
+    with pytest.raises(
+        DataError, match=r"the shard '\.\./a/0\.arrow' is outside the folder of the set"
+    ):
         PreparedSet.open(storage.address)

@@ -24,7 +24,15 @@ def make_rows(count, split=None, start=0):
     rows = []
     for number in range(start, start + count):
         image = bytes([number % 251]) * (number + 1)
-        row = Row(f"key-{number}", image, [f"caption {number}", "zwei"], number, split, "en", f"x.jsonl:{number}")
+        row = Row(
+            f"key-{number}",
+            image,
+            [f"caption {number}", "zwei"],
+            number,
+            split,
+            "en",
+            f"x.jsonl:{number}",
+        )
         rows.append(replace(row, sha256=hashlib.sha256(image).hexdigest()))
     return rows
 
@@ -47,15 +55,21 @@ def test_rows_are_read_in_the_requested_order(tmp_path):
 
 def test_each_split_has_its_rows(tmp_path):
     train, test = make_rows(12, "train"), make_rows(5, "test", start=12)
-    path = make_set(tmp_path, [(train[:6], "train", ()), (test, "test", (0,)), (train[6:], "train", ())])
+    path = make_set(
+        tmp_path, [(train[:6], "train", ()), (test, "test", (0,)), (train[6:], "train", ())]
+    )
     whole = PreparedSet.open(path)
     assert (whole.num_rows, whole.manifest.splits) == (16, {"train": 12, "test": 4})
     assert "test" in whole.manifest.splits and "val" not in whole.manifest.splits
     assert PreparedSet.open(path, "train").read(np.arange(12)) == train
     assert PreparedSet.open(path, "test").read(np.arange(4)) == test[1:]
     assert PreparedSet.open(path, "test").manifest == whole.manifest
-    assert len({PreparedSet.open(path, split).fingerprint for split in (None, "train", "test")}) == 3
-    with pytest.raises(DataError, match=r"no split `val`; it has train \(12 rows\), test \(4 rows\)"):
+    assert (
+        len({PreparedSet.open(path, split).fingerprint for split in (None, "train", "test")}) == 3
+    )
+    with pytest.raises(
+        DataError, match=r"no split `val`; it has train \(12 rows\), test \(4 rows\)"
+    ):
         PreparedSet.open(path, "val")
 
 
@@ -63,7 +77,10 @@ def test_fingerprint_is_equal_for_equal_rows_only(tmp_path):
     rows = make_rows(9)
     changed = [*rows[:8], replace(rows[8], texts=["other"])]
     shards = [(rows, ()), (rows, ()), (rows[::-1], ()), (rows, (2,)), (changed, ())]
-    sets = [make_set(tmp_path / str(n), [(each, None, dropped)]) for n, (each, dropped) in enumerate(shards)]
+    sets = [
+        make_set(tmp_path / str(n), [(each, None, dropped)])
+        for n, (each, dropped) in enumerate(shards)
+    ]
     prints = [PreparedSet.open(each).fingerprint for each in sets]
     assert prints[0] == prints[1] and len(set(prints)) == 4
 
@@ -81,7 +98,9 @@ def test_pickled_set_keeps_the_rows_it_was_opened_with(tmp_path):
 def test_threads_share_a_set_with_more_shards_than_open_files(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared_set, "MAX_OPEN", 2)
     rows = make_rows(40)
-    prepared = PreparedSet.open(make_set(tmp_path, [(rows[start : start + 4], None, ()) for start in range(0, 40, 4)]))
+    prepared = PreparedSet.open(
+        make_set(tmp_path, [(rows[start : start + 4], None, ()) for start in range(0, 40, 4)])
+    )
     orders = [np.random.default_rng(seed).permutation(40) for seed in range(16)]
     with ThreadPoolExecutor(8) as pool:
         for order, got in zip(orders, pool.map(prepared.read, orders), strict=True):
@@ -97,10 +116,17 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
         PreparedSet.open(str(tmp_path / "half"))
     manifest = Path(make_set(tmp_path / "set", [(make_rows(2), None, ())])) / MANIFEST
     newer = manifest.read_bytes().replace(b'"schema_version": 3', b'"schema_version": 7')
-    damaged = [(data, "damaged") for data in (b"", b"{", b"[]", b"{}", b'{"schema_version": 3}', b"\xff")]
+    damaged = [
+        (data, "damaged") for data in (b"", b"{", b"[]", b"{}", b'{"schema_version": 3}', b"\xff")
+    ]
     values = json.loads(manifest.read_bytes())
     for name, value in {"file": "shards/../../x", "num_rows": "x", "dropped": [2]}.items():
-        damaged.append((json.dumps(values | {"shards": [values["shards"][0] | {name: value}]}).encode(), "damaged"))
+        damaged.append(
+            (
+                json.dumps(values | {"shards": [values["shards"][0] | {name: value}]}).encode(),
+                "damaged",
+            )
+        )
     damaged.append((json.dumps(values | {"source": 5}).encode(), "its source is 5"))
     for data, message in [(newer, "schema version 7"), *damaged]:
         manifest.write_bytes(data)
@@ -121,7 +147,9 @@ def test_damage_in_a_shard_is_detected_and_never_crashes(tmp_path, kind):
         for number in (0, 17):
             try:
                 row = PreparedSet.open(path).read(np.array([number]))[0]
-                outcomes.add("same" if row == rows[number] else "intact" if row.checksum_ok else "seen")
+                outcomes.add(
+                    "same" if row == rows[number] else "intact" if row.checksum_ok else "seen"
+                )
                 assert row.image == rows[number].image or not row.checksum_ok
             except (ValueError, OSError) as error:
                 assert shard in str(error)
@@ -149,7 +177,10 @@ def test_disk_error_is_not_reported_as_damage(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["disk", "store", "memory"])
 def test_unfinished_shard_leaves_no_file(tmp_path, request, kind):
-    addresses = {"disk": lambda: str(tmp_path), "store": lambda: request.getfixturevalue("s3").address}
+    addresses = {
+        "disk": lambda: str(tmp_path),
+        "store": lambda: request.getfixturevalue("s3").address,
+    }
     storage = Storage(addresses.get(kind, lambda: "memory://unfinished")())
     with pytest.raises(RuntimeError, match="killed"), open_shard(storage, "a.arrow") as shard:
         for row in make_rows(20):

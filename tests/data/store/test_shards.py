@@ -1,4 +1,6 @@
-"""Shard reader on object stores: same rows as on a disk, in few large requests, with an optional cache."""
+"""Shard reader on object stores: same rows as on a disk, in few large requests, with an optional
+cache.
+"""
 
 import hashlib
 import pickle
@@ -26,7 +28,10 @@ from tests.data.store.test_prepared_set import make_rows
 from tests.made import write_set as make_set
 from tests.made import write_shard
 
-SPANS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)).map(lambda s: (s[0], s[0] + s[1])), max_size=30)
+SPANS = st.lists(
+    st.tuples(st.integers(0, 500), st.integers(0, 60)).map(lambda s: (s[0], s[0] + s[1])),
+    max_size=30,
+)
 
 
 def put(address, shards, name="set"):
@@ -55,7 +60,10 @@ def make_index_only_set(store, images, rows, size=300, per_tar=512):
             row.image, row.ref = b"", ref
         shards.append(write_shard(here, store, f"shards/{tar}.arrow", None))
     settings, source = {"index_only": True}, {"address": images.address}
-    store.write(MANIFEST, Manifest(rows, rows, 0, {}, {}, "", None, source, settings, tuple(shards)).to_json())
+    store.write(
+        MANIFEST,
+        Manifest(rows, rows, 0, {}, {}, "", None, source, settings, tuple(shards)).to_json(),
+    )
     return PreparedSet.open(store.address)
 
 
@@ -66,7 +74,9 @@ def test_coalesced_ranges_cover_each_span_once_within_the_gap(spans, gap, most):
         patch.setattr(storage, "MAX_GAP_BYTES", gap)
         patch.setattr(storage, "MAX_REQUEST_BYTES", most)
         reads = coalesce_ranges(spans)
-    assert sorted(number for read in reads for number in read.span_indices) == list(range(len(spans)))
+    assert sorted(number for read in reads for number in read.span_indices) == list(
+        range(len(spans))
+    )
     for read in reads:
         inside = sorted(spans[number] for number in read.span_indices)
         assert read.start == inside[0][0] and read.stop == max(stop for _, stop in inside)
@@ -80,7 +90,11 @@ def test_coalesced_ranges_cover_each_span_once_within_the_gap(spans, gap, most):
 @pytest.mark.parametrize("cached", [False, True])
 def test_rows_on_a_store_equal_rows_on_a_disk(memory, tmp_path, cached):
     rows = make_rows(150)
-    shards = [(rows[:61], None, (0, 3, 9, 40)), (rows[61:62], None, ()), (rows[62:], None, tuple(range(5, 20)))]
+    shards = [
+        (rows[:61], None, (0, 3, 9, 40)),
+        (rows[61:62], None, ()),
+        (rows[62:], None, tuple(range(5, 20))),
+    ]
     there, here = put(memory, shards), PreparedSet.open(make_set(tmp_path / "disk", shards))
     if cached:
         there = there.with_cache(ShardCache(str(tmp_path / "cache"), 10**9), 10)
@@ -89,7 +103,9 @@ def test_rows_on_a_store_equal_rows_on_a_disk(memory, tmp_path, cached):
         assert there.read(order) == here.read(order)
         assert there.keys(order) == here.keys(order)
     assert there.keys() == here.keys()
-    assert pickle.loads(pickle.dumps(there)).read(np.array([130, 2])) == here.read(np.array([130, 2]))
+    assert pickle.loads(pickle.dumps(there)).read(np.array([130, 2])) == here.read(
+        np.array([130, 2])
+    )
     both = PreparedMixture([there, here], [1, 1]), PreparedMixture([here, here], [1, 1])
     one, other = ([row.image for row in each.read(np.arange(0, 260, 7))] for each in both)
     assert one == other
@@ -103,7 +119,14 @@ BLOCK_ROWS = 128
 def cost_of(s3, prepared, chunk, window, blocks=2):
     """(requests, bytes read / bytes of the rows) per block, averaged over blocks of two ranks."""
     plan = SamplePlan(
-        prepared.num_rows, 2 * BLOCK_ROWS, 2, BLOCK_ROWS, 0, 100, shuffle_block=chunk, blocks_per_window=window
+        prepared.num_rows,
+        2 * BLOCK_ROWS,
+        2,
+        BLOCK_ROWS,
+        0,
+        100,
+        shuffle_block=chunk,
+        blocks_per_window=window,
     )
     with s3.requests() as made:
         for block in range(blocks):
@@ -117,7 +140,9 @@ def cost_of(s3, prepared, chunk, window, blocks=2):
 def test_requests_per_block_by_shuffle_shape_and_cache(s3, tmp_path, monkeypatch):
     """8,192 rows in 16 shards; the coalescing gap is ten rows, like 1 MiB for rows of 100 KB."""
     monkeypatch.setattr(storage, "MAX_GAP_BYTES", 5000)
-    prepared = put(s3.address, [(random_rows(first, 512), None, ()) for first in range(0, 8192, 512)])
+    prepared = put(
+        s3.address, [(random_rows(first, 512), None, ()) for first in range(0, 8192, 512)]
+    )
     cached = prepared.with_cache(ShardCache(str(tmp_path), 10**9), 32)
     cost = {
         "any order": cost_of(s3, prepared, 1, 1),
@@ -125,7 +150,12 @@ def test_requests_per_block_by_shuffle_shape_and_cache(s3, tmp_path, monkeypatch
         "32 x 64": cost_of(s3, prepared, 32, 64),
         "32 x 64, cached": cost_of(s3, cached, 32, 64, blocks=16),
     }
-    print("\n" + "\n".join(f"{name:>16}: {n:.1f} requests, {b:.1f} x the bytes" for name, (n, b) in cost.items()))
+    print(
+        "\n"
+        + "\n".join(
+            f"{name:>16}: {n:.1f} requests, {b:.1f} x the bytes" for name, (n, b) in cost.items()
+        )
+    )
     assert cost["any order"][0] > 100 and cost["any order"][1] > 6
     assert cost["8 x 16"][0] <= 16.5 and cost["8 x 16"][1] < 1.2
     assert cost["32 x 64, cached"][0] < 4.6 and cost["32 x 64, cached"][1] < 1.2
@@ -140,7 +170,9 @@ def test_index_only_block_reads_tar_members_in_few_requests(s3, tmp_path, monkey
     prepared = make_index_only_set(store, Storage(f"{s3.address}/raw"), 4096)
     by_default = shuffle_block_and_window(Data(), [prepared], 64)
     assert by_default == (8, 16)
-    any_order, in_chunks = (cost_of(s3, prepared, *order, blocks=1)[0] for order in ((1, 1), by_default))
+    any_order, in_chunks = (
+        cost_of(s3, prepared, *order, blocks=1)[0] for order in ((1, 1), by_default)
+    )
     print(f"\nindex on a {index}: any order {any_order:.1f} requests, in chunks {in_chunks:.1f}")
     assert any_order > 100 and in_chunks <= (33 if index == "store" else 16.5)
     with s3.requests() as made:  # the files are already open
@@ -183,9 +215,13 @@ def test_cache_replaces_the_store_and_refetches_damaged_entries(memory, cache):
     with pytest.raises(FileNotFoundError):
         again.read(np.arange(40))
     there.storage.write(shard, good)
-    assert PreparedSet(there.storage, there.manifest).with_cache(cache, 16).read(np.arange(40)) == rows
+    assert (
+        PreparedSet(there.storage, there.manifest).with_cache(cache, 16).read(np.arange(40)) == rows
+    )
     there.storage.delete(shard)
-    assert PreparedSet(there.storage, there.manifest).with_cache(cache, 16).read(np.arange(40)) == rows
+    assert (
+        PreparedSet(there.storage, there.manifest).with_cache(cache, 16).read(np.arange(40)) == rows
+    )
     other = put(memory, [(rows[::-1], None, ())]).with_cache(cache, 16)
     assert other.read(np.arange(40)) == rows[::-1], "another set at the same address"
 
@@ -236,7 +272,9 @@ def test_referenced_images_are_read_in_few_requests_in_order(memory, monkeypatch
     for name in ("a.tar", "b.tar", "whole.jpg"):
         store.write(name, name.encode() + data)
     refs = [ImageRef("", f"{'ab'[n % 2]}.tar", offset=n * 90, length=60 + n) for n in range(50)]
-    refs = [refs[n] for n in np.random.default_rng(1).permutation(50)] + [ImageRef("", "whole.jpg")] * 2
+    refs = [refs[n] for n in np.random.default_rng(1).permutation(50)] + [
+        ImageRef("", "whole.jpg")
+    ] * 2
     made, read = [], storage.RangeReader.read
     monkeypatch.setattr(storage.RangeReader, "read", lambda *args: made.append(args) or read(*args))
     assert read_images(store, refs) == [read_image(store, photo) for photo in refs]

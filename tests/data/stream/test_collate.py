@@ -1,4 +1,6 @@
-"""Collation of blocks into micro-batches: the rows of a step in any grouping, and less padding by length."""
+"""Collation of blocks into micro-batches: the rows of a step in any grouping, and less padding by
+length.
+"""
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from mmray.engine.prefetch import make_local_batch
 
 
 def blocks(plan, lengths):
-    """One block with all steps of the last rank, with padding; position p has lengths[p % N] tokens."""
+    """One block with all steps of the last rank, with padding; position p has lengths[p % N]
+    tokens.
+    """
     pos = np.concatenate([plan.positions(step, plan.world_size - 1) for step in range(plan.steps)])
     num_tokens = np.where(pos >= 0, lengths[pos % len(lengths)], 1).astype(np.int32)
     ids = np.zeros((len(pos), lengths.max()), np.int32)
@@ -29,7 +33,9 @@ def padding_share(steps):
 
 @pytest.mark.parametrize("micro", [4, 5, 16])
 def test_group_by_length_keeps_rows_and_pads_less(micro):
-    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, micro=micro, seed=0, steps=4, shuffle=False)
+    plan = SamplePlan(
+        num_rows=30, global_rows=46, world_size=3, micro=micro, seed=0, steps=4, shuffle=False
+    )
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     plain = list(iter_micro_batches(blocks(plan, lengths), plan))
     sorted_ = list(iter_micro_batches(blocks(plan, lengths), plan, group_by_length=True))
@@ -37,11 +43,15 @@ def test_group_by_length_keeps_rows_and_pads_less(micro):
         assert [len(micro["pos"]) for micro in one] == [len(micro["pos"]) for micro in other]
         assert rows_of(one) == rows_of(other)
     share, plain_share = padding_share(sorted_), padding_share(plain)
-    logged = {"batch/padding": pytest.approx(share), "batch/padding_unbucketed": pytest.approx(plain_share)}
+    logged = {
+        "batch/padding": pytest.approx(share),
+        "batch/padding_unbucketed": pytest.approx(plain_share),
+    }
     assert padding_fractions(counts_of(sorted_, True), group_by_length=True) == logged
     plain_logged = {"batch/padding": pytest.approx(plain_share)}
     assert padding_fractions(counts_of(plain, False), group_by_length=False) == plain_logged
-    expected = {4: (0.14, 0.32), 5: (0.18, 0.34), 16: (0.43, 0.43)}  # a single micro-batch has no order to change
+    # a single micro-batch has no order to change
+    expected = {4: (0.14, 0.32), 5: (0.18, 0.34), 16: (0.43, 0.43)}
     assert (share, plain_share) == pytest.approx(expected[micro], abs=0.005)
 
 
@@ -57,13 +67,18 @@ def test_step_in_several_blocks_equals_step_in_one(micro, group_by_length):
     plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, micro=micro, seed=0, steps=4)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     (whole,) = blocks(plan, lengths)
-    parts = [{name: column[first : first + 4] for name, column in whole.items()} for first in range(0, 64, 4)]
+    parts = [
+        {name: column[first : first + 4] for name, column in whole.items()}
+        for first in range(0, 64, 4)
+    ]
     for part in parts:  # padded to its longest caption, as in the block
         part["input_ids"] = part["input_ids"][:, : part["num_tokens"].max()]
     steps = (iter_micro_batches(each, plan, group_by_length) for each in ([whole], parts))
     for one, other in zip(*steps, strict=True):
         for first, second in zip(one, other, strict=True):
-            assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+            assert first.keys() == second.keys() and all(
+                torch.equal(first[name], second[name]) for name in first
+            )
 
 
 @pytest.mark.parametrize("sizes", [(7, 10), (24,), (8, 16)])
@@ -71,7 +86,9 @@ def test_blocks_that_cross_the_end_of_a_step_are_an_error(sizes):
     plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, micro=4, seed=0, steps=4)
     (whole,) = blocks(plan, np.array([3]))
     parts = [{name: column[:size] for name, column in whole.items()} for size in sizes]
-    with pytest.raises(RuntimeError, match=f"blocks of {', '.join(map(str, sizes))} rows for a step of 16 rows"):
+    with pytest.raises(
+        RuntimeError, match=f"blocks of {', '.join(map(str, sizes))} rows for a step of 16 rows"
+    ):
         list(iter_micro_batches(parts, plan))
 
 
@@ -79,7 +96,10 @@ def rows_of(step):
     """Position, image and unpadded caption of each row of a step, for any grouping."""
     columns = ("pos", "image", "input_ids", "attention_mask")
     rows = (row for micro in step for row in zip(*(micro[name] for name in columns), strict=True))
-    return sorted((int(p), int(image[0, 0, 0]), tuple(ids[mask.bool()].tolist())) for p, image, ids, mask in rows)
+    return sorted(
+        (int(p), int(image[0, 0, 0]), tuple(ids[mask.bool()].tolist()))
+        for p, image, ids, mask in rows
+    )
 
 
 def test_captions_are_padded_to_a_multiple_up_to_the_longest_allowed():
@@ -95,6 +115,9 @@ def test_captions_are_padded_to_a_multiple_up_to_the_longest_allowed():
         for one, other in zip(plain, padded, strict=True):
             longest, width = one["labels"].shape[1], other["labels"].shape[1]
             assert width == other["input_ids"].shape[1] == min(-(-longest // 8) * 8, 29)
-            assert torch.equal(one["labels"], other["labels"][:, :longest]) and (other["labels"][:, longest:] < 0).all()
+            assert (
+                torch.equal(one["labels"], other["labels"][:, :longest])
+                and (other["labels"][:, longest:] < 0).all()
+            )
             widths.add(width)
     assert {16, 24, 29} >= widths > {24}

@@ -32,22 +32,36 @@ def make_million(folder):
     for name in names:
         os.link(folder / whole.file, folder / name)
     shards = (*(replace(whole, file=name) for name in names), last)
-    storage.write(MANIFEST, Manifest(ROWS, ROWS, 0, {}, {}, fingerprint(shards), None, {}, {}, shards).to_json())
+    storage.write(
+        MANIFEST,
+        Manifest(ROWS, ROWS, 0, {}, {}, fingerprint(shards), None, {}, {}, shards).to_json(),
+    )
 
 
 def test_million_rows_are_opened_and_read_within_bounds(tmp_path):
-    """Opening, planning and a block of random rows take 3 s of a CPU and 64 MiB; a reader is less than 0.5 MB."""
+    """Opening, planning and a block of random rows take 3 s of a CPU and 64 MiB; a reader is less
+    than 0.5 MB.
+    """
     make_million(tmp_path)
-    inputs, tokenizer = Inputs(image_side=8, fit="squash", max_tokens=12), train_tokenizer(CAPTIONS, 60)
+    inputs, tokenizer = (
+        Inputs(image_side=8, fit="squash", max_tokens=12),
+        train_tokenizer(CAPTIONS, 60),
+    )
     gc.collect()
     before, start_s = psutil.Process().memory_info().rss, time.process_time()
     reader = RowReader(PreparedSet.open(str(tmp_path)), inputs, tokenizer, 10**6)
     plan = SamplePlan(ROWS, 256, 2, 128, seed=0, steps=40_000)
     positions = plan.positions(plan.steps - 1, 1)
     block = reader.read_block(plan, positions)
-    took_s, held_mib = time.process_time() - start_s, (psutil.Process().memory_info().rss - before) / 2**20
+    took_s, held_mib = (
+        time.process_time() - start_s,
+        (psutil.Process().memory_info().rss - before) / 2**20,
+    )
     assert took_s < 3 and held_mib < 64 and len(pickle.dumps(reader)) < 500_000
     rows = plan.row_ids_at(positions)
     assert len(set((rows // IN_SHARD).tolist())) > 100  # rows from the entire set
-    assert block["key"].tolist() == [hash_key(f"row-{number % IN_SHARD}") for number in rows] and block["valid"].all()
+    assert (
+        block["key"].tolist() == [hash_key(f"row-{number % IN_SHARD}") for number in rows]
+        and block["valid"].all()
+    )
     assert np.array_equal(np.sort(plan.row_ids_at(np.arange(ROWS))), np.arange(ROWS))

@@ -18,16 +18,28 @@ from tests.made import CAPTIONS, make_set, png, row
 @pytest.fixture
 def both(tmp_path):
     one = make_set(tmp_path / "one", [row(number) for number in range(7)])
-    other = make_set(tmp_path / "other", [row(number, png(100 + number), CAPTIONS) for number in range(4)])
+    other = make_set(
+        tmp_path / "other", [row(number, png(100 + number), CAPTIONS) for number in range(4)]
+    )
     return PreparedMixture([one, other], [1, 2.5])
 
 
 def test_rows_are_numbered_set_after_set(both):
-    assert both.components == (MixtureComponent(7, 7), MixtureComponent(4, 10)) and both.num_rows == 11
+    assert (
+        both.components == (MixtureComponent(7, 7), MixtureComponent(4, 10)) and both.num_rows == 11
+    )
     rows = both.read(np.array([10, 0, 7, 6, 10]))
-    assert [each.key for each in rows] == ["other/row-3", "one/row-0", "other/row-0", "one/row-6", "other/row-3"]
+    assert [each.key for each in rows] == [
+        "other/row-3",
+        "one/row-0",
+        "other/row-0",
+        "one/row-6",
+        "other/row-3",
+    ]
     assert rows[0].image == png(103) and all(each.checksum_ok for each in rows)
-    assert [each.key for each in pickle.loads(pickle.dumps(both)).read(np.array([7]))] == ["other/row-0"]
+    assert [each.key for each in pickle.loads(pickle.dumps(both)).read(np.array([7]))] == [
+        "other/row-0"
+    ]
     for number in (-1, 11):
         with pytest.raises(IndexError, match="of sets of 11"):
             both.read(np.array([number]))
@@ -35,16 +47,28 @@ def test_rows_are_numbered_set_after_set(both):
 
 def test_sets_of_the_same_name_get_distinct_names(tmp_path):
     sets = [make_set(tmp_path / folder / "set", [row(0), row(1)]) for folder in ("a", "b")]
-    assert [each.key for each in PreparedMixture(sets, [1, 1]).read(np.array([0, 2]))] == ["set-0/row-0", "set-1/row-0"]
+    assert [each.key for each in PreparedMixture(sets, [1, 1]).read(np.array([0, 2]))] == [
+        "set-0/row-0",
+        "set-1/row-0",
+    ]
 
 
 def test_blocks_hold_rows_in_order_and_repeats_get_other_captions(both):
-    reader = RowReader(both, Inputs(image_side=8, fit="squash", max_tokens=12), train_tokenizer(CAPTIONS, 60), 10**6)
+    reader = RowReader(
+        both,
+        Inputs(image_side=8, fit="squash", max_tokens=12),
+        train_tokenizer(CAPTIONS, 60),
+        10**6,
+    )
     plan = SamplePlan(17, 4, 1, 4, seed=0, steps=50, components=both.components)
     block = reader.read_block(plan, np.arange(17 * 8))
-    names = [f"one/row-{number}" for number in range(7)] + [f"other/row-{number}" for number in range(4)]
+    names = [f"one/row-{number}" for number in range(7)] + [
+        f"other/row-{number}" for number in range(4)
+    ]
     assert block["valid"].all()
-    assert block["key"].tolist() == [hash_key(names[number]) for number in plan.row_ids_at(np.arange(17 * 8))]
+    assert block["key"].tolist() == [
+        hash_key(names[number]) for number in plan.row_ids_at(np.arange(17 * 8))
+    ]
     in_one_epoch = block["num_tokens"][:17][block["key"][:17] == hash_key("other/row-0")]
     lengths = block["num_tokens"][block["key"] == hash_key("other/row-0")]
     assert len(in_one_epoch) >= 2 and len(lengths) == 20 and len(set(lengths.tolist())) == 3

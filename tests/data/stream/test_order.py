@@ -17,11 +17,20 @@ COMPONENTS = st.lists(COMPONENT, min_size=1, max_size=4).map(tuple)
 
 def plan(num_rows=117, shuffle_block=1, window=1, world=1, global_rows=8, **options):
     options = {"micro": 4, "seed": 3, "steps": 10**6} | options
-    return SamplePlan(num_rows, global_rows, world, shuffle_block=shuffle_block, blocks_per_window=window, **options)
+    return SamplePlan(
+        num_rows,
+        global_rows,
+        world,
+        shuffle_block=shuffle_block,
+        blocks_per_window=window,
+        **options,
+    )
 
 
 def mixture(components, *shape, **options):
-    return plan(sum(part.per_epoch for part in components), *shape, components=components, **options)
+    return plan(
+        sum(part.per_epoch for part in components), *shape, components=components, **options
+    )
 
 
 def rows_of_step(p, step):
@@ -42,8 +51,12 @@ def test_each_epoch_is_a_permutation(num_rows, shuffle_block, window, seed, epoc
 
 @settings(max_examples=140)
 @given(st.just(()) | COMPONENTS, ROWS, BLOCKS, WINDOWS, GLOBAL_ROWS, WORLDS, st.integers(0, 100))
-def test_step_takes_same_rows_at_any_world_size(components, num_rows, shuffle_block, window, global_rows, world, step):
-    """Of a set or a mixture; these are the rows that the number of rows consumed before the step determines."""
+def test_step_takes_same_rows_at_any_world_size(
+    components, num_rows, shuffle_block, window, global_rows, world, step
+):
+    """Of a set or a mixture; these are the rows that the number of rows consumed before the step
+    determines.
+    """
     make = partial(mixture, components) if components else partial(plan, num_rows)
     one, many = (make(shuffle_block, window, size, global_rows) for size in (1, world))
     assert np.array_equal(rows_of_step(one, step), rows_of_step(many, step))
@@ -63,7 +76,12 @@ def test_steps_of_equal_size_take_each_row_once_per_epoch(num_rows, global_rows,
 
 def test_epochs_and_seeds_differ_and_chunk_and_window_change_the_order():
     p = plan(1000, 16, 4)
-    orders = [epoch_of(p, 0), epoch_of(p, 1), epoch_of(plan(1000, 16, 4, seed=4), 0), epoch_of(plan(1000, 16, 5), 0)]
+    orders = [
+        epoch_of(p, 0),
+        epoch_of(p, 1),
+        epoch_of(plan(1000, 16, 4, seed=4), 0),
+        epoch_of(plan(1000, 16, 5), 0),
+    ]
     orders += [epoch_of(plan(1000, 17, 4), 0), epoch_of(plan(1000), 0), epoch_of(plan(1000), 1)]
     assert len({order.tobytes() for order in orders}) == len(orders)
     assert np.array_equal(epoch_of(plan(shuffle=False), 0), np.arange(117))
@@ -73,7 +91,9 @@ def test_order_equals_the_recorded_one():
     """Golden digests: the order must never change."""
     rows = SamplePlan(1003, 8, 1, 4, 5, 100).row_ids_at(np.arange(3009))
     assert sha256(rows.tobytes()).hexdigest()[:16] == "1d62c0f1717a6839"
-    p = SamplePlan(123, 8, 1, 4, 5, 100, components=(MixtureComponent(90, 120), MixtureComponent(7, 3)))
+    p = SamplePlan(
+        123, 8, 1, 4, 5, 100, components=(MixtureComponent(90, 120), MixtureComponent(7, 3))
+    )
     both = b"".join(column.tobytes() for column in p.row_ids_and_pass_indices_at(np.arange(1230)))
     assert sha256(both).hexdigest()[:16] == "acd5ea266ce82c52"
 
@@ -82,12 +102,17 @@ def test_rank_rows_and_accumulation():
     p = plan(world=3, micro=2)
     assert (p.rank_rows, p.accumulation) == (3, 2)
     assert p.positions(0, 2).tolist() == [6, 7, PADDING]
-    assert [column.tolist() for column in p.row_ids_and_pass_indices_at(np.array([PADDING]))] == [[PADDING], [0]]
+    assert [column.tolist() for column in p.row_ids_and_pass_indices_at(np.array([PADDING]))] == [
+        [PADDING],
+        [0],
+    ]
 
 
 @settings(max_examples=100)
 @given(COMPONENTS, BLOCKS, WINDOWS, st.integers(1, 5), st.booleans())
-def test_mixture_takes_exact_shares_and_each_row_and_pass_once(components, shuffle_block, window, epochs, shuffle):
+def test_mixture_takes_exact_shares_and_each_row_and_pass_once(
+    components, shuffle_block, window, epochs, shuffle
+):
     p = mixture(components, shuffle_block, window, shuffle=shuffle)
     positions = np.arange(epochs * p.num_rows)
     rows, pass_index = p.row_ids_and_pass_indices_at(positions)

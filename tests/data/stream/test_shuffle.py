@@ -25,15 +25,25 @@ STORE = "memory://raw"
 def with_row_bytes(prepared, row_bytes):
     """The set as if its rows had this size."""
     (shard,) = prepared.manifest.shards
-    manifest = replace(prepared.manifest, shards=(replace(shard, num_bytes=row_bytes * shard.num_rows),))
+    manifest = replace(
+        prepared.manifest, shards=(replace(shard, num_bytes=row_bytes * shard.num_rows),)
+    )
     return PreparedSet(prepared.storage, manifest)
 
 
 def with_refs(prepared, address, length=None):
     """The set as if its rows referred to images at an address."""
-    rows = [replace(row, image=b"", ref={"file": "a", "offset": 0, "length": length}) for row in make_rows(20)]
+    rows = [
+        replace(row, image=b"", ref={"file": "a", "offset": 0, "length": length})
+        for row in make_rows(20)
+    ]
     entry = write_shard(rows, prepared.storage, prepared.manifest.shards[0].file, None)
-    manifest = replace(prepared.manifest, shards=(entry,), settings={"index_only": True}, source={"address": address})
+    manifest = replace(
+        prepared.manifest,
+        shards=(entry,),
+        settings={"index_only": True},
+        source={"address": address},
+    )
     return PreparedSet(prepared.storage, manifest)
 
 
@@ -54,7 +64,9 @@ def here(tmp_path):
         (1_000_000, True, (8, 256)), (110_000, True, (40, 256)), (66_000, True, (64, 256)), (300, True, (64, 256)),
     ],
 )  # fmt: skip
-def test_block_size_follows_row_bytes_on_a_store_and_is_one_on_a_disk(there, here, row_bytes, cached, expected):
+def test_block_size_follows_row_bytes_on_a_store_and_is_one_on_a_disk(
+    there, here, row_bytes, cached, expected
+):
     data = Data(local_cache="/somewhere" if cached else None)
     on_store, on_disk = with_row_bytes(there, row_bytes), with_row_bytes(here, row_bytes)
     assert shuffle_block_and_window(data, [on_store], 64) == expected
@@ -72,14 +84,20 @@ def test_block_size_follows_row_bytes_on_a_store_and_is_one_on_a_disk(there, her
         ({"shuffle_blocks": 5, "shuffle": False}, 64, (1, 1)),
     ],
 )  # fmt: skip
-def test_window_follows_settings_global_batch_and_cache_size(there, settings, global_rows, expected):
-    assert shuffle_block_and_window(Data(**settings), [with_row_bytes(there, 100_000)], global_rows) == expected
+def test_window_follows_settings_global_batch_and_cache_size(
+    there, settings, global_rows, expected
+):
+    assert (
+        shuffle_block_and_window(Data(**settings), [with_row_bytes(there, 100_000)], global_rows)
+        == expected
+    )
 
 
 def test_index_only_set_uses_blocks_if_its_images_are_contiguous_on_a_store(there, here, tmp_path):
     for prepared, address, length, expected in (
         (here, STORE, 66_000, (8, 16)), (here, STORE, 20_000, (24, 16)), (here, str(tmp_path), 20_000, (1, 1)),
-        (there, STORE, 20_000, (24, 16)), (there, str(tmp_path), None, (32, 16)),  # only the index is on the store
+        # only the index is on the store
+        (there, STORE, 20_000, (24, 16)), (there, str(tmp_path), None, (32, 16)),
         (here, STORE, None, (1, 1)), (there, STORE, None, (1, 1)),  # each image is a file
     ):  # fmt: skip
         indexed = with_refs(prepared, address, length)
@@ -89,11 +107,18 @@ def test_index_only_set_uses_blocks_if_its_images_are_contiguous_on_a_store(ther
 
 def test_cache_is_for_sets_on_a_store_that_contain_their_images(there, here, tmp_path):
     data = Data(local_cache=str(tmp_path / "cache"))
-    for indexed in (with_refs(there, STORE), with_refs(here, STORE), with_refs(there, str(tmp_path))):
+    for indexed in (
+        with_refs(there, STORE),
+        with_refs(here, STORE),
+        with_refs(there, str(tmp_path)),
+    ):
         with pytest.raises(UsageError, match=r"data\.local_cache cannot cache .* only refers"):
             with_local_cache(data, indexed, 16)
     on_disks = with_refs(here, str(tmp_path))
-    assert with_local_cache(data, on_disks, 16) is on_disks and with_local_cache(Data(), there, 16) is there
+    assert (
+        with_local_cache(data, on_disks, 16) is on_disks
+        and with_local_cache(Data(), there, 16) is there
+    )
     there = put("memory://set", [(make_rows(20), None, ())])
     assert with_local_cache(data, there, 16).read(np.arange(20)) == make_rows(20)
     assert len([file for file in (tmp_path / "cache").iterdir() if file.is_file()]) == 2

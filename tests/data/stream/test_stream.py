@@ -29,7 +29,10 @@ TINY = png(7, side=1)
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory):
     """{number of rows: reader}."""
-    made = {117: [row(number) for number in range(117)], 5000: [row(number, TINY) for number in range(5000)]}
+    made = {
+        117: [row(number) for number in range(117)],
+        5000: [row(number, TINY) for number in range(5000)],
+    }
     tokenizer = train_tokenizer(CAPTIONS, 60)
     return {
         count: RowReader(make_set(tmp_path_factory.mktemp("set"), rows), INPUTS, tokenizer, 10**6)
@@ -43,10 +46,16 @@ def reader(readers):
 
 
 def taken(iterator, plan, pause_s):
-    """Keys and positions of each step of one rank, with a pause after each like a training worker."""
-    for step in iter_micro_batches(iterator.iter_batches(batch_size=None, batch_format="numpy"), plan):
+    """Keys and positions of each step of one rank, with a pause after each like a training
+    worker.
+    """
+    for step in iter_micro_batches(
+        iterator.iter_batches(batch_size=None, batch_format="numpy"), plan
+    ):
         columns = (torch.cat([micro[name] for micro in step]) for name in ("key", "pos", "valid"))
-        yield [(k, p) for k, p, v in zip(*(column.tolist() for column in columns), strict=True) if v]
+        yield [
+            (k, p) for k, p, v in zip(*(column.tolist() for column in columns), strict=True) if v
+        ]
         time.sleep(pause_s)
 
 
@@ -61,7 +70,8 @@ def stream(reader, plan, first_step, pause_s, steps, block_mb):
 
     The first rank pauses after each step; the others do not.
     """
-    workers = min(2, plan.global_rows)  # each actor costs two seconds, and a few blocks of single rows need only one
+    # each actor costs two seconds, and a few blocks of single rows need only one
+    workers = min(2, plan.global_rows)
     made = StreamDataConfig(ResumePoint(plan, first_step), reader, workers, block_mb)
     iterators = [shard["train"] for shard in made.configure({"train": None}, plan.world_size)]
     given = [(iterator, plan, 0.0 if rank else pause_s) for rank, iterator in enumerate(iterators)]
@@ -75,7 +85,12 @@ def expected(plan):
     for step in range(plan.steps):
         positions = np.concatenate([plan.positions(step, rank) for rank in range(plan.world_size)])
         positions = positions[positions != PADDING]
-        out.append([(hash_key(f"row-{r}"), int(p)) for r, p in zip(plan.row_ids_at(positions), positions, strict=True)])
+        out.append(
+            [
+                (hash_key(f"row-{r}"), int(p))
+                for r, p in zip(plan.row_ids_at(positions), positions, strict=True)
+            ]
+        )
     return out
 
 
@@ -84,21 +99,33 @@ def expected(plan):
     ("num_rows", "global_rows", "first_step", "stops", "pause_s", "block_mb"),
     [
         pytest.param(117, 1, 0, {3: 125}, 0.005, 0.01, id="one row a step"),
-        pytest.param(117, 4, 0, {1: 11, 3: 37, 2: 70}, 0.01, 0.01, id="four rows, which do not divide the set"),
+        pytest.param(
+            117,
+            4,
+            0,
+            {1: 11, 3: 37, 2: 70},
+            0.01,
+            0.01,
+            id="four rows, which do not divide the set",
+        ),
         pytest.param(5000, 250, 7, {3: 24}, 0.03, 0.04, id="5000 rows, blocks of a part of a step"),
     ],
 )
 def test_changing_worker_groups_take_same_rows(
     local_ray, readers, monkeypatch, num_rows, global_rows, first_step, stops, pause_s, block_mb
 ):
-    """Groups of one to three workers stop in mid-epoch; the next starts at the step where the last one stopped.
+    """Groups of one to three workers stop in mid-epoch; the next starts at the step where the last
+    one stopped.
 
-    One rank of each group is slow. The last group runs to the end of the run, which is not the end of an epoch.
+    One rank of each group is slow. The last group runs to the end of the run, which is not the end
+    of an epoch.
     """
     # Two streams of 5,000 rows have more blocks, as long runs do.
     monkeypatch.setattr("mmray.data.stream.stream.MAX_INLINE_BLOCKS", 40)
     micro, last_step = 1 if global_rows < 16 else 32, max(stops.values())
-    plans = [SamplePlan(num_rows, global_rows, world, micro, seed=3, steps=last_step) for world in stops]
+    plans = [
+        SamplePlan(num_rows, global_rows, world, micro, seed=3, steps=last_step) for world in stops
+    ]
     found = expected(plans[0])[:first_step]
     for plan, stop in zip(plans, stops.values(), strict=True):
         steps = stop - first_step if stop < plan.steps else None
@@ -110,12 +137,17 @@ def test_changing_worker_groups_take_same_rows(
     keys = [key for step in found for key, _ in step]
     for epoch in range(len(keys) // num_rows):
         assert sorted(keys[epoch * num_rows : (epoch + 1) * num_rows]) == everyone
-    assert not ray.data.DataContext.get_current().execution_options.preserve_order  # of these streams only
+    # of these streams only
+    assert not ray.data.DataContext.get_current().execution_options.preserve_order
 
 
 def test_large_blocks_are_not_cut(local_ray, reader, monkeypatch):
-    """The 11 rows of a rank in a step have no divisor, so they are one block, above the limit of Ray Data."""
-    monkeypatch.setattr(ray.data.DataContext.get_current(), "target_max_block_size", 5 * reader.row_bytes)
+    """The 11 rows of a rank in a step have no divisor, so they are one block, above the limit of
+    Ray Data.
+    """
+    monkeypatch.setattr(
+        ray.data.DataContext.get_current(), "target_max_block_size", 5 * reader.row_bytes
+    )
     plan, block_mb = SamplePlan(117, 22, 2, 11, seed=3, steps=6), 7 * reader.row_bytes / 1e6
     assert BlockPlan.sized(plan, 0, reader.row_bytes, block_mb).blocks_per_step == 1
     assert stream(reader, plan, 0, 0.0, None, block_mb) == expected(plan)
@@ -134,12 +166,21 @@ def test_error_of_a_decode_actor_keeps_its_type(local_ray, reader):
     assert isinstance(root_cause(raised.value), TransientStorageError)
 
 
-@pytest.mark.parametrize(("global_rows", "world", "shape"), [(16, 3, (7, 1)), (36, 2, (1, 3)), (16, 3, (1, 1))])
-def test_blocks_of_all_ranks_have_equal_size_and_cover_the_steps_in_order(global_rows, world, shape):
+@pytest.mark.parametrize(
+    ("global_rows", "world", "shape"), [(16, 3, (7, 1)), (36, 2, (1, 3)), (16, 3, (1, 1))]
+)
+def test_blocks_of_all_ranks_have_equal_size_and_cover_the_steps_in_order(
+    global_rows, world, shape
+):
     plan = SamplePlan(117, global_rows, world, 4, 0, steps=29)
     blocks = BlockPlan(plan, 4, *shape)
-    by_rank = [[blocks.positions(block) for block in range(rank, blocks.count, world)] for rank in range(world)]
-    assert all(len({len(positions) for positions in group}) == 1 for group in zip(*by_rank, strict=True))
+    by_rank = [
+        [blocks.positions(block) for block in range(rank, blocks.count, world)]
+        for rank in range(world)
+    ]
+    assert all(
+        len({len(positions) for positions in group}) == 1 for group in zip(*by_rank, strict=True)
+    )
     for rank, positions in enumerate(by_rank):
         steps = np.concatenate([plan.positions(step, rank) for step in range(4, plan.steps)])
         assert np.concatenate(positions).tolist() == steps.tolist()
@@ -158,7 +199,10 @@ def test_block_holds_pixels_tokens_and_padding(reader):
 
 
 def test_data_worker_does_not_import_pydantic(tmp_path):
-    inputs, augment = ChatInputs(image_side=8, max_tokens=40), Augment(flip=1.0, crop_scale=(0.5, 1.0))
+    inputs, augment = (
+        ChatInputs(image_side=8, max_tokens=40),
+        Augment(flip=1.0, crop_scale=(0.5, 1.0)),
+    )
     prepared = make_set(tmp_path, [row(0, texts=CAPTIONS)])
     reader = RowReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6, augment)
     heavy = ("pydantic", "tyro", "mmray.config", "torch", "ray")
@@ -169,7 +213,9 @@ plan = SamplePlan(1, 1, 1, 1, seed=0, steps=1)
 block = pickle.load(sys.stdin.buffer).read_block(plan, plan.positions(0, 0))
 print(block["image"].shape, block["valid"], [name for name in {heavy} if name in sys.modules])
 """
-    run = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(reader), capture_output=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(reader), capture_output=True, check=True
+    )
     assert run.stdout.decode().strip() == "(1, 3, 8, 8) [ True] []"
 
 
@@ -182,14 +228,21 @@ def test_unreadable_row_and_damaged_record_invalidate_only_themselves(tmp_path):
     data[data.index(prepared.read(np.array([11]))[0].image) + 40] ^= 1
     shard.write_bytes(data)
     block = reader.read_block(SamplePlan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
-    assert np.flatnonzero(~block["valid"]).tolist() == [2, 11] and block["pos"].tolist() == list(range(40))
+    assert np.flatnonzero(~block["valid"]).tolist() == [2, 11] and block["pos"].tolist() == list(
+        range(40)
+    )
     record, reason, detail = reader.explain_bad_row(2)
     assert (record.key, reason) == ("row-2", "format") and detail
-    assert reader.explain_bad_row(11)[1:] == ("checksum", "the bytes differ from those that were prepared")
+    assert reader.explain_bad_row(11)[1:] == (
+        "checksum",
+        "the bytes differ from those that were prepared",
+    )
 
 
 def test_caption_choice_differs_by_epoch_and_is_reproducible(tmp_path):
-    reader = RowReader(make_set(tmp_path, [row(0, texts=CAPTIONS)]), INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
+    reader = RowReader(
+        make_set(tmp_path, [row(0, texts=CAPTIONS)]), INPUTS, train_tokenizer(CAPTIONS, 60), 10**6
+    )
     plan = SamplePlan(1, 1, 1, 1, seed=0, steps=40)
     lengths = reader.read_block(plan, np.arange(40))["num_tokens"]
     assert len(set(lengths.tolist())) == 3

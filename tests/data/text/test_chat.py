@@ -1,4 +1,6 @@
-"""Conversations as token ids: target tokens, position of the image, and special tokens in user text."""
+"""Conversations as token ids: target tokens, position of the image, and special tokens in user
+text.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def test_loss_covers_assistant_tokens_and_end_token() -> None:
     encoder = ChatEncoder(WORDPIECE, CHAT, 64)
     assert learned_words(encoder, SAID) == "a red circle </s> a circle </s>"
     text, spans = encoder.render(SAID)
-    assert text == ("be short USER: <image>\nwhat is it ASSISTANT: a red circle</s>USER: what ASSISTANT: a circle</s>")
+    assert text == (
+        "be short USER: <image>\nwhat is it ASSISTANT: a red circle</s>USER: what "
+        "ASSISTANT: a circle</s>"
+    )
     assert [text[first:last] for first, last in spans] == ["a red circle</s>", "a circle</s>"]
 
 
@@ -60,7 +65,12 @@ def test_token_with_leading_space_is_learned() -> None:
     encoder = ChatEncoder(extend_tokenizer(spaced(), ChatInputs()), CHAT, 64)
     columns = encoder.encode_batch([encoder.as_conversation("a red circle")])
     learned = columns["input_ids"][0][columns["loss_mask"][0]]
-    assert [encoder.tokenizer.id_to_token(token) for token in learned] == ["▁a", "▁red", "▁circle", "</s>"]
+    assert [encoder.tokenizer.id_to_token(token) for token in learned] == [
+        "▁a",
+        "▁red",
+        "▁circle",
+        "</s>",
+    ]
 
 
 def test_text_cannot_add_an_image_token() -> None:
@@ -78,13 +88,17 @@ def test_text_cannot_add_an_image_token() -> None:
 
 def test_conversation_with_truncated_image_has_no_targets() -> None:
     encoder = ChatEncoder(WORDPIECE, CHAT, 8)
-    columns = encoder.encode_batch([[{"role": "system", "content": "a red circle " * 5}, *SAID[1:]], []])
+    columns = encoder.encode_batch(
+        [[{"role": "system", "content": "a red circle " * 5}, *SAID[1:]], []]
+    )
     assert columns["image_pos"].tolist() == [NO_TOKEN, NO_TOKEN]
     assert not columns["loss_mask"].any()
 
 
 def test_prepared_conversations_reach_the_block(tmp_path: Any) -> None:
-    talking = Row("talk", png(5), ["a red circle"], source="made", sha256=row(5).sha256, messages=SAID[1:3])
+    talking = Row(
+        "talk", png(5), ["a red circle"], source="made", sha256=row(5).sha256, messages=SAID[1:3]
+    )
     make_set(tmp_path, [talking, row(7, texts=["a circle"])])
     prepared = PreparedSet.open(str(tmp_path))
     assert [found.messages for found in prepared.read(np.array([0, 1]))] == [SAID[1:3], None]
@@ -100,7 +114,10 @@ def test_prepared_conversations_reach_the_block(tmp_path: Any) -> None:
     "value",
     [
         [{"role": "user", "content": "what"}, {"role": "assistant", "content": "a\nb"}],
-        [{"from": "human", "value": "<image>\nwhat", "role": None}, {"from": "gpt", "value": "a\nb"}],
+        [
+            {"from": "human", "value": "<image>\nwhat", "role": None},
+            {"from": "gpt", "value": "a\nb"},
+        ],
         [
             {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]},
             {"role": "assistant", "content": [{"type": "text", "text": "a\nb"}]},
@@ -109,7 +126,10 @@ def test_prepared_conversations_reach_the_block(tmp_path: Any) -> None:
 )
 def test_common_conversation_formats_are_accepted(value: list) -> None:
     found = parse_row({"image": "a.png", "messages": value}, "made:1")
-    assert found.messages == ({"role": "user", "content": "what"}, {"role": "assistant", "content": "a\nb"})
+    assert found.messages == (
+        {"role": "user", "content": "what"},
+        {"role": "assistant", "content": "a\nb"},
+    )
     assert found.texts == ("a\nb",)
 
 
@@ -121,10 +141,12 @@ def test_common_conversation_formats_are_accepted(value: list) -> None:
         ([{"role": "teacher", "content": "what"}], "the role of a message"),
         ([{"role": "assistant", "content": " "}], "is empty"),
         ([{"role": "assistant", "content": [{"type": "video"}]}], "content must be text"),
-        ([{"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}], "only the first"),
+        ([{"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}], "only the "
+                                                                                      "first"),
         ([{"role": "assistant", "content": "\ud83d"}], "surrogate"),
         ([{"role": "assistant", "content": "a" * 70000}], "is over"),
-        ([{"role": "user", "content": "<image> <image>"}, {"role": "assistant", "content": "a"}], "has 2 images"),
+        ([{"role": "user", "content": "<image> "
+                                      "<image>"}, {"role": "assistant", "content": "a"}], "has 2 images"),
         ([{"role": role, "content": [{"type": "image"}]} for role in ("user", "assistant")], "has 2 images"),
     ],
 )  # fmt: skip

@@ -38,7 +38,9 @@ def tokens(ids: np.ndarray) -> list[str]:
 
 
 def test_stream_and_evaluation_prepend_the_language_token(tmp_path: Path) -> None:
-    prepared = make_set(tmp_path, [row(n, texts=["a red one"], language=said) for n, said in enumerate(SAID)])
+    prepared = make_set(
+        tmp_path, [row(n, texts=["a red one"], language=said) for n, said in enumerate(SAID)]
+    )
     assert prepared.languages == {"de", "pt-BR", "xx"}
     block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).read_block(
         SamplePlan(5, 5, 1, 5, 0, 1, shuffle=False), np.arange(5)
@@ -46,7 +48,10 @@ def test_stream_and_evaluation_prepend_the_language_token(tmp_path: Path) -> Non
     (batch,) = EvalBatches(EvalDataset(prepared, INPUTS, TOKENIZER, Evaluate(batch=8)))
     assert np.array_equal(batch["input_ids"].numpy(), block["input_ids"])
     plain = build_encoder(TRAINED, Inputs(max_tokens=12)).encode(["a red one"])[0][0].tolist()
-    marks = [[Tokenizer.from_str(TOKENIZER).token_to_id(f"[{said}]")] * (said in ("de", "pt-BR")) for said in SAID]
+    marks = [
+        [Tokenizer.from_str(TOKENIZER).token_to_id(f"[{said}]")] * (said in ("de", "pt-BR"))
+        for said in SAID
+    ]
     for ids, mark, length in zip(block["input_ids"], marks, block["num_tokens"], strict=True):
         assert ids[:length].tolist() == [plain[0], *mark, *plain[1:]]
     assert marks[0] and marks[0] != marks[2] and not marks[1] and not marks[3]
@@ -59,16 +64,22 @@ def test_caption_text_cannot_be_a_language_token() -> None:
     assert words == "[pt-BR]a  red  one"
     long = encoder.format_caption("a " * 40, "de")
     assert tokens(encoder.encode([long])[0][0]) == ["[CLS]", "[de]", *["a"] * 9, "[SEP]"]
-    with pytest.raises(UsageError, match=r"no token for language 'xx'; its language tokens are de, pt-BR"):
+    with pytest.raises(
+        UsageError, match=r"no token for language 'xx'; its language tokens are de, pt-BR"
+    ):
         encoder.format_caption("a", "xx")
     with pytest.raises(UsageError, match=r"without model\.inputs\.language_token"):
         build_encoder(TRAINED, Inputs()).format_caption("a", "de")
 
 
 def test_existing_language_token_keeps_its_id(tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<2de>", "a"]))
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<2de>", "a"])
+    )
     inputs = INPUTS.model_copy(update={"language_token": "<2{}>"})
-    encoder = build_encoder(extend_tokenizer(load_tokenizer(str(tmp_path), None), inputs, {"de", "fr"}), inputs)
+    encoder = build_encoder(
+        extend_tokenizer(load_tokenizer(str(tmp_path), None), inputs, {"de", "fr"}), inputs
+    )
     ids, _ = encoder.encode([encoder.format_caption("a", said) for said in (None, "de", "fr")])
     assert ids.tolist() == [[2, 6, 3, 0], [2, 5, 6, 3], [2, 7, 6, 3]] and encoder.vocab_size == 8
     again = add_language_tokens(encoder.tokenizer.to_str(), "<2{}>", {"de", "fr"})
@@ -90,7 +101,10 @@ def test_exported_model_encodes_language_as_in_training(tmp_path: Path) -> None:
         SamplePlan(1, 1, 1, 1, 0, 1, shuffle=False), np.arange(1)
     )
     vocab_size = build_encoder(TOKENIZER, INPUTS).vocab_size
-    text, image = TextTower(width=16, depth=1, heads=2), ImageTower(name="convnet", width=8, depth=2)
+    text, image = (
+        TextTower(width=16, depth=1, heads=2),
+        ImageTower(name="convnet", width=8, depth=2),
+    )
     spec = TwoTower(inputs=INPUTS, image=image, text=text, vocab_size=vocab_size, embed_dim=12)
     torch.manual_seed(0)
     model = build(spec, vocab_size).eval()
@@ -106,14 +120,21 @@ def test_exported_model_encodes_language_as_in_training(tmp_path: Path) -> None:
         loaded.embed_texts(["a"], language="fr")
 
 
-def test_class_prompts_use_the_requested_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_prompts_use_the_requested_language(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held_out = make_set(tmp_path, [replace(row(0, language="de"), label=0)])
     seen: list[list[str]] = []
     embed_text = Toy.embed_text
     monkeypatch.setattr(
-        Toy, "embed_text", lambda self, ids, mask: seen.append(tokens(ids[0])) or embed_text(self, ids, mask)
+        Toy,
+        "embed_text",
+        lambda self, ids, mask: seen.append(tokens(ids[0])) or embed_text(self, ids, mask),
     )
-    for language, expected in ((None, ["[CLS]", "a", "[SEP]"]), ("de", ["[CLS]", "[de]", "a", "[SEP]"])):
+    for language, expected in (
+        (None, ["[CLS]", "a", "[SEP]"]),
+        ("de", ["[CLS]", "[de]", "a", "[SEP]"]),
+    ):
         settings = Evaluate(classes=("a", "a"), prompts=("{}",), language=language)
         evaluator = Evaluator(held_out, INPUTS, TOKENIZER, settings)
         on_ranks(1, lambda group, of=evaluator: of.score(Toy(), group, Contrastive(), 1))

@@ -18,7 +18,8 @@ from mmray.data.text.tokenizer import TextEncoder, clean_caption, declared_pad_i
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 
-CAPTIONS = [f"A {size} {color} {shape}, déjà vu" for size in ("big", "small") for color in ("red", "blue", "green")
+CAPTIONS = [f"A {size} {color} {shape}, déjà "
+            "vu" for size in ("big", "small") for color in ("red", "blue", "green")
             for shape in ("circle", "square", "triangle", "star")]  # fmt: skip
 
 
@@ -33,7 +34,8 @@ def trained():
         ("  a\t cat \r\n on\u00a0a mat ", "a cat on a mat"), ("a\x00b\x1b[0m\x7f", "ab[0m"),
         ("👩\u200d🚀 flies", "👩\u200d🚀 flies"), ("x" * 65536, "x" * 65536),
         ("", "refused: blank"), ("\x00\x07", "refused: blank"), ("\u200b\ufeff", "refused: blank"),
-        ("\ud83d", "refused: encoding"), ("x" * 65537, "refused: too-long"), (None, "refused: type"),
+        ("\ud83d", "refused: encoding"), ("x" * 65537, "refused: too-long"), (None, "refused: "
+                                                                                    "type"),
     ],
 )  # fmt: skip
 def test_caption_is_cleaned_or_refused_with_a_reason(raw, cleaned):
@@ -58,7 +60,11 @@ def test_training_is_deterministic_across_processes(trained):
         "print(hashlib.sha256(train_tokenizer(json.load(sys.stdin), 200).encode()).hexdigest())"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(CAPTIONS), capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        input=json.dumps(CAPTIONS),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert run.stdout.strip() == hashlib.sha256(trained.encode()).hexdigest()
     assert train_tokenizer(iter(CAPTIONS), 200) == trained
@@ -66,7 +72,9 @@ def test_training_is_deterministic_across_processes(trained):
 
 def test_encode_pads_to_longest_and_truncates_between_special_tokens(trained):
     encoder = TextEncoder(trained, 6)
-    ids, num_tokens = encoder.encode(["red", "A RED circle", "big red circle small blue star and more"])
+    ids, num_tokens = encoder.encode(
+        ["red", "A RED circle", "big red circle small blue star and more"]
+    )
     assert (ids.dtype, num_tokens.dtype, ids.shape) == (np.int32, np.int32, (3, 6))
     assert num_tokens.tolist() == [3, 5, 6] and (ids[:, 0] == 2).all()
     assert [row[count - 1] for row, count in zip(ids, num_tokens, strict=True)] == [3, 3, 3]
@@ -83,10 +91,14 @@ def test_vocabulary_file_and_directories(tmp_path, trained):
     assert load_tokenizer(str(tmp_path), None) == from_file
     assert TextEncoder(from_file, 8).encode(["A cats dog"])[0].tolist() == [[2, 7, 5, 6, 1, 3]]
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
-    assert TextEncoder(load_tokenizer(str(tmp_path), None), 8).encode(["A cats"])[0].tolist() == [[2, 1, 5, 6, 3]]
+    assert TextEncoder(load_tokenizer(str(tmp_path), None), 8).encode(["A cats"])[0].tolist() == [
+        [2, 1, 5, 6, 3]
+    ]
     (tmp_path / "tokenizer.json").write_text(trained)
     assert load_tokenizer(str(tmp_path), None) == trained
-    (tmp_path / "cased.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "Cat", "cat"]))
+    (tmp_path / "cased.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "Cat", "cat"])
+    )
     cased = TextEncoder(load_tokenizer(str(tmp_path / "cased.txt"), None), 8)
     assert cased.encode(["Cat cat"])[0].tolist() == [[2, 4, 5, 3]]
 
@@ -95,18 +107,26 @@ def test_declared_pad_token_is_used(tmp_path, trained):
     (tmp_path / "tokenizer.json").write_text(trained)
     assert declared_pad_id(load_tokenizer(str(tmp_path), None)) is None
     settings = tmp_path / "tokenizer_config.json"
-    for declared, pad_id in (("[MASK]", 4), ({"content": "[SEP]", "special": True}, 3), ("<of no id>", None)):
+    for declared, pad_id in (
+        ("[MASK]", 4),
+        ({"content": "[SEP]", "special": True}, 3),
+        ("<of no id>", None),
+    ):
         settings.write_text(json.dumps({"pad_token": declared}))
         found = load_tokenizer(str(tmp_path / "tokenizer.json"), None)
         assert declared_pad_id(found) == pad_id
         assert TextEncoder(found, 8).pad_id == (pad_id or 0)
-        assert TextEncoder(found, 8).encode(["red"])[0].tolist() == TextEncoder(trained, 8).encode(["red"])[0].tolist()
+        assert (
+            TextEncoder(found, 8).encode(["red"])[0].tolist()
+            == TextEncoder(trained, 8).encode(["red"])[0].tolist()
+        )
     padded = Tokenizer.from_str(trained)
     padded.enable_padding(pad_id=1, pad_token="[UNK]", length=8)
     (tmp_path / "tokenizer.json").write_text(padded.to_str())
     assert declared_pad_id(load_tokenizer(str(tmp_path), None)) == 1
     settings.write_text('{"pad_token": "[MASK]"}')
-    assert declared_pad_id(load_tokenizer(str(tmp_path), None)) == 4  # in a conflict, the value that transformers reads
+    # in a conflict, the value that transformers reads
+    assert declared_pad_id(load_tokenizer(str(tmp_path), None)) == 4
     settings.write_text("[]")
     with pytest.raises(UsageError, match=r"tokenizer_config\.json is not a JSON object"):
         load_tokenizer(str(tmp_path), None)
@@ -118,7 +138,9 @@ def test_tokenizer_of_the_hub_has_its_config_files(tmp_path, trained, monkeypatc
     def download(name, allow_patterns):
         folder = tmp_path / "cache"
         folder.mkdir()
-        for name in filter_repo_objects([file.name for file in repository.iterdir()], allow_patterns=allow_patterns):
+        for name in filter_repo_objects(
+            [file.name for file in repository.iterdir()], allow_patterns=allow_patterns
+        ):
             shutil.copy(repository / name, folder)
         return str(folder)
 
@@ -133,9 +155,9 @@ def test_tokenizer_of_the_hub_has_its_config_files(tmp_path, trained, monkeypatc
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     found = load_tokenizer("some/model", None)
     assert found == load_tokenizer(str(repository), None) and declared_pad_id(found) == 4
-    assert {file.name for file in repository.iterdir()} - {file.name for file in (tmp_path / "cache").iterdir()} == {
-        "model.safetensors"
-    }
+    assert {file.name for file in repository.iterdir()} - {
+        file.name for file in (tmp_path / "cache").iterdir()
+    } == {"model.safetensors"}
 
 
 def test_invalid_tokenizers_are_refused(tmp_path, monkeypatch):
@@ -146,12 +168,15 @@ def test_invalid_tokenizers_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"holds no tokenizer \(tokenizer\.json, vocab\.txt, "):
         load_tokenizer(str(tmp_path), None)
     for name, content, message in (
-        ("vocab.txt", b"a\nb\n", r"no \[UNK\]"), ("vocab.txt", b"\xff\xfe\x00", "cannot be read as a tokenizer"),
+        ("vocab.txt", b"a\nb\n", r"no \[UNK\]"), ("vocab.txt", b"\xff\xfe\x00", "cannot be read as "
+                                                                                "a tokenizer"),
         ("tokenizer.json", b"{broken", "cannot be read as a tokenizer"),
     ):  # fmt: skip
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UsageError, match=message):
             load_tokenizer(str(tmp_path / name), None)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=ConnectionError("offline")))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", Mock(side_effect=ConnectionError("offline"))
+    )
     with pytest.raises(UsageError, match="without a network, name a directory"):
         load_tokenizer("some/model", None)

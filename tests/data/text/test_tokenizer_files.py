@@ -1,4 +1,6 @@
-"""Tokenizers in the formats of CLIP, RoBERTa and SentencePiece give the ids of the reference implementations."""
+"""Tokenizers in the formats of CLIP, RoBERTa and SentencePiece give the ids of the reference
+implementations.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ class SimpleTokenizer:
         self.byte_encoder = bytes_to_unicode()
         pairs = [tuple(merge.split()) for merge in merges if merge]
         letters = list(self.byte_encoder.values())
-        names = [*letters, *(letter + "</w>" for letter in letters), *("".join(pair) for pair in pairs)]
+        names = [
+            *letters,
+            *(letter + "</w>" for letter in letters),
+            *("".join(pair) for pair in pairs),
+        ]
         names += ["<|startoftext|>", "<|endoftext|>"]
         self.encoder = {name: index for index, name in enumerate(names)}
         self.ranks = {pair: index for index, pair in enumerate(pairs)}
@@ -90,7 +96,10 @@ def ids_of(tokenizer_json: str, texts: list[str]) -> list[list[int]]:
 
 
 def small_clip_bpe(folder: Path) -> Path:
-    """A file in CLIP's format with few merges; OpenAI's has more lines than its vocabulary has merges."""
+    """A file in CLIP's format with few merges;
+
+    OpenAI's has more lines than its vocabulary has merges.
+    """
     file = folder / CLIP_BPE
     file.write_bytes(gzip.compress(("#version: 0.2\n" + "\n".join(MERGES) + "\n").encode()))
     return file
@@ -104,8 +113,13 @@ def test_clip_bpe_has_the_ids_of_openai(real: bool, tmp_path: Path) -> None:
     reference, loaded = SimpleTokenizer(file), load_tokenizer(str(file), None)
     assert ids_of(loaded, CAPTIONS) == [reference.encode(text) for text in CAPTIONS]
     encoder = TextEncoder(loaded, 77)
-    assert encoder.vocab_size == len(reference.encoder) == (49408 if real else 512 + len(MERGES) + 2)
-    assert encoder.encode(["cat " * 99])[0][0, [0, -1]].tolist() == [encoder.vocab_size - 2, encoder.vocab_size - 1]
+    assert (
+        encoder.vocab_size == len(reference.encoder) == (49408 if real else 512 + len(MERGES) + 2)
+    )
+    assert encoder.encode(["cat " * 99])[0][0, [0, -1]].tolist() == [
+        encoder.vocab_size - 2,
+        encoder.vocab_size - 1,
+    ]
     assert load_tokenizer(str(file.parent), None) == loaded if not real else True
 
 
@@ -113,7 +127,9 @@ def test_vocab_and_merges_of_clip_have_the_ids_of_transformers(tmp_path: Path) -
     vocabulary = SimpleTokenizer(small_clip_bpe(tmp_path)).encoder
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(MERGES) + "\n")
-    expected = CLIPTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))(CAPTIONS)["input_ids"]
+    expected = CLIPTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))(CAPTIONS)[
+        "input_ids"
+    ]
     for name in (tmp_path, tmp_path / "vocab.json", tmp_path / "merges.txt", tmp_path / CLIP_BPE):
         assert ids_of(load_tokenizer(str(name), None), CAPTIONS) == expected
 
@@ -121,21 +137,46 @@ def test_vocab_and_merges_of_clip_have_the_ids_of_transformers(tmp_path: Path) -
 def test_vocab_and_merges_of_roberta_have_the_ids_of_transformers(tmp_path: Path) -> None:
     letters = list(bytes_to_unicode().values())
     merges = ["c a", "ca t", "Ġ d", "o g", "Ġd og"]
-    pieces = ["<s>", "<pad>", "</s>", "<unk>", *letters, *(merge.replace(" ", "") for merge in merges), "<mask>"]
-    (tmp_path / "vocab.json").write_text(json.dumps({piece: index for index, piece in enumerate(pieces)}))
+    pieces = [
+        "<s>",
+        "<pad>",
+        "</s>",
+        "<unk>",
+        *letters,
+        *(merge.replace(" ", "") for merge in merges),
+        "<mask>",
+    ]
+    (tmp_path / "vocab.json").write_text(
+        json.dumps({piece: index for index, piece in enumerate(pieces)})
+    )
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
-    expected = RobertaTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))(CAPTIONS)["input_ids"]
+    expected = RobertaTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))(
+        CAPTIONS
+    )["input_ids"]
     loaded = load_tokenizer(str(tmp_path), None)
     assert ids_of(loaded, CAPTIONS) == expected and TextEncoder(loaded, 8).pad_id == 1
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "RobertaTokenizer"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "RobertaTokenizer"})
+    )
     assert AutoTokenizer.from_pretrained(tmp_path)(CAPTIONS)["input_ids"] == expected
 
 
-PIECES = [("▁", -2.0), ("▁a", -1.5), ("▁cat", -2.5), ("s", -3.0), ("▁do", -3.0), ("g", -3.2), ("猫", -4.0), (".", -3.5)]
+PIECES = [
+    ("▁", -2.0),
+    ("▁a", -1.5),
+    ("▁cat", -2.5),
+    ("s", -3.0),
+    ("▁do", -3.0),
+    ("g", -3.2),
+    ("猫", -4.0),
+    (".", -3.5),
+]
 PIECES += [(letter, -6.0) for letter in "acdeot"]
 
 
-def sentencepiece_model(file: Path, special: list[str], model_type: int = 1) -> list[tuple[str, float]]:
+def sentencepiece_model(
+    file: Path, special: list[str], model_type: int = 1
+) -> list[tuple[str, float]]:
     """Write a SentencePiece model whose first pieces are special; return its vocabulary."""
     proto: Any = import_protobuf().ModelProto()
     vocabulary = [*((piece, 0.0) for piece in special), *PIECES]
@@ -158,10 +199,14 @@ def test_sentencepiece_of_t5_and_siglip_has_the_ids_of_transformers(tmp_path: Pa
         assert ids_of(load_tokenizer(str(name), None), SPM_TEXTS) == expected
     assert expected[0] == [4, 5, 1]  # a, cat, end
 
-    settings = {"tokenizer_class": "SiglipTokenizer", "pad_token": "</s>"}  # lower-cases and removes punctuation
+    # lower-cases and removes punctuation
+    settings = {"tokenizer_class": "SiglipTokenizer", "pad_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     siglip, texts = load_tokenizer(str(tmp_path), None), [*SPM_TEXTS, "A  CAT!?", "a [do-g]s"]
-    cleaned = [" ".join(text.lower().translate(str.maketrans("", "", string.punctuation)).split()) for text in texts]
+    cleaned = [
+        " ".join(text.lower().translate(str.maketrans("", "", string.punctuation)).split())
+        for text in texts
+    ]
     assert ids_of(siglip, texts) == reference(cleaned)["input_ids"]
     assert declared_pad_id(siglip) == 1
 
@@ -169,7 +214,9 @@ def test_sentencepiece_of_t5_and_siglip_has_the_ids_of_transformers(tmp_path: Pa
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": kwargs}))
     texts = ["A  CAT!?", "a_cat", "a cat"]
-    assert ids_of(load_tokenizer(str(tmp_path), None), texts) == reference(["a cat"] * 3)["input_ids"]
+    assert (
+        ids_of(load_tokenizer(str(tmp_path), None), texts) == reference(["a cat"] * 3)["input_ids"]
+    )
 
 
 def test_sentencepiece_of_xlm_roberta_shifts_the_ids(tmp_path: Path) -> None:
@@ -177,33 +224,59 @@ def test_sentencepiece_of_xlm_roberta_shifts_the_ids(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"type `unknown`; supported .* t5, siglip, xlmroberta"):
         load_tokenizer(str(tmp_path), None)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlm-roberta"}))
-    assert ids_of(load_tokenizer(str(tmp_path), None), ["a cat"]) == [[0, 5, 6, 2]]  # fairseq: <s> <pad> </s> <unk>
+    # fairseq: <s> <pad> </s> <unk>
+    assert ids_of(load_tokenizer(str(tmp_path), None), ["a cat"]) == [[0, 5, 6, 2]]
 
 
 def test_sentencepiece_bpe_merges_by_score(tmp_path: Path) -> None:
     file = tmp_path / "a.model"
-    names = [piece for piece, _ in sentencepiece_model(file, ["<unk>", "<s>", "</s>"], model_type=2)]
+    names = [
+        piece for piece, _ in sentencepiece_model(file, ["<unk>", "<s>", "</s>"], model_type=2)
+    ]
     pieces = ["▁a", "▁", "c", "a", "t"]  # ▁cat is no merge of two pieces
-    assert ids_of(load_tokenizer(str(file), None), ["a cat"]) == [[names.index(piece) for piece in pieces]]
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "add_eos_token": true}')
+    assert ids_of(load_tokenizer(str(file), None), ["a cat"]) == [
+        [names.index(piece) for piece in pieces]
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "LlamaTokenizer", "add_eos_token": true}'
+    )
     llama = load_tokenizer(str(file), None)
     assert ids_of(llama, ["a cat"]) == [[names.index(piece) for piece in ["<s>", *pieces, "</s>"]]]
-    assert Tokenizer.from_str(llama).encode("a</s>", add_special_tokens=False).tokens == ["▁a", "</s>"]
+    assert Tokenizer.from_str(llama).encode("a</s>", add_special_tokens=False).tokens == [
+        "▁a",
+        "</s>",
+    ]
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"model_type": "bpe"},
-        {"model_type": "bpe", "byte_fallback": True, "split_digits": True, "normalization_rule_name": "identity"},
+        {
+            "model_type": "bpe",
+            "byte_fallback": True,
+            "split_digits": True,
+            "normalization_rule_name": "identity",
+        },
         {"model_type": "bpe", "add_dummy_prefix": False, "user_defined_symbols": ["<image>"]},
-        {"model_type": "bpe", "normalization_rule_name": "nmt_nfkc_cf", "remove_extra_whitespaces": False},
+        {
+            "model_type": "bpe",
+            "normalization_rule_name": "nmt_nfkc_cf",
+            "remove_extra_whitespaces": False,
+        },
         {"model_type": "unigram", "remove_extra_whitespaces": False},
     ],
 )
-def test_sentencepiece_models_have_the_ids_of_the_library(options: dict[str, Any], tmp_path: Path) -> None:
+def test_sentencepiece_models_have_the_ids_of_the_library(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
-    texts = [text for text in CAPTIONS if "<|" not in text] + ["a <image> b", "1,234.5  x", "ａｂｃ ﬁ", "▁ under"]
+    texts = [text for text in CAPTIONS if "<|" not in text] + [
+        "a <image> b",
+        "1,234.5  x",
+        "ａｂｃ ﬁ",
+        "▁ under",
+    ]
     model = str(tmp_path / "a.model")
     options |= {"vocab_size": 400, "hard_vocab_limit": False, "num_threads": 1, "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(
@@ -216,7 +289,10 @@ def test_sentencepiece_models_have_the_ids_of_the_library(options: dict[str, Any
 
 def test_unsupported_tokenizer_files_are_refused(tmp_path: Path) -> None:
     sentencepiece_model(tmp_path / "a.model", ["<unk>"], model_type=3)
-    with pytest.raises(UsageError, match=r"unigram and BPE models of .* save it as tokenizer\.json .* sentencepiece"):
+    with pytest.raises(
+        UsageError,
+        match=r"unigram and BPE models of .* save it as tokenizer\.json .* sentencepiece",
+    ):
         load_tokenizer(str(tmp_path / "a.model"), None)
     (tmp_path / "b.model").write_bytes(b"\x00junk")
     with pytest.raises(UsageError, match=r"holds several models, a\.model, b\.model; name one"):
@@ -233,14 +309,20 @@ def test_unsupported_tokenizer_files_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Siglip2Tokenizer", "GemmaTokenizer"])
 def test_siglip_2_reads_lower_case(kind: str, tmp_path: Path) -> None:
-    """Its tokenizer.json has no such normalizer; transformers' class and, in older files, do_lower_case add it."""
+    """Its tokenizer.json has no such normalizer; transformers' class and, in older files,
+    do_lower_case add it.
+    """
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *"\u2581AaCct"]
-    Siglip2Tokenizer(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]).save_pretrained(tmp_path)
+    Siglip2Tokenizer(
+        vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]
+    ).save_pretrained(tmp_path)
     expected = AutoTokenizer.from_pretrained(tmp_path)("A CAt").input_ids
     tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
     tokenizer["normalizer"] = tokenizer["normalizer"]["normalizers"][1]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": kind}
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {
+        "tokenizer_class": kind
+    }
     settings |= {"do_lower_case": True} if kind == "GemmaTokenizer" else {}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert Tokenizer.from_str(load_tokenizer(str(tmp_path), None)).encode("A CAt").ids == expected

@@ -43,7 +43,9 @@ PROBED = {"probed": 6, "probed with little memory": 3}  # rows; of the latter, f
 
 
 def main(rank: int, folder: str, address: str) -> None:
-    """Entry point of a rank: two ranks train and save, one to four resume, then one of two ranks fails."""
+    """Entry point of a rank: two ranks train and save, one to four resume, then one of two ranks
+    fails.
+    """
     storage.ATTEMPTS = 1
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks, for hsdp
     here, results = Path(folder), {}
@@ -59,7 +61,9 @@ def main(rank: int, folder: str, address: str) -> None:
         results["worker, ddp from the start"] = run_worker(group, here, "replicated", "ddp")
         results["missing weights"] = build_without_files(group, here)
         for kind in KINDS:
-            results[f"worker, {kind}"] = run_worker(group, here, kind, kind, here / "worker/checkpoints/step-3")
+            results[f"worker, {kind}"] = run_worker(
+                group, here, kind, kind, here / "worker/checkpoints/step-3"
+            )
         for name, free in zip(PROBED, (1000, (1000, 4)[rank]), strict=True):
             results[name] = probe_and_train(group, free=free)
         results["reused"] = probe_and_train(group, micro=3)
@@ -91,11 +95,15 @@ def manager_of(group: Group, run: AnyPath) -> tuple[CheckpointManager, Lease | N
     config = Config(recipe="sample", run=Run(storage=str(run.parent), name=run.name), train=train)
     fencing_token = lease.acquire() if lease else None
     about, cpu_group = {"world": group.world_size}, group.new_cpu_group(60)
-    return CheckpointManager(run, fencing_token, config, about, lambda *_: None, cpu_group, sharded=True), lease
+    return CheckpointManager(
+        run, fencing_token, config, about, lambda *_: None, cpu_group, sharded=True
+    ), lease
 
 
 def plan_of(group: Group, micro: int = 3) -> SamplePlan:
-    return SamplePlan(num_rows=30, global_rows=12, world_size=group.world_size, micro=micro, seed=1, steps=8)
+    return SamplePlan(
+        num_rows=30, global_rows=12, world_size=group.world_size, micro=micro, seed=1, steps=8
+    )
 
 
 def train(
@@ -108,8 +116,15 @@ def train(
     model: torch.nn.Module | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    plan, model, polls = plan_of(group, planned), model or toy.Branched().double(), iter(range(first + 1, 9))
-    options |= {"train": toy.train_settings(checkpoint_every=2, parallel=kind), "stop": lambda: next(polls) == steps}
+    plan, model, polls = (
+        plan_of(group, planned),
+        model or toy.Branched().double(),
+        iter(range(first + 1, 9)),
+    )
+    options |= {
+        "train": toy.train_settings(checkpoint_every=2, parallel=kind),
+        "stop": lambda: next(polls) == steps,
+    }
     with patch.object(DTensor, "full_tensor", full_scalar):
         toy.run(model, plan, group, load, first, **options)
     return toy.flat(model)
@@ -138,21 +153,30 @@ def train_and_save(group: Group, run: AnyPath, steps: int = 8, parallel: str = "
 
 
 def probe(group: Group, model: torch.nn.Module, micro: int) -> tuple[int, dict[str, float]]:
-    """Probe memory as a worker does with `batch.micro: auto`, or use the result of an earlier attempt."""
+    """Probe memory as a worker does with `batch.micro: auto`, or use the result of an earlier
+    attempt.
+    """
     inputs = SimpleNamespace(image_side=4, max_tokens=6, max_boxes=0)
     config = SimpleNamespace(train=toy.TRAIN, batch=Batch(micro="auto"), optimizer=toy.OPTIMIZER)
     config.model = SimpleNamespace(inputs=inputs, vocab_size=20)
-    return memory_probe.dry_run(config, model, Contrastive(), group, plan_of(group, micro or 6), micro)
+    return memory_probe.dry_run(
+        config, model, Contrastive(), group, plan_of(group, micro or 6), micro
+    )
 
 
 def probe_and_train(group: Group, micro: int = 0, free: int = 1000) -> dict[str, Any]:
-    """The result of the memory probe and of the run with it; `free`: rows that fit the host memory of this rank."""
+    """The result of the memory probe and of the run with it;
+
+    `free`: rows that fit the host memory of this rank.
+    """
     full, log = toy.Branched().double(), toy.Lines()
     model = shard(copy.deepcopy(full), group, None)
     before = [to_local(weight).clone() for weight in model.state_dict().values()]
     one_row = probe(Group(group.rank, 1), full, 1)[1]["memory/activations_gib"] * memory_probe.GIB
     row = one_row * memory_probe.PEAK_PER_SAVED
-    memory = SimpleNamespace(available=(free + 0.5) * row * group.world_size / memory_probe.HOST_FRACTION)
+    memory = SimpleNamespace(
+        available=(free + 0.5) * row * group.world_size / memory_probe.HOST_FRACTION
+    )
     with patch.object(psutil, "virtual_memory", lambda: memory):
         micro, table = probe(group, model, micro)
     unchanged = all(map(torch.equal, map(to_local, model.state_dict().values()), before))
@@ -168,7 +192,9 @@ def probe_and_train(group: Group, micro: int = 0, free: int = 1000) -> dict[str,
 
 
 def oom_in_probe(group: Group, file: Path) -> None:
-    """Rank 1 runs out of memory in the probe above three rows; rank 0 waits in a collective until it ends."""
+    """Rank 1 runs out of memory in the probe above three rows; rank 0 waits in a collective until
+    it ends.
+    """
     model = toy.MemoryLimitedToy(toy.MemoryFault(max_rows=3 if group.rank else 99)).double()
     try:
         probe(group, shard(model, group, None), 0)
@@ -202,7 +228,9 @@ def sharded_state(group: Group) -> dict[str, Any]:
     return {"w": torch.ones(3), "sharded": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])}
 
 
-def run_worker(group: Group, folder: Path, name: str, kind: str, checkpoint: Path | None = None) -> dict[str, Any]:
+def run_worker(
+    group: Group, folder: Path, name: str, kind: str, checkpoint: Path | None = None
+) -> dict[str, Any]:
     """Final weights of a six-step run through the worker code."""
     config = runs.config(folder / "set", folder, name, steps=6, parallel=kind, precision="fp32")
     config = config.model_copy(update={"batch": Batch(micro=2, global_=8)})
@@ -212,7 +240,9 @@ def run_worker(group: Group, folder: Path, name: str, kind: str, checkpoint: Pat
 
 
 def build_without_files(group: Group, folder: Path) -> str:
-    """The error of a sharded model whose pretrained weights do not exist; only rank 0 looks for them."""
+    """The error of a sharded model whose pretrained weights do not exist; only rank 0 looks for
+    them.
+    """
     model = Clip(weights=str(folder / "missing.pt"), vocab_size=9)
     try:
         build_model(Config(model=model, train=Train(parallel="fsdp")), group, None, resumes=False)

@@ -38,15 +38,25 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def test_tied_and_transposed_weights_are_stored(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     weights = {"a": weight, "b": weight, "c": weight.T, "d/e.%": weight[:1], "f": torch.tensor(7)}
-    assert equal(state_io.load_weights(save_checkpoint(tmp_path, 1, {"model": weights}, {})), weights)
+    assert equal(
+        state_io.load_weights(save_checkpoint(tmp_path, 1, {"model": weights}, {})), weights
+    )
 
 
 def test_meta_is_strict_json_and_checksums_match_sha256sum(tmp_path: Path) -> None:
     path = save(tmp_path, 7, loss=float("nan"), other=float("inf"))
-    meta = json.loads((path / "meta.json").read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert (meta["step"], meta["rows_consumed"], meta["metrics"]) == (7, 56, {"loss": None, "other": None})
+    meta = json.loads(
+        (path / "meta.json").read_text(), parse_constant=lambda name: pytest.fail(name)
+    )
+    assert (meta["step"], meta["rows_consumed"], meta["metrics"]) == (
+        7,
+        56,
+        {"loss": None, "other": None},
+    )
     assert meta["versions"]["torch"] == torch.__version__
-    checked = subprocess.run(["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=path, capture_output=True, text=True)
+    checked = subprocess.run(
+        ["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=path, capture_output=True, text=True
+    )
     assert checked.returncode == 0 and checked.stdout.count("OK") == 3, checked.stderr
 
 
@@ -62,7 +72,9 @@ def truncate(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [flip_bit, truncate, Path.unlink])
 @pytest.mark.parametrize("name", FILES)
-def test_damaged_checkpoint_is_quarantined_and_the_one_before_used(tmp_path: Path, name: str, damage: Any) -> None:
+def test_damaged_checkpoint_is_quarantined_and_the_one_before_used(
+    tmp_path: Path, name: str, damage: Any
+) -> None:
     save(tmp_path, 10)
     damage(save(tmp_path, 20) / name)
     logged: list[str] = []
@@ -73,7 +85,8 @@ def test_damaged_checkpoint_is_quarantined_and_the_one_before_used(tmp_path: Pat
     )
     assert files.latest_valid_checkpoint(tmp_path, logged.append) == tmp_path / "step-10"
     assert len(logged) == 1 and "step-20" in logged[0]
-    assert name in logged[0] or name == "SHA256SUMS"  # a wrong checksum is reported like a damaged file
+    # a wrong checksum is reported like a damaged file
+    assert name in logged[0] or name == "SHA256SUMS"
     unfinished = damage is Path.unlink and name == "SHA256SUMS"
     assert (tmp_path / "step-20.damaged").exists() != unfinished
     assert files.latest_valid_checkpoint(tmp_path, logged.append) == tmp_path / "step-10"
@@ -81,7 +94,9 @@ def test_damaged_checkpoint_is_quarantined_and_the_one_before_used(tmp_path: Pat
 
 
 def test_trusted_checkpoints_need_only_be_complete(tmp_path: Path) -> None:
-    """A worker that was lost while it wrote left an incomplete one; older ones may be of another command."""
+    """A worker that was lost while it wrote left an incomplete one; older ones may be of another
+    command.
+    """
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     flip_bit(tmp_path / "step-2" / SHARD)
@@ -98,7 +113,9 @@ def test_files_are_verified_in_parallel(tmp_path: Path, monkeypatch: pytest.Monk
     assert files.verify(path) is None
 
 
-def test_kill_at_any_write_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_at_any_write_leaves_the_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Interrupt each disk write in turn: the new checkpoint is valid only after the last one."""
 
     class Killed(BaseException):
@@ -137,14 +154,19 @@ def max_file_size(num_bytes: int) -> Iterator[None]:
 
 def test_full_disk_is_reported_and_leaves_no_files(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with max_file_size(20_000), pytest.raises(TrainingError, match=r"step-2: .*[Tt]oo large.*GiB free") as raised:
+    with (
+        max_file_size(20_000),
+        pytest.raises(TrainingError, match=r"step-2: .*[Tt]oo large.*GiB free") as raised,
+    ):
         save_checkpoint(tmp_path, 2, {"model": {"w": torch.zeros(50_000)}}, {})
     assert raised.value.exit_code == 3
     assert not (tmp_path / "step-2").exists()
     assert files.latest_valid_checkpoint(tmp_path) == tmp_path / "step-1"
 
 
-def test_read_error_does_not_quarantine_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_error_does_not_quarantine_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save(tmp_path, 1)
 
     def fail(*_: Any) -> None:
@@ -156,7 +178,9 @@ def test_read_error_does_not_quarantine_a_checkpoint(tmp_path: Path, monkeypatch
     assert path.exists()
 
 
-def test_storage_errors_of_loading_differ_from_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_errors_of_loading_differ_from_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save(tmp_path, 1)
     (path / files.META).write_text("damaged")
     for name in (files.META, "missing.json"):
@@ -194,7 +218,9 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         (METRIC, (1.0, 1.0), 2),  # the newest of equals
     ],
 )
-def test_best_is_lowest_loss_or_rank(tmp_path: Path, metric: str, values: tuple[float, float], expected: int) -> None:
+def test_best_is_lowest_loss_or_rank(
+    tmp_path: Path, metric: str, values: tuple[float, float], expected: int
+) -> None:
     for step, value in zip((1, 2), values, strict=True):
         save(tmp_path, step, **{metric: value})
     assert files.best_checkpoint(tmp_path, metric) == tmp_path / f"step-{expected}"
@@ -216,12 +242,18 @@ def test_object_store_keeps_checkpoints_like_a_disk(store: Any) -> None:
     latest = files.latest_valid_checkpoint(folder)
     assert files.step_of(latest) == 12 and files.load_meta(latest)["metrics"] == {"recall": 0.2}
     loaded = state_io.load(latest)
-    assert torch.equal(loaded["model"]["w"], torch.full((5,), 12.0)) and loaded["progress"] == {"step": 12}
+    assert torch.equal(loaded["model"]["w"], torch.full((5,), 12.0)) and loaded["progress"] == {
+        "step": 12
+    }
 
 
-def test_damaged_objects_are_quarantined_without_local_copies(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_objects_are_quarantined_without_local_copies(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, logged = to_path(store.address) / "checkpoints", []
-    monkeypatch.setattr(files, "local_copy", lambda _: pytest.fail("a checkpoint may not fit on the disk"))
+    monkeypatch.setattr(
+        files, "local_copy", lambda _: pytest.fail("a checkpoint may not fit on the disk")
+    )
     for step in (1, 2, 3, 4):
         save(folder, step)
     (folder / "step-4" / files.SUMS).unlink()  # killed before its last object
@@ -230,6 +262,11 @@ def test_damaged_objects_are_quarantined_without_local_copies(store: Any, monkey
     assert files.step_of(files.latest_valid_checkpoint(folder, logged.append)) == 1
     assert "it is incomplete" in logged[0] and "does not match its checksum (9 bytes)" in logged[1]
     assert "state.json is missing; it is renamed to step-2.damaged" in logged[2]
-    assert files.list_checkpoint_names(folder) == ["step-1", "step-2.damaged", "step-3.damaged", "step-4"]
+    assert files.list_checkpoint_names(folder) == [
+        "step-1",
+        "step-2.damaged",
+        "step-3.damaged",
+        "step-4",
+    ]
     save(folder, 3)
     assert files.step_of(files.latest_valid_checkpoint(folder)) == 3

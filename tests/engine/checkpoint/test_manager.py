@@ -1,4 +1,6 @@
-"""Background saves store the state at the call, and failing or stalled storage does not stop training."""
+"""Background saves store the state at the call, and failing or stalled storage does not stop
+training.
+"""
 
 import threading
 import time
@@ -28,7 +30,11 @@ class Checkpoints:
         self.run, self.logged, self.lease = run, [], Lease(run)
         config = Config(recipe="sample", run=Run(storage=str(run.parent), name=run.name))
         self.manager = CheckpointManager(
-            run, self.lease.acquire(), config, {"world": world}, lambda *line: self.logged.append(line)
+            run,
+            self.lease.acquire(),
+            config,
+            {"world": world},
+            lambda *line: self.logged.append(line),
         )
 
     def save(self, step, last=False, metrics=None):
@@ -56,7 +62,9 @@ def stored(s3, monkeypatch):
 def gate(monkeypatch):
     """Blocks all writes until set."""
     event, write = threading.Event(), state_io.ShardWriter.write_data
-    monkeypatch.setattr(state_io.ShardWriter, "write_data", lambda *args: event.wait(60) and write(*args))
+    monkeypatch.setattr(
+        state_io.ShardWriter, "write_data", lambda *args: event.wait(60) and write(*args)
+    )
     return event
 
 
@@ -72,7 +80,11 @@ def wait_done(manager):
 def test_saved_state_is_the_state_at_the_call(local, gate):
     weights = torch.arange(6.0).reshape(2, 3)
     expected, moments = weights.clone(), {"state": {"a": {"m": weights * 2}}}
-    state = {"model": {"a": weights, "tied": weights}, "optimizer": moments, "progress": {"step": 3}}
+    state = {
+        "model": {"a": weights, "tied": weights},
+        "optimizer": moments,
+        "progress": {"step": 3},
+    }
     local.manager.save(3, 3, state, {}, False)
     weights.add_(100)  # the next step
     state["progress"]["step"] = 4
@@ -80,7 +92,9 @@ def test_saved_state_is_the_state_at_the_call(local, gate):
     local.manager.close()
     loaded = state_io.load(local.run / "checkpoints" / "step-3")
     assert all(torch.equal(loaded["model"][name], expected) for name in ("a", "tied"))
-    assert torch.equal(loaded["optimizer"]["state"]["a"]["m"], expected * 2) and loaded["progress"] == {"step": 3}
+    assert torch.equal(loaded["optimizer"]["state"]["a"]["m"], expected * 2) and loaded[
+        "progress"
+    ] == {"step": 3}
     assert local.manager.save_duration_s > 0
 
 
@@ -111,7 +125,9 @@ def test_last_save_must_succeed(stored, s3, polled):
 
 
 @pytest.mark.parametrize(("world", "scores"), [(1, {}), (2, {}), (2, {"evaluate/loss": 0.5})])
-def test_stalled_storage_skips_a_checkpoint_of_several_ranks(tmp_path, monkeypatch, gate, world, scores):
+def test_stalled_storage_skips_a_checkpoint_of_several_ranks(
+    tmp_path, monkeypatch, gate, world, scores
+):
     """An evaluated step waits as long as the other ranks can, because it may be the best one."""
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(manager, "MAX_WAIT_S", 0.05)
@@ -127,11 +143,15 @@ def test_stalled_storage_skips_a_checkpoint_of_several_ranks(tmp_path, monkeypat
     checkpoints.manager.close()
     checkpoints.lease.release()
     assert checkpoints.names() == (["step-3", "step-9"] if skipped else ["step-6", "step-9"])
-    assert ["skipped the checkpoint of step 6" in text for _, text in checkpoints.logged] == [True] * skipped
+    assert ["skipped the checkpoint of step 6" in text for _, text in checkpoints.logged] == [
+        True
+    ] * skipped
 
 
 def test_waiting_for_a_save_is_a_state_without_progress(local, gate, tmp_path, monkeypatch):
-    """A dead network mount never answers, so hang detection must apply, with the limit of this state."""
+    """A dead network mount never answers, so hang detection must apply, with the limit of this
+    state.
+    """
     monkeypatch.setattr("mmray.engine.heartbeat.INTERVAL_S", 0.02)
     sent = []
     heartbeat = Heartbeat(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path)
@@ -158,7 +178,10 @@ def test_failed_save_does_not_hide_what_ended_the_run(stored, s3):
     """The retry policy must see the lost worker, not an earlier storage error."""
     s3.fail("PUT", "step-1/", 1000, status=400)
     stored.save(1)
-    with pytest.raises(RuntimeError, match="connection closed by peer"), _closing(None, stored.manager):
+    with (
+        pytest.raises(RuntimeError, match="connection closed by peer"),
+        _closing(None, stored.manager),
+    ):
         raise RuntimeError("connection closed by peer")
     assert not stored.manager.uploader.local_folder.exists()
 
@@ -193,9 +216,15 @@ def test_buffers_are_reused_after_the_write_and_not_before(local, gate, monkeypa
         weights.fill_(step)
         local.manager.save(step, step, {"model": {"w": weights}, "progress": {}}, {}, False)
     local.manager.close()
-    assert len(buffers) == 2 and buffers[0] == buffers[1] and weights.data_ptr() not in buffers[0].values()
+    assert (
+        len(buffers) == 2
+        and buffers[0] == buffers[1]
+        and weights.data_ptr() not in buffers[0].values()
+    )
     for step in (3, 6):
-        assert (state_io.load_weights(local.run / "checkpoints" / f"step-{step}")["w"] == step).all()
+        assert (
+            state_io.load_weights(local.run / "checkpoints" / f"step-{step}")["w"] == step
+        ).all()
 
 
 def test_fixed_schedule_is_kept_and_zero_means_never():

@@ -1,4 +1,6 @@
-"""Sharded checkpoints: each rank writes its shard, any number of ranks loads it, and incomplete ones are never used."""
+"""Sharded checkpoints: each rank writes its shard, any number of ranks loads it, and incomplete
+ones are never used.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,15 @@ def ranks(tmp_path_factory, s3_server):
     bucket = f"bucket-{time.time_ns()}"
     system, _ = fs.FileSystem.from_uri(f"s3://{bucket}?allow_bucket_creation=true")
     system.create_dir(bucket)
-    make_set(folder / "set", [row(number) for number in range(22)], [row(number) for number in range(22, 30)])
+    make_set(
+        folder / "set",
+        [row(number) for number in range(22)],
+        [row(number) for number in range(22, 30)],
+    )
     address = f"s3://{bucket}/runs"
-    results = spawn_ranks(shard_ranks.main, folder, shard_ranks.WORLD, address, others=shard_ranks.OTHERS)
+    results = spawn_ranks(
+        shard_ranks.main, folder, shard_ranks.WORLD, address, others=shard_ranks.OTHERS
+    )
     return folder, to_path(address) / "run", results
 
 
@@ -67,7 +75,10 @@ def test_checkpoints_of_fsdp_and_hsdp_resume_under_each_other(ranks, expected, k
 def test_replicas_of_hsdp_write_each_shard_once(ranks, expected):
     """Together they write as many bytes as fsdp, and one process loads them."""
     sizes = {
-        run: sum(file.stat().st_size for file in (ranks[0] / run / "checkpoints/step-4").glob("*.safetensors"))
+        run: sum(
+            file.stat().st_size
+            for file in (ranks[0] / run / "checkpoints/step-4").glob("*.safetensors")
+        )
         for run in ("run", "hybrid")
     }
     assert files.shards_of(ranks[0] / "hybrid" / "checkpoints" / "step-4") == 4
@@ -94,30 +105,45 @@ def test_workers_resume_from_shards_like_an_uninterrupted_run(ranks):
     for result in ranks[2][:2]:
         for kind, tolerance in (("fsdp", 0.0), ("ddp", 1e-4)):
             for name, weight in result[f"worker, {kind}"].items():
-                torch.testing.assert_close(weight, result["worker"][name], rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(
+                    weight, result["worker"][name], rtol=tolerance, atol=tolerance
+                )
 
 
 @pytest.mark.parametrize("scenario", shard_ranks.PROBED)
-def test_memory_probe_of_sharded_model_fits_all_ranks_and_counts_bytes_of_a_shard(ranks, expected, scenario):
-    """The shard of each weight and all scalars; activations of the full model, without gathered weights."""
+def test_memory_probe_of_sharded_model_fits_all_ranks_and_counts_bytes_of_a_shard(
+    ranks, expected, scenario
+):
+    """The shard of each weight and all scalars; activations of the full model, without gathered
+    weights.
+    """
     for rank, result in enumerate(ranks[2][:2]):
         result = result[scenario]
         assert result["micro"] == result["line"]["batch/micro"] == shard_ranks.PROBED[scenario]
         assert result["unchanged"]
         toy.assert_equal_weights(result["weights"], expected)
-        parts = [(weight.chunk(2)[rank] if weight.ndim else weight) for weight in toy.Branched().parameters()]
+        parts = [
+            (weight.chunk(2)[rank] if weight.ndim else weight)
+            for weight in toy.Branched().parameters()
+        ]
         weight_bytes = 8 * sum(part.numel() for part in parts)
         table = {name: size * 2**30 for name, size in result["table"].items()}
         assert table["memory/parameters_gib"] == table["memory/gradients_gib"] == weight_bytes
-        assert 2 * weight_bytes < table["memory/optimizer_gib"] <= 2 * weight_bytes + 4 * len(parts)  # step counts
+        # step counts
+        assert 2 * weight_bytes < table["memory/optimizer_gib"] <= 2 * weight_bytes + 4 * len(parts)
         assert result["table"]["memory/activations_gib"] == result["full activations"] > 0
-        assert result["table"].items() <= result["line"].items() and result["line"]["memory/peak_gib"] > 0
+        assert (
+            result["table"].items() <= result["line"].items()
+            and result["line"]["memory/peak_gib"] > 0
+        )
 
 
 def test_oom_of_one_rank_in_the_probe_restarts_with_last_size_that_fit(ranks, expected):
     other, own = (json.loads((ranks[0] / f"oom-{rank}.json").read_text()) for rank in range(2))
     assert (own["micro"], other["micro"]) == (3, -1)
-    assert own["error"] == "out of memory in the dry run with micro-batches of 6 rows (rank 1); restarting with 3 rows"
+    assert own["error"] == (
+        "out of memory in the dry run with micro-batches of 6 rows (rank 1); restarting with 3 rows"
+    )
     assert COLLECTIVE_ERRORS.search(other["error"]), other["error"]  # counts as a lost worker
     for result in ranks[2][:2]:
         assert result["reused"]["micro"] == 3
@@ -128,7 +154,12 @@ def test_folder_describes_its_format_and_has_full_weights(ranks, expected):
     """Each rank writes about half of the bytes."""
     path = ranks[0] / "run" / "checkpoints" / "step-8"
     meta = files.load_meta(path)
-    assert (files.shards_of(path), meta["world"], meta["step"], meta["rows_consumed"]) == (2, 2, 8, 96)
+    assert (files.shards_of(path), meta["world"], meta["step"], meta["rows_consumed"]) == (
+        2,
+        2,
+        8,
+        96,
+    )
     names = [*files.shard_names(2), "state.json", "meta.json", "SHA256SUMS"]
     assert sorted(file.name for file in path.iterdir()) == sorted(names)
     assert files.list_checkpoint_names(path.parent) == ["step-4", "step-6", "step-8"]
@@ -143,7 +174,10 @@ def test_object_store_has_the_same_files_as_a_disk(ranks):
     folder, run, _ = ranks
     latest = files.latest_valid_checkpoint(run / "checkpoints")
     assert latest == run / "checkpoints" / "step-4"
-    tensors = [state_io.split(state_io.load(path))[1] for path in (folder / "run" / "checkpoints" / "step-4", latest)]
+    tensors = [
+        state_io.split(state_io.load(path))[1]
+        for path in (folder / "run" / "checkpoints" / "step-4", latest)
+    ]
     assert len(tensors[0]) > 20 and tensors[0].keys() == tensors[1].keys()
     assert all(torch.equal(tensor, tensors[1][key]) for key, tensor in tensors[0].items())
 
@@ -168,7 +202,9 @@ class Bomb:
 
 
 def test_pickles_are_never_loaded(checkpoint):
-    """Neither the metadata file of torch's own storage, nor a pickle in place of a checkpoint file."""
+    """Neither the metadata file of torch's own storage, nor a pickle in place of a checkpoint
+    file.
+    """
     for name in (".metadata", "__0.metadata"):
         (checkpoint / name).write_bytes(pickle.dumps(Bomb()))
     state_io.load(checkpoint)
@@ -191,20 +227,28 @@ def remove_with_checksum(file: Path) -> None:
 def test_damaged_shard_falls_back_to_previous_checkpoint(checkpoint, damage):
     damage(checkpoint / files.shard_names(2)[1])
     messages: list[str] = []
-    assert files.latest_valid_checkpoint(checkpoint.parent, messages.append) == checkpoint.with_name("step-6")
+    assert files.latest_valid_checkpoint(
+        checkpoint.parent, messages.append
+    ) == checkpoint.with_name("step-6")
     assert "ignored checkpoint" in messages[0] and "it is renamed to step-8.damaged" in messages[0]
 
 
 def test_files_of_another_world_size_are_not_mixed_in(checkpoint):
     expected = state_io.load_weights(checkpoint)
-    shutil.copy(checkpoint.with_name("step-6") / files.shard_names(2)[1], checkpoint / files.shard_names(4)[3])
+    shutil.copy(
+        checkpoint.with_name("step-6") / files.shard_names(2)[1],
+        checkpoint / files.shard_names(4)[3],
+    )
     weights = state_io.load_weights(checkpoint)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
 def test_rank_that_fails_or_dies_during_write_leaves_no_checkpoint(ranks):
     folder, _, results = ranks
-    assert all("step-1: No space left on device (on rank 1)" in result["full disk"] for result in results[:2])
+    assert all(
+        "step-1: No space left on device (on rank 1)" in result["full disk"]
+        for result in results[:2]
+    )
     assert files.list_checkpoint_names(folder / "full" / "checkpoints") == []
     assert (folder / "dying" / "error").read_text()
     assert files.list_checkpoint_names(folder / "dying" / "checkpoints") == ["step-1"]

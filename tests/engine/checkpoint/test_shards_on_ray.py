@@ -1,4 +1,6 @@
-"""A sharded run through Ray: kill a worker, resume on one worker as replicas, evaluate and export."""
+"""A sharded run through Ray: kill a worker, resume on one worker as replicas, evaluate and
+export.
+"""
 
 import pytest
 import torch
@@ -26,12 +28,20 @@ def test_sharded_run_survives_kill_and_resumes_as_replicas(local_ray, tmp_path):
     assert killed.result["restarts"] == 1 and marks(killed.path) == marks(calm.path)
     assert files.shards_of(killed.path / "checkpoints" / f"step-{STEPS}") == 2
     ours, theirs = weights(killed, STEPS), weights(calm, STEPS)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
     scores = evaluate_run(calm.path, None, None, None, None, Silent())
-    assert scores["recall_at_1/image_to_text"] == calm.result["metrics"]["recall_at_1/image_to_text"]
-    assert mmray.load(str(export_run(calm.path, tmp_path / "model", None))).embed_texts(["a red one"]).shape == (1, 16)
+    assert (
+        scores["recall_at_1/image_to_text"] == calm.result["metrics"]["recall_at_1/image_to_text"]
+    )
+    assert mmray.load(str(export_run(calm.path, tmp_path / "model", None))).embed_texts(
+        ["a red one"]
+    ).shape == (1, 16)
     for name, parallel, workers in (("calm", "ddp", 1), ("killed", "fsdp", 3)):
-        wanted = config(tmp_path / "set", tmp_path, name, **FSDP | {"parallel": parallel, "steps": STEPS + 3})
+        wanted = config(
+            tmp_path / "set", tmp_path, name, **FSDP | {"parallel": parallel, "steps": STEPS + 3}
+        )
         further = train(wanted.with_cluster(workers=workers), Silent())
         assert (further.result["status"], further.result["steps"]) == ("finished", STEPS + 3)
         assert marks(further.path)[:STEPS] == marks(calm.path)[:STEPS]

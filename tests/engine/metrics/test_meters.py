@@ -1,4 +1,7 @@
-"""Rates exclude the first step; FLOPs, MFU, GPU metrics and peak memory; a set of rows has one hash."""
+"""Rates exclude the first step;
+
+FLOPs, MFU, GPU metrics and peak memory; a set of rows has one hash.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,9 @@ def test_rates_are_of_the_wall_clock_without_the_first_step(spend):
 
 
 class Adapted(torch.nn.Module):
-    """Convolution, frozen layers with LoRA on one of them, attention, and a head; all matrix products are known."""
+    """Convolution, frozen layers with LoRA on one of them, attention, and a head; all matrix
+    products are known.
+    """
 
     def __init__(self):
         super().__init__()
@@ -88,7 +93,8 @@ class Adapted(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "trainable", [("pixels", "before", "base", "after", "down", "up", "head"), ("down", "up"), ("base", "head")]
+    "trainable",
+    [("pixels", "before", "base", "after", "down", "up", "head"), ("down", "up"), ("base", "head")],
 )
 def test_flops_equal_those_of_a_real_forward_and_backward(trainable):
     model, image = Adapted(), torch.rand(4, 3, 8, 8)
@@ -127,13 +133,17 @@ def test_peak_flops_are_by_device_name_and_none_if_unknown(monkeypatch, name, pr
 
 @pytest.mark.parametrize(("precision", "peak_tflops"), [(BF16, 200), (FP32, 10)])
 def test_mfu_is_achieved_over_peak_flops_of_a_device(monkeypatch, spend, precision, peak_tflops):
-    """Four workers with two devices each: 800 rows per second of 25 GFLOP are 20 TFLOP/s, or 2.5 per device."""
+    """Four workers with two devices each: 800 rows per second of 25 GFLOP are 20 TFLOP/s, or 2.5
+    per device.
+    """
     monkeypatch.setitem(meters.PEAK_TFLOPS, "Made-up 9000", (200, 10))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made-up 9000 SXM")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**30)
     monkeypatch.setattr(meters, "machine_load", lambda device: {"gpu/busy_percent": 73.0})
     rates = Throughput(PhaseTimers(CUDA))
-    state = SimpleNamespace(group=SimpleNamespace(device=CUDA, world_size=4), precision=precision, model=toy.Toy())
+    state = SimpleNamespace(
+        group=SimpleNamespace(device=CUDA, world_size=4), precision=precision, model=toy.Toy()
+    )
     for step_s in (60, 0.5, 1.5):  # the first is left out
         spend(step_s)
         rates.add(0.0, rows=800, tokens=1)
@@ -146,13 +156,18 @@ def test_mfu_is_achieved_over_peak_flops_of_a_device(monkeypatch, spend, precisi
 
 @pytest.mark.parametrize(
     ("utilization", "busy"),
-    [(lambda _: 73, 73.0), (Mock(side_effect=ModuleNotFoundError("nvidia-ml-py is not installed")), math.nan)],
+    [
+        (lambda _: 73, 73.0),
+        (Mock(side_effect=ModuleNotFoundError("nvidia-ml-py is not installed")), math.nan),
+    ],
 )
 def test_gpu_metrics_are_those_of_nvml_and_nan_without_it(monkeypatch, utilization, busy):
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5 * 2**30, 8 * 2**30))
     metrics = meters.machine_load(CUDA)
-    assert metrics["host/memory_gib"] == pytest.approx(psutil.virtual_memory().used / 2**30, rel=0.5)
+    assert metrics["host/memory_gib"] == pytest.approx(
+        psutil.virtual_memory().used / 2**30, rel=0.5
+    )
     assert metrics["gpu/memory_gib"] == 3.0
     assert metrics["gpu/busy_percent"] == pytest.approx(busy, nan_ok=True)
 

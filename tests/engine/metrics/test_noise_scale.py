@@ -50,25 +50,37 @@ def true_noise_scale():
 
 def log_of(plan, group=None, model=None, **options):
     """The lines of a run with long averages, in which every step is measured."""
-    log, train = toy.Lines(), options.pop("train", toy.train_settings(log_every=1, noise_scale_every=1))
+    log, train = (
+        toy.Lines(),
+        options.pop("train", toy.train_settings(log_every=1, noise_scale_every=1)),
+    )
     with patch.object(noise_scale, "DECAY", 0.99):
-        toy.run(model or Linear(), plan, group, log=log, train=train, **{"objective": Sum()} | options)
+        toy.run(
+            model or Linear(), plan, group, log=log, train=train, **{"objective": Sum()} | options
+        )
     return log
 
 
 @pytest.mark.parametrize("micro", [4, 10, 32])  # 8, 4 (one of 2 rows), 1 micro-batches
 def test_noise_scale_is_that_of_known_gradients(micro):
-    assert log_of(replace(PLAN, micro=micro))[-1][SCALE] == pytest.approx(true_noise_scale(), rel=0.15)
+    assert log_of(replace(PLAN, micro=micro))[-1][SCALE] == pytest.approx(
+        true_noise_scale(), rel=0.15
+    )
 
 
 def test_noise_scale_in_fp16_is_not_scaled_like_the_loss():
-    train, plan = toy.train_settings(log_every=1, noise_scale_every=1, precision="fp16"), replace(PLAN, steps=50)
+    train, plan = (
+        toy.train_settings(log_every=1, noise_scale_every=1, precision="fp16"),
+        replace(PLAN, steps=50),
+    )
     assert log_of(plan, train=train)[-1][SCALE] == pytest.approx(true_noise_scale(), rel=0.5)
 
 
 @pytest.mark.parametrize("kind", ["contrastive", "sigmoid", "contrastive + 0.5 * matching"])
 def test_estimates_are_those_of_the_gradients_of_two_batches(kind):
-    """Halves of micro-batches 0 and 2, and 1 and 3, compared with one backward each in plain torch."""
+    """Halves of micro-batches 0 and 2, and 1 and 3, compared with one backward each in plain
+    torch.
+    """
     model = toy.Toy(kind=kind, dropout=0.3).double()
     parts = toy.cut(toy.rows(16, 0), 4)
     gradients = []
@@ -78,13 +90,21 @@ def test_estimates_are_those_of_the_gradients_of_two_batches(kind):
         gradients.append(toy.flat_gradient(model).clone())
     model.zero_grad()
     one, other = gradients
-    state, seed_of = toy.train_state(model, objective=toy.objective(kind)), partial(micro_seed, toy.SEED, 0, 0)
+    state, seed_of = (
+        toy.train_state(model, objective=toy.objective(kind)),
+        partial(micro_seed, toy.SEED, 0, 0),
+    )
     fraction, rows = noise_scale.measure_noise(state, make_local_batch(parts), seed_of, 16)
-    assert fraction == pytest.approx(float(one @ other / ((one @ one + other @ other) / 2)), rel=1e-9) and rows == 8
+    assert (
+        fraction == pytest.approx(float(one @ other / ((one @ one + other @ other) / 2)), rel=1e-9)
+        and rows == 8
+    )
     assert all(weight.grad is None for weight in model.parameters())
 
 
-@pytest.mark.parametrize("options", [{"dropout": 0.3, "kind": "contrastive + 0.5 * matching"}, {"batch_norm": True}])
+@pytest.mark.parametrize(
+    "options", [{"dropout": 0.3, "kind": "contrastive + 0.5 * matching"}, {"batch_norm": True}]
+)
 def test_measured_run_takes_the_same_steps(options):
     plan = SamplePlan(num_rows=33, global_rows=10, world_size=1, micro=4, seed=1, steps=4)
     if "batch_norm" in options:
@@ -92,7 +112,9 @@ def test_measured_run_takes_the_same_steps(options):
     weights = []
     for every in (0, 1):
         model, train = toy.Toy(**options), toy.train_settings(noise_scale_every=every)
-        toy.run(model, plan, train=train, objective=toy.objective(options.get("kind", "contrastive")))
+        toy.run(
+            model, plan, train=train, objective=toy.objective(options.get("kind", "contrastive"))
+        )
         weights.append(torch.cat([tensor.flatten() for tensor in model.state_dict().values()]))
     assert torch.equal(*weights)
 

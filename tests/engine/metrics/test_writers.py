@@ -1,4 +1,6 @@
-"""metrics.jsonl stays correct across restarts and full disks, has one owner, and is uploaded to object stores."""
+"""metrics.jsonl stays correct across restarts and full disks, has one owner, and is uploaded to
+object stores.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ def lines_of(folder):
 
 
 def test_lines_after_the_resumed_step_are_dropped_and_counted(tmp_path, monkeypatch):
-    # Part of the names of event files, which TensorBoard reads in the order of their text: 9 would come after 10.
-    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(0))
+    # Part of the names of event files, which TensorBoard reads in the order of their text: 9 would
+    # come after 10.
+    monkeypatch.setattr(
+        "tensorboard.summary.writer.event_file_writer._global_uid", AtomicCounter(0)
+    )
     log = MetricsLog(tmp_path)
     for step in (10, 20, 30):
         log.write({"step": step, "rows_sha": "ab", "train/loss": 1 / step})
@@ -109,7 +114,10 @@ def test_tensorboard_on_full_disk_is_logged_and_starts_another_file_later(tmp_pa
     log.close()
     files = list(tmp_path.glob("events.*"))
     assert len(messages) == 1 and len(lines_of(tmp_path)) == 3 and len(files) == 2
-    assert max(EventAccumulator(str(file)).Reload().Scalars("train/loss")[-1].step for file in files) == 3
+    assert (
+        max(EventAccumulator(str(file)).Reload().Scalars("train/loss")[-1].step for file in files)
+        == 3
+    )
 
 
 def test_log_taken_over_by_another_training_gets_no_further_lines(tmp_path, monkeypatch):
@@ -152,7 +160,9 @@ def test_stalled_storage_does_not_stop_the_training_thread(tmp_path, monkeypatch
     assert asked.wait(60) and not lines_of(tmp_path)
     answer.set()
     log.close()
-    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2] and (tmp_path / "examples.json").read_text() == "{}"
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2] and (
+        tmp_path / "examples.json"
+    ).read_text() == "{}"
 
 
 def test_profile_of_requested_steps_is_written(tmp_path):
@@ -189,7 +199,11 @@ def test_growing_files_are_uploaded_fully_and_continued(run, monkeypatch):
             file.write("last\n")
         files.close()
     assert (run / "metrics.jsonl").read_text() == "one\nlast\ntwo\nlast\n"
-    assert (run / "profile" / "rank-0.json").read_text() == "two\n" and not files.local_folder.exists() and not messages
+    assert (
+        (run / "profile" / "rank-0.json").read_text() == "two\n"
+        and not files.local_folder.exists()
+        and not messages
+    )
 
 
 def test_log_that_cannot_be_read_is_a_storage_error(run, monkeypatch):

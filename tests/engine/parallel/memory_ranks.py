@@ -1,4 +1,6 @@
-"""Builds and resumes a sharded model of 400 MB on two gloo ranks; test_sharded_memory.py checks the memory."""
+"""Builds and resumes a sharded model of 400 MB on two gloo ranks; test_sharded_memory.py checks the
+memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ DEPTH, WIDTH = 8, 1024  # a block has 12 x width^2 weights
 
 def config_of(depth: int, width: int) -> Config:
     inputs = Inputs(image_side=16, max_tokens=8)
-    towers = {"image": ImageTower(name="convnet", width=8, depth=1), "text": TextTower(width=width, depth=depth)}
+    towers = {
+        "image": ImageTower(name="convnet", width=8, depth=1),
+        "text": TextTower(width=width, depth=depth),
+    }
     return Config(
         model=TwoTower(inputs=inputs, **towers, embed_dim=8, vocab_size=64),
         train=Train(parallel="fsdp", compile="none", channels_last=False),
@@ -43,7 +48,9 @@ def main(rank: int, folder: str, scenario: str) -> None:
     result: dict[str, Any] = {"peak": status("VmHWM") - before, "read": 0}
     if scenario == "start":
         state = {"model": dict(model.state_dict())}
-        state_io.save_async(checkpoint, state, {"architecture": {}}, group.new_cpu_group(60), sharded=True).result()
+        state_io.save_async(
+            checkpoint, state, {"architecture": {}}, group.new_cpu_group(60), sharded=True
+        ).result()
     else:
         before, reads = reset_peak(), []
         read = partial(count_read, reads, RangeReader.read)
@@ -54,8 +61,12 @@ def main(rank: int, folder: str, scenario: str) -> None:
     weights = list(model.parameters())
     result["full"] = sum(weight.nbytes for weight in weights)
     result["shard"] = sum(strategy.to_local(weight).nbytes for weight in weights)
-    result["block"] = max(sum(w.nbytes for w in block.parameters()) for block in strategy.find_blocks(model))
-    result["sum"] = sum(float(strategy.to_local(weight.detach()).double().square().sum()) for weight in weights)
+    result["block"] = max(
+        sum(w.nbytes for w in block.parameters()) for block in strategy.find_blocks(model)
+    )
+    result["sum"] = sum(
+        float(strategy.to_local(weight.detach()).double().square().sum()) for weight in weights
+    )
     torch.save(result, f"{folder}/rank-{rank}.pt")
     group.barrier()
     os._exit(0)  # see ranks.main_two
@@ -63,7 +74,9 @@ def main(rank: int, folder: str, scenario: str) -> None:
 
 def build(config: Config, group: Group, checkpoint: Path | None) -> torch.nn.Module:
     """A sharded model, as in a worker."""
-    model = build_model(config, group, None if checkpoint is None else {}, resumes=checkpoint is not None)
+    model = build_model(
+        config, group, None if checkpoint is None else {}, resumes=checkpoint is not None
+    )
     model = apply_transforms(model, config.train, config.optimizer, group.device)
     return strategy.wrap_model(model, group, config.train.parallel)
 
@@ -82,5 +95,9 @@ def reset_peak() -> int:
 
 def status(name: str) -> int:
     """A size in /proc/self/status, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{name}:")
+    )
     return 1024 * int(line.split()[1])

@@ -1,4 +1,6 @@
-"""torch.compile by block: what shares a graph, which sizes are dynamic, and what compiled blocks leave unchanged."""
+"""torch.compile by block: what shares a graph, which sizes are dynamic, and what compiled blocks
+leave unchanged.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from tests.engine.single_worker import make_prepared, run_config
 from tests.training.runs import lines
 
 CPU = torch.device("cpu")
-NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+NEEDS_COMPILER = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="inductor needs a C++ compiler"
+)
 RESNET = WITH_DROPOUT.model_copy(update={"image": ImageTower(name="resnet18")})
 
 
@@ -41,7 +45,9 @@ def no_graphs_of_other_tests():
 
 def model_of(spec: Any, backend: Any = "none", **settings: Any) -> nn.Module:
     torch.manual_seed(0)
-    return apply_transforms(build(spec, VOCAB), toy.train_settings(compile=backend, **settings), toy.OPTIMIZER, CPU)
+    return apply_transforms(
+        build(spec, VOCAB), toy.train_settings(compile=backend, **settings), toy.OPTIMIZER, CPU
+    )
 
 
 def rows(spec: Any, count: int = 3, tokens: int | None = None) -> dict[str, Tensor]:
@@ -51,7 +57,9 @@ def rows(spec: Any, count: int = 3, tokens: int | None = None) -> dict[str, Tens
 
 def with_depth(kind: str, depth: int) -> Any:
     spec = MODELS[kind][0]
-    parts = {name: getattr(spec, name).model_copy(update={"depth": depth}) for name in ("image", "text")}
+    parts = {
+        name: getattr(spec, name).model_copy(update={"depth": depth}) for name in ("image", "text")
+    }
     return spec.model_copy(update=parts)
 
 
@@ -68,17 +76,22 @@ def test_blocks_of_equal_structure_share_a_graph(kind: str) -> None:
 
 
 def test_only_rows_and_text_lengths_become_dynamic() -> None:
-    """Stages of a ResNet differ in channels, height and width, which stay constants of their graphs."""
+    """Stages of a ResNet differ in channels, height and width, which stay constants of their
+    graphs.
+    """
     sizes: list[list[Any]] = []
 
     def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         sizes.append([value.shape for value in inputs if isinstance(value, Tensor)])
         return graph.forward
 
-    model = model_of(RESNET, aot_autograd(fw_compiler=compiler, bw_compiler=lambda graph, _: graph.forward)).train()
+    model = model_of(
+        RESNET, aot_autograd(fw_compiler=compiler, bw_compiler=lambda graph, _: graph.forward)
+    ).train()
     for count, tokens in ((3, 6), (4, 5), (5, 3), (4, 4)):
         model(rows(RESNET, count, tokens))["image_embed"].sum().backward()
-    images = [shape for graph in sizes for shape in graph if len(shape) == 4 and shape[1] != 1]  # no masks
+    # no masks
+    images = [shape for graph in sizes for shape in graph if len(shape) == 4 and shape[1] != 1]
     assert len(images) > 20
     assert all(isinstance(size, int) for shape in images for size in shape[1:])
     before = len(sizes)
@@ -103,7 +116,11 @@ def test_flops_of_compiled_blocks_are_those_of_eager_ones() -> None:
     spec = MODELS["clip"][0]
     compiled = model_of(spec, "aot_eager").train()
     compiled(rows(spec))["image_embed"].sum().backward()  # its graphs would run under the counter
-    assert model_flops(compiled, rows(spec), toy.FP32) == model_flops(model_of(spec), rows(spec), toy.FP32) > 0
+    assert (
+        model_flops(compiled, rows(spec), toy.FP32)
+        == model_flops(model_of(spec), rows(spec), toy.FP32)
+        > 0
+    )
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -143,10 +160,15 @@ def test_inductor_draws_equal_dropout_with_and_without_gradients(branches: tuple
 @pytest.mark.inductor
 @NEEDS_COMPILER
 def test_sample_recipe_compiles_nothing_after_the_first_epoch(tmp_path) -> None:
-    """With captions of different lengths, a smaller last micro-batch and an evaluation in each epoch."""
+    """With captions of different lengths, a smaller last micro-batch and an evaluation in each
+    epoch.
+    """
     prepared = make_prepared(tmp_path / "set")
     recipe = recipes.load("sample")
-    small = {"image": ImageTower(name="convnet", width=8, depth=1), "text": TextTower(width=16, depth=1, heads=4)}
+    small = {
+        "image": ImageTower(name="convnet", width=8, depth=1),
+        "text": TextTower(width=16, depth=1, heads=4),
+    }
     inputs = recipe.model.inputs.replace(image_side=16)
     config = recipe.replace(
         model=recipe.model.replace(**small, inputs=inputs, embed_dim=16),

@@ -39,7 +39,9 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, gib * 2**30))
         monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", flags.allocator.append)
-        monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda value: setattr(flags, "matmul", value))
+        monkeypatch.setattr(
+            torch, "set_float32_matmul_precision", lambda value: setattr(flags, "matmul", value)
+        )
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
         monkeypatch.setattr(device_defaults, "_has_compiler", lambda: True)
@@ -54,11 +56,19 @@ def gpu(monkeypatch):
 def test_defaults_of_gpus(gpu, name, capability, gib, defaults):
     flags = gpu(name, capability, gib)
     train = resolve_auto(Train(), Group(device=GPU))
-    assert (train.precision, train.compile, train.channels_last) == (defaults.precision, defaults.compile, True)
+    assert (train.precision, train.compile, train.channels_last) == (
+        defaults.precision,
+        defaults.compile,
+        True,
+    )
     assert select_precision("auto", GPU).name == defaults.precision
     text = configure_torch(train, GPU)
-    assert text == f"{name}, {gib} GiB: {train.precision}, compile {train.compile}, channels-last convolutions"
-    assert flags.matmul == ("high" if defaults.tf32 else "highest") and torch.backends.cudnn.benchmark
+    assert text == (
+        f"{name}, {gib} GiB: {train.precision}, compile {train.compile}, channels-last convolutions"
+    )
+    assert (
+        flags.matmul == ("high" if defaults.tf32 else "highest") and torch.backends.cudnn.benchmark
+    )
     assert torch.backends.cudnn.allow_tf32 == defaults.tf32
     assert flags.allocator == ["expandable_segments:True"]
 

@@ -23,7 +23,10 @@ TOLERANCE = {"bf16 gradients": 3e-2, "fp16 gradients": 3e-3}  # relative to the 
 
 @pytest.fixture(scope="module")
 def single():
-    return {objective: ranks.train_strategy(Group(), objective, parallel="single") for objective in OBJECTIVES}
+    return {
+        objective: ranks.train_strategy(Group(), objective, parallel="single")
+        for objective in OBJECTIVES
+    }
 
 
 @pytest.mark.parametrize("name", ranks.STRATEGIES)
@@ -34,7 +37,9 @@ def test_ranks_under_any_strategy_equal_one_process(two, single, name):
     start = torch.cat([tensor.flatten() for tensor in initial])
     for result in two:
         result = result["strategies"][name]
-        error = (result["weights"] - expected["weights"]).norm() / (expected["weights"] - start).norm()
+        error = (result["weights"] - expected["weights"]).norm() / (
+            expected["weights"] - start
+        ).norm()
         assert error <= (tolerance or 1e-9)
         assert (error > 1e-9) == (tolerance > 0)  # compression was applied
         assert result["losses"] == pytest.approx(expected["losses"], rel=tolerance or 1e-9)
@@ -44,7 +49,8 @@ def test_ranks_under_any_strategy_equal_one_process(two, single, name):
 def test_ranks_with_compiled_branches_equal_eager_ones_with_dropout(two, name):
     for result in two:
         result = result["compiled"][name]
-        assert result["graphs"] >= (2 if "row-wise" in name else 4)  # per block and training forward
+        # per block and training forward
+        assert result["graphs"] >= (2 if "row-wise" in name else 4)
         toy.assert_equal_weights(result["weights"], result["eager"], result["start"])
 
 
@@ -65,7 +71,9 @@ def test_ranks_with_inductor_equal_eager_ones_and_both_passes_have_equal_dropout
 def test_checkpoint_resumes_under_another_strategy(two, single):
     for result in two:
         for name in ("ddp to fsdp", "fsdp to ddp"):
-            toy.assert_equal_weights(result["strategies"][name]["weights"], single["contrastive"]["weights"])
+            toy.assert_equal_weights(
+                result["strategies"][name]["weights"], single["contrastive"]["weights"]
+            )
     state = two[1]["strategies"]["fsdp, contrastive"]["state"]
     resumed = ranks.train_strategy(Group(), "contrastive", state, parallel="single")
     toy.assert_equal_weights(resumed["weights"], single["contrastive"]["weights"])
@@ -73,7 +81,10 @@ def test_checkpoint_resumes_under_another_strategy(two, single):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_branches_on_two_devices_equal_one_device(single, objective):
-    expected, result = single[objective], ranks.train_strategy(Group(), objective, parallel="branches")
+    expected, result = (
+        single[objective],
+        ranks.train_strategy(Group(), objective, parallel="branches"),
+    )
     toy.assert_equal_weights(result["weights"], expected["weights"])
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-9)
     resumed = ranks.train_strategy(Group(), objective, result["state"], parallel="branches")
@@ -92,14 +103,18 @@ class Nodes(Group):
 def test_hsdp_shards_over_ranks_of_one_node(monkeypatch):
     """As many as divide the number of ranks of every node; one node is sharded as by fsdp."""
     mesh = partial(SimpleNamespace, get_all_groups=list)
-    monkeypatch.setattr(strategy, "init_device_mesh", lambda device, shape, **names: mesh(shape=shape))
+    monkeypatch.setattr(
+        strategy, "init_device_mesh", lambda device, shape, **names: mesh(shape=shape)
+    )
     monkeypatch.setattr(Nodes, "ranks", (4, 4, 2))
     assert strategy._device_mesh(Nodes(0, 10), hybrid=True).shape == (5, 2)
     assert strategy._device_mesh(Nodes(0, 10), hybrid=False).shape == (10,)
     monkeypatch.setattr(Nodes, "ranks", (4,))
     assert strategy._device_mesh(Nodes(0, 4), hybrid=True).shape == (4,)
     monkeypatch.setattr(Nodes, "ranks", (3, 2))
-    with pytest.raises(UsageError, match=r"the numbers of workers on the nodes \(2, 3\) need a common divisor"):
+    with pytest.raises(
+        UsageError, match=r"the numbers of workers on the nodes \(2, 3\) need a common divisor"
+    ):
         strategy._device_mesh(Nodes(0, 5), hybrid=True)
 
 
@@ -107,4 +122,7 @@ def test_hsdp_shards_over_ranks_of_one_node(monkeypatch):
 def test_blocks_of_sequential_encoders_are_found(name, blocks):
     with torch.device("meta"):
         model = models.get_model(name)
-    assert sum(next(block.children(), None) is not None for block in strategy.find_blocks(model)) == blocks
+    assert (
+        sum(next(block.children(), None) is not None for block in strategy.find_blocks(model))
+        == blocks
+    )

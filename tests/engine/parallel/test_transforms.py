@@ -1,4 +1,6 @@
-"""Activation checkpointing, compiled branches and channels-last weights take the steps of the plain model."""
+"""Activation checkpointing, compiled branches and channels-last weights take the steps of the plain
+model.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ SPECS: dict[str, Model] = {
     "resnet18": TwoTower(inputs=INPUTS, image=RESNET, text=TEXT, embed_dim=8),
     "clip": Clip(inputs=INPUTS, image=VIT, text=WORDS, embed_dim=8, patch_dropout=0.5),
     "siglip": Siglip(inputs=INPUTS, image=VIT, text=WORDS, patch_dropout=0.5),
-    "fusion": Fusion(inputs=INPUTS, image=TOWERS["image"], text=TEXT, cross=CROSS, embed_dim=8, classes=3),
+    "fusion": Fusion(
+        inputs=INPUTS, image=TOWERS["image"], text=TEXT, cross=CROSS, embed_dim=8, classes=3
+    ),
     "generative": MODELS["generative"][0].model_copy(
         update={"image": VIT, "text": MODELS["generative"][0].text.model_copy(update={"depth": 2})}
     ),
@@ -60,10 +64,14 @@ CPU = torch.device("cpu")
 SELECTIVE = ("image=selective", "text=selective")
 
 
-def build_model(name: str, optimizer: OptimizerSection | None = None, **settings: object) -> nn.Module:
+def build_model(
+    name: str, optimizer: OptimizerSection | None = None, **settings: object
+) -> nn.Module:
     torch.manual_seed(0)
     train = toy.train_settings(**settings)
-    return apply_transforms(build(SPECS[name], VOCAB), train, optimizer or OptimizerSection(), CPU).double()
+    return apply_transforms(
+        build(SPECS[name], VOCAB), train, optimizer or OptimizerSection(), CPU
+    ).double()
 
 
 def train(model: nn.Module, name: str, steps: int = 3) -> dict[str, Tensor]:
@@ -71,7 +79,9 @@ def train(model: nn.Module, name: str, steps: int = 3) -> dict[str, Tensor]:
     kind = MODELS[name][1] if name in MODELS else "contrastive"
     state = toy.train_state(model.train(), objective=toy.objective(kind))
     for step in range(steps):
-        batch = make_local_batch(toy.cut(synthetic_batch(SPECS[name].inputs, VOCAB, 6, CPU, seed=step), 3))
+        batch = make_local_batch(
+            toy.cut(synthetic_batch(SPECS[name].inputs, VOCAB, 6, CPU, seed=step), 3)
+        )
         optimizer_step(state, batch, lambda index, step=step: micro_seed(1, step, 0, index))
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -84,14 +94,24 @@ def train_plain(name: str, steps: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        *((name, {"activation_checkpointing": ("image", "text")}) for name in SPECS if name != "fusion"),
+        *(
+            (name, {"activation_checkpointing": ("image", "text")})
+            for name in SPECS
+            if name != "fusion"
+        ),
         ("fusion", {"activation_checkpointing": ("image", "text", "cross")}),
         *((name, {"activation_checkpointing": SELECTIVE}) for name in SPECS if name != "fusion"),
         ("fusion", {"activation_checkpointing": (*SELECTIVE, "cross=selective")}),
         ("convnet", {"compile": "eager"}),
         # Blocks with running statistics are not compiled and keep them.
-        *((name, {"activation_checkpointing": ("image",), "compile": "aot_eager"}) for name in ("clip", "resnet18")),
-        *((name, {"activation_checkpointing": SELECTIVE, "compile": "aot_eager"}) for name in ("clip", "resnet18")),
+        *(
+            (name, {"activation_checkpointing": ("image",), "compile": "aot_eager"})
+            for name in ("clip", "resnet18")
+        ),
+        *(
+            (name, {"activation_checkpointing": SELECTIVE, "compile": "aot_eager"})
+            for name in ("clip", "resnet18")
+        ),
     ],
 )
 def test_transformed_model_takes_same_steps(name: str, settings: dict) -> None:
@@ -105,12 +125,16 @@ def test_transformed_model_takes_same_steps(name: str, settings: dict) -> None:
         torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-9, msg=key)
 
 
-@pytest.mark.parametrize(("name", "branch"), [("clip", "text"), ("fusion", "cross"), ("generative", "text")])
+@pytest.mark.parametrize(
+    ("name", "branch"), [("clip", "text"), ("fusion", "cross"), ("generative", "text")]
+)
 def test_activation_checkpointing_keeps_fewer_activations(name: str, branch: str) -> None:
     def saved(*branches: str) -> int:
         sizes: list[int] = []
         model = build_model(name, activation_checkpointing=branches).train()
-        with torch.autograd.graph.saved_tensors_hooks(lambda it: sizes.append(it.numel()) or it, lambda it: it):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda it: sizes.append(it.numel()) or it, lambda it: it
+        ):
             model(synthetic_batch(SPECS[name].inputs, VOCAB, 6, CPU))
         return sum(sizes)
 
@@ -120,7 +144,9 @@ def test_activation_checkpointing_keeps_fewer_activations(name: str, branch: str
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of tensors computed in the scope that are still referenced, each storage once."""
+    """Counts the bytes of tensors computed in the scope that are still referenced, each storage
+    once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +154,11 @@ class LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs or {})
-        self.storages += [weakref.ref(leaf.untyped_storage()) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.storages += [
+            weakref.ref(leaf.untyped_storage())
+            for leaf in tree_leaves(out)
+            if isinstance(leaf, Tensor)
+        ]
         return out
 
     @property
@@ -148,7 +178,9 @@ def test_selective_checkpointing_keeps_memory_between_none_and_full() -> None:
         live[name] = counter.bytes
         del outputs
         state = toy.train_state(model)
-        _, table = probe_memory(state, lambda rows: synthetic_batch(SPECS["clip"].inputs, VOCAB, rows, CPU), 6, 6)
+        _, table = probe_memory(
+            state, lambda rows: synthetic_batch(SPECS["clip"].inputs, VOCAB, rows, CPU), 6, 6
+        )
         probed[name] = table["memory/activations_gib"]
     assert live["full"] < 0.8 * live["selective"] < 0.8 * 0.8 * live["none"]
     if HOOKS:
@@ -180,7 +212,8 @@ def test_random_state_is_kept_only_for_blocks_that_may_draw(block: nn.Module, dr
 def test_inductor_takes_same_steps(kind: str) -> None:
     plain = recipe_models.train_kind(kind, Group(), "ddp")
     compiled = recipe_models.train_kind(kind, Group(), "ddp", backend="inductor")
-    tolerance = 1e-5 if kind == "generative" else 1e-9  # transformers' language models normalize in float32
+    # transformers' language models normalize in float32
+    tolerance = 1e-5 if kind == "generative" else 1e-9
     assert (compiled - plain).abs().max() < tolerance
 
 
@@ -195,7 +228,9 @@ def test_later_steps_do_not_recompile() -> None:
 
 
 def test_unsupported_combinations_are_refused() -> None:
-    message = r"train\.activation_checkpointing: the model has no branch `vision`; it has image, text"
+    message = (
+        r"train\.activation_checkpointing: the model has no branch `vision`; it has image, text"
+    )
     with pytest.raises(UsageError, match=message):
         build_model("clip", activation_checkpointing=("vision",))
     synced = build(SPECS["resnet18"].model_copy(update={"batch_norm": "synced"}), VOCAB)
@@ -204,7 +239,9 @@ def test_unsupported_combinations_are_refused() -> None:
 
 
 def run_probe(spec: Model, kind: str) -> None:
-    config = Config(model=spec.model_copy(update={"vocab_size": VOCAB}), objective=Objective(kind=kind))
+    config = Config(
+        model=spec.model_copy(update={"vocab_size": VOCAB}), objective=Objective(kind=kind)
+    )
     plan = SamplePlan(num_rows=3, global_rows=3, world_size=1, micro=3, seed=1, steps=1)
     dry_run(config, build(spec, VOCAB), objectives.build(config.objective), Group(), plan, 3)
 
@@ -213,15 +250,20 @@ def test_probe_names_weights_without_gradient() -> None:
     run_probe(SPECS["convnet"], "contrastive")
     with_bias = SPECS["convnet"].model_copy(update={"logit_bias": -10.0})
     run_probe(with_bias, "sigmoid")
-    with pytest.raises(UsageError, match=r"gives no gradient to 1 parameters .* --optimizer\.freeze logit_bias"):
+    with pytest.raises(
+        UsageError, match=r"gives no gradient to 1 parameters .* --optimizer\.freeze logit_bias"
+    ):
         run_probe(with_bias, "contrastive")
 
 
 @pytest.mark.parametrize(
-    ("kind", "missing"), [("sigmoid", "logit_bias"), ("matching", "match"), ("classification", "class_logits")]
+    ("kind", "missing"),
+    [("sigmoid", "logit_bias"), ("matching", "match"), ("classification", "class_logits")],
 )
 def test_probe_names_missing_model_output(kind: str, missing: str) -> None:
-    with pytest.raises(UsageError, match=rf"objective\.kind: `{kind}` reads `{missing}`, .*model\.kind `two_tower`"):
+    with pytest.raises(
+        UsageError, match=rf"objective\.kind: `{kind}` reads `{missing}`, .*model\.kind `two_tower`"
+    ):
         run_probe(SPECS["convnet"], kind)
 
 
@@ -235,6 +277,8 @@ def test_label_without_class_ends_the_run() -> None:
     config = Config(model=Fusion(classes=3))
     _check_labels({"label": np.array([2, -1])}, config)
     for label, fix in ((3, r"set --model\.classes to 4"), (-100, "number the classes from 0")):
-        with pytest.raises(DataError, match=rf"has label {label}, but model\.classes is 3, .*: {fix}"):
+        with pytest.raises(
+            DataError, match=rf"has label {label}, but model\.classes is 3, .*: {fix}"
+        ):
             _check_labels({"label": np.array([0, label])}, config)
     _check_labels({"label": np.array([9])}, Config())
