@@ -19,7 +19,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Column, Table
 from rich.text import Text
 
-from mmray.report.run import DIRECTIONS, format_compact, non_retrieval_metrics, recall_rows
+from mmray.evaluation import DIRECTIONS
+from mmray.report.run import format_compact, non_retrieval_metrics, recall_rows
 from mmray.storage.paths import AnyPath
 
 LOG_INTERVAL_S = 5.0  # interval of progress lines in a log

@@ -20,8 +20,9 @@ from mmray.cli.tune_shape import run_probe, split_global_list
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED, TrainingError, UsageError
 from mmray.report.run import format_compact
-from mmray.report.sweep import BATCH_SETTINGS, GOALS, LEARNING_GOALS, RUNG_GOALS
+from mmray.report.sweep import GOALS, LEARNING_GOALS, RUNG_GOALS
 from mmray.storage.paths import AnyPath
+from mmray.sweep_files import BATCH_SETTINGS
 
 if TYPE_CHECKING:
     from mmray.config.search_space import Space

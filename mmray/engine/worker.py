@@ -42,12 +42,12 @@ from mmray.engine.worker_context import (
     result_fields,
 )
 from mmray.errors import MmrayError, UsageError
+from mmray.evaluation import EXAMPLES
 from mmray.evaluation.build import build_evaluator, check_evaluable
 from mmray.models.build import build, build_without_weights
 from mmray.models.fusion import LabelTexts
 from mmray.models.protocol import Architecture
 from mmray.objectives.protocol import Batch
-from mmray.report.run import EXAMPLES
 from mmray.storage.paths import AnyPath, to_path
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from mmray.report.run import DIRECTIONS, NOISE_SCALE, RunRecord, format_compact
+from mmray.evaluation import DIRECTIONS
+from mmray.report.run import NOISE_SCALE, RunRecord, format_compact
 
 BLUE, ORANGE, TEAL, ROSE, GRAY = "#5b7cfa", "#e8833a", "#1fa58a", "#e0567a", "#8b93a7"
 MAX_TICKS, FEW_POINTS = 8, 25

@@ -12,9 +12,10 @@ from typing import Any
 
 from mmray.errors import UsageError
 from mmray.report.run import Line, read_json, read_lines
-from mmray.report.sweep import SWEEP, TRIALS, SweepRecord
+from mmray.report.sweep import SweepRecord
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
+from mmray.sweep_files import SWEEP, TRIALS
 
 # the first measured one is used
 METRICS: dict[str, Callable[..., Line]] = {"recall_at_1/mean": max, "loss": min}

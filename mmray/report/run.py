@@ -12,10 +12,9 @@ from typing import Any
 
 import yaml
 
+from mmray.evaluation import DIRECTIONS, EXAMPLES
 from mmray.storage.paths import AnyPath, local_copy
 
-EXAMPLES = "examples.json"  # hits and misses of the newest evaluation
-DIRECTIONS = ("image_to_text", "text_to_image")
 NOISE_SCALE = "train/noise_scale"
 Line = dict[str, Any]
 

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from mmray.report.run import format_compact, format_number, format_setting, read_json, read_lines
 from mmray.storage.paths import AnyPath
+from mmray.sweep_files import BATCH_SETTINGS, SWEEP, TRIALS
 
-SWEEP, TRIALS = "sweep.json", "trials.jsonl"
-BATCH_SETTINGS = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")
 # of others: the status
 STATUS_LABELS = {"out_of_memory": "out of<br>memory", "finished": "not<br>measured"}
 

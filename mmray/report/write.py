@@ -22,9 +22,10 @@ from mmray.report import summary
 from mmray.report.figures import run_figures
 from mmray.report.importance import rank_settings
 from mmray.report.run import RunRecord, format_number, recall_rows
-from mmray.report.sweep import SWEEP, SweepRecord
+from mmray.report.sweep import SweepRecord
 from mmray.report.sweep_figures import sweep_figures
 from mmray.storage.paths import AnyPath, write_atomic
+from mmray.sweep_files import SWEEP
 
 REPORT = "report.html"
 TEMPLATES = Path(__file__).with_name("templates")

@@ -25,8 +25,9 @@ from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Config
 from mmray.errors import ResourceError, TrainingError
 from mmray.report.run import read_lines
-from mmray.report.sweep import GOALS, TRIALS
+from mmray.report.sweep import GOALS
 from mmray.storage.paths import remove_tree
+from mmray.sweep_files import TRIALS
 from mmray.training.coordinator import IMPORTING
 from mmray.training.driver import train
 from mmray.training.monitor import RunReporter, signal_handlers

@@ -13,8 +13,10 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from mmray.errors import UsageError, first_line, is_out_of_memory
-from mmray.report.run import DIRECTIONS, NOISE_SCALE
-from mmray.report.sweep import BATCH_SETTINGS, GOALS, LEARNING_GOALS, RUNG_GOALS
+from mmray.evaluation import DIRECTIONS
+from mmray.report.run import NOISE_SCALE
+from mmray.report.sweep import GOALS, LEARNING_GOALS, RUNG_GOALS
+from mmray.sweep_files import BATCH_SETTINGS
 from mmray.tuning.trials import Trial, num_promoted
 
 # `paused`: at a rung; `pruned`: not continued there; `stopped`: by the user or the budget.

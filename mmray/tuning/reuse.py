@@ -10,8 +10,8 @@ from typing import Any
 from mmray.config import Config
 from mmray.report.listing import MAX_PARALLEL
 from mmray.report.run import read_json
-from mmray.report.sweep import SWEEP
 from mmray.storage.paths import AnyPath
+from mmray.sweep_files import SWEEP
 from mmray.tuning.shape import Measurements
 
 # Settings of these sections that do not change the time or memory of a synthetic step. Others are

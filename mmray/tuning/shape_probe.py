@@ -29,10 +29,10 @@ from mmray.errors import (
     is_out_of_memory,
 )
 from mmray.processes import SPAWN, init_child, starting_children
-from mmray.report.sweep import SWEEP, TRIALS
 from mmray.report.write import write_report_safely
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, remove_tree, to_path
+from mmray.sweep_files import SWEEP, TRIALS
 from mmray.training.driver import check_classes
 from mmray.training.local import WorkerFailed, check_gpus, describe_exit, resolve_on_this_machine
 from mmray.training.local_worker import pickled

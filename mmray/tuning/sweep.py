@@ -19,9 +19,9 @@ from mmray.config import Config, from_yaml
 from mmray.config.search_space import Space
 from mmray.errors import ForceExit, StorageError, UsageError
 from mmray.report.run import read_lines
-from mmray.report.sweep import SWEEP, TRIALS
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
+from mmray.sweep_files import SWEEP, TRIALS
 from mmray.training.backend import num_gpus
 from mmray.training.monitor import RunReporter
 from mmray.training.run_dir import RunDir, forbidden_changes, has_other_files, select_folder

@@ -11,7 +11,7 @@ import pytest
 from mmray.config import recipes, to_yaml
 from mmray.config.search_space import Range, Space
 from mmray.errors import ForceExit, TrainingError, UsageError
-from mmray.report.sweep import SWEEP
+from mmray.sweep_files import SWEEP
 from mmray.training.monitor import signal_handlers
 from mmray.training.run_dir import RunDir
 from mmray.tuning import ray_tune, search

@@ -1,0 +1,151 @@
+"""Files of a sweep folder: their names, the goals, and the rows of trials.jsonl as dataclasses."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, NamedTuple
+
+SWEEP = "sweep.json"
+TRIALS = "trials.jsonl"
+# Columns of their own in every table, whether they are searched or not.
+BATCH_SETTINGS = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")
+
+# `paused`: ended at a rung and may continue; `pruned`: not continued after a rung; `stopped`: by
+# the user or the budget; `predicted`: a batch shape that was not measured.
+Status = Literal[
+    "running",
+    "paused",
+    "finished",
+    "pruned",
+    "stopped",
+    "failed",
+    "out_of_memory",
+    "infeasible",
+    "predicted",
+]
+
+
+class Goal(NamedTuple):
+    """What a sweep optimizes: a field of `TrialRow`, its title, and whether it is maximized."""
+
+    metric: str
+    title: str
+    maximize: bool
+
+
+GOALS = {
+    "throughput": Goal("samples_per_s", "samples per second", True),
+    "loss": Goal("eval_loss", "held-out loss", False),
+    "recall": Goal("recall_at_1", "recall@1", True),
+}
+
+
+class Rung(NamedTuple):
+    """The held-out value of a trial after a number of samples."""
+
+    samples: int
+    value: float
+    elapsed_s: float = 0.0  # seconds of the trial so far, over all its starts
+
+
+class CurvePoint(NamedTuple):
+    """An evaluation during training."""
+
+    samples: int
+    value: float
+    train_s: float  # without the first step, evaluations and checkpoints
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """One line of trials.jsonl: a trial, or a batch shape of `--goal throughput`.
+
+    None: not measured, or without meaning for this row.
+
+    Attributes:
+        settings: The searched settings and their values.
+        error: Why the trial did not finish.
+        micro, accumulation, workers, global_rows: Batch shape in rows; `global` in the file.
+        step_p50_s, step_p95_s: Median and 95th percentile of the seconds of a step.
+        peak_gib: Largest peak memory of a worker.
+        eval_loss, recall_at_1: Held-out metrics at the last rung.
+        elapsed_s: Seconds with workers, over all starts of the trial.
+        run: Folder of the run, relative to the sweep's.
+        is_recipe: Whether the settings are the recipe's own.
+    """
+
+    trial: str
+    status: Status
+    settings: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    micro: int | None = None
+    accumulation: int | None = None
+    workers: int | None = None
+    global_rows: int | None = None
+    samples_per_s: float | None = None
+    predicted_samples_per_s: float | None = None
+    step_p50_s: float | None = None
+    step_p95_s: float | None = None
+    peak_gib: float | None = None
+    eval_loss: float | None = None
+    recall_at_1: float | None = None
+    elapsed_s: float | None = None
+    run: str | None = None
+    is_recipe: bool = False
+    rungs: tuple[Rung, ...] = ()
+    curve: tuple[CurvePoint, ...] = ()
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of the last rung."""
+        return self.rungs[-1].samples if self.rungs else None
+
+    @property
+    def shape(self) -> str:
+        """Format the batch shape as `32 x 4 x 2`: micro-batch, accumulation, workers."""
+        return f"{self.micro} x {self.accumulation} x {self.workers}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of trials.jsonl."""
+        values = asdict(self)
+        values["global"] = values.pop("global_rows")
+        values["rungs"] = [rung._asdict() for rung in self.rungs]
+        return values
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> TrialRow:
+        """Restore a row from its object in trials.jsonl; unknown keys are ignored."""
+        known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
+        known["global_rows"] = values.get("global")
+        known["rungs"] = tuple(Rung(**rung) for rung in values.get("rungs", ()))
+        known["curve"] = tuple(CurvePoint(*point) for point in values.get("curve", ()))
+        return cls(**known)
+
+
+@dataclass(frozen=True)
+class Cooldown:
+    """The best trial after its learning rate decayed."""
+
+    samples: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The best trial, the best one of each global batch (as text), and the reason."""
+
+    best: str
+    per_global: dict[str, str]
+    why: str
+    cooldown: Cooldown | None = None
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Recommendation:
+        """Restore a recommendation from sweep.json."""
+        cooldown = values.get("cooldown")
+        return cls(
+            best=values["best"],
+            per_global=values["per_global"],
+            why=values["why"],
+            cooldown=Cooldown(**cooldown) if cooldown else None,
+        )
