@@ -91,8 +91,9 @@ OOM_TYPES = ("OutOfMemoryError", "MemoryError")
 # "unable to find an engine": torch reports this if all plans of a convolution ran out of memory
 # (pytorch#108645).
 OOM_TEXT = re.compile(
-    r"out of memory|allocate memory|not enough memory|(CUBLAS|CUDNN|CUSOLVER)\w*_ALLOC(ATION)?_FAILED"
-    r"|running low on memory|memory pressure|OutOfMemoryError|MemoryError|was unable to find an engine",
+    r"out of memory|allocate memory|not enough memory|running low on memory|memory pressure"
+    r"|(CUBLAS|CUDNN|CUSOLVER)\w*_ALLOC(ATION)?_FAILED|was unable to find an engine"
+    r"|OutOfMemoryError|MemoryError",
     re.IGNORECASE,
 )
 
@@ -107,16 +108,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 DEVICE_TEXT = re.compile(
-    r"uncorrectable (ECC|NVLink) error|\bXid\b|NVLink error|fallen off the bus|GPU is lost|unhandled cuda error"
-    r"|ncclUnhandledCudaError|No CUDA GPUs are available|CUDA unknown error",
+    r"uncorrectable (ECC|NVLink) error|\bXid\b|NVLink error|fallen off the bus|GPU is lost"
+    r"|unhandled cuda error|ncclUnhandledCudaError|No CUDA GPUs are available|CUDA unknown error",
     re.IGNORECASE,
 )
 # of torch and NCCL
 CUDA_ERROR = re.compile(r"(?:CUDA (?:driver )?error: |Cuda failure (?:\d+ )?')(.*)")
 # A bug in a kernel or a wrong call raises these on a sound GPU; they would recur on every node.
 CODE_ERROR = re.compile(
-    r"device-side assert triggered|illegal (memory access|instruction)|misaligned address|invalid |no kernel image"
-    r"|not (permitted|supported|ready)|initialization error|too many resources|captur",
+    r"device-side assert triggered|illegal (memory access|instruction)|misaligned address|invalid "
+    r"|no kernel image|not (permitted|supported|ready)|initialization error|too many resources"
+    r"|captur",
     re.IGNORECASE,
 )
 

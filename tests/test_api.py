@@ -31,7 +31,8 @@ from tests.training import runs
 LAZY = """
 import sys
 import mmray
-heavy = {"torch", "torchvision", "ray", "transformers", "pydantic", "pyarrow", "numpy", "rich"} & set(sys.modules)
+heavy = {"torch", "torchvision", "ray", "transformers", "pydantic", "pyarrow", "numpy", "rich"}
+heavy &= set(sys.modules)
 assert not heavy, heavy
 assert callable(mmray.train) and mmray.prepare and mmray.Config and mmray.Run and mmray.MmrayError
 heavy = {"torch", "ray", "transformers", "plotly"} & set(sys.modules)

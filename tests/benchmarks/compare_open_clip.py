@@ -88,9 +88,10 @@ def read_rows(file: Path) -> list[tuple[str, str]]:
 
 
 def open_clip_command(args: argparse.Namespace, work: Path, name: str) -> list[str]:
-    flags = f"""--model local-dir:{work / "model"} --train-data {work / "rows.tsv"} --dataset-type csv --epochs 1
-        --batch-size {args.batch} --workers {args.loaders} --device cpu --precision fp32 --aug-cfg scale=(0.9,1.0)
-        --lr 5e-4 --warmup 10 --wd 0.2 --grad-clip-norm 1 --log-every-n-steps 1 --logs {work} --name {name}"""
+    flags = f"""--model local-dir:{work / "model"} --train-data {work / "rows.tsv"}
+        --dataset-type csv --epochs 1 --batch-size {args.batch} --workers {args.loaders}
+        --device cpu --precision fp32 --aug-cfg scale=(0.9,1.0) --lr 5e-4 --warmup 10 --wd 0.2
+        --grad-clip-norm 1 --log-every-n-steps 1 --logs {work} --name {name}"""
     return [sys.executable, "-m", "open_clip_train.main", *flags.split()]
 
 
@@ -103,11 +104,12 @@ def train_flags(args: argparse.Namespace, work: Path) -> list[str]:
     """Recipe and settings of `mmray train` that equal those of `open_clip_command`."""
     tokenizer = Path(open_clip.__file__).with_name("bpe_simple_vocab_16e6.txt.gz")
     return f"""clip --model.weights {work / "model" / WEIGHTS} --model.inputs.tokenizer {tokenizer}
-        --model.inputs.image-side {SIDE} --model.inputs.max-tokens {args.context_length} --augment.crop-scale 0.9 1
-        --batch.micro {args.batch} --batch.global {args.batch} --train.steps {args.steps} --train.precision fp32
-        --optimizer.lr 5e-4 --optimizer.warmup-steps 10 --optimizer.weight-decay 0.2 --evaluate.every 0
-        --train.log-every 1 --train.checkpoint-every 0 --cluster.workers 1 --cluster.cpus-per-worker {args.threads}
-        --data.workers {args.loaders}""".split()
+        --model.inputs.image-side {SIDE} --model.inputs.max-tokens {args.context_length}
+        --augment.crop-scale 0.9 1 --batch.micro {args.batch} --batch.global {args.batch}
+        --train.steps {args.steps} --train.precision fp32 --train.log-every 1
+        --train.checkpoint-every 0 --optimizer.lr 5e-4 --optimizer.warmup-steps 10
+        --optimizer.weight-decay 0.2 --evaluate.every 0 --cluster.workers 1
+        --cluster.cpus-per-worker {args.threads} --data.workers {args.loaders}""".split()
 
 
 # Command, its own log, and the text that the log has once per step.

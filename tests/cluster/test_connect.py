@@ -77,7 +77,8 @@ import ray
 from mmray.cluster.connect import ray_session
 from mmray.config import Cluster
 with ray_session(Cluster(workers=1)):
-    print(ray.get_runtime_context().gcs_address, ray._private.worker._global_node.webui_url or None, flush=True)
+    dashboard = ray._private.worker._global_node.webui_url or None
+    print(ray.get_runtime_context().gcs_address, dashboard, flush=True)
     input()
 """
 

@@ -165,9 +165,10 @@ def test_search_keeps_headroom_after_communication_buffers_are_allocated(monkeyp
         device = fake_cuda.DEVICES[0]
         model = LimitedToy().to(device)
         state = replace(toy.train_state(model, Group(device=device)), group=TwoRanks(device, calls))
-        batch_of = lambda rows: {
-            name: column.to(device) for name, column in toy.rows(rows, 0).items()
-        }  # noqa: E731
+
+        def batch_of(rows):
+            return {name: column.to(device) for name, column in toy.rows(rows, 0).items()}
+
         for rows, micro, expected in ((60, None, 30), (55, None, 55), (60, 60, 60)):
             assert probe(state, rows, micro, batch_of)[0] == expected
     assert [name for name, _ in calls[:2]] == ["all-reduce", "forward"] and calls[0][

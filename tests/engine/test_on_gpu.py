@@ -109,7 +109,10 @@ def test_oom_of_prefetched_batch_restarts(monkeypatch):
         return copy(copier, batch)
 
     monkeypatch.setattr(DeviceCopier, "__call__", fail_at_second)
-    message = r"out of memory after step 1 with micro-batches of 3 rows \(rank 0: allocation failed for the next batch"
+    message = (
+        r"out of memory after step 1 with micro-batches of 3 rows "
+        r"\(rank 0: allocation failed for the next batch"
+    )
     with fake_gpus(monkeypatch), pytest.raises(OutOfMemoryError, match=message) as raised:
         toy.run(toy.Toy().double().to(GPU), LONG_PLAN, Group(device=GPU))
     assert raised.value.retry_micro == 2

@@ -541,7 +541,8 @@ def test_unreachable_hub_is_not_a_missing_preprocessor_file(
     reachable = False
     with pytest.raises(
         UsageError,
-        match=r"--weights: cannot load `a/b` .*the cache has no preprocessor_config\.json, .*hf download a/b",
+        match=r"--weights: cannot load `a/b` .*the cache has no preprocessor_config\.json, "
+        r".*hf download a/b",
     ):
         pretrained._preprocessing("a/b")
 
@@ -625,7 +626,8 @@ def test_image_encoder_alone_is_refused(tmp_path: Path) -> None:
     torch.save({"patch_embed.proj.weight": torch.zeros(3, 3, 4, 4)}, tmp_path / "timm.pth")
     with pytest.raises(
         UsageError,
-        match=r"timm\.pth is not a checkpoint of open_clip.*--model\.image\.weights DIR, a folder of timm",
+        match=r"timm\.pth is not a checkpoint of open_clip.*"
+        r"--model\.image\.weights DIR, a folder of timm",
     ):
         pretrained_config(str(tmp_path / "timm.pth"))
 

@@ -45,8 +45,10 @@ OomOnRankOneOnce = _once("oom", 5, _out_of_memory)  # outside the recoverable pa
 
 
 ECC_ERROR = """CUDA error: uncorrectable ECC error encountered
-Search for `cudaErrorECCUncorrectable' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
-CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+Search for `cudaErrorECCUncorrectable' in \
+https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
+CUDA kernel errors might be asynchronously reported at some other API call, \
+so the stacktrace below might be incorrect.
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
 Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
 """

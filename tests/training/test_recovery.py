@@ -36,7 +36,8 @@ from mmray.training.recovery import (
 )
 
 ECC_ERROR = """CUDA error: uncorrectable ECC error encountered
-CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+CUDA kernel errors might be asynchronously reported at some other API call, \
+so the stacktrace below might be incorrect.
 Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
 """
 LOST = Failure("lost", RuntimeError("worker died"), step=7)

@@ -299,13 +299,14 @@ def test_reduced_micro_batch_is_kept_for_its_number_of_workers(supervised, monke
             raise error
         return {"status": "finished", "steps": 3}
 
-    monitor = lambda **fields: SimpleNamespace(
-        started=True, stop_reason=None, poll=None, on_signal=print, **fields
-    )  # noqa: E731
+    def monitor(**fields):
+        return SimpleNamespace(started=True, stop_reason=None, poll=None, on_signal=print, **fields)
+
     monkeypatch.setattr(supervisor, "AttemptMonitor", monitor)
-    failure_of = lambda error, *_: Failure(
-        "raised" if isinstance(error, OutOfMemoryError) else "lost", error, 0
-    )  # noqa: E731
+
+    def failure_of(error, *_):
+        return Failure("raised" if isinstance(error, OutOfMemoryError) else "lost", error, 0)
+
     monkeypatch.setattr(supervisor, "classify_failure", failure_of)
     supervised.backend.start, supervised.backend.choose_world_size = start, lambda _: next(worlds)
     assert supervised.train()["status"] == "finished"

@@ -230,11 +230,10 @@ def test_settings_that_weights_override_pass():
 
 OBJECTIVES = (
     "contrastive", "sigmoid", "matching", "classification", "region_text", "language_modelling",
-    "contrastive + sigmoid", "contrastive + matching", "sigmoid + matching", "contrastive + "
-                                                                             "classification",
-    "contrastive + region_text", "contrastive + matching + classification", "contrastive + "
-                                                                            "matching + "
-                                                                            "region_text",
+    "contrastive + sigmoid", "contrastive + matching", "sigmoid + matching",
+    "contrastive + classification",
+    "contrastive + region_text", "contrastive + matching + classification",
+    "contrastive + matching + region_text",
 )  # fmt: skip
 
 

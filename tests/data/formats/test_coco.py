@@ -98,7 +98,8 @@ def test_coco_captions_and_instances_are_joined_by_image_id(tmp_path):
     ] and not faults
     middle = [0.25, 0.25, 0.75, 0.75]  # of 12 x 8 pixels
     assert [(row.boxes, row.box_labels) for row in rows] == [
-        ([middle], [7]), ([middle], [8]), ([middle, [0, 0, 1, 1]], [7, 8]), (None, None), ([middle], [7]),
+        ([middle], [7]), ([middle], [8]), ([middle, [0, 0, 1, 1]], [7, 8]), (None, None),
+        ([middle], [7]),
         ([[0, 0, 0.25, 0.5]], [7]), ([middle], [7]),
     ]  # fmt: skip
     assert rows[3].source == f"{CAPTIONS}:image 3"

@@ -195,9 +195,10 @@ def test_class_folders_give_labels(tmp_path):
         tmp_path / "raw", tmp_path / "out", caption="the {}!", duplicates="keep"
     )
     assert [(row.key, row.texts, row.label) for row in rows] == [
-        ("cat/0.png", ["the cat!"], 0), ("red_fox/0.png", ["the red "
-                                                           "fox!"], 1), ("red_fox/1.png", ["the red fox!"], 1)
-    ]  # fmt: skip
+        ("cat/0.png", ["the cat!"], 0),
+        ("red_fox/0.png", ["the red fox!"], 1),
+        ("red_fox/1.png", ["the red fox!"], 1),
+    ]
     assert faults == {"cat/1.png": "format", "stray.png": "no-text"}
     assert (
         manifest.class_names
@@ -261,7 +262,8 @@ def test_incomplete_pairs_and_non_utf8_captions_are_quarantined(tmp_path):
         (source / "some" / name).write_bytes(data)
     _, rows, faults = prepared(source, tmp_path / "out")
     assert faults == {
-        "some/1.png": "no-text", "some/2.txt": "no-image", "some/3.png": "encoding", "some/4.png": "blank"
+        "some/1.png": "no-text", "some/2.txt": "no-image", "some/3.png": "encoding",
+        "some/4.png": "blank"
     }  # fmt: skip
     assert [row.texts for row in rows] == [[text(0)], ["one", "two"], [text(6)]]
     (source / "some" / "6.txt").write_text("edited")
@@ -271,7 +273,8 @@ def test_incomplete_pairs_and_non_utf8_captions_are_quarantined(tmp_path):
 def test_csv_keeps_quoted_fields_and_reports_bad_lines(tmp_path):
     folder = images(tmp_path / "raw")
     (folder / "a.csv").write_bytes(
-        b'\xef\xbb\xbfimage,text,label\r\n\r\n0.png,"two\r\nlines, ""quoted""",3\r\n1.png\r\n2.png,caf\xe9,1\r\n'
+        b'\xef\xbb\xbfimage,text,label\r\n\r\n0.png,"two\r\nlines, ""quoted""",3\r\n'
+        b"1.png\r\n2.png,caf\xe9,1\r\n"
         b'3.png,x,cat\r\n4.png,"open,1\r\n5.png,y,\r\n'
     )
     _, rows, faults = prepared(folder / "a.csv", tmp_path / "out")
@@ -422,7 +425,8 @@ def test_bad_tar_members_reject_their_rows_only(tmp_path):
         ("A.TAR/good", ["from the json"], "A.TAR/good")
     ]
     assert faults == {
-        "A.TAR/abs": "path", "A.TAR/latin": "encoding", "A.TAR/latin-class": "encoding", "A.TAR/cls": "label",
+        "A.TAR/abs": "path", "A.TAR/latin": "encoding", "A.TAR/latin-class": "encoding",
+        "A.TAR/cls": "label",
         "A.TAR/only": "no-image", "A.TAR/json": "type",
     }  # fmt: skip
     quarantined = quarantine(tmp_path / "out")

@@ -107,7 +107,8 @@ def test_endless_line_costs_one_row_and_no_memory(tmp_path, monkeypatch):
     ("data", "message"),
     [
         (b"\x1f\x8b\x08rest", "is gzip"), (b"PK\x03\x04rest", "zip archive"),
-        (b"PAR1rest", "is Parquet"), ('{"a": 1}'.encode("utf-16"), "is UTF-16"), (b'\n [{}]', "is a JSON array"),
+        (b"PAR1rest", "is Parquet"), ('{"a": 1}'.encode("utf-16"), "is UTF-16"),
+        (b'\n [{}]', "is a JSON array"),
     ],
 )  # fmt: skip
 def test_files_other_than_jsonl_are_refused(tmp_path, data, message):
@@ -151,22 +152,20 @@ GOOD = {"image": "a.png", "text": "x"}
         (b'{"image": "a.png", "text": "x"} {}', "parse json"), (b"[1, 2]", "parse json"),
         (b"[" * 100_000, "parse json"), (b'{"label": ' + b"9" * 5000 + b"}", "parse json"),
         (b'\xef\xbb\xbf{"image": "a.png", "text": "x"}', "parse json"),
-        ({"image": None, "text": "x"}, "columns "
-                                       "no-image"), ({"image": "a.png", "texts": []}, "columns "
-                                                                                      "no-text"),
-        (GOOD | {"image_path": "b.png"}, "columns ambiguous"), (GOOD | {"texts": ["y"]}, "columns "
-                                                                                         "ambiguous"),
-        (GOOD | {"image": " "}, "columns image"), (GOOD | {"image": {"bytes": "x"}}, "columns "
-                                                                                     "image"),
+        ({"image": None, "text": "x"}, "columns no-image"),
+        ({"image": "a.png", "texts": []}, "columns no-text"),
+        (GOOD | {"image_path": "b.png"}, "columns ambiguous"),
+        (GOOD | {"texts": ["y"]}, "columns ambiguous"),
+        (GOOD | {"image": " "}, "columns image"),
+        (GOOD | {"image": {"bytes": "x"}}, "columns image"),
         (GOOD | {"image": "\ud800.png"}, "columns path"), (GOOD | {"id": 1.5}, "columns key"),
         (GOOD | {"id": ""}, "columns key"), (GOOD | {"id": "a\nb"}, "columns key"),
         (GOOD | {"label": "cat"}, "columns label"), (GOOD | {"label": True}, "columns label"),
         (GOOD | {"label": 2**63}, "columns label"), (GOOD | {"split": "../x"}, "columns split"),
         (GOOD | {"boxes": [[10**400, 0, 1, 1]]}, "columns boxes"),
         (GOOD | {"boxes": [[0, 0, 1, 1]], "box_labels": [1, 2]}, "columns boxes"),
-        (GOOD | {"messages": "\ud800"}, "columns "
-                                        "messages"), (GOOD | {"language": ["en"]}, "columns "
-                                                                                   "language"),
+        (GOOD | {"messages": "\ud800"}, "columns messages"),
+        (GOOD | {"language": ["en"]}, "columns language"),
     ],
 )  # fmt: skip
 def test_ambiguous_row_is_refused(line, outcome):
@@ -195,7 +194,8 @@ def test_images_outside_the_folder_are_refused(tmp_path):
     assert read_file(place, "sub/👩\u200d🚀.png") == b"good"
     assert read_file(place, "near.png") == b"good"
     for name, reason in {
-        "link.png": "path", "up/secret.png": "path", "pipe.png": "not-regular-file", "sub": "not-regular-file",
+        "link.png": "path", "up/secret.png": "path", "pipe.png": "not-regular-file",
+        "sub": "not-regular-file",
         "gone.png": "missing-image", "near.png/x": "missing-image", "x" * 300: "unreadable",
     }.items():  # fmt: skip
         with pytest.raises(BadRow) as caught:

@@ -58,7 +58,8 @@ def square_with_box(image, fit, *augmented):
 
 @settings(max_examples=60)
 @given(
-    st.integers(20, 120), st.integers(20, 120), st.integers(0, 2**62), st.sampled_from(["squash", "crop", "pad"]),
+    st.integers(20, 120), st.integers(20, 120), st.integers(0, 2**62),
+    st.sampled_from(["squash", "crop", "pad"]),
     st.sampled_from([0.0, 1.0]), st.sampled_from([(1.0, 1.0), (0.3, 0.9)]),
 )  # fmt: skip
 def test_augmented_box_matches_its_rectangle(width, height, key, fit, flip, scale):

@@ -123,11 +123,16 @@ def test_transparency_is_composited_on_white():
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (raw_png(16, 0, [struct.pack(">2H", 0, 65535), struct.pack(">2H", 32768, 257)]), [0, 255, 128, 1]),
+        (
+            raw_png(16, 0, [struct.pack(">2H", 0, 65535), struct.pack(">2H", 32768, 257)]),
+            [0, 255, 128, 1],
+        ),
         (raw_png(16, 0, [struct.pack(">2H", 0, 1000)], struct.pack(">H", 1000)), [0, 255]),
         (raw_png(16, 0, [struct.pack(">2H", 1000, 999)], struct.pack(">H", 1000)), [255, 4]),
-        (raw_png(4, 0, [b"\x5a"], b"\0\5"), [255, 170]), (raw_png(2, 0, [b"\x40"], b"\0\1"), [255, 0]),
-        (raw_png(1, 0, [b"\x40"], b"\0\0"), [255, 255]), (raw_png(1, 0, [b"\x40"], b"\0\1"), [0, 255]),
+        (raw_png(4, 0, [b"\x5a"], b"\0\5"), [255, 170]),
+        (raw_png(2, 0, [b"\x40"], b"\0\1"), [255, 0]),
+        (raw_png(1, 0, [b"\x40"], b"\0\0"), [255, 255]),
+        (raw_png(1, 0, [b"\x40"], b"\0\1"), [0, 255]),
         (raw_png(8, 0, [b"\x05\x06"], b"\0\5"), [255, 6]),
         (raw_png(16, 2, [b"\x12\x34" * 3 + b"\x56\x78" * 3], b"\x12\x34" * 3), [255, 86]),
     ],
@@ -151,8 +156,10 @@ def test_cmyk_and_gray_become_rgb():
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (encode(photo(), "BMP"), "format"), (FORMATS["PNG"][:-12], "truncated"), (FORMATS["WEBP"][:-40], "truncated"),
-        (FORMATS["GIF"][:-400], "truncated"), (b"\x89PNG\r\n\x1a\n", "truncated"), (b"\xff\xd8\xff\xe0", "corrupt"),
+        (encode(photo(), "BMP"), "format"), (FORMATS["PNG"][:-12], "truncated"),
+        (FORMATS["WEBP"][:-40], "truncated"),
+        (FORMATS["GIF"][:-400], "truncated"), (b"\x89PNG\r\n\x1a\n", "truncated"),
+        (b"\xff\xd8\xff\xe0", "corrupt"),
         (raw_png(8, 0, [b"\0\0"], size=(6000, 6000)), "too-large"),
     ],
 )  # fmt: skip

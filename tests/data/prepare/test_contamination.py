@@ -90,7 +90,8 @@ def test_leaks_are_counted_named_and_shown(tmp_path, two):
     )
     assert manifest.num_rows == 10
     assert manifest.leakage == {
-        "exact": 2, "near": 2, "phash_distance": 20, "dropped": False, "found_in": {eval_set: 4, "splits": 0}
+        "exact": 2, "near": 2, "phash_distance": 20, "dropped": False,
+        "found_in": {eval_set: 4, "splits": 0}
     }  # fmt: skip
     lines = leaks_in(tmp_path / "out")
     assert [(line["key"], line["other"]) for line in lines] == [

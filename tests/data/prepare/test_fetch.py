@@ -55,10 +55,11 @@ def fault(fetcher, address):
 
 PUBLIC = ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"]
 NOT_PUBLIC = [
-    "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
-    "255.255.255.255", "192.0.2.1", "198.18.0.1", "::1", "::", "fe80::1", "fe80::1%eth0", "fd00:ec2::254", "ff02::1",
-    "ff0e::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::127.0.0.1", "64:ff9b::a9fe:a9fe",
-    "64:ff9b:1::8.8.8.8", "2002:7f00:1::", "2002:808:808::", "2001:0:1:2::3", "2001:db8::1", "localhost", "",
+    "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
+    "0.0.0.0", "224.0.0.1", "255.255.255.255", "192.0.2.1", "198.18.0.1", "::1", "::", "fe80::1",
+    "fe80::1%eth0", "fd00:ec2::254", "ff02::1", "ff0e::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1",
+    "::127.0.0.1", "64:ff9b::127.0.0.1", "64:ff9b::a9fe:a9fe", "64:ff9b:1::8.8.8.8",
+    "2002:7f00:1::", "2002:808:808::", "2001:0:1:2::3", "2001:db8::1", "localhost", "",
     "2130706433", "127.1",
 ]  # fmt: skip
 
@@ -80,8 +81,9 @@ def test_host_names_are_normalized():
 @pytest.mark.parametrize(
     "name",
     [
-        "https://a.b", "a.b/c", "me@a.b", "127.0.0.1", "0x7f.1", "2130706433", "[::1]", "a.b:0", "a.b:99999", "*.a.b",
-        "a..b", ".a", "a.", "-a.b", "bücher.de", "a b", "", "a.b:", "a" * 64, ".".join(["abcdefg"] * 40),
+        "https://a.b", "a.b/c", "me@a.b", "127.0.0.1", "0x7f.1", "2130706433", "[::1]", "a.b:0",
+        "a.b:99999", "*.a.b", "a..b", ".a", "a.", "-a.b", "bücher.de", "a b", "", "a.b:",
+        "a" * 64, ".".join(["abcdefg"] * 40),
     ],
 )  # fmt: skip
 def test_invalid_host_names_are_refused(name):
@@ -92,14 +94,18 @@ def test_invalid_host_names_are_refused(name):
 @pytest.mark.parametrize(
     ("address", "why"),
     [
-        ("https://a.b/x.jpg", ""), ("HTTPS://A.b:443/x", ""), ("https://a.b", ""), ("https://a.b?x", ""),
+        ("https://a.b/x.jpg", ""), ("HTTPS://A.b:443/x", ""), ("https://a.b", ""),
+        ("https://a.b?x", ""),
         ("https://c.d:8443/x", ""),
-        ("http://a.b/x", "only https"), ("https://me:pass@a.b/x", "login"), ("https://a.b@evil.org/x", "login"),
-        ("https://a.b\\@evil.org/x", "login"), ("https://127.0.0.1/x", "numeric"), ("https://[::1]/x", "numeric"),
-        ("https://2130706433/", "numeric"), ("https://0x7f000001/", "numeric"), ("https:///x", "no valid host"),
+        ("http://a.b/x", "only https"), ("https://me:pass@a.b/x", "login"),
+        ("https://a.b@evil.org/x", "login"),
+        ("https://a.b\\@evil.org/x", "login"), ("https://127.0.0.1/x", "numeric"),
+        ("https://[::1]/x", "numeric"),
+        ("https://2130706433/", "numeric"), ("https://0x7f000001/", "numeric"),
+        ("https:///x", "no valid host"),
         ("https://a.b:8443/x", "--allow-urls a.b:8443"), ("https://c.d/x", "--allow-urls c.d"),
-        ("https://a.b./x", "no valid "
-                           "host"), ("https://evil.org/https://a.b/", "prepare.allow_urls"),
+        ("https://a.b./x", "no valid host"),
+        ("https://evil.org/https://a.b/", "prepare.allow_urls"),
         ("https://a.b.evil.org/", "--allow-urls a.b.evil.org"), ("https://a.b\tx/", "numeric"),
         ("ftp://a.b/", "only https"), ("//a.b/", "only https"),
     ],
@@ -194,7 +200,8 @@ def test_transient_failures_are_retried(server, fetching):
         assert fetcher.fetch(server.address("busy/2/9")).result() == color_image(9)
         for path, kind, tries in (
             ("busy/99/9", "unreadable", 3), ("429", "unreadable", 3), ("cut", "unreadable", 3),
-            ("404", "missing-image", 1), ("403", "missing-image", 1), ("later", "unreadable", 1), ("418", "refused", 1),
+            ("404", "missing-image", 1), ("403", "missing-image", 1), ("later", "unreadable", 1),
+            ("418", "refused", 1),
         ):  # fmt: skip
             assert fault(fetcher, server.address(path))[0] == f"read {kind}"
             assert server.requests[f"/{path}"] == tries
@@ -249,7 +256,8 @@ def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch, in_process):
     source.write_text("".join(json.dumps({"url": url, "caption": "x"}) + "\n" for url in urls))
     monkeypatch.setattr(fetch_module, "Fetcher", fetching)
     settings = Prepare(
-        max_bad_fraction=1.0, rows_per_shard=64, vocab_size=0, columns=("image=url", "text=caption"),
+        max_bad_fraction=1.0, rows_per_shard=64, vocab_size=0,
+        columns=("image=url", "text=caption"),
         allow_urls=(f"ALLOWED.test:{port}",),
     )  # fmt: skip
     out = tmp_path / "out"

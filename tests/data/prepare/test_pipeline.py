@@ -604,7 +604,8 @@ KILLED = """
 import sys, ray, ray.data
 from mmray.config import Prepare
 from mmray.data.prepare.pipeline import prepare
-ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+ray.init(address="local", num_cpus=2, **options)
 prepare(sys.argv[1], sys.argv[2], Prepare(rows_per_shard=4, vocab_size=100))
 """
 

@@ -110,7 +110,8 @@ def test_check_full_finds_more_than_header_and_none(tmp_path):
         for check in ("full", "header", "none")
     }
     assert found == {
-        "full": {"rows.csv:3": "truncated", "rows.csv:4": "format"}, "header": {"rows.csv:4": "format"}, "none": {}
+        "full": {"rows.csv:3": "truncated", "rows.csv:4": "format"},
+        "header": {"rows.csv:4": "format"}, "none": {}
     }  # fmt: skip
 
 

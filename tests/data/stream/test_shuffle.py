@@ -60,8 +60,10 @@ def here(tmp_path):
 @pytest.mark.parametrize(
     ("row_bytes", "cached", "expected"),
     [
-        (1_000_000, False, (8, 16)), (66_000, False, (8, 16)), (20_000, False, (24, 16)), (300, False, (32, 16)),
-        (1_000_000, True, (8, 256)), (110_000, True, (40, 256)), (66_000, True, (64, 256)), (300, True, (64, 256)),
+        (1_000_000, False, (8, 16)), (66_000, False, (8, 16)), (20_000, False, (24, 16)),
+        (300, False, (32, 16)),
+        (1_000_000, True, (8, 256)), (110_000, True, (40, 256)), (66_000, True, (64, 256)),
+        (300, True, (64, 256)),
     ],
 )  # fmt: skip
 def test_block_size_follows_row_bytes_on_a_store_and_is_one_on_a_disk(
@@ -95,7 +97,8 @@ def test_window_follows_settings_global_batch_and_cache_size(
 
 def test_index_only_set_uses_blocks_if_its_images_are_contiguous_on_a_store(there, here, tmp_path):
     for prepared, address, length, expected in (
-        (here, STORE, 66_000, (8, 16)), (here, STORE, 20_000, (24, 16)), (here, str(tmp_path), 20_000, (1, 1)),
+        (here, STORE, 66_000, (8, 16)), (here, STORE, 20_000, (24, 16)),
+        (here, str(tmp_path), 20_000, (1, 1)),
         # only the index is on the store
         (there, STORE, 20_000, (24, 16)), (there, str(tmp_path), None, (32, 16)),
         (here, STORE, None, (1, 1)), (there, STORE, None, (1, 1)),  # each image is a file

@@ -141,13 +141,20 @@ def test_common_conversation_formats_are_accepted(value: list) -> None:
         ([{"role": "teacher", "content": "what"}], "the role of a message"),
         ([{"role": "assistant", "content": " "}], "is empty"),
         ([{"role": "assistant", "content": [{"type": "video"}]}], "content must be text"),
-        ([{"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}], "only the "
-                                                                                      "first"),
+        (
+            [{"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}],
+            "only the first",
+        ),
         ([{"role": "assistant", "content": "\ud83d"}], "surrogate"),
         ([{"role": "assistant", "content": "a" * 70000}], "is over"),
-        ([{"role": "user", "content": "<image> "
-                                      "<image>"}, {"role": "assistant", "content": "a"}], "has 2 images"),
-        ([{"role": role, "content": [{"type": "image"}]} for role in ("user", "assistant")], "has 2 images"),
+        (
+            [{"role": "user", "content": "<image> <image>"}, {"role": "assistant", "content": "a"}],
+            "has 2 images",
+        ),
+        (
+            [{"role": role, "content": [{"type": "image"}]} for role in ("user", "assistant")],
+            "has 2 images",
+        ),
     ],
 )  # fmt: skip
 def test_invalid_conversation_is_quarantined(value: Any, detail: str) -> None:

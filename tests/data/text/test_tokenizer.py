@@ -34,8 +34,8 @@ def trained():
         ("  a\t cat \r\n on\u00a0a mat ", "a cat on a mat"), ("a\x00b\x1b[0m\x7f", "ab[0m"),
         ("👩\u200d🚀 flies", "👩\u200d🚀 flies"), ("x" * 65536, "x" * 65536),
         ("", "refused: blank"), ("\x00\x07", "refused: blank"), ("\u200b\ufeff", "refused: blank"),
-        ("\ud83d", "refused: encoding"), ("x" * 65537, "refused: too-long"), (None, "refused: "
-                                                                                    "type"),
+        ("\ud83d", "refused: encoding"), ("x" * 65537, "refused: too-long"),
+        (None, "refused: type"),
     ],
 )  # fmt: skip
 def test_caption_is_cleaned_or_refused_with_a_reason(raw, cleaned):
@@ -168,8 +168,8 @@ def test_invalid_tokenizers_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"holds no tokenizer \(tokenizer\.json, vocab\.txt, "):
         load_tokenizer(str(tmp_path), None)
     for name, content, message in (
-        ("vocab.txt", b"a\nb\n", r"no \[UNK\]"), ("vocab.txt", b"\xff\xfe\x00", "cannot be read as "
-                                                                                "a tokenizer"),
+        ("vocab.txt", b"a\nb\n", r"no \[UNK\]"),
+        ("vocab.txt", b"\xff\xfe\x00", "cannot be read as a tokenizer"),
         ("tokenizer.json", b"{broken", "cannot be read as a tokenizer"),
     ):  # fmt: skip
         (tmp_path / name).write_bytes(content)
