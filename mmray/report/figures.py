@@ -14,7 +14,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from mmray.evaluation import DIRECTIONS
-from mmray.report.run import NOISE_SCALE, RunRecord, format_compact
+from mmray.report.run import RunRecord, format_compact
 
 BLUE, ORANGE, TEAL, ROSE, GRAY = "#5b7cfa", "#e8833a", "#1fa58a", "#e0567a", "#8b93a7"
 MAX_TICKS, FEW_POINTS = 8, 25
@@ -112,8 +112,6 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
         for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items()
         for direction, color in zip(DIRECTIONS, (BLUE, ORANGE), strict=True)
     }
-    noise_scales = run.values(NOISE_SCALE)
-    noise_axis = log_axis(noise_scales) if noise_scales else {}
     percent = {"range": [0, 1.03], "tickformat": ".0%"}
     parts = {
         "learning": [
@@ -130,13 +128,6 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
                 "gradient",
                 "Gradient norm",
                 {"train/grad_norm": _line("before clipping", ROSE)},
-            ),
-            _chart(
-                run,
-                "noise",
-                "Gradient noise scale, rows",
-                {NOISE_SCALE: _line("rows", ORANGE)},
-                **noise_axis,
             ),
         ],
         "recall": [

@@ -15,7 +15,6 @@ import yaml
 from mmray.evaluation import DIRECTIONS, EXAMPLES
 from mmray.storage.paths import AnyPath, local_copy
 
-NOISE_SCALE = "train/noise_scale"
 Line = dict[str, Any]
 
 

@@ -57,7 +57,6 @@ COLUMNS = (
     Column("eval_loss", "held-out loss", 3),
     Column("recall_at_1", "recall@1", 3),
     Column("quality_s", "seconds to target"),
-    Column("noise_scale", "noise scale"),
     Column("global", "global batch"),
     Column("micro", "micro"),
     Column("accumulation", "accum."),
@@ -263,20 +262,6 @@ class SweepRecord:
         """Format the status of a trial."""
         labels = {"finished": "measured"} if self.is_probe else {"pruned": "ended early"}
         return labels.get(trial.status, trial.status).replace("_", " ")
-
-    @property
-    def noise_sentence(self) -> str:
-        """Sentence on the global batch for the gradient noise of the best trial; empty if it was
-        not measured.
-        """
-        if self.best is None or not (rows := self.best.value("noise_scale")):
-            return ""
-        return (
-            f"The gradient noise scale of {self.best.name} is {rows:,.0f} rows: global batches up "
-            "to about that size "
-            f"save steps, larger ones hardly do. {self.best.name} trains "
-            f"{self.best.values['global']:,} rows per step."
-        )
 
     @property
     def rungs(self) -> str:

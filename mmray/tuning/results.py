@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 from mmray.errors import UsageError, first_line, is_out_of_memory
 from mmray.evaluation import DIRECTIONS
-from mmray.report.run import NOISE_SCALE
 from mmray.report.sweep import GOALS, LEARNING_GOALS, RUNG_GOALS
 from mmray.sweep_files import BATCH_SETTINGS
 from mmray.tuning.trials import Trial, num_promoted
@@ -196,9 +195,6 @@ def aggregate_metrics(lines: Sequence[Row]) -> Row:
             (line["memory/peak_gib"] for line in lines if line.get("memory/peak_gib")), default=None
         ),
         "loss": None if not losses or None in losses else sum(losses) / len(losses),
-        "noise_scale": next(
-            (line[NOISE_SCALE] for line in reversed(lines) if line.get(NOISE_SCALE)), None
-        ),
     }
 
 

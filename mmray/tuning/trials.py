@@ -33,8 +33,6 @@ MAX_RUNGS = 3
 MAX_GENERATIONS = 8  # of population based training
 MIN_RUNG_STEPS = 4  # of the largest global batch
 MIN_RUNG_WARMUPS = 2  # losses are compared after the warm-up only
-# steps, between the last two rungs: 7 % of the time of the few trials that train them
-NOISE_SCALE_EVERY = 20
 # Settings that a run can change when it resumes, and that do not change the memory of a step.
 CHANGEABLE = tuple(
     f"optimizer.{name}" for name in ("lr", "weight_decay", "betas", "eps", "clip_norm")
@@ -323,10 +321,8 @@ class SweepPlan:
         evaluate = config.evaluate.replace(
             every=0, limit=min(config.evaluate.limit or EVAL_ROWS, EVAL_ROWS)
         )
-        optimizer, noise_scale_every = config.optimizer, 0
+        optimizer = config.optimizer
         if self.learning:
-            is_long = samples >= self.rungs[-1] and not config.batch.group_by_length
-            noise_scale_every = NOISE_SCALE_EVERY if is_long else 0
             loss_batch = config.evaluate.loss_batch or self.recipe_rows
             evaluated = min(self.held_out_rows, config.evaluate.limit or self.held_out_rows)
             every = max(
@@ -340,9 +336,7 @@ class SweepPlan:
                 schedule="cooldown" if cooldown else "constant", warmup_steps=warmup_steps
             )
         return config.replace(
-            train=train.replace(
-                log_every=max(1, shortest // LOG_LINES), noise_scale_every=noise_scale_every
-            ),
+            train=train.replace(log_every=max(1, shortest // LOG_LINES)),
             evaluate=evaluate,
             optimizer=optimizer,
             data=config.data.replace(**self.data_sets.get(data_key(config), {})),

@@ -168,7 +168,6 @@ def learned(name, lr, status="finished", **changes):
         "eval_loss": 2.5,
         "rungs": rungs,
     }
-    values["noise_scale"] = 330.0
     return trial(name, 8, 1, 100.0) | values | {"status": status} | changes
 
 

@@ -22,7 +22,6 @@ from mmray.tuning.sweep import Sweep
 from mmray.tuning.trials import (
     DEFAULT_STEPS,
     EVAL_ROWS,
-    NOISE_SCALE_EVERY,
     FeasibleSpace,
     Share,
     build_plan,
@@ -185,8 +184,6 @@ def test_learning_trials_have_rungs_and_warmup_in_samples_and_a_constant_rate():
         assert config.train.samples == plan.rungs[0]
         assert config.evaluate.every == max(1, math.ceil(plan.rungs[0] / rows) // 4)
         assert config.evaluate.limit == SAMPLE.evaluate.limit
-        measured = [plan.config(trial, samples).train.noise_scale_every for samples in plan.rungs]
-        assert measured == [0, NOISE_SCALE_EVERY]
     searched = plan.trial("t001", {"batch.global": 64, "optimizer.warmup_steps": 10})
     assert plan.config(searched, plan.rungs[0]).optimizer.warmup_steps == 20
 
