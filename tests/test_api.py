@@ -323,7 +323,7 @@ def test_notebook_shows_a_bar_with_ipywidgets_and_lines_without(jupyter, widgets
 
 def test_prepare_train_and_evaluate_without_ray(tmp_path, capfd, monkeypatch):
     # other tests may have started Ray
-    for module in ("cluster.connect", "train.driver", "train.evaluate_export"):
+    for module in ("cluster.connect", "training.driver", "training.evaluate_export"):
         monkeypatch.setattr(f"mmray.{module}.needs_ray", lambda _: False)
     for number in range(40):
         (tmp_path / f"{number}.png").write_bytes(noisy(number))

@@ -38,7 +38,7 @@ SLOT = {"slot": 1.0}  # one per worker, so that tests control where workers run
 def settings(data, storage, name, nodes, steps=12, callbacks=(), cluster=None, **given):
     """A run with slow steps and no dropout, so any number of workers gives the same model."""
     made = config(
-        data, storage, name, ("tests.train.faults:Slowly", *callbacks), steps=steps, **given
+        data, storage, name, ("tests.training.faults:Slowly", *callbacks), steps=steps, **given
     )
     model = made.model.replace(text=made.model.text.replace(dropout=0.0))
     section = {"workers": 2, "resources_per_worker": SLOT, "address": nodes.address} | (
@@ -56,7 +56,7 @@ def losses_of_one_worker(wanted, folder):
 
 def in_double(wanted):
     """The same run in double precision."""
-    own = CustomModel(kind="tests.train.runs:DoubleTowers", inputs=wanted.model.inputs)
+    own = CustomModel(kind="tests.training.runs:DoubleTowers", inputs=wanted.model.inputs)
     return wanted.replace(model=own)
 
 
@@ -133,7 +133,9 @@ def test_hung_stopped_and_oom_ranks_are_named_and_replaced(nodes, data, tmp_path
     restarts with them.
     """
     nodes.reset([(4, 2)])
-    faults = [f"tests.train.faults:{name}" for name in ("HangOnce", "OomOnRankOneOnce", "StopOnce")]
+    faults = [
+        f"tests.training.faults:{name}" for name in ("HangOnce", "OomOnRankOneOnce", "StopOnce")
+    ]
     reporter = Silent()
     wanted = in_double(
         settings(data, tmp_path, "hung", nodes, callbacks=faults, cluster={"hang_timeout_s": 8.0})
@@ -191,7 +193,7 @@ def test_run_leaves_a_node_with_a_bad_device(nodes, data, tmp_path):
     """A rank raises an ECC error, each time on the same node; the run ends on the other one."""
     nodes.reset([(4, 1), (4, 1)])
     reporter, cluster = Silent(), {"workers": 1, "max_failures": 1}
-    faults = ["tests.train.faults:BadNode"]
+    faults = ["tests.training.faults:BadNode"]
     outcome = train(
         settings(data, tmp_path, "bad", nodes, steps=8, callbacks=faults, cluster=cluster), reporter
     )

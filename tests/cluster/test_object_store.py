@@ -73,7 +73,7 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
     place = Storage(f"{s3.address}/set")
     for name in Storage(str(data)).list_files():
         place.write(name, (data / name).read_bytes())
-    faults = ("tests.train.faults:KillRankOneOnce", "tests.train.faults:Slower")
+    faults = ("tests.training.faults:KillRankOneOnce", "tests.training.faults:Slower")
     cache = str(tmp_path / "cache")
     slowly = in_chunks(config(place.address, s3.address, "remote", callbacks=faults), cache)
     stopped = train(slowly, Stopping(6))

@@ -38,7 +38,7 @@ POOLS = {
 def test_elastic_run_scales_up_from_zero_nodes(data, tmp_path):
     if ray.is_initialized():
         ray.shutdown()
-    made = config(data, tmp_path, "grown", ("tests.train.faults:Slowly",), steps=60)
+    made = config(data, tmp_path, "grown", ("tests.training.faults:Slowly",), steps=60)
     with fake_autoscaler(POOLS, tmp_path) as address:
         labels = {"train_label": f"{ROLE_LABEL}=train", "data_label": f"{ROLE_LABEL}=data"}
         section = Cluster(

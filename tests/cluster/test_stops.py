@@ -84,7 +84,7 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
     is stored.
     """
     nodes.reset([(4, 2)])
-    made = config(data, tmp_path, "run", ("tests.train.faults:Slowly",), nodes.address, steps=20)
+    made = config(data, tmp_path, "run", ("tests.training.faults:Slowly",), nodes.address, steps=20)
     recipe, run = tmp_path / "mine.yaml", tmp_path / "run"
     recipe.write_text(to_yaml(made))
 

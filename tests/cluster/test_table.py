@@ -55,7 +55,7 @@ class StartingTwice(Silent):
 def test_full_disk_skips_a_checkpoint_and_second_process_is_refused(data, tmp_path, monkeypatch):
     """Without Ray, which takes no part in this."""
     monkeypatch.setattr("mmray.training.driver.needs_ray", lambda _: False)
-    faults = ("tests.train.faults:FullDiskAtStepSix", "tests.train.faults:Slowly")
+    faults = ("tests.training.faults:FullDiskAtStepSix", "tests.training.faults:Slowly")
     wanted = config(data, tmp_path, "full", callbacks=faults, keep_checkpoints=9).with_cluster(
         workers=1
     )
@@ -85,7 +85,7 @@ def test_runs_killed_at_random_finish_equal(local_ray, data, tmp_path):
         (faults / "killed-at-random").unlink(missing_ok=True)
         (faults / f"draw-{number}").touch()
         wanted = config(
-            data, tmp_path, f"run-{number}", callbacks=("tests.train.faults:KillAtRandom",)
+            data, tmp_path, f"run-{number}", callbacks=("tests.training.faults:KillAtRandom",)
         )
         outcome = train(wanted, Silent())
         assert marks(outcome.path) == marks(calm.path), number
@@ -98,7 +98,7 @@ def test_run_resumes_at_same_row_after_cluster_restart(data, tmp_path):
     """Driver, head and workers get SIGKILL at once; the same command starts a new Ray and
     resumes.
     """
-    made = in_double(config(data, tmp_path, "run", ("tests.train.faults:Slowly",)))
+    made = in_double(config(data, tmp_path, "run", ("tests.training.faults:Slowly",)))
     recipe, run = tmp_path / "mine.yaml", tmp_path / "run"
     recipe.write_text(to_yaml(made))
     killed = start(recipe)

@@ -136,7 +136,7 @@ def test_stopped_training_cleans_up_and_same_command_resumes(head, client, data,
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(
         to_yaml(
-            config(data, tmp_path, "run", callbacks=("tests.train.faults:Slower",), steps=STEPS)
+            config(data, tmp_path, "run", callbacks=("tests.training.faults:Slower",), steps=STEPS)
         )
     )
     first = submit(head, "train", str(recipe))

@@ -21,7 +21,7 @@ def data(tmp_path_factory):
 def unkilled(local_ray, data, tmp_path_factory):
     """An undisturbed run."""
     reporter, wanted = Silent(), config(data, tmp_path_factory.mktemp("runs"), "calm")
-    trackers = ("tests.train.trackers:Keeping", "tests.train.trackers:Failing")
+    trackers = ("tests.training.trackers:Keeping", "tests.training.trackers:Failing")
     return train(wanted.replace(run=wanted.run.replace(trackers=trackers)), reporter), reporter
 
 

@@ -42,7 +42,7 @@ def without_ray(monkeypatch, tmp_path):
 
 def one_worker(data, folder, name, callbacks=(), **changes):
     wanted = config(
-        data, folder, name, [f"tests.train.faults:{each}" for each in callbacks], **changes
+        data, folder, name, [f"tests.training.faults:{each}" for each in callbacks], **changes
     )
     return wanted.with_cluster(workers=1, cpus_per_worker=1)
 

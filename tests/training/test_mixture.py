@@ -62,7 +62,7 @@ def test_mixture_resumes_bitwise_after_stop(local_ray, sets, tmp_path):
     expected = list(expected_marks(STEPS, 42, names=names, components=parts))
     assert marks(calm.path) == expected
     first = train(
-        config(sets, tmp_path / "runs", "stopped", ("tests.train.faults:Slowly",)), Stopping(1)
+        config(sets, tmp_path / "runs", "stopped", ("tests.training.faults:Slowly",)), Stopping(1)
     )
     assert first.result["status"] == "stopped" and 0 < first.result["steps"] < STEPS
     second = train(config(sets, tmp_path / "runs", "stopped"), Silent())

@@ -66,7 +66,7 @@ def config_of(source: Path, storage: Path) -> settings.Config:
 def test_coco_instances_train_a_model_that_names_boxes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("cluster.connect", "train.driver"):  # other tests may have started Ray
+    for module in ("cluster.connect", "training.driver"):  # other tests may have started Ray
         monkeypatch.setattr(f"mmray.{module}.needs_ray", lambda _: False)
     run = train(config_of(instances(tmp_path / "coco"), tmp_path), Silent())
     metrics = run.result["metrics"]

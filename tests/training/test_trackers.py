@@ -21,7 +21,7 @@ STEPS = 5
 
 def config_of(*names: str, **settings) -> Config:
     names = tuple(
-        name if name in trackers.BUILT_IN else f"tests.train.trackers:{name}" for name in names
+        name if name in trackers.BUILT_IN else f"tests.training.trackers:{name}" for name in names
     )
     return Config(run=Run(trackers=names), **settings)
 

@@ -28,7 +28,7 @@ from tests.nodes import several_nodes
 from tests.training.runs import Silent, config, lines, make_data
 
 pytestmark = pytest.mark.cluster
-HERE = "tests.tune.test_search"
+HERE = "tests.tuning.test_search"
 OOM = f"{HERE}:OutOfMemory"
 SPACE = ["optimizer.lr=1e-6,1e-3,1e-7", f"train.callbacks=[],[{OOM}]"]
 RUNGS = (64, 256)  # samples: 4 and 16 steps of 16 rows

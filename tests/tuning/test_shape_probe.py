@@ -79,7 +79,7 @@ class Limited(TwoTower):
 def limited(killed: bool = False, max_rows: int = MAX_ROWS, **sections: Any) -> Config:
     settings = {"killed": killed, "max_rows": max_rows}
     model = CustomModel(
-        kind="tests.tune.test_shape_probe:Limited", inputs=tiny().model.inputs, settings=settings
+        kind="tests.tuning.test_shape_probe:Limited", inputs=tiny().model.inputs, settings=settings
     )
     return tiny(model=model, **{"batch": Batch(micro=4, global_=16), **sections})
 

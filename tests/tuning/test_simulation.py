@@ -1,6 +1,6 @@
 """The default search on synthetic learning curves, with Ray Tune's own scheduler and without Ray.
 
-`python -m tests.tune.test_simulation` prints the comparison of README.md (100 seeds).
+`python -m tests.tuning.test_simulation` prints the comparison of README.md (100 seeds).
 """
 
 import heapq

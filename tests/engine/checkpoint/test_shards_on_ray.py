@@ -23,7 +23,7 @@ def weights(run, step):
 def test_sharded_run_survives_kill_and_resumes_as_replicas(local_ray, tmp_path):
     make_data(tmp_path / "set")
     calm = train(config(tmp_path / "set", tmp_path, "calm", **FSDP), Silent())
-    kill = ("tests.train.faults:KillRankOneOnce",)
+    kill = ("tests.training.faults:KillRankOneOnce",)
     killed = train(config(tmp_path / "set", tmp_path, "killed", callbacks=kill, **FSDP), Silent())
     assert killed.result["restarts"] == 1 and marks(killed.path) == marks(calm.path)
     assert files.shards_of(killed.path / "checkpoints" / f"step-{STEPS}") == 2
