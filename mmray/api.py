@@ -168,7 +168,6 @@ def tune(
     scheduler: Literal["halving", "asha", "pbt"] = "halving",
     budget: str | None = None,
     concurrency: int | None = None,
-    reuse: bool = False,
     **sections: Unpack[Sections],
 ) -> SweepRecord:
     """Find the fastest batch shape, or with another goal compare settings in short runs.
@@ -182,8 +181,6 @@ def tune(
     for name, value in {"goal": goal, "search": search, "scheduler": scheduler}.items():
         if value not in (known := get_args(kinds[name])):
             raise UsageError(f"{name}: unknown {name} `{value}`; {suggest(str(value), known)}")
-    if reuse and goal != "throughput":
-        raise UsageError("reuse: only goal `throughput` has measurements to reuse")
     base = _load(recipe)
     settings = _override(trials.clear_length_and_derived_batch(base, list(space or ())), sections)
     command = TuneCommand(
@@ -197,10 +194,10 @@ def tune(
     )
     require_positive(command, "samples", "concurrency")
     recipe_rows, base = base.batch.global_, trials.restore_length(settings, base)
-    if goal == "throughput":
+    if trials.is_shape_probe(goal, space or ()):
         check_no_trials(command)
         axes = None if not space else build_space(space, seed=base.train.seed)
-        return SweepRecord.read(run_probe(base, axes, Terminal(), reuse))
+        return SweepRecord.read(run_probe(base, axes, Terminal()))
     given = trials.default_axes(base, goal) if space is None else space
     axes = build_space(given, command.num_samples, base.train.seed)
     folder, _ = run_sweep(command, base, axes, recipe_rows, Terminal())

@@ -152,10 +152,6 @@ def test_config_objects_and_files_replace_recipe_names(commands, tmp_path):
             "unknown scheduler `hyper`; known: halving, asha, pbt",
         ),
         (
-            lambda: mmray.tune(goal="loss", reuse=True),
-            "reuse: only goal `throughput` has measurements to reuse",
-        ),
-        (
             lambda: mmray.tune(space={"batch.micro": [8]}, concurrency=0),
             "--concurrency: must be above 0 (got 0)",
         ),
@@ -199,6 +195,20 @@ def test_tune_has_base_trial_length_and_space_of_the_command(commands, monkeypat
         and rates.num_samples == DEFAULT_SAMPLES
     )
     assert space.axes["batch.micro"] == (8, 16) and space.num_samples == 3
+
+
+def test_goal_throughput_with_listed_shapes_compares_them_in_trials(commands, monkeypatch):
+    monkeypatch.setattr(api.SweepRecord, "read", lambda folder: folder)
+    probed = []
+    monkeypatch.setattr(api, "run_probe", lambda base, *rest: probed.append(base))
+    listed = {"batch.micro": [8, 16], "batch.accumulation": [1, 2]}
+    mmray.tune("sample", space=listed, goal="throughput", budget="1h")
+    command, base, space, _ = commands.pop()
+    assert (command.goal, command.budget, space.num_trials) == ("throughput", "1h", 4)
+    assert base.batch.global_ is None and not probed
+    mmray.tune("sample", space={"batch.global": [64, 128]}, goal="throughput")
+    mmray.tune("sample")
+    assert len(probed) == 2 and not commands
 
 
 def test_prepare_evaluate_and_export_pass_all_arguments(commands, tmp_path):

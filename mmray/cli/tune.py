@@ -172,21 +172,23 @@ def trial_line(row: Row, rungs: Sequence[int] = ()) -> str:
 
 
 DESCRIPTION = """
-Find the fastest batch shape (micro x accumulation x workers) of the recipe `{name}` from a few measured steps on
-synthetic batches, and write it as a recipe file:
+Find the fastest batch shape (micro x accumulation x workers) of the recipe `{name}` from a few
+measured steps on synthetic batches, and write it as a recipe file:
 
     mmray tune {name} --batch.global 512,1024
 
-With another --goal: compare settings in trials, and write the best one.
+With --space or another --goal: compare the listed settings in trials, and write the best one.
 
+    mmray tune {name} --space batch.micro=8,16,32 --space batch.accumulation=1,2
     mmray tune {name} --goal loss --budget 2h
-    mmray tune {name} --goal recall --space "optimizer.lr=loguniform(1e-5,1e-3)" --space batch.global=256,512,1024
+    mmray tune {name} --goal recall --space "optimizer.lr=loguniform(1e-5,1e-3)" \\
+      --space batch.global=256,512,1024
 
-Goals that depend on learning compare held-out metrics at rungs: the better quarter of the trials continues with four
-times the samples. A full trial has --train.samples N, default: the length of the recipe. For the other goals it
-has --train.steps N of the largest global batch (default 40). If accumulation is searched, the global batch is micro x
-accumulation x workers; otherwise accumulation follows from --batch.global. --print-config prints the base settings of
-the trials and exits.
+Goals that depend on learning compare held-out metrics at rungs: the better quarter of the trials
+continues with four times the samples. A full trial has --train.samples N, default: the length of
+the recipe. For throughput it has --train.steps N of the largest global batch (default 40). If
+accumulation is searched, the global batch is micro x accumulation x workers; otherwise accumulation
+follows from --batch.global. --print-config prints the base settings of the trials and exits.
 """
 
 
@@ -222,10 +224,6 @@ class TuneCommand:
     """
     concurrency: int | None = None
     """Trials at a time; None: one on a single machine, as many as fit on a cluster."""
-    reuse: bool = False
-    """Goal throughput: take measurements of the same hardware and settings from earlier sweeps in
-    --run.storage.
-    """
 
     @property
     def num_samples(self) -> int | None:
@@ -254,13 +252,11 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
         terminal.output(to_yaml(base).rstrip())
         return 0
     given = (*command.space, *listed)
-    if command.goal == "throughput":
+    if trials.is_shape_probe(command.goal, searched):
         check_no_trials(command)
         space = search_space.parse_space(given, seed=base.train.seed) if given else None
-        run_probe(base, space, terminal, command.reuse)
+        run_probe(base, space, terminal)
         return 0
-    if command.reuse:
-        raise UsageError("--reuse: only --goal throughput has measurements to reuse")
     default_axes = trials.default_axes(base, command.goal).items()
     given = given or tuple(f"{key}={text}" for key, text in default_axes)
     space = search_space.parse_space(given, command.num_samples, base.train.seed)
@@ -277,8 +273,8 @@ def check_no_trials(command: TuneCommand) -> None:
     if unused:
         options = ", ".join(f"--{name}" for name in unused)
         raise UsageError(
-            f"{options}: no effect on --goal throughput, which runs no trials; use it "
-            "with --goal loss"
+            f"{options}: no effect on --goal throughput without --space, which runs no trials; "
+            "list what to measure, as in --space batch.micro=8,16,32, or use --goal loss"
         )
 
 

@@ -31,16 +31,14 @@ def split_global_list(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, values
 
 
-def run_probe(
-    base: Config, space: Space | None, terminal: Terminal, reuse: bool = False
-) -> AnyPath:
+def run_probe(base: Config, space: Space | None, terminal: Terminal) -> AnyPath:
     """Measure the shapes; show progress and results, and return the folder. Raises MmrayError."""
     from mmray.tuning.shape_probe import plan_probes, probe_shapes
 
     plan_probes(base, space)  # report invalid settings before Ray and torch are imported
     terminal.note(f"mmray {version('mmray')}, batch shapes of recipe {base.recipe}")
     with terminal.progress("starting"):
-        path, summary, rows = probe_shapes(base, space, Reporter(terminal), reuse)
+        path, summary, rows = probe_shapes(base, space, Reporter(terminal))
     for probe, fitted in zip(summary["probes"], summary["fits"], strict=True):
         settings = " ".join(f"{name}={value}" for name, value in probe["settings"].items())
         if settings:

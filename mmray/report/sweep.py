@@ -80,7 +80,6 @@ class Probe(NamedTuple):
     samples: list[dict[str, Any]]
     limit_gib: float
     fit: dict[str, Any]
-    source: str | None  # the earlier sweep that measured them
 
 
 class HeatMap(NamedTuple):
@@ -291,7 +290,6 @@ class SweepRecord:
                 probe["samples"],
                 probe["limit_gib"],
                 fit,
-                probe.get("source"),
             )
             for number, (probe, fit) in enumerate(measured, 1)
         ]

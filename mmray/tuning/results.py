@@ -202,6 +202,7 @@ def aggregate_metrics(lines: Sequence[Row]) -> Row:
 TOLERANCE = 0.02  # relative; the noise of a trial is rarely smaller
 MAX_CLOSE = 3  # trials named as close to the best one
 _FORMATS = {
+    "samples_per_s": "{:,.4g} samples/s",
     "eval_loss": "held-out loss {:.3f}",
     "recall_at_1": "recall@1 {:.3f}",
     "peak_gib": "{:.2f} GiB",
@@ -265,9 +266,8 @@ def select_best(rows: list[Row], goal: str) -> Row | None:
     order = "highest" if maximize else "lowest"
     if best is not leader:
         value = _FORMATS[metric].format(leader[metric])
-        why += (
-            f", within {TOLERANCE:.0%} of the {order} ({value} of {leader['trial']}), and is "
-            "faster."
+        why += f", within {TOLERANCE:.0%} of the {order} ({value} of {leader['trial']}), and " + (
+            "needs less memory." if goal == "throughput" else "is faster."
         )
     elif len(measured) > 1:
         why += f", the {order} of {len(measured)} trials."
@@ -400,16 +400,22 @@ def _is_close(value: float, other: float) -> bool:
 
 
 def _pick(rows: list[Row], goal: str) -> tuple[Row, Row]:
-    """Return the best row and the leader by the metric alone: for `memory`, a faster trial near the
-    leader is best.
+    """Return the best row and the leader by the metric alone.
+
+    Of trials within TOLERANCE of the leader, `throughput` takes the one with the least memory, and
+    `memory` the fastest.
     """
     metric, _, maximize = GOALS[goal]
     leader = (max if maximize else min)(rows, key=lambda row: row[metric])
     near = [
         row
         for row in rows
-        if _is_close(row[metric], leader[metric]) and row["samples_per_s"] is not None
+        if _is_close(row[metric], leader[metric])
+        and row["samples_per_s"] is not None
+        and row["peak_gib"] is not None
     ]
     if goal in LEARNING_GOALS or not near:
         return leader, leader
+    if goal == "throughput":
+        return min(near, key=lambda row: (row["peak_gib"], -row["samples_per_s"])), leader
     return max(near, key=lambda row: row["samples_per_s"]), leader

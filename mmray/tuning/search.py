@@ -179,7 +179,8 @@ def _search(
         failure = error
     rows = sorted(state.rows.values(), key=lambda row: row["trial"])
     best = select_best(rows, sweep.goal)
-    flag_unequal_losses(rows)
+    if plan.learning:
+        flag_unequal_losses(rows)
     folder.write_rows(rows)
     if best is not None:
         trial = plan.trial(best["best"], state.rows[best["best"]]["settings"])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -85,7 +85,6 @@ class ShapeTask:
     global_rows: tuple[int, ...]
     workers: tuple[int, ...]
     failed_shapes: tuple[FailedShape, ...] = ()
-    earlier: tuple[Measurements, ...] = ()  # of other sweeps, to reuse those of the same hardware
 
 
 @dataclass
@@ -107,9 +106,6 @@ class Measurements:
     # Of each global batch: {micro: seconds} of each round, and {micro: GiB}.
     pairs: dict[int, list[dict[int, float]]] = field(default_factory=dict)
     peak_gib: dict[int, dict[int, float]] = field(default_factory=dict)
-    hardware: list[str] = field(default_factory=list)  # of each rank
-    global_rows: list[int] = field(default_factory=list)  # global batches of the task
-    source: str = ""  # the earlier sweep that these are from
     failed_shapes: list[FailedShape] = field(default_factory=list)  # of the task
 
     def find_failure(self, micro: int, rows: int) -> FailedShape | None:
@@ -120,30 +116,6 @@ class Measurements:
         """Return the fields, with each sample and failed shape as a dictionary."""
         values = asdict(self) | {"samples": [sample._asdict() for sample in self.samples]}
         return values | {"failed_shapes": [failed._asdict() for failed in self.failed_shapes]}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Measurements:
-        """Restore what was written to a JSON file, in which keys are strings; other values are
-        ignored.
-        """
-
-        def by_number(table: dict[str, Any]) -> dict[int, Any]:
-            return {int(number): value for number, value in table.items()}
-
-        found = cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
-        found.samples = [Sample(**sample) for sample in values["samples"]]
-        found.failed_shapes = [FailedShape(**failed) for failed in values.get("failed_shapes", ())]
-        found.sync_s = by_number(values["sync_s"])
-        found.failed = {
-            size: tuple(failure) for size, failure in by_number(values["failed"]).items()
-        }
-        found.pairs = {
-            size: list(map(by_number, pairs)) for size, pairs in by_number(values["pairs"]).items()
-        }
-        found.peak_gib = {
-            size: by_number(peaks) for size, peaks in by_number(values["peak_gib"]).items()
-        }
-        return found
 
 
 # (micro, accumulation) -> a sample, or why it does not fit

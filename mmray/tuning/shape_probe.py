@@ -31,7 +31,7 @@ from mmray.errors import (
 from mmray.processes import SPAWN, init_child, starting_children
 from mmray.report.write import write_report_safely
 from mmray.storage import lease
-from mmray.storage.paths import AnyPath, remove_tree, to_path
+from mmray.storage.paths import AnyPath, remove_tree
 from mmray.sweep_files import SWEEP, TRIALS
 from mmray.training.driver import check_classes
 from mmray.training.local import WorkerFailed, check_gpus, describe_exit, resolve_on_this_machine
@@ -45,7 +45,6 @@ from mmray.training.run_dir import (
     select_folder,
 )
 from mmray.training.validate import unsupported_reasons
-from mmray.tuning.reuse import earlier_measurements, measurement_key
 from mmray.tuning.shape import (
     FailedShape,
     Measurements,
@@ -79,11 +78,6 @@ def plan_probes(base: Config, space: Space | None) -> list[Probe]:
     """
     axes: dict[str, Any] = dict(space.axes) if space else {}
     for name, values in axes.items():
-        if name in ("batch.micro", "batch.accumulation"):
-            raise UsageError(
-                f"--space {name}: --goal throughput measures every size; list "
-                "--batch.global instead"
-            )
         if not isinstance(values, tuple):
             raise UsageError(
                 f"--space {name}: --goal throughput takes no ranges; list the values, with commas"
@@ -131,16 +125,14 @@ def candidate_workers(config: Config, world: int, device: str) -> tuple[int, ...
 
 
 def probe_shapes(
-    base: Config, space: Space | None, reporter: RunReporter, reuse: bool = False
+    base: Config, space: Space | None, reporter: RunReporter
 ) -> tuple[AnyPath, dict[str, Any], list[Row]]:
     """Measure, predict and recommend batch shapes; return the folder, sweep.json and the rows.
     Raises MmrayError.
 
-    reuse: take measurements of the same hardware and settings from other sweeps in the storage.
     """
     probes, start_s = plan_probes(base, space), time.monotonic()
     folder = _resolve_folder(base, probes)
-    earlier = earlier_measurements(to_path(base.run.storage)) if reuse else []
     with lease.Lease(folder.path, activity="in use for a sweep"):
         folder.write("recipe.yaml", to_yaml(base))
         reporter.log(str(folder.path), "sweep")
@@ -152,14 +144,12 @@ def probe_shapes(
             shown = " ".join(f"{name}={value}" for name, value in probe.settings.items())
             reporter.status(f"measuring batch shapes {shown}".rstrip())
             try:
-                task, found = measure(probe.task, folder.path / "ray", reporter, earlier)
+                task, found = measure(probe.task, folder.path / "ray", reporter)
             except MmrayError as error:
                 failure = error
                 status = "out_of_memory" if isinstance(error, OutOfMemoryError) else "infeasible"
                 new = unmeasured_rows(probe.task, status, first_line(error))
             else:
-                if found.source:
-                    reporter.log(f"measurements of {found.source}", "reuse")
                 results.append((replace(probe, task=task), found))
                 new = with_measured(predict_rows(task, found, fit(found)), found)
             suffix = f"-{number}" if number > 1 else ""
@@ -198,14 +188,7 @@ def _write(
         "elapsed_s": elapsed_s,
         "environment": collect_environment(),
         "recommendation": recommendation,
-        "probes": [
-            {
-                "settings": probe.settings,
-                "key": measurement_key(probe.task.config),
-                **found.to_json(),
-            }
-            for probe, found in results
-        ],
+        "probes": [{"settings": probe.settings, **found.to_json()} for probe, found in results],
         "fits": [{"text": each.format(), **asdict(each)} for each in fits],
     }
     folder.write(TRIALS, "".join(json.dumps(row) + "\n" for row in rows))
@@ -303,23 +286,19 @@ def _resolve_folder(base: Config, probes: list[Probe]) -> RunDir:
 
 
 def measure(
-    task: ShapeTask,
-    scratch: AnyPath,
-    reporter: RunReporter,
-    earlier: list[tuple[dict[str, Any], Measurements]],
+    task: ShapeTask, scratch: AnyPath, reporter: RunReporter
 ) -> tuple[ShapeTask, Measurements]:
     """Measure a task in a process of this machine (one worker) or in a Ray worker group.
 
     Returns the task with the device and the candidate numbers of workers, and its measurements.
-    After a group that died in a measurement another one starts (`_until_it_fits`). earlier:
-    measurements with their keys, used instead if they are of the same hardware and settings. Raises
+    After a group that died in a measurement another one starts (`_until_it_fits`). Raises
     MmrayError.
     """
     config = task.config
     if not needs_ray(config.cluster):
         check_gpus(config)
         check_classes(config)
-        task = _resolved(task, resolve_on_this_machine(config), earlier)
+        task = _resolved(task, resolve_on_this_machine(config))
         return task, _until_it_fits(task, _run_locally, reporter)
     with ray_session(config.cluster):
         from mmray.tuning.shape_group import ShapeGroup  # imports Ray Train
@@ -327,7 +306,7 @@ def measure(
         check_classes(config)
         group = ShapeGroup(config, scratch, reporter)
         workers = candidate_workers(config, group.workers, group.config.cluster.accelerator)
-        task = _resolved(replace(task, workers=workers), group.config, earlier)
+        task = _resolved(replace(task, workers=workers), group.config)
         try:
             return task, _until_it_fits(task, group.run, reporter)
         finally:
@@ -335,20 +314,13 @@ def measure(
                 remove_tree(scratch)
 
 
-def _resolved(
-    task: ShapeTask, config: Config, earlier: list[tuple[dict[str, Any], Measurements]]
-) -> ShapeTask:
-    """Return the task with the config, the embedding rows that the data would set, and earlier
-    measurements.
-    """
+def _resolved(task: ShapeTask, config: Config) -> ShapeTask:
+    """Return the task with the config and the embedding rows that the data would set."""
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
     config = config.replace(
         model=config.model.with_vocab(config.model.vocab_size or trained or DEFAULT_VOCAB, None)
     )
-    key = measurement_key(config)
-    return replace(
-        task, config=config, earlier=tuple(found for other, found in earlier if other == key)
-    )
+    return replace(task, config=config)
 
 
 def _until_it_fits(

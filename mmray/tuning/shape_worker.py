@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from mmray import objectives
-from mmray.bench.spawn import describe_machine
 from mmray.engine import precision
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import GIB, HEADROOM, HOST_FRACTION, FakeGroup, keep_freed_memory
@@ -38,7 +37,6 @@ from mmray.machine import free_memory
 from mmray.models.build import build
 from mmray.models.fusion import LabelTexts
 from mmray.models.synthetic import synthetic_batch
-from mmray.tuning.reuse import is_reusable
 from mmray.tuning.shape import (
     ROUNDS,
     Measurements,
@@ -76,22 +74,13 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
     precision.seed_everything(config.train.seed, config.train.deterministic)
     config = config.replace(train=resolve_auto(config.train, group))
     configure_torch(config.train, device)
-    hardware, limit_gib = (
-        group.all_gather_objects(_describe_device(config, device)),
-        _memory_limit_gib(group),
-    )
-    for earlier in task.earlier:
-        if is_reusable(earlier, task.global_rows, hardware, limit_gib):
-            return earlier
     report({"status": "building the model"})
     model = build_model(config, group, report)
     stepper = Stepper.create(config, model, group)
     if stepper.inner_collectives:
         stepper = stepper.wrapped()
-    found = Measurements(
-        group.world_size, _memory_limit_gib(group), stepper.input_gib(), hardware=hardware
-    )
-    found.global_rows, found.failed_shapes = list(task.global_rows), list(task.failed_shapes)
+    found = Measurements(group.world_size, _memory_limit_gib(group), stepper.input_gib())
+    found.failed_shapes = list(task.failed_shapes)
 
     def measure(micro: int, accumulation: int) -> Sample | str:
         first = accumulation == 1 and not found.samples
@@ -330,15 +319,6 @@ def _measure_pairs(
             pair[micro], peaks[micro] = sample.step_s, max(sample.peak_gib, peaks.get(micro, 0.0))
         pairs.append(pair)
     found.pairs[global_rows] = [*found.pairs.get(global_rows, ()), *pairs]
-
-
-def _describe_device(config: Config, device: torch.device) -> str:
-    machine = describe_machine(device)
-    return (
-        machine["device"]
-        if device.type == "cuda"
-        else (f"{machine['cpu']}, {config.cluster.num_threads} threads")
-    )
 
 
 def _reset_peak_memory(device: torch.device) -> None:

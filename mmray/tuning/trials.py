@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,6 +74,13 @@ def restore_length(trial_settings: Config, recipe: Config) -> Config:
     """Return the settings with the length of the recipe: the base of `best.yaml`."""
     length = recipe.train.model_dump(include={name.removeprefix("train.") for name in LENGTHS})
     return trial_settings.replace(train=trial_settings.train.replace(**length))
+
+
+def is_shape_probe(goal: str, searched: Collection[str]) -> bool:
+    """Return whether the micro-batch of each global batch is searched, instead of comparing the
+    listed settings in trials.
+    """
+    return goal == "throughput" and set(searched) <= {"batch.global"}
 
 
 def default_axes(base: Config, goal: str) -> dict[str, str]:

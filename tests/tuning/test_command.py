@@ -95,7 +95,7 @@ def test_sweep_without_ranked_trial_is_an_error_with_each_reason():
         (["--scheduler", "pbt", "--search", "optuna"], "--scheduler pbt needs"),
         (
             ["--goal", "throughput", "--budget", "2h", "--search", "optuna"],
-            "--search, --budget: no effect on --goal",
+            "--search, --budget: no effect on --goal throughput without --space",
         ),
         (["--goal", "throughput", "--samples", "3"], "--samples: no effect on --goal"),
     ],

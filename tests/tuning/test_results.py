@@ -182,6 +182,14 @@ def row(trial, size, rate, gib=1.0, loss=1.0, recall=0.5, status="finished", **c
             ),
         ),
         (
+            [row("a", 64, 30, gib=2.0), row("b", 64, 20, gib=1.0)],
+            *("throughput", "a", "a has 30 samples/s, the highest of 2 trials."),
+        ),
+        (  # the one with less memory wins within two percent
+            [row("a", 64, 30, gib=2.0), row("b", 64, 29.9, gib=1.0), row("c", 64, 20, gib=0.5)],
+            *("throughput", "b", "(30 samples/s of a), and needs less memory."),
+        ),
+        (
             [
                 row("a", 64, 9, status="out_of_memory"),
                 row("b", 64, 8, status="stopped"),

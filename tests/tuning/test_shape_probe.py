@@ -214,32 +214,6 @@ def test_worker_killed_by_the_memory_monitor_is_reported_and_not_its_peer() -> N
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_measurements_of_an_earlier_sweep_are_reused(
-    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        shape_probe, "_run_locally", lambda task, report: measure_shapes(task, Group(), report)
-    )
-    monkeypatch.setattr(shape_worker, "_memory_limit_gib", lambda group: 4.0)
-    base = at(tmp_path, tiny(batch=Batch(micro=4, global_=16))).with_cluster(cpus_per_worker=1)
-    batches = build_space({"batch.global": [8, 16]}, None)
-
-    def probe(config: Config, space: Any = None) -> tuple[Path, str, list[Any]]:
-        folder, summary, rows = probe_shapes(config, space, Silent(), reuse=True)
-        return (
-            Path(str(folder)),
-            summary["probes"][0]["source"],
-            [(row["micro"], row["step_p50_s"]) for row in rows],
-        )
-
-    folder, source, measured = probe(base, batches)
-    assert not source
-    equal = base.replace(optimizer=Optimizer(lr=0.5), train=base.train.replace(seed=7))
-    other, source, rows = probe(equal)
-    assert other != folder and source == str(folder) and rows == measured[-len(rows) :]
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_combination_of_which_no_row_fits_is_a_row(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,11 +324,8 @@ def test_ranks_with_different_free_memory_have_the_lower_limit(forked_workers: N
     assert first == second == pytest.approx(32 * 0.8 / 2, abs=2)
 
 
-def test_settings_of_the_batch_are_refused_and_others_are_probed_in_turn() -> None:
+def test_other_settings_are_probed_in_turn() -> None:
     base = recipes.load("sample")
-    for axis in ("batch.micro=8,16", "batch.accumulation=1,2"):
-        with pytest.raises(UsageError, match="--goal throughput measures every size"):
-            plan_probes(base, parse_space([axis]))
     with pytest.raises(UsageError, match="--goal throughput takes no ranges; list the values"):
         plan_probes(base, build_space({"optimizer.eps": "uniform(1e-8,1e-6)"}, 3))
     probes = plan_probes(base, parse_space(["batch.global=64,256", "train.precision=fp32,bf16"]))
