@@ -211,7 +211,6 @@ def make_probe(folder):
     fit |= {"base_gib": 0.9, "row_gib": 0.01, "input_gib": 0.0}
     fit["text"] = "a further micro-batch takes 1.25 x the time of the first"
     probe = {"settings": {}, "workers": 1, "limit_gib": 1.5, "samples": samples}
-    probe["source"] = "runs/earlier"
     best = {"best": "s002", "per_global": {"32": "s002"}, "why": "s002 is the fastest."}
     space = {"batch.global": [32]}
     return make_sweep(
