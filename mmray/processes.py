@@ -25,6 +25,7 @@ SPAWN = multiprocessing.get_context("spawn")
 sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+POLL_INTERVAL_S = 0.2
 _start_lock = threading.Lock()
 
 
@@ -81,12 +82,14 @@ def map_in_processes(
     num_processes: int,
     max_in_flight: int,
     on_crash: Callable[[int], None],
+    interrupted: threading.Event | None = None,
 ) -> Generator[Result, None, None]:
     """Yield `work(item, after_crash)` of each item, in order; `work` is pickled once per process.
 
     After a process died all are replaced, and items without a result are repeated with after_crash
     True. `on_crash` is called before with the number of crashes, and ends the repetition by
-    raising. Raises what `work` raises.
+    raising. `interrupted` ends the results within POLL_INTERVAL_S, also while one is awaited.
+    Raises what `work` raises.
     """
     unsent, pending, crashes = iter(items), deque[tuple[Item, Future[Result]]](), 0
     processes = _Processes(work, num_processes)
@@ -97,7 +100,11 @@ def map_in_processes(
             if not pending:
                 return
             try:
-                result = pending[0][1].result()
+                result = pending[0][1].result(None if interrupted is None else POLL_INTERVAL_S)
+            except TimeoutError:
+                if interrupted is not None and interrupted.is_set():
+                    return
+                continue
             except _ProcessDied:
                 crashes += 1
                 on_crash(crashes)

@@ -9,6 +9,7 @@ writes the log.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -26,7 +27,7 @@ from mmray.engine.oom import RecoverableOom
 from mmray.engine.optimizer import ExponentialMovingAverage, build_optimizer, lr_at, set_lr
 from mmray.engine.parallel import strategy
 from mmray.engine.precision import micro_seed, select_precision
-from mmray.engine.prefetch import LocalBatch, prefetch, split_micro_batches
+from mmray.engine.prefetch import LocalBatch, Prefetcher, split_micro_batches
 from mmray.engine.run_state import (
     EMA_KEY,
     LoadCheckpointFn,
@@ -69,12 +70,22 @@ def train_loop(
     """
     run = _start(spec, load_checkpoint)
     plan, progress, group = spec.plan, run.progress, spec.group
-    batches = prefetch(
-        steps, plan, progress.step, group.rank, group.device, run.state.timers, spec.group_by_length
+    batches = Prefetcher(
+        steps,
+        plan,
+        progress.step,
+        group.rank,
+        group.device,
+        run.state.timers,
+        spec.group_by_length,
+        spec.interrupt_stream,
     )
     metrics: Metrics = {}
     stop = False
-    with profile_steps(spec.train.profile, spec.profile_path, group.device) as profile_step:
+    with (
+        closing(batches),
+        profile_steps(spec.train.profile, spec.profile_path, group.device) as profile_step,
+    ):
         while progress.step < plan.steps and not stop:
             batch = _next_batch(run, batches)
             set_lr(run.state.optimizer, lr_at(progress.step, spec.optimizer, plan.steps))

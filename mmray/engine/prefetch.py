@@ -7,9 +7,8 @@ Invalid rows would change BatchNorm's statistics and cost time in every encoder.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -25,6 +24,7 @@ from mmray.errors import TrainingError
 from mmray.objectives.protocol import Batch
 
 ALIGNMENT = 512  # bytes, of each column in the copy of a step, as of torch's CUDA allocations
+CLOSE_TIMEOUT_S = 5.0  # for the thread to end, if its stream cannot be interrupted
 
 
 class TokenCounts(NamedTuple):
@@ -122,42 +122,63 @@ def split_micro_batches(batch: LocalBatch, micro: int) -> LocalBatch:
     return replace(batch, micro_batches=micro_batches, is_dummy=tuple(is_dummy), sizes=tuple(sizes))
 
 
-def prefetch(
-    steps: Iterable[list[Batch]],
-    plan: SamplePlan,
-    first: int,
-    rank: int,
-    device: torch.device,
-    timers: PhaseTimers,
-    group_by_length: bool = False,
-) -> Iterator[LocalBatch]:
-    """Yield batches on `device`, starting at step `first`. `wait_s` is the time the caller waited.
+class Prefetcher:
+    """Iterator of a rank's batches on `device`, starting at step `first`.
 
     On a GPU, a thread reads and copies the next batch during the current step. The GPU then has two
-    batches, provided the caller frees one before it requests another. Raises TrainingError if rows
-    are not those of the plan.
+    batches, provided the caller frees one before it requests another. `wait_s` of a batch is the
+    time that the caller waited for it. Raises TrainingError if rows are not those of the plan.
+
+    Args:
+        steps: The CPU micro-batches of each step. No step after the plan's last one is requested.
+        interrupt_stream: Ends `steps`, also for a thread that waits for its next rows.
     """
 
-    def checked() -> Iterator[LocalBatch]:
-        for step, micro_batches in enumerate(steps, start=first):
-            actual = torch.cat([micro_batch["pos"] for micro_batch in micro_batches]).numpy()
-            expected = plan.positions(step, rank)
-            if group_by_length:
-                actual, expected = np.sort(actual), np.sort(expected)
-            check_positions(actual, expected, step, rank)
-            yield make_local_batch(micro_batches, group_by_length)
+    def __init__(
+        self,
+        steps: Iterable[list[Batch]],
+        plan: SamplePlan,
+        first: int,
+        rank: int,
+        device: torch.device,
+        timers: PhaseTimers,
+        group_by_length: bool = False,
+        interrupt_stream: Callable[[], None] = lambda: None,
+    ) -> None:
+        batches = _checked_batches(steps, plan, first, rank, group_by_length)
+        self._thread: _BackgroundIterator | None = None
+        self._batches: Iterator[LocalBatch] = batches
+        if device.type == "cuda":
+            copied = map(DeviceCopier(device, timers), batches)
+            receive = partial(_receive, device=device)
+            self._thread = _BackgroundIterator(copied, receive, device, interrupt_stream)
+            self._batches = self._thread
 
-    batches = checked()
-    if device.type == "cuda":
-        copied = map(DeviceCopier(device, timers), batches)
-        batches = _prefetch_in_thread(copied, partial(_receive, device=device), device)
+    def __iter__(self) -> Prefetcher:
+        return self
 
-    def timed() -> LocalBatch | None:
+    def __next__(self) -> LocalBatch:
         start_s = time.perf_counter()
-        batch = next(batches, None)
-        return None if batch is None else replace(batch, wait_s=time.perf_counter() - start_s)
+        batch = next(self._batches)
+        return replace(batch, wait_s=time.perf_counter() - start_s)
 
-    return iter(timed, None)  # keeps no reference to a batch that the caller has freed
+    def close(self) -> None:
+        """End the thread; afterwards the caller may close the stream."""
+        if self._thread is not None:
+            self._thread.close()
+
+
+def _checked_batches(
+    steps: Iterable[list[Batch]], plan: SamplePlan, first: int, rank: int, group_by_length: bool
+) -> Iterator[LocalBatch]:
+    # The range comes first, so that a stream is not asked for a step after the last one.
+    for step, micro_batches in zip(range(first, plan.steps), steps, strict=False):
+        actual = torch.cat([micro_batch["pos"] for micro_batch in micro_batches]).numpy()
+        expected = plan.positions(step, rank)
+        if group_by_length:
+            actual, expected = np.sort(actual), np.sort(expected)
+        check_positions(actual, expected, step, rank)
+        yield make_local_batch(micro_batches, group_by_length)
 
 
 def check_positions(actual: np.ndarray, expected: np.ndarray, step: int, rank: int) -> None:
@@ -228,21 +249,41 @@ def _receive(copied: Copied, device: torch.device) -> LocalBatch:
     return copied.batch
 
 
-def _prefetch_in_thread(
-    items: Iterator[Any], receive: Callable[[Any], Any], device: torch.device
-) -> Iterator[Any]:
-    """Yield items through `receive` while a thread, whose current GPU is `device`, produces the
-    next one.
-
-    If the caller stops while the stream stalls, the pending item is not awaited.
+class _BackgroundIterator:
+    """Iterates `receive(item)` while a thread, whose current GPU is `device`, produces the next
+    item.
     """
-    # A thread's default GPU is the first; pinned memory and streams would create a context there.
-    enter = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
-    thread = ThreadPoolExecutor(1, "mmray-prefetch", *enter)
-    try:
-        pending = deque([thread.submit(next, items, None)])
-        while pending[0].result() is not None:
-            pending.append(thread.submit(next, items, None))
-            yield receive(pending.popleft().result())
-    finally:
-        thread.shutdown(wait=False, cancel_futures=True)
+
+    def __init__(
+        self,
+        items: Iterator[Any],
+        receive: Callable[[Any], Any],
+        device: torch.device,
+        interrupt: Callable[[], None],
+    ) -> None:
+        self._items = items
+        self._receive = receive
+        self._interrupt = interrupt
+        # A thread's default GPU is the first; pinned memory and streams would create a context
+        # there.
+        enter = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
+        self._thread = ThreadPoolExecutor(1, "mmray-prefetch", *enter)
+        self._pending = self._thread.submit(next, items, None)
+
+    def __iter__(self) -> _BackgroundIterator:
+        return self
+
+    def __next__(self) -> Any:
+        item = self._pending.result()
+        if item is None:
+            raise StopIteration
+        self._pending = self._thread.submit(next, self._items, None)
+        return self._receive(item)
+
+    def close(self) -> None:
+        """Interrupt the source, and wait for the thread, at most CLOSE_TIMEOUT_S."""
+        self._interrupt()
+        # A source that cannot be interrupted, such as a stalled stream of Ray, is left to the end
+        # of the process.
+        ended, _ = wait([self._pending], CLOSE_TIMEOUT_S)
+        self._thread.shutdown(wait=bool(ended), cancel_futures=True)

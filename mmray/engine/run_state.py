@@ -79,6 +79,8 @@ class TrainSpec:
     static_metrics: Metrics = field(default_factory=dict)
     recover_cpu_oom: bool = False  # the kernel usually kills the process
     stop: Callable[[], bool] = lambda: False  # True on any rank ends the run after this step
+    # ends the stream, also for a thread that waits for its next rows
+    interrupt_stream: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,12 @@ def train_worker(
     device: torch.device,
     driver: DriverHandle,
 ) -> dict[str, Any]:
-    """Train from `resume_point` to the end of its plan; return the fields of result.json."""
+    """Train from `resume_point` to the end of its plan; return the fields of result.json.
+
+    Args:
+        blocks: The rows of this rank. If they have a method `interrupt`, it is called from another
+            thread than the one that iterates: it must end a `next` that waits for rows.
+    """
     config, plan = context.config, resume_point.plan
     driver.stage("building the model")
     torch.set_num_threads(config.cluster.num_threads)  # fixed: the order of sums changes rounding
@@ -118,6 +123,7 @@ def train_worker(
         log=log,
         callbacks=tuple(callbacks),
         stop=driver.stop_requested,
+        interrupt_stream=getattr(blocks, "interrupt", lambda: None),
         group_by_length=config.batch.group_by_length,
         profile_path=profile_path,
         micro=micro,

@@ -36,7 +36,7 @@ def run_worker(connection: Connection) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     import torch
 
-    from mmray.data.stream.local import iter_local_blocks
+    from mmray.data.stream.local import LocalBlocks
     from mmray.engine.heartbeat import Heartbeat
     from mmray.engine.worker import train_worker
     from mmray.engine.worker_context import DriverHandle
@@ -72,7 +72,7 @@ def run_worker(connection: Connection) -> None:
     device = torch.device("cuda", 0) if config.cluster.accelerator == "gpu" else torch.device("cpu")
     try:
         args = context.reader, resume_point, config.data.block_mb, context.decode_actors
-        blocks = iter_local_blocks(*args, warn=lambda text: driver.notify("data", text))
+        blocks = LocalBlocks(*args, warn=lambda text: driver.notify("data", text))
         with heartbeat.running(resume_point.step), closing(blocks):
             answer: tuple[str, Any] = (
                 "returned",

@@ -10,7 +10,7 @@ need.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -301,20 +301,15 @@ class HostBuffers:
     def close(self) -> None: ...
 
 
-class InlineExecutor:
-    """An executor that runs at once, because torch modes are set per thread."""
-
-    def __init__(self, *_: Any, **__: Any): ...
-
-    def shutdown(self, **_: Any) -> None: ...
+class ThreadWithModes(ThreadPoolExecutor):
+    """An executor whose work sees the fake GPUs, because torch modes are set per thread."""
 
     def submit(self, work: Any, *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(work(*args))
-        except RuntimeError as error:
-            future.set_exception(error)
-        return future
+        def work_with_modes() -> Any:
+            with FunctionMode(), DispatchMode():
+                return work(*args)
+
+        return super().submit(work_with_modes)
 
 
 def make_event(enable_timing: bool = False) -> Any:
@@ -361,6 +356,7 @@ def cuda_functions() -> dict[str, Any]:
     without_effect += (
         "memory._set_allocator_settings",
         "synchronize",
+        "set_device",
         "empty_cache",
         "reset_peak_memory_stats",
     )
@@ -390,7 +386,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SyncCounter]]:
         patch.setattr("torch.autograd.graph._engine_run_backward", backward)
         patch.setattr("torch.autograd._engine_run_backward", backward)
         patch.setattr("mmray.engine.checkpoint.state_io.StateDictStager", HostBuffers)
-        patch.setattr("mmray.engine.prefetch.ThreadPoolExecutor", InlineExecutor)
+        patch.setattr("mmray.engine.prefetch.ThreadPoolExecutor", ThreadWithModes)
         # these tensors only run
         patch.setattr("mmray.engine.parallel.device_defaults._has_compiler", lambda: False)
         SyncCounter.count = 0

@@ -5,6 +5,10 @@ The checks of bench/device_checks.py also run without pytest: `python -m mmray.b
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from mmray.bench import device_checks
 from mmray.bench.device_checks import MODELS
 from mmray.data.stream.order import SamplePlan
+from mmray.engine import loop
 from mmray.engine.checkpoint.state_io import HostStager
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
@@ -100,7 +105,6 @@ def test_compiled_run_on_gpu_equals_eager_run(kind):
 
 
 def test_oom_of_prefetched_batch_restarts(monkeypatch):
-    """On fake GPUs, which copy one batch after the other."""
     copy, calls = DeviceCopier.__call__, iter(range(10**6))
 
     def fail_at_second(copier, batch):
@@ -116,6 +120,56 @@ def test_oom_of_prefetched_batch_restarts(monkeypatch):
     with fake_gpus(monkeypatch), pytest.raises(OutOfMemoryError, match=message) as raised:
         toy.run(toy.Toy().double().to(GPU), LONG_PLAN, Group(device=GPU))
     assert raised.value.retry_micro == 2
+
+
+class Stream:
+    """Steps that stall after `stall_after` steps until interrupted, and are slow to end."""
+
+    def __init__(self, plan, stall_after=10**6):
+        self.plan, self.stall_after, self.interrupted = plan, stall_after, threading.Event()
+        self.stalled = threading.Event()
+
+    def steps(self):
+        for number, micro_batches in enumerate(toy.steps_of(self.plan, 0)):
+            if number == self.stall_after:
+                self.stalled.set()
+                assert self.interrupted.wait(60)
+            yield micro_batches
+        time.sleep(0.5)
+
+
+STALL_AFTER = {"success": 10**6, "stop": 3, "error": 3, "out of memory": 1}
+
+
+@pytest.mark.parametrize("end", STALL_AFTER)
+def test_stream_can_be_closed_when_the_loop_ends(monkeypatch, end):
+    """The prefetch thread has left the stream, even if it was waiting for rows: the generator
+    `steps` could not be closed otherwise.
+    """
+    stream, model, calls = Stream(LONG_PLAN, STALL_AFTER[end]), toy.Toy(), itertools.count(1)
+
+    def reach(step):
+        return next(calls) == step and stream.stalled.wait(60)
+
+    def fail_at_step_3(step, metrics):
+        if reach(3):
+            raise KeyError("of the user")
+
+    options = {"interrupt_stream": stream.interrupted.set}
+    if end == "stop":
+        options["stop"] = lambda: reach(3)
+    elif end == "error":
+        options["callbacks"] = (SimpleNamespace(on_step=fail_at_step_3),)
+    elif end == "out of memory":
+        model = toy.MemoryLimitedToy(toy.MemoryFault(max_rows=0))
+    raised = {"error": pytest.raises(KeyError), "out of memory": pytest.raises(OutOfMemoryError)}
+    steps = stream.steps()
+    with fake_gpus(monkeypatch):
+        spec = toy.train_spec(model.double().to(GPU), LONG_PLAN, Group(device=GPU), **options)
+        with raised.get(end, nullcontext()):
+            result = loop.train_loop(spec, steps)
+            assert result.status == {"success": "finished", "stop": "stopped"}[end]
+    steps.close()
 
 
 def test_step_is_copied_at_once_through_memory_that_is_reused(monkeypatch):

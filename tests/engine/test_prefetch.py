@@ -19,7 +19,7 @@ PLAN = SamplePlan(num_rows=20, global_rows=10, world_size=1, micro=5, seed=0, st
 
 
 def local_batches(steps, **options):
-    return prefetch.prefetch(steps, PLAN, 0, 0, CPU, PhaseTimers(CPU), **options)
+    return prefetch.Prefetcher(steps, PLAN, 0, 0, CPU, PhaseTimers(CPU), **options)
 
 
 def test_padding_is_removed_and_order_is_kept():
@@ -51,13 +51,14 @@ def test_error_in_the_thread_is_raised_in_the_caller():
         yield 1
         raise TrainingError("lost")
 
-    ahead = prefetch._prefetch_in_thread(items(), lambda number: number, CPU)
+    ahead = prefetch._BackgroundIterator(items(), lambda number: number, CPU, lambda: None)
     assert next(ahead) == 1
     with pytest.raises(TrainingError, match="lost"):
         next(ahead)
 
 
-def test_exit_does_not_wait_for_a_stalled_stream():
+def test_exit_does_not_wait_forever_for_a_stalled_stream_without_interrupt(monkeypatch):
+    monkeypatch.setattr(prefetch, "CLOSE_TIMEOUT_S", 0.1)
     stalled, release = threading.Event(), threading.Event()
 
     def items():
@@ -66,7 +67,7 @@ def test_exit_does_not_wait_for_a_stalled_stream():
         ends.append(release.wait(60))
 
     ends: list[bool] = []
-    ahead = prefetch._prefetch_in_thread(items(), lambda number: number, CPU)
+    ahead = prefetch._BackgroundIterator(items(), lambda number: number, CPU, lambda: None)
     assert next(ahead) == 1 and stalled.wait(60)
     ahead.close()
     assert not ends

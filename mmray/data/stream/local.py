@@ -4,7 +4,8 @@ sample order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Iterator
 
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.order import BlockPlan, ResumePoint
@@ -31,25 +32,48 @@ class BlockReader:
         return self.reader.read_block(self.blocks.plan, self.blocks.positions(number))
 
 
-def iter_local_blocks(
-    reader: RowReader,
-    start: ResumePoint,
-    block_mb: float,
-    num_processes: int,
-    warn: Callable[[str], None],
-) -> Generator[Block, None, None]:
-    """Yield the blocks of the only worker. Raises ResourceError if data processes keep dying."""
-    assert start.plan.world_size == 1, "the ranks of a group need Ray"
-    blocks = BlockPlan.sized(start.plan, start.step, reader.row_bytes, min(block_mb, BLOCK_MB))
+class LocalBlocks:
+    """The blocks of the only worker, in order.
 
-    def on_crash(crashes: int) -> None:
-        if crashes > MAX_CRASHES:
-            raise ResourceError(
-                f"data processes died {crashes} times; the machine has probably run out of memory"
-            )
-        warn(CRASH_NOTE.format(process="a data process"))
+    Raises ResourceError if data processes keep dying.
+    """
 
-    work, in_flight = BlockReader(reader, blocks), 2 * num_processes + 1
-    return map_in_processes(
-        work, range(blocks.count), min(num_processes, blocks.count), in_flight, on_crash
-    )
+    def __init__(
+        self,
+        reader: RowReader,
+        start: ResumePoint,
+        block_mb: float,
+        num_processes: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        assert start.plan.world_size == 1, "the ranks of a group need Ray"
+        blocks = BlockPlan.sized(start.plan, start.step, reader.row_bytes, min(block_mb, BLOCK_MB))
+        self._interrupted = threading.Event()
+
+        def on_crash(crashes: int) -> None:
+            if crashes > MAX_CRASHES:
+                raise ResourceError(
+                    f"data processes died {crashes} times; the machine has probably run out of "
+                    "memory"
+                )
+            warn(CRASH_NOTE.format(process="a data process"))
+
+        self._blocks = map_in_processes(
+            BlockReader(reader, blocks),
+            range(blocks.count),
+            min(num_processes, blocks.count),
+            2 * num_processes + 1,
+            on_crash,
+            self._interrupted,
+        )
+
+    def __iter__(self) -> Iterator[Block]:
+        return self._blocks
+
+    def interrupt(self) -> None:
+        """End the blocks, also for a thread that waits for the next one."""
+        self._interrupted.set()
+
+    def close(self) -> None:
+        """End the data processes; no thread may be iterating."""
+        self._blocks.close()
