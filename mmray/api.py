@@ -1,27 +1,26 @@
-"""mmray from Python, for notebooks and scripts: each function does what the command of its name
-does.
+"""mmray from Python, for notebooks and scripts; the commands of these names call them.
 
-Errors are MmrayError; Ctrl-C (interrupting the kernel) stops a run at a checkpoint, as on the
-command line. The heavy imports (Ray, torch) are in the functions of mmray.cli.
+Each function takes a `reporter` that receives messages and progress. By default these are shown as
+on the command line: a live bar in a terminal and in Jupyter with ipywidgets, lines elsewhere. An
+object with the methods of `mmray.training.monitor.RunReporter` receives them instead. Results are
+returned, not printed.
+
+Errors are MmrayError. Ctrl-C (interrupting the kernel) stops a run at a checkpoint, as on the
+command line. The functions import Ray and torch when they are called, because that takes seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args, get_type_hints
 
-from mmray.cli.args import require_positive
-from mmray.cli.console import Terminal
-from mmray.cli.evaluate import EvaluateCommand, load_settings, run_evaluation
-from mmray.cli.export import ExportCommand, run_export
-from mmray.cli.prepare import PrepareCommand, run_prepare
-from mmray.cli.train import run_training
-from mmray.cli.tune import TuneCommand, check_no_trials, run_sweep
-from mmray.cli.tune_shape import run_probe
-from mmray.config import Config, EvalSettings, Prepare, override, recipes
+from mmray.config import Cluster, Config, EvalSettings, Prepare, override, recipes
 from mmray.config.base import Section
 from mmray.config.search_space import build_space
+from mmray.console.reporter import ConsoleReporter
 from mmray.errors import UsageError, suggest
 from mmray.report.run import RunRecord
 from mmray.report.sweep import SweepRecord
@@ -29,12 +28,15 @@ from mmray.storage.paths import AnyPath, to_path
 
 if TYPE_CHECKING:
     from mmray.data.store.manifest import Manifest
+    from mmray.training.driver import RunOutcome
+    from mmray.training.monitor import RunReporter
 
 Settings = Mapping[str, Any] | Section  # {field: value}, or an object of mmray.config
+Accelerator = Literal["auto", "gpu", "cpu"]
 
 
 class Sections(TypedDict, total=False):
-    """Sections of the config, as in a recipe file;
+    """Sections of the config, as in a recipe file.
 
     `data` may be the training set alone (data.train).
     """
@@ -53,8 +55,15 @@ class Sections(TypedDict, total=False):
 
 
 class Run:
-    """A run in its folder; all values are read from its files, so they are current while it
-    trains.
+    """A run in its folder.
+
+    Values are read from the files of the run at each access, so they are current while it trains.
+
+    Args:
+        folder: folder of the run, or its address on an object store.
+
+    Raises:
+        UsageError: the folder has no config.yaml.
     """
 
     def __init__(self, folder: str | AnyPath):
@@ -67,14 +76,14 @@ class Run:
 
     @property
     def result(self) -> dict[str, Any]:
-        """Content of result.json: status, steps, scores of the last evaluation, best checkpoint,
-        ...
+        """Content of result.json: status, steps, scores of the last evaluation, best checkpoint;
+        empty before the run ends.
         """
         return RunRecord.read(self.path).result
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The last logged metrics, with those of the last evaluation without their prefix
+        """The last logged metrics, and those of the last evaluation without the prefix
         `evaluate/`.
         """
         record = RunRecord.read(self.path)
@@ -88,19 +97,50 @@ class Run:
         return RunRecord.read(self.path).lines
 
     def report(self, out: str | AnyPath | None = None) -> AnyPath:
-        """Write the HTML page of the run (default: report.html in its folder) and return its
-        path.
+        """Write the HTML page of the run.
+
+        Args:
+            out: file to write; None: report.html in the folder of the run.
+
+        Returns:
+            The path of the page.
         """
         from mmray.report.write import write_report  # importing Plotly takes a second
 
         return write_report(self.path, None if out is None else to_path(out))
 
 
-def train(recipe: str | Path | Config = "sample", **sections: Unpack[Sections]) -> Run:
-    """Train a recipe (a name, a YAML file or a Config) with these settings changed, or resume its
-    run.
+def train(
+    recipe: str | Path | Config = "sample",
+    *,
+    reporter: RunReporter | None = None,
+    start_s: float | None = None,
+    **sections: Unpack[Sections],
+) -> Run:
+    """Train a recipe, or resume its run.
+
+    Args:
+        recipe: name of a recipe, YAML file, or config.
+        reporter: receives messages and progress; None: they are shown.
+        start_s: time.monotonic() at which the start-up times of result.json begin; None: now.
+        **sections: settings that differ from the recipe, such as `batch={"micro": 64}`.
+
+    Returns:
+        The run, which finished or was stopped (`result["status"]`).
+
+    Raises:
+        UsageError: a setting is unknown or invalid.
+        TrainingError: training failed.
+        ResourceError: the cluster cannot provide the resources.
+        DataError: the data cannot be used.
     """
-    return Run(run_training(_override(_load(recipe), sections), Terminal()).path)
+    config = _override(_load(recipe), sections)
+    with _shown(reporter, "importing") as shown:
+        from mmray.training import driver
+
+        outcome = driver.train(config, shown, start_s)
+        _log_outcome(outcome, shown)
+    return Run(outcome.path)
 
 
 def prepare(
@@ -110,16 +150,51 @@ def prepare(
     retry_quarantined: bool = False,
     address: str | None = None,
     wait_for_nodes: bool = False,
+    reporter: RunReporter | None = None,
     **settings: Any,
 ) -> Manifest:
-    """Validate, deduplicate and pack `source` into the set `out`, with the settings of
-    `mmray.config.Prepare`.
+    """Validate, deduplicate and pack a source into a prepared set; resumes an interrupted one.
+
+    Args:
+        source: file or folder, in a format of mmray/data/README.md, or its address.
+        out: folder of the set.
+        retry_quarantined: retry rows that could not be read or decoded.
+        address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
+        wait_for_nodes: skip the capacity check and wait for nodes to be added.
+        reporter: receives messages and progress; None: they are shown.
+        **settings: fields of `mmray.config.Prepare`, such as `holdout=0.1`.
+
+    Returns:
+        The manifest of the set, with its numbers of rows.
+
+    Raises:
+        UsageError: a setting or an address is invalid.
+        DataError: the source is invalid, or has more bad rows than the settings allow.
+        ResourceError: storage or cluster failed, maybe temporarily.
     """
     checked = Prepare.model_validate(_plain(settings))
-    command = PrepareCommand(
-        str(source), str(out), checked, retry_quarantined, address, wait_for_nodes
-    )
-    return run_prepare(command, Terminal())
+    cluster = Cluster(address=address, wait_for_nodes=wait_for_nodes)
+    start_s = time.monotonic()
+    with _shown(reporter, "starting") as shown:
+        from mmray.cluster.connect import data_session
+        from mmray.data.prepare import pipeline
+        from mmray.storage.storage import Storage
+
+        for place in (source, out):
+            Storage(str(place))  # raises UsageError for an invalid address before Ray starts
+        with data_session(cluster):
+            manifest = pipeline.prepare(
+                str(source),
+                str(out),
+                checked,
+                shown.prepare_progress,
+                shown.log,
+                retry_quarantined,
+            )
+        took = f"{manifest.num_read:,} rows in {time.monotonic() - start_s:.0f} s"
+        shown.log(took, "read")
+        _log_manifest(manifest, str(out), shown)
+    return manifest
 
 
 def evaluate(
@@ -130,32 +205,146 @@ def evaluate(
     step: int | Literal["best"] | None = None,
     address: str | None = None,
     workers: int | None = None,
-    accelerator: Literal["auto", "gpu", "cpu"] | None = None,
+    accelerator: Accelerator | None = None,
+    reporter: RunReporter | None = None,
     **settings: Any,
 ) -> dict[str, float]:
-    """Return the metrics of a run's checkpoint on held-out rows;
+    """Evaluate a checkpoint of a run on held-out rows.
 
-    `settings` change its section `evaluate`.
+    Args:
+        run: the run or its folder.
+        data: prepared set or raw source; None: the held-out rows of the run.
+        split: split of the set; None: data.eval_split of the run, or `test` of another set.
+        step: step of the checkpoint, or `best`; None: the newest valid one.
+        address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
+        workers: number of workers; None: as in training, or as this machine has GPUs.
+        accelerator: device of the workers; None: as in training.
+        reporter: receives messages and progress; None: they are shown.
+        **settings: fields of `mmray.config.EvalSettings` that differ from the run's.
+
+    Returns:
+        Metrics by name, such as `recall_at_1/image_to_text` and `loss`.
+
+    Raises:
+        UsageError: the folder is not a run, has no such checkpoint, or a setting is invalid.
+        TrainingError: the evaluation failed.
+        ResourceError: the cluster cannot provide the resources.
     """
-    folder = _folder(run)
-    command = EvaluateCommand(
-        run=folder,
-        data=None if data is None else str(data),
-        split=split,
-        step=step,
-        address=address,
-        workers=workers,
-        accelerator=accelerator,
-        evaluate=EvalSettings.model_validate(dict(load_settings(folder)) | settings),
-    )
-    return run_evaluation(command, Terminal())
+    with _shown(reporter, "evaluating") as shown:
+        from mmray.training import evaluate_export
+
+        folder = to_path(_folder(run))
+        saved = evaluate_export.load_run_config(folder).evaluate.without_interval
+        return evaluate_export.evaluate_run(
+            folder,
+            None if data is None else str(data),
+            split,
+            step,
+            address,
+            shown,
+            EvalSettings.model_validate(dict(saved) | settings),
+            workers=workers,
+            accelerator=accelerator,
+        )
+
+
+def evaluate_weights(
+    weights: str | Path | Config,
+    data: str | Path,
+    *,
+    split: str | None = None,
+    address: str | None = None,
+    workers: int = 1,
+    accelerator: Accelerator | None = None,
+    storage: str | None = None,
+    reporter: RunReporter | None = None,
+    **settings: Any,
+) -> dict[str, float]:
+    """Evaluate pretrained weights without training.
+
+    Args:
+        weights: folder saved by transformers, hub name, or open_clip checkpoint; or the config of
+            `mmray.training.evaluate_export.pretrained_config(weights)` with changes.
+        data: prepared set or raw source.
+        split: split of the set; None: `test`.
+        address: Ray address; None: RAY_ADDRESS if set, otherwise this machine.
+        workers: number of workers.
+        accelerator: device of the workers; None: GPUs if there are any.
+        storage: folder for small files of Ray Train, shared by all nodes; None: `runs`.
+        reporter: receives messages and progress; None: they are shown.
+        **settings: fields of `mmray.config.EvalSettings`.
+
+    Returns:
+        Metrics by name, as `evaluate` returns them.
+
+    Raises:
+        UsageError: the weights cannot be loaded, or a setting is invalid.
+        TrainingError: the evaluation failed.
+        ResourceError: the cluster cannot provide the resources.
+    """
+    with _shown(reporter, "evaluating") as shown:
+        from mmray.training import evaluate_export
+
+        config = _weights_config(weights)
+        config = config.replace(
+            evaluate=config.evaluate.replace(**settings),
+            run=config.run.replace(storage=storage or config.run.storage),
+        )
+        config = config.with_cluster(
+            address=address,
+            workers=workers,
+            accelerator=accelerator or config.cluster.accelerator,
+        )
+        return evaluate_export.evaluate_pretrained(config, str(data), split, shown)
 
 
 def export(
-    run: Run | str | AnyPath, out: str | AnyPath, *, step: int | Literal["best"] | None = None
+    run: Run | str | AnyPath,
+    out: str | AnyPath,
+    *,
+    step: int | Literal["best"] | None = None,
+    reporter: RunReporter | None = None,
 ) -> AnyPath:
-    """Write a run's model to a folder for `mmray.load` or transformers, and return the folder."""
-    return run_export(ExportCommand(_folder(run), str(out), step), Terminal())
+    """Write the model of a run to a folder for `mmray.load` or transformers.
+
+    Args:
+        run: the run or its folder.
+        out: folder to write, or its address.
+        step: step of the checkpoint, or `best`; None: the newest valid one.
+        reporter: receives messages and progress; None: they are shown.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UsageError: the folder is not a run, has no such checkpoint, or `out` has other files.
+    """
+    with _shown(reporter, "exporting"):
+        from mmray.training import evaluate_export
+
+        return evaluate_export.export_run(to_path(_folder(run)), str(out), step)
+
+
+def export_weights(
+    weights: str | Path | Config, out: str | AnyPath, *, reporter: RunReporter | None = None
+) -> AnyPath:
+    """Write pretrained weights to a folder for `mmray.load` or transformers.
+
+    Args:
+        weights: as in `evaluate_weights`.
+        out: folder to write, or its address.
+        reporter: receives messages and progress; None: they are shown.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UsageError: the weights cannot be loaded, or `out` has other files.
+    """
+    with _shown(reporter, "exporting") as shown:
+        from mmray.training import evaluate_export
+
+        return evaluate_export.export_pretrained(_weights_config(weights), str(out), shown.log)
 
 
 def tune(
@@ -175,6 +364,10 @@ def tune(
     `space={"batch.global": [512, 1024], "optimizer.lr": "loguniform(1e-5,1e-3)"}` lists the
     settings to compare. `best.yaml` in the folder of the returned sweep is a recipe for `train`.
     """
+    from mmray.cli.args import require_positive
+    from mmray.cli.console import Terminal
+    from mmray.cli.tune import TuneCommand, check_no_trials, run_sweep
+    from mmray.cli.tune_shape import run_probe
     from mmray.tuning import trials  # imports numpy
 
     kinds = get_type_hints(TuneCommand)
@@ -204,8 +397,74 @@ def tune(
     return SweepRecord.read(folder)
 
 
+@contextmanager
+def _shown(reporter: RunReporter | None, title: str) -> Iterator[RunReporter]:
+    """Yield the given reporter, or one that shows a bar or lines while the block runs."""
+    if reporter is not None:
+        yield reporter
+        return
+    console = ConsoleReporter()
+    with console.show_progress(title):
+        yield console
+
+
+def _log_outcome(outcome: RunOutcome, reporter: RunReporter) -> None:
+    """Log in one line how a run ended."""
+    result = outcome.result
+    steps = f"{result['steps']:,}"
+    if outcome.already_done:
+        text = f"{outcome.path} has finished its {steps} steps; raise --train.steps to continue"
+        reporter.log(text, "done")
+        return
+    text = f"{steps} steps in {result['elapsed_s']:.0f} s"
+    if result["status"] == "stopped":
+        reporter.log(f"{text}; run the same command to resume from step {steps}", "stopped")
+        return
+    if count := result["restarts"]:
+        text += f", {count} restart{'s' * (count > 1)} ({result['wasted_steps']} steps repeated)"
+    if peak_gib := result.get("all_processes_peak_gib"):
+        text += f", at most {peak_gib:.2f} GiB of memory in all processes"
+    reporter.log(text, "finished")
+
+
+def _log_manifest(manifest: Manifest, out: str, reporter: RunReporter) -> None:
+    """Log the rows of a prepared set, and what its user should know about them."""
+    splits = ", ".join(f"{name} {rows:,}" for name, rows in sorted(manifest.splits.items()))
+    reporter.log(f"{manifest.num_rows:,} rows ({splits or 'no splits'}) in {out}", "prepared")
+    quarantined = f"{manifest.num_quarantined:,} rows"
+    if manifest.num_quarantined:
+        quarantined += f"; reasons are in {out}/quarantine.jsonl"
+    reporter.log(quarantined, "quarantined")
+    if unreadable := manifest.reasons.get("unreadable"):
+        text = "rows failed on a disk or a server; rerun the same command to retry them"
+        reporter.log(f"{unreadable:,} {text}", "unreadable")
+    if manifest.num_same_text:
+        text = "rows repeat the captions of an earlier row; they are kept"
+        reporter.log(f"{manifest.num_same_text:,} {text}", "captions")
+    if leakage := manifest.leakage:
+        total = leakage["exact"] + leakage["near"]
+        kinds = f"{leakage['exact']:,} exact, {leakage['near']:,} near-duplicates"
+        places = [
+            f"{rows:,} in {'another split' if name == 'splits' else name}"
+            for name, rows in leakage["found_in"].items()
+        ]
+        kept = "quarantined" if leakage["dropped"] else "kept; --drop-overlap quarantines them"
+        text = f"{total:,} rows ({kinds}): {', '.join(places)}; {kept}"
+        if total:
+            text += f"; listed in {out}/leaks.jsonl"
+        reporter.log(text, "contamination")
+
+
 def _load(recipe: str | Path | Config) -> Config:
     return recipe if isinstance(recipe, Config) else recipes.load(str(recipe))
+
+
+def _weights_config(weights: str | Path | Config) -> Config:
+    if isinstance(weights, Config):
+        return weights
+    from mmray.training.evaluate_export import pretrained_config
+
+    return pretrained_config(str(weights))
 
 
 def _override(recipe: Config, sections: Mapping[str, Any]) -> Config:

@@ -1,9 +1,9 @@
 """mmray from Python: the same configs, commands and errors as on the command line."""
 
 import json
+import re
 import subprocess
 import sys
-from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,12 +13,11 @@ import mmray
 from mmray import api, cli
 from mmray.cli.args import parse_config
 from mmray.cli.console import Terminal
-from mmray.cli.evaluate import EvaluateCommand
-from mmray.cli.export import ExportCommand
-from mmray.cli.prepare import PrepareCommand
 from mmray.config import Batch, Prepare, recipes, to_yaml
 from mmray.config.model import Clip
 from mmray.config.search_space import DEFAULT_SAMPLES, Range
+from mmray.console.reporter import ConsoleReporter
+from mmray.data.store.manifest import Manifest
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
@@ -49,19 +48,39 @@ def test_import_is_lazy_and_has_all_public_names():
 
 
 @pytest.fixture
-def commands(monkeypatch, tmp_path):
-    """Arguments of each command that would run."""
-    called, trained = [], make_run(tmp_path / "trained")
+def calls(monkeypatch, tmp_path):
+    """Arguments with which the packages below are called, from Python and from commands."""
+    received = []
 
-    def keep(name, result):
-        monkeypatch.setattr(api, name, lambda *given: called.append(given[:-1]) or result)
+    def keep(place, result):
+        def call(*given, **named):
+            given = [value for value in given if not isinstance(value, (ConsoleReporter, float))]
+            received.append(([each for each in given if not callable(each)], named))
+            return result
 
-    keep("run_training", SimpleNamespace(path=trained))
-    keep("run_sweep", (".", 0))
-    keep("run_prepare", None)
-    keep("run_evaluation", {})
-    keep("run_export", None)
-    return called
+        monkeypatch.setattr(f"mmray.{place}", call)
+
+    trained = make_run(tmp_path / "trained")
+    outcome = SimpleNamespace(path=trained, already_done=True, result={"steps": 9})
+    keep("training.driver.train", outcome)
+    keep("data.prepare.pipeline.prepare", Manifest(9, 9, 0, {}, {}, "ab", None, {}, {}, ()))
+    keep("training.evaluate_export.evaluate_run", {"loss": 1.0})
+    keep("training.evaluate_export.export_run", tmp_path)
+    return received
+
+
+@pytest.fixture
+def sweeps(monkeypatch):
+    """Arguments of sweeps that would run."""
+    received = []
+
+    def run_sweep(*given):
+        received.append(given[:-1])
+        return ".", 0
+
+    monkeypatch.setattr(sys.modules["mmray.cli.tune"], "run_sweep", run_sweep)
+    monkeypatch.setattr(api.SweepRecord, "read", lambda folder: folder)
+    return received
 
 
 @pytest.mark.parametrize(
@@ -96,19 +115,22 @@ def commands(monkeypatch, tmp_path):
         ),
     ],
 )
-def test_sections_are_the_flags(commands, recipe, sections, words):
+def test_sections_are_the_flags(calls, recipe, sections, words):
     mmray.train(recipe, **sections)
-    assert commands == [(parse_config([recipe, *words], "train")[0],)]
+    [(given, _)] = calls
+    assert given[0] == parse_config([recipe, *words], "train")[0]
 
 
-def test_config_objects_and_files_replace_recipe_names(commands, tmp_path):
+def test_config_objects_and_files_replace_recipe_names(calls, tmp_path):
     config = recipes.load("clip").replace(batch=Batch(micro=3, global_=6))
     (tmp_path / "mine.yaml").write_text(to_yaml(config))
     mmray.train(config)
     mmray.train(tmp_path / "mine.yaml")
     mmray.train("clip", batch=Batch(micro=3, global_=6))
     mmray.train("sample", model=Clip(vocab_size=7))
-    assert commands[:3] == [(config,)] * 3 and commands[3][0].model == Clip(vocab_size=7)
+    configs = [given[0] for given, _ in calls]
+    assert configs[:3] == [config] * 3
+    assert configs[3].model == Clip(vocab_size=7)
 
 
 @pytest.mark.parametrize(
@@ -175,20 +197,19 @@ def test_unknown_setting_reads_as_in_a_recipe_file(tmp_path, capfd):
     assert str(raised.value) in " ".join(capfd.readouterr().err.split())
 
 
-def test_tune_has_base_trial_length_and_space_of_the_command(commands, monkeypatch):
-    monkeypatch.setattr(api.SweepRecord, "read", lambda folder: folder)
+def test_tune_has_base_trial_length_and_space_of_the_command(sweeps):
     listed = {
         "batch.micro": [8, 16],
         "batch.accumulation": (1, 2),
         "optimizer.lr": "loguniform(1e-5,1e-3)",
     }
     mmray.tune("clip", space=listed, samples=3, goal="loss", train={"steps": 5})
-    command, base, space, recipe_rows = commands[0]
+    command, base, space, recipe_rows = sweeps[0]
     assert (base.batch.global_, recipe_rows) == (None, 1024)
     assert (command.goal, command.samples, command.settings.train.steps) == ("loss", 3, 5)
     assert command.settings.batch.global_ is None and base.train == recipes.load("clip").train
     mmray.tune("clip", goal="recall", budget="2h", search="optuna")
-    command, _, rates, _ = commands[1]
+    command, _, rates, _ = sweeps[1]
     assert (command.budget, command.search) == ("2h", "optuna")
     assert (
         rates.axes == {"optimizer.lr": Range(1e-6, 1e-4, log=True)}
@@ -197,53 +218,66 @@ def test_tune_has_base_trial_length_and_space_of_the_command(commands, monkeypat
     assert space.axes["batch.micro"] == (8, 16) and space.num_samples == 3
 
 
-def test_goal_throughput_with_listed_shapes_compares_them_in_trials(commands, monkeypatch):
-    monkeypatch.setattr(api.SweepRecord, "read", lambda folder: folder)
+def test_goal_throughput_with_listed_shapes_compares_them_in_trials(sweeps, monkeypatch):
     probed = []
-    monkeypatch.setattr(api, "run_probe", lambda base, *rest: probed.append(base))
+    probe_module = sys.modules["mmray.cli.tune_shape"]
+    monkeypatch.setattr(probe_module, "run_probe", lambda base, *rest: probed.append(base))
     listed = {"batch.micro": [8, 16], "batch.accumulation": [1, 2]}
     mmray.tune("sample", space=listed, goal="throughput", budget="1h")
-    command, base, space, _ = commands.pop()
+    command, base, space, _ = sweeps.pop()
     assert (command.goal, command.budget, space.num_trials) == ("throughput", "1h", 4)
     assert base.batch.global_ is None and not probed
     mmray.tune("sample", space={"batch.global": [64, 128]}, goal="throughput")
     mmray.tune("sample")
-    assert len(probed) == 2 and not commands
+    assert len(probed) == 2 and not sweeps
 
 
-def test_prepare_evaluate_and_export_pass_all_arguments(commands, tmp_path):
-    own = make_run(tmp_path / "run", evaluate={"limit": 7})
-    mmray.prepare(
-        tmp_path / "a",
-        "b",
-        holdout=0.1,
-        columns=["image=url"],
-        retry_quarantined=True,
-        address="auto",
-    )
+def test_functions_do_what_their_commands_do(calls, tmp_path):
+    run = make_run(tmp_path / "run", evaluate={"limit": 7})
+    out = str(tmp_path / "out")
+    mmray.prepare(tmp_path / "a", out, holdout=0.1, columns=["image=url"], retry_quarantined=True)
     mmray.evaluate(
-        own, data=tmp_path, step="best", workers=2, accelerator="cpu", classes=["cat", "dog"]
+        run, data=tmp_path, step="best", workers=2, accelerator="cpu", classes=["cat", "dog"]
     )
-    mmray.export(str(own), tmp_path / "out", step=5)
+    mmray.export(str(run), out, step=5)
+    from_python = list(calls)
+    calls.clear()
+    for command in (
+        f"prepare {tmp_path}/a {out} --holdout 0.1 --columns image=url --retry-quarantined",
+        f"evaluate {run} --data {tmp_path} --step best --workers 2 --accelerator cpu "
+        "--evaluate.classes cat dog",
+        f"export {run} {out} --step 5",
+    ):
+        assert cli.run(command.split(), Terminal()) == 0
+    assert from_python == calls
     settings = recipes.sample().evaluate.without_interval.replace(limit=7, classes=("cat", "dog"))
-    assert commands == [
+    assert calls == [
+        ([f"{tmp_path}/a", out, Prepare(holdout=0.1, columns=("image=url",)), True], {}),
         (
-            PrepareCommand(
-                f"{tmp_path}/a", "b", Prepare(holdout=0.1, columns=("image=url",)), True, "auto"
-            ),
+            [run, str(tmp_path), None, "best", None, settings],
+            {"workers": 2, "accelerator": "cpu"},
         ),
-        (
-            EvaluateCommand(
-                run=str(own),
-                data=str(tmp_path),
-                step="best",
-                workers=2,
-                accelerator="cpu",
-                evaluate=settings,
-            ),
-        ),
-        (ExportCommand(str(own), str(tmp_path / "out"), 5),),
+        ([run, out, 5], {}),
     ]
+
+
+class Listener:
+    """A reporter that keeps messages and metrics."""
+
+    def __init__(self):
+        self.logged = []
+        self.steps = []
+        self.titles = []
+        self.status = self.phase = self.titles.append
+
+    def log(self, text, label=""):
+        self.logged.append((label, text))
+
+    def prepare_progress(self, progress):
+        self.titles.append(progress.stage)
+
+    def step(self, metrics, total_steps):
+        self.steps.append((metrics["step"], total_steps))
 
 
 def test_run_reads_its_files(tmp_path):
@@ -314,18 +348,18 @@ def jupyter(monkeypatch):
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-        return Terminal(), displayed
+        return ConsoleReporter(), displayed
 
     return start
 
 
 @pytest.mark.parametrize("widgets", [True, False])
 def test_notebook_shows_a_bar_with_ipywidgets_and_lines_without(jupyter, widgets):
-    terminal, displayed = jupyter(widgets)
-    with terminal.progress("starting Ray"):
-        terminal.update(3, 10, "loss 1.0", "step")
-        if terminal._live is not None:
-            terminal._live.refresh()
+    reporter, displayed = jupyter(widgets)
+    with reporter.show_progress("starting Ray"):
+        reporter.set_progress(3, 10, "loss 1.0", "step")
+        if reporter._display is not None:
+            reporter._display.refresh()
     text = "\n".join(displayed)
     assert ("bar" in displayed and "closed" in displayed) == widgets
     assert ("step 3/10  loss 1.0" in text) == (not widgets) and "3/10" in text
@@ -342,12 +376,20 @@ def test_prepare_train_and_evaluate_without_ray(tmp_path, capfd, monkeypatch):
     manifest = mmray.prepare(tmp_path / "my.jsonl", tmp_path / "set", holdout=0.25, vocab_size=300)
     assert manifest.num_rows == 40
     config = runs.config(tmp_path / "set", tmp_path / "runs", "one").with_cluster(workers=1)
-    run = mmray.train(
-        config, train={"steps": 4, "checkpoint_every": 0}, batch={"micro": 4, "global": 8}
-    )
+    sections = {
+        "train": {"steps": 4, "checkpoint_every": 0},
+        "batch": {"micro": 4, "global": 8},
+    }
+    run = mmray.train(config, **sections)
     assert run.path == tmp_path / "runs" / "one" and run.result["status"] == "finished"
     assert run.metrics["step"] == len(run.history) == 4 and (run.path / "report.html").exists()
-    scores = mmray.evaluate(run, batch=5)
-    assert scores["recall_at_1/mean"] == pytest.approx(run.metrics["recall_at_1/mean"])
     output = capfd.readouterr().out
-    assert f"mmray {version('mmray')}, recipe" in output and "finished   4 steps" in output
+    for label, text in (("prepared", "40 rows"), ("run", "runs/one"), ("finished", "4 steps in")):
+        assert re.search(rf"^{label} .*{text}", output, re.M), (label, output)
+    listener = Listener()
+    scores = mmray.evaluate(run, batch=5, reporter=listener)
+    assert scores["recall_at_1/mean"] == pytest.approx(run.metrics["recall_at_1/mean"])
+    assert mmray.train(config, **sections, reporter=listener).path == run.path
+    assert [label for label, _ in listener.logged] == ["evaluate", "done"]
+    assert "evaluate" in listener.titles
+    assert capfd.readouterr().out == ""

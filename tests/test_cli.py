@@ -1,10 +1,11 @@
 """The command line without Ray: parsing, messages, exit codes."""
 
-import io
 import os
+import shutil
 import subprocess
 import sys
-from importlib.metadata import version
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from mmray.config.model import KINDS
 from mmray.config.search_space import setting_value
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
+from mmray.version import VERSION
 from tests.checkpoints import save_checkpoint
+from tests.conftest import ROOT
 from tests.made import CAPTIONS
 from tests.training import runs
 
@@ -219,7 +222,7 @@ def test_terminated_command_exits_with_130(work):
 
 
 @pytest.mark.parametrize(
-    "words", [["train", "--print-config"], ["--print-completion", "bash"], ["--help"]]
+    "words", [["train", "--print-config"], ["runs", ".", "--json", "-"], ["--help"]]
 )
 def test_closed_pipe_ends_a_command_silently(words):
     reader, writer = os.pipe()
@@ -251,30 +254,6 @@ def test_help_lists_commands_and_flags(typed):
     )
     code, out, _ = typed()
     assert code == 0 and all(f"mmray {verb}" in out for verb in cli.COMMANDS)
-
-
-def test_log_gets_plain_lines_including_the_last():
-    text = io.StringIO()
-    terminal = Terminal(Console(file=text, width=100))
-    with terminal.progress("training"):
-        for step in range(1, 101):
-            terminal.update(step, 100, "loss 1.0", "step")
-    lines = text.getvalue().splitlines()
-    assert (
-        lines[1] == "step 1/100  loss 1.0"
-        and lines[-1] == ("step 100/100  loss 1.0")
-        and len(lines) <= 4
-    )
-
-
-def test_messages_are_not_parsed_as_markup(capfd):
-    terminal = Terminal(Console(force_terminal=False, width=100))
-    terminal.note('pip install -e ".[dev]"', "next")
-    terminal.error("layers [bold] are unknown")
-    out, err = capfd.readouterr()
-    assert out == 'next       pip install -e ".[dev]"\n' and err == (
-        "error: layers [bold] are unknown\n"
-    )
 
 
 OWN_MODEL = """
@@ -317,15 +296,44 @@ def test_export_imports_model_from_working_directory(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_module_entry_point_prints_version(tmp_path):
-    told = subprocess.run(
-        [sys.executable, "-m", "mmray", "--version"],
+def test_checkout_that_is_not_installed_prints_its_version(tmp_path):
+    """`-S` leaves out the installed packages, except for those that are added again by path."""
+    packages = sysconfig.get_paths()["purelib"]
+    without = tmp_path / "packages"
+    without.mkdir()
+    for package in Path(packages).iterdir():
+        if "mmray" not in package.name:
+            (without / package.name).symlink_to(package)
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "mmray", "--version"],
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{without}"},
         capture_output=True,
         text=True,
-        check=True,
     )
-    assert told.stdout == f"mmray {version('mmray')}\n"
+    assert (done.returncode, done.stdout) == (0, f"mmray {VERSION}\n"), done.stderr
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_completion_script_completes_commands_flags_and_values(tmp_path):
+    script = tmp_path / "mmray.sh"
+    command = [sys.executable, "-m", "mmray", "--tyro-print-completion", "bash"]
+    script.write_text(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    call = (
+        'source "$1"; shift; COMP_WORDS=(mmray "$@"); COMP_CWORD=$#; _tyro_mmray mmray; '
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    for words, expected in (
+        (["tr"], "train"),
+        (["train", "clip", "--batch.mic"], "--batch.micro"),
+        (["train", "--train.precision", "bf16-"], "bf16-true"),
+        (["tune", "clip", "--goal", "l"], "loss"),
+        (["prepare", "a", "b", "--max-b"], "--max-bad-fraction"),
+        (["bench", "lo"], "loader"),
+    ):
+        bash = ["bash", "-c", call, "bash", str(script), *words]
+        completed = subprocess.run(bash, capture_output=True, text=True)
+        assert completed.stdout.split() == [expected], (words, completed)
 
 
 def test_evaluation_flags_override_run_settings(tmp_path):

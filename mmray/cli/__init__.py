@@ -1,5 +1,5 @@
-"""The `mmray` command line; only this package prints. Each command is a function that returns its
-exit code.
+"""The `mmray` command line: each command parses its arguments, calls a function of `mmray.api` or
+another package, prints the result, and returns its exit code.
 
 Exit codes: 0 success, 1 unexpected error, 2 usage, 3 training failed, 4 resources not available, 5
 data missing, unusable or over the bad-row limit, 130 interrupted.
@@ -12,8 +12,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from mmray.cli.bench import bench
 from mmray.cli.console import Terminal
@@ -25,69 +25,83 @@ from mmray.cli.report import report
 from mmray.cli.runs import runs
 from mmray.cli.train import train
 from mmray.cli.tune import tune
+from mmray.console.reporter import ConsoleReporter
 from mmray.errors import INTERRUPTED, ForceExit, MmrayError, ResourceError, UsageError, suggest
 from mmray.machine import process_age_s
+from mmray.version import VERSION
 
 _FUNCTIONS = (train, prepare, tune, evaluate, export, report, runs, bench, doctor)
-COMMANDS: dict[str, Callable[[Sequence[str], Terminal], int]] = {
+COMMANDS: dict[str, Callable[[Sequence[str], Any], int]] = {
     each.__name__: each for each in _FUNCTIONS
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with its code."""
-    terminal = Terminal(start_s=time.monotonic() - process_age_s())
-    # same as Ctrl-C; `ray job stop` sends SIGTERM
+    """Run the command line and exit with its code.
+
+    Args:
+        argv: the arguments; None: those of this process.
+    """
+    console = Terminal(start_s=time.monotonic() - process_age_s())
+    # The same as Ctrl-C, because `ray job stop` sends SIGTERM.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # User classes are imported from the working directory, as on the workers (cluster/connect.py).
     # It is last in sys.path so that files there do not shadow packages.
     try:
         sys.path.append(str(Path.cwd()))
     except FileNotFoundError:
-        terminal.error("the working directory was deleted; change to another one")
+        console.print_error("the working directory was deleted; change to another one")
         sys.exit(UsageError.exit_code)
     try:
-        code = run(list(sys.argv[1:] if argv is None else argv), terminal)
+        code = run(list(sys.argv[1:] if argv is None else argv), console)
     except ForceExit:
-        terminal.error("interrupted")
+        console.print_error("interrupted")
         sys.stdout.flush()
         sys.stderr.flush()
-        # a thread may still wait in Ray's C++ code, which does not survive a normal exit
+        # A thread may still wait in Ray's C++ code, which does not survive a normal exit.
         os._exit(INTERRUPTED)
     sys.exit(code)
 
 
-def run(argv: list[str], terminal: Terminal) -> int:
-    """Run a command line and return its exit code; print an MmrayError without traceback.
+def run(argv: list[str], console: ConsoleReporter) -> int:
+    """Run a command line; an MmrayError is printed without a traceback.
 
-    Raises ForceExit.
+    Args:
+        argv: the command and its arguments.
+        console: where to print.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ForceExit: a second Ctrl-C.
     """
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        terminal.note("mmray trains image-text models on a Ray cluster. Each command has --help.\n")
+    first = argv[0] if argv else "--help"
+    if first in ("-h", "--help", "help"):
+        console.log("mmray trains image-text models on a Ray cluster. Each command has --help.\n")
         for command in COMMANDS.values():
-            terminal.note(f"  {command.__doc__}")
-        terminal.note("  mmray --version\n  mmray --print-completion bash|zsh")
+            console.log(f"  {command.__doc__}")
+        console.log("  mmray --version\n  mmray --tyro-print-completion bash|zsh|tcsh")
         return 0
-    if argv[0] == "--version":
-        terminal.note(f"mmray {version('mmray')}")
+    if first == "--version":
+        console.log(f"mmray {VERSION}")
         return 0
     try:
-        if argv[0] == "--print-completion":
-            from mmray.cli.completion import completion_script
+        if first.startswith("--tyro-"):
+            from mmray.cli.completion import print_completion
 
-            terminal.output(completion_script(argv[1] if argv[1:] else "", COMMANDS).rstrip())
-            return 0
-        if argv[0] not in COMMANDS:
-            raise UsageError(f"unknown command `{argv[0]}`; {suggest(argv[0], COMMANDS)}")
-        return COMMANDS[argv[0]](argv[1:], terminal)
+            print_completion(argv)
+        if first not in COMMANDS:
+            raise UsageError(f"unknown command `{first}`; {suggest(first, COMMANDS)}")
+        return COMMANDS[first](argv[1:], console)
     except MmrayError as error:
-        terminal.error(str(error))
+        console.print_error(str(error))
         return error.exit_code
-    except OSError as error:  # of a disk or the network
-        terminal.error(str(error))
+    except OSError as error:  # a disk or the network failed
+        console.print_error(str(error))
         return ResourceError.exit_code
     except ForceExit:
         raise
     except KeyboardInterrupt:
-        terminal.error("interrupted")
+        console.print_error("interrupted")
         return INTERRUPTED

@@ -15,16 +15,17 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from mmray.config import Config, recipes
 from mmray.errors import UsageError
 
+STYLE = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 BOOLS = {"True": True, "False": False, "true": True, "false": False}  # Python's and YAML's spelling
 Command = TypeVar("Command")
 RunPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
 SourcePath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
 OutPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
 
-_REGISTRY = ConstructorRegistry()
+REGISTRY = ConstructorRegistry()
 
 
-@_REGISTRY.primitive_rule
+@REGISTRY.primitive_rule
 def _parse_bool(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
     """Parse True or False, in either spelling; a flag without a value is True."""
     if info.type is not bool:
@@ -90,14 +91,13 @@ def parse_args(
     not writable.
     """
     given: dict[str, Any] = {} if default is None else {"default": default}
-    style = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
     parsed = tyro.cli(
         command,
         args=list(words),
         prog=prog,
         description=description,
-        config=style,
-        registry=_REGISTRY,
+        config=STYLE,
+        registry=REGISTRY,
         **given,
     )
     file = vars(parsed).get("json")

@@ -10,8 +10,9 @@ from rich.table import Table
 from tyro.conf import Positional, arg
 
 from mmray.cli.args import parse_args, require_positive, write_json
-from mmray.cli.console import COMPACT, Terminal, rows_table
 from mmray.config import recipes
+from mmray.console.reporter import ConsoleReporter
+from mmray.console.tables import COMPACT, rows_table
 from mmray.errors import UsageError, suggest
 
 
@@ -41,8 +42,7 @@ class LoaderCommand:
     """
 
     data: str | None = None
-    """A prepared set or a raw source; default: synthetic photographs of 500 x 375 pixels, 110 KB.
-    """
+    """Prepared set or raw source; default: synthetic photographs (500 x 375 pixels, 110 KB)."""
     images: int = 512
     """Number of images."""
     rounds: int = 2
@@ -75,12 +75,12 @@ class StrategiesCommand:
     """Write machine, ratios and rows to this file as JSON."""
 
 
-def bench(argv: Sequence[str], terminal: Terminal) -> int:
+def bench(argv: Sequence[str], console: ConsoleReporter) -> int:
     """mmray bench step|loader|strategies [--json FILE]"""
     what, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if what in ("-h", "--help"):
         for name, (_, run) in BENCHES.items():
-            terminal.note(f"mmray bench {name}: {run.__doc__} (--help for its options)")
+            console.log(f"mmray bench {name}: {run.__doc__} (--help for its options)")
         return 0
     if what not in BENCHES:
         raise UsageError(f"unknown benchmark `{what}`; {suggest(what, BENCHES)}")
@@ -89,28 +89,28 @@ def bench(argv: Sequence[str], terminal: Terminal) -> int:
     require_positive(
         command, "pairs", "images", "rounds", "steps", "window_s", "block_mb", "gpu_rate"
     )
-    with terminal.progress("measuring"):
-        result, table = run(command, terminal)
+    with console.show_progress("measuring"):
+        result, table = run(command, console)
     machine = result["machine"]
-    terminal.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
+    console.log(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
     if "batch" in result:
-        terminal.note(result["batch"])
-    terminal.console.print(table)
+        console.log(result["batch"])
+    console.print(table)
     for name, spread in result.get("spread", {}).items():
         of = f"median of {spread['pairs']} pairs, {spread['min']:.3f} to {spread['max']:.3f}"
-        terminal.note(f"{result['ratios'][name]:.3f} ({of})", name)
+        console.log(f"{result['ratios'][name]:.3f} ({of})", name)
     for note in result.get("notes", ()):
-        terminal.note(note)
+        console.log(note)
     write_json(command.json, result)
     return 0
 
 
-def _step(command: StepCommand, terminal: Terminal) -> tuple[dict[str, Any], Table]:
+def _step(command: StepCommand, console: ConsoleReporter) -> tuple[dict[str, Any], Table]:
     """compare the training loop with two written by hand"""
     from mmray.bench.step import bench_step
 
     total_s = 4 * command.pairs * command.window_s
-    terminal.status(
+    console.status(
         f"{command.pairs} rounds of 3 or 4 windows of {command.window_s:g} s, at most "
         f"{total_s:.0f} s"
     )
@@ -123,12 +123,12 @@ def _step(command: StepCommand, terminal: Terminal) -> tuple[dict[str, Any], Tab
     return result, rows_table(result["rows"], columns)
 
 
-def _loader(command: LoaderCommand, terminal: Terminal) -> tuple[dict[str, Any], Table]:
+def _loader(command: LoaderCommand, console: ConsoleReporter) -> tuple[dict[str, Any], Table]:
     """compare the stream with PyTorch DataLoaders and report the bottleneck"""
     from mmray.bench.loader import bench_loader
 
     given = {name: value for name, value in vars(command).items() if name != "json"}
-    result = bench_loader(terminal.status, **given)
+    result = bench_loader(console.status, **given)
     columns = {
         "arm": ("", ""),
         "images_per_s": ("images/s", ",.0f"),
@@ -137,12 +137,14 @@ def _loader(command: LoaderCommand, terminal: Terminal) -> tuple[dict[str, Any],
     return result, rows_table(result["rows"], columns)
 
 
-def _strategies(command: StrategiesCommand, terminal: Terminal) -> tuple[dict[str, Any], Table]:
+def _strategies(
+    command: StrategiesCommand, console: ConsoleReporter
+) -> tuple[dict[str, Any], Table]:
     """compare DDP, FSDP, one tower per device and precisions"""
     from mmray.bench.strategies import bench_strategies
 
     result = bench_strategies(
-        recipes.load(command.recipe), command.steps, command.only, terminal.status
+        recipes.load(command.recipe), command.steps, command.only, console.status
     )
     columns = {"strategy": ("strategy", ""), "samples_per_s": ("samples/s", COMPACT)}
     columns |= {
@@ -160,7 +162,9 @@ def _strategies(command: StrategiesCommand, terminal: Terminal) -> tuple[dict[st
     return result | {"notes": notes}, rows_table(result["rows"], columns)
 
 
-BENCHES: dict[str, tuple[type[Any], Callable[[Any, Terminal], tuple[dict[str, Any], Table]]]] = {
+BENCHES: dict[
+    str, tuple[type[Any], Callable[[Any, ConsoleReporter], tuple[dict[str, Any], Table]]]
+] = {
     "step": (StepCommand, _step),
     "loader": (LoaderCommand, _loader),
     "strategies": (StrategiesCommand, _strategies),

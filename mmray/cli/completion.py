@@ -1,96 +1,62 @@
-"""`mmray --print-completion`: a shell script that completes commands, recipes and flags without
-starting Python.
-"""
+"""Shell completion by tyro for all commands: a parser that is used only to print the script."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import is_dataclass
-from typing import Any, get_args, get_type_hints
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
 
-from tyro.conf import Positional
+import tyro
+from tyro.conf import AvoidSubcommands, arg, configure, subcommand
 
-from mmray.cli.bench import BENCHES
+from mmray.cli.args import REGISTRY
+from mmray.cli.bench import LoaderCommand, StepCommand, StrategiesCommand
 from mmray.cli.doctor import DoctorCommand
-from mmray.cli.evaluate import EvaluateCommand, EvaluateWeightsCommand
-from mmray.cli.export import ExportCommand, ExportWeightsCommand
+from mmray.cli.evaluate import EvaluateCommand
+from mmray.cli.export import ExportCommand
 from mmray.cli.prepare import PrepareCommand
 from mmray.cli.report import ReportCommand
 from mmray.cli.runs import RunsCommand
 from mmray.cli.tune import TuneCommand
-from mmray.config import Config
-from mmray.config.base import Section
-from mmray.config.recipes import RECIPES
-from mmray.errors import UsageError, suggest
+from mmray.config import Config, recipes
 
-SHELLS = {"bash": "", "zsh": "autoload -Uz compinit bashcompinit\ncompinit\nbashcompinit\n"}
-POSITIONAL = get_args(Positional[int])[1]  # the marker of positional arguments
-SETTINGS: dict[str, tuple[type[Any], ...]] = {
-    "train": (Config,),
-    "tune": (TuneCommand,),
-    "prepare": (PrepareCommand,),
-    "evaluate": (EvaluateCommand, EvaluateWeightsCommand),
-    "export": (ExportCommand, ExportWeightsCommand),
-    "report": (ReportCommand,),
-    "runs": (RunsCommand,),
-    "bench": tuple(command for command, _ in BENCHES.values()),
-    "doctor": (DoctorCommand,),
+SAMPLE = recipes.sample()
+PARSED = {
+    "prepare": PrepareCommand,
+    "evaluate": EvaluateCommand,
+    "export": ExportCommand,
+    "report": ReportCommand,
+    "runs": RunsCommand,
+    "doctor": DoctorCommand,
 }
-# files complete others
-ARGUMENTS = {"train": tuple(RECIPES), "tune": tuple(RECIPES), "bench": tuple(BENCHES)}
-
-SCRIPT = """\
-_mmray() {{
-  local names=
-  case "$COMP_CWORD ${{COMP_WORDS[1]}} ${{COMP_WORDS[COMP_CWORD]}}" in
-    "1 "*) names="{commands}" ;;
-{cases}
-  esac
-  COMPREPLY=($(compgen -W "$names" -- "${{COMP_WORDS[COMP_CWORD]}}"))
-}}
-complete -o default -F _mmray mmray
-"""
 
 
-def completion_script(shell: str, commands: Iterable[str]) -> str:
-    """Return the script for bash or zsh. Raises UsageError."""
-    if shell not in SHELLS:
-        raise UsageError(f"--print-completion: unknown shell `{shell}`; {suggest(shell, SHELLS)}")
-    cases = []
-    for command, kinds in SETTINGS.items():
-        own = {flag for kind in kinds for flag in _flags(kind)} | {"--help"}
-        own |= {"--print-config"} if command in ("train", "tune") else set()
-        cases.append(f'    *" {command} -"*) names="{" ".join(sorted(own))}" ;;')
-        if command in ARGUMENTS:
-            cases.append(f'    "2 {command} "*) names="{" ".join(ARGUMENTS[command])}" ;;')
-    first = " ".join([*commands, "--help", "--version", "--print-completion"])
-    return SHELLS[shell] + SCRIPT.format(commands=first, cases="\n".join(cases))
+@configure(AvoidSubcommands)
+def _train(settings: Annotated[Config, arg(name="")] = SAMPLE) -> None:
+    """Train a recipe."""
 
 
-def _flags(group: type[Any], prefix: str = "") -> Iterator[str]:
-    """Yield the flags of a command or section; for a model those of every kind."""
-    if issubclass(group, Section):
-        fields = {
-            field.alias or name: field.annotation for name, field in group.model_fields.items()
-        }
-    else:
-        fields = get_type_hints(group, include_extras=True)
-    for name, kind in fields.items():
-        if POSITIONAL in get_args(kind):
-            continue
-        sections = set(_sections(kind))
-        for section in sections:
-            yield from _flags(
-                section,
-                prefix if is_dataclass(group) and name == "settings" else f"{prefix}{name}.",
-            )
-        if not sections:
-            yield f"--{prefix}{name}".replace("_", "-")
+@configure(AvoidSubcommands)
+def _tune(command: Annotated[TuneCommand, arg(name="")] = TuneCommand(SAMPLE)) -> None:  # noqa: B008
+    """Search settings."""
 
 
-def _sections(kind: Any) -> Iterator[type[Section]]:
-    """Yield the sections in a type: of a union, all."""
-    if isinstance(kind, type) and issubclass(kind, Section):
-        yield kind
-    for member in get_args(kind):
-        yield from _sections(member)
+def _bench(
+    command: Annotated[StepCommand, subcommand("step")]
+    | Annotated[LoaderCommand, subcommand("loader")]
+    | Annotated[StrategiesCommand, subcommand("strategies")],
+) -> None:
+    """Run a benchmark."""
+
+
+def print_completion(argv: Sequence[str]) -> NoReturn:
+    """Print a completion script for a shell and exit.
+
+    Args:
+        argv: `--tyro-print-completion` and the name of the shell.
+    """
+    parsers: dict[str, Any] = {"train": _train, "tune": _tune, "bench": _bench, **PARSED}
+    config = (tyro.conf.FlagConversionOff, tyro.conf.OmitSubcommandPrefixes)
+    tyro.extras.subcommand_cli_from_dict(
+        parsers, prog="mmray", args=list(argv), config=config, registry=REGISTRY
+    )
+    raise SystemExit(0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from mmray.cli.args import parse_args, write_json
-from mmray.cli.console import Terminal
+from mmray.console.reporter import ConsoleReporter
 from mmray.errors import ResourceError
 
 ICONS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "bold red")}
@@ -29,20 +29,20 @@ class DoctorCommand:
     """Write the results to this JSON file."""
 
 
-def doctor(argv: Sequence[str], terminal: Terminal) -> int:
+def doctor(argv: Sequence[str], console: ConsoleReporter) -> int:
     """mmray doctor [--address A] [--storage runs]"""
     command = parse_args(DoctorCommand, argv, "mmray doctor")
     from mmray.cluster.doctor import run_checks
 
     findings = []
-    with terminal.progress("checking"):
+    with console.show_progress("checking"):
         for finding in run_checks(command.address, command.storage):
             findings.append(finding)
             level, name, observed, fix = vars(finding).values()
             icon, style = ICONS[level]
             line = Text.assemble((f"{icon} ", style), (f"{name:<22} ", "bold"), observed)
-            terminal.console.print(line.append(f"\n{'':<25}{fix}" if fix else "", style="italic"))
+            console.print(line.append(f"\n{'':<25}{fix}" if fix else "", style="italic"))
     write_json(command.json, {"findings": [vars(finding) for finding in findings]})
     levels = [finding.level for finding in findings]
-    terminal.note(f"{levels.count('error')} errors, {levels.count('warning')} warnings", "summary")
+    console.log(f"{levels.count('error')} errors, {levels.count('warning')} warnings", "summary")
     return ResourceError.exit_code if "error" in levels else 0

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from mmray import api
 from mmray.cli.args import RunPath, flag_values, parse_args, require_positive, write_json
-from mmray.cli.console import Reporter, Terminal, scores_tables
 from mmray.config import Config, EvalSettings
 from mmray.config.model import AnyModel, TwoTower
+from mmray.console.reporter import ConsoleReporter
+from mmray.console.tables import scores_tables
 from mmray.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
     split: str | None = None
-    """Split of the set, if it has splits;
-
-    None: the run's data.eval_split, or `test` for another set.
-    """
+    """Split of the set; None: data.eval_split of the run, or `test` of another set."""
     json: str | None = None
     """Write the metrics to this JSON file."""
     address: str | None = None
     """Ray address; None: RAY_ADDRESS if set, otherwise this machine."""
     workers: int | None = None
-    """Number of workers; None: as many as in training, or as this machine has GPUs; 1 for weights.
-    """
+    """Number of workers; None: as in training, or as this machine has GPUs; 1 for weights."""
     accelerator: Literal["auto", "gpu", "cpu"] | None = None
     """Device of the workers; None: as in training; auto: GPUs if the cluster has any."""
     evaluate: EvalSettings = field(default_factory=EvalSettings)
@@ -63,90 +61,95 @@ class EvaluateWeightsCommand(_Options):
     model: AnyModel = field(default_factory=TwoTower)
 
 
-def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
-    """Parse the command line, with the run's own settings as defaults. Raises UsageError."""
-    run = parse_args(EvaluateCommand, argv, "mmray evaluate").run
-    command = parse_args(
-        EvaluateCommand,
-        argv,
-        "mmray evaluate",
-        EvaluateCommand(run=run, evaluate=load_settings(run)),
-    )
-    require_positive(command, "workers")
-    return command
-
-
-def load_settings(run: str) -> EvalSettings:
-    """Return the evaluation settings of a run. Raises UsageError."""
-    from mmray.storage.paths import to_path
-    from mmray.training.evaluate_export import load_run_config
-
-    return load_run_config(to_path(run)).evaluate.without_interval
-
-
-def evaluate(argv: Sequence[str], terminal: Terminal) -> int:
+def evaluate(argv: Sequence[str], console: ConsoleReporter) -> int:
     """mmray evaluate RUN | --weights FILE [--data SET] [--split NAME] [--evaluate.classes A B ...]
     [--json FILE]
     """
     if weights := flag_values("--weights", argv):
-        from mmray.training.evaluate_export import evaluate_pretrained
-
-        given, config = parse_evaluate_weights(weights[-1], argv)
-        metrics = _show(
-            lambda reporter: evaluate_pretrained(config, given.data, given.split, reporter),
-            terminal,
-        )
-        write_json(given.json, {"metrics": metrics})
+        metrics, json_file = _evaluate_weights(weights[-1], argv, console)
     else:
-        command = parse_evaluate(argv)
-        write_json(command.json, {"metrics": run_evaluation(command, terminal)})
+        metrics, json_file = _evaluate_run(argv, console)
+    console.print(*scores_tables(metrics))
+    write_json(json_file, {"metrics": metrics})
     return 0
 
 
-def run_evaluation(command: EvaluateCommand, terminal: Terminal) -> dict[str, float]:
-    """Evaluate a run; show and return the metrics. Raises MmrayError."""
+def parse_evaluate(argv: Sequence[str]) -> EvaluateCommand:
+    """Parse the command line, with the settings of the run as defaults. Raises UsageError."""
+    run = parse_args(EvaluateCommand, argv, "mmray evaluate").run
     from mmray.storage.paths import to_path
-    from mmray.training.evaluate_export import evaluate_run
+    from mmray.training.evaluate_export import load_run_config
 
-    cluster: dict[str, Any] = {"workers": command.workers, "accelerator": command.accelerator}
-
-    def call(reporter: Reporter) -> dict[str, float]:
-        given = to_path(command.run), command.data, command.split, command.step, command.address
-        return evaluate_run(*given, reporter, command.evaluate, **cluster)
-
-    return _show(call, terminal)
+    saved = load_run_config(to_path(run)).evaluate.without_interval
+    default = EvaluateCommand(run=run, evaluate=saved)
+    command = parse_args(EvaluateCommand, argv, "mmray evaluate", default)
+    require_positive(command, "workers")
+    return command
 
 
-def _show(call: Callable[[Reporter], dict[str, float]], terminal: Terminal) -> dict[str, float]:
-    with terminal.progress("evaluating"):
-        metrics = call(Reporter(terminal))
-    terminal.console.print(*scores_tables(metrics))
-    return metrics
+def _evaluate_run(
+    argv: Sequence[str], console: ConsoleReporter
+) -> tuple[dict[str, float], str | None]:
+    """Evaluate a run; return its metrics and the file of --json."""
+    command = parse_evaluate(argv)
+    with console.show_progress("evaluating"):
+        metrics = api.evaluate(
+            command.run,
+            command.data,
+            split=command.split,
+            step=command.step,
+            address=command.address,
+            workers=command.workers,
+            accelerator=command.accelerator,
+            reporter=console,
+            **dict(command.evaluate),
+        )
+    return metrics, command.json
+
+
+def _evaluate_weights(
+    weights: str, argv: Sequence[str], console: ConsoleReporter
+) -> tuple[dict[str, float], str | None]:
+    """Evaluate pretrained weights; return their metrics and the file of --json."""
+    command, config = parse_evaluate_weights(weights, argv)
+    with console.show_progress("evaluating"):
+        metrics = api.evaluate_weights(
+            config,
+            command.data,
+            split=command.split,
+            address=command.address,
+            workers=command.workers or 1,
+            accelerator=command.accelerator,
+            storage=command.storage,
+            reporter=console,
+            **dict(command.evaluate),
+        )
+    return metrics, command.json
 
 
 def parse_evaluate_weights(
     weights: str, argv: Sequence[str]
 ) -> tuple[EvaluateWeightsCommand, Config]:
-    """Return the command line and its config, with the settings of the weights as defaults.
+    """Parse the command line, with the settings of the weights as defaults.
 
-    Raises UsageError.
+    Args:
+        weights: value of `--weights`.
+        argv: all arguments.
+
+    Returns:
+        The command, and the config of the weights with the model of the command.
+
+    Raises:
+        UsageError: the weights cannot be loaded, or an argument is invalid or missing.
     """
     from mmray.training.evaluate_export import pretrained_config
 
     config = pretrained_config(weights)
-    own = EvaluateWeightsCommand(
+    default = EvaluateWeightsCommand(
         weights=weights, data="", model=config.model, evaluate=config.evaluate.without_interval
     )
-    command = parse_args(EvaluateWeightsCommand, argv, "mmray evaluate", own)
+    command = parse_args(EvaluateWeightsCommand, argv, "mmray evaluate", default)
     require_positive(command, "workers")
     if not command.data:
         raise UsageError("--weights needs --data: a prepared set or a raw source to evaluate on")
-    config = config.replace(
-        model=command.model,
-        evaluate=config.evaluate.replace(**dict(command.evaluate)),
-        run=config.run.replace(storage=command.storage),
-    )
-    accelerator = command.accelerator or config.cluster.accelerator
-    return command, config.with_cluster(
-        address=command.address, workers=command.workers or 1, accelerator=accelerator
-    )
+    return command, config.replace(model=command.model)

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from mmray import api
 from mmray.cli.args import OutPath, RunPath, flag_values, parse_args
-from mmray.cli.console import Terminal, relative_paths
 from mmray.config.model import AnyModel, TwoTower
+from mmray.console.reporter import ConsoleReporter, relative_paths
 from mmray.errors import UsageError
-
-if TYPE_CHECKING:
-    from mmray.storage.paths import AnyPath
+from mmray.storage.paths import AnyPath
 
 
 @dataclass(frozen=True)
@@ -45,48 +44,40 @@ class ExportWeightsCommand:
     model: AnyModel = field(default_factory=TwoTower)
 
 
-def export(argv: Sequence[str], terminal: Terminal) -> int:
+def export(argv: Sequence[str], console: ConsoleReporter) -> int:
     """mmray export RUN OUT [--step N|best], or mmray export --weights FILE OUT [--model.SETTING
     VALUE ...]
     """
     if weights := flag_values("--weights", argv):
-        _print_exported(_export_weights(weights[-1], argv, terminal), terminal)
+        out = _export_weights(weights[-1], argv, console)
     else:
-        run_export(parse_args(ExportCommand, argv, "mmray export"), terminal)
+        command = parse_args(ExportCommand, argv, "mmray export")
+        with console.show_progress("exporting"):
+            out = api.export(command.run, command.out, step=command.step, reporter=console)
+    _print_exported(out, console)
     return 0
 
 
-def run_export(command: ExportCommand, terminal: Terminal) -> AnyPath:
-    """Export a run's model and return the folder. Raises MmrayError."""
-    from mmray.storage.paths import to_path
-    from mmray.training.evaluate_export import export_run
+def _export_weights(weights: str, argv: Sequence[str], console: ConsoleReporter) -> AnyPath:
+    from mmray.training.evaluate_export import pretrained_config
 
-    with terminal.progress("exporting"):
-        out = export_run(to_path(command.run), command.out, command.step)
-    _print_exported(out, terminal)
-    return out
+    config = pretrained_config(weights)
+    default = ExportWeightsCommand(out="", weights=weights, model=config.model)
+    command = parse_args(ExportWeightsCommand, argv, "mmray export", default)
+    if not command.out:
+        raise UsageError("mmray export --weights FILE OUT: the folder OUT is missing")
+    with console.show_progress("exporting"):
+        changed = config.replace(model=command.model)
+        return api.export_weights(changed, command.out, reporter=console)
 
 
-def _print_exported(out: AnyPath, terminal: Terminal) -> None:
+def _print_exported(out: AnyPath, console: ConsoleReporter) -> None:
+    """Print the folder, and how to load the model from Python."""
     from mmray.models.export.export import PROCESSOR
 
     folder = relative_paths(str(out))
-    terminal.note(folder, "exported")
-    call = (
-        'model.answer(["photo.jpg"])'
-        if (out / PROCESSOR).exists()
-        else 'model.embed_texts(["a red circle"])'
-    )
-    terminal.note(f'import mmray; model = mmray.load("{folder}"); {call}', "next")
-
-
-def _export_weights(weights: str, argv: Sequence[str], terminal: Terminal) -> AnyPath:
-    from mmray.training.evaluate_export import export_pretrained, pretrained_config
-
-    config = pretrained_config(weights)
-    own = ExportWeightsCommand(out="", weights=weights, model=config.model)
-    command = parse_args(ExportWeightsCommand, argv, "mmray export", own)
-    if not command.out:
-        raise UsageError("mmray export --weights FILE OUT: the folder OUT is missing")
-    with terminal.progress("exporting"):
-        return export_pretrained(config.replace(model=command.model), command.out, terminal.note)
+    console.log(folder, "exported")
+    call = 'model.embed_texts(["a red circle"])'
+    if (out / PROCESSOR).exists():
+        call = 'model.answer(["photo.jpg"])'
+    console.log(f'import mmray; model = mmray.load("{folder}"); {call}', "next")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmray.cli.args import RunPath, parse_args
-from mmray.cli.console import Terminal
+from mmray.console.reporter import ConsoleReporter
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class ReportCommand:
     """File to write; None: report.html in the folder."""
 
 
-def report(argv: Sequence[str], terminal: Terminal) -> int:
+def report(argv: Sequence[str], console: ConsoleReporter) -> int:
     """mmray report RUN [--out FILE]"""
     command = parse_args(ReportCommand, argv, "mmray report")
     from mmray.report.write import write_report  # importing Plotly takes a second
     from mmray.storage.paths import to_path
 
     page = write_report(to_path(command.run), None if command.out is None else to_path(command.out))
-    terminal.note(f"{page} ({page.stat().st_size / 1e6:.1f} MB; self-contained)", "report")
+    console.log(f"{page} ({page.stat().st_size / 1e6:.1f} MB; self-contained)", "report")
     return 0

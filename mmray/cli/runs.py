@@ -10,7 +10,8 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from mmray.cli.args import parse_args, write_json
-from mmray.cli.console import Terminal, rows_table
+from mmray.console.reporter import ConsoleReporter
+from mmray.console.tables import rows_table
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class RunsCommand:
     """Write the list to this JSON file; `-`: print it instead of the table."""
 
 
-def runs(argv: Sequence[str], terminal: Terminal) -> int:
+def runs(argv: Sequence[str], console: ConsoleReporter) -> int:
     """mmray runs [FOLDER] [--json FILE]"""
     command = parse_args(RunsCommand, argv, "mmray runs")
     from mmray.report.listing import list_runs
@@ -38,11 +39,11 @@ def runs(argv: Sequence[str], terminal: Terminal) -> int:
 
     rows = list_runs(to_path(command.folder))
     if command.json == "-":
-        terminal.output(json.dumps({"runs": rows}, indent=2))
+        console.print_raw(json.dumps({"runs": rows}, indent=2))
         return 0
     write_json(command.json, {"runs": rows})
     if not rows:
-        terminal.note(f"no runs in {command.folder}")
+        console.log(f"no runs in {command.folder}")
         return 0
     columns = {
         "name": ("name", ""),
@@ -51,7 +52,7 @@ def runs(argv: Sequence[str], terminal: Terminal) -> int:
         "loss": ("loss", ".3f"),
     }
     columns |= {"last": ("last", ".3f"), "best": ("best", ""), "age": ("active", ">")}
-    terminal.console.print(rows_table([row | _texts(row) for row in rows], columns))
+    console.print(rows_table([row | _texts(row) for row in rows], columns))
     return 0
 
 

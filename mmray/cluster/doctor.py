@@ -23,6 +23,7 @@ from mmray.cluster.shared_storage import check_shared
 from mmray.config import Cluster
 from mmray.errors import ResourceError, UsageError
 from mmray.machine import cores, free_memory, network_interface
+from mmray.version import VERSION
 
 GIB = 2**30
 MIN_MEMORY_GIB = 2.0
@@ -74,7 +75,7 @@ def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
 
 
 def _check_packages() -> Finding:
-    versions = f"mmray {version('mmray')}, Ray {version('ray')}, Python {sys.version.split()[0]}"
+    versions = f"mmray {VERSION}, Ray {version('ray')}, Python {sys.version.split()[0]}"
     pip = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True)
     fix = "; ".join(line for line in pip.stdout.splitlines() if line.startswith("mmray "))
     return _warn_if(bool(fix), "packages", versions, fix)

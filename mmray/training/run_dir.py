@@ -22,6 +22,7 @@ from mmray.errors import UsageError
 from mmray.machine import cores
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, to_path, write_atomic
+from mmray.version import VERSION
 
 # Settings that may change on resume: they change neither the sample order nor, except as README.md
 # lists, the steps.
@@ -44,7 +45,7 @@ FILES_BEFORE_CONFIG = (
     "environment.json",
 )
 MAX_LISTED_CHANGES = 3
-PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
+PACKAGES = ("ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
 
 
 def has_other_files(path: AnyPath, names: Sequence[str]) -> bool:
@@ -204,7 +205,7 @@ def collect_environment() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "cores": cores(),
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": {"mmray": VERSION} | {name: version(name) for name in PACKAGES},
     }
 
 

@@ -10,7 +10,6 @@ import json
 import shutil
 import uuid
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import UsageError
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, move_tree, staged_upload, to_path
+from mmray.version import VERSION
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -59,8 +59,7 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
         PROCESSOR: model.hf_processor() if hasattr(model, "hf_processor") else None,
         PREPROCESSOR: preprocessor_config(spec["inputs"]),
         # the last
-        CONFIG: (hf or {})
-        | {EXPORT_MARKER: version("mmray"), "model": spec, "architecture": architecture},
+        CONFIG: (hf or {}) | {EXPORT_MARKER: VERSION, "model": spec, "architecture": architecture},
     }
     names = [WEIGHTS, *(name for name, values in files.items() if values is not None)]
     try:

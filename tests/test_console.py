@@ -1,4 +1,4 @@
-"""Progress bar in a terminal, lines of a log, and the estimated end of a run."""
+"""Messages and tables; progress as a bar in a terminal and as lines of a log; time left."""
 
 import io
 from types import SimpleNamespace
@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from mmray.cli.console import Reporter, Terminal, relative_paths, rows_table, shell_path
+from mmray.console.reporter import ConsoleReporter, relative_paths, shell_path
+from mmray.console.tables import rows_table
 from mmray.data.prepare.pipeline import PrepareProgress
 
 FIGURES = (
@@ -32,7 +33,7 @@ def line(step):
 def clock(monkeypatch):
     """A clock that only moves when it is set."""
     now = SimpleNamespace(s=0.0)
-    monkeypatch.setattr("mmray.cli.console.time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr("mmray.console.reporter.time", SimpleNamespace(monotonic=lambda: now.s))
     return now
 
 
@@ -44,21 +45,20 @@ class FakeTerminal:
         console = Console(
             force_terminal=True, file=self._file, width=80, color_system=None, _environ={}
         )
-        self.terminal = Terminal(console)
-        self.reporter = Reporter(self.terminal)
+        self.reporter = ConsoleReporter(console)
 
     def drawn(self):
         """The text of the latest drawing, without cursor codes."""
         self._file.truncate(self._file.seek(0))
-        self.terminal._live.refresh()
+        self.reporter._display.refresh()
         return " ".join(self._file.getvalue().split())
 
 
 def test_bar_shows_the_seconds_of_a_stage_and_stays_during_an_evaluation():
     terminal = FakeTerminal()
-    with terminal.terminal.progress("importing"):
+    with terminal.reporter.show_progress("importing"):
         terminal.reporter.status("building the model")
-        terminal.terminal._live.tasks[0].start_time -= 75
+        terminal.reporter._display.tasks[0].start_time -= 75
         assert "building the model" in (drawn := terminal.drawn()) and "0:01:15" in drawn
         terminal.reporter.step(line(310), 1350)
         terminal.reporter.phase("evaluating")
@@ -67,9 +67,9 @@ def test_bar_shows_the_seconds_of_a_stage_and_stays_during_an_evaluation():
 
 def test_terminal_without_cursor_codes_gets_lines():
     file = io.StringIO()
-    terminal = Terminal(Console(force_terminal=True, file=file, _environ={"TERM": "dumb"}))
-    with terminal.progress("importing"):
-        terminal.status("first step")
+    reporter = ConsoleReporter(Console(force_terminal=True, file=file, _environ={"TERM": "dumb"}))
+    with reporter.show_progress("importing"):
+        reporter.status("first step")
     assert "first step" in file.getvalue()
 
 
@@ -78,18 +78,41 @@ class FakeLog:
 
     def __init__(self, start_s=0.0):
         self._file = io.StringIO()
-        self.terminal = Terminal(Console(file=self._file, width=150), start_s)
-        self.reporter = Reporter(self.terminal)
+        self.reporter = ConsoleReporter(Console(file=self._file, width=150), start_s)
 
     @property
     def lines(self):
         return self._file.getvalue().splitlines()
 
 
+def test_log_gets_plain_lines_including_the_last():
+    text = io.StringIO()
+    reporter = ConsoleReporter(Console(file=text, width=100))
+    with reporter.show_progress("training"):
+        for step in range(1, 101):
+            reporter.set_progress(step, 100, "loss 1.0", "step")
+    lines = text.getvalue().splitlines()
+    assert (
+        lines[1] == "step 1/100  loss 1.0"
+        and lines[-1] == ("step 100/100  loss 1.0")
+        and len(lines) <= 4
+    )
+
+
+def test_messages_are_not_parsed_as_markup(capfd):
+    reporter = ConsoleReporter(Console(force_terminal=False, width=100))
+    reporter.log('pip install -e ".[dev]"', "next")
+    reporter.print_error("layers [bold] are unknown")
+    out, err = capfd.readouterr()
+    assert out == 'next       pip install -e ".[dev]"\n' and err == (
+        "error: layers [bold] are unknown\n"
+    )
+
+
 def test_log_has_a_line_per_stage_with_the_seconds_since_the_command(clock):
     clock.s = 101.5
     log = FakeLog(start_s=100.0)
-    with log.terminal.progress("importing"):
+    with log.reporter.show_progress("importing"):
         for clock.s, title in ((102.0, "starting 1 worker"), (109.25, "first step")):
             log.reporter.status(title)
         log.reporter.phase("evaluating")
@@ -103,10 +126,9 @@ def test_log_has_a_line_per_stage_with_the_seconds_since_the_command(clock):
 
 def test_last_evaluation_is_shown_once(clock):
     """The table of the outcome has it."""
-    log, scores = (
-        FakeLog(),
-        {f"evaluate/recall_at_1/{way}": 0.25 for way in ("image_to_text", "text_to_image")},
-    )
+    log = FakeLog()
+    directions = ("image_to_text", "text_to_image")
+    scores = {f"evaluate/recall_at_1/{direction}": 0.25 for direction in directions}
     for step in (10, 20):
         log.reporter.step(line(step) | scores, 20)
     assert [each for each in log.lines if "recall" in each] == [
@@ -121,7 +143,7 @@ def test_prepare_shows_a_growing_count_until_the_total_is_known(clock):
     clock.s += 10.0
     scan, pack = PrepareProgress("scan", 12_000, 0), PrepareProgress("pack", 300, 36_000, 2)
     estimate = PrepareProgress("pack", 300, 35_000, is_estimate=True)
-    with terminal.terminal.progress("starting"):
+    with terminal.reporter.show_progress("starting"):
         for progress, shown in (
             (scan, "scan rows"),
             (estimate, "300/35,000 (total estimated)"),
@@ -132,7 +154,7 @@ def test_prepare_shows_a_growing_count_until_the_total_is_known(clock):
             clock.s += 10.0
             log.reporter.prepare_progress(progress)
         terminal.reporter.prepare_progress(scan)  # of a second set
-        assert terminal.terminal._live.tasks[0].total is None
+        assert terminal.reporter._display.tasks[0].total is None
     assert [each.rstrip() for each in log.lines] == [
         "scan rows 12,000",
         "pack rows 300/35,000   (total estimated)",
@@ -142,7 +164,7 @@ def test_prepare_shows_a_growing_count_until_the_total_is_known(clock):
 
 def test_bar_shows_metrics_and_time_left(clock):
     terminal = FakeTerminal()
-    with terminal.terminal.progress("starting Ray"):
+    with terminal.reporter.show_progress("starting Ray"):
         assert "starting Ray" in terminal.drawn()
         terminal.reporter.status("starting 2 workers")
         assert "starting 2 workers" in terminal.drawn()
@@ -177,7 +199,9 @@ RESTART = None  # a minute without steps
     ],
 )
 def test_time_left_counts_steps_of_this_attempt(clock, steps, pace_s, total, expected):
-    reporter, estimates, before = Reporter(Terminal()), [], steps[0]
+    reporter = ConsoleReporter()
+    estimates = []
+    before = steps[0]
     for step in steps:
         if step is RESTART:
             clock.s += 60.0
@@ -218,9 +242,10 @@ def test_other_paths_and_uris_are_not_shortened(monkeypatch, folder, text):
 
 @pytest.mark.parametrize("width", [60, 30])
 def test_names_in_a_table_are_complete_in_a_narrow_terminal(width):
-    name, file = "resnet50-bert-cc12m-lr1e-4-seed0", io.StringIO()
+    name = "resnet50-bert-cc12m-lr1e-4-seed0"
+    file = io.StringIO()
     columns = {"name": ("name", ""), "steps": ("steps", ">"), "note": ("", "")}
     table = rows_table([{"name": name, "steps": 300, "note": "out of memory " * 3}], columns)
-    Terminal(Console(file=file, width=width, soft_wrap=True)).console.print(table)
+    ConsoleReporter(Console(file=file, width=width, soft_wrap=True)).print(table)
     lines = file.getvalue().splitlines()
     assert "".join(line[: lines[0].index("steps")].strip() for line in lines[2:]) == name

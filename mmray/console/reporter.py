@@ -1,0 +1,256 @@
+"""Show the progress of a run: a live bar in terminals and notebooks, lines in a log."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
+
+from mmray.console.tables import language_note
+from mmray.report.run import DIRECTIONS, format_compact
+from mmray.storage.paths import AnyPath
+
+if TYPE_CHECKING:
+    from mmray.data.prepare.pipeline import PrepareProgress
+
+LOG_INTERVAL_S = 5.0  # between two progress lines of a log
+LOG_WIDTH = 200
+
+# Format of each metric that a line of progress shows.
+STEP_FORMATS = {
+    "train/loss": "loss {:.3f}",
+    "throughput/samples_per_s": "{} samples/s",
+    "time/data_wait_share": "data wait {:.0%}",
+    "memory/peak_gib": "worker peak {:.2f} GiB",
+    "memory/all_processes_peak_gib": "all processes {:.2f} GiB",
+}
+
+
+class _Display(Progress):
+    """A progress bar, and renderables above it that change."""
+
+    above: tuple[RenderableType, ...] = ()
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield from self.above
+        yield from super().get_renderables()
+
+
+class ConsoleReporter:
+    """Print messages and tables, and show the progress of the current work.
+
+    Implements `mmray.training.monitor.RunReporter`. A terminal, and Jupyter with ipywidgets, show a
+    live bar. Anything else, such as a file, gets a line every few seconds, so that a log shows
+    progress too.
+
+    Args:
+        console: where to print; None: standard output.
+        start_s: time.monotonic() when the command started, from which a log counts its seconds;
+            None: now.
+    """
+
+    def __init__(self, console: Console | None = None, start_s: float | None = None):
+        self.start_s = time.monotonic() if start_s is None else start_s
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        is_notebook = self.console.is_jupyter
+        if is_notebook:
+            # rich needs ipywidgets to redraw a bar in Jupyter.
+            self.is_live = find_spec("ipywidgets") is not None
+        else:
+            # rich draws no bar with TERM=dumb.
+            self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
+            if console is None and not self.console.is_terminal:
+                self.console.width = LOG_WIDTH  # tables in a log cannot be resized later
+        self._display: _Display | None = None
+        self._task: Any = None
+        self._printed_s = 0.0
+        self._first_step: tuple[float, int] | None = None  # (seconds, step) of the first line
+
+    def log(self, text: str, label: str = "") -> None:
+        """Print a message; paths below the working directory are shortened.
+
+        Args:
+            text: the message.
+            label: a word before it, such as `data`.
+        """
+        text = relative_paths(text)
+        labeled = Text.assemble((f"{label:<10} ", "bold"), text) if label else Text(text)
+        self.console.print(labeled)
+
+    def print(self, *renderables: RenderableType) -> None:
+        """Print tables or texts of rich."""
+        self.console.print(*renderables)
+
+    def print_raw(self, text: str) -> None:
+        """Print data unchanged; if the reader has closed the pipe, exit silently as `log` does."""
+        self.console.out(text, highlight=False)
+
+    def print_error(self, text: str) -> None:
+        """Print an error to standard error."""
+        errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        errors.print(Text.assemble(("error: ", "bold red"), text))
+
+    @contextmanager
+    def show_progress(self, title: str) -> Iterator[None]:
+        """Show a progress bar with its seconds while the block runs, or print the title in a log.
+
+        Args:
+            title: the first activity; `status` replaces it.
+        """
+        if not self.is_live:
+            self.status(title)
+            yield
+            return
+        columns = (
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[count]}"),
+            # The only column that wraps in a narrow terminal.
+            TextColumn("{task.fields[details]}", style="cyan", table_column=Column()),
+            TimeElapsedColumn(),
+        )
+        with _Display(*columns, console=self.console, transient=True) as display:
+            self._display = display
+            self._start_bar(title)
+            try:
+                yield
+            finally:
+                self._display = None
+
+    def status(self, title: str) -> None:
+        """Start a new activity: a new bar, or a line of a log with the command's seconds."""
+        self._first_step = None  # restart the rate, because a restart's downtime does not count
+        if self._display is not None:
+            self._display.remove_task(self._task)  # rich cannot reset a known total
+            self._start_bar(title)
+        elif not self.is_live:
+            self.log(title, f"{time.monotonic() - self.start_s:.1f} s")
+
+    def phase(self, title: str) -> None:
+        """Show what interrupts the current work, such as an evaluation; its bar stays."""
+        if self._display is not None:
+            self._display.update(self._task, description=title)
+        elif not self.is_live:
+            self.log(title, f"{time.monotonic() - self.start_s:.1f} s")
+
+    def show_above(self, *renderables: RenderableType) -> None:
+        """Replace the renderables above the progress bar."""
+        if self._display is not None:
+            self._display.above = renderables
+
+    def set_progress(self, done: float, total: float, details: str, label: str) -> None:
+        """Set the progress of the bar; in a log, print a line every few seconds and at the end.
+
+        Args:
+            done: finished units, such as rows.
+            total: all units; 0: unknown.
+            details: text after the numbers.
+            label: the unit, before the numbers.
+        """
+        count = f"{done:,.0f}/{total:,.0f}" if total else f"{done:,.0f}"
+        if self._display is not None:
+            if not total and self._display.tasks[0].total:  # the total of the previous data set
+                self._display.remove_task(self._task)
+                self._start_bar(label)
+            self._display.update(
+                self._task,
+                completed=done,
+                total=total or None,
+                count=count,
+                details=details,
+                description=label,
+            )
+            return
+        now = time.monotonic()
+        if not done:
+            # A stage starts. It may end before its first line is due.
+            self._printed_s = now
+        elif not self.is_live and (now - self._printed_s >= LOG_INTERVAL_S or done >= total > 0):
+            self._printed_s = now
+            self.console.print(f"{label} {count}  {details}".rstrip())
+
+    def prepare_progress(self, progress: PrepareProgress) -> None:
+        """Show the rows that a stage of `prepare` or an evaluation has done."""
+        details = f"{progress.bad_rows:,} quarantined" if progress.bad_rows else ""
+        if progress.is_estimate:
+            details += " (total estimated)"
+        label = f"{progress.stage} rows"
+        self.set_progress(progress.done_rows, progress.total_rows, details, label)
+
+    def step(self, metrics: dict[str, Any], total_steps: int) -> None:
+        """Show the metrics of a training step.
+
+        Args:
+            metrics: a line of metrics.jsonl; with `evaluate/...` after an evaluation.
+            total_steps: number of steps of the run.
+        """
+        if metrics["step"] < total_steps:  # the table of the outcome has the last evaluation
+            self._log_evaluation(metrics)
+        left_s = self._seconds_left(metrics["step"], total_steps)
+        values = {name: metrics[name] for name in STEP_FORMATS if metrics.get(name) is not None}
+        if rate := values.get("throughput/samples_per_s"):
+            values["throughput/samples_per_s"] = format_compact(rate)
+        parts = [STEP_FORMATS[name].format(value) for name, value in values.items()]
+        if left_s:
+            parts.append(f"{left_s:.0f} s left")
+        self.set_progress(metrics["step"], total_steps, "  ".join(parts), "step")
+
+    def _start_bar(self, title: str) -> None:
+        assert self._display is not None
+        self._task = self._display.add_task(title, total=None, count="", details="")
+
+    def _log_evaluation(self, metrics: dict[str, Any]) -> None:
+        text = ""
+        if "evaluate/recall_at_1/image_to_text" in metrics:
+            recalls = [
+                f"{direction.replace('_', ' ')} {metrics[f'evaluate/recall_at_1/{direction}']:.3f}"
+                for direction in DIRECTIONS
+            ]
+            text = "recall@1 " + ", ".join(recalls)
+        elif "evaluate/perplexity" in metrics:
+            scores = {name.removeprefix("evaluate/"): value for name, value in metrics.items()}
+            text = language_note(scores)
+        if text:
+            self.log(f"step {metrics['step']:,}: {text}", "evaluation")
+
+    def _seconds_left(self, done: int, total: int) -> float | None:
+        """Estimate the remaining time from the rate since the first line, which excludes warm-up.
+
+        Args:
+            done: steps so far.
+            total: steps of the run.
+
+        Returns:
+            Seconds; None at the first line after a start.
+        """
+        now = time.monotonic()
+        if self._first_step is None or done <= self._first_step[1]:
+            self._first_step = (now, done)
+            return None
+        start_s, first = self._first_step
+        return (total - done) * (now - start_s) / (done - first)
+
+
+def relative_paths(text: str) -> str:
+    """Return the text with paths below the working directory made relative."""
+    try:
+        folder = re.escape(f"{Path.cwd()}/")
+    except FileNotFoundError:  # deleted meanwhile, such as the folder of a job
+        return text
+    return re.sub(rf"(?<![\w.~:/-]){folder}", "", text)  # not inside a longer path or URI
+
+
+def shell_path(path: AnyPath | str) -> str:
+    """Return a path for a command that the user may copy: relative, and quoted if it has spaces."""
+    return shlex.quote(relative_paths(str(path)))

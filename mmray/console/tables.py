@@ -1,0 +1,80 @@
+"""Tables of rows and of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rich import box
+from rich.table import Table
+
+from mmray.report.run import format_compact, non_retrieval_metrics, recall_rows
+
+MIN_WIDTH = 12  # of a column of text in a narrow terminal
+COMPACT = "compact"  # style of a column: about three digits
+
+
+def language_note(metrics: Mapping[str, float]) -> str:
+    """Format the metrics of a generative model."""
+    correct = f"{metrics['token_accuracy']:.1%} of {metrics['tokens']:,.0f} tokens correct"
+    text = f"perplexity {metrics['perplexity']:.3f}, {correct}"
+    if "cider" in metrics:
+        text += f"; BLEU-4 {metrics['bleu_4']:.3f}, CIDEr {metrics['cider']:.3f}"
+    return text
+
+
+def scores_tables(metrics: Mapping[str, float | None]) -> list[Table]:
+    """Return the tables of an evaluation.
+
+    Args:
+        metrics: name -> value, as `mmray.evaluate` returns them.
+
+    Returns:
+        A table of recalls if the model has embeddings, and a table of all other metrics.
+    """
+    others = Table(show_edge=False, show_header=False)
+    # Aligned with the table of recalls.
+    others.add_column(justify="right", min_width=len("image to text"))
+    for name, value in non_retrieval_metrics(metrics):
+        others.add_row(name, value)
+    rows = recall_rows(metrics)
+    if not rows:
+        return [others]
+    columns = {name: (name, ">" if name else "") for name in rows[0]}
+    return [rows_table(rows, columns), others]
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]], columns: dict[str, tuple[str, str]]) -> Table:
+    """Return a table of rows.
+
+    Texts that are too long for the terminal continue on further lines, because names are needed in
+    full.
+
+    Args:
+        rows: values by the name of their column; a missing value or None is shown as a dash.
+        columns: name -> (title, style). The style is a format such as `,.3f`, or COMPACT; a column
+            with an empty style has texts, which are aligned to the left.
+    """
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    cells = [
+        [_format_cell(row.get(name), style) for row in rows] for name, (_, style) in columns.items()
+    ]
+    for (title, style), column in zip(columns.values(), cells, strict=True):
+        longest = max(map(len, (title, *column)))
+        justify: Literal["left", "right"] = "right" if style else "left"
+        table.add_column(
+            title,
+            justify=justify,
+            no_wrap=bool(style),
+            overflow="fold",
+            min_width=min(MIN_WIDTH, longest),
+        )
+    for row_cells in zip(*cells, strict=True):
+        table.add_row(*row_cells)
+    return table
+
+
+def _format_cell(value: Any, style: str) -> str:
+    if value is None:
+        return "-"
+    return format_compact(value) if style == COMPACT else format(value, style)
