@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import pickle
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
@@ -58,9 +57,14 @@ def save_weights(
 
 
 def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
-    """Read a state_dict (.safetensors, torch.save, TorchScript) without running code.
+    """Read a state_dict (.safetensors or torch.save) without running code.
 
-    Raises UsageError.
+    Args:
+        setting: Name of the setting, for errors.
+        file: Path of the file.
+
+    Raises:
+        UsageError: The file does not exist, is damaged, or holds something else.
     """
     path = Path(file).expanduser()
     if not path.is_file():
@@ -68,13 +72,20 @@ def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        state: Any = _read_torchscript(path) or torch.load(
-            path, map_location="cpu", weights_only=True
-        )
+        is_torchscript = _is_torchscript(path)
+        state: Any = None
+        if not is_torchscript:
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except READ_ERRORS as error:
         raise UsageError(
             f"{setting}: cannot read weights from {path}: {first_line(error)}"
         ) from None
+    if is_torchscript:
+        raise UsageError(
+            f"{setting}: {path} is a TorchScript archive, which holds code and is not read. Use "
+            "the safetensors file or folder of the same model, or save its weights: "
+            f"torch.save(torch.jit.load({str(path)!r}).state_dict(), 'weights.pt')"
+        )
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]  # a training checkpoint with epoch and optimizer
     if not isinstance(state, dict) or not all(
@@ -86,79 +97,13 @@ def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
     return state
 
 
-class _ScriptModule:
-    """Any class of a TorchScript archive; unpickling sets its attributes."""
-
-
-class _ScriptUnpickler(pickle.Unpickler):
-    """Reads the modules of a TorchScript archive, whose own code torch.jit.load would compile and
-    run.
-    """
-
-    DTYPES: ClassVar = {
-        "HalfStorage": torch.float16,
-        "BFloat16Storage": torch.bfloat16,
-        "FloatStorage": torch.float32,
-        "DoubleStorage": torch.float64,
-        "ByteStorage": torch.uint8,
-        "CharStorage": torch.int8,
-        "ShortStorage": torch.int16,
-        "IntStorage": torch.int32,
-        "LongStorage": torch.int64,
-        "BoolStorage": torch.bool,
-    }
-
-    def __init__(self, archive: ZipFile, root: str) -> None:
-        super().__init__(io.BytesIO(archive.read(f"{root}/data.pkl")))
-        self._archive, self._root = archive, root
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.split(".")[0] == "__torch__":
-            return _ScriptModule
-        if module == "torch" and name in self.DTYPES:
-            return self.DTYPES[name]
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, size, stride, *_: storage.as_strided(
-                size, stride, offset
-            )
-        if (module, name) == ("collections", "OrderedDict"):  # backward hooks
-            return dict
-        # typed lists and dictionaries
-        if module == "torch.jit._pickle" and name.startswith(("build_", "restore_")):
-            return lambda value, *_: value
-        raise pickle.UnpicklingError(
-            f"the TorchScript archive contains {module}.{name}, which is not a tensor"
-        )
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        """Return the storage of a tensor, [elements]. pid: ("storage", dtype, key, device,
-        elements).
-        """
-        data = self._archive.read(f"{self._root}/data/{pid[2]}")
-        return (
-            torch.frombuffer(bytearray(data), dtype=pid[1])
-            if data
-            else torch.empty(0, dtype=pid[1])
-        )
-
-
-def _read_torchscript(path: Path) -> dict[str, Tensor]:
-    """The state_dict of a TorchScript archive; {} for another file."""
+def _is_torchscript(path: Path) -> bool:
+    """Return whether a file is a TorchScript archive, which holds code."""
     if not is_zipfile(path):
-        return {}
+        return False
     with ZipFile(path) as archive:
-        # only TorchScript has it
-        constants = [name for name in archive.namelist() if name.endswith("/constants.pkl")]
-        root = constants[0].rpartition("/")[0] if constants else None
-        return dict(_named_tensors(_ScriptUnpickler(archive, root).load())) if root else {}
-
-
-def _named_tensors(module: _ScriptModule, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    for name, value in vars(module).items():
-        if isinstance(value, Tensor):
-            yield prefix + name, value
-        elif isinstance(value, _ScriptModule):
-            yield from _named_tensors(value, f"{prefix}{name}.")
+        # torch.save writes no such file
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
 def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:

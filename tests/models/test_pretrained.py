@@ -290,7 +290,7 @@ def test_open_clip_siglip_is_exported_with_equal_embeddings(
         build(pretrained_config(str(file)).model, ROWS)
 
 
-def test_torchscript_archive_has_the_settings_and_weights_of_its_state_dict(tmp_path: Path) -> None:
+def test_torchscript_archive_is_refused_and_its_state_dict_is_read(tmp_path: Path) -> None:
     theirs = OpenClip(True).half()
     for name in ("input_resolution", "context_length", "vocab_size"):  # of OpenAI's files
         theirs.register_buffer(name, torch.tensor(1))
@@ -298,14 +298,11 @@ def test_torchscript_archive_has_the_settings_and_weights_of_its_state_dict(tmp_
     file = saved(tmp_path, theirs)
     plain = pretrained_config(str(file))
     torch.jit.script(ScriptedClip(theirs)).save(file)
+    with pytest.raises(UsageError, match=r"is a TorchScript archive.*state_dict"):
+        pretrained_config(str(file))
+    torch.save(torch.jit.load(file).state_dict(), file)  # what the message suggests
     assert pretrained_config(str(file)) == plain
-    read = read_state_dict("model.weights", str(file))
-    expected = torch.jit.load(file).state_dict()
-    assert read.keys() == expected.keys() == theirs.state_dict().keys()
-    assert (
-        all(torch.equal(read[name], expected[name]) for name in expected)
-        and read["visual.proj"].dtype == torch.half
-    )
+    assert read_state_dict("model.weights", str(file))["visual.proj"].dtype == torch.half
     build(plain.model, ROWS)
 
 
@@ -325,15 +322,12 @@ class ScriptedClip(nn.Module):
         return self.token_embedding(ids)
 
 
-def test_torchscript_archive_with_other_objects_is_refused(tmp_path: Path) -> None:
+def test_code_in_a_torchscript_archive_does_not_run(tmp_path: Path) -> None:
     file, ran = tmp_path / "clip.pt", tmp_path / "ran"
     with ZipFile(file, "w") as archive:
         archive.writestr("clip/constants.pkl", b"")
         archive.writestr("clip/data.pkl", b"cos\nsystem\n(S'touch %s'\ntR." % str(ran).encode())
-    with pytest.raises(
-        UsageError,
-        match=r"cannot read weights from .*: the TorchScript archive contains os\.system",
-    ):
+    with pytest.raises(UsageError, match="is a TorchScript archive"):
         pretrained_config(str(file))
     assert not ran.exists()
 

@@ -237,8 +237,8 @@ model = mmray.load("{name}")
 {call}
 ```
 
-- Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {side} x {side} pixels ({inputs["interpolation"]});
-  transparency is composited on white, EXIF orientation is applied.
+- Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {side} x {side} pixels
+  ({inputs["interpolation"]}); transparency is composited on white, EXIF orientation is applied.
 - Texts: {texts}
 - In transformers: `PreTrainedTokenizerFast(tokenizer_file="tokenizer.json")`; {processor}
 """
