@@ -2,16 +2,15 @@
 or bytes.
 
 Only known columns are read. A chunk is a range of rows: several small row groups, or a part of a
-large one.
+large one. Of a saved dataset on an object store, a chunk is a complete Arrow file.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from itertools import accumulate
-from struct import error, unpack_from
 from typing import Any
 
 import orjson
@@ -28,8 +27,6 @@ _BUFFER_BYTES = 4 << 20  # of a column; without a buffer size pyarrow reads the 
 # A reader cannot seek to a row, so n chunks read their row group (n + 1) / 2 times. With one chunk
 # per row group, the million rows of a pandas row group would be one task.
 MAX_CHUNKS_PER_ROW_GROUP = 16
-_HEADER_BYTES = 4096  # of an Arrow message, read at once; longer ones take another request
-_CONTINUATION, _RECORD_BATCH = 0xFFFFFFFF, 3
 
 
 class ParquetSource(Source):
@@ -107,15 +104,14 @@ class ParquetSource(Source):
         except TransientStorageError:
             raise
         except (pa.ArrowException, OSError) as error:
-            # the rest of the chunk is unreadable: report each row
-            # pyarrow also raises OSError for damaged files, but without an errno
-            reason = (
-                "unreadable"
-                if isinstance(error, OSError) and error.errno is not None
-                else "damaged"
-            )
-            detail = f"rows {row_number} to {chunk.stop}: {str(error)[:200]}"
-            for rest in range(row_number, chunk.stop + 1):
+            # The rest of the chunk is unreadable: report each row, or one if their number is
+            # unknown. pyarrow also raises OSError for damaged files, but without an errno.
+            is_storage_error = isinstance(error, OSError) and error.errno is not None
+            reason = "unreadable" if is_storage_error else "damaged"
+            last = row_number if chunk.num_rows is None else chunk.stop
+            end = "the last" if chunk.num_rows is None else chunk.stop
+            detail = f"rows {row_number} to {end}: {str(error)[:200]}"
+            for rest in range(row_number, last + 1):
                 yield rest, f"{chunk.file}:{rest}", BadRow("read", reason, detail)
         check_unchanged(self.storage, chunk)
 
@@ -153,8 +149,10 @@ class ParquetSource(Source):
 
 
 class HFSavedSource(ParquetSource):
-    """Output of `datasets.Dataset.save_to_disk` and `DatasetDict.save_to_disk`; does not need
-    `datasets`.
+    """Output of `datasets.Dataset.save_to_disk` and `DatasetDict.save_to_disk`.
+
+    pyarrow reads its Arrow streams. `datasets` would first copy the complete folder from an object
+    store in each process.
     """
 
     title = "Hugging Face datasets"
@@ -198,19 +196,28 @@ class HFSavedSource(ParquetSource):
     def split_of(self, name: str) -> str | None:
         return name.partition("/")[0] if "/" in name else None
 
+    def scan(
+        self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
+    ) -> Iterator[SourceChunk]:
+        """Yield row ranges of mapped files, but complete files of an object store: an Arrow stream
+        has no index, so counting its rows would read it.
+        """
+        if self.storage.local_path is not None:
+            yield from super().scan(rows_per_chunk, previous_chunk_ends)
+            return
+        names = self.names()
+        for index, (_, signature) in enumerate(iter_parallel(self._check_file, names)):
+            yield SourceChunk(index, names[index], 0, sys.maxsize, 1, None, signature)
+
     def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
         with self.storage.open_retried(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
-            return list(accumulate(num_rows for _, num_rows in _record_batches(raw))), reader.schema
+            # The batches of a mapped file are views, so this reads their headers only.
+            batches = reader if self.storage.local_path is not None else ()
+            return list(accumulate(batch.num_rows for batch in batches)), reader.schema
 
     def batches(self, name: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         with self.storage.open_retried(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
-            columns, position = self._known_columns(reader.schema, name), raw.tell()
-            for offset, num_rows in _record_batches(raw):
-                position = offset
-                if num_rows > start:
-                    break
-                start, stop = start - num_rows, stop - num_rows
-            raw.seek(position)  # the reader continues there
+            columns = self._known_columns(reader.schema, name)
             yield from _slice_rows((batch.select(columns) for batch in reader), start, stop - start)
 
 
@@ -218,53 +225,6 @@ def _cumulative_rows(file: pq.ParquetFile) -> list[int]:
     return list(
         accumulate(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
     )
-
-
-def _record_batches(file: pa.NativeFile) -> Iterator[tuple[int, int]]:
-    """Yield (offset, number of rows) of the record batches of an Arrow stream whose schema was
-    read.
-
-    Reads their headers only, where pyarrow would read the rows as well. Raises ArrowInvalid if the
-    file is damaged, or has dictionaries, which `datasets` does not write.
-    """
-    offset, size = file.tell(), file.size()
-    while offset + 8 < size:
-        file.seek(offset)
-        data = file.read(_HEADER_BYTES)
-        mark, length = unpack_from("<II", data)
-        if mark == _CONTINUATION and not length:  # end mark
-            return
-        kind, num_rows, num_bytes = 0, 0, 8 + length
-        if mark == _CONTINUATION and offset + num_bytes <= size:
-            with suppress(error):
-                kind, num_rows, body = _parse_header(
-                    data[8:] + file.read(max(0, num_bytes - len(data)))
-                )
-                num_bytes += body
-        if kind != _RECORD_BATCH or offset + num_bytes > size:
-            raise pa.ArrowInvalid(f"no complete record batch at byte {offset}")
-        yield offset, num_rows
-        offset += num_bytes
-
-
-def _parse_header(data: bytes) -> tuple[int, int, int]:
-    """Return type, number of rows and bytes of the rows of an Arrow message. Raises struct.error.
-
-    A header is a FlatBuffer (github.com/apache/arrow/blob/main/format/Message.fbs): tables point
-    back to the offsets of their fields, and a field with offset 0, or without one, is 0.
-    """
-
-    def read(code: str, table: int, index: int = 0) -> tuple[int, int]:
-        """Return value and position of a field."""
-        offsets = table - unpack_from("<i", data, table)[0]
-        has_field = 4 + 2 * index < unpack_from("<H", data, offsets)[0]
-        position = unpack_from("<H", data, offsets + 4 + 2 * index)[0] if has_field else 0
-        return (unpack_from(code, data, table + position)[0] if position else 0), table + position
-
-    [message] = unpack_from("<I", data)
-    distance, position = read("<I", message, 2)
-    num_rows = read("<Q", position + distance)[0]
-    return read("<B", message, 1)[0], num_rows, read("<Q", message, 3)[0]
 
 
 def _slice_rows(

@@ -59,18 +59,29 @@ def test_large_file_is_split_into_row_ranges(
     assert [item.line for item in items] == list(range(1, COUNT + 1))
 
 
+def test_output_of_save_to_disk_has_all_rows_and_splits(tmp_path):
+    """The package writes one folder a split, several files, and the rows of an index in order."""
+    from datasets import Dataset, DatasetDict
+
+    rows = Dataset(TABLE)
+    splits = DatasetDict({"train": rows.shuffle(seed=1), "test": rows.select(range(90, COUNT))})
+    splits.save_to_disk(tmp_path, num_shards={"train": 3, "test": 1})
+    source = HFSavedSource(Storage(str(tmp_path)), "", {})
+    values = [item.values for chunk in source.scan(20, ()) for item in source.read(chunk)]
+    for split, saved in splits.items():
+        texts = [row["text"] for row in values if row["split"] == split]
+        assert texts == saved["text"][:]
+
+
 def test_saved_dataset_on_a_store_is_read_once(monkeypatch):
-    """Its scan reads only headers, and a chunk only its own record batches, of which one may be
+    """Its scan reads only the schema, and one chunk the complete file, whose record batches may be
     empty.
     """
     file, read_bytes, read_at = io.BytesIO(), [], storage._RetriedFile.readinto
     table = TABLE.append_column("padding", pa.array([bytes(20_000)] * COUNT))
+    empty = pa.RecordBatch.from_pylist([], table.schema)
     with pa.ipc.new_stream(file, table.schema) as stream:
-        for batch in (
-            empty := pa.RecordBatch.from_pylist([], table.schema),
-            *table.to_batches(7),
-            empty,
-        ):
+        for batch in (empty, *table.to_batches(7), empty):
             stream.write_batch(batch)
     MemoryFileSystem().pipe(
         {"/saved/a.arrow": file.getvalue(), "/saved/state.json": STATE.encode()}
@@ -83,28 +94,39 @@ def test_saved_dataset_on_a_store_is_read_once(monkeypatch):
     monkeypatch.setattr(storage._RetriedFile, "readinto", readinto)
     source = HFSavedSource(Storage("memory://saved"), "", {})
     chunks = list(source.scan(21, ()))
-    assert sum(read_bytes) < 0.1 * len(file.getvalue()) and len(chunks) == 5
+    assert sum(read_bytes) < 0.1 * len(file.getvalue()) and len(chunks) == 1
     read_bytes.clear()
     texts = [item.values["text"] for chunk in chunks for item in source.read(chunk)]
     assert texts == TABLE.column("text").to_pylist()
     assert sum(read_bytes) < 1.2 * len(file.getvalue())
 
 
-@pytest.mark.parametrize("damage", ["truncated", "header"])
-def test_damaged_saved_dataset_is_a_data_error(tmp_path, damage):
-    source, path = in_arrow(tmp_path), tmp_path / "a.arrow"
+def damage_arrow_file(path, damage):
+    """Truncate the second record batch, or overwrite its header."""
     data = path.read_bytes()
     second = data.rindex(b"\xff\xff\xff\xff", 0, len(data) - 8)
-    path.write_bytes(
-        data[:-100]
-        if damage == "truncated"
-        else data[: second + 8] + b"\xf0" * 64 + data[second + 72 :]
-    )
-    with pytest.raises(
-        DataError,
-        match=r"a\.arrow cannot be read as Hugging Face datasets: no complete record batch",
-    ):
+    overwritten = data[: second + 8] + b"\xf0" * 64 + data[second + 72 :]
+    path.write_bytes(data[:-100] if damage == "truncated" else overwritten)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "header"])
+def test_damaged_saved_dataset_is_a_data_error(tmp_path, damage):
+    source = in_arrow(tmp_path)
+    damage_arrow_file(tmp_path / "a.arrow", damage)
+    with pytest.raises(DataError, match=r"a\.arrow cannot be read as Hugging Face datasets"):
         list(source.scan(60, ()))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "header"])
+def test_damaged_saved_dataset_on_a_store_keeps_the_rows_before(tmp_path, damage):
+    in_arrow(tmp_path)
+    damage_arrow_file(tmp_path / "a.arrow", damage)
+    data = (tmp_path / "a.arrow").read_bytes()
+    MemoryFileSystem().pipe({"/damaged/a.arrow": data, "/damaged/state.json": STATE.encode()})
+    source = HFSavedSource(Storage("memory://damaged"), "", {})
+    *rows, bad = [item.values for chunk in source.scan(60, ()) for item in source.read(chunk)]
+    assert [row["text"] for row in rows] == TABLE.column("text").to_pylist()[:60]
+    assert (bad.stage, bad.reason) == ("read", "damaged")
 
 
 @pytest.fixture
