@@ -25,7 +25,8 @@ from mmray import config, objectives
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.collectives import Group
-from mmray.engine.parallel.transforms import apply_transforms
+from mmray.engine.parallel.cuda_graphs import graph_branches
+from mmray.engine.parallel.transforms import apply_transforms, branches_of
 from mmray.engine.run_state import TrainSpec
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
@@ -172,6 +173,26 @@ def check_compiled(kind: str, device: torch.device) -> dict[str, float]:
     return compare(tolerance(kind, device), from_eager=(compiled, train(kind, device, plan)))
 
 
+def check_graphs(kind: str, device: torch.device) -> dict[str, float]:
+    """Branches that run as CUDA graphs equal eager ones, in one pass and in micro-batches."""
+    differences: dict[str, float] = {}
+    for micro in (PLAN.global_rows // 2, PLAN.global_rows):
+        plan = SamplePlan(96, PLAN.global_rows, world_size=1, micro=micro, seed=1, steps=8)
+        for backend in ("none", compile_backend(device)):
+            torch._dynamo.reset()
+            eager = train(kind, device, plan, compile=backend)
+            spec = spec_of(kind, device, plan=plan, compile=backend)
+            notes: list[str] = []
+            branches = branches_of(spec.model)
+            line = graph_branches(branches, spec.train, device, lambda _, text: notes.append(text))
+            assert device.type != "cuda" or line.startswith("CUDA graphs for image"), line
+            loop.train_loop(spec, steps_of(kind, plan=plan))
+            assert not notes, notes
+            name = f"micro_{micro}_{backend}"
+            differences |= compare(tolerance(kind, device), **{name: (flat(spec.model), eager)})
+    return differences
+
+
 def compile_backend(device: torch.device) -> str:
     """The backend of torch.compile for a device; on a CPU one that needs no C++ compiler."""
     return "inductor" if device.type == "cuda" else "aot_eager"
@@ -226,6 +247,7 @@ CHECKS: tuple[tuple[Callable[..., dict[str, float]], tuple[str, ...]], ...] = (
     (check_half_precision, tuple(MODELS)),
     (check_branches, ("clip", "siglip")),
     (check_compiled, tuple(MODELS)),
+    (check_graphs, ("clip", "siglip")),
 )
 
 

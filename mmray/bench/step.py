@@ -39,12 +39,19 @@ from mmray.engine.metrics.meters import model_flops, peak_flops
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.optimizer import freeze_parameters, lr_at
 from mmray.engine.parallel import strategy
+from mmray.engine.parallel.cuda_graphs import graph_branches
 from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
-from mmray.engine.parallel.transforms import RECOMPILE_LIMIT, apply_transforms, compile_branches
+from mmray.engine.parallel.transforms import (
+    RECOMPILE_LIMIT,
+    apply_transforms,
+    branches_of,
+    compile_branches,
+)
 from mmray.engine.precision import Precision, seed_everything, select_precision
 from mmray.engine.run_state import Callback, LoopResult, TrainSpec
 from mmray.errors import OutOfMemoryError, UsageError, is_out_of_memory
 from mmray.models.build import build
+from mmray.models.pixels import NormalizePixels
 from mmray.models.synthetic import synthetic_batch
 
 if TYPE_CHECKING:
@@ -151,6 +158,9 @@ def compile_blocks(model: nn.Module, device: torch.device) -> nn.Module:
         ]:
             for block in blocks:
                 block.compile(dynamic=False)
+        for layer in model.modules():
+            if isinstance(layer, NormalizePixels):
+                layer.compile(dynamic=False)
     return model
 
 
@@ -330,10 +340,10 @@ class Bench:
         model.to(device)
         model.to(memory_format=torch.channels_last)
         batches = (copy_ahead if device.type == "cuda" else copy_to)(device, self._rows(rows))
+        compile_blocks(model, device)
+        self._use_graphs(model)
         with fast_kernels():
-            return self._window_by_hand(
-                compile_blocks(model, device), batches, select_precision("auto", device), steps
-            )
+            return self._window_by_hand(model, batches, select_precision("auto", device), steps)
 
     def best_rows(self) -> int:
         """Rows that fit in one pass of the best loop: all of this rank, or a half, a quarter, ...
@@ -393,7 +403,13 @@ class Bench:
         )
 
     def _copy(self) -> nn.Module:
-        return compile_branches(deepcopy(self.model), self.config.train)
+        model = compile_branches(deepcopy(self.model), self.config.train)
+        self._use_graphs(model)
+        return model
+
+    def _use_graphs(self, model: nn.Module) -> None:
+        device = self.group.device
+        graph_branches(branches_of(model), self.config.train, device, lambda *_: None)
 
 
 def micro_batches(plan: SamplePlan, rank: int, batches: list[Batch]) -> Iterator[list[Batch]]:

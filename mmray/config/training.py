@@ -136,6 +136,12 @@ class Train(Section, settings_prefix="train"):
         "debug; auto: inductor "
         "on GPUs of compute capability 8.0 or newer, otherwise none.",
     )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        "auto",
+        description="CUDA graphs of the towers, so that the host does not limit small "
+        "micro-batches; auto: on GPUs, for towers without dropout and updated BatchNorm, without "
+        "activation checkpointing, under `ddp` and `single`, if memory allows.",
+    )
     channels_last: bool | Literal["auto"] = Field(
         "auto",
         description="Channels-last memory format (faster convolutions); auto: on GPUs, not "

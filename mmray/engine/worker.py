@@ -30,8 +30,9 @@ from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import dry_run, keep_freed_memory
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel import strategy
+from mmray.engine.parallel.cuda_graphs import graph_branches
 from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
-from mmray.engine.parallel.transforms import TOKEN_MULTIPLE, apply_transforms
+from mmray.engine.parallel.transforms import TOKEN_MULTIPLE, apply_transforms, branches_of
 from mmray.engine.precision import seed_everything
 from mmray.engine.run_state import CheckpointState, DestinationFn, TrainSpec
 from mmray.engine.worker_context import (
@@ -85,6 +86,8 @@ def train_worker(
         keep_freed_memory()  # after sharding, which frees most of rank 0's weights
     driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
     micro, memory_table = dry_run(config, model, objective, group, plan, context.micro)
+    if text := graph_branches(branches_of(model), config.train, device, driver.notify):
+        driver.notify("device", text)
     checkpoints = _checkpoint_manager(context, group, model, driver)
     rank0_checkpoints = checkpoints if group.rank == 0 else None
     callbacks = [

@@ -12,6 +12,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from mmray import plugins
 from mmray.errors import UsageError
 from mmray.models import lora
+from mmray.models.attention import fuse_projections
+from mmray.models.pixels import use_patch_products
 from mmray.models.protocol import Architecture
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
         model: nn.Module = plugins.load_class(BUILT_IN[spec.kind], "model.kind")(
             spec, rows, architecture
         )
+        use_patch_products(model)
     else:
         model = plugins.load_class(spec.kind, "model.kind", tuple(BUILT_IN))(spec, rows)
         if not isinstance(model, nn.Module):
@@ -53,6 +56,7 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
             )
     if spec.lora.rank:
         lora.add_adapters(model, spec.lora)
+    fuse_projections(model)
     return model
 
 

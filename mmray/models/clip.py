@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
+from mmray.models.pixels import PatchEmbeddings, residual_stream
 from mmray.models.protocol import Architecture
 from mmray.models.weights import HfModel, transformer_config, vision_config
 
@@ -69,22 +70,6 @@ class DualEncoder(nn.Module):
         """Keep the temperature at 0.01 or above."""
         if self.max_log_scale is not None:
             self.log_scale.clamp_(max=self.max_log_scale)
-
-
-class NormalizePixels(nn.Module):
-    """Normalize pixels uint8 [B, 3, S, S] to the dtype of the model's weights."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        super().__init__()
-        # In units of 1 / 255; settings, not weights.
-        self.register_buffer("mean", 255 * torch.tensor(mean).view(-1, 1, 1), persistent=False)
-        self.register_buffer("std", 255 * torch.tensor(std).view(-1, 1, 1), persistent=False)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return (image.to(self.mean.dtype) - self.mean) / self.std
 
 
 def l2_normalize(embedding: Tensor) -> Tensor:
@@ -210,27 +195,23 @@ class VisionBranch(nn.Module):
         self, tower: Any, project: nn.Linear | None, inputs: Inputs, patch_dropout: float
     ) -> None:
         super().__init__()
-        self.pixels, self.tower, self.project = (
-            NormalizePixels(inputs.mean, inputs.std),
-            tower,
-            project,
-        )
+        tower.embeddings = PatchEmbeddings(tower.embeddings, inputs.mean, inputs.std)
+        self.tower, self.project = tower, project
         self.patch_dropout = patch_dropout
 
     def forward(self, image: Tensor) -> Tensor:
         """Pixels uint8 [B, 3, S, S] -> L2-normalized embeddings [B, D]."""
-        hidden, tower = self.tower.embeddings(self.pixels(image)), self.tower
+        tower = self.tower
+        hidden = tower.embeddings(image)
         if self.training and self.patch_dropout:
             prefix = 0 if self.project is None else 1  # the class token
             patches = drop_patches(hidden[:, prefix:], self.patch_dropout)
             hidden = torch.cat([hidden[:, :prefix], patches], dim=1)
         if self.project is None:
-            return l2_normalize(
-                tower.head(
-                    tower.post_layernorm(tower.encoder(inputs_embeds=hidden).last_hidden_state)
-                )
-            )
-        hidden = tower.encoder(inputs_embeds=tower.pre_layrnorm(hidden)).last_hidden_state
+            hidden = tower.encoder(inputs_embeds=residual_stream(hidden)).last_hidden_state
+            return l2_normalize(tower.head(tower.post_layernorm(hidden)))
+        hidden = residual_stream(tower.pre_layrnorm(hidden))
+        hidden = tower.encoder(inputs_embeds=hidden).last_hidden_state
         return l2_normalize(self.project(tower.post_layernorm(hidden[:, 0])))
 
 
@@ -243,7 +224,7 @@ class ClipText(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids and mask [B, T] (1 is a token, right-padded) -> L2-normalized embeddings [B, D]."""
-        hidden = self.tower.embeddings(input_ids=input_ids)
+        hidden = residual_stream(self.tower.embeddings(input_ids=input_ids))
         # No padding mask: attention is causal, and the last real token is read.
         hidden = self.tower.encoder(inputs_embeds=hidden, is_causal=True).last_hidden_state
         last = (attention_mask.sum(dim=1) - 1).clamp(min=0)
@@ -266,9 +247,8 @@ class SiglipText(nn.Module):
         """Ids and mask [B, T] (1 is a token, right-padded) -> L2-normalized embeddings [B, D]."""
         ids = input_ids.masked_fill(attention_mask == 0, self.pad_id)
         ids = F.pad(ids, (0, self.length - ids.shape[1]), value=self.pad_id)
-        hidden = self.tower.encoder(
-            inputs_embeds=self.tower.embeddings(input_ids=ids)
-        ).last_hidden_state
+        hidden = residual_stream(self.tower.embeddings(input_ids=ids))
+        hidden = self.tower.encoder(inputs_embeds=hidden).last_hidden_state
         return l2_normalize(self.tower.head(self.tower.final_layer_norm(hidden[:, -1])))
 
 

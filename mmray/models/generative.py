@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
 from mmray.errors import UsageError
-from mmray.models.clip import NormalizePixels
+from mmray.models.pixels import PatchEmbeddings
 from mmray.models.protocol import Architecture
 from mmray.models.weights import WEIGHTS_SETTING, HfModel, transformer_config, vision_config
 
@@ -159,11 +159,8 @@ class VisionTokens(nn.Module):
 
     def __init__(self, tower: Any, project: nn.Module, inputs: Inputs, config: Any) -> None:
         super().__init__()
-        self.pixels, self.tower, self.project = (
-            NormalizePixels(inputs.mean, inputs.std),
-            tower,
-            project,
-        )
+        tower.embeddings = PatchEmbeddings(tower.embeddings, inputs.mean, inputs.std)
+        self.tower, self.project = tower, project
         layers, layer = tower.encoder.layers, config.vision_feature_layer
         self.num_layers_used = layer if layer >= 0 else len(layers) + 1 + layer
         # CLIP's class token
@@ -180,7 +177,7 @@ class VisionTokens(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Pixels uint8 [B, 3, S, S] -> image features [B, N, W] in the language model's width."""
-        hidden = self.tower.embeddings(self.pixels(image))
+        hidden = self.tower.embeddings(image)
         if hasattr(self.tower, "pre_layrnorm"):
             hidden = self.tower.pre_layrnorm(hidden)
         for layer in self.tower.encoder.layers[: self.num_layers_used]:
@@ -242,7 +239,7 @@ def _gather_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _has_class_token(tower: Any) -> int:
-    return int(hasattr(tower.embeddings, "class_embedding"))
+    return int(getattr(tower.embeddings, "class_embedding", None) is not None)
 
 
 class _EmptyCache(Cache):

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from mmray.models.clip import DualEncoder, NormalizePixels, l2_normalize
+from mmray.models.clip import DualEncoder, l2_normalize
 from mmray.models.encoders.image import ImageEncoder, build_image_tower
 from mmray.models.encoders.text import TextEncoder, build_text_tower, masked_mean
+from mmray.models.pixels import NormalizePixels
 from mmray.models.protocol import Architecture
 
 if TYPE_CHECKING:

@@ -104,6 +104,16 @@ def test_compiled_run_on_gpu_equals_eager_run(kind):
     device_checks.check_compiled(kind, GPU)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not has_gpus(),
+    reason="a fake GPU has no graphs; parallel/test_cuda_graphs.py tests their use on a CPU",
+)
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_run_with_cuda_graphs_equals_eager_run(kind):
+    device_checks.check_graphs(kind, GPU)
+
+
 def test_oom_of_prefetched_batch_restarts(monkeypatch):
     copy, calls = DeviceCopier.__call__, iter(range(10**6))
 

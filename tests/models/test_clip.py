@@ -73,7 +73,7 @@ def test_export_loads_in_transformers_with_equal_outputs(kind: str, tmp_path: Pa
         pixels = torch.from_numpy(resize_to_square(np.asarray(photo()), 32, "squash", "bicubic"))[
             None
         ]
-        normalized = model.image.pixels(pixels)
+        normalized = model.image.tower.embeddings.normalize(pixels)
         image = theirs(input_ids=tokens["input_ids"], pixel_values=normalized).image_embeds
     torch.testing.assert_close(loaded.embed_texts(TEXTS), given.text_embeds, rtol=0, atol=1e-6)
     torch.testing.assert_close(loaded.embed_images([photo()]), image, rtol=0, atol=1e-6)
@@ -164,7 +164,9 @@ def test_weights_load_from_a_saved_transformers_model(kind: str, tmp_path: Path)
                 if kind == "clip"
                 else features.pooler_output
             )
-            image = theirs.get_image_features(pixel_values=model.image.pixels(pixels)).pooler_output
+            image = theirs.get_image_features(
+                pixel_values=model.image.tower.embeddings.normalize(pixels)
+            ).pooler_output
             text = model.embed_text(ids, torch.ones_like(ids))
             torch.testing.assert_close(text, F.normalize(expected), atol=1e-6, rtol=0)
             torch.testing.assert_close(

@@ -176,7 +176,9 @@ def test_language_model_without_hidden_act_loads(tmp_path: Path) -> None:
     ids = batch["input_ids"][0]
     repeated = torch.cat([ids[:at], ids[at].repeat(16), ids[at + 1 :]])[None]
     theirs.config.image_token_index = theirs.config.image_token_id = ENCODER.image_id
-    logits = theirs(input_ids=repeated, pixel_values=model.image.pixels(batch["image"])).logits[0]
+    logits = theirs(
+        input_ids=repeated, pixel_values=model.image.tower.embeddings.normalize(batch["image"])
+    ).logits[0]
     torch.testing.assert_close(
         model(batch)["logits"][0, at:], logits[at + 15 :], rtol=1e-4, atol=1e-4
     )

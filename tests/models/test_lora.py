@@ -71,7 +71,8 @@ def test_only_adapters_train_and_they_merge(kind: str) -> None:
     batch = synthetic_batch(spec.inputs, spec.vocab_size or VOCAB, 3, "cpu", 9)
     with torch.no_grad():
         before = plain.eval()(batch)[output]
-        torch.testing.assert_close(adapted.eval()(batch)[output], before, rtol=0, atol=0)
+        # up to rounding: projections without adapters are fused
+        torch.testing.assert_close(adapted.eval()(batch)[output], before, rtol=0, atol=1e-12)
     assert all(
         ("lora_" in name) == weight.requires_grad for name, weight in adapted.named_parameters()
     )

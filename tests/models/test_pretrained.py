@@ -163,7 +163,7 @@ def test_open_clip_checkpoint_is_exported_with_equal_embeddings(
     text = torch.cat(
         [theirs.encode_text(tokenizer.encode(text).ids[:TOKENS]) for text in TEXTS[:2]]
     )
-    image = theirs.encode_image(loaded.model.image.pixels(PIXELS))
+    image = theirs.encode_image(loaded.model.image.tower.embeddings.normalize(PIXELS))
     images = [Image.fromarray(each.permute(1, 2, 0).numpy()) for each in PIXELS]
     torch.testing.assert_close(loaded.embed_texts(TEXTS[:2]), text, rtol=0, atol=1e-5)
     torch.testing.assert_close(loaded.embed_images(images), image, rtol=0, atol=1e-5)
@@ -179,7 +179,10 @@ def test_open_clip_checkpoint_is_exported_with_equal_embeddings(
         TEXTS[:2], padding="max_length", return_tensors="pt"
     )
     with torch.no_grad():
-        out = hf(input_ids=tokens["input_ids"], pixel_values=loaded.model.image.pixels(PIXELS))
+        out = hf(
+            input_ids=tokens["input_ids"],
+            pixel_values=loaded.model.image.tower.embeddings.normalize(PIXELS),
+        )
     torch.testing.assert_close(out.text_embeds, text, rtol=0, atol=1e-5)
     torch.testing.assert_close(out.image_embeds, image, rtol=0, atol=1e-5)
     assert out.logits_per_text.shape == (2, 2) and hf.logit_scale.item() == 3.0
@@ -255,7 +258,10 @@ def test_open_clip_siglip_is_exported_with_equal_embeddings(
         SIDE,
     )
     ids = torch.randint(0, ROWS, (3, TOKENS), generator=torch.Generator().manual_seed(1))
-    expected, pixels = theirs.encode_text(ids), loaded.model.image.pixels(PIXELS)
+    expected, pixels = (
+        theirs.encode_text(ids),
+        loaded.model.image.tower.embeddings.normalize(PIXELS),
+    )
     torch.testing.assert_close(
         loaded.model.embed_text(ids, torch.ones_like(ids)), expected, rtol=0, atol=1e-6
     )
@@ -468,7 +474,7 @@ def test_transformers_folder_is_exported_with_equal_embeddings(kind: str, tmp_pa
     )
     export_pretrained(config, tmp_path / "out", lambda *_: None)
     loaded, again = mmray.load(tmp_path / "out"), AutoModel.from_pretrained(tmp_path / "out")
-    pixels = loaded.model.image.pixels(PIXELS)
+    pixels = loaded.model.image.tower.embeddings.normalize(PIXELS)
     with torch.no_grad():
         image = F.normalize(theirs.get_image_features(pixel_values=pixels).pooler_output)
         torch.testing.assert_close(loaded.model.embed_image(PIXELS), image, rtol=0, atol=1e-5)

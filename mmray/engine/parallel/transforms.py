@@ -27,6 +27,7 @@ from mmray.engine.optimizer import freeze_parameters
 from mmray.engine.parallel.strategy import SHARDED, find_blocks, place_branches, preserve_buffers
 from mmray.engine.precision import cast_weights
 from mmray.errors import UsageError
+from mmray.models.pixels import NormalizePixels
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer, Train
@@ -39,6 +40,7 @@ RECOMPILE_LIMIT = 64
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # their layers name rates `drop`
 KNOWN_PACKAGES = ("mmray.", "timm.", "torch.", "torchvision.", "transformers.")
+_forced_eager = False  # within `force_eager`
 # From torch 2.15 on, the memory probe counts the outputs that a selective recomputation saves.
 HOOKS = {
     name: True
@@ -67,7 +69,7 @@ def apply_transforms(
         place_branches(model, device)
     if train.channels_last:
         model.to(memory_format=torch.channels_last)
-    branches = _branches(model)
+    branches = branches_of(model)
     for name, _, mode in (setting.partition("=") for setting in train.activation_checkpointing):
         if name not in branches:
             raise UsageError(
@@ -78,7 +80,8 @@ def apply_transforms(
     return compile_branches(model, train)
 
 
-def _branches(model: nn.Module) -> dict[str, nn.Module]:
+def branches_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the branches of a model by name; none if it has no method `branches`."""
     return model.branches() if hasattr(model, "branches") else {}  # type: ignore[operator]
 
 
@@ -96,12 +99,13 @@ def compile_branches(model: nn.Module, train: Train) -> nn.Module:
     # pass (GradCache).
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    for name, branch in _branches(model).items():
+    for name, branch in branches_of(model).items():
         # Without layers that have no weights: for an empty graph (nn.Identity) torch skips the code
         # that blocks share.
-        for block in [
-            block for block in _blocks(branch) if next(block.parameters(), None) is not None
-        ]:
+        blocks = [block for block in _blocks(branch) if next(block.parameters(), None) is not None]
+        # otherwise each operator of the normalization reads and writes all pixels
+        pixels = [layer for layer in branch.modules() if isinstance(layer, NormalizePixels)]
+        for block in dict.fromkeys([*pixels, *blocks]):
             block.compile(backend=train.compile, dynamic=None if name == "image" else True)
             if name == "image":
                 compiled: Any = block._compiled_call_impl
@@ -121,14 +125,24 @@ def _call_with_static_sizes(compiled: Callable[..., Any], *args: Any, **kwargs: 
     return compiled(*args, **kwargs)
 
 
-def force_eager() -> AbstractContextManager[Any]:
-    """Scope in which compiled blocks run eagerly."""
+@contextmanager
+def force_eager() -> Iterator[None]:
+    """Scope in which compiled blocks run eagerly, and branches without CUDA graphs."""
+    global _forced_eager
     # Without torch._dynamo nothing is compiled, and importing it takes 1.1 s.
-    return (
-        torch.compiler.set_stance("force_eager")
-        if "torch._dynamo" in sys.modules
-        else nullcontext()
-    )
+    compiles = "torch._dynamo" in sys.modules
+    before = _forced_eager
+    _forced_eager = True
+    try:
+        with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+            yield
+    finally:
+        _forced_eager = before
+
+
+def is_forced_eager() -> bool:
+    """Return True within `force_eager`."""
+    return _forced_eager
 
 
 def num_compiled_graphs() -> int:
@@ -152,7 +166,7 @@ def checkpoint_activations(
     than without gradients (the first pass of GradCache).
     """
     for block in _blocks(branch):
-        draws = _may_draw_random_numbers(block)
+        draws = may_draw_random_numbers(block)
         settings: dict[str, Any] = {"preserve_rng_state": draws}
         if selective:
             settings |= HOOKS | {
@@ -208,7 +222,7 @@ def _policy(
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _may_draw_random_numbers(block: nn.Module) -> bool:
+def may_draw_random_numbers(block: nn.Module) -> bool:
     """Return True for a positive dropout rate, and for layers of other packages, whose code may
     have any.
     """

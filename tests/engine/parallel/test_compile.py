@@ -72,7 +72,8 @@ def test_blocks_of_equal_structure_share_a_graph(kind: str) -> None:
         spec = with_depth(kind, depth)
         model_of(spec, counter).train()(rows(spec))
         counts.append(counter.frame_count)
-    assert counts[0] == counts[1] == 2  # one an encoder
+    # one of the patch embeddings, and one an encoder
+    assert counts[0] == counts[1] == 3
 
 
 def test_only_rows_and_text_lengths_become_dynamic() -> None:

@@ -1,0 +1,291 @@
+"""CUDA graphs: the forward of a branch and its backward as one launch each, instead of thousands.
+
+With few rows a GPU computes faster than the host launches kernels; a graph removes that limit. It
+reads and writes fixed addresses, so each shape of the inputs has graphs of its own, and the memory
+of their activations stays allocated. The rest of a step is unchanged: loss, accumulation,
+collectives and optimizer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mmray.engine.parallel.strategy import SHARDED
+from mmray.engine.parallel.transforms import is_forced_eager, may_draw_random_numbers
+from mmray.errors import first_line
+
+if TYPE_CHECKING:
+    from mmray.config import Train
+
+MAX_GRAPHS = 8  # of a branch with gradients, and as many without: captions have few padded lengths
+EAGER_CALLS = 2  # of a shape before its capture: they compile, and many shapes come only once
+FREE_FRACTION = 0.4  # of a GPU's memory that graphs leave to evaluation and other shapes
+Notify = Callable[[str, str], None]  # label, text: a console line
+
+
+class Recorder(Protocol):
+    """Records functions whose repetitions never overlap."""
+
+    def warm_up(self, function: Callable[[], Any]) -> None:
+        """Run a function as it will be recorded, so that it has allocated what it keeps."""
+
+    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Run a function; return its result, and what repeats it into the same tensors."""
+
+    def free_fraction(self) -> float:
+        """Return the share of the device's memory that nothing uses."""
+
+
+def graph_branches(
+    branches: dict[str, nn.Module], train: Train, device: torch.device, notify: Notify
+) -> str:
+    """Let branches of the model run as CUDA graphs if `train.cuda_graphs` allows it.
+
+    A deep copy of a branch has no graphs.
+
+    Args:
+        branches: parts of the model by name, with the transforms of `train`.
+        train: the settings, without `auto` in `precision` and `compile`.
+        device: of the model.
+        notify: called if a capture fails; the branch then runs without graphs.
+
+    Returns:
+        A line about the branches with graphs, and why others have none; empty on a CPU.
+    """
+    if device.type != "cuda" or not branches:
+        return ""
+    reason = unsupported_setting(train)
+    if reason:
+        return f"no CUDA graphs: {reason}"
+    reasons = {name: unsupported_layer(branch) for name, branch in branches.items()}
+    for name, branch in branches.items():
+        if not reasons[name]:
+            recorders = CudaRecorder(device), CudaRecorder(device)
+            branch._compiled_call_impl = BranchGraphs(name, branch, recorders, notify)
+    with_graphs = ", ".join(name for name, reason in reasons.items() if not reason)
+    without = [f"not for {name}: {reason}" for name, reason in reasons.items() if reason]
+    return "; ".join([f"CUDA graphs for {with_graphs or 'no branch'}", *without])
+
+
+def unsupported_setting(train: Train) -> str:
+    """Return why no branch can run as graphs with these settings; empty if some can."""
+    if train.cuda_graphs == "off":
+        return "train.cuda_graphs is off"
+    if train.parallel in (*SHARDED, "branches"):
+        return f"with train.parallel {train.parallel} a forward communicates"
+    if train.activation_checkpointing:
+        return "train.activation_checkpointing is set"
+    return ""
+
+
+def unsupported_layer(branch: nn.Module) -> str:
+    """Return why a branch cannot run as graphs; empty if it can."""
+    if any(isinstance(layer, _BatchNorm) and layer.training for layer in branch.modules()):
+        return "a BatchNorm updates its running statistics"
+    if may_draw_random_numbers(branch):
+        return "it has dropout, or layers of other packages"
+    return ""
+
+
+class BranchGraphs:
+    """The call of a branch: eager at first, and from the third call of a shape on as graphs."""
+
+    def __init__(
+        self, name: str, branch: nn.Module, recorders: tuple[Recorder, Recorder], notify: Notify
+    ) -> None:
+        """Recorders: of forwards without gradients, and of forwards with their backward.
+
+        They do not share memory, because forwards without gradients come between the two.
+        """
+        self._name = name
+        self._branch = branch
+        # a branch without blocks is compiled as a whole
+        self._eager: Callable[..., Any] = branch._compiled_call_impl or branch._call_impl
+        self._recorders = recorders
+        self._notify = notify
+        self._calls: Counter[Any] = Counter()
+        self._graphs: dict[Any, BranchGraph] = {}
+        self._failed = False
+        self._pending: Callable[[], PendingBackward | None] = lambda: None
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        weights = [weight for weight in self._branch.parameters() if weight.requires_grad]
+        if not torch.is_grad_enabled():
+            weights = []
+        if options or not self._can_replay(inputs, bool(weights)):
+            return self._eager(*inputs, **options)
+        device_type = inputs[0].device.type
+        autocast = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        sizes = tuple((value.shape, value.dtype) for value in inputs)
+        key = bool(weights), autocast, sizes
+        self._calls[key] += 1
+        if key not in self._graphs and self._calls[key] > EAGER_CALLS:
+            self._capture(key, inputs, weights)
+        if key not in self._graphs:
+            return self._eager(*inputs)
+        if not weights:
+            return self._graphs[key].replay(inputs)
+        pending = PendingBackward()
+        self._pending = weakref.ref(pending)
+        return _Replay.apply(self._graphs[key], pending, *inputs, *weights)
+
+    def _can_replay(self, inputs: tuple[Any, ...], with_backward: bool) -> bool:
+        if self._failed or is_forced_eager() or not self._branch.training:
+            return False
+        if with_backward and self._pending() is not None:
+            return False  # it would overwrite the activations that the backward still needs
+        return all(isinstance(value, Tensor) and not value.requires_grad for value in inputs)
+
+    def _capture(self, key: Any, inputs: tuple[Tensor, ...], weights: list[nn.Parameter]) -> None:
+        if sum(bool(weights) == key[0] for key in self._graphs) >= MAX_GRAPHS:
+            return
+        recorder = self._recorders[bool(weights)]
+        problem = ""
+        try:
+            graph = BranchGraph(self._eager, inputs, weights, recorder)
+            if recorder.free_fraction() < FREE_FRACTION:
+                problem = f"they would leave less than {FREE_FRACTION:.0%} of the memory free"
+            self._graphs[key] = graph
+        except (RuntimeError, TypeError, AttributeError) as error:
+            problem = first_line(error)
+        if problem:
+            self._failed = True
+            self._graphs.clear()
+            self._notify("device", f"no CUDA graphs for {self._name}: {problem}")
+
+
+class PendingBackward:
+    """Exists from the forward of a graph until its backward has run, or its output is dropped."""
+
+
+class BranchGraph:
+    """Graphs of a branch for one shape of its inputs, and the tensors that they read and write."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        inputs: tuple[Tensor, ...],
+        weights: list[nn.Parameter],
+        recorder: Recorder,
+    ) -> None:
+        """Capture `call`, and if there are trainable weights its backward.
+
+        Raises RuntimeError if it has operators that cannot be captured or memory runs out, and
+        TypeError if it does not return one tensor.
+        """
+        device_type = inputs[0].device.type
+        output: Tensor | None = None  # with its autograd graph
+        self.weights = weights
+        self._inputs = [value.clone() for value in inputs]
+
+        def forward() -> Tensor:
+            nonlocal output
+            # The graph must cast weights itself, and only it may read the results. (Without the
+            # cache of autocast torch would compile all blocks again.)
+            torch.clear_autocast_cache()
+            result = call(*self._inputs)
+            torch.clear_autocast_cache()
+            if not isinstance(result, Tensor):
+                raise TypeError(f"it returns a {type(result).__name__} instead of a tensor")
+            output = result if weights else None
+            return result.detach()
+
+        def backward() -> tuple[Tensor | None, ...]:
+            assert output is not None
+            with torch.autocast(device_type, enabled=False):
+                return torch.autograd.grad(
+                    output, weights, self._output_gradient, allow_unused=True
+                )
+
+        def both() -> None:
+            self._output_gradient = torch.zeros_like(forward())
+            if weights:
+                backward()
+
+        recorder.warm_up(both)
+        output = None
+        self._output, self._replay_forward = recorder.record(forward)
+        self._gradients: tuple[Tensor | None, ...] = ()
+        if weights:
+            self._gradients, self._replay_backward = recorder.record(backward)
+        output = None  # graphs of other shapes may use the memory of the activations
+
+    def replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Run the forward; return the output in memory of its own."""
+        for fixed, value in zip(self._inputs, inputs, strict=True):
+            fixed.copy_(value)
+        self._replay_forward()
+        return self._output.clone()
+
+    def replay_backward(self, output_gradient: Tensor) -> list[Tensor | None]:
+        """Run the backward; return the gradients of the weights, which its next run overwrites.
+
+        Autograd takes them as `grad` of the weights. In accumulation a later backward adds to
+        `grad`, so it gets memory of its own first.
+        """
+        for weight, gradient in zip(self.weights, self._gradients, strict=True):
+            if gradient is None or weight.grad is None:
+                continue
+            if weight.grad.data_ptr() == gradient.data_ptr():
+                weight.grad = weight.grad.clone()
+        self._output_gradient.copy_(output_gradient)
+        self._replay_backward()
+        return [None if value is None else value.detach() for value in self._gradients]
+
+
+class _Replay(torch.autograd.Function):
+    """Replay of a branch; its inputs include the weights, to which it returns gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: BranchGraph, pending: PendingBackward, *tensors: Tensor) -> Tensor:
+        ctx.graph = graph
+        ctx.pending = pending
+        ctx.num_inputs = len(tensors) - len(graph.weights)
+        return graph.replay(tensors[: ctx.num_inputs])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> Any:
+        gradients = ctx.graph.replay_backward(output_gradient)
+        ctx.pending = None
+        return (None, None, *[None] * ctx.num_inputs, *gradients)
+
+
+class CudaRecorder:
+    """Captures CUDA graphs, which share memory for what only one of them needs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def warm_up(self, function: Callable[[], Any]) -> None:
+        """Run the function on the stream of the captures, where cuBLAS allocates its workspace."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            function()
+        current.wait_stream(self._stream)
+
+    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the thread that prefetches batches may allocate memory meanwhile
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            result = function()
+        return result, graph.replay
+
+    def free_fraction(self) -> float:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return free / total

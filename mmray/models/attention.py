@@ -1,0 +1,53 @@
+"""Self-attention of transformers' CLIP and SigLIP with one matrix product for q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CLASSES = ("CLIPAttention", "SiglipAttention")  # of transformers, not imported here
+
+
+def fuse_projections(model: nn.Module) -> None:
+    """Compute q, k and v in one product in each attention layer of CLIP and SigLIP.
+
+    The weights stay three parameters and are concatenated in each forward, where autocast copies
+    them anyway. Layers with dropout, or with adapters on a projection, are unchanged.
+    """
+    for layer in model.modules():
+        if type(layer).__name__ in CLASSES and _is_plain(layer):
+            layer.__class__ = FusedAttention
+
+
+def _is_plain(attention: Any) -> bool:
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    return not attention.dropout and all(type(part) is nn.Linear for part in projections)
+
+
+class FusedAttention(nn.Module):
+    """Attention with the parameters and settings of transformers' class."""
+
+    num_heads: int
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: None = None, is_causal: bool = False, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Hidden states [B, T, W] -> [B, T, W], and None in place of the attention weights.
+
+        attention_mask: not supported, because no branch has one.
+        """
+        assert attention_mask is None
+        projections = self.q_proj, self.k_proj, self.v_proj
+        weight = torch.cat([projection.weight for projection in projections])
+        bias = torch.cat([projection.bias for projection in projections])
+        fused = F.linear(hidden_states, weight, bias).unflatten(2, (3, self.num_heads, -1))
+        query, key, value = fused.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+        return self.out_proj(attended.transpose(1, 2).flatten(2)), None

@@ -1,0 +1,113 @@
+"""From uint8 pixels to the first layer of an image tower."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class NormalizePixels(nn.Module):
+    """Normalize pixels uint8 [B, 3, S, S] to the dtype in which the first layer computes.
+
+    That is the dtype of autocast, or without it the dtype of the model's weights. The arithmetic is
+    that of the weights. With `train.compile` it is one kernel (engine/parallel/transforms.py).
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        # In units of 1 / 255; settings, not weights.
+        self.register_buffer("mean", 255 * torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", 255 * torch.tensor(std).view(-1, 1, 1), persistent=False)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.normalize(image)
+
+    def normalize(self, image: Tensor) -> Tensor:
+        pixels = (image.to(self.mean.dtype) - self.mean) / self.std
+        return pixels.to(autocast_dtype(pixels))
+
+
+class PatchConv2d(nn.Conv2d):
+    """A convolution whose kernel is its stride, computed as a matrix product of the patches.
+
+    cuDNN takes an order of magnitude longer for such kernels, above all for the gradient of the
+    weight. The weight has the shape of the convolution, [D, C, P, P].
+    """
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, D, H / P, W / P]; an incomplete last patch is unused."""
+        height, width = self.kernel_size
+        rows = pixels.shape[2] // height
+        columns = pixels.shape[3] // width
+        pixels = pixels[:, :, : rows * height, : columns * width]
+        patches = pixels.unflatten(3, (columns, width)).unflatten(2, (rows, height))
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3)
+        return F.linear(patches, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+class PatchEmbeddings(NormalizePixels):
+    """Input hidden states of transformers' CLIP or SigLIP vision model, from uint8 pixels.
+
+    It has the weights of their `embeddings` under the same names. Normalization is part of it, so
+    that compiled code reads the pixels once and writes patches in the dtype of their product.
+    """
+
+    class_embedding: nn.Parameter | None
+    patch_embedding: nn.Conv2d
+    position_embedding: nn.Embedding
+
+    def __init__(self, embeddings: Any, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__(mean, std)
+        self.register_parameter("class_embedding", getattr(embeddings, "class_embedding", None))
+        self.patch_embedding = embeddings.patch_embedding
+        self.position_embedding = embeddings.position_embedding
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Pixels uint8 [B, 3, S, S] -> hidden states [B, N, W]: CLIP's class token, patches."""
+        hidden = self.patch_embedding(self.normalize(image)).flatten(2).transpose(1, 2)
+        if self.class_embedding is not None:
+            class_token = self.class_embedding.expand(len(hidden), 1, -1)
+            hidden = torch.cat([class_token, hidden], dim=1)
+        return hidden + self.position_embedding.weight
+
+
+def use_patch_products(model: nn.Module) -> None:
+    """Compute the patch embeddings of a model, convolutions of images, as matrix products."""
+    for layer in model.modules():
+        if type(layer) is nn.Conv2d and _is_patch_embedding(layer):
+            layer.__class__ = PatchConv2d
+
+
+def _is_patch_embedding(layer: nn.Conv2d) -> bool:
+    """Return True for a convolution of images (three channels) into patches that do not overlap."""
+    return (
+        layer.in_channels == 3
+        and layer.kernel_size == layer.stride
+        and layer.kernel_size != (1, 1)
+        and layer.padding in ("valid", (0, 0))
+        and layer.dilation == (1, 1)
+        and layer.groups == 1
+    )
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of products of `tensor` under autocast; its own without autocast."""
+    device_type = tensor.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensor.dtype
+    return torch.get_autocast_dtype(device_type)
+
+
+def residual_stream(hidden: Tensor) -> Tensor:
+    """Cast hidden states to bf16 under autocast to bf16, so that each block reads and writes half.
+
+    Statistics of LayerNorm and sums of products stay in float32. fp16 lacks the range for a sum
+    over all blocks, so under autocast to fp16 hidden states keep their dtype.
+    """
+    return hidden.bfloat16() if autocast_dtype(hidden) == torch.bfloat16 else hidden

@@ -1,0 +1,240 @@
+"""CUDA graphs of branches with a recorder that runs on a CPU, and what has no graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mmray.bench import device_checks
+from mmray.config import ImageTower, Train
+from mmray.data.stream.order import SamplePlan
+from mmray.engine import loop
+from mmray.engine.parallel import cuda_graphs
+from mmray.engine.parallel.cuda_graphs import EAGER_CALLS, BranchGraphs, graph_branches
+from mmray.engine.parallel.transforms import force_eager
+from mmray.models.build import build
+from tests.engine import toy
+from tests.engine.recipe_models import MODELS, VOCAB, WITH_DROPOUT
+
+GPU = torch.device("cuda", 0)
+
+
+class CpuRecorder:
+    """Repeats functions by calling them; their results keep the first tensors, as in a graph."""
+
+    def __init__(self, free: float = 1.0) -> None:
+        self.free = free
+        self.replays = 0
+
+    def warm_up(self, function: Callable[[], Any]) -> None:
+        function()
+
+    def record(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        with_gradients = torch.is_grad_enabled()
+        result = function()
+
+        def replay() -> None:
+            self.replays += 1
+            with torch.set_grad_enabled(with_gradients):
+                repeated = function()
+            for fixed, value in zip(tree_leaves(result), tree_leaves(repeated), strict=True):
+                if fixed is not None:
+                    fixed.copy_(value)
+
+        return result, replay
+
+    def free_fraction(self) -> float:
+        return self.free
+
+
+def use_graphs(
+    name: str, branch: nn.Module, notes: list[tuple[str, str]], **options: Any
+) -> tuple[CpuRecorder, CpuRecorder]:
+    recorders = CpuRecorder(**options), CpuRecorder(**options)
+    notify = lambda label, text: notes.append((label, text))  # noqa: E731
+    branch._compiled_call_impl = BranchGraphs(name, branch, recorders, notify)  # type: ignore[assignment]
+    return recorders
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3).double()
+        self.frozen = nn.Linear(3, 3).double().requires_grad_(False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.frozen(self.layer(rows).tanh())
+
+
+def rows(seed: int, count: int = 2) -> Tensor:
+    return torch.randn(count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_replayed_gradients_equal_eager_ones_in_accumulation() -> None:
+    """Also after an update, with a forward without gradients between a forward and its backward."""
+    plain, tower = Tower(), Tower()
+    notes: list[tuple[str, str]] = []
+    without_gradients, with_gradients = use_graphs("image", tower, notes)
+    for step in range(EAGER_CALLS + 4):
+        for model in (plain, tower):
+            model.zero_grad(set_to_none=True)
+            for micro in range(2):
+                output = model(rows(10 * step + micro))
+                with torch.no_grad():
+                    model(rows(99))
+                output.square().sum().backward()
+            with torch.no_grad():
+                model.layer.weight -= 0.1 * model.layer.weight.grad
+        torch.testing.assert_close(tower.layer.weight.grad, plain.layer.weight.grad, rtol=0, atol=0)
+    torch.testing.assert_close(tower.layer.weight, plain.layer.weight, rtol=0, atol=0)
+    calls = 2 * (EAGER_CALLS + 4) - EAGER_CALLS
+    assert (without_gradients.replays, with_gradients.replays) == (calls, 2 * calls)
+    assert tower.frozen.weight.grad is None and notes == []
+
+
+def test_forward_runs_eagerly_until_the_backward_of_the_previous_one() -> None:
+    tower = Tower()
+    _, recorder = use_graphs("image", tower, [])
+    for step in range(EAGER_CALLS + 1):
+        tower(rows(step)).sum().backward()
+    before = recorder.replays
+    first, second = tower(rows(7)), tower(rows(8))
+    assert recorder.replays == before + 1
+    torch.testing.assert_close(second, Tower()(rows(8)), rtol=0, atol=0)
+    torch.testing.assert_close(first, Tower()(rows(7)), rtol=0, atol=0)
+    del first  # dropped without a backward, as after an out-of-memory error
+    tower(rows(9))
+    assert recorder.replays == before + 2
+
+
+def test_rare_shapes_evaluation_and_forced_eager_code_have_no_graphs() -> None:
+    tower = Tower()
+    recorders = use_graphs("image", tower, [])
+    for count in range(1, 6):
+        for _ in range(EAGER_CALLS):
+            tower(rows(0, count)).sum().backward()
+    tower.eval()
+    for _ in range(5):
+        tower(rows(0))
+    tower.train()
+    with force_eager():
+        for _ in range(5):
+            tower(rows(0)).sum().backward()
+    inner = rows(0).requires_grad_()
+    for _ in range(5):
+        tower(inner).sum().backward()
+    assert [recorder.replays for recorder in recorders] == [0, 0]
+
+
+def test_number_of_graphs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
+    tower = Tower()
+    _, recorder = use_graphs("image", tower, [])
+    for count in (1, 2):
+        for _ in range(EAGER_CALLS + 1):
+            output = tower(rows(0, count))
+            torch.testing.assert_close(output, Tower()(rows(0, count)), rtol=0, atol=0)
+            output.sum().backward()
+    assert recorder.replays == 2
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [
+        ("memory", "no CUDA graphs for image: they would leave less than 40% of the memory free"),
+        ("error", "no CUDA graphs for image: operation not permitted when stream is capturing"),
+        ("tuple", "no CUDA graphs for image: it returns a tuple instead of a tensor"),
+    ],
+)
+def test_branch_that_cannot_be_captured_stays_eager(problem: str, text: str) -> None:
+    class Pair(Tower):
+        def forward(self, rows: Tensor) -> Any:
+            return super().forward(rows), rows
+
+    tower, notes = Pair() if problem == "tuple" else Tower(), []
+    options = {"free": 0.1} if problem == "memory" else {}
+    _, recorder = use_graphs("image", tower, notes, **options)
+    if problem == "error":
+
+        def fail(function: Any) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        recorder.record = fail  # type: ignore[method-assign]
+    for step in range(EAGER_CALLS + 3):
+        output = tower(rows(step))
+        output = output[0] if problem == "tuple" else output
+        torch.testing.assert_close(output, Tower()(rows(step)), rtol=0, atol=0)
+        output.sum().backward()
+    assert notes == [("device", text)] and recorder.replays == 0
+
+
+def test_copy_of_a_branch_has_no_graphs() -> None:
+    tower = Tower()
+    _, recorder = use_graphs("image", tower, [])
+    average = copy.deepcopy(tower)
+    for step in range(EAGER_CALLS + 3):
+        average(rows(step)).sum().backward()
+    assert recorder.replays == 0
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.parametrize("micro", [2, 8])
+def test_run_with_graphs_equals_eager_run(kind: str, micro: int) -> None:
+    """In one pass, and in micro-batches with GradCache's first pass without gradients."""
+    plan = SamplePlan(num_rows=48, global_rows=8, world_size=1, micro=micro, seed=1, steps=6)
+    weights = []
+    for with_graphs in (False, True):
+        spec = device_checks.spec_of(kind, torch.device("cpu"), plan=plan)
+        recorders = []
+        if with_graphs:
+            for name, branch in spec.model.branches().items():  # type: ignore[operator]
+                recorders += use_graphs(name, branch, [])
+        loop.train_loop(spec, device_checks.steps_of(kind, plan=plan))
+        weights.append(toy.flat(spec.model))
+        if with_graphs:
+            replays = [recorder.replays > 0 for recorder in recorders]
+            assert replays == [micro < 8, True] * 2
+    toy.assert_equal_weights(weights[1], weights[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({}, "CUDA graphs for image, text"),
+        ({"cuda_graphs": "off"}, "no CUDA graphs: train.cuda_graphs is off"),
+        (
+            {"parallel": "fsdp"},
+            "no CUDA graphs: with train.parallel fsdp a forward communicates",
+        ),
+        (
+            {"activation_checkpointing": ("text",)},
+            "no CUDA graphs: train.activation_checkpointing is set",
+        ),
+    ],
+)
+def test_line_names_what_has_no_graphs(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], line: str
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "CudaRecorder", lambda device: CpuRecorder())
+    branches = build(MODELS["clip"][0], VOCAB).train().branches()
+    train = Train(**settings)
+    assert graph_branches(branches, train, GPU, lambda *_: None) == line
+    assert graph_branches(branches, train, torch.device("cpu"), lambda *_: None) == ""
+
+
+def test_dropout_and_running_statistics_have_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "CudaRecorder", lambda device: CpuRecorder())
+    spec = WITH_DROPOUT.model_copy(update={"image": ImageTower(name="resnet18")})
+    branches = build(spec, VOCAB).train().branches()
+    line = graph_branches(branches, Train(), GPU, lambda *_: None)
+    assert line == (
+        "CUDA graphs for no branch; not for image: a BatchNorm updates its running statistics; "
+        "not for text: it has dropout, or layers of other packages"
+    )
