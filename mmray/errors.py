@@ -10,6 +10,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmray.engine.batch import BatchShape
 
 INTERRUPTED = 130
 
@@ -59,11 +63,11 @@ class StorageError(TrainingError):
 
 
 class OutOfMemoryError(TrainingError):
-    """A worker ran out of memory. `retry_micro`: a micro-batch size that may fit; 0: none."""
+    """A worker ran out of memory. `retry_shape`: the batch shape to restart with, if any."""
 
-    def __init__(self, message: str, retry_micro: int = 0):
-        super().__init__(message, retry_micro)
-        self.retry_micro = retry_micro
+    def __init__(self, message: str, retry_shape: BatchShape | None = None):
+        super().__init__(message, retry_shape)
+        self.retry_shape = retry_shape
 
 
 class DeviceError(TrainingError):
@@ -88,12 +92,9 @@ class DataError(MmrayError):
 
 OOM_TYPES = ("OutOfMemoryError", "MemoryError")
 # cuBLAS, cuDNN and cuSOLVER report failed allocations as RuntimeError with their own status names.
-# "unable to find an engine": torch reports this if all plans of a convolution ran out of memory
-# (pytorch#108645).
 OOM_TEXT = re.compile(
     r"out of memory|allocate memory|not enough memory|running low on memory|memory pressure"
-    r"|(CUBLAS|CUDNN|CUSOLVER)\w*_ALLOC(ATION)?_FAILED|was unable to find an engine"
-    r"|OutOfMemoryError|MemoryError",
+    r"|(CUBLAS|CUDNN|CUSOLVER)\w*_ALLOC(ATION)?_FAILED|OutOfMemoryError|MemoryError",
     re.IGNORECASE,
 )
 

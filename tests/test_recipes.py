@@ -88,7 +88,7 @@ def test_accumulation_replaces_the_automatic_micro_batch_of_a_recipe(tmp_path):
         recipes.load(str(tmp_path / "mine.yaml")),
         parse_config(["clip", "--batch.accumulation", "4"], "train")[0],
     ):
-        assert resolve_batch_shape(config.batch, 2) == BatchShape(1024, 128, 4, 2)
+        assert resolve_batch_shape(config.batch, 2) == BatchShape(1024, 128, 2)
 
 
 def test_short_yaml_may_change_model_kind(tmp_path):

@@ -151,7 +151,7 @@ class LoaderWorker:
         arrivals = []
         for block in iter_blocks(iterator):
             arrivals.append(Arrival(time.time(), int(block["valid"].sum())))
-            for _ in iter_micro_batches([block], plan):
+            for _ in iter_micro_batches([block], plan.rank_rows, plan.rank_rows):
                 pass
         return arrivals
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from mmray import config, objectives
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
+from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.parallel.cuda_graphs import graph_branches
 from mmray.engine.parallel.transforms import apply_transforms, branches_of
@@ -57,7 +58,8 @@ MODELS: dict[str, tuple[config.Model, str]] = {
         "language_modelling",
     ),
 }
-PLAN = SamplePlan(num_rows=20, global_rows=8, world_size=1, micro=3, seed=1, steps=3)
+PLAN = SamplePlan(num_rows=20, global_rows=8, world_size=1, seed=1, steps=3)
+MICRO_BATCH_SIZE = 3
 OPTIMIZER = config.Optimizer(lr=0.01, warmup_steps=2)
 CPU = torch.device("cpu")
 
@@ -67,13 +69,15 @@ def tolerance(kind: str, device: torch.device) -> float:
     return 1e-5 if kind == "generative" and device.type == "cuda" else 1e-9
 
 
-def steps_of(kind: str, first: int = 0, plan: SamplePlan = PLAN) -> Iterator[list[Batch]]:
+def steps_of(
+    kind: str, first: int = 0, plan: SamplePlan = PLAN, micro_batch_size: int = MICRO_BATCH_SIZE
+) -> Iterator[list[Batch]]:
     """Micro-batches of each step; the last has invalid rows, and a micro-batch of only these."""
     for step in range(first, plan.steps):
         positions = torch.from_numpy(plan.positions(step, 0))
         batch = synthetic_batch(MODELS[kind][0].inputs, VOCAB, len(positions), CPU, seed=step)
         batch |= {"valid": positions < plan.num_rows, "pos": positions}
-        columns = zip(*(column.split(plan.micro) for column in batch.values()), strict=True)
+        columns = zip(*(column.split(micro_batch_size) for column in batch.values()), strict=True)
         yield [dict(zip(batch, rows, strict=True)) for rows in columns]
 
 
@@ -82,6 +86,7 @@ def spec_of(
     device: torch.device,
     double: bool = True,
     plan: SamplePlan = PLAN,
+    micro_batch_size: int = MICRO_BATCH_SIZE,
     options: dict[str, Any] | None = None,
     **settings: Any,
 ) -> TrainSpec:
@@ -104,14 +109,28 @@ def spec_of(
     model = apply_transforms(model.double() if double else model, train, OPTIMIZER, device)
     objective = objectives.build(config.Objective(kind=MODELS[kind][1]))
     return TrainSpec(
-        model, objective, plan, Group(device=device), train, OPTIMIZER, **options or {}
+        model=model,
+        objective=objective,
+        plan=plan,
+        batch_shape=BatchShape(plan.global_rows, micro_batch_size, plan.world_size),
+        group=Group(device=device),
+        train=train,
+        optimizer=OPTIMIZER,
+        **options or {},
     )
 
 
-def train(kind: str, device: torch.device, plan: SamplePlan = PLAN, **options: Any) -> Tensor:
+def train(
+    kind: str,
+    device: torch.device,
+    plan: SamplePlan = PLAN,
+    micro_batch_size: int = MICRO_BATCH_SIZE,
+    **options: Any,
+) -> Tensor:
     """The final weights of a run, on the CPU; the options are those of `spec_of`."""
-    spec = spec_of(kind, device, plan=plan, **options)
-    outcome = loop.train_loop(spec, steps_of(kind, plan=plan))
+    spec = spec_of(kind, device, plan=plan, micro_batch_size=micro_batch_size, **options)
+    steps = steps_of(kind, plan=plan, micro_batch_size=micro_batch_size)
+    outcome = loop.train_loop(spec, steps)
     assert (outcome.status, outcome.steps) == ("finished", plan.steps), outcome
     return flat(spec.model)
 
@@ -159,7 +178,7 @@ def check_run(kind: str, device: torch.device) -> dict[str, float]:
 
 def check_accumulation(kind: str, device: torch.device) -> dict[str, float]:
     """Accumulated micro-batches equal the whole batch in one pass."""
-    whole = train(kind, device, replace(PLAN, micro=PLAN.global_rows))
+    whole = train(kind, device, micro_batch_size=PLAN.global_rows)
     return compare(tolerance(kind, device), from_whole=(train(kind, device), whole))
 
 
@@ -168,9 +187,10 @@ def check_compiled(kind: str, device: torch.device) -> dict[str, float]:
     anew.
     """
     torch._dynamo.reset()
-    plan = replace(PLAN, num_rows=PLAN.steps * PLAN.global_rows, micro=PLAN.global_rows // 2)
-    compiled = train(kind, device, plan, compile=compile_backend(device))
-    return compare(tolerance(kind, device), from_eager=(compiled, train(kind, device, plan)))
+    plan = replace(PLAN, num_rows=PLAN.steps * PLAN.global_rows)
+    half = PLAN.global_rows // 2
+    compiled = train(kind, device, plan, half, compile=compile_backend(device))
+    return compare(tolerance(kind, device), from_eager=(compiled, train(kind, device, plan, half)))
 
 
 def check_graphs(kind: str, device: torch.device) -> dict[str, float]:

@@ -161,7 +161,7 @@ def models(device: torch.device) -> Iterator[Case]:
         bench = build_bench(recipe(name, device, **settings), Group(device=device), rows)
         log = StepLog((device,))
         log.on_step(0)
-        bench.train(bench.model, BatchShape(rows, rows, 1, 1), 2, log)
+        bench.train(bench.model, BatchShape(rows, rows, world_size=1), 2, log)
         first_s, second_s = log.times_s[-2:]
         loss, peak_gib = log.metrics["train/loss"], log.metrics["memory/peak_gib"]
         assert math.isfinite(loss), f"the loss is {loss}"
@@ -195,12 +195,13 @@ def memory(device: torch.device) -> Iterator[Case]:
         return build_bench(config, Group(device=device), rows)
 
     def probe(name: str) -> dict[str, Any]:
-        micros[name], table = build(name).probe_memory(BatchShape(rows, rows, 1, 1, auto=True))
+        shape, table = build(name).probe_memory(BatchShape(rows, rows, world_size=1, auto=True))
+        micros[name] = shape.micro_batch_size
         return {"rows": rows, "micro": micros[name], "probe_gib": sum(table.values())}
 
     def run(name: str) -> dict[str, Any]:
         bench, micro, log = build(name), micros[name], StepLog((device,))
-        bench.train(bench.model, BatchShape(rows, micro, -(-rows // micro), 1), 3, log)
+        bench.train(bench.model, BatchShape(rows, micro, world_size=1), 3, log)
         row = {
             "micro_after": log.metrics["batch/micro"],
             "peak_gib": log.metrics["memory/peak_gib"],
@@ -268,7 +269,10 @@ def gaps(device: torch.device) -> Iterator[Case]:
             ProfiledSteps(device),
         )
         bench.train(
-            bench.model, BatchShape(rows, rows, 1, 1), WARMUP_STEPS + PROFILED_STEPS, recorder
+            bench.model,
+            BatchShape(rows, rows, world_size=1),
+            WARMUP_STEPS + PROFILED_STEPS,
+            recorder,
         )
         spans = kernel_spans(recorder.profile.events(), device)
         assert spans, "the profiler recorded no kernel"
@@ -336,7 +340,7 @@ def syncs(device: torch.device) -> Iterator[Case]:
         bench = build_bench(recipe(name, device, log_every=100), Group(device=device), rows)
         with count_syncs() as counter:
             callback = SyncsPerStep(counter)
-            bench.train(bench.model, BatchShape(2 * rows, rows, 2, 1), 6, callback)
+            bench.train(bench.model, BatchShape(2 * rows, rows, world_size=1), 6, callback)
         row: dict[str, Any] = {"per_step": max(callback.per_step()[2:-1])}
         if device.type != "cuda":
             return row | {"skipped": "counts those of CUDA"}

@@ -153,7 +153,6 @@ def _build_loaders(
         num_rows=len(files),
         global_rows=GLOBAL_ROWS,
         world_size=CONSUMERS,
-        micro=share,
         seed=0,
         steps=ENDLESS,
     )

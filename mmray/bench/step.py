@@ -32,10 +32,10 @@ from mmray.bench.spawn import describe_machine, select_device, spawn_workers
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine import optimizer as optimizers
-from mmray.engine.batch import BatchShape, halve, resolve_batch_shape
+from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import dry_run
-from mmray.engine.metrics.meters import model_flops, peak_flops
+from mmray.engine.metrics.meters import model_flops_of_row, peak_flops
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.optimizer import freeze_parameters, lr_at
 from mmray.engine.parallel import strategy
@@ -191,10 +191,10 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
         raise UsageError("\n".join(reasons))
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
     measured = spawn_workers(partial(_measure, shape=shape, pairs=pairs, window_s=window_s), config)
-    micro, workers = measured.pop("micro"), shape.workers
+    micro, workers = measured.pop("micro"), shape.world_size
     batch = f"micro {micro} x accumulation 1 x workers {workers} = {micro * workers} rows per step"
-    if micro * workers < shape.global_rows:
-        batch += f"; loop_vs_best: {shape.global_rows} rows per step"
+    if micro * workers < shape.global_batch_size:
+        batch += f"; loop_vs_best: {shape.global_batch_size} rows per step"
     return {"machine": describe_machine(select_device(config)), "batch": batch} | measured
 
 
@@ -202,9 +202,9 @@ def _measure(
     config: Config, group: Group, folder: Path, shape: BatchShape, pairs: int, window_s: float
 ) -> dict[str, Any]:
     log = MetricsLog(folder) if group.rank == 0 else None
-    bench = build_bench(config, group, shape.micro, log, -(-shape.global_rows // shape.workers))
+    bench = build_bench(config, group, shape.micro_batch_size, log, shape.rank_batch_size)
     if shape.auto:
-        bench = replace(bench, micro=bench.probe_memory(shape)[0])
+        bench = replace(bench, micro=bench.probe_memory(shape)[0].micro_batch_size)
     result = measure_loops(bench, pairs, window_s)
     if log is not None:
         log.close()
@@ -290,18 +290,19 @@ class Bench:
             model=model,
             objective=objectives.build(self.config.objective),
             plan=plan,
+            batch_shape=shape,
             group=self.group,
             train=self.config.train,
             optimizer=self.config.optimizer,
             callbacks=(callback,),
             **options,
         )
-        return loop.train_loop(spec, micro_batches(plan, self.group.rank, self.batches))
+        return loop.train_loop(spec, micro_batches(plan, shape, self.group.rank, self.batches))
 
-    def probe_memory(self, shape: BatchShape) -> tuple[int, dict[str, float]]:
-        """Return the rows of a micro-batch and the memory table of the dry run before a run."""
+    def probe_memory(self, shape: BatchShape) -> tuple[BatchShape, dict[str, float]]:
+        """Return the batch shape and the memory table of the dry run before a run."""
         objective = objectives.build(self.config.objective)
-        return dry_run(self.config, self.model, objective, self.group, self._plan(shape, steps=1))
+        return dry_run(self.config, self.model, objective, self.group, shape, steps=1)
 
     def loop_window(self, steps: int, accumulated: bool = False) -> tuple[float, float]:
         """Return (seconds, last loss) of a window of mmray's loop on a copy of the model.
@@ -309,7 +310,7 @@ class Bench:
         A step has one micro-batch, or (`accumulated`) all rows of this rank in such micro-batches.
         """
         world, rows = self.group.world_size, self.rank_rows if accumulated else self.micro
-        shape = BatchShape(rows * world, self.micro, -(-rows // self.micro), world)
+        shape = BatchShape(rows * world, self.micro, world)
         timer = StepTimer((self.group.device,), total_until=steps)
         metrics = self.train(self._copy(), shape, steps, timer, log=self.log).metrics
         # the other loops have not changed theirs
@@ -357,7 +358,7 @@ class Bench:
             except (RuntimeError, MemoryError) as error:
                 if self.group.world_size > 1 or rows == 1 or not is_out_of_memory(error):
                     raise
-            rows = halve(rows)  # outside `except`: the traceback keeps the step's tensors alive
+            rows = -(-rows // 2)  # outside `except`: the traceback keeps the step's tensors alive
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -365,7 +366,9 @@ class Bench:
         """FLOPs of the model for a forward and a backward of one row."""
         batch = next(copy_to(self.group.device, self._rows(self.micro)))
         precision = select_precision(self.config.train.precision, self.group.device)
-        return model_flops(self.model.to(self.group.device), batch, precision) / self.micro
+        flops = model_flops_of_row(self.model.to(self.group.device), batch, precision)
+        self.model.zero_grad()
+        return flops
 
     def peak_flops(self) -> float | None:
         """Peak FLOP/s of the device in its own precision; None for a CPU and an unknown GPU."""
@@ -395,9 +398,8 @@ class Bench:
     def _plan(self, shape: BatchShape, steps: int) -> SamplePlan:
         return SamplePlan(
             num_rows=2**30,
-            global_rows=shape.global_rows,
+            global_rows=shape.global_batch_size,
             world_size=self.group.world_size,
-            micro=shape.micro,
             seed=self.config.train.seed,
             steps=steps,
         )
@@ -412,7 +414,9 @@ class Bench:
         graph_branches(branches_of(model), self.config.train, device, lambda *_: None)
 
 
-def micro_batches(plan: SamplePlan, rank: int, batches: list[Batch]) -> Iterator[list[Batch]]:
+def micro_batches(
+    plan: SamplePlan, shape: BatchShape, rank: int, batches: list[Batch]
+) -> Iterator[list[Batch]]:
     """Yield this rank's micro-batches of each step as slices of `batches` in rotation; the last may
     be smaller.
     """
@@ -420,8 +424,8 @@ def micro_batches(plan: SamplePlan, rank: int, batches: list[Batch]) -> Iterator
     for step in range(plan.steps):
         positions = torch.from_numpy(plan.positions(step, rank))
         micros = []
-        for start in range(0, plan.rank_rows, plan.micro):
-            pos, first = positions[start : start + plan.micro], start % size
+        for start in range(0, plan.rank_rows, shape.micro_batch_size):
+            pos, first = positions[start : start + shape.micro_batch_size], start % size
             batch = batches[(step + start // size) % len(batches)]
             rows = {name: column[first : first + len(pos)] for name, column in batch.items()}
             micros.append(rows | {"pos": pos, "valid": pos >= 0})

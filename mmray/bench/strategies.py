@@ -112,7 +112,9 @@ def _time_row(
         config = config.with_cluster(workers=1)
     config = config.replace(
         train=config.train.replace(**{"grad_compression": "none", "profile": 0, **train}),
-        batch=config.batch.replace(global_=shape.global_rows, micro=shape.micro, accumulation=None),
+        batch=config.batch.replace(
+            global_=shape.global_batch_size, micro=shape.micro_batch_size, accumulation=None
+        ),
     )
     row: dict[str, Any] = {
         "workers": config.cluster.max_workers,
@@ -184,7 +186,7 @@ def _measure_rank(config: Config, group: Group, _: Path, *, steps: int) -> dict[
     devices = two_devices(group.device) if config.train.parallel == "branches" else (group.device,)
     config = config.replace(train=config.train.replace(log_every=last_timed_step))
     # Every rank generates the same global batches, as rank 0 of 1, and takes its share of the rows.
-    bench = build_bench(config, Group(device=group.device), shape.global_rows)
+    bench = build_bench(config, Group(device=group.device), shape.global_batch_size)
     batches = [rank_share(batch, group.rank, group.world_size) for batch in bench.batches]
     timer = ProfiledTimer(devices, last_timed_step=last_timed_step)
     replace(bench, group=group, batches=batches).train(
@@ -193,7 +195,7 @@ def _measure_rank(config: Config, group: Group, _: Path, *, steps: int) -> dict[
     times_s = timer.times_s[:steps]
     p50_s, p95_s = np.percentile(times_s, (50, 95)).tolist()
     return {
-        "samples_per_s": shape.global_rows / statistics.mean(times_s),
+        "samples_per_s": shape.global_batch_size / statistics.mean(times_s),
         "step_p50_s": p50_s,
         "step_p95_s": p95_s,
         "communication_share": timer.communication_share,

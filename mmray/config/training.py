@@ -102,11 +102,10 @@ class Train(Section, settings_prefix="train"):
     epochs: float | None = Field(
         None, gt=0, description="Passes over the training set, rounded up to whole steps."
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16", "bf16-true"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
-        description="bf16 and fp16: autocast of float32 weights; bf16-true: matrices in bf16, with "
-        "float32 copies in "
-        "the optimizer; auto: bf16 if the device supports it, fp16 on older GPUs, fp32 on a CPU.",
+        description="bf16 and fp16: autocast of float32 weights; auto: bf16 if the device supports "
+        "it, fp16 on older GPUs, fp32 on a CPU.",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed of all random numbers.")
     log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
@@ -162,12 +161,6 @@ class Train(Section, settings_prefix="train"):
     )
     grad_compression: Literal["none", "bf16", "fp16"] = Field(
         "none", description="Dtype of DDP's gradient all-reduce."
-    )
-    noise_scale_every: int = Field(
-        0,
-        ge=0,
-        description="Steps between measurements of the gradient noise scale, each 1.5 "
-        "steps long; 0: none.",
     )
     profile: int = Field(
         0, ge=0, description="Steps to record with torch.profiler into the run's folder."

@@ -9,21 +9,25 @@ writes the log.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import asdict
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmray.engine import oom, run_state
-from mmray.engine.batch import halve
+from mmray.engine import run_state
 from mmray.engine.checkpoint.manager import CheckpointSchedule, steps_between_checkpoints
-from mmray.engine.metrics.meters import Meter, padding_fractions, reduce_over_ranks, rows_sha
-from mmray.engine.metrics.noise_scale import average_noise, measure_noise
+from mmray.engine.memory_probe import OOM_ADVICE
+from mmray.engine.metrics.meters import (
+    Meter,
+    model_flops_of_row,
+    padding_fractions,
+    reduce_over_ranks,
+    rows_sha,
+)
 from mmray.engine.metrics.timers import PhaseTimers, Throughput
 from mmray.engine.metrics.writers import Metrics, profile_steps
-from mmray.engine.oom import RecoverableOom
 from mmray.engine.optimizer import ExponentialMovingAverage, build_optimizer, lr_at, set_lr
 from mmray.engine.parallel import strategy
 from mmray.engine.precision import micro_seed, select_precision
@@ -36,26 +40,11 @@ from mmray.engine.run_state import (
     TrainSpec,
     TrainState,
 )
-from mmray.engine.step import StepResult, optimizer_step, zero_gradients
+from mmray.engine.step import StepResult, accumulate_gradients, apply_update, zero_gradients
 from mmray.errors import OutOfMemoryError, TrainingError, first_line, is_out_of_memory
 from mmray.objectives.protocol import Batch
 
 MAX_NONFINITE_STEPS = 10  # in a row
-
-
-@dataclass
-class _Run:
-    """A started run: its spec, the state that steps change, and what the loop measures and
-    schedules.
-    """
-
-    spec: TrainSpec
-    state: TrainState
-    progress: LoopProgress
-    meter: Meter
-    schedule: CheckpointSchedule
-    ema: ExponentialMovingAverage | None
-    noise_scale: Metrics = field(default_factory=dict)  # measured since the last line
 
 
 def train_loop(
@@ -63,303 +52,307 @@ def train_loop(
 ) -> LoopResult:
     """Train until the last step of the plan, or until a stop is requested.
 
-    `steps` yields this rank's CPU micro-batches of each step, starting at the first step not yet
-    taken. `load_checkpoint` loads the checkpoint to resume from. Raises OutOfMemoryError, on which
-    the driver restarts with smaller micro-batches, and TrainingError for wrong or missing rows, or
-    after too many non-finite steps.
+    Args:
+        spec: Model, objective, settings, and what the loop calls.
+        steps: Yields this rank's CPU micro-batches of each step, starting at the first step not yet
+            taken.
+        load_checkpoint: Loads the checkpoint to resume from.
+
+    Raises:
+        OutOfMemoryError: The driver restarts with smaller micro-batches, if the error has a shape.
+        TrainingError: Wrong or missing rows, or too many non-finite steps.
     """
-    run = _start(spec, load_checkpoint)
-    plan, progress, group = spec.plan, run.progress, spec.group
-    batches = Prefetcher(
-        steps,
-        plan,
-        progress.step,
-        group.rank,
-        group.device,
-        run.state.timers,
-        spec.group_by_length,
-        spec.interrupt_stream,
-    )
-    metrics: Metrics = {}
-    stop = False
-    with (
-        closing(batches),
-        profile_steps(spec.train.profile, spec.profile_path, group.device) as profile_step,
-    ):
-        while progress.step < plan.steps and not stop:
-            batch = _next_batch(run, batches)
-            set_lr(run.state.optimizer, lr_at(progress.step, spec.optimizer, plan.steps))
-            result = _take_step(run, batch)
-            progress.step += 1
-            if run.ema is not None and result.is_finite:
-                run.ema.update_parameters(spec.model)
-            _check_finite(run, result)
-            run.meter.rates.add(batch.wait_s, plan.global_rows, batch.token_counts.real)
-            run.meter.token_counts += torch.tensor(batch.token_counts)
-            keys = batch.keys
-            del batch  # a GPU holds two batches: this one and the next
-            metrics = _finish_step(run, keys, result) or metrics
-            stop = result.stop
-            profile_step()
-            run.meter.rates.lap("callbacks")
-    return LoopResult(
-        status="finished" if progress.step >= plan.steps else "stopped",
-        steps=progress.step,
-        rows_consumed=plan.rows_start(progress.step),
-        skipped_steps=progress.skipped,
-        metrics=metrics,
-    )
+    return Trainer(spec, load_checkpoint).train(steps)
 
 
-def _start(spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> _Run:
-    """Build the train state: wrapped model, optimizer and scaler, restored from the checkpoint if
-    there is one.
+class Trainer:
+    """A run on one rank: the state that steps change, its progress, and what is measured.
+
+    The state is restored from the checkpoint if there is one; each rank reads only its own shards.
     """
-    device, module, train = spec.group.device, spec.model.train(), spec.train
-    precision = select_precision(train.precision, device)
-    timers = PhaseTimers(device)
-    shard_options = precision.dtype, train.fsdp_sync == "step"
-    model = strategy.wrap_model(
-        module, spec.group, train.parallel, train.grad_compression, *shard_options
-    )
-    state = TrainState(
-        model=model,
-        objective=spec.objective,
-        group=spec.group,
-        precision=precision,
-        optimizer=build_optimizer(module, spec.optimizer),
-        scaler=precision.scaler(),
-        timers=timers,
-        clip_norm=spec.optimizer.clip_norm,
-        can_recover_oom=(spec.recover_cpu_oom or device.type == "cuda")
-        and not strategy.has_inner_collectives(model),
-    )
-    ema = ExponentialMovingAverage(module, train.ema) if train.ema else None
-    progress = (
-        LoopProgress() if load_checkpoint is None else _load(load_checkpoint, module, state, ema)
-    )
-    planned = min(spec.plan.micro, spec.plan.rank_rows, spec.micro or spec.plan.rank_rows)
-    if (progress.world, progress.planned_micro) != (spec.group.world_size, planned):
-        progress.world, progress.planned_micro, progress.micro = (
-            spec.group.world_size,
-            planned,
-            planned,
+
+    def __init__(self, spec: TrainSpec, load_checkpoint: LoadCheckpointFn | None) -> None:
+        train = spec.train
+        device = spec.group.device
+        module = spec.model.train()
+        precision = select_precision(train.precision, device)
+        timers = PhaseTimers(device)
+        self.spec = spec
+        self.batch_shape = spec.batch_shape
+        self.state = TrainState(
+            model=strategy.wrap_model(
+                module,
+                spec.group,
+                train.parallel,
+                train.grad_compression,
+                shard_dtype=precision.dtype,
+                sync_once=train.fsdp_sync == "step",
+            ),
+            objective=spec.objective,
+            group=spec.group,
+            precision=precision,
+            optimizer=build_optimizer(module, spec.optimizer),
+            scaler=precision.scaler(),
+            timers=timers,
+            clip_norm=spec.optimizer.clip_norm,
+            count_progress=spec.count_progress,
         )
-    meter = Meter(
-        Throughput(timers), 2 if train.parallel == "branches" else 1, train.compile != "none"
-    )
-    schedule = CheckpointSchedule(train.checkpoint_every, progress.step)
-    return _Run(spec, state, progress, meter, schedule, ema)
+        self.ema = ExponentialMovingAverage(module, train.ema) if train.ema else None
+        self.progress = LoopProgress()
+        if load_checkpoint is not None:
+            self._load(load_checkpoint)
+        self.meter = Meter(
+            Throughput(timers),
+            devices=2 if train.parallel == "branches" else 1,
+            compiles=train.compile != "none",
+        )
+        self.schedule = CheckpointSchedule(train.checkpoint_every, self.progress.step)
 
+    def train(self, steps: Iterable[list[Batch]]) -> LoopResult:
+        """Take the remaining steps."""
+        spec, plan, progress, rates = self.spec, self.spec.plan, self.progress, self.meter.rates
+        batches = Prefetcher(
+            steps,
+            plan,
+            first=progress.step,
+            rank=spec.group.rank,
+            device=spec.group.device,
+            timers=self.state.timers,
+            group_by_length=spec.group_by_length,
+            interrupt_stream=spec.interrupt_stream,
+        )
+        metrics: Metrics = {}
+        stop = False
+        with (
+            closing(batches),
+            profile_steps(spec.train.profile, spec.profile_path, spec.group.device) as profile_step,
+            self._restart_if_out_of_memory(),
+        ):
+            while progress.step < plan.steps and not stop:
+                batch = self._next_batch(batches)
+                set_lr(self.state.optimizer, lr_at(progress.step, spec.optimizer, plan.steps))
+                result = self._take_step(batch)
+                progress.step += 1
+                if self.ema is not None and result.is_finite:
+                    self.ema.update_parameters(spec.model)
+                self._check_finite(result)
+                rates.add(batch.wait_s, plan.global_rows, batch.token_counts.real)
+                self.meter.token_counts += torch.tensor(batch.token_counts)
+                keys = batch.keys
+                del batch  # a GPU holds two batches: this one and the next
+                metrics = self._finish_step(keys, result) or metrics
+                stop = result.stop
+                profile_step()
+                rates.lap("callbacks")
+        return LoopResult(
+            status="finished" if progress.step >= plan.steps else "stopped",
+            steps=progress.step,
+            rows_consumed=plan.rows_start(progress.step),
+            skipped_steps=progress.skipped,
+            metrics=metrics,
+        )
 
-def _load(
-    load_checkpoint: LoadCheckpointFn,
-    module: nn.Module,
-    state: TrainState,
-    ema: ExponentialMovingAverage | None,
-) -> LoopProgress:
-    """Restore model, optimizer and scaler from the checkpoint; each rank reads only its own
-    shards.
-    """
-    saved = load_checkpoint(run_state.load_destinations(module))
-    module.load_state_dict(saved["model"])
-    run_state.load_optimizer_state(module, state.optimizer, saved["optimizer"])
-    if saved["scaler"]:  # empty if saved in a precision that needs no scaler
-        state.scaler.load_state_dict(saved["scaler"])
-    if ema is not None:
-        ema.load_state_dict(saved[EMA_KEY])
-    return LoopProgress(**saved["progress"])
-
-
-def _next_batch(run: _Run, batches: Iterator[LocalBatch]) -> LocalBatch:
-    """Return the next batch.
-
-    Raises OutOfMemoryError, on which the driver restarts with smaller micro-batches.
-    """
-    step, micro = run.progress.step, run.progress.micro
-    try:
+    def _next_batch(self, batches: Iterator[LocalBatch]) -> LocalBatch:
         batch = next(batches, None)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        text = oom.format_oom(
-            f"after step {step}", micro, {run.spec.group.rank: first_line(error)}, "restarting"
+        if batch is None:
+            raise TrainingError(
+                f"the data stream ended after step {self.progress.step} of {self.spec.plan.steps}. "
+                "The prepared set may have changed: rerun its `mmray prepare` command, or compare "
+                "its fingerprint with the run's data.json"
+            )
+        return batch
+
+    def _take_step(self, batch: LocalBatch) -> StepResult:
+        """Take one optimizer step.
+
+        One rank that runs out of memory before the update repeats the step with half the
+        micro-batch size. With several ranks the others wait in a collective, so the error ends the
+        attempt.
+        """
+        spec, state = self.spec, self.state
+        seed_of = partial(micro_seed, spec.train.seed, self.progress.step, spec.group.rank)
+        # The request is reduced over ranks in the step: all ranks must leave the loop together.
+        stop = spec.stop()
+        while True:
+            micro_batches = split_micro_batches(batch, self.batch_shape.micro_batch_size)
+            try:
+                cache = accumulate_gradients(state, micro_batches, seed_of, stop)
+                break
+            except (RuntimeError, MemoryError) as error:
+                smaller = self.batch_shape.halved()
+                if spec.group.world_size > 1 or smaller is None or not is_out_of_memory(error):
+                    raise
+                message = self._format_oom(error)
+            # Outside `except`: the traceback would keep the step's tensors in memory.
+            del micro_batches
+            zero_gradients(state)
+            if spec.group.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.batch_shape = smaller
+            size = smaller.micro_batch_size
+            spec.notify("memory", f"{message}; repeating the step with {size} at a time")
+        result = apply_update(state, cache)
+        if self.meter.flops_of_row is None:
+            self.meter.flops_of_row = model_flops_of_row(
+                strategy.unwrap(state.model), cache.micro_batches[0], state.precision
+            )
+            zero_gradients(state)
+        return result
+
+    def _check_finite(self, result: StepResult) -> None:
+        """Count skipped steps; raise TrainingError after too many in a row."""
+        progress, plan = self.progress, self.spec.plan
+        progress.skipped += not result.is_finite
+        progress.skipped_in_a_row = 0 if result.is_finite else progress.skipped_in_a_row + 1
+        if progress.skipped_in_a_row >= MAX_NONFINITE_STEPS:
+            first_row = plan.rows_start(progress.step - 1)
+            last_row = plan.rows_start(progress.step) - 1
+            raise TrainingError(
+                f"the gradient was not finite in {progress.skipped_in_a_row} steps in a row, up to "
+                f"step {progress.step} (rows {first_row:,} to {last_row:,} of the sample order). "
+                "Lower --optimizer.lr, or try --train.precision fp32 to see whether the precision "
+                "is the cause"
+            )
+
+    def _finish_step(self, keys: Tensor, result: StepResult) -> Metrics | None:
+        """Measure, evaluate, log, save, and call the callbacks; all ranks decide alike.
+
+        Returns:
+            The logged line, None if the step was not logged.
+        """
+        spec, step, rates = self.spec, self.progress.step, self.meter.rates
+        last = step == spec.plan.steps or result.stop
+        evaluating = spec.evaluate is not None and (
+            step == spec.plan.steps or _is_due(step, spec.evaluate_every)
         )
-        raise OutOfMemoryError(text, retry_micro=halve(micro)) from error
-    if batch is None:
-        raise TrainingError(
-            f"the data stream ended after step {step} of {run.spec.plan.steps}. The prepared set "
-            "may have changed: "
-            "rerun its `mmray prepare` command, or compare its fingerprint with the run's data.json"
-        )
-    return batch
+        # With `auto`, save every evaluated step, so that the best one has a checkpoint.
+        scored = evaluating and self.schedule.every == "auto"
+        saving = spec.save is not None and (last or scored or self.schedule.is_due(step))
+        metrics = None
+        if last or evaluating or saving or _is_due(step, spec.train.log_every):
+            scores = self._evaluate() if evaluating else {}
+            metrics = self._measure(keys, result) | scores
+            if spec.log is not None:
+                spec.log.write(metrics)
+            rates.lap("log")
+        if saving:
+            self._save(metrics or {}, last)
+        for callback in spec.callbacks:
+            callback.on_step(step, metrics)
+        return metrics
 
+    def _measure(self, keys: Tensor, result: StepResult) -> Metrics:
+        """Return the metrics of the step just taken.
 
-def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
-    """Take one optimizer step; after an OOM, retry it on all ranks with smaller micro-batches.
-
-    Raises OutOfMemoryError if there are no smaller ones, or if a rank left a collective that the
-    others wait in.
-    """
-    spec, progress = run.spec, run.progress
-    step, group = progress.step, spec.group
-    # The stop request is reduced over ranks in the step: all ranks must leave the loop together.
-    stop = spec.stop()
-    while True:
-        micro_batches = split_micro_batches(batch, progress.micro)
-        try:
-            run.meter.count_flops(run.state, micro_batches)
-            seed_of = partial(micro_seed, spec.train.seed, step, group.rank)
-            if _is_due(step + 1, spec.train.noise_scale_every):
-                noise = measure_noise(run.state, micro_batches, seed_of, spec.plan.global_rows)
-                run.noise_scale = average_noise(progress.gradient_noise, noise)
-            return optimizer_step(run.state, micro_batches, seed_of, stop)
-        except RecoverableOom as error:
-            local_error = str(error)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            errors = {group.rank: first_line(error)}
-            text = oom.format_oom(f"at step {step + 1}", progress.micro, errors, "restarting")
-            raise OutOfMemoryError(text, retry_micro=halve(progress.micro)) from error
-        # Outside `except`: the traceback would keep the step's tensors alive.
-        del micro_batches
-        errors = dict(enumerate(group.all_gather_objects(local_error)))
-        text = oom.format_oom(
-            f"at step {step + 1}", progress.micro, errors, "retrying the same rows"
-        )
-        progress.micro = halve(progress.micro)
-        if progress.micro == 0:
-            raise OutOfMemoryError(text)
-        zero_gradients(run.state)
-        if group.device.type == "cuda":
-            torch.cuda.empty_cache()
-        spec.notify("memory", text)
-
-
-def _check_finite(run: _Run, result: StepResult) -> None:
-    """Count skipped steps; raise TrainingError after too many in a row."""
-    progress, plan = run.progress, run.spec.plan
-    progress.skipped += not result.is_finite
-    progress.skipped_in_a_row = 0 if result.is_finite else progress.skipped_in_a_row + 1
-    if progress.skipped_in_a_row >= MAX_NONFINITE_STEPS:
-        rows = f"{plan.rows_start(progress.step - 1):,} to {plan.rows_start(progress.step) - 1:,}"
-        raise TrainingError(
-            f"the gradient was not finite in {progress.skipped_in_a_row} steps in a row, up to "
-            f"step {progress.step} "
-            f"(rows {rows} of the sample order). Lower --optimizer.lr, or try "
-            "--train.precision fp32 to see whether the precision is the cause"
-        )
-
-
-def _finish_step(run: _Run, keys: Tensor, result: StepResult) -> Metrics | None:
-    """Measure, evaluate, log, save, and call the callbacks. Every rank makes the same decisions."""
-    spec, step, rates = run.spec, run.progress.step, run.meter.rates
-    last = step == spec.plan.steps or result.stop
-    evaluating = spec.evaluate is not None and (
-        step == spec.plan.steps or _is_due(step, spec.evaluate_every)
-    )
-    # With `auto`, save every evaluated step, so that the best one has a checkpoint.
-    scored = evaluating and run.schedule.every == "auto"
-    saving = spec.save is not None and (last or scored or run.schedule.is_due(step))
-    metrics = None
-    if last or evaluating or saving or _is_due(step, spec.train.log_every):
-        scores = _evaluate(run) if evaluating else {}
-        metrics = _measure(run, keys, result) | scores
-        if spec.log is not None:
-            spec.log.write(metrics)
-        rates.lap("log")
-    if saving:
-        _save(run, metrics or {}, last)
-    for callback in spec.callbacks:
-        callback.on_step(step, metrics)
-    return metrics
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
-    """Metrics of the step just taken.
-
-    Takes three small collectives, so only for steps that are logged.
-    """
-    spec, state, step = run.spec, run.state, run.progress.step - 1
-    means = [(value / result.counts).sum() for value in result.sums.values()]
-    local_sums = [*means, *run.meter.token_counts]
-    sums, reduced = reduce_over_ranks(spec.group, local_sums, run.meter.compute(state))
-    noise_scale, run.noise_scale = run.noise_scale, {}
-    run.meter.token_counts.zero_()
-    return (
-        {
+        Takes three small collectives, so only for steps that are logged.
+        """
+        spec, state, meter = self.spec, self.state, self.meter
+        step = self.progress.step - 1
+        local_sums = [*result.means.values(), *meter.token_counts]
+        sums, reduced = reduce_over_ranks(spec.group, local_sums, meter.compute(state))
+        means = dict(zip(result.means, sums, strict=False))
+        token_counts = sums[len(means) :]
+        meter.token_counts.zero_()
+        metrics: Metrics = {
             "step": step + 1,
             "epoch": spec.plan.rows_start(step) // spec.plan.num_rows,
             "rows_start": spec.plan.rows_start(step),
             "rows_stop": spec.plan.rows_start(step + 1),
             "rows_sha": rows_sha(spec.group.all_gather_variable(keys)),
         }
-        | {
-            f"train/{name}": mean
-            for name, mean in zip(result.sums, sums[: len(means)], strict=True)
-        }
-        | {f"train/{name}": float(value) for name, value in result.scalars.items()}
-        | {
-            "train/lr": lr_at(step, spec.optimizer, spec.plan.steps),
-            "train/grad_norm": result.grad_norm,
-        }
-        | {"train/skipped_steps": run.progress.skipped, "batch/micro": run.progress.micro}
-        | padding_fractions(sums[len(means) :], spec.group_by_length)
-        | noise_scale
-        | spec.static_metrics
-        | reduced
-    )
+        metrics |= {f"train/{name}": mean for name, mean in means.items()}
+        metrics |= {f"train/{name}": float(value) for name, value in result.scalars.items()}
+        metrics["train/lr"] = lr_at(step, spec.optimizer, spec.plan.steps)
+        metrics["train/grad_norm"] = result.grad_norm
+        metrics["train/skipped_steps"] = self.progress.skipped
+        metrics["batch/micro"] = self.batch_shape.micro_batch_size
+        metrics |= padding_fractions(token_counts, spec.group_by_length)
+        return metrics | spec.static_metrics | reduced
 
+    def _evaluate(self) -> Metrics:
+        spec, step = self.spec, self.progress.step
+        assert spec.evaluate is not None
+        with strategy.gather_full_weights(spec.model):
+            try:
+                scores = spec.evaluate(step, spec.model if self.ema is None else self.ema.module)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise OutOfMemoryError(
+                    f"out of memory in the evaluation after step {step} ({first_line(error)}): "
+                    "lower --evaluate.batch and rerun the same command to resume"
+                ) from error
+        spec.model.train()
+        metrics = {f"evaluate/{name}": score for name, score in scores.items()}
+        return metrics | {"time/evaluate_s": self.meter.rates.lap("evaluate")}
 
-def _evaluate(run: _Run) -> Metrics:
-    step, model = run.progress.step, run.spec.model
-    assert run.spec.evaluate is not None
-    with strategy.gather_full_weights(model):
+    def _save(self, metrics: Metrics, last: bool) -> None:
+        """Save a checkpoint. With `auto`, the interval is derived from the stall of training
+        measured on rank 0.
+
+        The state refers to live weights (of sharded ones, this rank's shard), which `spec.save`
+        must write or copy before the next update, and to copies of the running statistics, which
+        the next forward changes.
+        """
+        spec, step, schedule, rates = self.spec, self.progress.step, self.schedule, self.meter.rates
+        assert spec.save is not None
+        model_state = dict(spec.model.state_dict())
+        buffers = spec.model.named_buffers(remove_duplicate=False)
+        model_state |= {name: buffer.clone() for name, buffer in buffers if name in model_state}
+        state = {} if self.ema is None else {EMA_KEY: self.ema.state_dict()}
+        state |= {
+            "model": model_state,
+            "optimizer": run_state.optimizer_state(spec.model, self.state.optimizer),
+            "scaler": self.state.scaler.state_dict(),
+            "progress": asdict(self.progress),
+        }
+        save_duration_s = spec.save(step, state, metrics, last)
+        stall_s = rates.lap("checkpoint")
+        if schedule.every == "auto" and not last:
+            taken = step - schedule.first
+            steps = steps_between_checkpoints(
+                metrics.get("time/step_s"), stall_s, save_duration_s, taken
+            )
+            schedule.saved(step, spec.group.broadcast_object(steps))
+            rates.lap("checkpoint")
+
+    def _load(self, load_checkpoint: LoadCheckpointFn) -> None:
+        """Restore model, optimizer, scaler, EMA and progress from the checkpoint."""
+        module = self.spec.model
+        saved = load_checkpoint(run_state.load_destinations(module))
+        module.load_state_dict(saved["model"])
+        run_state.load_optimizer_state(module, self.state.optimizer, saved["optimizer"])
+        if saved["scaler"]:  # empty if saved in a precision that needs no scaler
+            self.state.scaler.load_state_dict(saved["scaler"])
+        if self.ema is not None:
+            self.ema.load_state_dict(saved[EMA_KEY])
+        self.progress = LoopProgress(**saved["progress"])
+
+    @contextmanager
+    def _restart_if_out_of_memory(self) -> Iterator[None]:
+        """Turn an out-of-memory error of this rank into one with which the driver restarts the
+        workers from the latest checkpoint, with half the micro-batch size.
+        """
         try:
-            scores = run.spec.evaluate(step, model if run.ema is None else run.ema.module)
+            yield
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise OutOfMemoryError(
-                f"out of memory in the evaluation after step {step} ({first_line(error)}): lower "
-                "--evaluate.batch and rerun the same command to resume"
-            ) from error
-    model.train()
-    metrics = {f"evaluate/{name}": score for name, score in scores.items()}
-    return metrics | {"time/evaluate_s": run.meter.rates.lap("evaluate")}
+            smaller = self.batch_shape.halved()
+            action = (
+                f"a single row does not fit: {OOM_ADVICE}"
+                if smaller is None
+                else f"restarting with {smaller.micro_batch_size} at a time"
+            )
+            raise OutOfMemoryError(f"{self._format_oom(error)}; {action}", smaller) from error
 
-
-def _save(run: _Run, metrics: Metrics, last: bool) -> None:
-    """Save a checkpoint. With `auto`, the interval is derived from the stall of training measured
-    on rank 0.
-
-    The state refers to live weights (of sharded ones, this rank's shard), which `spec.save` must
-    write or copy before the next update, and to copies of the running statistics, which the next
-    forward changes.
-    """
-    spec, step, schedule, rates = run.spec, run.progress.step, run.schedule, run.meter.rates
-    assert spec.save is not None
-    model_state = dict(spec.model.state_dict())
-    buffers = spec.model.named_buffers(remove_duplicate=False)
-    model_state |= {name: buffer.clone() for name, buffer in buffers if name in model_state}
-    state = {} if run.ema is None else {EMA_KEY: run.ema.state_dict()}
-    state |= {
-        "model": model_state,
-        "optimizer": run_state.optimizer_state(spec.model, run.state.optimizer),
-        "scaler": run.state.scaler.state_dict(),
-        "progress": asdict(run.progress),  # also copies its lists, which later steps change
-    }
-    save_duration_s = spec.save(step, state, metrics, last)
-    stall_s = rates.lap("checkpoint")
-    if schedule.every == "auto" and not last:
-        taken = step - schedule.first
-        steps = steps_between_checkpoints(
-            metrics.get("time/step_s"), stall_s, save_duration_s, taken
+    def _format_oom(self, error: BaseException) -> str:
+        return (
+            f"out of memory at step {self.progress.step + 1} with micro-batches of "
+            f"{self.batch_shape.micro_batch_size} rows (rank {self.spec.group.rank}: "
+            f"{first_line(error)})"
         )
-        schedule.saved(step, spec.group.broadcast_object(steps))
-        rates.lap("checkpoint")
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

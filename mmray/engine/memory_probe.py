@@ -18,12 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mmray.data.stream.order import SamplePlan
 from mmray.engine import precision
-from mmray.engine.batch import halve
+from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
-from mmray.engine.oom import OOM_ADVICE
 from mmray.engine.optimizer import build_optimizer, lr_at
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.transforms import force_eager
@@ -39,6 +37,10 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 GIB = 2**30
+OOM_ADVICE = (
+    "lower --model.inputs.image-side or --model.inputs.max-tokens, try --train.precision bf16 or "
+    "--train.parallel fsdp, or use a smaller model or a larger GPU"
+)
 HOST_FRACTION = 0.8  # of a host's free memory, available to its ranks
 # of a GPU's memory, left free by `batch.micro auto` for fragmentation and longer captions
 HEADROOM = 0.05
@@ -53,23 +55,21 @@ def dry_run(
     model: nn.Module,
     objective: Any,
     group: Group,
-    plan: SamplePlan,
-    max_micro: int = 0,
-) -> tuple[int, dict[str, float]]:
+    batch_shape: BatchShape,
+    steps: int,
+) -> tuple[BatchShape, dict[str, float]]:
     """Take a synthetic step to find shape and memory errors before the first; return as
     `probe_memory` does.
 
-    model: sharded if `train.parallel` is fsdp or hsdp, otherwise not wrapped. max_micro: upper
-    limit after an OOM; 0: as configured. Raises UsageError if model and objective do not match.
+    model: sharded if `train.parallel` is fsdp or hsdp, otherwise not wrapped. steps: of the run.
+    Raises UsageError if model and objective do not match.
     """
     device, mixed = group.device, precision.select_precision(config.train.precision, group.device)
     optimizer = build_optimizer(model, config.optimizer)  # temporary
-    lr_at(plan.steps - 1, config.optimizer, plan.steps)  # raises the errors of a user's schedule
+    lr_at(steps - 1, config.optimizer, steps)  # raises the errors of a user's schedule
     state = TrainState(
         model, objective, group, mixed, optimizer, mixed.scaler(), PhaseTimers(device)
     )
-    auto = config.batch.micro == "auto" and not max_micro
-    micro = None if auto else min(plan.micro, plan.rank_rows, max_micro or plan.rank_rows)
     ema_placeholder = (
         [weight.detach().clone() for weight in model.parameters()] if config.train.ema else []
     )
@@ -92,7 +92,7 @@ def dry_run(
         return synthetic_batch(config.model.inputs, config.model.vocab_size, rows, device)
 
     try:
-        return probe_memory(state, make_batch, plan.rank_rows, micro, check_all_have_gradients)
+        return probe_memory(state, make_batch, batch_shape, check_all_have_gradients)
     except KeyError as error:
         if any(
             frame.name == forward_micro_batch.__name__ for frame in extract_tb(error.__traceback__)
@@ -113,19 +113,20 @@ def dry_run(
 def probe_memory(
     state: TrainState,
     make_batch: MakeBatch,
-    rows_per_rank: int,
-    micro: int | None,
+    batch_shape: BatchShape,
     check: Callable[[], None] = lambda: None,
-) -> tuple[int, dict[str, float]]:
-    """Take one synthetic step in micro-batches of `micro` rows, or (None) of as many as fit on
-    every rank.
+) -> tuple[BatchShape, dict[str, float]]:
+    """Take one synthetic step in micro-batches of the given size, or (`auto`) of as many rows as
+    fit on every rank.
 
-    Return the rows of a micro-batch, and this rank's memory table in GiB. rows_per_rank: rows of a
-    rank in a step. `check` is called while the step's gradients exist. Model and random number
-    generators are unchanged afterwards. Raises OutOfMemoryError if `micro` rows, or one, do not
-    fit; TrainingError if the model cannot process the rows.
+    Return the shape with this size, and this rank's memory table in GiB. `check` is called while
+    the step's gradients exist. Model and random number generators are unchanged afterwards. Raises
+    OutOfMemoryError if the micro-batch, or one row, does not fit; TrainingError if the model cannot
+    process the rows.
     """
     group = state.group
+    rows_per_rank = batch_shape.rank_batch_size
+    micro = None if batch_shape.auto else batch_shape.micro_batch_size
     fake_group = FakeGroup(group.rank, group.world_size, group.device)
     fake_state, together = (
         replace(state, group=fake_group),
@@ -154,15 +155,13 @@ def probe_memory(
     # Searched in eager code, which saves more activations: graphs of each size tried would take
     # minutes to compile.
     with force_eager() if micro is None else nullcontext():
-        largest = _largest_micro_that_fits(
-            group, try_rows, rows_per_rank, micro, together, headroom
-        )
+        largest = _largest_micro_that_fits(group, try_rows, batch_shape, together, headroom)
     if not once:
         saved_bytes = _try_step(
             fake_state, make_batch, rows_per_rank, 0, False, largest, largest, check
         )
     if saved_bytes is None:
-        raise _oom_error(group, largest, halve(largest))
+        raise _oom_error(group, batch_shape, largest, _half(largest))
     if group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
     weights = list(state.model.parameters())
@@ -180,7 +179,8 @@ def probe_memory(
         ),
         "activations": saved_bytes,  # of two devices (`branches`), those of the first
     }
-    return largest, {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
+    shape = batch_shape.with_micro_batch_size(largest)
+    return shape, {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
 
 
 class FakeGroup(Group):
@@ -216,17 +216,23 @@ def _allocate_optimizer(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def _oom_error(group: Group, size: int, fallback_size: int) -> OutOfMemoryError:
+def _half(size: int) -> int:
+    return ceil(size / 2) if size > 1 else 0
+
+
+def _oom_error(
+    group: Group, batch_shape: BatchShape, size: int, fallback_size: int
+) -> OutOfMemoryError:
     cause = f"out of memory in the dry run with micro-batches of {size} rows (rank {group.rank})"
     retry = f"restarting with {fallback_size} rows" if fallback_size else OOM_ADVICE
-    return OutOfMemoryError(f"{cause}; {retry}", retry_micro=fallback_size)
+    shape = batch_shape.with_micro_batch_size(fallback_size) if fallback_size else None
+    return OutOfMemoryError(f"{cause}; {retry}", shape)
 
 
 def _largest_micro_that_fits(
     group: Group,
     try_rows: Callable[[int, int], int | None],
-    rows_per_rank: int,
-    micro: int | None,
+    batch_shape: BatchShape,
     together: bool,
     headroom: int,
 ) -> int:
@@ -240,10 +246,13 @@ def _largest_micro_that_fits(
     restarts. So that this is rare, they try half the expected size, then all of it.
     """
 
+    rows_per_rank = batch_shape.rank_batch_size
+    micro = None if batch_shape.auto else batch_shape.micro_batch_size
+
     def bytes_if_fits(rows: int, size: int, fallback_size: int) -> int | None:
         saved = try_rows(min(rows_per_rank, rows), size)
         if saved is None and together:
-            raise _oom_error(group, size, fallback_size)
+            raise _oom_error(group, batch_shape, size, fallback_size)
         return saved
 
     def expected_rows(one_row: int, two_rows: int) -> int:
@@ -254,12 +263,12 @@ def _largest_micro_that_fits(
 
     def fits(size: int) -> bool:
         nonlocal largest
-        if bytes_if_fits(2 * size, size, max(largest, halve(size))) is None:
+        if bytes_if_fits(2 * size, size, max(largest, _half(size))) is None:
             return False
         largest = size
         return True
 
-    saved = bytes_if_fits(1 if micro is None else 2 * micro, largest, halve(largest))
+    saved = bytes_if_fits(1 if micro is None else 2 * micro, largest, _half(largest))
     if saved is not None and micro is None:
         # where the kernel kills a process that has too much memory
         on_host, two = group.device.type == "cpu", None
@@ -267,7 +276,7 @@ def _largest_micro_that_fits(
             two = bytes_if_fits(2, 2, 1)
         if two is not None:
             largest, guess = 2, expected_rows(saved, two)
-            start = max(1, halve(guess)) if together and guess < rows_per_rank else guess
+            start = max(1, _half(guess)) if together and guess < rows_per_rank else guess
             largest = search_size(
                 rows_per_rank, start, guess if on_host or together else rows_per_rank, fits
             )
@@ -277,9 +286,9 @@ def _largest_micro_that_fits(
         while (
             largest
             and tried < rows_per_rank
-            and bytes_if_fits(rows_per_rank, largest, halve(largest)) is None
+            and bytes_if_fits(rows_per_rank, largest, _half(largest)) is None
         ):
-            largest = halve(largest)
+            largest = _half(largest)
     largest = 0 if saved is None else largest
     if common := group.all_reduce_min(largest):
         return common
@@ -310,7 +319,7 @@ def search_size(rows: int, start: int, limit: int, fits: Callable[[int], bool]) 
 
     largest, too_large, size = 2, limit + 1, split_evenly(start)
     while largest < size and not fits(size):
-        too_large, size = size, split_evenly(halve(size))
+        too_large, size = size, split_evenly(_half(size))
     largest = max(largest, size)
     while too_large > limit and largest < (size := split_evenly(min(2 * largest, limit))):
         largest, too_large = (size, too_large) if fits(size) else (largest, size)

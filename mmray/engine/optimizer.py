@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from fnmatch import fnmatchcase
-from functools import partial
 from inspect import unwrap
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 Groups = list[dict[str, Any]]
 LR_SCALE = "lr_scale"  # key of a parameter group: its multiplier of the learning rate
 IS_HIDDEN = "is_hidden"  # key of a parameter group: its weights are matrices between hidden states
-MASTER = "master"  # key of a weight's state: its float32 copy
 BUILT_IN = {  # class, the settings that it takes, and its extra of pip
     "adamw": (f"{__name__}:EagerAdamW", ("betas", "eps"), ""),
     "muon": (f"{__name__}:MuonAndAdamW", ("betas", "eps"), ""),
@@ -88,74 +85,6 @@ class MuonAndAdamW(Optimizer):
             optimizer.step()
 
 
-class MasterWeights(Optimizer):
-    """Update float32 copies of half-precision weights, and round them to the weights (Micikevicius
-    et al. 2018, 3.1).
-
-    The copies are in the state of the weights. build: groups of parameters -> the optimizer of the
-    copies.
-    """
-
-    def __init__(self, groups: Groups, build: Callable[[Groups], Optimizer]) -> None:
-        weights = [weight for group in groups for weight in group["params"]]
-        self._copies = {weight: weight.detach().float() for weight in weights if is_half(weight)}
-        originals = {copy: weight for weight, copy in self._copies.items()}
-
-        def replace(group: dict[str, Any], by: dict[Tensor, Tensor]) -> dict[str, Any]:
-            return group | {"params": [by.get(weight, weight) for weight in group["params"]]}
-
-        self._optimizer = build([replace(group, self._copies) for group in groups])
-        super().__init__([replace(group, originals) for group in self._optimizer.param_groups], {})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group, own in zip(self._optimizer.param_groups, self.param_groups, strict=True):
-            group["lr"] = own["lr"]
-        updated = [
-            (weight.grad, copy) for weight, copy in self._copies.items() if weight.grad is not None
-        ]
-        for _, copy in updated:
-            copy.grad = torch.empty_like(copy)
-        torch._foreach_copy_(
-            [copy.grad for _, copy in updated], [gradient for gradient, _ in updated]
-        )
-        self._optimizer.step()
-        torch._foreach_copy_(list(self._copies), list(self._copies.values()))
-        for copy in self._copies.values():
-            copy.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of all weights, by index; that of a half-precision weight includes its copy."""
-        saved = self._optimizer.state_dict()
-        states = {
-            index: saved["state"].get(index, {}) | {MASTER: copy}
-            for index, copy in self._indexed_copies()
-        }
-        return saved | {"state": saved["state"] | states}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        states = {index: dict(state) for index, state in state_dict["state"].items()}
-        for index, copy in self._indexed_copies():
-            copy.copy_(states[index].pop(MASTER))
-        self._optimizer.load_state_dict(state_dict | {"state": states})
-        for group, own in zip(self._optimizer.param_groups, self.param_groups, strict=True):
-            own |= {name: value for name, value in group.items() if name != "params"}
-
-    def _indexed_copies(self) -> list[tuple[int, Tensor]]:
-        weights = (weight for group in self.param_groups for weight in group["params"])
-        return [
-            (index, self._copies[weight])
-            for index, weight in enumerate(weights)
-            if weight in self._copies
-        ]
-
-
-def is_half(tensor: Tensor) -> bool:
-    """Return True for bfloat16 and float16."""
-    return tensor.dtype in (torch.bfloat16, torch.float16)
-
-
 def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
     """Freeze the parameters whose names match a pattern.
 
@@ -172,9 +101,8 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
     """Build the optimizer that `config.kind` names over the trainable parameters, with weight decay
     if ndim >= 2.
 
-    The last `pattern=factor` of `lr_multipliers` that matches a parameter applies to it.
-    Half-precision weights get float32 copies. A user's class is called with (groups, lr,
-    **settings). Raises UsageError.
+    The last `pattern=factor` of `lr_multipliers` that matches a parameter applies to it. A user's
+    class is called with (groups, lr, **settings). Raises UsageError.
     """
     scales: dict[str, float] = {}
     for text in config.lr_multipliers:
@@ -199,9 +127,7 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
             by_key.items(), key=lambda item: item[0], reverse=True
         )
     ]
-    build = partial(_construct, config)
-    has_half = any(is_half(weight) for weights in by_key.values() for weight in weights)
-    optimizer = MasterWeights(groups, build) if has_half else build(groups)
+    optimizer = _construct(config, groups)
     # `zero_grad` takes one kernel per dtype instead of one per weight
     optimizer.defaults["foreach"] = True
     return optimizer

@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
-from torch import nn
 
 from mmray.engine.parallel.device_defaults import capability_of, device_defaults
 
-DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "bf16-true": torch.bfloat16}
+DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Settings of autocast; loss and optimizer stay in float32, also weights unless `bf16-true`."""
+    """Settings of autocast; weights, loss and optimizer stay in float32."""
 
     name: str
     dtype: torch.dtype | None
@@ -46,17 +45,6 @@ def select_precision(setting: str, device: torch.device) -> Precision:
     """
     name = device_defaults(capability_of(device)).precision if setting == "auto" else setting
     return Precision(name, DTYPES[name], device.type)
-
-
-def cast_weights(model: nn.Module, name: str) -> None:
-    """Cast the matrices to bf16 for `bf16-true`; optimizer.py keeps float32 copies.
-
-    Vectors, scalars and buffers stay in float32: they are small, and norms and the temperature need
-    the precision.
-    """
-    for weight in model.parameters() if name == "bf16-true" else ():
-        if weight.ndim >= 2:
-            weight.data = weight.data.to(torch.bfloat16)
 
 
 def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:

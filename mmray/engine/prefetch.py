@@ -85,28 +85,18 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
     return LocalBatch(micro_batches, is_dummy, keys, sizes, TokenCounts(tokens, padded, unbucketed))
 
 
-def dummy_batch(batch: LocalBatch) -> LocalBatch:
-    """One dummy micro-batch in place of all, for a rank that ran out of memory;
-
-    `rows` is unchanged.
-    """
-    row = {name: tensor[:1] for name, tensor in batch.micro_batches[0].items()}
-    row["valid"] = torch.zeros_like(row["valid"])
-    return replace(batch, micro_batches=[row], is_dummy=(True,))
-
-
-def split_micro_batches(batch: LocalBatch, micro: int) -> LocalBatch:
-    """Split evenly into micro-batches of at most `micro` rows, equally many on every rank; views,
+def split_micro_batches(batch: LocalBatch, micro_batch_size: int) -> LocalBatch:
+    """Split evenly into micro-batches of at most this size, equally many on every rank; views,
     without copies.
     """
-    if max(batch.sizes) <= micro:
+    if max(batch.sizes) <= micro_batch_size:
         return batch
     micro_batches, is_dummy, sizes = [], [], []
     for micro_batch, was_dummy, size in zip(
         batch.micro_batches, batch.is_dummy, batch.sizes, strict=True
     ):
         valid_rows = 0 if was_dummy else len(micro_batch["valid"])
-        part = -(-size // -(-size // micro))
+        part = -(-size // -(-size // micro_batch_size))
         for first in range(0, size, part):
             rows = slice(first, first + part) if first < valid_rows else slice(0, 1)
             invalid = (

@@ -2,8 +2,7 @@
 result.
 
 The functions at the end turn weights and optimizer into the state that checkpoint/state_io.py
-saves, and back. `micro` is the number of rows of a micro-batch; where it is optional, 0 means as
-configured.
+saves, and back.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.metrics.writers import Metrics, MetricsLog
@@ -60,6 +60,7 @@ class TrainSpec:
     model: nn.Module  # not wrapped, but may be sharded already
     objective: Objective
     plan: SamplePlan
+    batch_shape: BatchShape  # at the start; one rank that runs out of memory halves it
     group: Group
     train: Train
     optimizer: OptimizerConfig
@@ -72,12 +73,12 @@ class TrainSpec:
     log: MetricsLog | None = None
     callbacks: tuple[Callback, ...] = ()
     group_by_length: bool = False  # micro-batches are bucketed by length
-    micro: int = 0  # at most the plan's; 0: the plan's
     notify: Callable[[str, str], None] = lambda label, text: None  # a console line, from rank 0
     profile_path: Path | None = None  # output of `train.profile`, on ranks that write one
     # constant over the run, such as the memory table
     static_metrics: Metrics = field(default_factory=dict)
-    recover_cpu_oom: bool = False  # the kernel usually kills the process
+    # called after each forward and backward: a long step makes progress
+    count_progress: Callable[[], None] = lambda: None
     stop: Callable[[], bool] = lambda: False  # True on any rank ends the run after this step
     # ends the stream, also for a thread that waits for its next rows
     interrupt_stream: Callable[[], None] = lambda: None
@@ -101,11 +102,6 @@ class LoopProgress:
     step: int = 0  # steps taken
     skipped: int = 0  # how many of them skipped the update, because the gradient was not finite
     skipped_in_a_row: int = 0
-    world: int = 0  # ranks that `micro` was found with
-    planned_micro: int = 0  # at the start of the attempt
-    # now, after reductions for OOM; kept by later attempts with equal `world` and `planned_micro`
-    micro: int = 0
-    gradient_noise: list[float] = field(default_factory=lambda: [0.0, 0.0])  # see `average_noise`
 
 
 @dataclass(frozen=True)
@@ -122,7 +118,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     timers: PhaseTimers
     clip_norm: float = 0.0
-    can_recover_oom: bool = True  # False if a forward has collectives, or on a CPU by default
+    count_progress: Callable[[], None] = lambda: None  # of TrainSpec
 
     @cached_property
     def parts(self) -> ObjectiveParts:

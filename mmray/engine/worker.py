@@ -85,7 +85,10 @@ def train_worker(
     if device.type == "cpu":
         keep_freed_memory()  # after sharding, which frees most of rank 0's weights
     driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
-    micro, memory_table = dry_run(config, model, objective, group, plan, context.micro)
+    batch_shape, memory_table = dry_run(
+        config, model, objective, group, context.batch_shape, plan.steps
+    )
+    driver.report({"batch_shape": batch_shape})
     if text := graph_branches(branches_of(model), config.train, device, driver.notify):
         driver.notify("device", text)
     checkpoints = _checkpoint_manager(context, group, model, driver)
@@ -117,6 +120,7 @@ def train_worker(
         model=model,
         objective=objective,
         plan=plan,
+        batch_shape=batch_shape,
         group=group,
         train=config.train,
         optimizer=config.optimizer,
@@ -129,12 +133,12 @@ def train_worker(
         interrupt_stream=getattr(blocks, "interrupt", lambda: None),
         group_by_length=config.batch.group_by_length,
         profile_path=profile_path,
-        micro=micro,
         static_metrics=memory_table,
         notify=driver.notify,
+        count_progress=driver.heartbeat.count_progress,
     )
-    if config.batch.micro == "auto":
-        driver.notify("memory", f"micro-batches of {micro} rows fit")
+    if context.batch_shape.auto:
+        driver.notify("memory", f"micro-batches of {batch_shape.micro_batch_size} rows fit")
     with _closing(log, checkpoints):
         rows = quarantine_bad_rows(
             blocks, config, context.folder, context.reader, plan, driver.count_bad_row
@@ -142,8 +146,14 @@ def train_worker(
         # Split here, so that group_by_length and the trimming of captions see the final
         # micro-batches.
         multiple = 1 if config.train.compile == "none" else TOKEN_MULTIPLE
-        padding = (config.batch.group_by_length, multiple, config.model.inputs.max_tokens)
-        steps = iter_micro_batches(rows, replace(plan, micro=micro), *padding)
+        steps = iter_micro_batches(
+            rows,
+            rank_rows=plan.rank_rows,
+            micro_batch_size=batch_shape.micro_batch_size,
+            group_by_length=config.batch.group_by_length,
+            token_multiple=multiple,
+            max_tokens=config.model.inputs.max_tokens,
+        )
         if checkpoint is not None:
             driver.stage("loading the checkpoint")
         load = (

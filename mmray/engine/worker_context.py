@@ -13,6 +13,7 @@ from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
     from mmray.config import Config
+    from mmray.engine.batch import BatchShape
     from mmray.engine.checkpoint.manager import CheckpointManager
     from mmray.engine.heartbeat import Heartbeat
     from mmray.engine.metrics.writers import Metrics
@@ -35,8 +36,8 @@ class WorkerContext:
     reader: RowReader
     eval_set: PreparedSet | None
     tokenizer_json: str
+    batch_shape: BatchShape  # of the attempt
     decode_actors: int = 1
-    micro: int = 0  # reduced after an OOM of an earlier attempt; 0: as configured
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,11 @@ class ObjectiveParts:
     global_loss: Objective | None
     local_loss: Objective | None
 
+    @property
+    def needs_first_pass(self) -> bool:
+        """Whether the loss, or the choice of hard negatives, compares all rows of a step."""
+        return self.global_loss is not None or self.mining_loss is not None
+
     @cached_property
     def mining_loss(self) -> HardNegativeMining | None:
         """The local loss, if it needs hard negatives."""

@@ -13,6 +13,7 @@ from mmray.config import Config
 from mmray.data.store.prepared_set import PreparedMixture
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import IMAGE_CACHE_MB, RowReader
+from mmray.engine.batch import BatchShape
 from mmray.engine.checkpoint import files
 from mmray.engine.worker_context import WorkerContext
 from mmray.storage.paths import AnyPath
@@ -31,6 +32,7 @@ class Attempt:
     fencing_token: int
     # with the number of workers and the device of the attempt; the workers get the run's config
     config: Config
+    batch_shape: BatchShape
     checkpoint: AnyPath | None
     bad_rows: set[int]  # rows that earlier attempts could not read
 
@@ -52,8 +54,8 @@ class Attempt:
             reader=reader,
             eval_set=resolved.eval_set,
             tokenizer_json=resolved.tokenizer_json,
+            batch_shape=self.batch_shape,
             decode_actors=decoders,
-            micro=resolved.micro,
         )
 
 
@@ -71,9 +73,8 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) 
     assert rows_per_block and blocks_per_window, "resolve_run leaves no `auto`"
     plan = SamplePlan(
         num_rows=resolved.data_identity["num_rows"],
-        global_rows=resolved.shape.global_rows,
+        global_rows=resolved.batch_shape.global_batch_size,
         world_size=world,
-        micro=resolved.shape.micro,
         seed=config.train.seed,
         steps=resolved.steps,
         shuffle=config.data.shuffle,
@@ -167,9 +168,7 @@ class Backend(Protocol):
         False if the run would not fit without it.
         """
 
-    def find_cause(
-        self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun
-    ) -> Cause:
+    def find_cause(self, error: BaseException, monitor: AttemptMonitor) -> Cause:
         """Return the kind of a failure (recovery.Failure) and its error."""
 
 

@@ -172,14 +172,14 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
             f"{rows_per_block:,} adjacent rows per block, {blocks_per_window:,} blocks per window",
             "shuffle",
         )
-    epochs = resolved.steps * resolved.shape.global_rows / num_rows
+    epochs = resolved.steps * resolved.batch_shape.global_batch_size / num_rows
     cluster, gpus = resolved.config.cluster, num_gpus(resolved.config)
     count, device = (
         (gpus, "GPU") if cluster.accelerator == "gpu" else (cluster.num_threads, "CPU thread")
     )
     devices = f"with {count} {device}{'s' * (count > 1)}{' each' * (cluster.max_workers > 1)}"
     reporter.log(f"{cluster.workers} {devices}{', elastic' * cluster.elastic}", "workers")
-    reporter.log(str(resolved.shape), "batch")
+    reporter.log(str(resolved.batch_shape), "batch")
     reporter.log(f"{resolved.steps:,} steps, about {epochs:.1f} epochs", "schedule")
 
 

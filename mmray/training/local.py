@@ -20,7 +20,6 @@ from mmray.processes import SPAWN, describe_signal, starting_children
 from mmray.training.backend import Attempt, Cause, format_counts, num_gpus, resume_point
 from mmray.training.coordinator import Coordinator
 from mmray.training.local_worker import run_worker
-from mmray.training.resolve import ResolvedRun
 
 if TYPE_CHECKING:
     from mmray.training.monitor import AttemptMonitor, HeartbeatRecord, RunReporter
@@ -69,9 +68,7 @@ class LocalBackend:
     def exclude_node(self, config: Config, node: str) -> bool:
         return False  # this machine is the only one
 
-    def find_cause(
-        self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun
-    ) -> Cause:
+    def find_cause(self, error: BaseException, monitor: AttemptMonitor) -> Cause:
         return (error.kind, error.cause) if isinstance(error, WorkerFailed) else ("raised", error)
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from mmray.machine import process_memory
 
 if TYPE_CHECKING:
     from mmray.data.prepare.pipeline import PrepareProgress
+    from mmray.engine.batch import BatchShape
     from mmray.training.backend import Workers
 
 WASTED_STEPS, CHECKPOINT_S = "wasted_steps", "checkpoint_s"
@@ -189,26 +190,22 @@ class RunProgress:
     wasted_steps: int = 0
     step_s: float = 0.0  # newest measurement, like the next two; 0: unknown
     checkpoint_s: float = 0.0
-    micro: int = 0
     all_processes_peak_gib: float = 0.0  # largest sum over the processes of the run; 0: unknown
 
     def update(self, message: dict[str, Any]) -> None:
         self.wasted_steps += message.get(WASTED_STEPS, 0)
         self.step_s = message.get("time/step_s", self.step_s)
         self.checkpoint_s = message.get(CHECKPOINT_S, self.checkpoint_s)
-        self.micro = message.get("batch/micro", self.micro)
         if "step" in message:
             self.last_step, self.logged = message["step"], True
 
 
 @dataclass
 class AttemptMonitor:
-    """Monitors one attempt of `world` workers from the driver: hangs, preemption, capacity,
-    signals.
-    """
+    """Monitors one attempt from the driver: hangs, preemption, capacity, signals."""
 
     config: Config  # with the range of workers that the user set
-    world: int  # number of workers, torch's world size
+    batch_shape: BatchShape  # of the attempt; as found by the dry run, after its end
     workers: Workers
     reporter: RunReporter
     total_steps: int
@@ -231,6 +228,11 @@ class AttemptMonitor:
     _next_memory_s: float = 0.0
     _capacity_polls: int = 0
     _signalled: bool = False
+
+    @property
+    def world(self) -> int:
+        """Number of workers, torch's world size."""
+        return self.batch_shape.world_size
 
     def __post_init__(self) -> None:
         cluster = self.config.cluster
@@ -289,6 +291,7 @@ class AttemptMonitor:
         self.started |= bool(records)
         for message in messages:
             self.progress.update(message)
+            self.batch_shape = message.get("batch_shape", self.batch_shape)
             if "stage" in message:  # of DriverHandle.stage
                 self.trained |= message["stage"] == TRAINING
                 self.reporter.status(message["stage"])

@@ -40,7 +40,7 @@ from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.cluster.ray_internals import START_TIMEOUT_VARIABLE, is_train_error, version_warning
 from mmray.config import Config
 from mmray.data.stream.stream import StreamDataConfig
-from mmray.engine.batch import halve
+from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import BACKENDS
 from mmray.errors import (
     DeviceError,
@@ -54,7 +54,6 @@ from mmray.machine import LOOPBACK, cores, free_memory, set_network_interface
 from mmray.storage.paths import AnyPath, RemotePath
 from mmray.training.backend import Attempt, Cause, format_counts, num_gpus, resume_point
 from mmray.training.coordinator import Coordinator
-from mmray.training.resolve import ResolvedRun
 from mmray.training.worker import train_loop_per_worker
 
 if TYPE_CHECKING:
@@ -172,9 +171,7 @@ class RayBackend:
         self._excluded |= {node}
         return True
 
-    def find_cause(
-        self, error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun
-    ) -> Cause:
+    def find_cause(self, error: BaseException, monitor: AttemptMonitor) -> Cause:
         # of Ray Train's preemption watcher, which is off by default
         if is_train_error(error, "PreemptionError"):
             return "preempted", TrainingError("a node was preempted")
@@ -194,7 +191,7 @@ class RayBackend:
             (each for each in failures if isinstance(each, ray.exceptions.OutOfMemoryError)), None
         )
         if oom_killed is not None and not raised:
-            return "lost", _host_oom_error(oom_killed, monitor, resolved)
+            return "lost", _host_oom_error(oom_killed, monitor.batch_shape)
         # Errors of mmray first, and of these a bad device or a lack of memory: other ranks' errors
         # only follow from it.
         mmray_errors = [each for each in raised if isinstance(each, MmrayError)]
@@ -344,24 +341,17 @@ def is_worker_lost(error: BaseException) -> bool:
     return lost or COLLECTIVE_ERRORS.search(str(error)) is not None
 
 
-def _host_oom_error(
-    error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun
-) -> OutOfMemoryError:
+def _host_oom_error(error: BaseException, batch_shape: BatchShape) -> OutOfMemoryError:
     """Ray's memory monitor killed a worker: its node, not a device, was out of memory."""
-    rows_per_rank = -(-resolved.shape.global_rows // monitor.world)
-    micro = min(
-        rows
-        for rows in (monitor.progress.micro, resolved.micro, resolved.shape.micro, rows_per_rank)
-        if rows
-    )
-    smaller = halve(micro)
-    what = f"a node ran out of memory with micro-batches of {micro} rows ({first_line(error)})"
+    smaller = batch_shape.halved()
+    size = batch_shape.micro_batch_size
+    what = f"a node ran out of memory with micro-batches of {size} rows ({first_line(error)})"
     fix = (
-        f"Retrying with micro-batches of {smaller}"
-        if smaller
-        else ("Check what else uses memory on that node")
+        "Check what else uses memory on that node"
+        if smaller is None
+        else f"Retrying with micro-batches of {smaller.micro_batch_size}"
     )
-    return OutOfMemoryError(f"{what}. {fix}", retry_micro=smaller)
+    return OutOfMemoryError(f"{what}. {fix}", smaller)
 
 
 def start_timeout_error(error: BaseException) -> ResourceError | None:

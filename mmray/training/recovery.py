@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmray.engine.batch import BatchShape
 from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
 from mmray.storage.storage import TransientStorageError
 from mmray.training.backend import Backend
 from mmray.training.monitor import AttemptMonitor
-from mmray.training.resolve import ResolvedRun
 
 EVENTS = {
     "lost": "worker lost",
@@ -40,7 +40,7 @@ class Restart:
     """Restart from the latest valid checkpoint with as many workers as fit."""
 
     reason: str
-    micro: int = 0  # rows of a micro-batch from now on; 0: unchanged
+    batch_shape: BatchShape | None = None  # from now on; None: unchanged
 
 
 def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
@@ -49,15 +49,15 @@ def count_failures(failures: int, failure: Failure, progressed: bool) -> int:
     Preemptions do not count, nor do restarts with smaller micro-batches, which end at one row.
     """
     return (0 if progressed else failures) + (
-        failure.kind != "preempted" and not retry_micro(failure.error)
+        failure.kind != "preempted" and retry_shape(failure.error) is None
     )
 
 
-def retry_micro(error: BaseException) -> int:
-    """Return the smaller micro-batch to restart with after running out of memory; 0 for another
+def retry_shape(error: BaseException) -> BatchShape | None:
+    """Return the batch shape to restart with after running out of memory; None for another
     error.
     """
-    return error.retry_micro if isinstance(error, OutOfMemoryError) else 0
+    return error.retry_shape if isinstance(error, OutOfMemoryError) else None
 
 
 def decide_recovery(
@@ -68,8 +68,8 @@ def decide_recovery(
     `before` is the latest failure of earlier attempts.
     """
     error = failure.error
-    if micro := retry_micro(error):
-        return Restart(str(error), micro)
+    if (batch_shape := retry_shape(error)) is not None:
+        return Restart(str(error), batch_shape)
     if isinstance(error, MmrayError) and failure.kind == "raised":
         return error
     message = str(error).strip() or type(error).__name__
@@ -105,9 +105,7 @@ def _final_error(message: str, cause: BaseException) -> TrainingError:
     return TrainingError(f"{traceback}{message}")
 
 
-def classify_failure(
-    error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun, backend: Backend
-) -> Failure:
+def classify_failure(error: BaseException, monitor: AttemptMonitor, backend: Backend) -> Failure:
     """Return the cause of a failed attempt: from the monitor, otherwise from the error of the
     backend.
     """
@@ -115,7 +113,7 @@ def classify_failure(
     if monitor.hang is not None:
         kind, cause = "hung", TrainingError(monitor.hang)
     elif not isinstance(error, MmrayError):
-        kind, cause = backend.find_cause(error, monitor, resolved)
+        kind, cause = backend.find_cause(error, monitor)
     # Final if the last save failed: a restart would repeat the steps that no checkpoint has, on the
     # same storage.
     can_repeat = not monitor.trained or monitor.stop_reason in ("resize", "preempted")

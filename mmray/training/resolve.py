@@ -33,12 +33,10 @@ class ResolvedRun:
     train_set: PreparedSet | PreparedMixture
     eval_set: PreparedSet | None
     tokenizer_json: str
-    # the rows of a step and how they are split: micro-batch, accumulation, workers
-    shape: BatchShape
+    batch_shape: BatchShape  # with the largest number of workers
     steps: int
     # content of data.json; equal in all attempts and when the run is resumed
     data_identity: dict[str, Any]
-    micro: int = 0  # micro-batch size after an out-of-memory error; 0: as `shape` has it
 
 
 def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
@@ -66,7 +64,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     batch = batch_on_device(config)
     shape = resolve_batch_shape(batch, config.cluster.max_workers)
     rows_per_block, blocks_per_window = shuffle_block_and_window(
-        config.data, train_sets, shape.global_rows
+        config.data, train_sets, shape.global_batch_size
     )
     train_sets = [with_local_cache(config.data, each, rows_per_block) for each in train_sets]
     eval_set = eval_set and with_local_cache(config.data, eval_set, rows_per_block)
@@ -87,19 +85,20 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     if isinstance(train_set, PreparedMixture):
         num_rows = sum(part.per_epoch for part in train_set.components)
-    if shape.global_rows > num_rows:  # rows would be negatives of themselves
+    if shape.global_batch_size > num_rows:  # rows would be negatives of themselves
         raise UsageError(
-            f"batch.global: {shape.global_rows:,} rows per step are more than the {num_rows:,} "
-            "rows of an epoch of "
-            f"{config.data.train}, so rows would repeat within each step; set --batch.global to at "
-            f"most {num_rows}"
+            f"batch.global: {shape.global_batch_size:,} rows per step are more than the "
+            f"{num_rows:,} rows of an epoch of {config.data.train}, so rows would repeat within "
+            f"each step; set --batch.global to at most {num_rows}"
         )
-    steps = total_steps(config.train, num_rows, shape.global_rows)
+    steps = total_steps(config.train, num_rows, shape.global_batch_size)
     model = with_region_labels(config.model, train_sets, eval_set)
     resolved_config = config.replace(
         model=model.with_vocab(encoder.vocab_size, declared_pad_id(tokenizer_json)),
         data=config.data.replace(shuffle_blocks=f"{rows_per_block}x{blocks_per_window}"),
-        batch=batch.replace(global_=shape.global_rows, micro="auto" if shape.auto else shape.micro),
+        batch=batch.replace(
+            global_=shape.global_batch_size, micro="auto" if shape.auto else shape.micro_batch_size
+        ),
     )
     data_identity = {
         "train": format_mixture(mixture),

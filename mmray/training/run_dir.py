@@ -31,7 +31,7 @@ _RESUMABLE = {
     "data": "workers block_mb cache local_cache local_cache_gb max_bad_rows eval eval_split",
     "train": "steps samples epochs log_every checkpoint_every keep_checkpoints callbacks profile "
     "parallel "
-    "activation_checkpointing compile channels_last noise_scale_every",
+    "activation_checkpointing compile channels_last",
 }
 RESUMABLE_CHANGES = (
     *("recipe", "cluster", "run", "prepare", "evaluate"),

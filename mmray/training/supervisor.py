@@ -8,12 +8,12 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mmray.data.store.manifest import QUARANTINE
 from mmray.engine.bad_rows import load_bad_rows
+from mmray.engine.batch import BatchShape
 from mmray.engine.checkpoint import files
 from mmray.engine.worker_context import result_fields
 from mmray.errors import (
@@ -78,8 +78,8 @@ class Supervisor:
         self.trusted_from = math.inf
         self.last_failure: Failure | None = None
         self.restart: Restart | None = None  # the decision after the last attempt, if it failed
-        # after OOM: number of workers -> rows of a micro-batch
-        self.reduced_micro: dict[int, int] = {}
+        # by number of workers, if one of them ran out of memory
+        self.smaller_batch_shapes: dict[int, BatchShape] = {}
         # one each: the workers of the group that stopped for a larger one
         self.unconfirmed_resizes: list[int] = []
         self.progress = RunProgress()
@@ -116,16 +116,17 @@ class Supervisor:
             if start_step >= self.resolved.steps:
                 # workers would have no step to take, and the stream no rows
                 return outcome_of(meta)
-            check_rows(checkpoint, meta, self.resolved.shape.global_rows)
+            check_rows(checkpoint, meta, self.resolved.batch_shape.global_batch_size)
         elif self.config.run.resume == "must":
             raise UsageError(
                 f"--run.resume must: no valid checkpoint in {self.run.checkpoints}; "
                 "--run.resume auto starts from step 0"
             )
-        world, workers = self._start_workers(checkpoint, bad_rows)
+        batch_shape, workers = self._start_workers(checkpoint, bad_rows)
+        world = batch_shape.world_size
         monitor = AttemptMonitor(
             config=self.config,
-            world=world,
+            batch_shape=batch_shape,
             workers=workers,
             reporter=self.reporter,
             total_steps=self.resolved.steps,
@@ -196,7 +197,7 @@ class Supervisor:
 
     def _handle_failure(self, error: Exception, monitor: AttemptMonitor) -> None:
         """Decide what follows a failure: set `restart`, or raise."""
-        failure = classify_failure(error, monitor, self.resolved, self.backend)
+        failure = classify_failure(error, monitor, self.backend)
         latest_step = files.latest_complete_step(self.run.checkpoints)
         self.failures = count_failures(self.failures, failure, latest_step > monitor.start_step)
         self.preemptions += failure.kind == "preempted"
@@ -209,8 +210,8 @@ class Supervisor:
             self._write_ended("stopped", steps=latest_step)
             raise KeyboardInterrupt from error
         self.last_failure, self.restart = failure, decision
-        if decision.micro:
-            self.reduced_micro[monitor.world] = decision.micro
+        if decision.batch_shape is not None:
+            self.smaller_batch_shapes[monitor.world] = decision.batch_shape
         start = (
             f"the checkpoint of step {latest_step:,}"
             if latest_step
@@ -223,17 +224,32 @@ class Supervisor:
             kept = "no other node has what the run needs, retrying on the same"
             self.reporter.log(f"{node if excluded else kept}: {bad}", "device")
 
-    def _start_workers(self, checkpoint: AnyPath | None, bad_rows: set[int]) -> tuple[int, Workers]:
-        """Start as many workers as the next attempt can have; return their number, too."""
+    def _start_workers(
+        self, checkpoint: AnyPath | None, bad_rows: set[int]
+    ) -> tuple[BatchShape, Workers]:
+        """Start as many workers as the next attempt can have.
+
+        Returns:
+            The batch shape for their number, and the workers.
+        """
         if self.config.cluster.elastic:
             self.reporter.status("counting the workers that fit")
         try:
             world = self.backend.choose_world_size(self.config)
             self.reporter.status(f"starting {world} worker{'s' * (world > 1)}")
-            self.resolved = replace(self.resolved, micro=self.reduced_micro.get(world, 0))
-            config, token = self.config.with_cluster(workers=world), self.lease.fencing_token
-            attempt = Attempt(self.resolved, self.run.path, token, config, checkpoint, bad_rows)
-            return world, self.backend.start(attempt)
+            batch_shape = self.smaller_batch_shapes.get(
+                world, self.resolved.batch_shape.with_world_size(world)
+            )
+            attempt = Attempt(
+                resolved=self.resolved,
+                folder=self.run.path,
+                fencing_token=self.lease.fencing_token,
+                config=self.config.with_cluster(workers=world),
+                batch_shape=batch_shape,
+                checkpoint=checkpoint,
+                bad_rows=bad_rows,
+            )
+            return batch_shape, self.backend.start(attempt)
         except self.backend.errors as error:
             if isinstance(error, MmrayError):
                 raise
@@ -288,7 +304,7 @@ class Supervisor:
         peak_gib = max(
             self.progress.all_processes_peak_gib, self.earlier.get("all_processes_peak_gib") or 0.0
         )
-        result = outcome | totals | {"batch": str(self.resolved.shape), "starts": self.starts}
+        result = outcome | totals | {"batch": str(self.resolved.batch_shape), "starts": self.starts}
         result |= {"all_processes_peak_gib": peak_gib or None}
         self.run.write_json("result.json", result)
         return result

@@ -41,11 +41,6 @@ def unsupported_reasons(config: Config) -> list[str]:
             reasons.append(f"{needs}; set --cluster.workers 2 or more, or use `single`")
         if train.precision == "fp16":
             reasons.append(f"{train.parallel} supports fp32 and bf16; set --train.precision bf16")
-        if train.precision == "bf16-true":
-            advice = (
-                "set --train.precision bf16, which gathers bf16 weights and updates float32 shards"
-            )
-            reasons.append(f"{train.parallel} has no bf16-true; {advice}")
         if config.optimizer.kind == "adamw8bit":
             reasons.append(
                 "optimizer.kind adamw8bit cannot update sharded weights; use adamw, or "
@@ -65,15 +60,6 @@ def unsupported_reasons(config: Config) -> list[str]:
             reasons.append(
                 f"evaluate.num_generations is not supported with {train.parallel}; set it to 0"
             )
-    if train.precision == "bf16-true" and train.ema:
-        reasons.append(
-            "train.ema needs float32 weights; set --train.precision bf16, or --train.ema 0"
-        )
-    if train.noise_scale_every and config.batch.group_by_length:
-        problem = "train.noise_scale_every needs random micro-batches"
-        reasons.append(
-            f"{problem}; set --batch.group-by-length False, or --train.noise-scale-every 0"
-        )
     if train.parallel == "branches":
         if kind not in TWO_TOWER_KINDS:
             reasons.append(

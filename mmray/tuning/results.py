@@ -116,23 +116,23 @@ def build_row(
     row["curve"] = learning_curve(lines, name)
     row["run"] = f"trials/{trial.name}" if lines else None
     if shape is not None:
-        row |= {"micro": shape.micro, "accumulation": shape.accumulation}
-        row |= {"workers": shape.workers, "global": shape.global_rows}
+        row |= {"micro": shape.micro_batch_size, "accumulation": shape.accumulation}
+        row |= {"workers": shape.world_size, "global": shape.global_batch_size}
         actual_micro = (
-            min(shape.micro, int(lines[-1].get("batch/micro") or shape.micro))
+            min(shape.micro_batch_size, int(lines[-1].get("batch/micro") or shape.micro_batch_size))
             if lines
-            else shape.micro
+            else shape.micro_batch_size
         )
-        if actual_micro < shape.micro and (shape.auto or goal in LEARNING_GOALS):
+        if actual_micro < shape.micro_batch_size and (shape.auto or goal in LEARNING_GOALS):
             row |= {
                 "micro": actual_micro,
-                "accumulation": -(-shape.global_rows // (shape.workers * actual_micro)),
+                "accumulation": -(-shape.global_batch_size // (shape.world_size * actual_micro)),
             }
-        elif actual_micro < shape.micro and outcome.status == "finished":
+        elif actual_micro < shape.micro_batch_size and outcome.status == "finished":
             advice = f"the run continued with {actual_micro}: search {actual_micro} or use `auto`"
             row |= {
                 "status": "out_of_memory",
-                "error": f"out of memory at micro-batch {shape.micro}; {advice}",
+                "error": f"out of memory at micro-batch {shape.micro_batch_size}; {advice}",
             }
     scores = (result or {}).get("scores") or {}
     recalls: list[Any] = [scores.get(f"recall_at_1/{direction}") for direction in DIRECTIONS]

@@ -114,7 +114,7 @@ def check_corners(corners: list[Trial], goal: str, reporter: SweepReporter) -> F
         try:
             # as in the trial
             check_capacity(config.with_cluster(workers=config.cluster.max_workers))
-            if (need := f"{key} {trial.shape and trial.shape.global_rows}") not in checked:
+            if (need := f"{key} {trial.shape and trial.shape.global_batch_size}") not in checked:
                 resolved = resolve_run(config, reporter)
                 checked.add(need)
                 if goal in LEARNING_GOALS and resolved.eval_set is None:

@@ -203,14 +203,17 @@ class CostModel:
 
     def step_s(self, shape: BatchShape) -> float:
         """Predict the seconds of a step."""
-        rows = ceil(shape.global_rows / shape.workers)
-        sizes = [min(shape.micro, rows - start) for start in range(0, rows, shape.micro)]
+        rows = ceil(shape.global_batch_size / shape.world_size)
+        sizes = [
+            min(shape.micro_batch_size, rows - start)
+            for start in range(0, rows, shape.micro_batch_size)
+        ]
         first, *others = [self._first_s(size) for size in sizes]
         return (
             self.optimizer_s
             + first
             + self.further * sum(others)
-            + self.sync_s.get(shape.workers, 0.0)
+            + self.sync_s.get(shape.world_size, 0.0)
         )
 
     def _first_s(self, rows: int) -> float:
@@ -220,9 +223,11 @@ class CostModel:
 
     def peak_gib(self, shape: BatchShape) -> float:
         """Predict the peak memory of a worker."""
-        rows = ceil(shape.global_rows / shape.workers)
+        rows = ceil(shape.global_batch_size / shape.world_size)
         return (
-            self.base_gib + self.row_gib * shape.micro + self.input_gib * max(0, rows - shape.micro)
+            self.base_gib
+            + self.row_gib * shape.micro_batch_size
+            + self.input_gib * max(0, rows - shape.micro_batch_size)
         )
 
     def format(self) -> str:
@@ -281,7 +286,7 @@ def candidates(global_rows: int, workers: int, sizes: Sequence[int]) -> list[Bat
     """
     rows = ceil(global_rows / workers)
     micros = sorted({ceil(rows / ceil(rows / size)) for size in sizes})
-    return [BatchShape(global_rows, micro, ceil(rows / micro), workers) for micro in micros]
+    return [BatchShape(global_rows, micro, workers) for micro in micros]
 
 
 def predict_rows(task: ShapeTask, found: Measurements, model: CostModel) -> list[Row]:
@@ -311,11 +316,11 @@ def unmeasured_rows(task: ShapeTask, status: str, error: str) -> list[Row]:
 
 
 def _empty_row(shape: BatchShape) -> Row:
-    row: Row = {"trial": "", "status": "predicted", "settings": {}, "micro": shape.micro}
+    row: Row = {"trial": "", "status": "predicted", "settings": {}, "micro": shape.micro_batch_size}
     row |= {
         "accumulation": shape.accumulation,
-        "workers": shape.workers,
-        "global": shape.global_rows,
+        "workers": shape.world_size,
+        "global": shape.global_batch_size,
     }
     names = (
         "steps",
@@ -334,17 +339,19 @@ def _row(shape: BatchShape, found: Measurements, model: CostModel, error: str) -
     if error:
         return row | {"status": "infeasible", "error": error}
     peak_gib = model.peak_gib(shape)
-    too_large, reason = found.failed.get(shape.global_rows, (found.too_large, found.reason))
-    if too_large is not None and shape.micro >= too_large:
+    too_large, reason = found.failed.get(shape.global_batch_size, (found.too_large, found.reason))
+    if too_large is not None and shape.micro_batch_size >= too_large:
         reason = f"a micro-batch of {too_large} rows does not fit: {reason}"
         return row | {"status": "out_of_memory", "peak_gib": peak_gib, "error": reason}
-    failed = found.find_failure(shape.micro, ceil(shape.global_rows / shape.workers))
+    failed = found.find_failure(
+        shape.micro_batch_size, ceil(shape.global_batch_size / shape.world_size)
+    )
     if failed or peak_gib > found.limit_gib:
         reason = f"needs about {peak_gib:.1f} GiB of {found.limit_gib:.1f} GiB"
         reason = f"{failed} does not fit: {failed.reason}" if failed else reason
         return row | {"status": "out_of_memory", "peak_gib": peak_gib, "error": reason}
     step_s = model.step_s(shape)
-    rate = shape.global_rows / step_s
+    rate = shape.global_batch_size / step_s
     return row | {
         "samples_per_s": rate,
         "predicted_samples_per_s": rate,

@@ -228,7 +228,7 @@ def _recommend(
 
 def _own_global(base: Config) -> int:
     """Return the global batch of the recipe."""
-    return resolve_batch_shape(base.batch, base.cluster.max_workers).global_rows
+    return resolve_batch_shape(base.batch, base.cluster.max_workers).global_batch_size
 
 
 def best_recipe(base: Config, best: Row) -> Config:

@@ -24,7 +24,6 @@ from mmray.engine import precision
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import GIB, HEADROOM, HOST_FRACTION, FakeGroup, keep_freed_memory
 from mmray.engine.metrics.timers import PhaseTimers
-from mmray.engine.oom import RecoverableOom
 from mmray.engine.optimizer import build_optimizer, set_lr
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
@@ -167,7 +166,6 @@ class Stepper:
             scaler=mixed.scaler(),
             timers=PhaseTimers(group.device),
             clip_norm=config.optimizer.clip_norm,
-            can_recover_oom=group.device.type == "cuda" and not inner,  # as in loop.py
         )
         return cls(config, state, group, inner)
 
@@ -210,11 +208,11 @@ class Stepper:
                     column.clone() for each in batch.micro_batches for column in each.values()
                 ]
             took_s = self._time(state, batch)  # the first step allocates
-        except (RecoverableOom, RuntimeError, MemoryError) as raised:
-            if not isinstance(raised, RecoverableOom) and not is_out_of_memory(raised):
+        except (RuntimeError, MemoryError) as raised:
+            if not is_out_of_memory(raised):
                 raise
             error = first_line(raised)
-            if not isinstance(state.group, FakeGroup) and not isinstance(raised, RecoverableOom):
+            if not isinstance(state.group, FakeGroup):
                 raise OutOfMemoryError(
                     f"out of memory with micro-batches of {micro} rows: {error}"
                 ) from raised

@@ -111,10 +111,10 @@ def build_trial(
         # as in the trial
         if conflicts := unsupported_reasons(config.with_cluster(workers=workers)):
             raise UsageError("; ".join(conflicts))
-        if keep_micro and isinstance(micro, int) and shape.micro < micro:
+        if keep_micro and isinstance(micro, int) and shape.micro_batch_size < micro:
             limit = (
-                f"{shape.micro} rows per worker (batch.global {shape.global_rows} on "
-                f"{workers} workers)"
+                f"{shape.micro_batch_size} rows per worker (batch.global "
+                f"{shape.global_batch_size} on {workers} workers)"
             )
             raise UsageError(f"batch.micro {micro} is more than {limit}")
     except UsageError as error:
@@ -321,7 +321,7 @@ class SweepPlan:
         rungs are comparable, and with `cooldown` a linear decay after the samples of the last rung.
         """
         assert trial.shape is not None
-        config, rows = trial.config, trial.shape.global_rows
+        config, rows = trial.config, trial.shape.global_batch_size
         max_failures = 0 if self.local else min(1, config.cluster.max_failures)
         shortest = math.ceil(self.rungs[0] / rows)
         train = config.train.replace(steps=None, samples=samples, epochs=None, checkpoint_every=0)
@@ -362,7 +362,7 @@ class SweepPlan:
         from mmray.engine.optimizer import COOLDOWN_FRACTION  # imports torch
 
         assert trial.shape is not None
-        rows, full = trial.shape.global_rows, self.rungs[-1]
+        rows, full = trial.shape.global_batch_size, self.rungs[-1]
         warmup = self.config(trial, full).optimizer.warmup_steps
         steps = math.ceil(full / rows)
         return math.ceil((steps - COOLDOWN_FRACTION * warmup) / (1 - COOLDOWN_FRACTION)) * rows
@@ -376,8 +376,8 @@ class SweepPlan:
         and `micro`.
         """
         assert trial.shape is not None
-        config, micro = trial.config, "auto" if trial.shape.auto else trial.shape.micro
-        ratio = self.recipe_rows / trial.shape.global_rows
+        config, micro = trial.config, "auto" if trial.shape.auto else trial.shape.micro_batch_size
+        ratio = self.recipe_rows / trial.shape.global_batch_size
         steps = config.train.steps and math.ceil(config.train.steps * ratio)
         optimizer = config.optimizer.replace(
             warmup_steps=math.ceil(config.optimizer.warmup_steps * ratio)
@@ -386,7 +386,7 @@ class SweepPlan:
             train=config.train.replace(steps=steps),
             optimizer=optimizer.replace(schedule="cooldown") if self.learning else optimizer,
             batch=config.batch.replace(
-                micro=micro, accumulation=None, global_=trial.shape.global_rows
+                micro=micro, accumulation=None, global_=trial.shape.global_batch_size
             ),
             run=config.run.replace(name=None, resume="auto"),
         )
@@ -412,14 +412,14 @@ def build_plan(
 
     recipe_rows: global batch of the recipe, which `base` does not have if accumulation is searched.
     """
-    sizes = [trial.shape.global_rows for trial in feasible.corners if trial.shape]
+    sizes = [trial.shape.global_batch_size for trial in feasible.corners if trial.shape]
     if (
         base.batch.global_ is not None
         or "batch.accumulation" not in space.axes
         or recipe_rows is None
     ):
         recipe = build_trial(base, "recipe", {}, keep_micro=False).shape
-        recipe_rows = recipe.global_rows if recipe else min(sizes)
+        recipe_rows = recipe.global_batch_size if recipe else min(sizes)
     samples = samples_per_trial(settings, base, goal, recipe_rows, max(sizes), feasible.num_rows)
     shortest = samples
     if goal in LEARNING_GOALS:
@@ -478,8 +478,8 @@ def larger_than_out_of_memory(trial: Trial, rows: Sequence[dict[str, Any]]) -> s
             and not row["rungs"]
             and same
             and not trial.shape.auto
-            and trial.shape.micro >= row["micro"]
-            and trial.shape.workers == row["workers"]
+            and trial.shape.micro_batch_size >= row["micro"]
+            and trial.shape.world_size == row["workers"]
         ):
             return (
                 f"not started: {row['trial']} ran out of memory with micro-batches of "

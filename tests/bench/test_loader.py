@@ -52,7 +52,7 @@ def test_all_loaders_return_the_same_images(tmp_path):
         tmp_path / "set", [row(n, data=data, texts=[text]) for n, (data, text) in enumerate(items)]
     )
     tokenizer = train_tokenizer([text for _, text in items], 60)
-    plan = SamplePlan(6, 6, 1, 6, seed=0, steps=1, shuffle=False)
+    plan = SamplePlan(6, 6, 1, seed=0, steps=1, shuffle=False)
     inputs = Inputs(image_side=224, fit="crop", interpolation="bilinear", max_tokens=160)
     block = RowReader(prepared, inputs, tokenizer, 10**7).read_block(plan, np.arange(6))
     for source in (files, prepared):

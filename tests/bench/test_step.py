@@ -28,7 +28,6 @@ from mmray.config import (
 )
 from mmray.engine import loop
 from mmray.engine.collectives import Group
-from mmray.engine.oom import RecoverableOom
 from mmray.engine.prefetch import LocalBatch
 from mmray.errors import OutOfMemoryError, ResourceError, UsageError
 from tests.engine.fake_cuda import DEVICES, gpus
@@ -133,15 +132,15 @@ def test_best_loop_compiles_static_shapes(monkeypatch: pytest.MonkeyPatch) -> No
 def test_loop_that_reduced_its_micro_batch_is_no_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a GPU the loop continues after an OOM; the loops that it is compared with do not."""
-    bench, step_of_loop = build_bench(tiny(), Group(), micro=4), loop.optimizer_step
+    """The loop continues after an OOM; the loops that it is compared with do not."""
+    bench, accumulate = build_bench(tiny(), Group(), micro=4), loop.accumulate_gradients
 
     def without_memory(state: object, batch: LocalBatch, *arguments: object) -> object:
         if max(batch.sizes) > 2:
-            raise RecoverableOom("CUDA out of memory")
-        return step_of_loop(state, batch, *arguments)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return accumulate(state, batch, *arguments)
 
-    monkeypatch.setattr(loop, "optimizer_step", without_memory)
+    monkeypatch.setattr(loop, "accumulate_gradients", without_memory)
     with pytest.raises(
         OutOfMemoryError,
         match=r"out of memory with micro-batches of 4 rows, 2 fit: lower batch.micro",

@@ -14,6 +14,7 @@ from mmray.bench.spawn import WorkerFailed
 from mmray.bench.strategies import BASELINE, bench_strategies
 from mmray.config import Batch, Optimizer
 from mmray.data.stream.order import SamplePlan
+from mmray.engine.batch import BatchShape
 from mmray.errors import ResourceError
 from tests.bench.test_step import tiny
 
@@ -94,14 +95,15 @@ def test_ranks_split_the_global_batch():
         {"image": torch.arange(10) + 100 * index, "pos": torch.zeros(10)} for index in range(2)
     ]
     for world in (1, 2, 3):
-        plan = SamplePlan(2**30, 10, world, 2, 0, 2)
+        plan = SamplePlan(2**30, 10, world, 0, 2)
         shares = [
             [strategies.rank_share(batch, rank, world) for batch in batches]
             for rank in range(world)
         ]
         for number in range(2):
             parts = [
-                list(step.micro_batches(plan, rank, shares[rank]))[number] for rank in range(world)
+                list(step.micro_batches(plan, BatchShape(10, 2, world), rank, shares[rank]))[number]
+                for rank in range(world)
             ]
             rows = torch.cat(
                 [

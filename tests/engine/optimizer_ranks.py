@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from mmray.data.stream.order import SamplePlan
-from mmray.engine import precision
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
 from tests.engine import recipe_models, toy
@@ -38,7 +37,6 @@ def main(rank: int, folder: str) -> None:
     group, results = join_group(folder, "optimizers", rank, 2), dict[str, Any]()
     for name in ("own", "muon"):
         results[name] = train_twice(group, Path(folder) / name, KINDS[name], parallel="fsdp")
-    results["bf16-true"] = train_twice(group, Path(folder) / "bf16-true", {}, precision="bf16-true")
     llava = partial(recipe_models.train_llava, group, micro=2, parallel="fsdp")
     results["llava"] = {"plain": llava(), "selective": llava(activation_checkpointing=CHECKPOINTED)}
     torch.save(results, f"{folder}/rank-{rank}.pt")
@@ -51,10 +49,7 @@ def train_twice(
     """All weights after six steps, also when the last three resume from the files of a
     checkpoint.
     """
-    half = settings.get("precision") == "bf16-true"
-    plan = SamplePlan(
-        num_rows=30, global_rows=12, world_size=group.world_size, micro=4, seed=1, steps=STEPS
-    )
+    plan = SamplePlan(num_rows=30, global_rows=12, world_size=group.world_size, seed=1, steps=STEPS)
     train = toy.train_settings(checkpoint_every=RESUMED_AT, **settings)
     options = {"optimizer": toy.optimizer_settings(**optimizer), "train": train}
     sharded = settings.get("parallel") == "fsdp" and group.world_size > 1
@@ -66,13 +61,8 @@ def train_twice(
                 folder / f"step-{step}", state, {"step": step}, cpu_group, sharded
             ).result()
 
-    def model() -> torch.nn.Module:
-        model = toy.Branched() if half else toy.Branched().double()
-        precision.cast_weights(model, train.precision)
-        return model
-
-    log, whole, resumed = toy.Lines(), model(), model()
-    toy.run(whole, plan, group, save=save, log=log, **options)
+    log, whole, resumed = toy.Lines(), toy.Branched().double(), toy.Branched().double()
+    toy.run(whole, plan, group, micro=4, save=save, log=log, **options)
     group.barrier()
     toy.run(
         resumed,
@@ -80,6 +70,7 @@ def train_twice(
         group,
         partial(state_io.load, folder / f"step-{RESUMED_AT}"),
         RESUMED_AT,
+        micro=4,
         **options,
     )
     return {"whole": toy.flat(whole), "resumed": toy.flat(resumed), "losses": log.of("train/loss")}

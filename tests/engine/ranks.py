@@ -243,12 +243,9 @@ def skipped_step(group: Group) -> dict[str, Any]:
         toy.NanAtSteps((3,) if group.rank == group.world_size - 1 else ()).double(),
         toy.Lines(),
     )
-    plan = SamplePlan(
-        num_rows=33, global_rows=10, world_size=group.world_size, micro=2, seed=1, steps=8
-    )
-    outcome = toy.run(
-        model, plan, group, callbacks=(model,), log=log, train=toy.train_settings(log_every=1)
-    )
+    plan = SamplePlan(num_rows=33, global_rows=10, world_size=group.world_size, seed=1, steps=8)
+    settings = toy.train_settings(log_every=1)
+    outcome = toy.run(model, plan, group, micro=2, callbacks=(model,), log=log, train=settings)
     return {
         "skipped": outcome.skipped_steps,
         "weights": toy.flat(model),
@@ -273,24 +270,6 @@ def collectives(group: Group) -> dict[str, Any]:
     }
 
 
-def noise_scale(group: Group) -> list[list[float]]:
-    """The scales of two contrastive runs, replicated and (with several ranks) sharded."""
-    plan = SamplePlan(
-        num_rows=64, global_rows=16, world_size=group.world_size, micro=4, seed=1, steps=4
-    )
-    scales = []
-    for parallel in ("ddp", "fsdp"):
-        log = toy.Lines()
-        settings = {
-            "log_every": 1,
-            "noise_scale_every": 1,
-            "parallel": parallel if group.world_size > 1 else "single",
-        }
-        toy.run(toy.Toy().double(), plan, group, log=log, train=toy.train_settings(**settings))
-        scales.append([line.get("train/noise_scale") for line in log])
-    return scales
-
-
 def stopped_loop(group: Group) -> dict[str, Any]:
     """The loop; only the last rank requests a stop, at its seventh step."""
     log, polls, model = toy.Lines(), iter(range(100)), toy.Toy().double()
@@ -298,106 +277,61 @@ def stopped_loop(group: Group) -> dict[str, Any]:
         num_rows=33,
         global_rows=10,
         world_size=group.world_size,
-        micro=4 // group.world_size,
         seed=1,
         steps=12,
     )
     stop = lambda: group.rank == group.world_size - 1 and next(polls) == 6  # noqa: E731
-    outcome = toy.run(model, plan, group, log=log, stop=stop)
+    micro = 4 // group.world_size
+    outcome = toy.run(model, plan, group, micro=micro, log=log, stop=stop)
     return {"end": (outcome.status, outcome.steps), "weights": toy.flat(model), "lines": list(log)}
 
 
 def overflow(group: Group) -> dict[str, Any]:
     """The loop in fp16 with a loss scale so high that the first gradients overflow."""
     scaler, model = torch.amp.GradScaler("cpu", init_scale=LARGE_SCALE), toy.Toy()
-    plan = SamplePlan(num_rows=33, global_rows=10, world_size=2, micro=2, seed=1, steps=20)
+    plan = SamplePlan(num_rows=33, global_rows=10, world_size=2, seed=1, steps=20)
     history = [toy.flat(model)]
     callback = SimpleNamespace(on_step=lambda step, metrics: history.append(toy.flat(model)))
     train = toy.train_settings(precision="fp16")
     with patch.object(Precision, "scaler", lambda _: scaler):
-        outcome = toy.run(model, plan, group, train=train, callbacks=(callback,))
+        outcome = toy.run(model, plan, group, micro=2, train=train, callbacks=(callback,))
     unchanged = [torch.equal(before, after) for before, after in pairwise(history)]
     state = {"skipped": outcome.skipped_steps, "scale": scaler.get_scale()}
     return {"unchanged": unchanged, "weights": toy.flat(model), **state}
 
 
-OOM_OBJECTIVES = {
+OBJECTIVES = {
     "contrastive": Contrastive,
     "sigmoid": partial(Sigmoid, chunk_rows=3),
     "row-wise": toy.Regression,
 }
-MINED = "contrastive + 0.5 * matching"
-OOM_SCENARIOS = [
-    *((point, "contrastive", 5) for point in toy.OOM_POINTS),
-    *((point, "sigmoid", 5) for point in ("embedding", "loss", "backward")),
-    *((point, MINED, 5) for point in ("embedding", "backward")),
-    ("backward", "row-wise", 5),
-    # one micro-batch
-    *((point, kind, 8) for point in ("forward", "loss") for kind in ("contrastive", "sigmoid")),
-]
-OOM_PLAN = SamplePlan(num_rows=60, global_rows=16, world_size=2, micro=4, seed=1, steps=8)
+OOM_PLAN = SamplePlan(num_rows=60, global_rows=16, world_size=2, seed=1, steps=8)
 
 
-def run_with_oom(
-    group: Group, point: str, objective: str = "contrastive", micro: int = 4, **settings: Any
-) -> dict[str, Any]:
-    """A run in which only rank 1 runs out of memory once, at `point` of step 3."""
-    fault, log, notes = (
-        toy.MemoryFault(point if group.rank == 1 else "", at_step=3),
-        toy.Lines(),
-        [],
-    )
-    model = toy.MemoryLimitedToy(fault, kind=objective).double()
-    make_objective = OOM_OBJECTIVES.get(objective) or partial(toy.objective, objective)
-    options = {
-        "objective": fault.add_to_loss(make_objective()),
-        "train": toy.train_settings(**settings),
-    }
-    options |= {"log": log, "callbacks": (fault,), "notify": lambda label, text: notes.append(text)}
-    plan = replace(OOM_PLAN, world_size=group.world_size, micro=micro)
-    toy.run(model, plan, group, **options)
-    return {"weights": toy.flat(model), "micro": log.of("batch/micro"), "notes": notes}
-
-
-def oom_error(group: Group, point: str, **options: Any) -> dict[str, Any]:
-    """The error that ends a run with OOM on rank 1: its own, or that of a broken collective."""
+def oom_error(group: Group, point: str, **settings: Any) -> dict[str, Any]:
+    """The error that ends a run in which only rank 1 runs out of memory, at `point` of step 3: its
+    own, or that of a broken collective.
+    """
+    fault = toy.MemoryFault(point if group.rank == 1 else "", at_step=3)
+    model = toy.MemoryLimitedToy(fault).double()
+    train = toy.train_settings(**settings)
     try:
-        run_with_oom(group, point, **options)
+        toy.run(model, OOM_PLAN, group, micro=4, train=train, callbacks=(fault,))
     except OutOfMemoryError as error:
-        return {"error": str(error), "micro": error.retry_micro}
+        assert error.retry_shape is not None
+        return {"error": str(error), "micro": error.retry_shape.micro_batch_size}
     except RuntimeError as error:
         return {"error": f"a broken collective: {error}", "micro": -1}
     return {"error": "no error", "micro": -1}
-
-
-def recovered_oom(group: Group) -> list[dict[str, Any]]:
-    return [run_with_oom(group, *scenario) for scenario in OOM_SCENARIOS]
-
-
-def recovered_oom_in_fp16(group: Group) -> tuple[int, float]:
-    """Skipped steps and the final loss scale; an abandoned step is neither skipped, nor does it
-    change the scale.
-    """
-    scaler, fault = (
-        torch.amp.GradScaler("cpu", init_scale=8.0),
-        toy.MemoryFault("backward" if group.rank else ""),
-    )
-    train = toy.train_settings(precision="fp16")
-    with patch.object(Precision, "scaler", lambda _: scaler):
-        outcome = toy.run(
-            toy.MemoryLimitedToy(fault), OOM_PLAN, group, train=train, callbacks=(fault,)
-        )
-    assert fault.raised == bool(group.rank)
-    return outcome.skipped_steps, scaler.get_scale()
 
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 def collectives_of_a_step(group: Group) -> dict[str, list[str]]:
-    """Collectives in order, except those of DDP, of a step that recovers from OOM on every rank."""
+    """Collectives of a step in order, except those of DDP."""
     results = {}
-    for kind, make_objective in OOM_OBJECTIVES.items():
+    for kind, make_objective in OBJECTIVES.items():
         state = toy.train_state(toy.Toy(kind=kind).double(), group, make_objective())
         batch, calls = make_local_batch(toy.cut(rows_of_rank(toy.rows(ROWS, 0), group), 4)), Mock()
         with ExitStack() as stack:
@@ -407,10 +341,6 @@ def collectives_of_a_step(group: Group) -> dict[str, list[str]]:
             optimizer_step(state, batch, lambda index: index)
         results[kind] = [call[0] for call in calls.mock_calls]
     return results
-
-
-def oom_with_one_row(group: Group) -> dict[str, Any]:
-    return oom_error(group, "forward", micro=1)
 
 
 def oom_in_synchronizing_backward(group: Group) -> dict[str, Any]:
@@ -423,9 +353,7 @@ def sharded_bf16(group: Group) -> dict[str, list[float]]:
     BatchNorm.
     """
     losses = {}
-    plan = SamplePlan(
-        num_rows=12, global_rows=12, world_size=group.world_size, micro=3, seed=1, steps=6
-    )
+    plan = SamplePlan(num_rows=12, global_rows=12, world_size=group.world_size, seed=1, steps=6)
     for parallel, number, norm in (
         ("fsdp", "fp32", 0),
         ("fsdp", "bf16", 0),
@@ -437,7 +365,7 @@ def sharded_bf16(group: Group) -> dict[str, list[float]]:
             toy.train_settings(parallel=parallel, precision=number, log_every=1),
         )
         model = toy.Branched(kind="sigmoid", batch_norm=bool(norm))
-        toy.run(model, plan, group, objective=Sigmoid(), log=log, train=train)
+        toy.run(model, plan, group, micro=3, objective=Sigmoid(), log=log, train=train)
         losses[f"{parallel}, {number}{', norm' * norm}"] = log.of("train/loss")
     return losses
 
@@ -472,7 +400,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         f"{way}, {kind}": (kind, {"parallel": way})
         for way in ("ddp", "fsdp")
-        for kind in OOM_OBJECTIVES
+        for kind in OBJECTIVES
     },
     SMALL_BUCKETS: ("contrastive", {}),
     "bf16 gradients": ("contrastive", {"grad_compression": "bf16"}),
@@ -487,9 +415,7 @@ def train_strategy(
     after the second.
     """
     log, states, model = toy.Lines(), {}, toy.Branched(kind=objective).double()
-    plan = SamplePlan(
-        num_rows=30, global_rows=12, world_size=group.world_size, micro=3, seed=1, steps=8
-    )
+    plan = SamplePlan(num_rows=30, global_rows=12, world_size=group.world_size, seed=1, steps=8)
     if settings.get("parallel") == "branches":
         strategy.place_branches(model, group.device)
 
@@ -503,12 +429,12 @@ def train_strategy(
         states[step] = copy.deepcopy(tree_map_only(torch.Tensor, toy.whole, state))
 
     train = toy.train_settings(**{"log_every": 1, "checkpoint_every": 2} | settings)
-    options = {"objective": OOM_OBJECTIVES[objective](), "train": train, "log": log, "save": save}
+    options = {"objective": OBJECTIVES[objective](), "train": train, "log": log, "save": save}
     options |= {"evaluate": evaluate, "evaluate_every": 3}
     stored = first and partial(
         state_io.load, save_checkpoint(Path(tempfile.mkdtemp()), 2, first, {})
     )
-    toy.run(model, plan, group, stored, 2 if first else 0, **options)
+    toy.run(model, plan, group, stored, 2 if first else 0, micro=3, **options)
     weights = torch.cat([tensor.flatten() for tensor in states[8]["model"].values()])
     return {"weights": weights, "losses": log.of("train/loss"), "state": states.get(2)}
 
@@ -581,11 +507,13 @@ def train_with_dropout(group: Group, backend: str, steps: int = 3) -> dict[str, 
 
     def forward(*args: Any) -> Any:
         outputs = forward_micro_batch(*args)
-        passes.extend([outputs["text_embed"].detach()] if args[4] == 1 else [])
+        if args[3] == second_seed:
+            passes.append(outputs["text_embed"].detach())
         return outputs
 
     state = toy.train_state(module, group)
     for step in range(steps):
+        second_seed = micro_seed(toy.SEED, step, group.rank, 1)
         batch = synthetic_batch(spec.inputs, recipe_models.VOCAB, 8, "cpu", seed=step)
         batch["attention_mask"][:, 6 - step :] = 0
         with patch.object(engine_step, "forward_micro_batch", forward):
@@ -600,13 +528,9 @@ SCENARIOS = (
     collectives,
     common_defaults,
     skipped_step,
-    noise_scale,
     stopped_loop,
     overflow,
-    recovered_oom,
-    recovered_oom_in_fp16,
     collectives_of_a_step,
-    oom_with_one_row,
     strategies,
     compiled,
     oom_in_synchronizing_backward,

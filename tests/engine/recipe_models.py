@@ -84,9 +84,7 @@ def train_llava(
     """The weights of a run of a generative model as in recipe `llava`: captions of different
     lengths.
     """
-    plan = SamplePlan(
-        num_rows=20, global_rows=8, world_size=group.world_size, micro=micro, seed=1, steps=steps
-    )
+    plan = SamplePlan(num_rows=20, global_rows=8, world_size=group.world_size, seed=1, steps=steps)
     train = toy.train_settings(**settings)
     torch.manual_seed(3)
     model = apply_transforms(
@@ -98,8 +96,9 @@ def train_llava(
         "group_by_length": group_by_length,
     }
     if steps:
-        micro_batches = iter_micro_batches(llava_blocks(plan, group.rank), plan, group_by_length)
-        loop.train_loop(toy.train_spec(model, plan, group, **options), micro_batches)
+        blocks = llava_blocks(plan, group.rank)
+        micro_batches = iter_micro_batches(blocks, plan.rank_rows, micro, group_by_length)
+        loop.train_loop(toy.train_spec(model, plan, group, micro, **options), micro_batches)
     return toy.flat(model)
 
 

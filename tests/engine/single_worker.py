@@ -39,7 +39,7 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
     )
     shape, steps = resolve_batch_shape(config.batch, group.world_size), config.train.steps
     plan = SamplePlan(
-        train_set.num_rows, shape.global_rows, group.world_size, shape.micro, seed=0, steps=steps
+        train_set.num_rows, shape.global_batch_size, group.world_size, seed=0, steps=steps
     )
     first = 0 if checkpoint is None else files.step_of(checkpoint)
     if group.rank == 0:
@@ -48,7 +48,7 @@ def run_config(config, train_set, folder, eval_set=None, checkpoint=None, device
     lease = Lease(folder) if group.rank == 0 else None
     reader = RowReader(train_set, config.model.inputs, tokenizer, 10**6)
     context = WorkerContext(
-        config, folder, lease.acquire() if lease else 0, reader, eval_set, tokenizer
+        config, folder, lease.acquire() if lease else 0, reader, eval_set, tokenizer, shape
     )
     blocks = BlockPlan(plan, first, 2)
     rows = (

@@ -3,7 +3,7 @@
 import pytest
 
 from mmray.config import Batch, Train
-from mmray.engine.batch import halve, resolve_batch_shape, total_steps
+from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import UsageError
 
 
@@ -60,10 +60,23 @@ def test_contradicting_sizes_are_refused(settings, workers, message):
 
 
 def test_halved_micro_batch_at_most_doubles_accumulation():
-    assert [halve(micro) for micro in (256, 43, 5, 3, 2, 1)] == [128, 22, 3, 2, 1, 0]
+    halved = [BatchShape(256, micro, 1).halved() for micro in (256, 43, 5, 3, 2)]
+    assert [shape.micro_batch_size for shape in halved] == [128, 22, 3, 2, 1]
+    assert BatchShape(256, 1, 1).halved() is None
     for rows in (1, 7, 342, 1366):
         for micro in range(2, rows + 1):
-            assert -(-rows // halve(micro)) <= 2 * -(-rows // micro)
+            shape = BatchShape(rows, micro, world_size=1)
+            assert shape.halved().accumulation <= 2 * shape.accumulation
+
+
+def test_number_of_workers_changes_the_division_of_the_global_batch():
+    shape = BatchShape(64, 8, world_size=4)
+    assert [shape.with_world_size(world).accumulation for world in (1, 2, 4)] == [8, 4, 2]
+    assert shape.with_world_size(16) == BatchShape(64, 4, world_size=16)
+    auto = BatchShape(64, 16, world_size=4, auto=True)
+    assert auto.with_world_size(2) == BatchShape(64, 32, world_size=2, auto=True)
+    found = auto.with_micro_batch_size(10)
+    assert found == BatchShape(64, 10, world_size=4) and found.accumulation == 2
 
 
 @pytest.mark.parametrize(

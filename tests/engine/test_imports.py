@@ -12,7 +12,7 @@ HEAVY = (
 STEP = f"""
 import sys, torch, mmray.engine.worker
 from mmray.config import recipes
-from mmray.engine.metrics.meters import model_flops
+from mmray.engine.metrics.meters import model_flops_of_row
 from mmray.engine.optimizer import build_optimizer
 from mmray.engine.precision import select_precision
 from mmray.models.build import build
@@ -23,7 +23,7 @@ model = build(config.model, 512)
 assert 'sympy' not in sys.modules  # torch's backward imports it
 optimizer = build_optimizer(model, config.optimizer)
 batch = synthetic_batch(config.model.inputs, 512, 2, "cpu")
-model_flops(model, batch, select_precision("fp32", torch.device("cpu")))
+model_flops_of_row(model, batch, select_precision("fp32", torch.device("cpu")))
 outputs = model(batch)
 torch.autograd.backward([outputs["image_embed"]], [outputs["text_embed"].detach()])
 optimizer.step()

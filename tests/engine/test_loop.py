@@ -26,9 +26,7 @@ def few_nonfinite_steps(monkeypatch):
 
 
 def plan_of(steps: int, micro: int = 3, world: int = 1) -> SamplePlan:
-    return SamplePlan(
-        num_rows=33, global_rows=10, world_size=world, micro=micro, seed=1, steps=steps
-    )
+    return SamplePlan(num_rows=33, global_rows=10, world_size=world, seed=1, steps=steps)
 
 
 class Checkpoints(dict):
@@ -286,6 +284,6 @@ def test_ranks_under_torchrun_equal_one_process(tmp_path):
     process = subprocess.run([*torchrun, world, *script], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     expected = toy.Branched().double()
-    train(expected, plan_of(8, micro=2))
+    train(expected, plan_of(8), micro=2)
     for weights in torch.load(tmp_path / "weights.pt").values():
         torch.testing.assert_close(weights, toy.flat(expected), rtol=1e-9, atol=1e-12)

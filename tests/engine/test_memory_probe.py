@@ -13,16 +13,20 @@ import torch
 
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import memory_probe
+from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.prefetch import make_local_batch, split_micro_batches
 from mmray.errors import OutOfMemoryError, TrainingError
 from tests.engine import fake_cuda, toy
 from tests.engine.ranks import KINDS
-from tests.engine.test_loop import Checkpoints, plan_of, train
+from tests.engine.test_loop import plan_of, train
 
 
 def probe(state, rows_per_rank=12, micro=None, batch_of=lambda rows: toy.rows(rows, 0)):
-    return memory_probe.probe_memory(state, batch_of, rows_per_rank, micro)
+    world = state.group.world_size
+    shape = BatchShape(rows_per_rank * world, micro or rows_per_rank, world, auto=micro is None)
+    found, table = memory_probe.probe_memory(state, batch_of, shape)
+    return found.micro_batch_size, table
 
 
 def state_with(max_rows=10**9, **fault):
@@ -93,7 +97,12 @@ def test_ranks_that_search_together_do_not_try_more_than_expected(
     sizes, group = [], SimpleNamespace(device=torch.device("cuda"), all_reduce_min=int)
     monkeypatch.setattr(memory_probe, "_free_bytes", lambda *_: free_bytes)
     try_rows = lambda rows, size: sizes.append(size) or 45 * size  # noqa: E731
-    assert memory_probe._largest_micro_that_fits(group, try_rows, 32, None, True, 0) == largest
+    assert (
+        memory_probe._largest_micro_that_fits(
+            group, try_rows, BatchShape(32, 32, 1, auto=True), True, 0
+        )
+        == largest
+    )
     assert sizes == tried
 
 
@@ -209,21 +218,20 @@ ALLOCATION_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("point", ["forward", "synchronizing backward"])
+@pytest.mark.parametrize("point", ["forward", "embedding", "synchronizing backward"])
 @pytest.mark.parametrize("error", ALLOCATION_ERRORS)
 def test_all_allocation_errors_count_as_oom_and_the_step_is_retried(error, point):
     assert probe(state_with(5, error=error))[0] == 4
     log, notes, fault = toy.Lines(), [], toy.MemoryFault(point, at_step=2, error=error)
     expected, model = toy.Toy().double(), toy.MemoryLimitedToy(fault).double()
-    train(expected, plan_of(4, micro=5))
+    train(expected, plan_of(4), micro=5)
     options = {"callbacks": (fault,), "log": log, "notify": lambda label, text: notes.append(text)}
-    train(model, plan_of(4, micro=5), **options)
+    train(model, plan_of(4), **options, micro=5)
     assert log.of("batch/micro") == [3, 3] and fault.raised
     toy.assert_equal_weights(toy.flat(model), toy.flat(expected))
     reason = str(error("")) or "MemoryError"  # an error without message is named by its type
     assert (
-        len(notes) == 1
-        and (f"(rank 0: {reason}); retrying the same rows with 3 at a time") in notes[0]
+        len(notes) == 1 and (f"(rank 0: {reason}); repeating the step with 3 at a time") in notes[0]
     )
 
 
@@ -265,12 +273,12 @@ def test_halved_micro_batches_give_the_weights_of_a_run_that_never_ran_out_of_me
     1.
     """
     expected, log, notes = toy.Toy(kind=kind).double(), toy.Lines(), []
-    train(expected, plan_of(4, micro=10), objective=toy.objective(kind))
+    train(expected, plan_of(4), objective=toy.objective(kind), micro=10)
     fault = toy.MemoryFault()
     model, settings = toy.MemoryLimitedToy(fault, kind).double(), toy.train_settings(log_every=1)
     options = {"log": log, "notify": lambda _, text: notes.append(text), "train": settings}
     options |= {"callbacks": (limit_rows(fault, 4, 2),)}
-    train(model, plan_of(4, micro=7), objective=toy.objective(kind), **options)
+    train(model, plan_of(4), objective=toy.objective(kind), **options, micro=7)
     assert log.of("batch/micro") == [7, 4, 2, 2] and len(notes) == 2
     toy.assert_equal_weights(
         toy.flat(model), toy.flat(expected), toy.flat(toy.Toy(kind=kind).double())
@@ -279,51 +287,14 @@ def test_halved_micro_batches_give_the_weights_of_a_run_that_never_ran_out_of_me
 
 def test_micro_batch_of_a_share_without_divisors_is_halved_once():
     """A share of 1366 rows is 2 x 683, so its divisors are far apart."""
-    plan = SamplePlan(num_rows=4096, global_rows=1366, world_size=1, micro=64, seed=1, steps=3)
+    plan = SamplePlan(num_rows=4096, global_rows=1366, world_size=1, seed=1, steps=3)
     expected, fault = toy.Toy().double(), toy.MemoryFault()
     log, settings = toy.Lines(), toy.train_settings(log_every=1)
-    train(expected, replace(plan, micro=1366))
+    train(expected, plan, micro=1366)
     model = toy.MemoryLimitedToy(fault).double()
-    train(model, plan, log=log, train=settings, callbacks=(limit_rows(fault, 40),))
+    train(model, plan, micro=64, log=log, train=settings, callbacks=(limit_rows(fault, 40),))
     assert log.of("batch/micro") == [64, 32, 32]
     toy.assert_equal_weights(toy.flat(model), toy.flat(expected), toy.flat(toy.Toy().double()))
-
-
-def test_reduced_micro_batch_is_kept_over_restarts_until_changed():
-    checkpoints, fault = Checkpoints(), toy.MemoryFault("forward", at_step=2)
-    train(
-        toy.MemoryLimitedToy(fault), plan_of(6, micro=5), save=checkpoints.save, callbacks=(fault,)
-    )
-    assert checkpoints.load(3)["progress"]["micro"] == 3
-    for requested, probed, expected in (
-        (5, 0, 3),
-        (10, 0, 10),
-        (10, 5, 3),
-        (10, 10, 10),
-        (10, 2, 2),
-    ):
-        log = toy.Lines()
-        train(
-            toy.Toy(),
-            plan_of(6, micro=requested),
-            checkpoints.load(3),
-            first=3,
-            log=log,
-            micro=probed,
-        )
-        assert set(log.of("batch/micro")) == {expected}
-
-
-def test_reduced_micro_batch_grows_back_with_another_number_of_workers():
-    checkpoints, fault, log = Checkpoints(), toy.MemoryFault("forward", at_step=2), toy.Lines()
-    train(
-        toy.MemoryLimitedToy(fault), plan_of(6, micro=4), save=checkpoints.save, callbacks=(fault,)
-    )
-    saved = checkpoints.load(3)
-    assert (saved["progress"]["micro"], saved["progress"]["world"]) == (2, 1)
-    saved["progress"]["world"] = 2  # as if two workers had saved it
-    train(toy.Toy(), plan_of(6, micro=4), saved, first=3, log=log)
-    assert set(log.of("batch/micro")) == {4}
 
 
 @pytest.mark.parametrize(
@@ -339,5 +310,5 @@ def test_oom_in_evaluation_does_not_halve_the_micro_batch(error):
         r"after step 2 \((allocation failed in evaluation|MemoryError)\): .* --evaluate\.batch"
     )
     with pytest.raises(OutOfMemoryError, match=message) as raised:
-        train(toy.Toy(), plan_of(4, micro=5), evaluate=evaluate, evaluate_every=2)
-    assert raised.value.retry_micro == 0
+        train(toy.Toy(), plan_of(4), evaluate=evaluate, evaluate_every=2, micro=5)
+    assert raised.value.retry_shape is None

@@ -30,7 +30,7 @@ from tests.engine.fake_cuda import CPU, DEVICES, fake_gpus, gpus, has_gpus, loca
 from tests.engine.single_worker import make_prepared, run_worker
 
 GPU = DEVICES[0]
-LONG_PLAN = SamplePlan(num_rows=20, global_rows=8, world_size=1, micro=3, seed=1, steps=6)
+LONG_PLAN = SamplePlan(num_rows=20, global_rows=8, world_size=1, seed=1, steps=6)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,12 +124,12 @@ def test_oom_of_prefetched_batch_restarts(monkeypatch):
 
     monkeypatch.setattr(DeviceCopier, "__call__", fail_at_second)
     message = (
-        r"out of memory after step 1 with micro-batches of 3 rows "
+        r"out of memory at step 2 with micro-batches of 3 rows "
         r"\(rank 0: allocation failed for the next batch"
     )
     with fake_gpus(monkeypatch), pytest.raises(OutOfMemoryError, match=message) as raised:
         toy.run(toy.Toy().double().to(GPU), LONG_PLAN, Group(device=GPU))
-    assert raised.value.retry_micro == 2
+    assert raised.value.retry_shape.micro_batch_size == 2
 
 
 class Stream:

@@ -15,7 +15,7 @@ from mmray.errors import TrainingError
 from tests.engine import toy
 
 CPU = torch.device("cpu")
-PLAN = SamplePlan(num_rows=20, global_rows=10, world_size=1, micro=5, seed=0, steps=2)
+PLAN = SamplePlan(num_rows=20, global_rows=10, world_size=1, seed=0, steps=2)
 
 
 def local_batches(steps, **options):
@@ -75,7 +75,7 @@ def test_exit_does_not_wait_forever_for_a_stalled_stream_without_interrupt(monke
 
 
 def test_rows_bucketed_by_length_are_those_of_the_plan():
-    steps = list(toy.steps_of(PLAN, 0))
+    steps = list(toy.steps_of(PLAN, 0, micro=5))
     swapped = [[second, first] for first, second in steps]
     assert [batch.rows for batch in local_batches(swapped, group_by_length=True)] == [10, 10]
     for wrong, group_by_length in ((swapped, False), (steps[::-1], True)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from itertools import islice
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import prefetch
-from mmray.engine.batch import halve
 from mmray.engine.collectives import Group
 from mmray.training.ray_backend import COLLECTIVE_ERRORS
 from tests.engine import ranks, toy
@@ -76,14 +74,6 @@ def test_non_finite_step_on_one_rank_is_skipped_on_both(two):
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-9, nan_ok=True)
 
 
-def test_noise_scale_of_two_ranks_is_that_of_one(two):
-    expected, _ = ranks.noise_scale(Group())
-    assert None not in expected  # the squared mean is positive
-    for result in two:
-        for scales in result["noise_scale"]:  # replicated, sharded
-            assert scales == pytest.approx(expected, rel=1e-9)
-
-
 def test_fp16_overflow_is_skipped_on_both_ranks_and_halves_the_scale(two):
     one, other = (result["overflow"] for result in two)
     assert one["unchanged"] == other["unchanged"] and torch.equal(one["weights"], other["weights"])
@@ -112,9 +102,11 @@ def test_loop_on_two_ranks_takes_steps_of_one_rank(two):
         assert [line[key] for line in lines] == pytest.approx(
             [line[key] for line in expected["lines"]], abs=1e-9
         )
-    plan = SamplePlan(num_rows=33, global_rows=10, world_size=2, micro=2, seed=1, steps=12)
+    plan = SamplePlan(num_rows=33, global_rows=10, world_size=2, seed=1, steps=12)
     steps = [
-        step for rank in range(2) for step in islice(toy.steps_of(plan, rank), lines[0]["step"])
+        step
+        for rank in range(2)
+        for step in islice(toy.steps_of(plan, rank, micro=2), lines[0]["step"])
     ]
     batches = [prefetch.make_local_batch(micro_batches) for micro_batches in steps]
     padding = 1 - sum(batch.token_counts[0] for batch in batches) / sum(
@@ -124,50 +116,14 @@ def test_loop_on_two_ranks_takes_steps_of_one_rank(two):
     assert 0.1 < padding < 0.9 and lines[0]["batch/padding"] == pytest.approx(padding)
 
 
-@cache
-def run_without_oom(objective, micro):
-    return ranks.run_with_oom(Group(), "", objective, micro)
-
-
-@pytest.mark.parametrize(
-    "index", range(len(ranks.OOM_SCENARIOS)), ids=map(str, ranks.OOM_SCENARIOS)
-)
-def test_oom_on_one_rank_retries_the_step_with_smaller_micro_batches(two, index):
-    """Results are equal wherever in the step it happened; the ranks vote, and the log names the
-    rank.
-    """
-    point, objective, micro = ranks.OOM_SCENARIOS[index]
-    expected = run_without_oom(objective, micro)
-    assert expected["micro"] == [micro] * 4
-    for result in two:
-        result = result["recovered_oom"][index]
-        toy.assert_equal_weights(result["weights"], expected["weights"])
-        assert result["micro"] == [micro, *[halve(micro)] * 3]  # lines of steps 2, 4, 6 and 8
-        (note,) = result["notes"]
-        cause = f"(rank 1: allocation failed at {point})"
-        assert f"out of memory at step 3 with micro-batches of {micro} rows {cause}" in note
-        assert note.endswith(f"retrying the same rows with {halve(micro)} at a time")
-
-
-def test_oom_leaves_the_loss_scale_unchanged(two):
-    assert [result["recovered_oom_in_fp16"] for result in two] == [(0, 8.0)] * 2
-
-
-def test_recovery_from_oom_adds_no_collective_to_a_step(two):
-    """One reduction of the counts, with the outputs if all of the loss needs them."""
+def test_step_has_one_reduction_of_counts_and_outputs(two):
+    """The counts are reduced with the outputs, if all of the loss needs them."""
     for result in two:
         assert result["collectives_of_a_step"] == {
             "contrastive": ["all_gather_into_tensor", "reduce_scatter_tensor"],
             "sigmoid": ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"],
             "row-wise": ["all_reduce"],
         }
-
-
-def test_oom_with_one_row_is_an_error_on_each_rank(two):
-    for result in two:
-        error, micro = (result["oom_with_one_row"][name] for name in ("error", "micro"))
-        assert micro == 0 and "--model.inputs.image-side" in error
-        assert error.startswith("out of memory at step 3 with micro-batches of 1 rows (rank 1: ")
 
 
 @pytest.mark.parametrize("scenario", ["synchronizing backward", "last forward", "in the optimizer"])

@@ -23,13 +23,11 @@ def main(out: str, *strategies: str) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=60))
     group = Group.current(device)
-    plan = SamplePlan(
-        num_rows=33, global_rows=10, world_size=group.world_size, micro=2, seed=1, steps=8
-    )
+    plan = SamplePlan(num_rows=33, global_rows=10, world_size=group.world_size, seed=1, steps=8)
     weights = {}
     for parallel in strategies:
         model = toy.Branched().double()
-        toy.run(model, plan, group, train=toy.train_settings(parallel=parallel))
+        toy.run(model, plan, group, micro=2, train=toy.train_settings(parallel=parallel))
         weights[parallel] = toy.flat(model)
     if group.rank == 0:
         torch.save(weights, out)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mmray.data.stream.reader import RowReader
+from mmray.engine.batch import BatchShape
 from mmray.errors import OutOfMemoryError
 
 
@@ -35,7 +36,8 @@ def _once(name, at, act):
 
 
 def _out_of_memory():
-    raise OutOfMemoryError("out of memory in the optimizer at step 6", retry_micro=2)
+    shape = BatchShape(16, 2, world_size=2)
+    raise OutOfMemoryError("out of memory in the optimizer at step 6", shape)
 
 
 KillRankOneOnce = _once("killed", 5, lambda: os.kill(os.getpid(), signal.SIGKILL))

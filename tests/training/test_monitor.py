@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmray.config import Cluster
+from mmray.engine.batch import BatchShape
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit, ResourceError
 from mmray.training.coordinator import Coordinator
@@ -117,7 +118,13 @@ def test_rank_that_waits_for_another_on_its_gpu_does_not_hang(state):
 def test_worker_without_a_first_heartbeat_ends_the_run():
     """Its import of torch hangs, before its heartbeat starts."""
     monitor = AttemptMonitor(
-        SimpleNamespace(cluster=Cluster()), 3, None, Silent(), 12, 0, RunProgress()
+        SimpleNamespace(cluster=Cluster()),
+        BatchShape(6, 2, 3),
+        None,
+        Silent(),
+        12,
+        0,
+        RunProgress(),
     )
     monitor._detector.check([beat(0), beat(2)], 0.0)
     late_s = monitor._start_s + 1501.0
@@ -161,7 +168,7 @@ def test_wait_for_data_is_logged_at_growing_intervals(tmp_path):
     """
     reporter, workers = Silent(), SimpleNamespace(describe_data=lambda: "decode actors: 2 stopped")
     config = SimpleNamespace(cluster=Cluster())
-    monitor = AttemptMonitor(config, 2, workers, reporter, 12, 0, RunProgress())
+    monitor = AttemptMonitor(config, BatchShape(4, 2, 2), workers, reporter, 12, 0, RunProgress())
     for second in range(1000):
         beats = (
             [beat(0, progress=8), beat(1)]
@@ -255,7 +262,13 @@ class FakeWorkers:
 def monitored(workers, reporter):
     settings = config("none", "none", "run")
     return AttemptMonitor(
-        settings, 2, workers, reporter, total_steps=3, start_step=0, progress=RunProgress()
+        settings,
+        BatchShape(4, 2, 2),
+        workers,
+        reporter,
+        total_steps=3,
+        start_step=0,
+        progress=RunProgress(),
     )
 
 

@@ -40,6 +40,7 @@ CUDA kernel errors might be asynchronously reported at some other API call, \
 so the stacktrace below might be incorrect.
 Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
 """
+SHAPE = BatchShape(16, 4, world_size=2)
 LOST = Failure("lost", RuntimeError("worker died"), step=7)
 
 
@@ -115,14 +116,14 @@ def test_failed_last_save_is_final(stop_reason):
 
 
 def test_oom_restarts_with_smaller_micro_batches():
-    error = OutOfMemoryError("out of memory", 8)
-    assert decide_recovery(raised(error, step=0), None, 9, 0) == Restart("out of memory", 8)
+    error = OutOfMemoryError("out of memory", SHAPE)
+    assert decide_recovery(raised(error, step=0), None, 9, 0) == Restart("out of memory", SHAPE)
     assert (
         decide_recovery(raised(OutOfMemoryError("a single row is too many")), None, 1, 3).exit_code
         == 3
     )
     again = pickle.loads(pickle.dumps(error))  # as it comes from a worker
-    assert (str(again), again.retry_micro) == ("out of memory", 8)
+    assert (str(again), again.retry_shape) == ("out of memory", SHAPE)
 
 
 def test_failures_are_counted_since_last_checkpoint():
@@ -135,7 +136,7 @@ def test_failures_are_counted_since_last_checkpoint():
 
 
 @pytest.mark.parametrize(
-    "free", [replace(LOST, kind="preempted"), raised(OutOfMemoryError("out of memory", 8))]
+    "free", [replace(LOST, kind="preempted"), raised(OutOfMemoryError("out of memory", SHAPE))]
 )
 def test_preemptions_and_smaller_micro_batches_are_no_failures(free):
     assert count_failures(2, free, progressed=False) == 2
@@ -214,7 +215,7 @@ def test_failed_device_restarts_even_before_first_step_and_twice():
     assert isinstance(decide_recovery(failure, failure, 4, 3), TrainingError)
 
 
-def failure_from(error, micro=0, logged=0, least=2, trained=False, stop_reason=None):
+def failure_from(error, shape=SHAPE, least=2, trained=False, stop_reason=None):
     """Classify an error of Ray Train in a run of 16 rows per step, micro-batches of 4, two
     workers.
     """
@@ -223,12 +224,12 @@ def failure_from(error, micro=0, logged=0, least=2, trained=False, stop_reason=N
         preempted=False,
         stop_reason=stop_reason,
         trained=trained,
-        progress=SimpleNamespace(last_step=0, logged=False, micro=logged),
+        progress=SimpleNamespace(last_step=0, logged=False),
         world=2,
+        batch_shape=shape,
         config=SimpleNamespace(cluster=SimpleNamespace(min_workers=least)),
     )
-    resolved = SimpleNamespace(micro=micro, shape=BatchShape(16, 4, 2, 2))
-    return classify_failure(error, monitor, resolved, RayBackend())
+    return classify_failure(error, monitor, RayBackend())
 
 
 def failure_of(*errors, **settings):
@@ -321,14 +322,13 @@ def test_host_oom_restarts_with_smaller_micro_batches():
     )
     peer = RuntimeError("Connection closed by peer")
     decision = decide_recovery(failure_of(killed, peer), None, 1, 3)
-    assert decision.micro == 2
+    assert decision.batch_shape == BatchShape(16, 2, 2)
     assert (
         "a node ran out of memory with micro-batches of 4 rows (1 worker(s) killed)"
     ) in decision.reason
-    assert decide_recovery(failure_of(killed, peer, logged=2), None, 1, 3).micro == 1
-    alone = failure_of(killed, peer, micro=1)
+    alone = failure_of(killed, peer, shape=BatchShape(16, 1, 2))
     assert isinstance(alone.error, OutOfMemoryError)
-    assert decide_recovery(alone, None, 1, 3).micro == 0
+    assert decide_recovery(alone, None, 1, 3).batch_shape is None
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,8 @@ from tests.training.runs import Silent, config
 @pytest.fixture
 def supervised(tmp_path):
     """The supervisor of a run that has started its first attempt."""
-    resolved = ResolvedRun(
-        config("none", tmp_path, "one"), None, None, "", "16 rows per step", 3, {}
-    )
+    shape = BatchShape(64, 32, world_size=2)
+    resolved = ResolvedRun(config("none", tmp_path, "one"), None, None, "", shape, 3, {})
     with Lease(tmp_path) as lease:
         errors = RuntimeError, ray.exceptions.RayError, OutOfMemoryError
         backend = SimpleNamespace(
@@ -154,7 +153,7 @@ def test_full_disk_at_the_end_reports_how_to_resume(supervised, monkeypatch):
             supervised._write_result(outcome)
     result = supervised._write_result(outcome)
     assert (
-        result["batch"] == ("16 rows per step")
+        result["batch"].endswith("= 64 rows per step")
         and result["restarts"] == 2
         and result["elapsed_s"] > 1000
     )
@@ -179,7 +178,7 @@ def test_result_names_best_checkpoint(supervised, tmp_path):
 
 
 def test_checkpoint_with_other_rows_than_its_steps_is_refused(supervised):
-    supervised.resolved = replace(supervised.resolved, shape=BatchShape(16, 4, 2, 2))
+    supervised.resolved = replace(supervised.resolved, batch_shape=BatchShape(16, 4, 2))
     # 16, and the last 4 of an epoch
     save_checkpoint(supervised.run.checkpoints, 2, {}, {"rows_consumed": 20})
     with pytest.raises(
@@ -287,11 +286,15 @@ def test_only_failed_resizes_delay_the_next_one(supervised, monkeypatch):
 def test_reduced_micro_batch_is_kept_for_its_number_of_workers(supervised, monkeypatch):
     worlds, attempts = iter([4, 4, 3, 4]), []
     outcomes = iter(
-        [OutOfMemoryError("in the optimizer", 32), *[RuntimeError("a node is gone")] * 2, None]
+        [
+            OutOfMemoryError("in the optimizer", BatchShape(64, 8, 4)),
+            *[RuntimeError("a node is gone")] * 2,
+            None,
+        ]
     )
 
     def start(attempt):
-        attempts.append((attempt.config.cluster.max_workers, attempt.resolved.micro))
+        attempts.append(attempt.batch_shape)
         return SimpleNamespace(wait=wait, close=lambda: None)
 
     def wait(_):
@@ -300,7 +303,10 @@ def test_reduced_micro_batch_is_kept_for_its_number_of_workers(supervised, monke
         return {"status": "finished", "steps": 3}
 
     def monitor(**fields):
-        return SimpleNamespace(started=True, stop_reason=None, poll=None, on_signal=print, **fields)
+        world = fields["batch_shape"].world_size
+        return SimpleNamespace(
+            world=world, started=True, stop_reason=None, poll=None, on_signal=print, **fields
+        )
 
     monkeypatch.setattr(supervisor, "AttemptMonitor", monitor)
 
@@ -310,7 +316,8 @@ def test_reduced_micro_batch_is_kept_for_its_number_of_workers(supervised, monke
     monkeypatch.setattr(supervisor, "classify_failure", failure_of)
     supervised.backend.start, supervised.backend.choose_world_size = start, lambda _: next(worlds)
     assert supervised.train()["status"] == "finished"
-    assert attempts == [(4, 0), (4, 32), (3, 0), (4, 32)]
+    sizes = [(shape.world_size, shape.micro_batch_size) for shape in attempts]
+    assert sizes == [(4, 16), (4, 8), (3, 22), (4, 8)]
 
 
 @pytest.mark.parametrize("lost_in", ["choose_world_size", "start"])

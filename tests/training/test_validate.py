@@ -25,7 +25,7 @@ from mmray.config import (
     TwoTower,
     recipes,
 )
-from mmray.data.stream.order import SamplePlan
+from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import dry_run
 from mmray.errors import UsageError
@@ -59,15 +59,9 @@ LLAVA = {"recipe": "llava", "workers": 2}
         ({"workers": 2, "train": {"parallel": "branches"}}, "set --cluster.workers 1"),
         ({"workers": 1, "train": {"parallel": "fsdp"}}, "set --cluster.workers 2"),
         (fsdp(precision="fp16"), "set --train.precision bf16"),
-        (fsdp(precision="bf16-true"), "set --train.precision bf16"),
         (
             fsdp() | {"optimizer": {"kind": "adamw8bit"}},
             "optimizer.kind adamw8bit cannot update sharded weights",
-        ),
-        ({"train": {"precision": "bf16-true", "ema": 0.9}}, "train.ema needs float32 weights"),
-        (
-            {"train": {"noise_scale_every": 5}, "batch": {"micro": 4, "group_by_length": True}},
-            "train.noise_scale_every needs random micro-batches",
         ),
         (
             fsdp(parallel="hsdp", precision="fp16"),
@@ -275,9 +269,9 @@ def test_validation_and_dry_run_support_the_same_objectives(kind, settings, supp
         if getattr(spec, "regions", False):
             model.label_texts._set([[1, 2], [3]])
         early += [] if unsupported_reasons(config) else [name]
-        plan = SamplePlan(num_rows=3, global_rows=3, world_size=1, micro=3, seed=1, steps=1)
+        shape = BatchShape(3, 3, world_size=1)
         with suppress(UsageError):
-            dry_run(config, model, objectives.build(config.objective), Group(), plan, 3)
+            dry_run(config, model, objectives.build(config.objective), Group(), shape, steps=1)
             late.append(name)
     assert early == late == supported
 

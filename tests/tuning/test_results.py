@@ -108,7 +108,7 @@ def test_other_errors_are_failures_with_one_line():
 
 def row_with(micro, status="finished", auto=False, goal="memory"):
     """A row of a trial with micro-batches of 64 rows whose run ended with `micro`."""
-    trial = Trial("t001", {"batch.micro": 64}, None, BatchShape(256, 64, 2, 2, auto))
+    trial = Trial("t001", {"batch.micro": 64}, None, BatchShape(256, 64, 2, auto))
     lines = [
         line(step, 100, 0.1) | {"batch/micro": 64 if step == 1 else micro} for step in (1, 2, 3)
     ]

@@ -60,22 +60,27 @@ class Device:
         return (self.launch_s**4 + linear_s**4) ** 0.25
 
     def step_s(self, shape, sync=True):
-        rows = math.ceil(shape.global_rows / shape.workers)
+        rows = math.ceil(shape.global_batch_size / shape.world_size)
         first, *others = [
-            self.pass_s(min(shape.micro, rows - start)) for start in range(0, rows, shape.micro)
+            self.pass_s(min(shape.micro_batch_size, rows - start))
+            for start in range(0, rows, shape.micro_batch_size)
         ]
         return self.optimizer_s + first + self.ratio * sum(others) + self.sync_s * sync
 
     def peak_gib(self, shape):
-        rows = math.ceil(shape.global_rows / shape.workers)
-        return self.base_gib + self.row_gib * shape.micro + self.input_gib * (rows - shape.micro)
+        rows = math.ceil(shape.global_batch_size / shape.world_size)
+        return (
+            self.base_gib
+            + self.row_gib * shape.micro_batch_size
+            + self.input_gib * (rows - shape.micro_batch_size)
+        )
 
     def slowed(self, seconds):
         burst = self.rng.uniform(1, 3) if self.noise and self.rng.random() < 0.1 else 1.0
         return seconds * burst * math.exp(self.rng.gauss(0, self.noise))
 
     def measure(self, micro, accumulation):
-        shape = BatchShape(micro * accumulation, micro, accumulation, 1)
+        shape = BatchShape(micro * accumulation, micro, 1)
         if self.peak_gib(shape) > self.limit_gib:
             return "CUDA out of memory"
         seconds = self.slowed(self.step_s(shape, sync=False))
@@ -91,13 +96,13 @@ def probe(device, *global_rows):
     rows = predict_rows(task, found, fit(found))
     for size in global_rows:
         while duel := next_duel(with_measured(rows, found), found, size):
-            shapes = [BatchShape(size, row["micro"], 1, device.workers) for row in duel]
+            shapes = [BatchShape(size, row["micro"], device.workers) for row in duel]
             rounds = [
-                {shape.micro: device.slowed(device.step_s(shape)) for shape in shapes}
+                {shape.micro_batch_size: device.slowed(device.step_s(shape)) for shape in shapes}
                 for _ in range(ROUNDS)
             ]
             found.pairs[size] = [*found.pairs.get(size, ()), *rounds]
-            peaks = {shape.micro: device.peak_gib(shape) for shape in shapes}
+            peaks = {shape.micro_batch_size: device.peak_gib(shape) for shape in shapes}
             found.peak_gib[size] = found.peak_gib.get(size, {}) | peaks
     return task, found, with_measured(predict_rows(task, found, fit(found)), found)
 
@@ -109,10 +114,7 @@ def test_choice_is_within_5_percent_of_the_best_shape_in_100_noisy_devices():
         rows = device.workers * device.rng.choice([96, 128, 256, 1000])
         _, found, final = probe(device, rows)
         chosen = recommend(final, found)["best"]
-        shapes = {
-            row["trial"]: BatchShape(rows, row["micro"], row["accumulation"], device.workers)
-            for row in final
-        }
+        shapes = {row["trial"]: BatchShape(rows, row["micro"], device.workers) for row in final}
         feasible = [
             shape for shape in shapes.values() if device.peak_gib(shape) <= device.limit_gib
         ]
@@ -137,7 +139,7 @@ def test_prediction_of_a_quiet_device_is_exact_at_measured_sizes(seed):
     task, found, rows = probe(device, 64 * device.workers)
     model = fit(found)
     for shape in candidates(task.global_rows[0], device.workers, [1, 2, 4, 8, 16, 32, 64]):
-        if shape.micro in model.micros and found.samples:
+        if shape.micro_batch_size in model.micros and found.samples:
             assert model.step_s(shape) == pytest.approx(device.step_s(shape), rel=0.01)
             assert model.peak_gib(shape) == pytest.approx(device.peak_gib(shape), rel=0.01)
     assert {row["status"] for row in rows} <= {"finished", "predicted", "out_of_memory"}

@@ -431,15 +431,13 @@ def test_prediction_is_within_15_percent_of_measured_steps_of_the_sample(
     The shapes are measured between the visits of the probe, so that both have the same speed of a
     shared machine.
     """
-    shapes = [
-        BatchShape(micro * many, micro, many, 1) for micro in (8, 16, 32, 64) for many in (1, 2, 4)
-    ]
+    shapes = [BatchShape(micro * many, micro, 1) for micro in (8, 16, 32, 64) for many in (1, 2, 4)]
     times_s: dict[BatchShape, list[float]] = {shape: [] for shape in shapes}
     turns, measure = itertools.cycle(shapes), Stepper.measure
 
     def measure_pair(stepper: Stepper, rows: int, micro: int) -> Sample | str:
         shape = next(turns)
-        sample = measure(stepper, shape.global_rows, shape.micro)
+        sample = measure(stepper, shape.global_batch_size, shape.micro_batch_size)
         assert isinstance(sample, Sample)
         times_s[shape].append(sample.step_s)
         return measure(stepper, rows, micro)
@@ -458,7 +456,7 @@ def test_prediction_is_within_15_percent_of_measured_steps_of_the_sample(
             ms = f"{1000 * typical_s[shape]:.1f} ms"
             ms += f", predicted {1000 * model.step_s(shape):.1f} ms ({errors[shape]:+.1%})"
             print(
-                f"{shape.micro:3} x {shape.accumulation}: {ms}, {len(seconds)} visits differ by "
+                f"{shape.micro_batch_size:3} x {shape.accumulation}: {ms}, {len(seconds)} visits differ by "
                 f"{noise:.1%}"
             )
     assert max(map(abs, errors.values())) < 0.15

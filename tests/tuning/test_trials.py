@@ -83,7 +83,9 @@ def plan_of(*given, goal="loss", base=SAMPLE, num_rows=3000, settings=None):
 def test_searched_accumulation_sets_the_global_batch_and_otherwise_follows_it(given, shapes):
     base = clear_length_and_derived_batch(SAMPLE, [each.partition("=")[0] for each in given])
     result = [trial.shape for trial in trials(*given, base=base)]
-    assert [(shape.micro, shape.accumulation, shape.global_rows) for shape in result] == shapes
+    assert [
+        (shape.micro_batch_size, shape.accumulation, shape.global_batch_size) for shape in result
+    ] == shapes
 
 
 def test_impossible_batch_arithmetic_makes_only_its_trial_infeasible():
@@ -105,8 +107,8 @@ def test_micro_batch_follows_a_searched_global_batch():
     small, large = trials(
         "batch.global=32,256", base=SAMPLE.replace(batch=SAMPLE.batch.replace(micro=64))
     )
-    assert (small.shape.micro, small.shape.accumulation) == (16, 1)
-    assert (large.shape.micro, large.shape.accumulation) == (64, 2)
+    assert (small.shape.micro_batch_size, small.shape.accumulation) == (16, 1)
+    assert (large.shape.micro_batch_size, large.shape.accumulation) == (64, 2)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,7 @@ def test_trial_of_elastic_recipe_has_fixed_workers():
     plan = plan_of("batch.micro=16", goal="memory", base=elastic)
     trial = plan.trial("t001", {"batch.micro": 16})
     run = plan.config(trial, 1000)
-    assert (run.cluster.min_workers, run.cluster.max_workers, trial.shape.workers) == (4, 4, 4)
+    assert (run.cluster.min_workers, run.cluster.max_workers, trial.shape.world_size) == (4, 4, 4)
     assert plan.recipe(trial).cluster == elastic.cluster
 
 

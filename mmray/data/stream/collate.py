@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from mmray.data.stream.order import SamplePlan
-
 Batch = dict[str, torch.Tensor]
 NumpyBatch = dict[str, np.ndarray]
 IGNORE_INDEX = -100  # label of tokens without loss, as in transformers
@@ -19,25 +17,30 @@ IGNORE_INDEX = -100  # label of tokens without loss, as in transformers
 
 def iter_micro_batches(
     blocks: Iterable[NumpyBatch],
-    plan: SamplePlan,
+    rank_rows: int,
+    micro_batch_size: int,
     group_by_length: bool = False,
     token_multiple: int = 1,
     max_tokens: int = sys.maxsize,
 ) -> Iterator[list[Batch]]:
-    """Yield a rank's micro-batches of each step; `group_by_length` sorts the rows of a step,
-    longest caption first.
+    """Yield a rank's micro-batches of each step; the last of a step may be smaller.
 
-    Captions are padded to the longest of the micro-batch, rounded up to `token_multiple`, but to at
-    most `max_tokens`.
+    Args:
+        blocks: Decoded rows in sample order.
+        rank_rows: Rows of a rank in a step.
+        micro_batch_size: Rows of a micro-batch.
+        group_by_length: Sort the rows of a step, longest caption first.
+        token_multiple: Captions are padded to the longest of the micro-batch, rounded up to this.
+        max_tokens: The most tokens to which captions are padded.
     """
-    for rows in _iter_step_rows(blocks, plan.rank_rows):
+    for rows in _iter_step_rows(blocks, rank_rows):
         # the order within one micro-batch has no effect
-        if group_by_length and plan.accumulation > 1:
+        if group_by_length and rank_rows > micro_batch_size:
             order = np.argsort(-rows["num_tokens"], kind="stable")
             rows = {name: column[order] for name, column in rows.items()}
         yield [
-            _batch(_slice(rows, first, plan.micro), token_multiple, max_tokens)
-            for first in range(0, plan.rank_rows, plan.micro)
+            _batch(_slice(rows, first, micro_batch_size), token_multiple, max_tokens)
+            for first in range(0, rank_rows, micro_batch_size)
         ]
 
 

@@ -168,7 +168,6 @@ class SamplePlan:
     num_rows: int  # of an epoch
     global_rows: int  # of a step, over all workers
     world_size: int
-    micro: int  # rows of one forward pass
     seed: int
     steps: int  # of the run
     shuffle: bool = True
@@ -181,11 +180,6 @@ class SamplePlan:
     def rank_rows(self) -> int:
         """Rows of one rank in a step, including padding."""
         return -(-self.global_rows // self.world_size)
-
-    @property
-    def accumulation(self) -> int:
-        """Number of micro-batches of one rank in a step; the last may be smaller."""
-        return -(-self.rank_rows // self.micro)
 
     def rows_start(self, step: int) -> int:
         """Return the position of the first row of a step: rows consumed by all steps before it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
@@ -15,19 +15,18 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mmray.engine.collectives import Group
-from mmray.engine.grad_cache import attach_own_negatives
 from mmray.engine.metrics.timers import Throughput
 from mmray.engine.metrics.writers import Metrics
-from mmray.engine.parallel import strategy
 from mmray.engine.parallel.strategy import preserve_buffers
-from mmray.engine.parallel.transforms import force_eager, num_compiled_graphs
+from mmray.engine.parallel.transforms import (
+    disable_recomputation,
+    force_eager,
+    num_compiled_graphs,
+)
 from mmray.engine.precision import Precision
-from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import TrainState
 from mmray.objectives.protocol import Batch
 
@@ -44,18 +43,7 @@ class Meter:
     compiles: bool = False
     # sums of TokenCounts
     token_counts: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
-    flops_of_row: float | None = None  # a forward and a backward
-
-    def count_flops(self, state: TrainState, batch: LocalBatch) -> None:
-        """Count the model's FLOPs once, on the first micro-batch, with hard negatives among its own
-        rows.
-        """
-        if self.flops_of_row is None:
-            (micro_batch,) = attach_own_negatives(
-                state, replace(batch, micro_batches=batch.micro_batches[:1])
-            )
-            flops = model_flops(strategy.unwrap(state.model), micro_batch, state.precision)
-            self.flops_of_row = flops / len(micro_batch["valid"])
+    flops_of_row: float | None = None  # of `model_flops_of_row`, counted in the first step
 
     def compute(self, state: TrainState) -> Metrics:
         """Return metrics since the last call, and reset."""
@@ -164,20 +152,54 @@ PEAK_TFLOPS = {
     "V100": (125, 15.7),
     "T4": (65, 8.1),
 }
-WITH_BIAS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)  # the first argument is added
+FLOPS_ROWS = 2  # rows whose operations are counted; one would fail in BatchNorm
 
 
-@torch.no_grad()
-def model_flops(model: nn.Module, batch: Batch, precision: Precision) -> float:
-    """Floating point operations of a forward and a backward of `batch`, without recomputation.
+class _FlopCounter(TorchDispatchMode):
+    """Count the operations that run by torch's formulas.
 
-    A backward is two forwards if everything is trainable (Narayanan et al. 2021, section 5.1).
-    Gradients of frozen weights, and of inputs that no trainable weight precedes, do not count.
+    torch's FlopCounterMode does the same, but its first operator imports torch._dynamo, which
+    delays a run that compiles nothing by a second.
     """
+
+    supports_higher_order_operators = True  # such as flex_attention
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True imports it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = flop_registry.get(getattr(func, "_overloadpacket", func))
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=out)
+        return out
+
+
+def model_flops_of_row(model: nn.Module, batch: Batch, precision: Precision) -> float:
+    """Count the floating point operations of a forward and a backward of a row, in eager code.
+
+    Gradients of frozen weights, and of inputs that no trainable weight precedes, are not computed
+    and do not count. The recomputation of activations does not count, either.
+
+    Args:
+        model: Not wrapped in DDP. The backward adds zeros to the gradients of its weights.
+        batch: Micro-batch whose first rows are taken, so captions have the lengths of real ones.
+        precision: Scope of the forward; kernels of attention depend on it.
+    """
+    rows = {name: column[:FLOPS_ROWS] for name, column in batch.items()}
     counter = _FlopCounter()
-    with preserve_buffers(model), precision.autocast(), force_eager(), counter:
-        model(batch)
-    return counter.total
+    with preserve_buffers(model), force_eager(), disable_recomputation(), counter:
+        with precision.autocast():
+            outputs = model(rows)
+        tensors = [output for output in outputs.values() if output.requires_grad]
+        torch.autograd.backward(tensors, [torch.zeros_like(output) for output in tensors])
+    return counter.total / len(rows["valid"])
 
 
 def peak_flops(device: torch.device, precision: Precision) -> float:
@@ -188,51 +210,3 @@ def peak_flops(device: torch.device, precision: Precision) -> float:
         (peaks for key, peaks in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None
     )
     return float("nan") if peak is None else peak[0 if precision.dtype is not None else 1] * 1e12
-
-
-class _FlopCounter(TorchDispatchMode):
-    """Count matrix products and convolutions of a forward, and those of their backward.
-
-    The backward of a product is another of the same size for each operand that requires a gradient:
-    a trainable weight, or a tensor computed from one. torch's FlopCounterMode counts only what
-    runs, so it would need a real backward with its memory; this mode tracks gradients without a
-    graph.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0.0
-        self.supports_higher_order_operators = True  # such as flex_attention
-        # computed from a trainable weight
-        self._requires_grad: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # True makes torch import torch._dynamo, to keep this mode from being compiled;
-        # `model_flops` runs eagerly.
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        packet = getattr(func, "_overloadpacket", func)
-        out = func(*args, **kwargs)
-        if packet in flop_registry:
-            if "attention" in str(packet):  # two products: queries with keys, scores with values
-                query, key, value = (self._needs_gradient(tensor) for tensor in args[:3])
-                backward = (query + key + value + (query or key)) / 2
-            else:
-                first = 1 if packet in WITH_BIAS else 0
-                backward = sum(self._needs_gradient(tensor) for tensor in args[first : first + 2])
-            self.total += flop_registry[packet](*args, **kwargs, out_val=out) * (1 + backward)
-        if packet is not torch.ops.aten.detach and any(
-            map(self._needs_gradient, tree_leaves((args, kwargs)))
-        ):
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    self._requires_grad[tensor] = True
-        return out
-
-    def _needs_gradient(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and (
-            value in self._requires_grad or (value.is_leaf and value.requires_grad)
-        )

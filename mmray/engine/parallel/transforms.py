@@ -25,7 +25,6 @@ from torch.utils.flop_counter import flop_registry
 
 from mmray.engine.optimizer import freeze_parameters
 from mmray.engine.parallel.strategy import SHARDED, find_blocks, place_branches, preserve_buffers
-from mmray.engine.precision import cast_weights
 from mmray.errors import UsageError
 from mmray.models.pixels import NormalizePixels
 
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 TOKEN_MULTIPLE = 16
 # graphs of a block's class: its shapes times training, no gradients, evaluation; then it is eager
 RECOMPILE_LIMIT = 64
+_recomputation_enabled = True  # changed by `disable_recomputation`
 # of a forward, and of its recomputation
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 # their layers name rates `drop`
@@ -61,7 +61,6 @@ def apply_transforms(
         isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()
     ):
         raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
-    cast_weights(model, train.precision)
     # sharding moves the model part by part: all of it may not fit on a GPU
     if train.parallel not in SHARDED:
         model.to(device)
@@ -188,9 +187,20 @@ def checkpoint_activations(
 def _recomputed(
     forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not _recomputation_enabled:
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **settings, **kwargs)
+
+
+@contextmanager
+def disable_recomputation() -> Iterator[None]:
+    """Scope in which blocks with activation checkpointing save their activations."""
+    global _recomputation_enabled
+    _recomputation_enabled = False
+    try:
+        yield
+    finally:
+        _recomputation_enabled = True
 
 
 def _contexts(block: nn.Module, context_fn: Callable[[], Contexts]) -> Contexts:

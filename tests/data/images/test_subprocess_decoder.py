@@ -96,7 +96,7 @@ def test_probe_also_runs_the_augmentation(tmp_path, monkeypatch, augment):
     inputs = Inputs(image_side=8, max_tokens=12)
     reader = RowReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6, augment)
     reader.subprocess_decoder = SubprocessDecoder()
-    block = reader.read_block(SamplePlan(2, 2, 1, 2, seed=0, steps=1), np.arange(2))
+    block = reader.read_block(SamplePlan(2, 2, 1, seed=0, steps=1), np.arange(2))
     reader.subprocess_decoder.close()
     assert block["valid"].tolist() == [augment is None] * 2
     assert reader.subprocess_decoder.num_crashes == (0 if augment is None else 2)
@@ -203,7 +203,7 @@ def test_index_only_stream_skips_crashing_row(tmp_path, monkeypatch, local_ray):
     )
     tokenizer = train_tokenizer([f"row {number}" for number in range(40)], 60)
     reader = RowReader(PreparedSet.open(out), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
-    plan = SamplePlan(40, 4, 1, 4, seed=0, steps=20)  # two epochs
+    plan = SamplePlan(40, 4, 1, seed=0, steps=20)  # two epochs
     monkeypatch.setattr(stream_module, "DecodeActor", DecodeActor)
     made = stream_module.StreamDataConfig(ResumePoint(plan, 0), reader, num_actors=1, block_mb=0.01)
     blocks = ray.get(consume.remote(made.configure({"train": None}, 1)[0]["train"]))

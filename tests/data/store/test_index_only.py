@@ -21,7 +21,7 @@ from tests.made import write_shard
 
 pytestmark = pytest.mark.usefixtures("in_process")
 TOKENIZER = train_tokenizer([text(number) for number in range(COUNT)], 60)
-PLAN = SamplePlan(COUNT, COUNT, 1, COUNT, seed=0, steps=1, shuffle=False)
+PLAN = SamplePlan(COUNT, COUNT, 1, seed=0, steps=1, shuffle=False)
 
 
 def blocks_of(source, tmp_path, **settings):
@@ -32,9 +32,7 @@ def blocks_of(source, tmp_path, **settings):
         reader = reader_of(tmp_path / out)
         num_rows = reader.prepared.num_rows
         blocks.append(
-            reader.read_block(
-                SamplePlan(num_rows, 4, 1, 4, seed=3, steps=9), np.arange(2 * num_rows)
-            )
+            reader.read_block(SamplePlan(num_rows, 4, 1, seed=3, steps=9), np.arange(2 * num_rows))
         )
     return blocks
 

@@ -122,7 +122,6 @@ def cost_of(s3, prepared, chunk, window, blocks=2):
         prepared.num_rows,
         2 * BLOCK_ROWS,
         2,
-        BLOCK_ROWS,
         0,
         100,
         shuffle_block=chunk,

@@ -33,12 +33,12 @@ def padding_share(steps):
 
 @pytest.mark.parametrize("micro", [4, 5, 16])
 def test_group_by_length_keeps_rows_and_pads_less(micro):
-    plan = SamplePlan(
-        num_rows=30, global_rows=46, world_size=3, micro=micro, seed=0, steps=4, shuffle=False
-    )
+    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, seed=0, steps=4, shuffle=False)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
-    plain = list(iter_micro_batches(blocks(plan, lengths), plan))
-    sorted_ = list(iter_micro_batches(blocks(plan, lengths), plan, group_by_length=True))
+    plain = list(iter_micro_batches(blocks(plan, lengths), plan.rank_rows, micro))
+    sorted_ = list(
+        iter_micro_batches(blocks(plan, lengths), plan.rank_rows, micro, group_by_length=True)
+    )
     for one, other in zip(plain, sorted_, strict=True):
         assert [len(micro["pos"]) for micro in one] == [len(micro["pos"]) for micro in other]
         assert rows_of(one) == rows_of(other)
@@ -64,7 +64,7 @@ def counts_of(steps, group_by_length):
 @pytest.mark.parametrize("group_by_length", [False, True])
 @pytest.mark.parametrize("micro", [4, 5, 16])
 def test_step_in_several_blocks_equals_step_in_one(micro, group_by_length):
-    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, micro=micro, seed=0, steps=4)
+    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, seed=0, steps=4)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     (whole,) = blocks(plan, lengths)
     parts = [
@@ -73,7 +73,10 @@ def test_step_in_several_blocks_equals_step_in_one(micro, group_by_length):
     ]
     for part in parts:  # padded to its longest caption, as in the block
         part["input_ids"] = part["input_ids"][:, : part["num_tokens"].max()]
-    steps = (iter_micro_batches(each, plan, group_by_length) for each in ([whole], parts))
+    steps = (
+        iter_micro_batches(each, plan.rank_rows, micro, group_by_length)
+        for each in ([whole], parts)
+    )
     for one, other in zip(*steps, strict=True):
         for first, second in zip(one, other, strict=True):
             assert first.keys() == second.keys() and all(
@@ -83,13 +86,13 @@ def test_step_in_several_blocks_equals_step_in_one(micro, group_by_length):
 
 @pytest.mark.parametrize("sizes", [(7, 10), (24,), (8, 16)])
 def test_blocks_that_cross_the_end_of_a_step_are_an_error(sizes):
-    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, micro=4, seed=0, steps=4)
+    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, seed=0, steps=4)
     (whole,) = blocks(plan, np.array([3]))
     parts = [{name: column[:size] for name, column in whole.items()} for size in sizes]
     with pytest.raises(
         RuntimeError, match=f"blocks of {', '.join(map(str, sizes))} rows for a step of 16 rows"
     ):
-        list(iter_micro_batches(parts, plan))
+        list(iter_micro_batches(parts, plan.rank_rows, 4))
 
 
 def rows_of(step):
@@ -103,13 +106,15 @@ def rows_of(step):
 
 
 def test_captions_are_padded_to_a_multiple_up_to_the_longest_allowed():
-    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, micro=4, seed=0, steps=4)
+    plan = SamplePlan(num_rows=30, global_rows=46, world_size=3, seed=0, steps=4)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     (whole,) = blocks(plan, lengths)
     whole["input_ids"] = whole["input_ids"][:, : lengths.max()]
     whole |= {"loss_mask": whole["input_ids"] % 2 > 0, "image_pos": np.zeros(len(whole["pos"]))}
     widths = set()
-    steps = (iter_micro_batches([whole], plan, False, *padding) for padding in ((), (8, 29)))
+    steps = (
+        iter_micro_batches([whole], plan.rank_rows, 4, False, *padding) for padding in ((), (8, 29))
+    )
     for plain, padded in zip(*steps, strict=True):
         assert rows_of(plain) == rows_of(padded)
         for one, other in zip(plain, padded, strict=True):

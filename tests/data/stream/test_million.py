@@ -50,7 +50,7 @@ def test_million_rows_are_opened_and_read_within_bounds(tmp_path):
     gc.collect()
     before, start_s = psutil.Process().memory_info().rss, time.process_time()
     reader = RowReader(PreparedSet.open(str(tmp_path)), inputs, tokenizer, 10**6)
-    plan = SamplePlan(ROWS, 256, 2, 128, seed=0, steps=40_000)
+    plan = SamplePlan(ROWS, 256, 2, seed=0, steps=40_000)
     positions = plan.positions(plan.steps - 1, 1)
     block = reader.read_block(plan, positions)
     took_s, held_mib = (

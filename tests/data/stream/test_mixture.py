@@ -60,7 +60,7 @@ def test_blocks_hold_rows_in_order_and_repeats_get_other_captions(both):
         train_tokenizer(CAPTIONS, 60),
         10**6,
     )
-    plan = SamplePlan(17, 4, 1, 4, seed=0, steps=50, components=both.components)
+    plan = SamplePlan(17, 4, 1, seed=0, steps=50, components=both.components)
     block = reader.read_block(plan, np.arange(17 * 8))
     names = [f"one/row-{number}" for number in range(7)] + [
         f"other/row-{number}" for number in range(4)

@@ -16,7 +16,7 @@ COMPONENTS = st.lists(COMPONENT, min_size=1, max_size=4).map(tuple)
 
 
 def plan(num_rows=117, shuffle_block=1, window=1, world=1, global_rows=8, **options):
-    options = {"micro": 4, "seed": 3, "steps": 10**6} | options
+    options = {"seed": 3, "steps": 10**6} | options
     return SamplePlan(
         num_rows,
         global_rows,
@@ -89,18 +89,18 @@ def test_epochs_and_seeds_differ_and_chunk_and_window_change_the_order():
 
 def test_order_equals_the_recorded_one():
     """Golden digests: the order must never change."""
-    rows = SamplePlan(1003, 8, 1, 4, 5, 100).row_ids_at(np.arange(3009))
+    rows = SamplePlan(1003, 8, 1, 5, 100).row_ids_at(np.arange(3009))
     assert sha256(rows.tobytes()).hexdigest()[:16] == "1d62c0f1717a6839"
     p = SamplePlan(
-        123, 8, 1, 4, 5, 100, components=(MixtureComponent(90, 120), MixtureComponent(7, 3))
+        123, 8, 1, 5, 100, components=(MixtureComponent(90, 120), MixtureComponent(7, 3))
     )
     both = b"".join(column.tobytes() for column in p.row_ids_and_pass_indices_at(np.arange(1230)))
     assert sha256(both).hexdigest()[:16] == "acd5ea266ce82c52"
 
 
-def test_rank_rows_and_accumulation():
-    p = plan(world=3, micro=2)
-    assert (p.rank_rows, p.accumulation) == (3, 2)
+def test_rank_rows_are_padded():
+    p = plan(world=3)
+    assert p.rank_rows == 3
     assert p.positions(0, 2).tolist() == [6, 7, PADDING]
     assert [column.tolist() for column in p.row_ids_and_pass_indices_at(np.array([PADDING]))] == [
         [PADDING],

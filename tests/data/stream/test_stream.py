@@ -122,10 +122,8 @@ def test_changing_worker_groups_take_same_rows(
     """
     # Two streams of 5,000 rows have more blocks, as long runs do.
     monkeypatch.setattr("mmray.data.stream.stream.MAX_INLINE_BLOCKS", 40)
-    micro, last_step = 1 if global_rows < 16 else 32, max(stops.values())
-    plans = [
-        SamplePlan(num_rows, global_rows, world, micro, seed=3, steps=last_step) for world in stops
-    ]
+    last_step = max(stops.values())
+    plans = [SamplePlan(num_rows, global_rows, world, seed=3, steps=last_step) for world in stops]
     found = expected(plans[0])[:first_step]
     for plan, stop in zip(plans, stops.values(), strict=True):
         steps = stop - first_step if stop < plan.steps else None
@@ -148,7 +146,7 @@ def test_large_blocks_are_not_cut(local_ray, reader, monkeypatch):
     monkeypatch.setattr(
         ray.data.DataContext.get_current(), "target_max_block_size", 5 * reader.row_bytes
     )
-    plan, block_mb = SamplePlan(117, 22, 2, 11, seed=3, steps=6), 7 * reader.row_bytes / 1e6
+    plan, block_mb = SamplePlan(117, 22, 2, seed=3, steps=6), 7 * reader.row_bytes / 1e6
     assert BlockPlan.sized(plan, 0, reader.row_bytes, block_mb).blocks_per_step == 1
     assert stream(reader, plan, 0, 0.0, None, block_mb) == expected(plan)
 
@@ -162,7 +160,7 @@ def test_error_of_a_decode_actor_keeps_its_type(local_ray, reader):
     """Ray Data would replace it by its own; the driver retries a storage, and not a bug."""
     failing = FailingReader(reader.prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     with pytest.raises(ray.exceptions.RayTaskError) as raised:
-        stream(failing, SamplePlan(117, 4, 1, 4, seed=3, steps=1), 0, 0.0, None, 0.01)
+        stream(failing, SamplePlan(117, 4, 1, seed=3, steps=1), 0, 0.0, None, 0.01)
     assert isinstance(root_cause(raised.value), TransientStorageError)
 
 
@@ -172,7 +170,7 @@ def test_error_of_a_decode_actor_keeps_its_type(local_ray, reader):
 def test_blocks_of_all_ranks_have_equal_size_and_cover_the_steps_in_order(
     global_rows, world, shape
 ):
-    plan = SamplePlan(117, global_rows, world, 4, 0, steps=29)
+    plan = SamplePlan(117, global_rows, world, 0, steps=29)
     blocks = BlockPlan(plan, 4, *shape)
     by_rank = [
         [blocks.positions(block) for block in range(rank, blocks.count, world)]
@@ -187,7 +185,7 @@ def test_blocks_of_all_ranks_have_equal_size_and_cover_the_steps_in_order(
 
 
 def test_block_holds_pixels_tokens_and_padding(reader):
-    plan = SamplePlan(117, 5, 2, 3, seed=0, steps=4, shuffle=False)
+    plan = SamplePlan(117, 5, 2, seed=0, steps=4, shuffle=False)
     block = reader.read_block(plan, plan.positions(0, 1))
     assert block["pos"].tolist() == [3, 4, PADDING]
     assert block["valid"].tolist() == [True, True, False]
@@ -227,7 +225,7 @@ def test_unreadable_row_and_damaged_record_invalidate_only_themselves(tmp_path):
     data = bytearray(shard.read_bytes())
     data[data.index(prepared.read(np.array([11]))[0].image) + 40] ^= 1
     shard.write_bytes(data)
-    block = reader.read_block(SamplePlan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
+    block = reader.read_block(SamplePlan(40, 40, 1, 0, 1, shuffle=False), np.arange(40))
     assert np.flatnonzero(~block["valid"]).tolist() == [2, 11] and block["pos"].tolist() == list(
         range(40)
     )
@@ -243,7 +241,7 @@ def test_caption_choice_differs_by_epoch_and_is_reproducible(tmp_path):
     reader = RowReader(
         make_set(tmp_path, [row(0, texts=CAPTIONS)]), INPUTS, train_tokenizer(CAPTIONS, 60), 10**6
     )
-    plan = SamplePlan(1, 1, 1, 1, seed=0, steps=40)
+    plan = SamplePlan(1, 1, 1, seed=0, steps=40)
     lengths = reader.read_block(plan, np.arange(40))["num_tokens"]
     assert len(set(lengths.tolist())) == 3
     assert np.array_equal(lengths[7:9], reader.read_block(plan, np.arange(7, 9))["num_tokens"])

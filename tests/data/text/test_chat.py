@@ -103,7 +103,7 @@ def test_prepared_conversations_reach_the_block(tmp_path: Any) -> None:
     prepared = PreparedSet.open(str(tmp_path))
     assert [found.messages for found in prepared.read(np.array([0, 1]))] == [SAID[1:3], None]
     reader = RowReader(prepared, ChatInputs(image_side=16, max_tokens=40), WORDPIECE, 10**6)
-    block = reader.read_block(SamplePlan(2, 2, 1, 2, 0, 1, shuffle=False), np.array([0, 1, -1]))
+    block = reader.read_block(SamplePlan(2, 2, 1, 0, 1, shuffle=False), np.array([0, 1, -1]))
     labels = lm_columns(block, block["input_ids"].shape[1])["labels"].numpy()
     said = [words(reader.encoder, line[line != IGNORE_INDEX]) for line in labels]
     assert said == ["a red circle </s>", "a circle </s>", ""]

@@ -43,7 +43,7 @@ def test_stream_and_evaluation_prepend_the_language_token(tmp_path: Path) -> Non
     )
     assert prepared.languages == {"de", "pt-BR", "xx"}
     block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).read_block(
-        SamplePlan(5, 5, 1, 5, 0, 1, shuffle=False), np.arange(5)
+        SamplePlan(5, 5, 1, 0, 1, shuffle=False), np.arange(5)
     )
     (batch,) = EvalBatches(EvalDataset(prepared, INPUTS, TOKENIZER, Evaluate(batch=8)))
     assert np.array_equal(batch["input_ids"].numpy(), block["input_ids"])
@@ -98,7 +98,7 @@ def test_invalid_languages_are_refused() -> None:
 def test_exported_model_encodes_language_as_in_training(tmp_path: Path) -> None:
     prepared = make_set(tmp_path / "set", [row(0, texts=["a red one"], language="de")])
     block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).read_block(
-        SamplePlan(1, 1, 1, 1, 0, 1, shuffle=False), np.arange(1)
+        SamplePlan(1, 1, 1, 0, 1, shuffle=False), np.arange(1)
     )
     vocab_size = build_encoder(TOKENIZER, INPUTS).vocab_size
     text, image = (

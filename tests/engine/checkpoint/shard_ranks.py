@@ -21,6 +21,7 @@ from mmray.config import Batch, Clip, Config, Run, Train
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import memory_probe
+from mmray.engine.batch import BatchShape
 from mmray.engine.checkpoint import state_io
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
@@ -100,10 +101,8 @@ def manager_of(group: Group, run: AnyPath) -> tuple[CheckpointManager, Lease | N
     ), lease
 
 
-def plan_of(group: Group, micro: int = 3) -> SamplePlan:
-    return SamplePlan(
-        num_rows=30, global_rows=12, world_size=group.world_size, micro=micro, seed=1, steps=8
-    )
+def plan_of(group: Group) -> SamplePlan:
+    return SamplePlan(num_rows=30, global_rows=12, world_size=group.world_size, seed=1, steps=8)
 
 
 def train(
@@ -112,15 +111,12 @@ def train(
     load: Any = None,
     first: int = 0,
     steps: int = 8,
-    planned: int = 3,
     model: torch.nn.Module | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    plan, model, polls = (
-        plan_of(group, planned),
-        model or toy.Branched().double(),
-        iter(range(first + 1, 9)),
-    )
+    plan = plan_of(group)
+    model = model or toy.Branched().double()
+    polls = iter(range(first + 1, 9))
     options |= {
         "train": toy.train_settings(checkpoint_every=2, parallel=kind),
         "stop": lambda: next(polls) == steps,
@@ -152,19 +148,21 @@ def train_and_save(group: Group, run: AnyPath, steps: int = 8, parallel: str = "
         lease.release()
 
 
-def probe(group: Group, model: torch.nn.Module, micro: int) -> tuple[int, dict[str, float]]:
-    """Probe memory as a worker does with `batch.micro: auto`, or use the result of an earlier
-    attempt.
+def probe(
+    group: Group, model: torch.nn.Module, micro: int | None
+) -> tuple[BatchShape, dict[str, float]]:
+    """Probe memory as a worker does with this micro-batch size;
+
+    None: `batch.micro: auto`.
     """
     inputs = SimpleNamespace(image_side=4, max_tokens=6, max_boxes=0)
-    config = SimpleNamespace(train=toy.TRAIN, batch=Batch(micro="auto"), optimizer=toy.OPTIMIZER)
+    config = SimpleNamespace(train=toy.TRAIN, optimizer=toy.OPTIMIZER)
     config.model = SimpleNamespace(inputs=inputs, vocab_size=20)
-    return memory_probe.dry_run(
-        config, model, Contrastive(), group, plan_of(group, micro or 6), micro
-    )
+    shape = BatchShape(12, micro or 6, group.world_size, auto=micro is None)
+    return memory_probe.dry_run(config, model, Contrastive(), group, shape, steps=8)
 
 
-def probe_and_train(group: Group, micro: int = 0, free: int = 1000) -> dict[str, Any]:
+def probe_and_train(group: Group, micro: int | None = None, free: int = 1000) -> dict[str, Any]:
     """The result of the memory probe and of the run with it;
 
     `free`: rows that fit the host memory of this rank.
@@ -178,15 +176,16 @@ def probe_and_train(group: Group, micro: int = 0, free: int = 1000) -> dict[str,
         available=(free + 0.5) * row * group.world_size / memory_probe.HOST_FRACTION
     )
     with patch.object(psutil, "virtual_memory", lambda: memory):
-        micro, table = probe(group, model, micro)
+        shape, table = probe(group, model, micro)
     unchanged = all(map(torch.equal, map(to_local, model.state_dict().values()), before))
+    micro = shape.micro_batch_size
     options = {"micro": micro, "static_metrics": table, "log": log}
     return {
         "micro": micro,
         "table": table,
         "full activations": probe(group, full, micro)[1]["memory/activations_gib"],
         "unchanged": unchanged,
-        "weights": train(group, "fsdp", planned=6, model=model, **options),
+        "weights": train(group, "fsdp", model=model, **options),
         "line": log[-1],
     }
 
@@ -197,9 +196,11 @@ def oom_in_probe(group: Group, file: Path) -> None:
     """
     model = toy.MemoryLimitedToy(toy.MemoryFault(max_rows=3 if group.rank else 99)).double()
     try:
-        probe(group, shard(model, group, None), 0)
+        probe(group, shard(model, group, None), None)
     except OutOfMemoryError as error:
-        file.write_text(json.dumps({"error": str(error), "micro": error.retry_micro}))
+        file.write_text(
+            json.dumps({"error": str(error), "micro": error.retry_shape.micro_batch_size})
+        )
     except MmrayError as error:
         file.write_text(json.dumps({"error": str(error), "micro": -1}))
 

@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from mmray.data.stream.order import SamplePlan
+from mmray.engine.loop import Trainer
 from mmray.engine.metrics import meters
 from mmray.engine.metrics import timers as timers_module
-from mmray.engine.metrics.meters import Meter, model_flops, rows_sha
+from mmray.engine.metrics.meters import Meter, model_flops_of_row, rows_sha
 from mmray.engine.metrics.timers import PHASES, PhaseTimers, Throughput
+from mmray.engine.parallel.transforms import checkpoint_activations
 from mmray.engine.precision import Precision
-from mmray.engine.prefetch import make_local_batch
 from tests.engine import toy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
@@ -85,11 +87,11 @@ class Adapted(torch.nn.Module):
         self.down, self.up = torch.nn.Linear(8, 2, bias=False), torch.nn.Linear(2, 8, bias=False)
         self.head = torch.nn.Linear(8, 5)
 
-    def forward(self, image):
-        rows = self.before(self.pixels(image).flatten(2).transpose(1, 2).relu()).relu()
+    def forward(self, batch):
+        rows = self.before(self.pixels(batch["image"]).flatten(2).transpose(1, 2).relu()).relu()
         rows = (self.base(rows) + self.up(self.down(rows))).relu()
         mixed = (rows @ rows.transpose(1, 2)).softmax(-1) @ rows
-        return self.head(self.after(mixed).relu())
+        return {"logits": self.head(self.after(mixed).relu())}
 
 
 @pytest.mark.parametrize(
@@ -97,21 +99,33 @@ class Adapted(torch.nn.Module):
     [("pixels", "before", "base", "after", "down", "up", "head"), ("down", "up"), ("base", "head")],
 )
 def test_flops_equal_those_of_a_real_forward_and_backward(trainable):
-    model, image = Adapted(), torch.rand(4, 3, 8, 8)
+    model, batch = Adapted(), {"image": torch.rand(4, 3, 8, 8), "valid": torch.ones(4)}
     for name, layer in model.named_children():
         layer.requires_grad_(name in trainable)
     with FlopCounterMode(display=False) as counter:
-        model(image).sum().backward()
-    assert model_flops(model, image, toy.FP32) == counter.get_total_flops()
+        model(batch)["logits"].sum().backward()
+    assert model_flops_of_row(model, batch, toy.FP32) == counter.get_total_flops() / 4
+
+
+def test_flops_do_not_count_recomputed_activations():
+    rows = toy.rows(4, 0)
+    plain, recomputed = toy.Branched(), toy.Branched()
+    checkpoint_activations(recomputed.text)
+    expected = model_flops_of_row(plain, rows, toy.FP32)
+    assert model_flops_of_row(recomputed, rows, toy.FP32) == expected > 0
 
 
 def test_flops_of_matching_include_the_hard_negatives():
-    batch, model = make_local_batch(toy.cut(toy.rows(4, 0), 4)), toy.Toy(kind="matching")
-    meter = Meter(Throughput(PhaseTimers(torch.device("cpu"))))
-    meter.count_flops(toy.train_state(model, objective=toy.objective("matching")), batch)
-    [rows] = batch.micro_batches
-    rows |= {"negative_ids": rows["input_ids"], "negative_mask": rows["attention_mask"]}
-    assert meter.flops_of_row == model_flops(model, rows, toy.FP32) / 4
+    model, objective = toy.Toy(kind="matching"), toy.objective("matching")
+    model.log_scale.requires_grad_(False)
+    plan = SamplePlan(num_rows=8, global_rows=8, world_size=1, seed=1, steps=1)
+    trainer = Trainer(toy.train_spec(model, plan, objective=objective), None)
+    steps = list(toy.steps_of(plan, 0))
+    trainer.train(steps)
+    rows = steps[0][0]
+    negatives = {"negative_ids": rows["input_ids"], "negative_mask": rows["attention_mask"]}
+    expected = model_flops_of_row(model, rows | negatives, toy.FP32)
+    assert trainer.meter.flops_of_row == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounter
 from mmray.config import Batch, ImageTower, TextTower, recipes
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
-from mmray.engine.metrics.meters import model_flops
+from mmray.engine.metrics.meters import model_flops_of_row
 from mmray.engine.optimizer import ExponentialMovingAverage
 from mmray.engine.parallel.transforms import TOKEN_MULTIPLE, apply_transforms
 from mmray.engine.precision import fork_seeded_rng
@@ -118,8 +118,8 @@ def test_flops_of_compiled_blocks_are_those_of_eager_ones() -> None:
     compiled = model_of(spec, "aot_eager").train()
     compiled(rows(spec))["image_embed"].sum().backward()  # its graphs would run under the counter
     assert (
-        model_flops(compiled, rows(spec), toy.FP32)
-        == model_flops(model_of(spec), rows(spec), toy.FP32)
+        model_flops_of_row(compiled, rows(spec), toy.FP32)
+        == model_flops_of_row(model_of(spec), rows(spec), toy.FP32)
         > 0
     )
 
@@ -128,14 +128,14 @@ def test_flops_of_compiled_blocks_are_those_of_eager_ones() -> None:
 def test_captions_padded_to_a_multiple_change_no_step(kind: str) -> None:
     spec, objective = MODELS[kind]
     spec = spec.model_copy(update={"inputs": spec.inputs.model_copy(update={"max_tokens": 40})})
-    plan = SamplePlan(num_rows=6, global_rows=6, world_size=1, micro=3, seed=1, steps=1)
+    plan = SamplePlan(num_rows=6, global_rows=6, world_size=1, seed=1, steps=1)
     block, weights = next(recipe_models.llava_blocks(plan, 0)), []
     if kind != "generative":
         del block["loss_mask"], block["image_pos"]
     for multiple in (1, TOKEN_MULTIPLE):
         model = model_of(spec).double().eval()  # dropout masks depend on the length
         state = toy.train_state(model, objective=toy.objective(objective))
-        [step] = iter_micro_batches([block], plan, False, multiple, 40)
+        [step] = iter_micro_batches([block], plan.rank_rows, 3, False, multiple, 40)
         assert all((batch["input_ids"].shape[1] == 16) == (multiple > 1) for batch in step)
         optimizer_step(state, make_local_batch(step), lambda index: index)
         weights.append(toy.flat(model))

@@ -29,8 +29,8 @@ from mmray.config import (
     TwoTower,
 )
 from mmray.config import Optimizer as OptimizerSection
-from mmray.data.stream.order import SamplePlan
 from mmray.engine.bad_rows import _check_labels
+from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import dry_run, probe_memory
 from mmray.engine.parallel.transforms import HOOKS, apply_transforms, checkpoint_activations
@@ -242,8 +242,8 @@ def run_probe(spec: Model, kind: str) -> None:
     config = Config(
         model=spec.model_copy(update={"vocab_size": VOCAB}), objective=Objective(kind=kind)
     )
-    plan = SamplePlan(num_rows=3, global_rows=3, world_size=1, micro=3, seed=1, steps=1)
-    dry_run(config, build(spec, VOCAB), objectives.build(config.objective), Group(), plan, 3)
+    shape = BatchShape(3, 3, world_size=1)
+    dry_run(config, build(spec, VOCAB), objectives.build(config.objective), Group(), shape, steps=1)
 
 
 def test_probe_names_weights_without_gradient() -> None:
