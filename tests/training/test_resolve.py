@@ -61,7 +61,16 @@ def test_images_that_prepare_accepted_are_valid_in_training_and_evaluation(tmp_p
     wanted = config(f"{tmp_path}/a + {tmp_path}/b", tmp_path, "mixed")
     data = wanted.data.replace(eval=str(tmp_path / "held-out"))
     resolved = resolve_run(wanted.replace(prepare=Prepare(max_pixels=200), data=data), Silent())
-    reader = Attempt(resolved, tmp_path, 0, resolved.config, None, set()).worker_context(1).reader
+    attempt = Attempt(
+        resolved,
+        tmp_path,
+        0,
+        resolved.config,
+        resolved.batch_shape,
+        checkpoint=None,
+        bad_rows=set(),
+    )
+    reader = attempt.worker_context(1).reader
     assert reader.read_block(resume_point(resolved, None, 1).plan, np.arange(16))["valid"].all()
     assert reader.max_pixels == 300
     assert (
@@ -81,7 +90,7 @@ def test_global_batch_above_the_rows_of_an_epoch_is_refused(tmp_path):
     assert (
         resolve_run(
             small.replace(batch=small.batch.replace(global_=15)), Silent()
-        ).shape.global_rows
+        ).batch_shape.global_batch_size
         == 15
     )
 
