@@ -188,15 +188,16 @@ def test_copy_of_a_branch_has_no_graphs() -> None:
 @pytest.mark.parametrize("micro", [2, 8])
 def test_run_with_graphs_equals_eager_run(kind: str, micro: int) -> None:
     """In one pass, and in micro-batches with GradCache's first pass without gradients."""
-    plan = SamplePlan(num_rows=48, global_rows=8, world_size=1, micro=micro, seed=1, steps=6)
+    plan = SamplePlan(num_rows=48, global_rows=8, world_size=1, seed=1, steps=6)
     weights = []
     for with_graphs in (False, True):
-        spec = device_checks.spec_of(kind, torch.device("cpu"), plan=plan)
+        spec = device_checks.spec_of(kind, torch.device("cpu"), plan=plan, micro_batch_size=micro)
         recorders = []
         if with_graphs:
             for name, branch in spec.model.branches().items():  # type: ignore[operator]
                 recorders += use_graphs(name, branch, [])
-        loop.train_loop(spec, device_checks.steps_of(kind, plan=plan))
+        steps = device_checks.steps_of(kind, plan=plan, micro_batch_size=micro)
+        loop.train_loop(spec, steps)
         weights.append(toy.flat(spec.model))
         if with_graphs:
             replays = [recorder.replays > 0 for recorder in recorders]
