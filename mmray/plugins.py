@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,6 +25,20 @@ def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"{setting}: cannot load `{name}`: {error}") from error
+
+
+def load_part(name: str, setting: str, table: Mapping[str, str]) -> Any:
+    """Import the built-in class that a table of `mmray.builtin` has for a name, or a user's class.
+
+    Args:
+        name: A name in the table, or `package.module:Class`.
+        setting: Name of the setting, for errors.
+        table: `module:Name` by name.
+
+    Raises:
+        UsageError: The name is unknown, or its class cannot be imported.
+    """
+    return load_class(table.get(name, name), setting, tuple(table))
 
 
 def check_installed(package: str, setting: str, extra: str) -> None:

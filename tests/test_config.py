@@ -14,8 +14,6 @@ from mmray.config import (
     from_yaml,
     to_yaml,
 )
-from mmray.config import data as data_settings
-from mmray.data.formats import rows
 from mmray.errors import UsageError
 
 
@@ -89,10 +87,6 @@ from mmray.errors import UsageError
 def test_invalid_settings_are_named(text, message):
     with pytest.raises(UsageError, match=message):
         from_yaml(text, "run.yaml")
-
-
-def test_columns_are_those_of_source_rows():
-    assert data_settings.COLUMNS == rows.COLUMNS
 
 
 def test_kind_selects_the_model_config():

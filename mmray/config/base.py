@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, ClassVar, Self
 
@@ -11,6 +12,8 @@ from mmray.errors import UsageError, suggest
 
 # a union's member in `loc`, not a setting
 UNION_TAG = re.compile(r"bool|int|float|str|constrained-int|literal\[.*")
+# `weight * name`, weight optional
+_TERM = re.compile(r"(?:((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?) \* +)?((?!\S+ \* )\S.*)")
 
 
 class Section(BaseModel):
@@ -54,3 +57,23 @@ def _explain(section: type[Section], item: Any) -> str:
     message = item["msg"].removeprefix("Value error, ")
     value = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
     return f"{name}: {message[0].lower()}{message[1:]}{value}"
+
+
+def parse_weighted_sum(text: str) -> dict[str, float]:
+    """Parse `a + 0.5 * b` into weights by name: {a: 1, b: 0.5}.
+
+    Raises:
+        ValueError: A term is invalid, repeats a name, or has a weight that is not above 0; the
+            message is the term.
+    """
+    weights: dict[str, float] = {}
+    for part in text.split(" + "):
+        term = part.strip()
+        match = _TERM.fullmatch(term)
+        if match is None or match[2] in weights:
+            raise ValueError(term)
+        weight = float(match[1] or 1)
+        if not 0 < weight < math.inf:
+            raise ValueError(term)
+        weights[match[2]] = weight
+    return weights

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Annotated, Literal
 
 import tyro
 from pydantic import Field, field_validator, model_validator
 
-from mmray.config.base import Section
+from mmray.builtin import COLUMNS, FORMATS
+from mmray.config.base import Section, parse_weighted_sum
 from mmray.errors import UsageError
 from mmray.storage.address import parse_host
-
-# `weight * address`, weight optional
-_TERM = re.compile(r"(?:([\d.]+(?:[eE][+-]?\d+)?) \* +)?((?!\S+ \* )\S.*)")
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 def parse_mixture(text: str) -> list[tuple[str, float]]:
     """Return (address, weight) of each set in `prepared/a + 2 * prepared/b`. Raises ValueError."""
-    terms: list[tuple[str, float]] = []
-    for term in text.split(" + "):
-        match = _TERM.fullmatch(term.strip())
-        weight = float(match[1] or 1) if match else 0
-        if match is None or not 0 < weight < math.inf or match[2] in dict(terms):
-            raise ValueError(
-                f"`{text}` is neither a set nor a sum of different sets, at `{term.strip()}`; "
-                "write for example "
-                "`prepared/a + 2 * prepared/b`"
-            )
-        terms.append((match[2], weight))
-    return terms
+    try:
+        return list(parse_weighted_sum(text).items())
+    except ValueError as error:
+        raise ValueError(
+            f"`{text}` is neither a set nor a sum of different sets, at `{error}`; "
+            "write for example `prepared/a + 2 * prepared/b`"
+        ) from None
 
 
 def is_mixture(text: str) -> bool:
@@ -45,15 +37,6 @@ def format_mixture(terms: list[tuple[str, float]]) -> str:
     return " + ".join(
         address if weight == 1 else f"{weight:g} * {address}" for address, weight in terms
     )
-
-
-SourceFormat = Literal[
-    "auto", "jsonl", "csv", "tsv", "parquet", "webdataset", "coco", "folders", "pairs", "saved"
-]
-COLUMNS = (  # as in data/formats/rows.py, which does not import settings
-    "id", "key", "image_path", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels",
-    "messages",
-)  # fmt: skip
 
 
 class Prepare(Section, settings_prefix="prepare"):
@@ -80,7 +63,9 @@ class Prepare(Section, settings_prefix="prepare"):
     vocab_size: int = Field(
         8192, ge=0, description="Size of the tokenizer trained on the captions; 0: train none."
     )
-    format: SourceFormat = Field("auto", description="Format of the source; auto: detect it.")
+    format: Annotated[
+        str, tyro.conf.arg(metavar=f"{{auto,{','.join(FORMATS)}}}|package.module:Class")
+    ] = Field("auto", description="Format of the source, or a class of your own; auto: detect it.")
     columns: tuple[str, ...] = Field(
         (), description="Columns of the source, as OURS=THEIRS: image=url text=caption."
     )
@@ -119,6 +104,16 @@ class Prepare(Section, settings_prefix="prepare"):
         le=65536,
         description="Rows per shard, and per task except for tars; 8192 for 100 million rows.",
     )
+
+    @field_validator("format")
+    @classmethod
+    def _check_format(cls, name: str) -> str:
+        if name not in ("auto", *FORMATS) and ":" not in name:
+            raise ValueError(
+                f"no `{name}`; use one of auto, {', '.join(FORMATS)}, or name your own class as "
+                "package.module:Class"
+            )
+        return name
 
     @field_validator("columns")
     @classmethod

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 import tyro
 from pydantic import AfterValidator, Discriminator, Field, PositiveFloat, Tag, field_validator
 
-from mmray.config.base import Section
+from mmray.builtin import GROUP_CHANNELS, OBJECTIVES
+from mmray.config.base import Section, parse_weighted_sum
 from mmray.errors import UsageError
 
 Fit = Literal["squash", "crop", "pad"]
@@ -34,8 +35,6 @@ MaxTokens = Annotated[
 
 
 CHECKPOINT_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
-GROUP_CHANNELS = 8  # as in models/encoders/image.py
-_TERM = re.compile(r"(?:(\d+(?:\.\d*)?(?:e-?\d+)?|\.\d+)\s*\*)?\s*([A-Za-z_][\w.:]*)$")
 
 
 def _absolute(weights: str) -> str:
@@ -488,24 +487,13 @@ AnyModel = Annotated[
 ]
 
 
-OBJECTIVES = (
-    "contrastive",
-    "sigmoid",
-    "matching",
-    "classification",
-    "region_text",
-    "language_modelling",
-)
-
-
 class Objective(Section, settings_prefix="objective"):
     """Training objective."""
 
     kind: str = Field(
         "contrastive",
-        description="`contrastive`, `sigmoid`, `matching`, `classification`, `region_text`, "
-        "`language_modelling`, your "
-        "own `package.module:Class`, or a sum such as `contrastive + 0.5 * matching`.",
+        description=f"{', '.join(f'`{name}`' for name in OBJECTIVES)}, your own "
+        "`package.module:Class`, or a sum such as `contrastive + 0.5 * matching`.",
     )
 
     @property
@@ -530,15 +518,11 @@ class Objective(Section, settings_prefix="objective"):
 
 def parse_terms(kind: str) -> dict[str, float]:
     """Parse `contrastive + 0.5 * matching` into names and weights. Raises ValueError."""
-    terms: dict[str, float] = {}
-    for text in kind.split("+"):
-        match = _TERM.match(text.strip())
-        weight = float(match[1] or 1) if match else 0.0
-        if match is None or weight == 0 or match[2] in terms:
-            raise ValueError(
-                f"cannot parse `{text.strip()}` in `{kind}`. Write an objective or a sum of "
-                "different ones, for "
-                "example `contrastive` or `contrastive + 0.5 * matching`."
-            )
-        terms[match[2]] = weight
-    return terms
+    spaced = re.sub(r"\s*([+*])\s*", r" \1 ", kind)
+    try:
+        return parse_weighted_sum(spaced)
+    except ValueError as error:
+        raise ValueError(
+            f"cannot parse `{error}` in `{kind}`. Write an objective or a sum of different ones, "
+            "for example `contrastive` or `contrastive + 0.5 * matching`."
+        ) from None

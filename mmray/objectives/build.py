@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from mmray import plugins
+from mmray.builtin import OBJECTIVES
 from mmray.errors import UsageError
-from mmray.objectives.contrastive import Contrastive, Sigmoid
-from mmray.objectives.cross_entropy import Classification, LanguageModelling, RegionText
-from mmray.objectives.matching import Matching
 from mmray.objectives.protocol import (
     Batch,
     HardNegativeMining,
@@ -27,14 +25,6 @@ from mmray.objectives.protocol import (
 if TYPE_CHECKING:
     from mmray.config import Objective as ObjectiveConfig
 
-BUILT_IN: dict[str, type] = {
-    "contrastive": Contrastive,
-    "sigmoid": Sigmoid,
-    "matching": Matching,
-    "classification": Classification,
-    "region_text": RegionText,
-    "language_modelling": LanguageModelling,
-}
 REQUIRED = ("gathered_outputs", "scalar_output_names", "count", "compute_loss")
 
 
@@ -42,15 +32,14 @@ def build(config: ObjectiveConfig) -> Any:
     """Build the objective named by `config.kind`. Raises UsageError."""
     terms = []
     for name, weight in config.terms.items():
-        if name in BUILT_IN:
-            objective = BUILT_IN[name]()
-        else:
-            objective = plugins.load_class(name, "objective.kind")(config)
-            if missing := [part for part in REQUIRED if not hasattr(objective, part)]:
-                raise UsageError(
-                    f"objective.kind: `{name}` lacks {', '.join(missing)}; see "
-                    "mmray/objectives/protocol.py"
-                )
+        objective_class = plugins.load_part(name, "objective.kind", OBJECTIVES)
+        objective = objective_class() if name in OBJECTIVES else objective_class(config)
+        missing = [part for part in REQUIRED if not hasattr(objective, part)]
+        if missing:
+            raise UsageError(
+                f"objective.kind: `{name}` lacks {', '.join(missing)}; see "
+                "mmray/objectives/protocol.py"
+            )
         terms.append(Term(name, weight, objective))
     return _merge_terms(terms)
 

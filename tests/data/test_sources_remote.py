@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from mmray.data.formats.detect import detect_source, open_source
-from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.formats.source import RawRow
 from mmray.data.images.read import read_image
 from mmray.data.prepare import pack, pipeline
 from mmray.data.prepare.pipeline import prepare
+from mmray.data.rows import BadRow, parse_row
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import ResourceError
 from mmray.storage import storage

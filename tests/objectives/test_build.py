@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mmray import objectives
+from mmray.builtin import OBJECTIVES
 from mmray.config import Objective
 from mmray.errors import UsageError
 from mmray.objectives.contrastive import CHUNK, Contrastive
@@ -51,6 +52,18 @@ def test_sum_splits_into_global_and_local_loss(own):
         split_objective(objectives.build(kind("contrastive + classification"))).global_loss,
         Contrastive,
     )
+
+
+@pytest.mark.parametrize("name", ["cosine", "tests.objectives.cosine_distance:CosineDistance"])
+def test_added_objective_is_a_term_of_a_sum(monkeypatch, name):
+    entry = "tests.objectives.cosine_distance:CosineDistance"
+    if name == "cosine":
+        monkeypatch.setitem(OBJECTIVES, name, entry)
+    combined = objectives.build(kind(f"contrastive + 0.5 * {name}"))
+    batch = {"valid": torch.tensor([True, True, False])}
+    outputs = {"image_embed": torch.eye(3), "text_embed": torch.eye(3).flip(0)}
+    losses, counts, _ = split_objective(combined).local_loss.compute_loss(outputs, batch)
+    assert losses.tolist() == [0.5] and counts.tolist() == [2]
 
 
 def test_metrics_of_equal_names_are_kept_apart(own):

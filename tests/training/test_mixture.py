@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmray.data.stream.order import MixtureComponent
+from mmray.data.store.prepared_set import MixtureComponent
 from mmray.errors import UsageError
 from mmray.training.driver import train
 from mmray.training.resolve import resolve_run

@@ -1,4 +1,7 @@
-"""Detect the format of a source, and open the source on the driver and in tasks."""
+"""Detect the format of a source, and open the source on the driver and in tasks.
+
+Formats are classes in the table `FORMATS`; their attributes define how each is detected.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-import orjson
-
-from mmray.data.formats.listing import (
-    ClassFolders,
-    CocoSource,
-    ImageTextPairs,
-    is_image,
-    split_and_class_of,
-)
-from mmray.data.formats.parquet import HFSavedSource, ParquetSource
-from mmray.data.formats.rows import is_valid_name
+from mmray import plugins
+from mmray.builtin import FORMATS
+from mmray.data.formats.listing import is_image, split_and_class_of
 from mmray.data.formats.source import Source, list_visible_files, read_head
-from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, CsvSource, JsonlSource, TsvSource
-from mmray.data.formats.webdataset import WebDatasetSource
+from mmray.data.rows import is_valid_name
 from mmray.data.store.manifest import is_prepared
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Storage
 
-_SOURCES: dict[str, type[Source]] = {
-    "jsonl": JsonlSource, "csv": CsvSource, "tsv": TsvSource, "parquet": ParquetSource, "webdataset": WebDatasetSource,
-    "saved": HFSavedSource, "folders": ClassFolders, "pairs": ImageTextPairs, "coco": CocoSource,
-}  # fmt: skip
-_SUFFIXES = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".tar": "webdataset",
-    ".json": "coco",
-}  # fmt: skip
+_HEAD_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -53,10 +40,26 @@ class SourceSpec:
         return self.name or PurePosixPath(self.address.partition("?")[0]).name
 
 
-def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
-    """Detect the source at `address`.
+def source_class(name: str) -> type[Source]:
+    """Return the class of a format: an entry of FORMATS, or a user's `package.module:Class`.
 
-    Raises DataError if it does not exist or its format is unknown.
+    Raises:
+        UsageError: The name is unknown, or its class cannot be imported.
+    """
+    loaded: type[Source] = plugins.load_part(name, "prepare.format", FORMATS)
+    return loaded
+
+
+def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
+    """Return the format and the location of a source.
+
+    Args:
+        address: Path or URI of a file or a folder; several COCO documents are joined by commas.
+        source_format: A format, or `auto` to detect it.
+
+    Raises:
+        DataError: The source does not exist, or its format is unknown.
+        UsageError: The address is invalid, or the format does not read a file, or a folder.
     """
     if not is_valid_name(address):
         raise UsageError(f"{address!r} is not plain UTF-8: rename the file")
@@ -65,23 +68,25 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
     if folder.is_dir():
         names = list_visible_files(folder) if source_format == "auto" else []
         kind = _detect_folder_format(folder, names) if source_format == "auto" else source_format
-        if kind in ("jsonl", "csv", "tsv", "coco"):
+        if not source_class(kind).reads_folder:
             raise UsageError(
                 f"{address} is a folder, and {kind} is a file: give the path of the file"
             )
         return SourceSpec(kind, folder.address, "", iter(names))
     names = [name]
     if "," in name and source_format in ("auto", "coco") and storage.size(name) is None:
-        names, source_format = name.split(","), "coco"
+        names = name.split(",")
+        source_format = "coco"
     detected = [_detect_file_format(storage, each) for each in names]
     kind = detected[0] if source_format == "auto" else source_format
-    if kind in ("saved", "folders", "pairs"):
+    if not source_class(kind).reads_file:
         raise UsageError(
             f"{address} is a file, and {kind} is a folder: give the path of the folder"
         )
     parent, folder_name = Storage.split(storage.address)
     if kind == "coco" and folder_name == "annotations":  # the images are next to this folder
-        storage, name = parent, f"{folder_name}/{name}"
+        storage = parent
+        name = f"{folder_name}/{name}"
     return SourceSpec(kind, storage.address, name)
 
 
@@ -90,74 +95,52 @@ def open_source(
 ) -> Source:
     """Open the source without reading it. Listings are stored in `prepared_folder`."""
     storage = Storage(spec.address)
-    return _SOURCES[spec.format](
+    return source_class(spec.format)(
         storage, spec.name, columns, prepared_folder, caption_template, spec.files
     )
 
 
 def _detect_file_format(storage: Storage, name: str) -> str:
     """Detect the format by magic number, otherwise by suffix; the default is JSON lines."""
-    head = read_head(storage, name, 512)
-    if head.startswith(b"PAR1"):
-        return "parquet"
-    if head[257:262] == b"ustar":
-        return "webdataset"
-    kind = _SUFFIXES.get(PurePosixPath(name).suffix.lower(), "jsonl")
-    if kind != "coco":
-        return kind
-    text = read_head(storage, name, MAX_LINE_BYTES).removeprefix(BOM).lstrip()
-    try:  # a JSON file may hold rows (lines or an array)
-        first = orjson.loads(text.partition(b"\n")[0])
-    except ValueError:
-        # a document over several lines, or one line that is longer than a row may be
-        return "jsonl" if text.startswith(b"[") else "coco"
-    return (
-        "coco" if isinstance(first, dict) and {"images", "annotations"} <= first.keys() else "jsonl"
-    )
+    head = read_head(storage, name, _HEAD_BYTES)
+    classes = {known: source_class(known) for known in FORMATS}
+    for known, source in classes.items():
+        if source.magic and head[source.magic_offset :].startswith(source.magic):
+            return known
+    suffix = PurePosixPath(name).suffix.lower()
+    for known, source in classes.items():
+        if suffix in source.suffixes and source.matches_file(storage, name):
+            return known
+    return "jsonl"
 
 
 def _detect_folder_format(storage: Storage, names: list[str]) -> str:
-    suffixes = {PurePosixPath(name).suffix.lower() for name in names}
-    if ".arrow" in suffixes and any(name.rpartition("/")[2] == "state.json" for name in names):
-        return "saved"
-    if ".tar" in suffixes:  # img2dataset writes a .parquet next to each tar
-        return "webdataset"
-    images = [name for name in names if is_image(name)]
-    paired = not {str(PurePosixPath(name).with_suffix(".txt")) for name in images}.isdisjoint(names)
-    if ".parquet" in suffixes:  # img2dataset writes FOLDER.parquet next to each FOLDER of pairs
-        is_img2dataset = {f"{PurePosixPath(name).parent}.parquet" for name in images} <= set(names)
-        return "pairs" if paired and is_img2dataset else "parquet"
-    if paired:
-        return "pairs"
-    if any("/" in name for name in images):
-        _check_class_folders(storage, names, images)
-        return "folders"
+    for known in FORMATS:
+        if source_class(known).matches_folder(names):
+            if known == "folders":
+                _check_class_folders(storage, names)
+            return known
     if is_prepared(storage):
         raise DataError(
             f"{storage.address} is already prepared: use it as it is, for example --data.train "
             f"{storage.address}"
         )
-    files = [
-        name
-        for name in names
-        if "/" not in name and PurePosixPath(name).suffix.lower() in _SUFFIXES
-    ]
-    hint = (
-        f"give the path of one of its files ({', '.join(files[:5])})"
-        if files
-        else "it needs tars, Parquet or images"
-    )
+    files = [name for name in names if "/" not in name and name.lower().endswith(_file_suffixes())]
+    hint = "it needs tars, Parquet or images"
+    if files:
+        hint = f"give the path of one of its files ({', '.join(files[:5])})"
     raise DataError(f"no known source format found in {storage.address}: {hint}")
 
 
-def _check_class_folders(storage: Storage, names: list[str], images: list[str]) -> None:
+def _file_suffixes() -> tuple[str, ...]:
+    return tuple(suffix for known in FORMATS for suffix in source_class(known).suffixes)
+
+
+def _check_class_folders(storage: Storage, names: list[str]) -> None:
     """Raise DataError if the folders of the images may not be classes: their names would become the
     captions.
     """
-    caption_suffixes = (
-        ".txt",
-        *(suffix for suffix in _SUFFIXES if suffix not in (".parquet", ".tar")),
-    )
+    caption_suffixes = (".txt", *_file_suffixes())
     captions = [
         name
         for name in names
@@ -171,6 +154,7 @@ def _check_class_folders(storage: Storage, names: list[str], images: list[str]) 
             "their captions "
             f"({', '.join(captions[:5])}): give the path of such a file with rows, or {force}"
         )
+    images = list(filter(is_image, names))
     classes = {class_name for _, class_name in split_and_class_of(images)} - {None}
     if len(classes) < 2:
         names_found = ", ".join(map(repr, classes)) or (

@@ -13,12 +13,12 @@ from typing import Any
 
 import orjson
 
-from mmray.data.formats.rows import HELD_OUT_SPLITS, BadRow, is_safe_path, is_valid_name
-from mmray.data.formats.source import IMAGE_SUFFIXES, RawRow, Source, SourceChunk
-from mmray.data.formats.text_lines import BOM, JsonlSource
+from mmray.data.formats.source import IMAGE_SUFFIXES, RawRow, Source, SourceChunk, read_head
+from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, JsonlSource
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
+from mmray.data.rows import HELD_OUT_SPLITS, BadRow, is_safe_path, is_valid_name
 from mmray.errors import DataError
-from mmray.storage.storage import iter_parallel
+from mmray.storage.storage import Storage, iter_parallel
 
 LISTING = "listing.jsonl"
 Rows = Iterator[dict[str, Any]]
@@ -104,6 +104,12 @@ class ClassFolders(ListingSource):
     """
 
     title = "a folder for each class"
+    reads_file = False
+    reads_folder = True
+
+    @classmethod
+    def matches_folder(cls, names: list[str]) -> bool:
+        return any("/" in name for name in filter(is_image, names))
 
     def list_rows(self) -> Rows:
         names = [name for name in self.visible_files() if is_image(name)]
@@ -132,6 +138,13 @@ class ImageTextPairs(ListingSource):
     """
 
     title = "image and text pairs"
+    reads_file = False
+    reads_folder = True
+
+    @classmethod
+    def matches_folder(cls, names: list[str]) -> bool:
+        texts = {str(PurePosixPath(name).with_suffix(".txt")) for name in filter(is_image, names)}
+        return not texts.isdisjoint(names)
 
     def list_rows(self) -> Rows:
         images: dict[str, list[str]] = defaultdict(list)
@@ -173,6 +186,18 @@ class CocoSource(ListingSource):
     """
 
     title = "COCO"
+    suffixes = (".json",)
+
+    @classmethod
+    def matches_file(cls, storage: Storage, name: str) -> bool:
+        """Return whether a JSON file is a document and not rows (lines, or an array)."""
+        text = read_head(storage, name, MAX_LINE_BYTES).removeprefix(BOM).lstrip()
+        try:
+            first = orjson.loads(text.partition(b"\n")[0])
+        except ValueError:
+            # a document over several lines, or one line that is longer than a row may be
+            return not text.startswith(b"[")
+        return isinstance(first, dict) and {"images", "annotations"} <= first.keys()
 
     def list_rows(self) -> Rows:
         parent, slash, bases = self.name.rpartition("/")  # folder/a.json,b.json: two documents

@@ -11,14 +11,17 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, ClassVar
 
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mmray.data.formats.rows import COLUMNS, BadRow, is_safe_path, rename_columns
+from mmray.builtin import COLUMNS
+from mmray.data.formats.listing import ImageTextPairs, is_image
 from mmray.data.formats.source import Source, SourceChunk, check_unchanged, file_signature
+from mmray.data.rows import BadRow, is_safe_path, rename_columns
 from mmray.errors import DataError
 from mmray.storage.storage import TransientStorageError, iter_parallel
 
@@ -33,6 +36,21 @@ class ParquetSource(Source):
     """A Parquet file, or the Parquet files of a folder in sorted order."""
 
     title = "Parquet"
+    reads_folder = True
+    magic = b"PAR1"
+    suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
+
+    @classmethod
+    def matches_folder(cls, names: list[str]) -> bool:
+        """Return whether the folder has Parquet files other than those that img2dataset writes:
+        FOLDER.parquet next to each FOLDER of pairs.
+        """
+        if not any(name.lower().endswith(cls.suffixes) for name in names):
+            return False
+        if not ImageTextPairs.matches_folder(names):
+            return True
+        image_folders = {PurePosixPath(name).parent for name in filter(is_image, names)}
+        return not {f"{folder}.parquet" for folder in image_folders} <= set(names)
 
     def names(self) -> list[str]:
         return self.files_with_suffix(".parquet")
@@ -156,6 +174,14 @@ class HFSavedSource(ParquetSource):
     """
 
     title = "Hugging Face datasets"
+    reads_file = False
+    magic = b""
+    suffixes = ()
+
+    @classmethod
+    def matches_folder(cls, names: list[str]) -> bool:
+        has_arrow = any(name.lower().endswith(".arrow") for name in names)
+        return has_arrow and any(name.rpartition("/")[2] == "state.json" for name in names)
 
     def names(self) -> list[str]:
         """Return the Arrow files that state.json of each split lists, in order.

@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from mmray.data.formats.rows import BadRow, is_valid_name, rename_columns
+from mmray.data.rows import BadRow, is_valid_name, rename_columns
 from mmray.errors import DataError
 from mmray.storage.storage import Storage
 
@@ -48,13 +48,22 @@ class RawRow(NamedTuple):
 class Source:
     """Rows of one format; cheap to construct in each task.
 
+    A subclass implements `scan`, `records` and `parse`, and sets the class attributes; the table
+    FORMATS of mmray/builtin.py has a name for each.
+
     `columns` maps our column names to those of the source. Listings are stored in
     `prepared_folder`. `files` are the visible files of the folder, if it was listed to detect its
     format. `scan` sets the names of box labels (`box_names`) and of the labels 0, 1, ...
     (`class_names`), if known.
     """
 
-    title: str  # format name in messages
+    title: ClassVar[str]  # format name in messages
+    reads_file: ClassVar[bool] = True
+    reads_folder: ClassVar[bool] = False
+    # A file is detected by its bytes at an offset, or by its suffix and `matches_file`.
+    magic: ClassVar[bytes] = b""
+    magic_offset: ClassVar[int] = 0
+    suffixes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -74,6 +83,18 @@ class Source:
         self.prepared_folder, self._files = prepared_folder or storage, files
         self.box_names: dict[str, str] = {}
         self.class_names: tuple[str, ...] = ()
+
+    @classmethod
+    def matches_file(cls, storage: Storage, name: str) -> bool:
+        """Return whether a file with one of the suffixes has this format."""
+        return True
+
+    @classmethod
+    def matches_folder(cls, names: list[str]) -> bool:
+        """Return whether a folder with these files has this format and none of the formats before
+        it in FORMATS.
+        """
+        return False
 
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]

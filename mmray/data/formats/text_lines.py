@@ -17,8 +17,8 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar
 
-from mmray.data.formats.rows import BadRow
 from mmray.data.formats.source import Source, SourceChunk, changed_error, read_head
+from mmray.data.rows import BadRow
 from mmray.errors import DataError
 
 # longer lines are truncated, so memory does not depend on their length
@@ -71,6 +71,7 @@ class JsonlSource(Source):
     """A .jsonl file; images are paths relative to it."""
 
     title = "JSON lines"
+    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
 
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
@@ -144,6 +145,7 @@ class CsvSource(JsonlSource):
     """A .csv file; images are paths relative to it."""
 
     title = "CSV"
+    suffixes: ClassVar[tuple[str, ...]] = (".csv",)
     dialect: ClassVar[dict[str, Any]] = {"strict": True}
 
     def iter_records(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
@@ -212,6 +214,7 @@ class TsvSource(CsvSource):
     """A .tsv file: tabs, no quoting; images are paths relative to it."""
 
     title = "TSV"
+    suffixes: ClassVar[tuple[str, ...]] = (".tsv",)
     dialect: ClassVar[dict[str, Any]] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
 
 

@@ -16,7 +16,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from mmray.data.formats.rows import BadRow, ImageRef, is_safe_path
 from mmray.data.formats.source import (
     IMAGE_SUFFIXES,
     Source,
@@ -27,6 +26,7 @@ from mmray.data.formats.source import (
 )
 from mmray.data.formats.text_lines import parse_json
 from mmray.data.images.read import MAX_IMAGE_BYTES
+from mmray.data.rows import BadRow, ImageRef, is_safe_path
 from mmray.errors import DataError
 from mmray.storage.storage import Storage, iter_parallel
 
@@ -42,6 +42,14 @@ class WebDatasetSource(Source):
     """A tar, or the tars of a folder in sorted order."""
 
     title = "WebDataset"
+    reads_folder = True
+    magic = b"ustar"
+    magic_offset = 257
+    suffixes = (".tar",)
+
+    @classmethod
+    def matches_folder(cls, names: list[str]) -> bool:
+        return any(name.lower().endswith(cls.suffixes) for name in names)
 
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]

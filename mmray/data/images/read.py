@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from mmray.data.formats.rows import BadRow, ImageRef, is_safe_path
+from mmray.data.rows import BadRow, ImageRef, is_safe_path
 from mmray.storage.storage import (
     ByteRange,
     RangeReader,

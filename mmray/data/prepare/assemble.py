@@ -20,8 +20,8 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from mmray.data.formats.rows import HELD_OUT_SPLITS
 from mmray.data.prepare.pack import read_chunk_record, record_path
+from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.manifest import QUARANTINE, RECORD_BATCH_ROWS, TOKENIZER, Manifest, Shard
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.tokenizer import train_tokenizer

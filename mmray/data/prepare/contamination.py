@@ -24,11 +24,11 @@ import numpy as np
 import orjson
 from PIL import Image
 
-from mmray.data.formats.rows import HELD_OUT_SPLITS, BadRow
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.prepare.assemble import NO_ROW, DedupResult, PackedRows, first_occurrence
 from mmray.data.prepare.tasks import Result, map_tasks, run_with_crash_limit
+from mmray.data.rows import HELD_OUT_SPLITS, BadRow
 from mmray.data.store.manifest import Manifest, Shard
 from mmray.data.store.prepared_set import PreparedSet, read_each
 from mmray.errors import DataError, UsageError

@@ -22,7 +22,7 @@ import aiohttp
 from aiohttp.abc import ResolveResult
 from yarl import URL
 
-from mmray.data.formats.rows import BadRow
+from mmray.data.rows import BadRow
 from mmray.storage.address import is_public_ip, redact_url, rejection_reason
 
 MAX_REDIRECTS, MAX_ATTEMPTS = 5, 3

@@ -22,12 +22,12 @@ import orjson
 import pyarrow as pa
 
 from mmray.data.formats.detect import SourceSpec, open_source
-from mmray.data.formats.rows import BadRow, ImageRef, SourceRow, parse_row
 from mmray.data.formats.source import RawRow, Source, SourceChunk
 from mmray.data.images.decode import BadImage, decode, header_size, verify_image
 from mmray.data.images.read import os_error_as_bad_row, read_image, stat_signature
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
+from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row
 from mmray.data.store.manifest import CHUNK_RECORDS, RECORD_BATCH_ROWS, SHARDS, Shard
 from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, Row
 from mmray.data.text.tokenizer import clean_caption
@@ -43,8 +43,16 @@ PREFETCH_BYTES = 64 << 20  # of these images, if more than MIN_PREFETCH_ROWS
 MIN_PREFETCH_ROWS, READ_THREADS = 8, 16
 _RECORD_VERSION = 7
 _PACK_SETTINGS = (
-    "image_side", "max_pixels", "holdout", "rows_per_shard", "columns", "caption", "check", "index_only", "allow_urls"
-)  # fmt: skip
+    "image_side",
+    "max_pixels",
+    "holdout",
+    "rows_per_shard",
+    "columns",
+    "caption",
+    "check",
+    "index_only",
+    "allow_urls",
+)
 # tolerated fraction outside the image, because annotations may exceed the edge by a pixel
 _BOX_SLACK = 0.01
 _DIGEST_COLUMNS = (

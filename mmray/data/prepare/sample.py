@@ -25,9 +25,13 @@ VERSION = "v1-seed0"  # change it if the images change; it is the folder name
 NUM_TRAIN, NUM_TEST = 3072, 512
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 COLORS = {
-    "red": (214, 32, 38), "orange": (250, 140, 20), "yellow": (245, 222, 40), "green": (34, 150, 60),
-    "blue": (38, 70, 210), "purple": (140, 50, 170),
-}  # fmt: skip
+    "red": (214, 32, 38),
+    "orange": (250, 140, 20),
+    "yellow": (245, 222, 40),
+    "green": (34, 150, 60),
+    "blue": (38, 70, 210),
+    "purple": (140, 50, 170),
+}
 BACKGROUNDS = {
     "white": (250, 250, 250),
     "grey": (128, 128, 128),
@@ -36,9 +40,12 @@ BACKGROUNDS = {
 }
 RADII = {"small": 0.14, "large": 0.22}  # fraction of the shorter side
 CENTERS = {
-    "centre": (0.5, 0.5), "top left": (0.27, 0.27), "top right": (0.73, 0.27), "bottom left": (0.27, 0.73),
+    "centre": (0.5, 0.5),
+    "top left": (0.27, 0.27),
+    "top right": (0.73, 0.27),
+    "bottom left": (0.27, 0.73),
     "bottom right": (0.73, 0.73),
-}  # fmt: skip
+}
 CORNERS = tuple(CENTERS)[1:]
 COUNTS = {"two": 2, "three": 3, "four": 4}
 CANVASES = (

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from mmray.data.formats.rows import is_safe_path
+from mmray.data.rows import is_safe_path
 from mmray.errors import DataError
 from mmray.storage.storage import Storage
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from mmray.data.formats.rows import ImageRef
 from mmray.data.images.read import read_images
+from mmray.data.rows import ImageRef
 from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import (
     CHUNK_RECORDS,
@@ -34,7 +34,6 @@ from mmray.data.store.manifest import (
     fingerprint,
     read_manifest,
 )
-from mmray.data.stream.order import MixtureComponent
 from mmray.errors import DataError
 from mmray.storage.storage import RangeReader, Storage, coalesce_ranges, parallel_map
 
@@ -412,6 +411,13 @@ class PreparedSet:
         """Map row numbers that skip dropped rows to row numbers in the file."""
         entry = self._shards[shard]
         return np.delete(np.arange(entry.num_rows), entry.dropped)[rows] if entry.dropped else rows
+
+
+class MixtureComponent(NamedTuple):
+    """One set of a mixture: its rows, and its rows per epoch."""
+
+    num_rows: int
+    per_epoch: int
 
 
 class PreparedMixture:

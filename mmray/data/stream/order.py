@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from mmray.data.store.prepared_set import MixtureComponent
 
 PADDING = -1
 _ROUNDS = 8
@@ -132,13 +135,6 @@ def _sample_hash(seed: int, pass_index: np.ndarray, row_hash: np.ndarray) -> np.
         pass_index.astype(np.uint64) ^ splitmix64(np.full(pass_index.shape, seed, np.uint64))
     )
     return splitmix64(row_hash.view(np.uint64) ^ salt)
-
-
-class MixtureComponent(NamedTuple):
-    """One set of a mixture: its rows, and its rows per epoch."""
-
-    num_rows: int
-    per_epoch: int
 
 
 def interleave(components: tuple[MixtureComponent, ...], positions: np.ndarray) -> np.ndarray:

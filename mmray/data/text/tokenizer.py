@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import AddedToken, BertWordPieceTokenizer, Tokenizer
 
-from mmray.data.formats.rows import BadRow
+from mmray.data.rows import BadRow
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from urllib.error import URLError
 import torch
 from torch import Tensor, nn
 
+from mmray.builtin import GROUP_CHANNELS
 from mmray.errors import UsageError, first_line
 from mmray.models.protocol import Architecture
 from mmray.models.weights import (
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from mmray.config import ImageTower
 
 WEIGHTS_SETTING = "model.image.weights"
-GROUP_CHANNELS = 8  # channels of a GroupNorm group
 HF_TYPES = ("vit", "dinov2", "resnet", "timm_wrapper")  # supported model_type values
 
 

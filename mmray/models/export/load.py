@@ -17,10 +17,10 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mmray.data.formats.rows import BadRow
 from mmray.data.images.boxes import clip_boxes, to_model_coords
 from mmray.data.images.decode import MAX_PIXELS, decode
 from mmray.data.images.transform import transform
+from mmray.data.rows import BadRow
 from mmray.data.stream.collate import token_columns
 from mmray.data.text.chat import ChatEncoder, build_encoder
 from mmray.data.text.tokenizer import TextEncoder, clean_caption

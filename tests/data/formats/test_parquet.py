@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from mmray.data.formats import parquet as columnar
 from mmray.data.formats.parquet import HFSavedSource, ParquetSource
-from mmray.data.formats.rows import BadRow
+from mmray.data.rows import BadRow
 from mmray.errors import DataError
 from mmray.storage import storage
 from mmray.storage.storage import Storage

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmray.data.formats import text_lines as lines_module
-from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.formats.text_lines import CsvSource, JsonlSource, parse_json
 from mmray.data.images import read as files
 from mmray.data.images.read import read_file
+from mmray.data.rows import BadRow, parse_row
 from mmray.errors import DataError
 from mmray.storage.storage import Storage
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from mmray.config import Prepare
-from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.formats.source import RawRow
 from mmray.data.prepare import fetch as fetch_module
 from mmray.data.prepare.fetch import HOST_CONNECTIONS, Fetcher
 from mmray.data.prepare.pack import PREFETCH_ROWS, prefetch_rows
 from mmray.data.prepare.pipeline import prepare
+from mmray.data.rows import BadRow, parse_row
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from mmray.storage.address import is_public_ip, parse_host, redact_url, rejection_reason

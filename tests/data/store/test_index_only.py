@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmray.config import Inputs
-from mmray.data.formats.rows import BadRow
+from mmray.data.rows import BadRow
 from mmray.data.store.manifest import MANIFEST, Manifest
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.stream.order import SamplePlan

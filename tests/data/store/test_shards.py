@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmray.config import Data
-from mmray.data.formats.rows import BadRow, ImageRef
 from mmray.data.images.read import read_image, read_images
+from mmray.data.rows import BadRow, ImageRef
 from mmray.data.store import cache as shard_cache
 from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import MANIFEST, Manifest

@@ -7,8 +7,8 @@ import pytest
 
 from mmray.config import Data, Inputs
 from mmray.config.data import format_mixture, is_mixture, parse_mixture
-from mmray.data.store.prepared_set import PreparedMixture, hash_key
-from mmray.data.stream.order import MixtureComponent, SamplePlan
+from mmray.data.store.prepared_set import MixtureComponent, PreparedMixture, hash_key
+from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError

@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmray.data.stream.order import PADDING, MixtureComponent, SamplePlan
+from mmray.data.store.prepared_set import MixtureComponent
+from mmray.data.stream.order import PADDING, SamplePlan
 
 ROWS, GLOBAL_ROWS, WORLDS = st.integers(1, 400), st.integers(1, 64), st.integers(1, 7)
 BLOCKS, WINDOWS = st.just(1) | st.integers(1, 70), st.integers(1, 9)

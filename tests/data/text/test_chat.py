@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mmray.config import Chat, ChatInputs
-from mmray.data.formats.rows import BadRow, parse_row
+from mmray.data.rows import BadRow, parse_row
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.stream.collate import IGNORE_INDEX, lm_columns
 from mmray.data.stream.order import SamplePlan

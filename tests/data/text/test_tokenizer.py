@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from mmray.data.formats.rows import BadRow
+from mmray.data.rows import BadRow
 from mmray.data.text.tokenizer import TextEncoder, clean_caption, declared_pad_id, train_tokenizer
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError

@@ -9,10 +9,6 @@ from typing import Any
 
 from mmray.storage.address import is_url, redact_url, rejection_reason
 
-COLUMNS = (
-    "id", "key", "image_path", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels",
-    "messages",
-)  # fmt: skip
 HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # not trained on
 MAX_MESSAGE_BYTES = 64 * 1024  # of one message; captions have the same limit
 _ROLES = {
@@ -129,9 +125,16 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
             detail = f"{column} must be a word of letters, digits, . _ - (got {str(word)[:40]!r})"
             raise BadRow("columns", column, detail)
     return SourceRow(
-        key, _parse_image(images[0], hosts), texts, label, values.get("split"), values.get("language"),
-        tuple(tuple(map(float, box)) for box in boxes), tuple(box_labels), messages,
-    )  # fmt: skip
+        key=key,
+        image=_parse_image(images[0], hosts),
+        texts=texts,
+        label=label,
+        split=values.get("split"),
+        language=values.get("language"),
+        boxes=tuple(tuple(map(float, box)) for box in boxes),
+        box_labels=tuple(box_labels),
+        messages=messages,
+    )
 
 
 def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
