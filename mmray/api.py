@@ -351,10 +351,10 @@ def tune(
     recipe: str | Path | Config = "sample",
     *,
     space: Mapping[str, str | Sequence[Any]] | None = None,
-    goal: Literal["throughput", "loss", "recall", "time-to-quality", "memory"] = "throughput",
+    goal: Literal["throughput", "loss", "recall"] = "throughput",
     samples: int | None = None,
     search: Literal["random", "optuna"] = "random",
-    scheduler: Literal["halving", "asha", "pbt"] = "halving",
+    scheduler: Literal["halving", "asha"] = "halving",
     budget: str | None = None,
     concurrency: int | None = None,
     **sections: Unpack[Sections],
@@ -386,15 +386,15 @@ def tune(
         concurrency=concurrency,
     )
     require_positive(command, "samples", "concurrency")
-    recipe_rows, base = base.batch.global_, trials.restore_length(settings, base)
+    recipe_rows = base.batch.global_
+    base = trials.restore_length(settings, base)
     if trials.is_shape_probe(goal, space or ()):
         check_no_trials(command)
         axes = None if not space else build_space(space, seed=base.train.seed)
         return SweepRecord.read(run_probe(base, axes, Terminal()))
-    given = trials.default_axes(base, goal) if space is None else space
-    axes = build_space(given, command.num_samples, base.train.seed)
-    folder, _ = run_sweep(command, base, axes, recipe_rows, Terminal())
-    return SweepRecord.read(folder)
+    given = trials.default_axes(base) if space is None else space
+    axes = build_space(given, command.samples, base.train.seed)
+    return run_sweep(command, base, axes, recipe_rows, Terminal())
 
 
 @contextmanager

@@ -10,9 +10,10 @@ TRIALS = "trials.jsonl"
 # Columns of their own in every table, whether they are searched or not.
 BATCH_SETTINGS = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")
 
-# `paused`: ended at a rung and may continue; `pruned`: not continued after a rung; `stopped`: by
-# the user or the budget; `predicted`: a batch shape that was not measured.
+# `waiting`: not started; `paused`: ended at a rung and may continue; `pruned`: not continued after
+# a rung; `stopped`: by the user or the budget; `predicted`: a batch shape that was not measured.
 Status = Literal[
+    "waiting",
     "running",
     "paused",
     "finished",
@@ -26,22 +27,26 @@ Status = Literal[
 
 
 class Goal(NamedTuple):
-    """What a sweep optimizes: a field of `TrialRow`, its title, and whether it is maximized."""
+    """What a sweep optimizes: a field of `TrialRow`, its title, and whether it is maximized.
+
+    `is_learned`: trials are compared by a held-out metric, at rungs.
+    """
 
     metric: str
     title: str
     maximize: bool
+    is_learned: bool = True
 
 
 GOALS = {
-    "throughput": Goal("samples_per_s", "samples per second", True),
+    "throughput": Goal("samples_per_s", "samples/s", True, is_learned=False),
     "loss": Goal("eval_loss", "held-out loss", False),
     "recall": Goal("recall_at_1", "recall@1", True),
 }
 
 
 class Rung(NamedTuple):
-    """The held-out value of a trial after a number of samples."""
+    """The value of a trial's goal after a number of samples."""
 
     samples: int
     value: float
@@ -49,11 +54,10 @@ class Rung(NamedTuple):
 
 
 class CurvePoint(NamedTuple):
-    """An evaluation during training."""
+    """The held-out value of an evaluation during training."""
 
     samples: int
     value: float
-    train_s: float  # without the first step, evaluations and checkpoints
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class TrialRow:
     peak_gib: float | None = None
     eval_loss: float | None = None
     recall_at_1: float | None = None
-    elapsed_s: float | None = None
+    elapsed_s: float = 0.0
     run: str | None = None
     is_recipe: bool = False
     rungs: tuple[Rung, ...] = ()
@@ -118,34 +122,25 @@ class TrialRow:
         known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
         known["global_rows"] = values.get("global")
         known["rungs"] = tuple(Rung(**rung) for rung in values.get("rungs", ()))
-        known["curve"] = tuple(CurvePoint(*point) for point in values.get("curve", ()))
+        known["curve"] = tuple(CurvePoint(*point[:2]) for point in values.get("curve", ()))
         return cls(**known)
 
 
 @dataclass(frozen=True)
-class Cooldown:
-    """The best trial after its learning rate decayed."""
-
-    samples: int
-    value: float
-
-
-@dataclass(frozen=True)
 class Recommendation:
-    """The best trial, the best one of each global batch (as text), and the reason."""
+    """The best trial and the reason; for batch shapes, the best one of each global batch (as text),
+    too.
+    """
 
     best: str
-    per_global: dict[str, str]
     why: str
-    cooldown: Cooldown | None = None
+    per_global: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of sweep.json."""
+        return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Recommendation:
         """Restore a recommendation from sweep.json."""
-        cooldown = values.get("cooldown")
-        return cls(
-            best=values["best"],
-            per_global=values["per_global"],
-            why=values["why"],
-            cooldown=Cooldown(**cooldown) if cooldown else None,
-        )
+        return cls(values["best"], values["why"], values.get("per_global", {}))

@@ -76,7 +76,6 @@ def sweeps(monkeypatch):
 
     def run_sweep(*given):
         received.append(given[:-1])
-        return ".", 0
 
     monkeypatch.setattr(sys.modules["mmray.cli.tune"], "run_sweep", run_sweep)
     monkeypatch.setattr(api.SweepRecord, "read", lambda folder: folder)
@@ -171,15 +170,15 @@ def test_config_objects_and_files_replace_recipe_names(calls, tmp_path):
         ),
         (
             lambda: mmray.tune(goal="loss", scheduler="hyper"),
-            "unknown scheduler `hyper`; known: halving, asha, pbt",
+            "unknown scheduler `hyper`; known: halving, asha",
         ),
         (
             lambda: mmray.tune(space={"batch.micro": [8]}, concurrency=0),
             "--concurrency: must be above 0 (got 0)",
         ),
         (
-            lambda: mmray.tune(space={"batch.micro": [0]}, goal="loss"),
-            "batch.micro: input should be greater than or equal to 1",
+            lambda: mmray.tune(space={"batch.global": [0]}, goal="loss"),
+            "batch.global: input should be greater than or equal to 1",
         ),
     ],
 )
@@ -198,16 +197,12 @@ def test_unknown_setting_reads_as_in_a_recipe_file(tmp_path, capfd):
 
 
 def test_tune_has_base_trial_length_and_space_of_the_command(sweeps):
-    listed = {
-        "batch.micro": [8, 16],
-        "batch.accumulation": (1, 2),
-        "optimizer.lr": "loguniform(1e-5,1e-3)",
-    }
+    listed = {"batch.global": [512, 1024], "optimizer.lr": "loguniform(1e-5,1e-3)"}
     mmray.tune("clip", space=listed, samples=3, goal="loss", train={"steps": 5})
     command, base, space, recipe_rows = sweeps[0]
-    assert (base.batch.global_, recipe_rows) == (None, 1024)
+    assert (base.batch.global_, recipe_rows) == (1024, 1024)
     assert (command.goal, command.samples, command.settings.train.steps) == ("loss", 3, 5)
-    assert command.settings.batch.global_ is None and base.train == recipes.load("clip").train
+    assert base.train == recipes.load("clip").train
     mmray.tune("clip", goal="recall", budget="2h", search="optuna")
     command, _, rates, _ = sweeps[1]
     assert (command.budget, command.search) == ("2h", "optuna")
@@ -215,7 +210,7 @@ def test_tune_has_base_trial_length_and_space_of_the_command(sweeps):
         rates.axes == {"optimizer.lr": Range(1e-6, 1e-4, log=True)}
         and rates.num_samples == DEFAULT_SAMPLES
     )
-    assert space.axes["batch.micro"] == (8, 16) and space.num_samples == 3
+    assert space.axes["batch.global"] == (512, 1024) and space.num_samples == 3
 
 
 def test_goal_throughput_with_listed_shapes_compares_them_in_trials(sweeps, monkeypatch):

@@ -137,8 +137,6 @@ def test_model_kind_is_selected_by_name(typed, verb):
             [
                 "tune",
                 "sample",
-                "--goal",
-                "loss",
                 "--cluster.workers",
                 "2",
                 "--space",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -20,19 +20,16 @@ from mmray.cli.tune_shape import run_probe, split_global_list
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED, TrainingError, UsageError
 from mmray.report.run import format_compact
-from mmray.report.sweep import GOALS, LEARNING_GOALS, RUNG_GOALS
-from mmray.storage.paths import AnyPath
-from mmray.sweep_files import BATCH_SETTINGS
+from mmray.report.sweep import SweepRecord
+from mmray.sweep_files import BATCH_SETTINGS, GOALS, TrialRow
 
 if TYPE_CHECKING:
     from mmray.config.search_space import Space
-    from mmray.tuning.sweep import TimeLeft
+    from mmray.tuning.sweep import SweepProgress
 
-Row = dict[str, Any]
-POPULATION = 8  # trials of population based training
-# rows of the live table, and lines of the terminal for everything else
-MIN_LIVE_ROWS, LIVE_MARGIN = 5, 12
-SHORT_TITLES = {"loss": "held-out", "recall": "R@1", "time-to-quality": "s to target"}
+# Rows of the live table, and lines of the terminal for everything else.
+MIN_LIVE_ROWS = 5
+LIVE_MARGIN = 12
 
 
 class ConsoleSweepReporter(Reporter):
@@ -40,135 +37,132 @@ class ConsoleSweepReporter(Reporter):
     mmray.tuning.sweep.SweepReporter.
     """
 
-    def __init__(self, terminal: Terminal, goal: str):
+    def __init__(self, terminal: Terminal, goal: str) -> None:
         super().__init__(terminal)
         self.goal = goal
 
-    def progress(self, row: Row, rungs: tuple[int, ...]) -> None:
-        if not self.terminal.is_live or row["status"] in ("failed", "out_of_memory", "infeasible"):
-            self.log(trial_line(row, rungs), row["trial"])
+    def progress(self, row: TrialRow, num_rungs: int) -> None:
+        if not self.terminal.is_live or row.status in ("failed", "out_of_memory", "infeasible"):
+            self.log(trial_line(row, num_rungs), row.trial)
 
-    def table(self, rows: Sequence[Row], rungs: tuple[int, ...], time_left: TimeLeft) -> None:
+    def table(self, rows: Sequence[TrialRow], num_rungs: int, progress: SweepProgress) -> None:
         if self.terminal.is_live:
-            most = max(MIN_LIVE_ROWS, self.terminal.console.height - LIVE_MARGIN)
-            self.terminal.show(
-                live_table(rows, rungs, self.goal, most), Text(format_time_left(time_left))
-            )
+            limit = max(MIN_LIVE_ROWS, self.terminal.console.height - LIVE_MARGIN)
+            table = live_table(rows, num_rungs, self.goal, limit)
+            self.terminal.show(table, Text(format_progress(progress)))
 
 
-def live_table(rows: Sequence[Row], rungs: Sequence[int], goal: str, most: int) -> Table:
-    """Return the table of a running sweep: running trials, then the best ones;
-
-    `most` limits its rows.
+def live_table(rows: Sequence[TrialRow], num_rungs: int, goal: str, limit: int) -> Table:
+    """Return the table of a running sweep: running trials, then the best ones, at most `limit`
+    rows.
     """
-    compared = RUNG_GOALS[goal]
-    sign = -1 if compared.maximize else 1
+    sign = -1 if GOALS[goal].maximize else 1
 
-    def order(row: Row) -> tuple[bool, int, float]:
-        return (
-            row["status"] != "running",
-            -len(row["rungs"]),
-            sign * row["rungs"][-1]["value"] if row["rungs"] else 0.0,
-        )
+    def order(row: TrialRow) -> tuple[bool, int, float]:
+        value = row.rungs[-1].value if row.rungs else 0.0
+        return row.status != "running", -len(row.rungs), sign * value
 
+    ordered = sorted(rows, key=order)
     shown = [
-        row
-        | {key: str(value) for key, value in row["settings"].items()}
-        | {"rung": f"{len(row['rungs'])}/{len(rungs)}", "status": row["status"].replace("_", " ")}
-        | {"value": row["rungs"][-1]["value"] if row["rungs"] else None}
-        for row in sorted(rows, key=order)
+        _settings_cells(row.settings)
+        | {
+            "trial": row.trial,
+            "rung": f"{len(row.rungs)}/{num_rungs}",
+            "value": row.rungs[-1].value if row.rungs else None,
+            "status": row.status.replace("_", " "),
+            "elapsed_s": row.elapsed_s,
+        }
+        for row in ordered[:limit]
     ]
-    searched = {key: (key.rpartition(".")[2], "") for key in (rows[0]["settings"] if rows else ())}
     columns = {
         "trial": ("trial", ""),
-        **searched,
+        **_settings_columns(rows),
         "rung": ("rung", ""),
-        "value": (compared.title, ".4g"),
+        "value": (GOALS[goal].title, ".4g"),
+        "status": ("status", ""),
+        "elapsed_s": ("s", ",.0f"),
     }
-    table = rows_table(
-        shown[:most], columns | {"status": ("status", ""), "elapsed_s": ("s", ",.0f")}
-    )
-    if hidden := Counter(row["status"] for row in shown[most:]):
+    table = rows_table(shown, columns)
+    hidden = Counter(row.status.replace("_", " ") for row in ordered[limit:])
+    if hidden:
         table.caption = "and " + ", ".join(f"{count} {status}" for status, count in hidden.items())
     return table
 
 
-def format_time_left(time_left: TimeLeft) -> str:
-    """Format as `05:10 elapsed, about 12:00 left, budget 04:50`."""
+def _settings_columns(
+    rows: Sequence[TrialRow], without: Sequence[str] = ()
+) -> dict[str, tuple[str, str]]:
+    """Return a column per searched setting, titled by its name without the section."""
+    settings = rows[0].settings if rows else {}
+    return {key: (key.rpartition(".")[2], "") for key in settings if key not in without}
+
+
+def _settings_cells(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: str(value) for key, value in settings.items()}
+
+
+def format_progress(progress: SweepProgress) -> str:
+    """Format as `05:10 elapsed, about 12:00 left, 35% of the budget spent`."""
 
     def clock(seconds: float) -> str:
         return str(timedelta(seconds=round(seconds))).removeprefix("0:")
 
-    parts = [f"{clock(time_left.elapsed_s)} elapsed"]
-    parts += (
-        [f"about {clock(time_left.estimated_s)} left"] if time_left.estimated_s is not None else []
-    )
-    return ", ".join(
-        parts + ([f"budget {clock(time_left.budget_s)}"] if time_left.budget_s is not None else [])
-    )
+    parts = [f"{clock(progress.elapsed_s)} elapsed"]
+    if progress.left_s is not None:
+        parts.append(f"about {clock(progress.left_s)} left")
+    if progress.budget_spent is not None:
+        parts.append(f"{min(1.0, progress.budget_spent):.0%} of the budget spent")
+    return ", ".join(parts)
 
 
-def trials_table(rows: list[Row], goal: str, recommendation: Row | None) -> Table:
-    """Return the table of trials; a star marks the best of each global batch."""
-    winners = set(recommendation["per_global"].values()) if recommendation else set()
-    # Settings of the batch are in the columns `batch` and `global`.
-    searched = {
-        key: (key.rpartition(".")[2], "")
-        for key in rows[0]["settings"]
-        if key not in BATCH_SETTINGS
-    }
+def trials_table(rows: Sequence[TrialRow], goal: str, best: str | None) -> Table:
+    """Return the table of trials; a star marks the best one."""
     columns = {
         "trial": ("trial", ""),
-        **searched,
+        # The batch has columns of its own.
+        **_settings_columns(rows, without=BATCH_SETTINGS),
         "batch": ("batch", ""),
-        "global": ("global", "d"),
-    }
-    columns |= {
+        "global_rows": ("global", "d"),
         "samples_per_s": ("samples/s", COMPACT),
-        "step_p50_s": ("p50 s", ".3f"),
-        "step_p95_s": ("p95 s", ".3f"),
+        "step_p50_s": ("step s", ".3f"),
+        "peak_gib": ("GiB", ".2f"),
+        "samples": ("samples", ",d"),
+        "value": (GOALS[goal].title, ".3f"),
+        "status": ("status", ""),
     }
-    columns |= {"peak_gib": ("GiB", ".2f"), "loss": ("loss", ".3f")}
-    columns |= {"samples": ("samples", ",d")} if goal in LEARNING_GOALS else {}
-    columns |= {GOALS[goal].metric: (SHORT_TITLES[goal], ".3f")} if goal in SHORT_TITLES else {}
-    shown = []
-    for row in rows:
-        shape = (
-            "x".join(str(row[key]) for key in ("micro", "accumulation", "workers"))
-            if row["global"]
-            else None
-        )
-        values = {key: str(value) for key, value in row["settings"].items()} | {"batch": shape}
-        values |= {
-            "trial": row["trial"] + "*" * (row["trial"] in winners),
-            "status": row["status"].replace("_", " "),
+    shown = [
+        _settings_cells(row.settings)
+        | {
+            "trial": row.trial + ("*" if row.trial == best else ""),
+            "batch": row.shape if row.global_rows else None,
+            "global_rows": row.global_rows,
+            "samples_per_s": row.samples_per_s,
+            "step_p50_s": row.step_p50_s,
+            "peak_gib": row.peak_gib,
+            "samples": row.samples,
+            "value": getattr(row, GOALS[goal].metric),
+            "status": row.status.replace("_", " "),
         }
-        shown.append(row | values)
-    return rows_table(shown, columns | {"status": ("status", "")})
-
-
-def trial_line(row: Row, rungs: Sequence[int] = ()) -> str:
-    """Format a trial that reached a rung or ended."""
-    settings = " ".join(f"{key}={value}" for key, value in row["settings"].items())
-    took = f" in {row['elapsed_s']:.0f} s" if row["elapsed_s"] is not None else ""
-    reached = ""
-    if len(rungs) > 1 and row["rungs"]:
-        last = row["rungs"][-1]
-        reached = (
-            f"rung {len(row['rungs'])} of {len(rungs)}: {last['value']:.4g} after "
-            f"{last['samples']:,} samples"
-        )
-    parts = [
-        f"{settings}: {row['status'].replace('_', ' ')}{took}",
-        reached,
-        f"{format_compact(row['samples_per_s'])} samples/s"
-        if row["samples_per_s"] is not None
-        else "",
-        f"loss {row['loss']:.3f}" if row["loss"] is not None and not reached else "",
-        f"{row['peak_gib']:.2f} GiB" if row["peak_gib"] is not None else "",
-        relative_paths(row["error"] or ""),
+        for row in rows
     ]
-    return "  ".join(part for part in parts if part)
+    return rows_table(shown, columns)
+
+
+def trial_line(row: TrialRow, num_rungs: int) -> str:
+    """Format a trial that reached a rung or ended."""
+    settings = " ".join(f"{key}={value}" for key, value in row.settings.items())
+    parts = [f"{settings}: {row.status.replace('_', ' ')} in {row.elapsed_s:.0f} s"]
+    if row.rungs:
+        last = row.rungs[-1]
+        rung = f"rung {len(row.rungs)} of {num_rungs}"
+        parts.append(f"{rung}: {last.value:.4g} after {last.samples:,} samples")
+    if row.samples_per_s is not None:
+        parts.append(f"{format_compact(row.samples_per_s)} samples/s")
+    if row.peak_gib is not None:
+        parts.append(f"{row.peak_gib:.2f} GiB")
+    if row.error:
+        parts.append(relative_paths(row.error))
+    return "  ".join(parts)
 
 
 DESCRIPTION = """
@@ -184,7 +178,7 @@ With --space or another --goal: compare the listed settings in trials, and write
     mmray tune {name} --goal recall --space "optimizer.lr=loguniform(1e-5,1e-3)" \\
       --space batch.global=256,512,1024
 
-Goals that depend on learning compare held-out metrics at rungs: the better quarter of the trials
+For loss and recall, trials are compared by the held-out metric at rungs: the better quarter of them
 continues with four times the samples. A full trial has --train.samples N, default: the length of
 the recipe. For throughput it has --train.steps N of the largest global batch (default 40). If
 accumulation is searched, the global batch is micro x accumulation x workers; otherwise accumulation
@@ -200,23 +194,19 @@ class TuneCommand:
     space: UseAppendAction[tuple[str, ...]] = ()
     """SETTING=V1,V2,..., repeatable; or =uniform(LOW,HIGH), =loguniform(LOW,HIGH).
 
-    Learning goals: default the rate.
+    Default for the goals loss and recall: the learning rate.
     """
     samples: int | None = None
     """Configurations to sample;
 
-    None: 32 if there is a range (8 for pbt), otherwise all combinations of the lists.
+    None: 32 if there is a range, otherwise all combinations of the lists.
     """
-    goal: Literal["throughput", "loss", "recall", "time-to-quality", "memory"] = "throughput"
-    """What to optimize: samples/s, held-out loss or recall@1, seconds to the recipe's loss, or peak
-    memory.
-    """
+    goal: Literal["throughput", "loss", "recall"] = "throughput"
+    """What to optimize: samples/s, held-out loss, or recall@1."""
     search: Literal["random", "optuna"] = "random"
     """How configurations are suggested: at random, or by Optuna's TPE (extra `optuna`)."""
-    scheduler: Literal["halving", "asha", "pbt"] = "halving"
-    """When trials end early: successive halving, Ray Tune's ASHA, or population based training
-    (changes the rate).
-    """
+    scheduler: Literal["halving", "asha"] = "halving"
+    """When trials end early: successive halving, or Ray Tune's ASHA."""
     budget: str | None = None
     """Time or GPU-hours after which running trials stop: 2h, 30m, 40gpu-hours.
 
@@ -224,10 +214,6 @@ class TuneCommand:
     """
     concurrency: int | None = None
     """Trials at a time; None: one on a single machine, as many as fit on a cluster."""
-
-    @property
-    def num_samples(self) -> int | None:
-        return self.samples or (POPULATION if self.scheduler == "pbt" else None)
 
 
 def tune(argv: Sequence[str], terminal: Terminal) -> int:
@@ -257,10 +243,11 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
         space = search_space.parse_space(given, seed=base.train.seed) if given else None
         run_probe(base, space, terminal)
         return 0
-    default_axes = trials.default_axes(base, command.goal).items()
-    given = given or tuple(f"{key}={text}" for key, text in default_axes)
-    space = search_space.parse_space(given, command.num_samples, base.train.seed)
-    return run_sweep(command, base, space, recipe.batch.global_, terminal)[1]
+    if not given:
+        given = tuple(f"{key}={text}" for key, text in trials.default_axes(base).items())
+    space = search_space.parse_space(given, command.samples, base.train.seed)
+    sweep = run_sweep(command, base, space, recipe.batch.global_, terminal)
+    return print_outcome(sweep, terminal)
 
 
 def check_no_trials(command: TuneCommand) -> None:
@@ -280,65 +267,68 @@ def check_no_trials(command: TuneCommand) -> None:
 
 def run_sweep(
     command: TuneCommand, base: Config, space: Space, recipe_rows: int | None, terminal: Terminal
-) -> tuple[AnyPath, int]:
-    """Search the space; show progress and results, and return the sweep's folder and exit code.
-    Raises MmrayError.
+) -> SweepRecord:
+    """Search the space and show the progress. Raises MmrayError.
 
-    recipe_rows: see `Sweep`.
+    Args:
+        base: The recipe with its own length; `command.settings` has the length of a trial.
+        recipe_rows: See `SweepRequest`.
     """
     from mmray.tuning import trials
-    from mmray.tuning.sweep import Budget, Sweep
+    from mmray.tuning.request import Budget, SweepRequest
 
-    trials.corner_trials(base, space)  # report invalid values before Ray and torch are imported
-    budget = Budget.parse(command.budget)
+    # Report invalid values before Ray and torch are imported.
+    trials.corner_trials(base, space, command.goal)
+    request = SweepRequest(
+        base=base,
+        length=command.settings.train,
+        space=space,
+        goal=command.goal,
+        recipe_rows=recipe_rows,
+        concurrency=command.concurrency,
+        searcher=command.search,
+        scheduler=command.scheduler,
+        budget=Budget.parse(command.budget),
+    )
     from mmray.tuning.search import search
 
     terminal.note(f"mmray {version('mmray')}, sweep of recipe {base.recipe}")
     with terminal.progress("starting Ray"):
-        reporter = ConsoleSweepReporter(terminal, command.goal)
-        options = (
-            command.goal,
-            command.concurrency,
-            command.search,
-            command.scheduler,
-            budget,
-            recipe_rows,
-        )
-        folder, summary, rows = search(Sweep(base, command.settings, space, *options), reporter)
-    return folder.path, _print_outcome(folder.path, summary, rows, terminal)
+        return search(request, ConsoleSweepReporter(terminal, command.goal))
 
 
-def _print_outcome(path: AnyPath, summary: Row, rows: list[Row], terminal: Terminal) -> int:
-    recommendation, stopped = summary["recommendation"], summary["status"] in ("stopped", "budget")
-    measured = sum(row["status"] == "finished" or bool(row["rungs"]) for row in rows)
+def print_outcome(sweep: SweepRecord, terminal: Terminal) -> int:
+    """Print the trials and the recommendation; return the exit code.
+
+    Raises:
+        TrainingError: No trial could be ranked, and the sweep was not stopped.
+    """
+    stopped = sweep.status in ("stopped", "budget")
     errors = {
-        row["trial"]: f"{row['status'].replace('_', ' ')}: {row['error']}"
-        for row in rows
-        if row["error"]
+        row.trial: f"{row.status.replace('_', ' ')}: {relative_paths(row.error)}"
+        for row in sweep.trials
+        if row.error
     }
-    if rows:
-        terminal.console.print(trials_table(rows, summary["goal"], recommendation))
-    if recommendation is None and not stopped:
-        reasons = [f"  {trial} {relative_paths(error)}" for trial, error in errors.items()]
+    goal = sweep.summary["goal"]
+    best = sweep.recommendation
+    if sweep.trials:
+        terminal.console.print(trials_table(sweep.trials, goal, best.best if best else None))
+    if best is None and not stopped:
+        reasons = [f"  {trial} {error}" for trial, error in errors.items()]
         raise TrainingError(
-            f"no trial could be ranked; each run is in {relative_paths(str(path))}/trials:\n"
-            + ("\n".join(reasons) or f"  no trial reported a finite {summary['goal']}")
+            "no trial could be ranked; each run is in "
+            f"{relative_paths(str(sweep.folder))}/trials:\n"
+            + ("\n".join(reasons) or f"  no trial reported a finite {goal}")
         )
     for trial, error in errors.items():
-        terminal.note(relative_paths(error), trial)
-    took = f"{measured} of {len(rows)} trials measured in {summary['elapsed_s']:.0f} s"
-    terminal.note(took + "; run the same command to resume" * stopped, summary["status"])
-    if saved := summary.get("saved_gpu_hours"):
-        unit = "GPU-hours" if summary.get("device") == "gpu" else "worker-hours"
-        terminal.note(
-            f"{summary['gpu_hours']:.2g} {unit}, {saved:.2g} saved by ending trials early", "cost"
-        )
-    if recommendation is not None:
-        terminal.note(recommendation["why"], "best")
-        if cooldown := recommendation.get("cooldown"):
-            terminal.note(
-                f"{cooldown['value']:.4g} after a cooldown, at {cooldown['samples']:,} samples",
-                "cooldown",
-            )
-        terminal.note(f"mmray train {shell_path(path / 'best.yaml')}", "next")
-    return INTERRUPTED if summary["status"] == "stopped" else 0
+        terminal.note(error, trial)
+    measured = sum(bool(row.rungs) for row in sweep.trials)
+    elapsed_s = sweep.summary["elapsed_s"]
+    took = f"{measured} of {len(sweep.trials)} trials measured in {elapsed_s:.0f} s"
+    if stopped:
+        took += "; run the same command to resume"
+    terminal.note(took, sweep.status)
+    if best is not None:
+        terminal.note(best.why, "best")
+        terminal.note(f"mmray train {shell_path(sweep.folder / 'best.yaml')}", "next")
+    return INTERRUPTED if sweep.status == "stopped" else 0

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -30,12 +30,6 @@ class Range:
     high: float
     log: bool
 
-    def at(self, quantile: float) -> float:
-        """Return the value below which this fraction of the draws is."""
-        if self.log:
-            return self.low * (self.high / self.low) ** quantile
-        return self.low + quantile * (self.high - self.low)
-
     def __str__(self) -> str:
         return f"{'loguniform' if self.log else 'uniform'}({self.low:g}, {self.high:g})"
 
@@ -56,11 +50,35 @@ class Space:
     seed: int = 0
 
     @property
+    def has_ranges(self) -> bool:
+        return any(isinstance(axis, Range) for axis in self.axes.values())
+
+    @property
     def num_trials(self) -> int:
         """Configurations of a sweep: lists alone have no more than their grid."""
         grid = math.prod(len(axis) for axis in self.axes.values() if not isinstance(axis, Range))
-        has_range = any(isinstance(axis, Range) for axis in self.axes.values())
-        return (self.num_samples or grid) if has_range else min(self.num_samples or grid, grid)
+        if self.num_samples is None:
+            return grid
+        return self.num_samples if self.has_ranges else min(self.num_samples, grid)
+
+    def round(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings with rounded values of ranges; listed values are unchanged."""
+        return {
+            key: round_sampled(value) if isinstance(self.axes[key], Range) else value
+            for key, value in settings.items()
+        }
+
+    def contains(self, settings: dict[str, Any]) -> bool:
+        """Return whether each value is listed or within its range."""
+        for key, value in settings.items():
+            axis = self.axes[key]
+            if not isinstance(axis, Range):
+                inside = value in axis
+            else:
+                inside = isinstance(value, int | float) and axis.low <= value <= axis.high
+            if not inside:
+                return False
+        return True
 
     def corners(self) -> list[dict[str, Any]]:
         """Return the combinations of all listed values and both ends of each range; the last axis
@@ -117,8 +135,10 @@ def build_space(
         raise UsageError(
             "nothing to search: give at least one --space, as in --space batch.micro=8,16,32"
         )
-    has_ranges = any(isinstance(axis, Range) for axis in axes.values())
-    return Space(axes, num_samples or (DEFAULT_SAMPLES if has_ranges else None), seed)
+    space = Space(axes, num_samples, seed)
+    if num_samples is None and space.has_ranges:
+        return replace(space, num_samples=DEFAULT_SAMPLES)
+    return space
 
 
 def override_settings(base: Config, settings: dict[str, Any]) -> Config:

@@ -5,8 +5,6 @@ Series colors must be visible on light and dark pages.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from mmray.evaluation import DIRECTIONS
-from mmray.report.run import RunRecord, format_compact
+from mmray.report.run import RunRecord
 
 BLUE, ORANGE, TEAL, ROSE, GRAY = "#5b7cfa", "#e8833a", "#1fa58a", "#e0567a", "#8b93a7"
 MAX_TICKS, FEW_POINTS = 8, 25
@@ -56,40 +54,6 @@ def make_figure(
     plot.update_yaxes(zeroline=False, automargin=True, nticks=6)
     plot.update_layout(**layout)
     return Figure(name, title[0].upper() + title[1:], summary, plot.to_plotly_json(), height, wide)
-
-
-def log_axis(values: Sequence[float], unit: str = "") -> dict[str, Any]:
-    """Return a logarithmic axis with round ticks."""
-    ticks = log_ticks(min(values), max(values))
-    return {
-        "type": "log",
-        "tickvals": ticks,
-        "ticktext": [f"{format_compact(tick)}{unit}" for tick in ticks],
-    }
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers from `low` to `high` for a logarithmic axis, or only these two if there
-    are too few.
-    """
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for digits in ((1,), (1, 2, 5), range(1, 10)):
-        ticks = [digit * 10.0**exponent for exponent in exponents for digit in digits]
-        ticks = [tick for tick in ticks if 0.99 * low <= tick <= 1.01 * high]
-        if len(ticks) > 2:
-            return ticks
-    return [low, high]
-
-
-def linear_ticks(low: float, high: float) -> list[float]:
-    """Return at least three round numbers from `low` to `high`."""
-    unit = 10.0 ** math.floor(math.log10(high - low))
-    step = next(
-        step
-        for step in (unit, 0.5 * unit, 0.2 * unit)
-        if math.floor(high / step) - math.ceil(low / step) > 1
-    )
-    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:

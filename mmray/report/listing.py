@@ -123,9 +123,11 @@ def _sweep_row(sweep: SweepRecord) -> dict[str, Any]:
     best one.
     """
     best, metric = sweep.best, sweep.goal.metric
-    row = {"kind": "sweep", "state": sweep.status, "trials": len(sweep.trials)}
-    return row | {
+    return {
+        "kind": "sweep",
+        "state": sweep.status,
+        "trials": len(sweep.trials),
         "metric": metric,
-        "best": best and best.measured(metric),
-        "best_trial": best and best.name,
+        "best": None if best is None else sweep.value(best),
+        "best_trial": None if best is None else best.trial,
     }

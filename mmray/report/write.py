@@ -20,7 +20,6 @@ from plotly.offline import get_plotlyjs
 from mmray.errors import UsageError
 from mmray.report import summary
 from mmray.report.figures import run_figures
-from mmray.report.importance import rank_settings
 from mmray.report.run import RunRecord, format_number, recall_rows
 from mmray.report.sweep import SweepRecord
 from mmray.report.sweep_figures import sweep_figures
@@ -42,11 +41,8 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
         raise UsageError(f"{folder} {problem}; give the folder of a run (runs/NAME) or of a sweep")
     if (folder / SWEEP).exists():
         sweep = SweepRecord.read(folder)
-        found, explanation = rank_settings(sweep)
-        parts = sweep_figures(sweep, found)
-        page = _render(
-            "sweep.html", sweep=sweep, title=folder.name, parts=parts, explanation=explanation
-        )
+        parts = sweep_figures(sweep)
+        page = _render("sweep.html", sweep=sweep, title=folder.name, parts=parts)
     elif (folder / "config.yaml").exists():
         try:
             run = RunRecord.read(folder)

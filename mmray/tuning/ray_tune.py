@@ -1,5 +1,5 @@
-"""Trials as Ray Tune trials: one `Tuner.fit` that suggests, schedules and stops them. Each is a run
-of `mmray train`.
+"""Trials as trials of Ray Tune, which starts, schedules and stops them. Each is a run of
+`mmray train`.
 
 A trial trains to its next rung, ends its workers with a checkpoint, reports, and resumes if it
 continues.
@@ -11,7 +11,7 @@ finished rungs again from trials.jsonl.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,21 @@ from ray.tune.search import ConcurrencyLimiter
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from mmray.cluster.ray_internals import HEAD_RESOURCE
-from mmray.config import Config
 from mmray.errors import ResourceError, TrainingError
 from mmray.report.run import read_lines
-from mmray.report.sweep import GOALS
 from mmray.storage.paths import remove_tree
-from mmray.sweep_files import TRIALS
+from mmray.sweep_files import GOALS, Rung, TrialRow
 from mmray.training.coordinator import IMPORTING
 from mmray.training.driver import train
 from mmray.training.monitor import RunReporter, signal_handlers
-from mmray.training.ray_backend import check_capacity, num_decode_actors, ray_storage, run_in_thread
-from mmray.tuning import trials as trial_module
-from mmray.tuning.results import ENDED, Row, TrialOutcome, classify_error, rung_value
+from mmray.training.ray_backend import check_capacity, ray_storage, run_in_thread
+from mmray.tuning.concurrency import apply_trial_resources
+from mmray.tuning.request import SweepRequest
+from mmray.tuning.results import ENDED, TrialOutcome, classify_error, newest_value
+from mmray.tuning.rungs import REDUCTION
 from mmray.tuning.suggestions import build_optuna, tune_space
-from mmray.tuning.sweep import STOP_FILE, Sweep, SweepState
-from mmray.tuning.trials import Share, SweepPlan, Trial
+from mmray.tuning.sweep import STOP_FILE, SweepState
+from mmray.tuning.trials import SweepPlan, Trial, TrialResources
 
 # `verbose=0` disables only the older reporter of Ray Tune; trials must keep the working directory.
 # A trial that ends with an error reports no metric.
@@ -50,49 +50,68 @@ ENVIRONMENT = {
 # The driver of a trial runs on the head node and requests no CPU, because a small machine needs all
 # of them for data.
 _DRIVER_RESOURCES = {HEAD_RESOURCE: 0.001}
-METRIC = "value"  # what trials report to Ray Tune; `samples` is its time
-STARTED = "started"  # in a report when the workers of a trial have started
-# the only parameter of a trial with known settings; Optuna suggests settings, which have a `.`
+# Keys of a report to Ray Tune. A report of a rung has the samples and the value; the last report
+# has the outcome.
+SAMPLES = "samples"
+METRIC = "value"
+STARTED = "started"
+OUTCOME = "outcome"
+# The only parameter of a trial with known settings; settings of Optuna have a dot.
 NAME = "trial"
 
 
-def fit(
-    state: SweepState, sweep: Sweep, share: Share, num_rungs: int, names: list[str] | None
+def run_trials_on_ray_tune(
+    state: SweepState,
+    request: SweepRequest,
+    resources: TrialResources,
+    num_rungs: int,
+    names: Sequence[str] | None,
 ) -> None:
-    """Run Ray Tune in a thread while this thread handles signals: `names` up to a rung, or what
-    Optuna suggests.
+    """Run Ray Tune in a thread while this thread handles signals.
+
+    Args:
+        num_rungs: Rungs up to which the trials train.
+        names: Trials to train; None: the trials that Optuna suggests.
+
+    Raises:
+        TrainingError: Ray Tune itself failed. The error of a trial is in its row.
     """
-    plan, callback, num_concurrent = (
-        replace(state.plan, share=share),
-        _TuneCallback(state),
-        share.num_trials,
-    )
-    recorded, scratch = dict(state.rows), state.folder.path / "ray"
+    plan = replace(state.plan, resources=resources)
+    callback = _TuneCallback(state, request.space.num_trials)
+    scratch = state.folder.path / "ray"
     remove_tree(scratch)
-    searcher: ConcurrencyLimiter | BasicVariantGenerator = BasicVariantGenerator(
-        max_concurrent=num_concurrent
-    )
+    searcher: ConcurrencyLimiter | BasicVariantGenerator
     if names is None:
-        earlier = [row["settings"] for row in recorded.values()]
-        searcher = build_optuna(sweep.base, sweep.space, earlier, num_concurrent)
-    arguments = {"plan": plan, "recorded": recorded, "num_rungs": num_rungs}
-    arguments["settings"] = {name: trial.settings for name, trial in state.trials.items()}
-    # ASHA could decide differently about a trial that it has pruned, so pruned trials are not
-    # resumed.
-    arguments["ended"] = (*ENDED, "pruned") if sweep.scheduler == "asha" else ENDED
+        param_space = tune_space(request.base, request.space)
+        num_samples = request.space.num_trials
+        earlier = [row.settings for row in state.rows.values()]
+        searcher = build_optuna(
+            request.base, request.space, earlier, max_concurrent=resources.num_concurrent
+        )
+    else:
+        param_space = {NAME: tune.grid_search(list(names))}
+        num_samples = 1
+        searcher = BasicVariantGenerator(max_concurrent=resources.num_concurrent)
+    use_asha = request.scheduler == "asha"
+    trainable = tune.with_parameters(
+        _run_trial,
+        plan=plan,
+        rows=dict(state.rows),
+        num_rungs=num_rungs,
+        # ASHA could decide differently about a trial that it has pruned.
+        ended=(*ENDED, "pruned") if use_asha else ENDED,
+    )
     tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(_run_trial, **arguments), _DRIVER_RESOURCES),
-        param_space={NAME: tune.grid_search(names)}
-        if names
-        else tune_space(sweep.base, sweep.space),
+        tune.with_resources(trainable, _DRIVER_RESOURCES),
+        param_space=param_space,
         tune_config=tune.TuneConfig(
             metric=METRIC,
             mode="max" if GOALS[plan.goal].maximize else "min",
-            num_samples=1 if names else sweep.space.num_samples or 1,
+            num_samples=num_samples,
             search_alg=searcher,
-            scheduler=build_scheduler(plan) if sweep.scheduler == "asha" else None,
+            scheduler=build_asha(plan.rungs) if use_asha else None,
             trial_name_creator=callback.name,
-            reuse_actors=True,  # importing torch takes several seconds
+            reuse_actors=True,  # Importing torch takes several seconds.
         ),
         run_config=tune.RunConfig(
             name="tune",
@@ -111,27 +130,25 @@ def fit(
             f"Ray Tune failed: {error}. Rerun the same command; measured trials are kept"
         ) from error
     finally:
-        for name in list(state.running):
-            state.end(name, TrialOutcome("stopped"))
+        state.stop_all()
         remove_tree(scratch)
 
 
-def build_scheduler(plan: SweepPlan) -> ASHAScheduler | None:
-    """Return the scheduler that ends trials at rungs (ASHA, Li et al. 2020); None without rungs."""
-    if len(plan.rungs) == 1:
+def build_asha(rungs: Sequence[int]) -> ASHAScheduler | None:
+    """Return the scheduler that ends trials at rungs (ASHA, Li et al. 2020); None without a rung
+    before the end.
+    """
+    if len(rungs) == 1:
         return None
-    shape: dict[str, Any] = {
-        "grace_period": plan.rungs[0],
-        "reduction_factor": trial_module.REDUCTION,
-    }
-    return ASHAScheduler(time_attr="samples", max_t=plan.rungs[-1], **shape)
+    return ASHAScheduler(
+        time_attr=SAMPLES, grace_period=rungs[0], max_t=rungs[-1], reduction_factor=REDUCTION
+    )
 
 
 def _run_trial(
     params: dict[str, Any],
     plan: SweepPlan,
-    settings: dict[str, dict[str, Any]],
-    recorded: dict[str, Row],
+    rows: dict[str, TrialRow],
     num_rungs: int,
     ended: tuple[str, ...],
 ) -> None:
@@ -140,73 +157,64 @@ def _run_trial(
     Rungs that were finished before are only reported. A failure is reported instead of raised.
     """
     name = tune.get_context().get_trial_name()
-    reporter = _TrialReporter(lambda: tune.report(last | {STARTED: True}))
-    row = recorded.get(name, {"status": "new", "rungs": [], "settings": settings.get(name, params)})
+    row = rows.get(name) or TrialRow(name, "waiting", params)
+    # Every report repeats the last value, which the searcher takes from the last report.
     last: dict[str, Any] = {}
 
-    def report(result: dict[str, Any]) -> None:
-        last.update(result)
-        tune.report(result)
+    def report_rung(rung: Rung) -> None:
+        last.update({SAMPLES: rung.samples, METRIC: rung.value})
+        tune.report(dict(last))
 
-    for rung in row["rungs"]:
-        report({"samples": rung["samples"], METRIC: rung["value"]})
-    outcome = TrialOutcome(row["status"], row.get("error"))
-    if outcome.status not in ended:
+    for rung in row.rungs:
+        report_rung(rung)
+    outcome = TrialOutcome(row.status, row.error)
+    if row.status not in ended:
+        reporter = _TrialReporter(on_started=lambda: tune.report(last | {STARTED: True}))
         try:
-            trial = plan.trial(name, row["settings"])
-            outcome = train_rungs(trial, plan, len(row["rungs"]), num_rungs, reporter, report)
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - any error is the outcome of this trial only
+            trial = plan.trial(name, row.settings)
+            outcome = train_rungs(trial, plan, len(row.rungs), num_rungs, reporter, report_rung)
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the outcome of this trial only
             outcome = classify_error(error)
-    tune.report(last | {"outcome": outcome._asdict()})  # with the last value, for the searcher
+    tune.report(last | {OUTCOME: outcome._asdict()})
 
 
 def train_rungs(
     trial: Trial,
     plan: SweepPlan,
-    done: int,
-    num_rungs: int,
+    start: int,
+    stop: int,
     reporter: RunReporter,
-    report: Callable[[dict[str, Any]], None],
+    report_rung: Callable[[Rung], None],
 ) -> TrialOutcome:
-    """Train to each rung after the first `done`; return how the trial ended.
+    """Train to the rungs from number `start` up to before number `stop`.
 
-    Raises what its run raises.
+    Returns:
+        How the trial ended; `paused` if later rungs are left.
+
+    Raises:
+        MmrayError: Its run failed.
     """
     if trial.infeasible:
         return TrialOutcome("infeasible", trial.infeasible)
-    rows = [] if done else list(read_lines(plan.folder / TRIALS))
-    if reason := trial_module.larger_than_out_of_memory(trial, rows):
-        return TrialOutcome("infeasible", reason)
     try:
         check_capacity(trial.config.with_cluster(workers=trial.config.cluster.max_workers))
     except ResourceError as error:
         return TrialOutcome("infeasible", str(error))
-    stop = (plan.folder / STOP_FILE).exists
-    for samples in plan.rungs[done:num_rungs]:
-        if stop():
+    should_stop = (plan.folder / STOP_FILE).exists
+    for samples in plan.rungs[start:stop]:
+        if should_stop():
             return TrialOutcome("stopped")
-        config = sized(plan.config(trial, samples), plan.share)
-        run = train(config, reporter, should_stop=stop, local=plan.local, check_storage=False)
+        config = apply_trial_resources(plan.run_config(trial, samples), plan.resources)
+        run = train(
+            config, reporter, should_stop=should_stop, local=plan.local, check_storage=False
+        )
         if run.result["status"] != "finished":
             return TrialOutcome("stopped")
-        value = rung_value(list(read_lines(run.path / "metrics.jsonl")), plan.goal)
+        value = newest_value(list(read_lines(run.path / "metrics.jsonl")), plan.goal)
         if isinstance(value, str):
             return TrialOutcome("failed", value)
-        report({"samples": samples, METRIC: value})
-    return TrialOutcome("finished" if num_rungs == len(plan.rungs) else "paused")
-
-
-def sized(config: Config, share: Share) -> Config:
-    """Return the config with the decode actors and the CPUs of its share, where the config has
-    `auto`.
-    """
-    if share.cpus_per_worker is not None and config.cluster.cpus_per_worker == "auto":
-        config = config.with_cluster(cpus_per_worker=share.cpus_per_worker)
-    if isinstance(config.data.workers, int) or share.decode_actors is None:
-        return config
-    return config.replace(
-        data=config.data.replace(workers=min(num_decode_actors(config), share.decode_actors))
-    )
+        report_rung(Rung(samples, value))
+    return TrialOutcome("finished" if stop == len(plan.rungs) else "paused")
 
 
 class _TrialReporter:
@@ -226,26 +234,32 @@ class _TrialReporter:
 
 
 class _TuneCallback(tune.Stopper, tune.Callback):
-    """Connects Ray Tune with the state of the sweep; pickled without state, because Ray Tune's
-    restore is not used.
+    """Connects Ray Tune with the state of the sweep.
+
+    Pickled without state, because Ray Tune's restore is not used.
     """
 
-    def __init__(self, state: SweepState):
+    def __init__(self, state: SweepState, num_trials: int) -> None:
         self._state = state
+        self._num_trials = num_trials
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
     def __deepcopy__(self, _: Any) -> _TuneCallback:
-        return self  # Ray Tune copies what names its trials
+        """Return this object: Ray Tune copies the function that names its trials."""
+        return self
 
     def name(self, trial: Any) -> str:
+        """Return the name of a trial of Ray Tune."""
         return trial.config.get(NAME) or self._state.add(trial.config)
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        return "outcome" in result  # the last result of a trial, without a metric
+        """Return whether this is the last report of a trial."""
+        return OUTCOME in result
 
     def stop_all(self) -> bool:
+        self._state.poll(self._num_trials)
         return self._state.is_stopped()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -254,12 +268,12 @@ class _TuneCallback(tune.Stopper, tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        if "outcome" in result:
-            self._state.end(str(trial), TrialOutcome(**result["outcome"]))
+        if OUTCOME in result:
+            self._state.end(str(trial), TrialOutcome(**result[OUTCOME]))
         elif STARTED in result:
             self._state.start_workers(str(trial))
         else:
-            self._state.reach(str(trial), {"samples": result["samples"], "value": result[METRIC]})
+            self._state.reach(str(trial), result[SAMPLES], result[METRIC])
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         self._state.end(str(trial))
@@ -267,10 +281,7 @@ class _TuneCallback(tune.Stopper, tune.Callback):
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         # Not Ray's `get_pickled_error`, which reads a file that is copied to the storage later.
         text = Path(trial.error_file).read_text() if trial.error_file else ""
-        cause = next(
-            (line.strip() for line in reversed(text.splitlines()) if line.strip()),
-            "no reason is known",
-        )
-        self._state.end(
-            str(trial), classify_error(TrainingError(f"its driver process died: {cause}"))
-        )
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        cause = lines[-1] if lines else "no reason is known"
+        error = TrainingError(f"its driver process died: {cause}")
+        self._state.end(str(trial), classify_error(error))

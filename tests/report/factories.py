@@ -1,11 +1,13 @@
 """Synthetic run and sweep folders, written without a run."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 
 from mmray.config import recipes, to_yaml
 from mmray.data.images.transform import thumbnail
+from mmray.sweep_files import CurvePoint, Rung, TrialRow
 
 WAYS = ("image_to_text", "text_to_image")
 
@@ -104,24 +106,20 @@ def make_whole_run(folder):
 
 def trial(name, micro, accumulation, rate, **changes):
     """A row of trials.jsonl."""
-    row = {"trial": name, "status": "finished", "error": None, "run": f"trials/{name}"}
-    row |= {"settings": {"batch.micro": micro, "batch.accumulation": accumulation}}
-    row |= {
-        "micro": micro,
-        "accumulation": accumulation,
-        "workers": 2,
-        "global": micro * accumulation * 2,
-    }
-    row |= {
-        "samples_per_s": rate,
-        "samples_per_s_min": rate and rate * 0.9,
-        "samples_per_s_max": rate and rate * 1.1,
-    }
-    return (
-        row
-        | {"step_p50_s": 0.1, "step_p95_s": 0.2, "peak_gib": rate and micro / 16, "loss": 3.0}
-        | changes
+    row = TrialRow(
+        name,
+        "finished",
+        {"batch.micro": micro, "batch.accumulation": accumulation},
+        micro=micro,
+        accumulation=accumulation,
+        workers=2,
+        global_rows=micro * accumulation * 2,
+        samples_per_s=rate,
+        step_p50_s=0.1,
+        peak_gib=rate and micro / 16,
+        run=f"trials/{name}",
     )
+    return replace(row, **changes)
 
 
 def make_sweep(folder, trials, **changes):
@@ -142,7 +140,7 @@ def make_sweep(folder, trials, **changes):
         },
     }
     (folder / "sweep.json").write_text(json.dumps(about | changes))
-    write_lines(folder / "trials.jsonl", trials)
+    write_lines(folder / "trials.jsonl", [row.to_json() for row in trials])
     (folder / "best.yaml").write_text("recipe: sample\n")
     return folder
 
@@ -152,73 +150,40 @@ def make_whole_sweep(folder):
     rows = [trial("t001", 8, 1, 500.0), trial("t002", 16, 1, 900.0), trial("t003", 8, 2, 450.0)]
     error = "a micro-batch of 16 rows does not fit"
     return make_sweep(
-        folder, [*rows, trial("t004", 16, 2, None, status="out_of_memory", loss=None, error=error)]
+        folder, [*rows, trial("t004", 16, 2, None, status="out_of_memory", error=error)]
     )
 
 
 def learned(name, lr, status="finished", **changes):
     """A row of trials.jsonl of a goal that depends on learning."""
-    settings = {"optimizer.lr": lr, "optimizer.betas": [0.9, 0.98]}
-    rungs = [{"samples": 64, "value": 3.0 + lr}, {"samples": 256, "value": 2.5}][
-        : 1 if status == "pruned" else 2
-    ]
-    values = {
-        "settings": settings,
-        "curve": [[64, 3.0, 0.6], [256, 2.5, 2.5]],
-        "eval_loss": 2.5,
-        "rungs": rungs,
-    }
-    return trial(name, 8, 1, 100.0) | values | {"status": status} | changes
+    rungs = (Rung(64, 3.0 + lr), Rung(256, 2.5))
+    row = trial(
+        name,
+        8,
+        1,
+        100.0,
+        status=status,
+        settings={"optimizer.lr": lr, "optimizer.betas": [0.9, 0.98]},
+        curve=(CurvePoint(64, 3.0), CurvePoint(256, 2.5)),
+        eval_loss=2.5,
+        rungs=rungs[:1] if status == "pruned" else rungs,
+    )
+    return replace(row, **changes)
 
 
 def make_learning_sweep(folder):
     """Eight learning rates: finished, ended early, and diverged."""
-    diverged = {"curve": [], "rungs": [], "eval_loss": None, "error": "evaluate/loss is not finite"}
+    diverged = {"curve": (), "rungs": (), "eval_loss": None, "error": "evaluate/loss is not finite"}
     rows = [learned("t001", 1e-3), learned("t002", 0.1, "failed", **diverged)]
     rows += [learned(f"t{number:03}", number * 1e-4, "pruned") for number in (4, 3, 5, 6, 7, 8)]
     space = {"optimizer.lr": ["loguniform(1e-05, 0.1)"], "optimizer.betas": [[0.9, 0.98]]}
-    best = {
-        "best": "t001",
-        "per_global": {"16": "t001"},
-        "why": "why",
-        "cooldown": {"samples": 320, "value": 2.25},
-    }
-    hours = {"gpu_hours": 0.5, "saved_gpu_hours": 1.5}
-    return make_sweep(
-        folder, rows, goal="loss", space=space, recommendation=best, rungs=[64, 256], **hours
-    )
-
-
-def make_probe(folder):
-    """Three batch shapes: measured, predicted, and out of memory."""
-    rows = [
-        trial("s001", 8, 2, 500.0, status="predicted", settings={}, **{"global": 32}),
-        trial("s002", 16, 1, 900.0, settings={}, predicted_samples_per_s=880.0, **{"global": 32}),
-        trial("s003", 32, 1, None, status="out_of_memory", settings={}, error="32 rows do not fit"),
-    ]
-    sizes = {(8, 1): 0.05, (16, 1): 0.08, (8, 3): 0.15}
-    names = ("micro", "accumulation", "step_s", "optimizer_s", "peak_gib")
-    samples = [
-        dict(zip(names, (*size, step_s, 0.01, 1.0), strict=True)) for size, step_s in sizes.items()
-    ]
-    fit = {
-        "micros": [8, 16],
-        "first_s": [0.04, 0.07],
-        "further": 1.25,
-        "optimizer_s": 0.01,
-        "sync_s": {},
-    }
-    fit |= {"base_gib": 0.9, "row_gib": 0.01, "input_gib": 0.0}
-    fit["text"] = "a further micro-batch takes 1.25 x the time of the first"
-    probe = {"settings": {}, "workers": 1, "limit_gib": 1.5, "samples": samples}
-    best = {"best": "s002", "per_global": {"32": "s002"}, "why": "s002 is the fastest."}
-    space = {"batch.global": [32]}
+    best = {"best": "t001", "per_global": {}, "why": "why"}
     return make_sweep(
         folder,
         rows,
-        measures="shapes",
+        goal="loss",
         space=space,
         recommendation=best,
-        probes=[probe],
-        fits=[fit],
+        rungs=[64, 256],
+        gpu_hours=0.5,
     )

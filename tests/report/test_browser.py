@@ -14,7 +14,6 @@ from mmray.report.write import write_report
 from tests.report.factories import (
     line,
     make_learning_sweep,
-    make_probe,
     make_run,
     make_whole_run,
     make_whole_sweep,
@@ -76,9 +75,7 @@ def charts_without_trace(dom):
     ]
 
 
-@pytest.mark.parametrize(
-    "make", [make_whole_run, make_whole_sweep, make_learning_sweep, make_probe]
-)
+@pytest.mark.parametrize("make", [make_whole_run, make_whole_sweep, make_learning_sweep])
 def test_every_chart_is_drawn_without_console_errors(tmp_path, make):
     dom, messages = render(write_report(make(tmp_path / "folder")), tmp_path / "profile")
     assert 'data-drawn="yes"' in dom
@@ -99,7 +96,7 @@ def test_page_fits_420_pixels_without_horizontal_scroll(tmp_path):
     """A run, a sweep, and a one-step run with a NaN loss; wide tables scroll inside their own
     element.
     """
-    makers = (make_whole_run, make_whole_sweep, make_learning_sweep, make_probe)
+    makers = (make_whole_run, make_whole_sweep, make_learning_sweep)
     folders = [make(tmp_path / make.__name__) for make in makers]
     folders.append(make_run(tmp_path / "bare", [line(1), line(2, **{"train/loss": None})]))
     pages = [html.escape(write_report(folder).read_text()) for folder in folders]

@@ -19,9 +19,10 @@ from mmray.config import from_yaml, to_yaml
 from mmray.config.search_space import parse_space
 from mmray.errors import ResourceError
 from mmray.models.two_tower import TwoTower
+from mmray.report.sweep import SweepRecord
 from mmray.training.resolve import resolve_run
+from mmray.tuning.request import SweepRequest
 from mmray.tuning.search import search
-from mmray.tuning.sweep import Sweep
 from mmray.tuning.trials import clear_length_and_derived_batch
 from tests.made import make_set, row
 from tests.nodes import several_nodes
@@ -73,15 +74,21 @@ class Watching(Silent):
         super().__init__()
         self.stop, self.rows = stop, []
 
-    def progress(self, row, rungs):
-        assert rungs == RUNGS or len(rungs) == 1
+    def progress(self, row, num_rungs):
+        assert num_rungs in (1, len(RUNGS))
         self.rows.append(row)
-        if self.stop and row["rungs"]:
+        if self.stop and row.rungs:
             self.stop = False
             os.kill(os.getpid(), 2)
 
-    def table(self, rows, rungs, time_left):
-        assert time_left.elapsed_s > 0
+    def table(self, rows, num_rungs, progress):
+        assert progress.elapsed_s > 0
+
+
+def request_of(recipe, space, goal, concurrency=None, **length):
+    """A sweep whose trials have this length."""
+    train = clear_length_and_derived_batch(recipe, []).train.replace(**length)
+    return SweepRequest(recipe, train, parse_space(space), goal, concurrency=concurrency)
 
 
 @pytest.fixture(scope="module")
@@ -93,16 +100,15 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stopped(local_ray, recipe):
-    typed = clear_length_and_derived_batch(recipe, [])
-    length = typed.replace(train=typed.train.replace(samples=RUNGS[-1]))
     listener = Watching(stop=True)
-    return search(Sweep(recipe, length, parse_space(SPACE), goal="loss"), listener), listener
+    sweep = search(request_of(recipe, SPACE, "loss", samples=RUNGS[-1]), listener)
+    return sweep, listener
 
 
 @pytest.fixture(scope="module")
 def finished(stopped, recipe):
     """The same command again: exit code, output, sweep folder."""
-    folder = stopped[0][0].path
+    folder = stopped[0].folder
     file = folder.parent / "mine.yaml"
     file.write_text(to_yaml(recipe))
     words = [word for space in SPACE for word in ("--space", space)]
@@ -113,65 +119,52 @@ def finished(stopped, recipe):
 
 
 def rows_of(folder):
-    return {
-        row["trial"]: row
-        for row in map(json.loads, (folder / "trials.jsonl").read_text().splitlines())
-    }
+    return {row.trial: row for row in SweepRecord.read(folder).trials}
 
 
 def test_stopped_sweep_keeps_rungs(stopped):
-    (_, summary, rows), listener = stopped
-    assert summary["status"] == "stopped"
-    assert (
-        "stop",
-        "stopping the running trials; press Ctrl-C again to exit immediately",
-    ) in listener.notes
-    assert rows[0]["status"] == "paused" and [rung["samples"] for rung in rows[0]["rungs"]] == [64]
-    assert (
-        summary["recommendation"]["best"] == "t001"
-        and ("It has 64 samples only") in summary["recommendation"]["why"]
-    )
+    sweep, listener = stopped
+    assert sweep.status == "stopped"
+    note = "stopping the running trials; press Ctrl-C again to exit immediately"
+    assert ("stop", note) in listener.notes
+    first = sweep.trials[0]
+    assert first.status == "paused" and [rung.samples for rung in first.rungs] == [64]
+    assert sweep.recommendation.best == "t001"
+    assert "It has 64 samples only" in sweep.recommendation.why
 
 
 def test_same_command_repeats_no_finished_rung(stopped, finished):
     code, text, folder = finished
     assert code == 0
-    before, after = stopped[0][2][0], rows_of(folder)
-    assert (
-        after["t001"]["rungs"][0] == before["rungs"][0]
-        and ("rung 1 of 2") not in text.split("t002")[0]
-    )
-    assert [rung["samples"] for rung in after["t001"]["rungs"]] == list(RUNGS)
+    before, after = stopped[0].trials[0], rows_of(folder)
+    assert after["t001"].rungs[0] == before.rungs[0]
+    assert "rung 1 of 2" not in text.split("t002")[0]
+    assert [rung.samples for rung in after["t001"].rungs] == list(RUNGS)
     logged = lines(folder / "trials" / "t001")
     # each step once
-    assert [line["step"] for line in logged if line["step"] <= 16] == list(range(1, 17))
+    assert [line["step"] for line in logged] == list(range(1, 17))
 
 
 def test_each_trial_has_a_row_with_its_end(finished):
     _, _, folder = finished
     rows = list(rows_of(folder).values())
-    good, *others = (row for row in rows if not row["settings"]["train.callbacks"])
-    failed, *skipped = (row for row in rows if row["settings"]["train.callbacks"])
-    assert good["settings"]["optimizer.lr"] == 1e-6 and good["status"] == "finished"
-    assert [row["settings"] for row in rows if row["is_recipe"]] == [
+    good, *others = (row for row in rows if not row.settings["train.callbacks"])
+    failed = [row for row in rows if row.settings["train.callbacks"]]
+    assert good.settings["optimizer.lr"] == 1e-6 and good.status == "finished"
+    assert [row.settings for row in rows if row.is_recipe] == [
         {"optimizer.lr": 1e-3, "train.callbacks": []}
     ]
-    assert sorted((row["status"], len(row["rungs"])) for row in others) == [
+    assert sorted((row.status, len(row.rungs)) for row in others) == [
         ("finished", 2),
         ("pruned", 1),
     ]
-    assert failed["status"] == "out_of_memory" and "CUDA out of memory" in failed["error"]
-    assert [row["status"] for row in skipped] == ["infeasible", "infeasible"]
-    assert all(f"{failed['trial']} ran out of memory" in row["error"] for row in skipped)
-    assert good["eval_loss"] == good["rungs"][-1]["value"] < min(row["eval_loss"] for row in others)
-    samples, losses, seconds = zip(*good["curve"], strict=True)
-    assert samples == (64, 128, 192, 256) and losses[-1] == good["eval_loss"]
-    assert 0 < seconds[0] < seconds[-1] < good["elapsed_s"]
-    assert (good["micro"], good["accumulation"], good["workers"], good["global"]) == (4, 4, 1, 16)
-    assert (
-        0 < good["samples_per_s_min"] <= good["samples_per_s"] <= good["samples_per_s_max"]
-        and good["peak_gib"] > 0
-    )
+    assert [row.status for row in failed] == ["out_of_memory"] * 3
+    assert all("CUDA out of memory" in row.error for row in failed)
+    assert good.eval_loss == good.rungs[-1].value < min(row.eval_loss for row in others)
+    assert [point.samples for point in good.curve] == [64, 128, 192, 256]
+    assert good.curve[-1].value == good.eval_loss
+    assert (good.micro, good.accumulation, good.workers, good.global_rows) == (4, 4, 1, 16)
+    assert good.samples_per_s > 0 and good.peak_gib > 0 and good.elapsed_s > 0
 
 
 def test_error_of_user_code_ends_the_run_with_its_message(finished):
@@ -179,7 +172,7 @@ def test_error_of_user_code_ends_the_run_with_its_message(finished):
     rank.
     """
     rows = rows_of(finished[2]).values()
-    failed = finished[2] / next(row["run"] for row in rows if row["status"] == "out_of_memory")
+    failed = finished[2] / next(row.run for row in rows if row.status == "out_of_memory")
     result = json.loads((failed / "result.json").read_text())
     assert result["status"] == "failed" and "CUDA out of memory" in result["error"]
     assert "Traceback" in result["error"] and "in on_step" in result["error"]
@@ -192,26 +185,22 @@ def test_sweep_folder_has_the_files_of_the_report(finished):
     assert (summary["kind"], summary["status"], summary["goal"]) == ("sweep", "finished", "loss")
     assert summary["space"] == {"optimizer.lr": [1e-6, 1e-3, 1e-7], "train.callbacks": [[], [OOM]]}
     assert (summary["concurrency"], summary["rungs"]) == (1, list(RUNGS))
-    assert summary["recommendation"]["best"] == "t001" and summary["recommendation"][
-        "per_global"
-    ] == {"16": "t001"}
-    assert (
-        summary["recommendation"]["why"] in " ".join(text.split())
-        and summary["environment"]["packages"]["ray"]
-    )
-    assert summary["gpu_hours"] > 0 and summary["saved_gpu_hours"] > 0
+    assert summary["recommendation"]["best"] == "t001"
+    assert summary["recommendation"]["why"] in " ".join(text.split())
+    assert summary["environment"]["packages"]["ray"]
+    assert summary["gpu_hours"] > 0
     assert not (folder / "ray").exists()
     page = (folder / "report.html").read_text()
-    assert "held-out loss by samples" in page and "held-out loss by training time" in page
+    assert "held-out loss by samples" in page.lower()
 
 
-def test_best_trial_ends_with_a_cooldown(finished):
-    _, text, folder = finished
-    summary = json.loads((folder / "sweep.json").read_text())
-    cooldown, logged = summary["recommendation"]["cooldown"], lines(folder / "trials" / "t001")
-    assert cooldown["samples"] == logged[-1]["rows_stop"] > RUNGS[-1]
-    assert {line["train/lr"] for line in logged if 2 < line["step"] <= 16} == {1e-6}
-    assert logged[-1]["train/lr"] < 5e-7 and "after a cooldown" in text
+def test_rate_is_constant_at_rungs_and_decays_in_the_best_recipe(finished):
+    _, _, folder = finished
+    logged = lines(folder / "trials" / "t001")
+    # after the warm-up
+    assert {line["train/lr"] for line in logged[2:]} == {1e-6}
+    best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
+    assert best.optimizer.schedule == "cooldown"
 
 
 def test_best_config_is_the_recipe_that_the_trial_trained(finished, recipe):
@@ -227,6 +216,7 @@ def test_best_config_is_the_recipe_that_the_trial_trained(finished, recipe):
     own = {name: getattr(trained.train, name) for name in names}
     cluster = ours.cluster.replace(max_failures=trained.cluster.max_failures)
     measured = ours.replace(train=ours.train.replace(**own), cluster=cluster)
+    measured = measured.replace(optimizer=measured.optimizer.replace(schedule="constant"))
     assert measured.replace(evaluate=trained.evaluate, run=trained.run) == trained
 
 
@@ -237,14 +227,12 @@ def test_each_failure_is_a_row_with_its_reason_and_one_good_trial_a_good_sweep(l
         "cluster.cpus_per_worker=1,64",
     ]
     base = recipe.replace(run=recipe.run.replace(name="failures"))
-    typed = clear_length_and_derived_batch(base, [])
-    length = typed.replace(train=typed.train.replace(samples=RUNGS[0]))
-    _, summary, rows = search(Sweep(base, length, parse_space(space), "loss"), Watching())
-    assert (summary["status"], summary["recommendation"]["best"]) == ("finished", "t001")
+    sweep = search(request_of(base, space, "loss", samples=RUNGS[0]), Watching())
+    assert (sweep.status, sweep.recommendation.best) == ("finished", "t001")
     ends = {
-        row["settings"]["train.callbacks"][0].partition(":")[2]: (row["status"], row["error"])
-        for row in rows
-        if row["settings"]["train.callbacks"] and row["settings"]["cluster.cpus_per_worker"] == 1
+        row.settings["train.callbacks"][0].partition(":")[2]: (row.status, row.error)
+        for row in sweep.trials
+        if row.settings["train.callbacks"] and row.settings["cluster.cpus_per_worker"] == 1
     }
     assert (
         ends["OutOfMemory"][0] == "out_of_memory"
@@ -253,9 +241,9 @@ def test_each_failure_is_a_row_with_its_reason_and_one_good_trial_a_good_sweep(l
     assert ends["Raise"] == ("failed", "ValueError: a bug of the user")
     assert ends["Kill"][0] == "failed" and "SIGKILL" in ends["Kill"][1]
     assert ends["Diverge"] == ("failed", "evaluate/loss is not finite")
-    never = [row for row in rows if row["settings"]["cluster.cpus_per_worker"] == 64]
-    assert len(never) == 5 and {row["status"] for row in never} == {"infeasible"}
-    assert all("1 training worker of 64 CPU" in row["error"] for row in never)
+    never = [row for row in sweep.trials if row.settings["cluster.cpus_per_worker"] == 64]
+    assert len(never) == 5 and {row.status for row in never} == {"infeasible"}
+    assert all("1 training worker of 64 CPU" in row.error for row in never)
 
 
 def test_infeasible_sweep_reports_missing_resources(local_ray, recipe):
@@ -265,15 +253,23 @@ def test_infeasible_sweep_reports_missing_resources(local_ray, recipe):
     with pytest.raises(
         ResourceError, match=r"2 training workers of 9 CPU each.* the cluster has 8 CPU"
     ):
-        search(
-            Sweep(
-                wide,
-                clear_length_and_derived_batch(wide, []),
-                parse_space(["batch.micro=4"]),
-                "memory",
-            ),
-            Watching(),
-        )
+        search(request_of(wide, ["batch.micro=4"], "throughput"), Watching())
+
+
+def test_listed_batch_shapes_are_measured_in_trials(local_ray, recipe):
+    base = recipe.replace(run=recipe.run.replace(name="shapes"))
+    space = ["batch.micro=4,8,32"]
+    sweep = search(request_of(base, space, "throughput", steps=3), Watching())
+    small, large, too_large = sweep.trials
+    assert sweep.status == "finished" and (small.status, large.status) == ("finished", "finished")
+    assert [(row.micro, row.accumulation, row.global_rows) for row in (small, large)] == [
+        (4, 4, 16),
+        (8, 2, 16),
+    ]
+    assert min(small.samples_per_s, large.samples_per_s, small.peak_gib, large.peak_gib) > 0
+    assert too_large.status == "infeasible" and "more than 16 rows per worker" in too_large.error
+    best = from_yaml((sweep.folder / "best.yaml").read_text(), "best.yaml")
+    assert best.batch.micro == sweep.best.micro and best.optimizer == base.optimizer
 
 
 @pytest.mark.slow
@@ -284,14 +280,13 @@ def test_24_configurations_on_two_cores_do_not_wait_for_each_other(tmp_path):
         recipe = config(
             make_data(tmp_path / "set"), tmp_path, "many", address=nodes.address
         ).with_cluster(workers=1)
-        typed = clear_length_and_derived_batch(recipe, [])
-        length = typed.replace(train=typed.train.replace(steps=2))
         rates = ",".join(f"{number}e-4" for number in range(1, 25))
-        space = parse_space([f"optimizer.lr={rates}"])
-        _, summary, rows = search(
-            Sweep(recipe, length, space, "memory", concurrency=24), Watching()
+        request = request_of(
+            recipe, [f"optimizer.lr={rates}"], "throughput", concurrency=24, steps=2
         )
-    assert summary["status"] == "finished" and [row["status"] for row in rows] == ["finished"] * 24
+        sweep = search(request, Watching())
+    assert sweep.status == "finished" and len(sweep.trials) == 24
+    assert {row.status for row in sweep.trials} == {"finished"}
 
 
 @pytest.mark.slow
@@ -301,18 +296,10 @@ def test_two_trials_run_concurrently_on_two_nodes(tmp_path):
     listener = Watching()
     with several_nodes({"num_cpus": 4}, {"num_cpus": 4}) as nodes:
         recipe = config(tmp_path / "set", tmp_path, "sweep", address=nodes.address)
-        # Without dropout, because masks are drawn for each micro-batch.
-        recipe = recipe.replace(
-            model=recipe.model.replace(text=recipe.model.text.replace(dropout=0.0))
-        )
-        typed = clear_length_and_derived_batch(recipe, [])
-        length = typed.replace(train=typed.train.replace(steps=4))
-        space = parse_space(
-            [f"train.callbacks=[],[{HERE}:OutOfMemoryOnOneRank]", "batch.micro=4,8"]
-        )
-        folder, summary, _ = search(Sweep(recipe, length, space, "memory"), listener)
-    assert (summary["status"], summary["concurrency"]) == ("finished", 2)
-    split, whole, *failed = rows_of(folder.path).values()
-    assert failed[0]["status"] == "out_of_memory" and "Tried to allocate" in failed[0]["error"]
-    assert (split["accumulation"], whole["accumulation"]) == (2, 1)
-    assert split["loss"] == pytest.approx(whole["loss"], rel=1e-4)  # one global batch for any split
+        space = [f"train.callbacks=[],[{HERE}:OutOfMemoryOnOneRank]", "batch.micro=4,8"]
+        sweep = search(request_of(recipe, space, "throughput", steps=4), listener)
+    assert (sweep.status, sweep.summary["concurrency"]) == ("finished", 2)
+    split, whole, *failed = sweep.trials
+    assert (split.accumulation, whole.accumulation) == (2, 1)
+    assert {row.status for row in failed} == {"out_of_memory"}
+    assert all("Tried to allocate" in row.error for row in failed)

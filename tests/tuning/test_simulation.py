@@ -6,8 +6,7 @@
 import heapq
 import math
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,10 +14,10 @@ import pytest
 
 from mmray.config import recipes
 from mmray.config.search_space import DEFAULT_SAMPLES, Range, Space
-from mmray.tuning.ray_tune import build_scheduler
-from mmray.tuning.results import promoted
-from mmray.tuning.suggestions import distinct_settings, tune_space
-from mmray.tuning.trials import SweepPlan, rungs_of, starting_points
+from mmray.sweep_files import Rung, TrialRow
+from mmray.tuning.ray_tune import build_asha
+from mmray.tuning.rungs import rungs_up_to, select_promoted
+from mmray.tuning.suggestions import random_settings, starting_points, tune_space
 
 FULL = 1_000_000  # samples of a full trial
 SIZES = (256, 512, 1024, 2048)
@@ -93,7 +92,8 @@ class Machine:
                 self._start(waiting.pop(0), now_s, running, scheduler)
             now_s, name, rung = heapq.heappop(running)
             value = self._measure(name, rung)
-            self.rows[name]["rungs"].append({"samples": self.rungs[rung], "value": value})
+            row = self.rows[name]
+            self.rows[name] = replace(row, rungs=(*row.rungs, Rung(self.rungs[rung], value)))
             decision, result = "CONTINUE", {"samples": self.rungs[rung], "value": value}
             if scheduler is not None:
                 decision = scheduler.on_trial_result(None, SimpleNamespace(trial_id=name), result)
@@ -106,10 +106,10 @@ class Machine:
         if name not in self.points:
             self.points[name] = self.suggest(name)
             self.biases[name] = self.rng.normal(0, self.surface.trial_noise)
-            self.rows[name] = {"trial": name, "rungs": []}
+            self.rows[name] = TrialRow(name, "running")
         if scheduler is not None:
             scheduler.on_trial_add(None, SimpleNamespace(trial_id=name))
-        self._push(running, now_s, name, len(self.rows[name]["rungs"]))
+        self._push(running, now_s, name, len(self.rows[name].rungs))
 
     def _push(self, running, now_s, name, rung):
         samples = self.rungs[rung] - (self.rungs[rung - 1] if rung else 0)
@@ -121,22 +121,23 @@ class Machine:
         return self.surface.loss(self.points[name], self.rungs[rung]) * (1 + noise)
 
     def best(self):
-        full = [row for row in self.rows.values() if len(row["rungs"]) == len(self.rungs)]
-        return self.points[min(full, key=lambda row: row["rungs"][-1]["value"])["trial"]]
+        full = [row for row in self.rows.values() if len(row.rungs) == len(self.rungs)]
+        return self.points[min(full, key=lambda row: row.rungs[-1].value).trial]
 
 
-def random_suggestions(space, seed, points=()):
-    settings = distinct_settings(BASE, space, list(points), seed)
+def random_suggestions(space, with_points):
+    """Settings as the default search draws them; without its starting points if asked for."""
+    drawn = random_settings(BASE, replace(space, num_samples=2 * DEFAULT_SAMPLES))
+    points = starting_points(BASE, space)
+    settings = iter(drawn if with_points else [each for each in drawn if each not in points])
     return lambda name: next(settings), lambda *_: None
 
 
-def optuna_suggestions(space, seed, points=()):
+def optuna_suggestions(space):
     """Optuna's TPE as a user of Ray Tune would write it."""
     from ray.tune.search.optuna import OptunaSearch
 
-    searcher = OptunaSearch(
-        metric="value", mode="min", points_to_evaluate=list(points) or None, seed=seed
-    )
+    searcher = OptunaSearch(metric="value", mode="min", seed=space.seed)
     searcher.set_search_properties("value", "min", tune_space(BASE, space))
     return searcher.suggest, lambda name, result: searcher.on_trial_complete(name, result)
 
@@ -147,23 +148,23 @@ def search_once(kind, seed, concurrency=4):
     """
     surface = Surface(np.random.default_rng(seed))
     axes = {"optimizer.lr": Range(1e-4, 1e-2, log=True), "batch.global": SIZES}
-    space = Space(axes, DEFAULT_SAMPLES)
-    rungs = rungs_of(FULL, shortest=1)
-    points = starting_points(BASE, space) if kind == "default" else ()
-    suggest, complete = (optuna_suggestions if "Optuna" in kind else random_suggestions)(
-        space, seed, points
-    )
+    space = Space(axes, DEFAULT_SAMPLES, seed)
+    rungs = rungs_up_to(FULL, min_samples=1)
+    if "Optuna" in kind:
+        suggest, complete = optuna_suggestions(space)
+    else:
+        suggest, complete = random_suggestions(space, with_points=kind == "default")
     machine = Machine(surface, suggest, complete, rungs, concurrency)
     names = [f"t{number:03}" for number in range(DEFAULT_SAMPLES)]
     if kind == "default":
         for rung in range(len(rungs)):
-            machine.train(
-                promoted(list(machine.rows.values()), rung - 1, False) if rung else names, rung
-            )
+            if rung > 0:
+                names = select_promoted(list(machine.rows.values()), rung - 1, maximize=False)
+            machine.train(names, rung)
     elif kind == "random":  # as many full trials as the default search costs
         machine.train(names[:5], len(rungs) - 1)
     else:
-        scheduler = build_scheduler(SweepPlan(BASE, "loss", rungs, Path(), 512))
+        scheduler = build_asha(rungs)
         scheduler.set_search_properties("value", "min")
         machine.train(names, len(rungs) - 1, scheduler)
     return surface.loss(machine.best(), FULL) / surface.best(), machine.samples / GRID_SAMPLES

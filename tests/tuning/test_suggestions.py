@@ -1,17 +1,20 @@
-"""Suggested settings: types, a grid, random draws and Optuna, without repetition."""
+"""Suggested settings: types, a grid, random draws, starting points, and Optuna."""
 
 import json
 import pickle
-from itertools import islice
 
 import pytest
 
 from mmray.config import recipes
-from mmray.config.search_space import parse_space, round_sampled
-from mmray.tuning.suggestions import build_optuna, distinct_settings, tune_space
-from mmray.tuning.trials import parse_values
+from mmray.config.search_space import parse_space
+from mmray.tuning.suggestions import build_optuna, random_settings, starting_points, tune_space
+from mmray.tuning.trials import typed_space
 
 SAMPLE = recipes.load("sample")
+
+
+def space_of(*given, samples=None):
+    return typed_space(SAMPLE, parse_space(given, samples))
 
 
 def test_sampled_settings_have_the_types_of_the_config():
@@ -28,48 +31,67 @@ def test_sampled_settings_have_the_types_of_the_config():
         ("batch.micro=loguniform(4,64)", int),
         ("batch.accumulation=uniform(1,4)", int),
         ("evaluate.limit=uniform(8,9)", int),
+        ("optimizer.clip_norm=uniform(1,5)", float),
     ],
 )
-def test_range_of_a_setting_without_a_number_has_the_type_of_its_numbers(given, kind):
-    """The recipe has `auto`, or nothing."""
+def test_range_has_the_type_of_its_setting_whatever_the_recipe_has(given, kind):
+    """The recipe has `auto`, nothing, or a number."""
     base = SAMPLE.replace(batch=SAMPLE.batch.replace(micro="auto"))
     (domain,) = tune_space(base, parse_space([given])).values()
     assert all(isinstance(domain.sample(), kind) for _ in range(5))
 
 
-def test_no_settings_are_suggested_twice():
-    grid = parse_space(["batch.micro=8,16", "train.precision=fp32,bf16"])
-    assert list(distinct_settings(SAMPLE, grid, [], 0)) == grid.corners()
-    lists = parse_space(["batch.micro=8,16", "train.precision=fp32,bf16"], 100)
-    drawn = list(distinct_settings(SAMPLE, lists, [grid.corners()[2]], 0))
-    assert drawn[0] == grid.corners()[2] and sorted(map(str, drawn)) == sorted(
-        map(str, grid.corners())
-    )
-    space = parse_space(["optimizer.lr=loguniform(1e-5,1e-1)", "batch.global=uniform(32,34)"], 8)
-    several = list(islice(distinct_settings(SAMPLE, space, [], 0), 8))
-    # more samples keep the first ones
-    assert several[:4] == list(islice(distinct_settings(SAMPLE, space, [], 0), 4))
-    assert json.loads(json.dumps(several)) == several
-    assert all(each["optimizer.lr"] == float(f"{each['optimizer.lr']:.4g}") for each in several)
+def test_lists_are_a_grid_of_which_samples_are_a_part():
+    lists = ("batch.global=64,128,256", "train.precision=fp32,bf16")
+    grid = space_of(*lists)
+    assert random_settings(SAMPLE, grid) == grid.corners()
+    part = random_settings(SAMPLE, space_of(*lists, samples=4))
+    own = {"batch.global": 128, "train.precision": SAMPLE.train.precision}
+    assert len(part) == 4 and all(settings in grid.corners() for settings in part)
+    assert part[0] == own or own not in grid.corners()
+    assert len({str(settings) for settings in part}) == 4
+    every = random_settings(SAMPLE, space_of(*lists, samples=100))
+    assert sorted(map(str, every)) == sorted(map(str, grid.corners()))
 
 
-@pytest.mark.parametrize("given", ["batch.global=32,64,128", "optimizer.lr=loguniform(1e-4,1e-2)"])
-def test_optuna_suggests_no_settings_twice_also_after_a_restart(given):
+def test_more_samples_keep_the_random_ones_which_are_json_data_with_four_digits():
+    ranges = ("optimizer.lr=loguniform(1e-5,1e-1)", "train.seed=uniform(1,1000)")
+    few = random_settings(SAMPLE, space_of(*ranges, samples=4))
+    many = random_settings(SAMPLE, space_of(*ranges, samples=8))
+    assert (len(few), len(many)) == (4, 8)
+    assert [each for each in few if each in many] == few
+    assert json.loads(json.dumps(many)) == many
+    assert all(each["optimizer.lr"] == float(f"{each['optimizer.lr']:.4g}") for each in many)
+
+
+def test_starting_points_scale_the_rate_with_the_global_batch():
+    axes = ("optimizer.lr=loguniform(1e-5,1e-1)", "batch.global=32,128,512")
+    points = starting_points(SAMPLE, space_of(*axes, samples=24))
+    assert points[0] == {"optimizer.lr": 2e-3, "batch.global": 128}
+    rates = {(point["batch.global"], point["optimizer.lr"]) for point in points[1:]}
+    assert rates == {(512, 4e-3), (32, 1e-3), (512, 8e-3), (32, 5e-4)}
+    # A grid has them all.
+    assert starting_points(SAMPLE, space_of("batch.global=32,128")) == []
+    narrow = space_of("optimizer.lr=loguniform(5e-3,1e-1)", samples=24)
+    assert starting_points(SAMPLE, narrow) == []  # The recipe's own rate is outside.
+    assert len(starting_points(SAMPLE, space_of(*axes, samples=4))) == 2
+
+
+def test_optuna_tries_the_starting_points_and_earlier_settings_first():
     pytest.importorskip("optuna")
-    space = parse_values(SAMPLE, parse_space([given], 12))
-    names, seen = iter("abcdefghijklmnopqrst"), []
-    for count in (6, 12):  # the second command repeats the trials of the first
-        searcher = build_optuna(SAMPLE, space, seen, num_concurrent=100)
-        searcher.set_search_properties("value", "min", tune_space(SAMPLE, space))
-        pickle.dumps(searcher)  # as Ray Tune does when it starts
-        suggested = []
-        while (
-            len(suggested) < count
-            and (settings := searcher.suggest(name := next(names))) != searcher.FINISHED
-        ):
-            suggested.append({key: round_sampled(value) for key, value in settings.items()})
-            # equal values: TPE has no reason to move
-            searcher.on_trial_complete(name, {"value": 1.0})
-        assert suggested[: len(seen)] == seen
-        seen = suggested
-    assert len({str(each) for each in seen}) == len(seen) == (3 if "global" in given else 12)
+    space = space_of("optimizer.lr=loguniform(1e-4,1e-2)", samples=12)
+    earlier = [{"optimizer.lr": 0.0005}, {"optimizer.lr": 0.002}]
+    searcher = build_optuna(SAMPLE, space, earlier, max_concurrent=100)
+    searcher.set_search_properties("value", "min", tune_space(SAMPLE, space))
+    pickle.dumps(searcher)  # as Ray Tune does when it starts
+    suggested = []
+    for name in "abcd":
+        suggested.append(searcher.suggest(name))
+        searcher.on_trial_result(name, {"started": True})
+        searcher.on_trial_result(name, {"value": 1.0, "training_iteration": 1})
+        searcher.on_trial_complete(name, {"value": 1.0})
+    assert suggested[:2] == earlier and suggested[2] not in earlier
+    assert all(1e-4 <= settings["optimizer.lr"] <= 1e-2 for settings in suggested)
+    fresh = build_optuna(SAMPLE, space, [], max_concurrent=100)
+    fresh.set_search_properties("value", "min", tune_space(SAMPLE, space))
+    assert fresh.suggest("a") == {"optimizer.lr": SAMPLE.optimizer.lr}

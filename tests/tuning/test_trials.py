@@ -1,4 +1,4 @@
-"""From recipe and space to trials and back to a recipe; the number of concurrent trials."""
+"""From recipe and space to trials and their runs, and back to a recipe."""
 
 import math
 from dataclasses import replace
@@ -6,68 +6,45 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import yaml
 
-from mmray.cluster import placement as cluster
-from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool
-from mmray.cluster.placement import ROLE_LABEL, parse_launcher_config
-from mmray.cluster.ray_internals import HEAD_RESOURCE
-from mmray.config import Cluster, Config, recipes
-from mmray.config.search_space import Range, Space, parse_space
-from mmray.engine.optimizer import lr_at
+from mmray.cluster import placement
+from mmray.cluster.capacity import Node
+from mmray.config import Config, recipes
+from mmray.config.search_space import parse_space
 from mmray.errors import ResourceError, UsageError
-from mmray.tuning.ray_tune import sized, train_rungs
-from mmray.tuning.search import check_corners, plan_share
-from mmray.tuning.sweep import Sweep
+from mmray.sweep_files import Rung
+from mmray.tuning.ray_tune import train_rungs
+from mmray.tuning.request import SweepRequest
+from mmray.tuning.rungs import rungs_up_to
+from mmray.tuning.search import prepare_data
 from mmray.tuning.trials import (
     DEFAULT_STEPS,
     EVAL_ROWS,
-    FeasibleSpace,
-    Share,
+    TrialData,
     build_plan,
-    build_trial,
     clear_length_and_derived_batch,
     corner_trials,
     default_axes,
-    larger_than_out_of_memory,
-    parse_values,
     restore_length,
-    rungs_of,
-    starting_points,
-    trial_concurrency,
     warmup_warning,
 )
 from tests.training import runs
 
 SAMPLE = recipes.load("sample").with_cluster(workers=2)  # micro and global 128, 300 steps
 FOLDER = Path("/sweeps/one")
-# 8 x 16 CPUs, 4 x 1 GPU
-CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())
-POOLS = parse_launcher_config(CLUSTER_YAML)
-HEAD = Node({HEAD_RESOURCE: 1.0}, {ROLE_LABEL: "head"})
-ON_ROLES = Demand(1, {"CPU": 1.0, "GPU": 1.0}, 2, {ROLE_LABEL: "train"}, {ROLE_LABEL: "data"})
-TWO_CPU_WORKERS = Demand(2, {"CPU": 1.0}, data_cpus=2)
-GPU_WORKERS = Demand(2, {"CPU": 1.0, "GPU": 1.0}, data_cpus=3)
 
 
-def trials(*given, base=SAMPLE):
-    return corner_trials(base, parse_space(given, None))
+def trials(*given, base=SAMPLE, goal="throughput"):
+    return corner_trials(base, parse_space(given, None), goal)
 
 
 def plan_of(*given, goal="loss", base=SAMPLE, num_rows=3000, settings=None):
     """The plan of a sweep; `settings` has the length of a trial."""
     space = parse_space(given, None)
-    corners = corner_trials(base, space)
     length = clear_length_and_derived_batch(base, []) if settings is None else settings
-    return build_plan(
-        length,
-        base,
-        space,
-        goal,
-        FeasibleSpace(corners, num_rows=num_rows),
-        folder=FOLDER,
-        recipe_rows=128,
-    )
+    request = SweepRequest(base, length.train, space, goal, recipe_rows=128)
+    plan = build_plan(request, corner_trials(base, space, goal), TrialData(num_rows=num_rows))
+    return replace(plan, folder=FOLDER)
 
 
 @pytest.mark.parametrize(
@@ -129,16 +106,16 @@ def test_global_batch_above_the_rows_of_the_set_makes_only_its_trial_infeasible(
 ):
     monkeypatch.setattr("mmray.tuning.search.check_capacity", lambda config: None)
     base = runs.config(runs.make_data(tmp_path / "set"), tmp_path, "sweep")  # 50 rows
-    both = trials("batch.global=32,64", base=base)
-    feasible = check_corners(both, "loss", runs.Silent())
-    assert ([trial.settings for trial in feasible.corners], feasible.num_rows) == (
+    both = trials("batch.global=32,64", base=base, goal="loss")
+    feasible, data = prepare_data(both, "loss", runs.Silent())
+    assert ([trial.settings for trial in feasible], data.num_rows) == (
         [{"batch.global": 32}],
         50,
     )
-    assert feasible.held_out_rows == len(runs.HELD_OUT)
-    assert [each["train"] for each in feasible.data_sets.values()] == [str(tmp_path / "set")]
+    assert data.held_out_rows == len(runs.HELD_OUT)
+    assert [each["train"] for each in data.sets.values()] == [str(tmp_path / "set")]
     with pytest.raises(UsageError, match="64 rows per step are more than the 50 rows"):
-        check_corners(both[1:], "loss", runs.Silent())
+        prepare_data(both[1:], "loss", runs.Silent())
 
 
 def test_all_trials_train_on_the_same_number_of_samples():
@@ -148,16 +125,15 @@ def test_all_trials_train_on_the_same_number_of_samples():
         ({}, DEFAULT_STEPS * 256),
         ({"steps": 6}, 6 * 256),
         ({"samples": 1000}, 1000),
-        ({"epochs": 2}, 6000),
+        ({"epochs": 2}, 24 * 256),  # 3,000 rows
     ]
     for length, samples in lengths:
         settings = base.replace(train=base.train.replace(**length))
-        assert plan_of(*axes, goal="memory", base=base, settings=settings).rungs == (samples,)
-    plan = plan_of(
-        *axes, goal="memory", base=base, settings=base.replace(train=base.train.replace(steps=6))
-    )
+        assert plan_of(*axes, goal="throughput", base=base, settings=settings).rungs == (samples,)
+    settings = base.replace(train=base.train.replace(steps=6))
+    plan = plan_of(*axes, goal="throughput", base=base, settings=settings)
     result = [
-        plan.config(replace(trial, name=f"t{number}"), 6 * 256)
+        plan.run_config(replace(trial, name=f"t{number}"), 6 * 256)
         for number, trial in enumerate(trials(*axes, base=base))
     ]
     assert {run.train.samples for run in result} == {6 * 256} and {
@@ -173,21 +149,20 @@ def test_all_trials_train_on_the_same_number_of_samples():
 def test_learning_trials_have_rungs_and_warmup_in_samples_and_a_constant_rate():
     """The recipe: 350 steps of 128 rows, 30 of them warm-up. A rung has at least two warm-ups."""
     plan = plan_of("batch.global=64,128,512")
-    assert (
-        plan.rungs == (300 * 128 // 4, 300 * 128)
-        and plan.rungs[0] >= 2 * 30 * 128 > plan.rungs[0] // 4
-    )
+    assert plan.rungs == (300 * 128 // 4, 300 * 128)
+    assert plan.rungs[0] >= 2 * 30 * 128 > plan.rungs[0] // 4
     for rows, steps in ((64, 60), (128, 30), (512, 8)):
         trial = plan.trial("t001", {"batch.global": rows})
-        config = plan.config(trial, plan.rungs[0])
+        config = plan.run_config(trial, plan.rungs[0])
         assert (config.optimizer.warmup_steps, config.optimizer.schedule) == (steps, "constant")
         # so that losses of different global batches are comparable
         assert config.evaluate.loss_batch == 128
         assert config.train.samples == plan.rungs[0]
         assert config.evaluate.every == max(1, math.ceil(plan.rungs[0] / rows) // 4)
         assert config.evaluate.limit == SAMPLE.evaluate.limit
+    plan = plan_of("batch.global=64,128", "optimizer.warmup_steps=10,30")
     searched = plan.trial("t001", {"batch.global": 64, "optimizer.warmup_steps": 10})
-    assert plan.config(searched, plan.rungs[0]).optimizer.warmup_steps == 20
+    assert plan.run_config(searched, plan.rungs[0]).optimizer.warmup_steps == 20
 
 
 @pytest.mark.parametrize(
@@ -197,29 +172,16 @@ def test_learning_trials_have_rungs_and_warmup_in_samples_and_a_constant_rate():
 def test_evaluations_cost_at_most_a_twentieth_of_training(held_out, limit, every):
     """At least one and at most four of them to the first rung, which has 75 steps."""
     base = SAMPLE.replace(evaluate=SAMPLE.evaluate.replace(limit=limit))
-    plan = replace(plan_of("batch.global=128", base=base), held_out_rows=held_out)
+    data = TrialData(held_out_rows=held_out)
+    plan = replace(plan_of("batch.global=128", base=base), data=data)
     assert (
-        plan.config(plan.trial("t001", {"batch.global": 128}), plan.rungs[0]).evaluate.every
+        plan.run_config(plan.trial("t001", {"batch.global": 128}), plan.rungs[0]).evaluate.every
         == every
     )
 
 
-def test_rate_decays_only_after_the_last_rung():
-    plan = plan_of("batch.global=64,128")
-    trial = plan.trial("t001", {"batch.global": 128})
-    full = plan.config(trial, plan.rungs[-1])
-    cooled = plan.config(trial, plan.cooldown_samples(trial), cooldown=True)
-    steps, total = (-(-config.train.samples // 128) for config in (full, cooled))
-    rates = [
-        [lr_at(step, config.optimizer, last) for step in range(steps)]
-        for config, last in ((full, steps), (cooled, total))
-    ]
-    assert rates[0] == pytest.approx(rates[1])
-    assert lr_at(steps + 2, cooled.optimizer, total) < full.optimizer.lr and total < 1.26 * steps
-
-
 @pytest.mark.parametrize(
-    ("samples", "shortest", "rungs"),
+    ("samples", "min_samples", "rungs"),
     [
         (1600, 100, (100, 400, 1600)),
         (1600, 101, (400, 1600)),
@@ -227,30 +189,15 @@ def test_rate_decays_only_after_the_last_rung():
         (1600, 401, (1600,)),
     ],
 )
-def test_each_rung_has_four_times_the_samples(samples, shortest, rungs):
-    assert rungs_of(samples, shortest) == rungs
-
-
-def test_rate_does_not_decay_in_the_warmup():
-    # 300 steps
-    trials_of = {
-        warmup: plan_of(f"optimizer.warmup_steps={warmup}") for warmup in (20, 299, 300, 2000)
-    }
-    can = {
-        warmup: plan.can_cool_down(plan.trial("t1", {"optimizer.warmup_steps": warmup}))
-        for warmup, plan in trials_of.items()
-    }
-    assert can == {20: True, 299: True, 300: False, 2000: False}
-    plan = plan_of("batch.global=64,128", goal="memory")
-    assert not plan.can_cool_down(plan.trial("t1", {"batch.global": 64}))
+def test_each_rung_has_four_times_the_samples(samples, min_samples, rungs):
+    assert rungs_up_to(samples, min_samples) == rungs
 
 
 def test_lost_node_restarts_a_trial_once():
     plan = plan_of("batch.global=64")
     trial = plan.trial("t1", {"batch.global": 64})
-    assert [
-        replace(plan, local=local).config(trial, 64).cluster.max_failures for local in (True, False)
-    ] == [0, 1]
+    configs = [replace(plan, local=local).run_config(trial, 64) for local in (True, False)]
+    assert [config.cluster.max_failures for config in configs] == [0, 1]
 
 
 def test_trials_without_a_rung_after_the_warmup_are_reported():
@@ -268,57 +215,24 @@ def test_trials_without_a_rung_after_the_warmup_are_reported():
     ) in warmup_warning(single)
 
 
-def test_starting_points_scale_the_rate_with_the_global_batch():
-    space = parse_space(["optimizer.lr=loguniform(1e-5,1e-1)", "batch.global=32,128,512"], 24)
-    points = starting_points(SAMPLE, parse_values(SAMPLE, space))
-    assert points[0] == {"optimizer.lr": 2e-3, "batch.global": 128}
-    rates = {(point["batch.global"], point["optimizer.lr"]) for point in points[1:]}
-    assert rates == {(512, 4e-3), (32, 1e-3), (512, 8e-3), (32, 5e-4)}
-    # a grid has them all
-    assert starting_points(SAMPLE, parse_space(["batch.global=32,128"])) == []
-    narrow = parse_space(["optimizer.lr=loguniform(5e-3,1e-1)"], 24)
-    assert starting_points(SAMPLE, narrow) == []  # the recipe's own rate is outside
-    few = parse_space(["optimizer.lr=loguniform(1e-5,1e-1)", "batch.global=32,128,512"], 4)
-    assert len(starting_points(SAMPLE, parse_values(SAMPLE, few))) == 2
+def test_default_space_is_the_learning_rate():
+    assert default_axes(SAMPLE) == {"optimizer.lr": "loguniform(0.0002,0.02)"}
 
 
-def test_default_space_is_the_learning_rate_of_goals_that_depend_on_it():
-    assert default_axes(SAMPLE, "loss") == {"optimizer.lr": "loguniform(0.0002,0.02)"}
-    assert default_axes(SAMPLE, "memory") == {}
-
-
-def test_trial_as_large_as_one_that_ran_out_of_memory_does_not_start():
-    def oom(micro, **settings):
-        return {
-            "trial": "t001",
-            "status": "out_of_memory",
-            "micro": micro,
-            "workers": 2,
-            "settings": settings,
-            "rungs": [],
-        }
-
-    base = SAMPLE.replace(batch=SAMPLE.batch.replace(micro=32))
-    trial = build_trial(base, "t002", {"optimizer.lr": 1e-3})
-    assert ("t001 ran out of memory with micro-batches of 32") in larger_than_out_of_memory(
-        trial, [oom(32)]
-    )
-    assert larger_than_out_of_memory(trial, [oom(16, **{"optimizer.lr": 1.0, "batch.micro": 16})])
-    assert larger_than_out_of_memory(trial, [oom(64)]) is None
-    assert larger_than_out_of_memory(trial, [oom(32, **{"train.precision": "fp32"})]) is None
-    assert larger_than_out_of_memory(trial, [oom(32, **{"optimizer.kind": "lion"})]) is None
-    assert larger_than_out_of_memory(trial, [oom(32) | {"status": "failed"}]) is None
-    # it had trained with them
-    assert larger_than_out_of_memory(trial, [oom(32) | {"rungs": [{}]}]) is None
+@pytest.mark.parametrize("key", ["batch.micro", "batch.accumulation"])
+def test_division_of_the_global_batch_is_searched_for_throughput_only(key):
+    trials(f"{key}=1", base=clear_length_and_derived_batch(SAMPLE, [key]))
+    with pytest.raises(UsageError, match=f"--space {key}: --goal loss depends on the global batch"):
+        trials(f"{key}=1", goal="loss")
 
 
 def test_trial_of_elastic_recipe_has_fixed_workers():
     elastic = SAMPLE.with_cluster(workers="1-4")
-    plan = plan_of("batch.micro=16", goal="memory", base=elastic)
+    plan = plan_of("batch.micro=16", goal="throughput", base=elastic)
     trial = plan.trial("t001", {"batch.micro": 16})
-    run = plan.config(trial, 1000)
+    run = plan.run_config(trial, 1000)
     assert (run.cluster.min_workers, run.cluster.max_workers, trial.shape.world_size) == (4, 4, 4)
-    assert plan.recipe(trial).cluster == elastic.cluster
+    assert plan.best_recipe(trial).cluster == elastic.cluster
 
 
 def test_best_recipe_trains_on_as_many_samples_as_the_recipe():
@@ -327,8 +241,8 @@ def test_best_recipe_trains_on_as_many_samples_as_the_recipe():
     assert base.train == SAMPLE.train
     axes = ("batch.micro=16", "batch.accumulation=2", "optimizer.lr=1e-4")
     settings = {"batch.micro": 16, "batch.accumulation": 2, "optimizer.lr": 1e-4}
-    plan = plan_of(*axes, goal="memory", base=base)
-    best = plan.recipe(plan.trial("t001", settings))
+    plan = plan_of(*axes, goal="throughput", base=base)
+    best = plan.best_recipe(plan.trial("t001", settings))
     assert (best.batch.micro, best.batch.global_, best.batch.accumulation) == (16, 64, None)
     assert (best.train.steps, best.optimizer.lr, best.run.name) == (
         2 * SAMPLE.train.steps,
@@ -344,7 +258,7 @@ def test_best_recipe_trains_on_as_many_samples_as_the_recipe():
     assert best.optimizer.schedule == SAMPLE.optimizer.schedule
     assert Config.model_validate(best.model_dump(mode="json", by_alias=True)) == best
     learned = plan_of("batch.global=64,128")
-    recipe = learned.recipe(learned.trial("t001", {"batch.global": 64}))
+    recipe = learned.best_recipe(learned.trial("t001", {"batch.global": 64}))
     # as it was searched
     assert (recipe.optimizer.schedule, recipe.optimizer.warmup_steps) == ("cooldown", 60)
     assert recipe.train.steps == 2 * SAMPLE.train.steps  # as many samples as the recipe
@@ -370,7 +284,7 @@ def test_trial_trains_from_rung_to_rung_and_skips_those_that_are_done(tmp_path, 
     plan = replace(plan_of("batch.global=64,128"), folder=tmp_path, rungs=(100, 400, 1600))
     trial = plan.trial("t001", {"batch.global": 64})
     assert train_rungs(trial, plan, 1, 3, runs.Silent(), reported.append).status == "finished"
-    assert reported == [{"samples": 400, "value": 1}, {"samples": 1600, "value": 2}]
+    assert reported == [Rung(400, 1), Rung(1600, 2)]
     assert train_rungs(trial, plan, 0, 1, runs.Silent(), reported.append).status == "stopped"
     assert train_rungs(trial, plan, 1, 1, runs.Silent(), reported.append).status == "paused"
     assert trained == [(400, False), (1600, False), (100, False)] and len(reported) == 2
@@ -381,114 +295,20 @@ def test_trial_trains_from_rung_to_rung_and_skips_those_that_are_done(tmp_path, 
     )
 
 
-def nodes(count, group=None, role=None, **resources):
-    return [Node(resources, {NODE_GROUP: group, ROLE_LABEL: role} if group else None)] * count
-
-
-CPUS_8, CPUS_16 = nodes(1, CPU=8.0), nodes(1, CPU=16.0)
-GPUS_2 = [Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 2)]
-THREE = nodes(3, "gpu", "train", CPU=8.0, GPU=1.0)
-
-
-@pytest.mark.parametrize(
-    ("free", "whole", "demand", "wanted", "pools", "planned"),
-    [  # planned: concurrent trials, data CPUs of each
-        # decode actors share the CPUs left by workers
-        (CPUS_16, [], TWO_CPU_WORKERS, 1, (), (1, 13)),
-        (CPUS_16, [], TWO_CPU_WORKERS, 2, (), (2, 5)),
-        (nodes(1, CPU=4.0), [], TWO_CPU_WORKERS, 1, (), (1, 1)),
-        ([], CPUS_8, TWO_CPU_WORKERS, 3, (), (1, 5)),  # waits for resources in use
-        ([], [], GPU_WORKERS, 4, (), (1, 1)),  # waits for a cluster that can grow
-        ([], [], GPU_WORKERS, 4, GPUS_2, (1, 13)),
-        # empty pools count: one GPU and a fourth of 128 CPUs
-        ([HEAD], [HEAD], ON_ROLES, 6, POOLS, (4, 31)),
-        ([HEAD], [HEAD], ON_ROLES, 2, POOLS, (2, 47)),
-        ([HEAD, *THREE], [HEAD, *THREE], ON_ROLES, 6, POOLS, (4, 31)),
-    ],
-)
-def test_concurrency_follows_free_and_future_nodes(free, whole, demand, wanted, pools, planned):
-    assert trial_concurrency(free, whole, demand, wanted, pools) == planned
-
-
-@pytest.fixture
-def place_nodes(monkeypatch):
-    """Set the nodes and pools of the cluster."""
-
-    def place(nodes, pools=()):
-        for name, value in (
-            ("alive_nodes", nodes),
-            ("free_nodes", nodes),
-            ("autoscaling_pools", pools),
-        ):
-            monkeypatch.setattr(cluster, name, lambda value=value: list(value))
-        monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 16.0})
-
-    return place
-
-
-def test_head_with_empty_pools_is_not_a_single_machine(place_nodes):
-    configs = [Config(cluster=Cluster(workers=1))]
-    sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6), "loss")
-    place_nodes([HEAD], POOLS)
-    assert plan_share(configs, sweep, 6) == Share(4, 31)
-    assert plan_share(configs, sweep, 2) == Share(2, 47)  # as many as are promoted
-    assert plan_share(configs, sweep, 1) == Share()  # has all, as a run
-    place_nodes(CPUS_16)
-    assert [
-        plan_share(configs, replace(sweep, concurrency=limit), 6).num_trials for limit in (None, 3)
-    ] == [1, 3]
-
-
-def test_concurrent_trials_on_one_machine_share_its_cores(place_nodes, monkeypatch):
-    """8 cores, of which Ray counts 10 CPUs: each trial has 2 for its data."""
-    monkeypatch.setattr(cluster, "available_cores_if_local", lambda: 8)
-    sweep = Sweep(
-        SAMPLE,
-        SAMPLE,
-        Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6),
-        "loss",
-        concurrency=2,
-    )
-    place_nodes(nodes(1, CPU=10.0))
-    alone = Config(cluster=Cluster(workers=1))
-    share = plan_share([alone], sweep, 6)
-    assert share == Share(2, 1, 3.0)
-    assert (sized(alone, share).cluster.cpus_per_worker, sized(alone, share).data.workers) == (
-        3.0,
-        1,
-    )
-    assert sized(alone, Share()) == alone
-
-
-def test_concurrency_is_as_given_if_nodes_will_be_added_without_a_known_limit(place_nodes):
-    growing = [Config(cluster=Cluster(workers=1, wait_for_nodes=True))]
-    sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6), "loss")
-    place_nodes([HEAD])
-    assert [
-        plan_share(growing, replace(sweep, concurrency=limit), 6).num_trials
-        for limit in (None, 3, 9)
-    ] == [1, 3, 6]
-    place_nodes([HEAD], POOLS)
-    assert plan_share(growing, replace(sweep, concurrency=6), 6).num_trials == 4
-
-
-def test_drivers_of_trials_fit_the_memory_of_the_head(place_nodes):
-    sweep = Sweep(SAMPLE, SAMPLE, Space({"optimizer.lr": Range(1e-4, 1e-2, log=True)}, 6), "loss")
-    place_nodes([replace(HEAD, resources=HEAD.resources | {"memory": 2.5 * 2**30})], POOLS)
-    assert plan_share([Config(cluster=Cluster(workers=1))], sweep, 6).num_trials == 2
-
-
-def test_trial_with_too_few_gpus_is_infeasible_and_others_run(place_nodes, tmp_path):
-    place_nodes([Node({"CPU": 16.0, "GPU": 2.0})])
+def test_trial_with_too_few_gpus_is_infeasible_and_others_run(tmp_path, monkeypatch):
+    for name in ("alive_nodes", "free_nodes"):
+        monkeypatch.setattr(placement, name, lambda: [Node({"CPU": 16.0, "GPU": 2.0})])
+    monkeypatch.setattr(placement, "autoscaling_pools", list)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 16.0})
     base = runs.config(runs.make_data(tmp_path / "set"), tmp_path, "sweep")
     corners = trials("cluster.workers=1,2,4,1-4", base=base)
-    feasible = check_corners(corners, "memory", runs.Silent())
-    assert [trial.config.cluster.max_workers for trial in feasible.corners] == [1, 2]
-    plan = replace(plan_of("cluster.workers=1,2", goal="memory", base=base), folder=tmp_path)
+    feasible, _ = prepare_data(corners, "throughput", runs.Silent())
+    assert [trial.config.cluster.max_workers for trial in feasible] == [1, 2]
+    plan = replace(plan_of("cluster.workers=1,2", goal="throughput", base=base), folder=tmp_path)
     outcome = train_rungs(corners[2], plan, 0, 1, runs.Silent(), lambda result: None)
     assert (
         outcome.status == "infeasible"
         and ("4 training workers of 1 CPU and 1 GPU each") in outcome.error
     )
     with pytest.raises(ResourceError, match=r"--cluster.workers 2 would fit"):
-        check_corners(corners[2:], "memory", runs.Silent())
+        prepare_data(corners[2:], "throughput", runs.Silent())

@@ -1,0 +1,114 @@
+"""How many trials run at a time, and the resources of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mmray.cluster import placement
+from mmray.cluster.capacity import Demand, Node, Pool, fits, max_cluster, max_concurrent
+from mmray.cluster.connect import INPUT_TASK_CPUS
+from mmray.cluster.ray_internals import HEAD_RESOURCE
+from mmray.config import Config
+from mmray.training.ray_backend import is_single_node, num_decode_actors, resource_demand
+from mmray.tuning.trials import TrialResources
+
+# Decode actors of ended trials release their CPUs with a delay.
+FREE_WAIT_S = 10.0
+MAX_CONCURRENT = 64
+# Memory of the driver process of a trial, on the head node.
+DRIVER_GIB = 1.0
+
+
+def apply_trial_resources(config: Config, resources: TrialResources) -> Config:
+    """Return the config of a run with the resources of a trial where the config has `auto`."""
+    if resources.cpus_per_worker is not None and config.cluster.cpus_per_worker == "auto":
+        config = config.with_cluster(cpus_per_worker=resources.cpus_per_worker)
+    if resources.decode_actors is not None and config.data.workers == "auto":
+        decode_actors = min(num_decode_actors(config), resources.decode_actors)
+        config = config.replace(data=config.data.replace(workers=decode_actors))
+    return config
+
+
+def plan_resources(
+    configs: Sequence[Config], concurrency: int | None, num_trials: int
+) -> TrialResources:
+    """Return how many of `num_trials` trials run at a time, and the resources of each.
+
+    A single trial has the whole cluster, as a run has.
+
+    Args:
+        configs: Configs of feasible trials; the plan fits the largest of them.
+        concurrency: Requested number; None: one on a single machine, otherwise as many as fit.
+    """
+    demand = max(
+        (resource_demand(config) for config in configs),
+        key=lambda each: each.workers * sum(each.per_worker.values()) + each.data_cpus,
+    )
+    nodes = placement.alive_nodes()
+    pools = placement.autoscaling_pools()
+    if concurrency is not None:
+        wanted = min(num_trials, concurrency)
+    elif all(is_single_node(config) for config in configs):
+        wanted = 1
+    else:
+        wanted = min(num_trials, _max_drivers(nodes))
+    if concurrency and not pools and all(config.cluster.wait_for_nodes for config in configs):
+        # The user states that nodes will be added, and for how many trials.
+        return TrialResources(wanted)
+    cpus_per_worker = None
+    if wanted > 1 and placement.available_cores_if_local() and "GPU" not in demand.per_worker:
+        # `auto` would give all cores of the machine to each trial.
+        cpus_per_worker = _shared_cpus_per_worker(nodes[0].resources["CPU"], wanted, demand)
+        demand = replace(demand, per_worker=demand.per_worker | {"CPU": cpus_per_worker})
+    free = placement.wait_for_free_nodes(demand, FREE_WAIT_S if fits(demand, nodes) else 0.0)
+    num_concurrent, decode_actors = fit_trials(free, nodes, demand, wanted, pools)
+    if num_concurrent == 1:
+        return TrialResources()
+    return TrialResources(num_concurrent, decode_actors, cpus_per_worker)
+
+
+def _max_drivers(nodes: Sequence[Node]) -> int:
+    """Return how many driver processes of trials fit the memory of the head node."""
+    heads = [node for node in nodes if HEAD_RESOURCE in node.resources]
+    memory_bytes = max((node.resources.get("memory", 0.0) for node in heads), default=0.0)
+    if not memory_bytes:
+        return MAX_CONCURRENT
+    return min(MAX_CONCURRENT, max(1, int(memory_bytes / 2**30 / DRIVER_GIB)))
+
+
+def _shared_cpus_per_worker(cpus: float, num_trials: int, demand: Demand) -> float:
+    """Return the CPUs of each worker if the trials share one machine; at least 1."""
+    return float(max(1, int((cpus / num_trials - demand.data_cpus) / demand.workers)))
+
+
+def fit_trials(
+    free: Sequence[Node],
+    nodes: Sequence[Node],
+    demand: Demand,
+    wanted: int,
+    pools: Sequence[Pool] = (),
+) -> tuple[int, int]:
+    """Return how many trials fit at a time, and the decode actors of each.
+
+    Every trial keeps a CPU for its data; without one it would wait forever.
+
+    Args:
+        free: Free resources of the nodes.
+        nodes: All resources of the nodes, for a trial that must wait for other jobs.
+        demand: Resources of one trial.
+        wanted: Upper limit of the number of trials.
+        pools: Nodes that an autoscaler can add.
+    """
+    combined = replace(demand, workers=demand.workers * wanted, data_cpus=demand.data_cpus * wanted)
+    cluster = max_cluster(combined, free, pools)
+    num_concurrent = max_concurrent(demand, cluster, wanted)
+    if num_concurrent == 0:
+        num_concurrent = 1
+        cluster = max_cluster(demand, nodes, pools)
+    data_nodes = [node for node in cluster if node.matches_labels(demand.data_label_selector)]
+    cpus = sum(node.resources.get("CPU", 0.0) for node in data_nodes)
+    worker_cpus = 0.0
+    if not demand.data_label_selector:
+        worker_cpus = demand.workers * demand.per_worker.get("CPU", 0.0)
+    return num_concurrent, max(1, int(cpus / num_concurrent - worker_cpus) - INPUT_TASK_CPUS)

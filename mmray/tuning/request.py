@@ -1,0 +1,66 @@
+"""What a sweep shall do: its recipe, search space, goal and budget."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from mmray.config import Config, Train
+from mmray.config.search_space import Space
+from mmray.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of a sweep over all its commands; None: no limit."""
+
+    seconds: float | None = None
+    gpu_seconds: float | None = None
+
+    @classmethod
+    def parse(cls, text: str | None) -> Budget:
+        """Parse `2h`, `30m`, `90s` or `40gpu-hours`. Raises UsageError."""
+        if not text:
+            return cls()
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h|gpu-hours)", text)
+        if match is None or float(match[1]) == 0:
+            raise UsageError(
+                f"--budget {text}: write a time such as 2h or 30m, or GPU-hours such as 40gpu-hours"
+            )
+        number, unit = float(match[1]), match[2]
+        if unit == "gpu-hours":
+            return cls(gpu_seconds=3600 * number)
+        return cls(seconds=number * {"s": 1, "m": 60, "h": 3600}[unit])
+
+    def fraction_spent(self, seconds: float, gpu_seconds: float) -> float | None:
+        """Return the spent part of the budget, 1 or more if nothing is left; None: no limit."""
+        if self.seconds is not None:
+            return seconds / self.seconds
+        if self.gpu_seconds is not None:
+            return gpu_seconds / self.gpu_seconds
+        return None
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """What a search shall do.
+
+    Attributes:
+        base: The recipe, with its own length (steps, samples or epochs), for best.yaml.
+        length: Section `train` with the length of a trial; without any it is that of the recipe.
+        goal: A key of `GOALS`.
+        recipe_rows: Global batch of the recipe if accumulation is searched; `base` has none then.
+        concurrency: Trials at a time; None: one on a single machine, as many as fit on a cluster.
+        searcher: `random` or `optuna`.
+        scheduler: `halving` or `asha`.
+    """
+
+    base: Config
+    length: Train
+    space: Space
+    goal: str
+    recipe_rows: int | None = None
+    concurrency: int | None = None
+    searcher: str = "random"
+    scheduler: str = "halving"
+    budget: Budget = field(default_factory=Budget)

@@ -1,0 +1,104 @@
+"""How many trials run at a time, on one machine and on clusters, and the resources of each."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmray.cluster import placement
+from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool
+from mmray.cluster.placement import ROLE_LABEL, parse_launcher_config
+from mmray.cluster.ray_internals import HEAD_RESOURCE
+from mmray.config import Cluster, Config
+from mmray.tuning.concurrency import apply_trial_resources, fit_trials, plan_resources
+from mmray.tuning.trials import TrialResources
+
+# 8 x 16 CPUs, 4 x 1 GPU
+CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())
+POOLS = parse_launcher_config(CLUSTER_YAML)
+HEAD = Node({HEAD_RESOURCE: 1.0}, {ROLE_LABEL: "head"})
+ON_ROLES = Demand(1, {"CPU": 1.0, "GPU": 1.0}, 2, {ROLE_LABEL: "train"}, {ROLE_LABEL: "data"})
+TWO_CPU_WORKERS = Demand(2, {"CPU": 1.0}, data_cpus=2)
+GPU_WORKERS = Demand(2, {"CPU": 1.0, "GPU": 1.0}, data_cpus=3)
+ONE_WORKER = [Config(cluster=Cluster(workers=1))]
+
+
+def nodes(count, group=None, role=None, **resources):
+    return [Node(resources, {NODE_GROUP: group, ROLE_LABEL: role} if group else None)] * count
+
+
+CPUS_8, CPUS_16 = nodes(1, CPU=8.0), nodes(1, CPU=16.0)
+GPUS_2 = [Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 2)]
+THREE = nodes(3, "gpu", "train", CPU=8.0, GPU=1.0)
+
+
+@pytest.mark.parametrize(
+    ("free", "whole", "demand", "wanted", "pools", "planned"),
+    [  # planned: concurrent trials, data CPUs of each
+        # decode actors share the CPUs left by workers
+        (CPUS_16, [], TWO_CPU_WORKERS, 1, (), (1, 13)),
+        (CPUS_16, [], TWO_CPU_WORKERS, 2, (), (2, 5)),
+        (nodes(1, CPU=4.0), [], TWO_CPU_WORKERS, 1, (), (1, 1)),
+        ([], CPUS_8, TWO_CPU_WORKERS, 3, (), (1, 5)),  # waits for resources in use
+        ([], [], GPU_WORKERS, 4, (), (1, 1)),  # waits for a cluster that can grow
+        ([], [], GPU_WORKERS, 4, GPUS_2, (1, 13)),
+        # empty pools count: one GPU and a fourth of 128 CPUs
+        ([HEAD], [HEAD], ON_ROLES, 6, POOLS, (4, 31)),
+        ([HEAD], [HEAD], ON_ROLES, 2, POOLS, (2, 47)),
+        ([HEAD, *THREE], [HEAD, *THREE], ON_ROLES, 6, POOLS, (4, 31)),
+    ],
+)
+def test_concurrency_follows_free_and_future_nodes(free, whole, demand, wanted, pools, planned):
+    assert fit_trials(free, whole, demand, wanted, pools) == planned
+
+
+@pytest.fixture
+def place_nodes(monkeypatch):
+    """Set the nodes and pools of the cluster."""
+
+    def place(nodes, pools=()):
+        values = {"alive_nodes": nodes, "free_nodes": nodes, "autoscaling_pools": pools}
+        for name, value in values.items():
+            monkeypatch.setattr(placement, name, lambda value=value: list(value))
+        monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 16.0})
+
+    return place
+
+
+def test_head_with_empty_pools_is_not_a_single_machine(place_nodes):
+    place_nodes([HEAD], POOLS)
+    assert plan_resources(ONE_WORKER, None, 6) == TrialResources(4, 31)
+    assert plan_resources(ONE_WORKER, None, 2) == TrialResources(2, 47)
+    assert plan_resources(ONE_WORKER, None, 1) == TrialResources()  # the whole cluster
+    place_nodes(CPUS_16)
+    assert plan_resources(ONE_WORKER, None, 6).num_concurrent == 1
+    assert plan_resources(ONE_WORKER, 3, 6).num_concurrent == 3
+
+
+def test_concurrent_trials_on_one_machine_share_its_cores(place_nodes, monkeypatch):
+    """8 cores, of which Ray counts 10 CPUs: each trial has 2 for its data."""
+    monkeypatch.setattr(placement, "available_cores_if_local", lambda: 8)
+    place_nodes(nodes(1, CPU=10.0))
+    resources = plan_resources(ONE_WORKER, 2, 6)
+    assert resources == TrialResources(2, 1, 3.0)
+    config = apply_trial_resources(ONE_WORKER[0], resources)
+    assert (config.cluster.cpus_per_worker, config.data.workers) == (3.0, 1)
+    assert apply_trial_resources(ONE_WORKER[0], TrialResources()) == ONE_WORKER[0]
+
+
+@pytest.mark.parametrize(("concurrency", "expected"), [(None, 1), (3, 3), (9, 6)])
+def test_concurrency_is_as_given_if_nodes_will_be_added_without_a_known_limit(
+    place_nodes, concurrency, expected
+):
+    growing = [Config(cluster=Cluster(workers=1, wait_for_nodes=True))]
+    place_nodes([HEAD])
+    assert plan_resources(growing, concurrency, 6).num_concurrent == expected
+    place_nodes([HEAD], POOLS)
+    assert plan_resources(growing, 6, 6).num_concurrent == 4
+
+
+def test_drivers_of_trials_fit_the_memory_of_the_head(place_nodes):
+    head = replace(HEAD, resources=HEAD.resources | {"memory": 2.5 * 2**30})
+    place_nodes([head], POOLS)
+    assert plan_resources(ONE_WORKER, None, 6).num_concurrent == 2
