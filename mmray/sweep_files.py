@@ -27,21 +27,24 @@ Status = Literal[
 
 
 class Goal(NamedTuple):
-    """What a sweep optimizes: a field of `TrialRow`, its title, and whether it is maximized.
+    """What a sweep optimizes.
 
-    `is_learned`: trials are compared by a held-out metric, at rungs.
+    Attributes:
+        title: Name of the value, with its unit.
+        maximize: Whether a higher value is better.
+        eval_metric: Held-out metric of metrics.jsonl by which trials are compared at rungs; None:
+            the speed of a trial counts.
     """
 
-    metric: str
     title: str
     maximize: bool
-    is_learned: bool = True
+    eval_metric: str | None
 
 
 GOALS = {
-    "throughput": Goal("samples_per_s", "samples/s", True, is_learned=False),
-    "loss": Goal("eval_loss", "held-out loss", False),
-    "recall": Goal("recall_at_1", "recall@1", True),
+    "throughput": Goal("samples/s", True, None),
+    "loss": Goal("held-out loss", False, "evaluate/loss"),
+    "recall": Goal("recall@1", True, "evaluate/recall_at_1/mean"),
 }
 
 
@@ -72,7 +75,6 @@ class TrialRow:
         micro, accumulation, workers, global_rows: Batch shape in rows; `global` in the file.
         step_p50_s, step_p95_s: Median and 95th percentile of the seconds of a step.
         peak_gib: Largest peak memory of a worker.
-        eval_loss, recall_at_1: Held-out metrics at the last rung.
         elapsed_s: Seconds with workers, over all starts of the trial.
         run: Folder of the run, relative to the sweep's.
         is_recipe: Whether the settings are the recipe's own.
@@ -91,8 +93,6 @@ class TrialRow:
     step_p50_s: float | None = None
     step_p95_s: float | None = None
     peak_gib: float | None = None
-    eval_loss: float | None = None
-    recall_at_1: float | None = None
     elapsed_s: float = 0.0
     run: str | None = None
     is_recipe: bool = False
@@ -103,6 +103,12 @@ class TrialRow:
     def samples(self) -> int | None:
         """Samples of the last rung."""
         return self.rungs[-1].samples if self.rungs else None
+
+    def value(self, goal: str) -> float | None:
+        """Return what the goal compares: samples/s, or the held-out metric at the last rung."""
+        if goal == "throughput":
+            return self.samples_per_s
+        return self.rungs[-1].value if self.rungs else None
 
     @property
     def shape(self) -> str:

@@ -140,7 +140,7 @@ def trials_table(rows: Sequence[TrialRow], goal: str, best: str | None) -> Table
             "step_p50_s": row.step_p50_s,
             "peak_gib": row.peak_gib,
             "samples": row.samples,
-            "value": getattr(row, GOALS[goal].metric),
+            "value": row.value(goal),
             "status": row.status.replace("_", " "),
         }
         for row in rows

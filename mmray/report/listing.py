@@ -122,12 +122,12 @@ def _sweep_row(sweep: SweepRecord) -> dict[str, Any]:
     """Return the fields of `_run_row` for a sweep: its ended trials, and the value of the
     best one.
     """
-    best, metric = sweep.best, sweep.goal.metric
+    best = sweep.best
     return {
         "kind": "sweep",
         "state": sweep.status,
         "trials": len(sweep.trials),
-        "metric": metric,
+        "metric": sweep.goal.title,
         "best": None if best is None else sweep.value(best),
         "best_trial": None if best is None else best.trial,
     }

@@ -33,8 +33,6 @@ class Column(NamedTuple):
 
 COLUMNS = (
     Column("samples", "samples"),
-    Column("eval_loss", "held-out loss", 3),
-    Column("recall_at_1", "recall@1", 3),
     Column("global_rows", "global batch"),
     Column("micro", "micro"),
     Column("accumulation", "accum."),
@@ -76,13 +74,18 @@ class SweepRecord:
         return "unfinished" if status == "running" else str(status)
 
     @property
+    def goal_name(self) -> str:
+        name = str(self.summary.get("goal"))
+        return name if name in GOALS else "throughput"
+
+    @property
     def goal(self) -> Goal:
-        return GOALS.get(str(self.summary.get("goal")), GOALS["throughput"])
+        return GOALS[self.goal_name]
 
     @property
     def is_throughput(self) -> bool:
-        """Whether batch shapes were measured, instead of settings compared by held-out metrics."""
-        return self.goal == GOALS["throughput"]
+        """Whether speed was measured, instead of held-out metrics."""
+        return self.goal.eval_metric is None
 
     @property
     def recommendation(self) -> Recommendation | None:
@@ -100,13 +103,7 @@ class SweepRecord:
 
     def value(self, row: TrialRow) -> float | None:
         """Return the value of the goal of a trial; None if it was not measured."""
-        return getattr(row, self.goal.metric)
-
-    @property
-    def best_value(self) -> str:
-        """The goal's value of the best trial, formatted."""
-        column = next(column for column in COLUMNS if column.field == self.goal.metric)
-        return column.text(self.best) if self.best else ""
+        return row.value(self.goal_name)
 
     @property
     def best_per_global_batch(self) -> list[TrialRow]:

@@ -20,8 +20,6 @@ MAX_ERROR_CHARS = 240
 TOLERANCE = 0.02
 # Trials that the recommendation names as close to the best one.
 MAX_CLOSE = 3
-# Held-out metric in metrics.jsonl by goal.
-EVAL_METRICS = {"loss": "evaluate/loss", "recall": "evaluate/recall_at_1/mean"}
 # The line of a traceback that has the exception.
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
 
@@ -60,9 +58,9 @@ def newest_value(lines: Sequence[dict[str, Any]], goal: str) -> float | str:
     Args:
         lines: Content of metrics.jsonl.
     """
-    if goal == "throughput":
+    name = GOALS[goal].eval_metric
+    if name is None:
         return samples_per_s(lines) or "no step was timed; use longer trials (--train.steps)"
-    name = EVAL_METRICS[goal]
     values = [line[name] for line in lines if name in line]
     if not values:
         return f"{name} was not measured; use another --goal for this objective"
@@ -90,10 +88,6 @@ def measured_row(
     row = replace(row, status=outcome.status, error=outcome.error)
     if trial.shape is not None:
         row = _with_shape(row, trial.shape, goal, lines)
-    if row.rungs and goal == "loss":
-        row = replace(row, eval_loss=row.rungs[-1].value)
-    elif row.rungs and goal == "recall":
-        row = replace(row, recall_at_1=row.rungs[-1].value)
     if not lines:
         return row
     peaks_gib = [line["memory/peak_gib"] for line in lines if line.get("memory/peak_gib")]
@@ -103,7 +97,7 @@ def measured_row(
         step_p50_s=lines[-1].get("time/step_p50_s"),
         samples_per_s=samples_per_s(lines),
         peak_gib=max(peaks_gib, default=None),
-        curve=() if goal == "throughput" else learning_curve(lines, EVAL_METRICS[goal]),
+        curve=_learning_curve(lines, GOALS[goal].eval_metric),
     )
 
 
@@ -117,7 +111,7 @@ def _with_shape(
     """
     requested = shape.micro_batch_size
     used = min(requested, int(lines[-1].get("batch/micro") or requested)) if lines else requested
-    if used < requested and (shape.auto or goal != "throughput"):
+    if used < requested and (shape.auto or GOALS[goal].eval_metric):
         shape = shape.with_micro_batch_size(used)
     row = replace(
         row,
@@ -135,11 +129,12 @@ def _with_shape(
     return replace(row, status="out_of_memory", error=error)
 
 
-def learning_curve(lines: Sequence[dict[str, Any]], name: str) -> tuple[CurvePoint, ...]:
-    """Return the finite values of a held-out metric."""
-    return tuple(
-        CurvePoint(line["rows_stop"], line[name]) for line in lines if line.get(name) is not None
-    )
+def _learning_curve(lines: Sequence[dict[str, Any]], name: str | None) -> tuple[CurvePoint, ...]:
+    """Return the finite values of a held-out metric; none for the speed of a trial."""
+    if name is None:
+        return ()
+    measured = [line for line in lines if line.get(name) is not None]
+    return tuple(CurvePoint(line["rows_stop"], line[name]) for line in measured)
 
 
 def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | None:
@@ -154,11 +149,11 @@ def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | Non
         measured = [row for row in reached if row.rungs[-1].samples == longest]
     if not measured:
         return None
-    if goal == "throughput":
-        return _recommend_fastest(measured)
     ranked = sorted(measured, key=lambda row: row.rungs[-1].value, reverse=GOALS[goal].maximize)
+    if goal == "throughput":
+        return _recommend_fastest(ranked)
     best = ranked[0]
-    why = _describe_best(best, measured, goal) + _compare_with_recipe(best, rows, goal)
+    why = _describe_best(ranked, goal) + _compare_with_recipe(best, rows, goal)
     close = [row.trial for row in ranked[1:] if _is_close(row, best)]
     if close:
         names = ", ".join(close[:MAX_CLOSE])
@@ -171,45 +166,36 @@ def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | Non
     return Recommendation(best.trial, why)
 
 
-def _recommend_fastest(measured: Sequence[TrialRow]) -> Recommendation:
-    fastest = max(measured, key=lambda row: row.rungs[-1].value)
-    best = _smallest_of_the_fastest(measured)
-    if best is fastest:
-        why = _describe_best(best, measured, "throughput")
-    else:
-        why = (
-            f"{best.trial} has {_format_value(best, 'throughput')}, within {TOLERANCE:.0%} of the "
-            f"highest ({_format_value(fastest, 'throughput')} of {fastest.trial}), and needs less "
-            "memory."
-        )
-    per_global: dict[str, str] = {}
-    for size in sorted({row.global_rows or 0 for row in measured}):
-        same_size = [row for row in measured if row.global_rows == size]
-        per_global[str(size)] = _smallest_of_the_fastest(same_size).trial
+def _recommend_fastest(ranked: Sequence[TrialRow]) -> Recommendation:
+    """Recommend the trial with the least memory within TOLERANCE of the fastest."""
+    smallest: dict[str, TrialRow] = {}
+    for size in sorted({row.global_rows or 0 for row in ranked}):
+        smallest[str(size)] = _least_memory([row for row in ranked if row.global_rows == size])
+    best = _least_memory(ranked)
+    why = _describe_best(ranked, "throughput")
+    if best is not ranked[0]:
+        why += f" {best.trial} is within {TOLERANCE:.0%} of it and needs less memory."
+    per_global = {size: row.trial for size, row in smallest.items()}
     return Recommendation(best.trial, why, per_global)
 
 
-def _smallest_of_the_fastest(rows: Sequence[TrialRow]) -> TrialRow:
-    """Return the trial with the least memory within TOLERANCE of the fastest."""
-    fastest = max(rows, key=lambda row: row.rungs[-1].value)
-    near = [row for row in rows if _is_close(row, fastest)]
-    return min(near, key=lambda row: (row.peak_gib or 0.0, -row.rungs[-1].value))
+def _least_memory(ranked: Sequence[TrialRow]) -> TrialRow:
+    near = [row for row in ranked if _is_close(row, ranked[0])]
+    return min(near, key=lambda row: row.peak_gib or 0.0)
 
 
-def _describe_best(best: TrialRow, measured: Sequence[TrialRow], goal: str) -> str:
+def _describe_best(ranked: Sequence[TrialRow], goal: str) -> str:
+    best = ranked[0]
     text = f"{best.trial} has {_format_value(best, goal)}"
-    if len(measured) == 1:
+    if len(ranked) == 1:
         return f"{text}; no other trial was trained for as many samples."
     order = "highest" if GOALS[goal].maximize else "lowest"
-    return f"{text}, the {order} of {len(measured)} trials."
+    return f"{text}, the {order} of {len(ranked)} trials."
 
 
 def _format_value(row: TrialRow, goal: str, rung: int = -1) -> str:
-    """Format as `held-out loss 2.345`, or as `123 samples/s`."""
-    value = row.rungs[rung].value
-    if goal == "throughput":
-        return f"{value:,.4g} samples/s"
-    return f"{GOALS[goal].title} {value:.3f}"
+    """Format as `2.345 held-out loss`, or as `123 samples/s`."""
+    return f"{row.rungs[rung].value:,.4g} {GOALS[goal].title}"
 
 
 def _is_close(row: TrialRow, other: TrialRow) -> bool:
@@ -227,5 +213,5 @@ def _compare_with_recipe(best: TrialRow, rows: Sequence[TrialRow], goal: str) ->
     last = min(len(own.rungs), len(best.rungs)) - 1
     return (
         f" After {own.rungs[last].samples:,} samples the recipe's own settings ({own.trial}) have "
-        f"{_format_value(own, goal, last)} and {best.trial} has {best.rungs[last].value:.3f}."
+        f"{_format_value(own, goal, last)} and {best.trial} has {best.rungs[last].value:,.4g}."
     )

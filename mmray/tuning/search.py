@@ -148,7 +148,7 @@ def _add_data(
     """Prepare the data of a config, and return it with the data of other trials."""
     resolved = resolve_run(config, reporter)
     held_out = resolved.eval_set
-    if held_out is None and GOALS[goal].is_learned:
+    if held_out is None and GOALS[goal].eval_metric:
         raise UsageError(
             f"--goal {goal}: the set holds no rows out; prepare it with --holdout, or give "
             "--data.eval"

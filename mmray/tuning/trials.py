@@ -127,7 +127,7 @@ def corner_trials(base: Config, space: Space, goal: str) -> list[Trial]:
         UsageError: A setting cannot be searched, or no combination is feasible.
     """
     for key in ("batch.micro", "batch.accumulation"):
-        if key in space.axes and GOALS[goal].is_learned:
+        if key in space.axes and GOALS[goal].eval_metric:
             raise UsageError(
                 f"--space {key}: --goal {goal} depends on the global batch, not on how it is "
                 "divided; search batch.global, or find the fastest division with "
@@ -211,7 +211,8 @@ class SweepPlan:
 
     @property
     def is_learned(self) -> bool:
-        return GOALS[self.goal].is_learned
+        """Whether trials are compared by a held-out metric at rungs, instead of by their speed."""
+        return GOALS[self.goal].eval_metric is not None
 
     @property
     def warmup_samples(self) -> int:

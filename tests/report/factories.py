@@ -165,7 +165,6 @@ def learned(name, lr, status="finished", **changes):
         status=status,
         settings={"optimizer.lr": lr, "optimizer.betas": [0.9, 0.98]},
         curve=(CurvePoint(64, 3.0), CurvePoint(256, 2.5)),
-        eval_loss=2.5,
         rungs=rungs[:1] if status == "pruned" else rungs,
     )
     return replace(row, **changes)
@@ -173,7 +172,7 @@ def learned(name, lr, status="finished", **changes):
 
 def make_learning_sweep(folder):
     """Eight learning rates: finished, ended early, and diverged."""
-    diverged = {"curve": (), "rungs": (), "eval_loss": None, "error": "evaluate/loss is not finite"}
+    diverged = {"curve": (), "rungs": (), "error": "evaluate/loss is not finite"}
     rows = [learned("t001", 1e-3), learned("t002", 0.1, "failed", **diverged)]
     rows += [learned(f"t{number:03}", number * 1e-4, "pruned") for number in (4, 3, 5, 6, 7, 8)]
     space = {"optimizer.lr": ["loguniform(1e-05, 0.1)"], "optimizer.betas": [[0.9, 0.98]]}

@@ -72,7 +72,7 @@ def test_rows_have_state_steps_and_scores(tmp_path):
     }
     sweep = rows["sweep"]
     assert [sweep[key] for key in ("kind", "state", "trials", "metric", "best", "best_trial")] == [
-        *("sweep", "unfinished", 2, "samples_per_s", 900.0, "t002")
+        *("sweep", "unfinished", 2, "samples/s", 900.0, "t002")
     ]
 
 
@@ -100,7 +100,7 @@ def test_last_active_run_is_first_in_table_and_json(tmp_path, capfd):
     assert lines[0].split() == ["name", "state", "steps", "loss", "last", "best", "active"]
     words = [" ".join(each.split()) for each in lines]
     assert words[3] == "finished finished 20 0.250 0.375 recall_at_1 0.500 (step 10) 1h 00m ago"
-    assert words[4] == "sweep unfinished 2 trials - - samples_per_s 900.000 (t002) 2h 00m ago"
+    assert words[4] == "sweep unfinished 2 trials - - samples/s 900.000 (t002) 2h 00m ago"
 
 
 def test_missing_folder_is_a_usage_error_and_empty_folder_is_not(tmp_path, capfd):

@@ -255,10 +255,7 @@ def test_page_of_a_learning_sweep_has_curves_and_rungs(tmp_path):
 
 def test_loss_of_exactly_zero_is_a_value(tmp_path):
     rungs = (Rung(64, 0.0),)
-    rows = [
-        learned(f"t00{n}", 10.0**-n, rungs=rungs, eval_loss=0.0, curve=(CurvePoint(64, 0.0),))
-        for n in (1, 2)
-    ]
+    rows = [learned(f"t00{n}", 10.0**-n, rungs=rungs, curve=(CurvePoint(64, 0.0),)) for n in (1, 2)]
     page = page_of(make_sweep(tmp_path / "sweep", rows, goal="loss", rungs=[64]))
     assert plots(page) == ["curves"] and page.count(">0.000</td>") == 2
 
@@ -277,7 +274,7 @@ def test_running_sweep_has_a_page(tmp_path):
     """As written by `mmray tune` before it ends."""
     rows = [
         learned("t001", 1e-3, "paused"),
-        learned("t002", 1e-2, "running", rungs=(), curve=(), eval_loss=None),
+        learned("t002", 1e-2, "running", rungs=(), curve=()),
     ]
     about = {"status": "running", "recommendation": None, "gpu_hours": 0.25}
     page = page_of(make_sweep(tmp_path / "sweep", rows, goal="loss", rungs=[64, 256], **about))

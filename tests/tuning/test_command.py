@@ -29,7 +29,7 @@ def trial(name, status, *values, **changes):
     return TrialRow(name, status, {"optimizer.lr": 1e-3}, rungs=rungs, elapsed_s=61.0, **changes)
 
 
-FINISHED = trial("t001", "finished", 2.0, eval_loss=2.0, samples_per_s=640.0, peak_gib=0.5)
+FINISHED = trial("t001", "finished", 2.0, samples_per_s=640.0, peak_gib=0.5)
 OOM = trial("t002", "out_of_memory", error="CUDA out of memory")
 STOPPED = trial("t001", "stopped")
 
@@ -54,7 +54,7 @@ def test_finished_sweep_prints_best_trial_and_next_command():
     assert code == 0
     assert "1 of 2 trials measured in 61 s" in text
     assert "t002       out of memory: CUDA out of memory" in text
-    assert "t001 has held-out loss 2.000; no other trial was trained" in text
+    assert "t001 has 2 held-out loss; no other trial was trained" in text
     assert "t001*" in text and "mmray train " in text and "sample-tune/best.yaml" in text
 
 

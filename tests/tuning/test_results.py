@@ -48,7 +48,7 @@ def test_row_has_the_value_of_the_last_rung_and_a_curve_of_finite_values():
     lines = [line(1), line(4, **{"evaluate/loss": 2.0}), line(8, **{"evaluate/loss": None})]
     lines.append(line(12, **{"evaluate/loss": 1.0}))
     row = measured(lines, "loss", (Rung(1024, 2.0), Rung(3072, 1.0)))
-    assert (row.eval_loss, row.recall_at_1, row.samples) == (1.0, None, 3072)
+    assert (row.value("loss"), row.samples) == (1.0, 3072)
     assert row.curve == ((1024, 2.0), (3072, 1.0))
     assert TrialRow.from_json(row.to_json()) == row
 
@@ -123,14 +123,14 @@ def trial(name, *values, status="finished", size=64, gib=1.0, **settings):
             [trial("a", 10.0, gib=4), trial("b", 9.9, gib=2), trial("c", 5.0, gib=1)],
             "throughput",
             "b",
-            "b has 9.9 samples/s, within 2% of the highest (10 samples/s of a), and needs less "
+            "a has 10 samples/s, the highest of 3 trials. b is within 2% of it and needs less "
             "memory.",
         ),
         (
             [trial("a", 9.0, status="failed"), trial("b", 0.2)],
             "recall",
             "b",
-            "b has recall@1 0.200; no other trial was trained for as many samples.",
+            "b has 0.2 recall@1; no other trial was trained for as many samples.",
         ),
         (
             [trial("a", 2.0), trial("b", 2.001), trial("c", 2.5)],
@@ -148,8 +148,8 @@ def trial(name, *values, status="finished", size=64, gib=1.0, **settings):
             [trial("own", 3.0, 2.0, status="pruned"), trial("best", 2.5, 1.5, 1.0)],
             "loss",
             "best",
-            "After 400 samples the recipe's own settings (own) have held-out loss 2.000 and best "
-            "has 1.500.",
+            "After 400 samples the recipe's own settings (own) have 2 held-out loss and best "
+            "has 1.5.",
         ),
         (
             [trial("own", 1.0), trial("b", 9.0)],

@@ -122,7 +122,7 @@ def test_rows_have_rungs_and_the_way_each_trial_ended(begin):
         ("waiting", 0),
     ]
     assert [rung.elapsed_s for rung in rows["t001"].rungs] == [10, 35, 35]
-    assert (rows["t001"].eval_loss, rows["t002"].eval_loss) == (1.0, 2.0)
+    assert (rows["t001"].value("loss"), rows["t002"].value("loss")) == (1.0, 2.0)
     assert rows["t003"].error == "evaluate/loss is not finite"
     assert state.reporter.rows[-2:] == [("t001", "finished", 3), ("t003", "failed", 1)]
     assert recommend_trial(list(rows.values()), "loss").best == "t001"
