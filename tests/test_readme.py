@@ -1,4 +1,4 @@
-"""The README: its example of a custom model trains, and its command lines parse."""
+"""Documents: the example model trains, command lines parse, links lead to files."""
 
 import re
 import shlex
@@ -20,6 +20,8 @@ from tests.training import runs
 README = (ROOT / "README.md").read_text()
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
 EXAMPLE = next(code for language, code in FENCES if language == "python" and "nn.Module" in code)
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("mmray/**/*.md"), *ROOT.glob("tests/*.md")]
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 COMMAND = re.compile(r"\b(?:mmray |jobs/)train(?:\.py)? ?([^&\n]*)")
 
 
@@ -42,6 +44,13 @@ def own_model_flags():
 def test_documented_train_commands_parse(words):
     config, _ = parse_config([word for word in words if not word.endswith(".yaml")], "train")
     assert config.recipe in RECIPES
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_of_documents_lead_to_files(document):
+    links = [link for link in LINK.findall(document.read_text()) if "://" not in link]
+    missing = [link for link in links if not (document.parent / link).exists()]
+    assert not missing
 
 
 def rows_with_words():
