@@ -324,7 +324,7 @@ def test_completion_script_completes_commands_flags_and_values(tmp_path):
     for words, expected in (
         (["tr"], "train"),
         (["train", "clip", "--batch.mic"], "--batch.micro"),
-        (["train", "--train.precision", "bf16-"], "bf16-true"),
+        (["train", "--train.precision", "fp1"], "fp16"),
         (["tune", "clip", "--goal", "l"], "loss"),
         (["prepare", "a", "b", "--max-b"], "--max-bad-fraction"),
         (["bench", "lo"], "loader"),
