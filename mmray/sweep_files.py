@@ -11,7 +11,7 @@ TRIALS = "trials.jsonl"
 BATCH_SETTINGS = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")
 
 # `waiting`: not started; `paused`: ended at a rung and may continue; `pruned`: not continued after
-# a rung; `stopped`: by the user or the budget; `predicted`: a batch shape that was not measured.
+# a rung; `stopped`: by the user or the budget.
 Status = Literal[
     "waiting",
     "running",
@@ -22,7 +22,6 @@ Status = Literal[
     "failed",
     "out_of_memory",
     "infeasible",
-    "predicted",
 ]
 
 
@@ -89,7 +88,6 @@ class TrialRow:
     workers: int | None = None
     global_rows: int | None = None
     samples_per_s: float | None = None
-    predicted_samples_per_s: float | None = None
     step_p50_s: float | None = None
     step_p95_s: float | None = None
     peak_gib: float | None = None

@@ -37,7 +37,6 @@ COLUMNS = (
     Column("micro", "micro"),
     Column("accumulation", "accum."),
     Column("workers", "workers"),
-    Column("predicted_samples_per_s", "predicted samples/s", None),
     Column("samples_per_s", "samples/s", None),
     Column("step_p50_s", "ms per step", scale=1000.0),
     Column("peak_gib", "peak GiB", 2),

@@ -1,24 +1,20 @@
-"""Start the worker groups that measure batch shapes, and write their results: sweep.json,
-trials.jsonl, best.yaml.
-"""
+"""Start the worker groups that time batch shapes, and write sweep.json, trials.jsonl, best.yaml."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import pickle
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from math import ceil
 from multiprocessing.connection import Connection
 from typing import Any
 
 from mmray.cluster.connect import needs_ray, ray_session
-from mmray.config import Config, from_yaml, to_yaml
-from mmray.config.search_space import Space, override_settings, setting_value
+from mmray.config import Config, to_yaml
+from mmray.config.search_space import Range, Space, override_settings
 from mmray.engine.batch import resolve_batch_shape
 from mmray.errors import (
     MmrayError,
@@ -32,198 +28,101 @@ from mmray.processes import SPAWN, init_child, starting_children
 from mmray.report.write import write_report_safely
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, remove_tree
-from mmray.sweep_files import SWEEP, TRIALS
+from mmray.sweep_files import SWEEP, Recommendation, TrialRow
 from mmray.training.driver import check_classes
 from mmray.training.local import WorkerFailed, check_gpus, describe_exit, resolve_on_this_machine
 from mmray.training.local_worker import pickled
 from mmray.training.monitor import RunReporter
-from mmray.training.run_dir import (
-    RunDir,
-    collect_environment,
-    forbidden_changes,
-    has_other_files,
-    select_folder,
-)
+from mmray.training.run_dir import collect_environment
 from mmray.training.validate import unsupported_reasons
-from mmray.tuning.shape import (
-    FailedShape,
-    Measurements,
-    Row,
-    ShapeTask,
-    fit,
-    predict_rows,
-    recommend,
-    unmeasured_rows,
-    with_measured,
-)
+from mmray.tuning.shape import Failure, Measurements, ShapeTask, build_rows, recommend
+from mmray.tuning.sweep import resolve_sweep_dir
 
-FILES = (SWEEP, TRIALS, "recipe.yaml", "best.yaml", "report.html", "ray", lease.FOLDER)
 GLOBAL = "batch.global"
 DEFAULT_VOCAB = 30522  # of BERT: the probe does not read the data, whose tokenizer has the size
 OnMessage = Callable[[dict[str, Any]], None]
 
 
-@dataclass(frozen=True)
-class Probe:
-    """One worker group's settings, and the task that it measures."""
+def plan_task(base: Config, space: Space | None) -> ShapeTask:
+    """Return the task of a recipe: its global batch, or those that the space lists.
 
-    settings: dict[str, Any]
-    task: ShapeTask
-
-
-def plan_probes(base: Config, space: Space | None) -> list[Probe]:
-    """Return a probe per combination of settings; all global batches are one probe.
-
-    Raises UsageError.
+    Raises:
+        UsageError: A global batch is invalid, or the settings contradict each other.
     """
-    axes: dict[str, Any] = dict(space.axes) if space else {}
-    for name, values in axes.items():
-        if not isinstance(values, tuple):
-            raise UsageError(
-                f"--space {name}: --goal throughput takes no ranges; list the values, with commas"
-            )
-    sizes = axes.pop(GLOBAL, (_own_global(base),))
-    probes = []
-    for values in itertools.product(*axes.values()):
-        combination = dict(zip(axes, values, strict=True))
-        configs = [override_settings(base, combination | _batch(size)) for size in sizes]
-        config = configs[0]
-        if conflicts := unsupported_reasons(
-            config.with_cluster(workers=config.cluster.max_workers)
-        ):
-            raise UsageError("\n".join(conflicts))
-        rows = tuple(dict.fromkeys(each.batch.global_ or 0 for each in configs))
-        settings = {name: setting_value(config, name) for name in combination}
-        probes.append(Probe(settings, ShapeTask(config, rows, (config.cluster.max_workers,))))
-    return probes
+    listed = space.axes[GLOBAL] if space else (_own_global(base),)
+    if isinstance(listed, Range):
+        raise UsageError(
+            f"--space {GLOBAL}: --goal throughput takes no ranges; list the values, with commas"
+        )
+    configs = [override_settings(base, _batch(size)) for size in listed]
+    config = configs[0]
+    if conflicts := unsupported_reasons(config.with_cluster(workers=config.cluster.max_workers)):
+        raise UsageError("\n".join(conflicts))
+    # Ascending, so that a size that does not fit is not tried with more rows.
+    sizes = sorted({each.batch.global_ or 0 for each in configs})
+    return ShapeTask(config, tuple(sizes))
 
 
 def _batch(global_rows: Any) -> dict[str, Any]:
     return {GLOBAL: global_rows, "batch.micro": 1, "batch.accumulation": None}
 
 
-def candidate_workers(config: Config, world: int, device: str) -> tuple[int, ...]:
-    """Return the numbers of workers to predict: of an elastic range 1, 2, 4, ...;
-
-    `world` workers measure.
-    """
-    low, high = config.cluster.min_workers, config.cluster.max_workers
-    threads_depend = device == "cpu" and config.cluster.cpus_per_worker == "auto"
-    if (
-        config.train.parallel in ("fsdp", "hsdp") or threads_depend
-    ):  # a step of fewer workers differs in more than communication
-        return tuple(sorted({world, high}))
-    return tuple(
-        sorted(
-            {
-                world,
-                high,
-                *(1 << shift for shift in range(high.bit_length()) if low <= 1 << shift <= high),
-            }
-        )
-    )
-
-
 def probe_shapes(
     base: Config, space: Space | None, reporter: RunReporter
-) -> tuple[AnyPath, dict[str, Any], list[Row]]:
-    """Measure, predict and recommend batch shapes; return the folder, sweep.json and the rows.
-    Raises MmrayError.
+) -> tuple[AnyPath, dict[str, Any], list[TrialRow]]:
+    """Measure and recommend batch shapes.
 
+    Returns:
+        The folder, the content of sweep.json, and the rows of trials.jsonl.
+
+    Raises:
+        MmrayError: No shape can be measured.
     """
-    probes, start_s = plan_probes(base, space), time.monotonic()
-    folder = _resolve_folder(base, probes)
+    task, start_s = plan_task(base, space), time.monotonic()
+    summary: dict[str, Any] = {"space": {GLOBAL: list(task.global_rows)}, "measures": "shapes"}
+    folder = resolve_sweep_dir(base, summary, reporter, restart=True)
+    summary |= {"kind": "sweep", "recipe": base.recipe, "goal": "throughput"}
     with lease.Lease(folder.path, activity="in use for a sweep"):
         folder.write("recipe.yaml", to_yaml(base))
+        folder.write_json(SWEEP, summary | {"status": "running"})
         reporter.log(str(folder.path), "sweep")
-        rows: list[Row] = []
-        results: list[tuple[Probe, Measurements]] = []
-        summary: dict[str, Any] = {}
-        failure: MmrayError | None = None
-        for number, probe in enumerate(probes, 1):
-            shown = " ".join(f"{name}={value}" for name, value in probe.settings.items())
-            reporter.status(f"measuring batch shapes {shown}".rstrip())
-            try:
-                task, found = measure(probe.task, folder.path / "ray", reporter)
-            except MmrayError as error:
-                failure = error
-                status = "out_of_memory" if isinstance(error, OutOfMemoryError) else "infeasible"
-                new = unmeasured_rows(probe.task, status, first_line(error))
-            else:
-                results.append((replace(probe, task=task), found))
-                new = with_measured(predict_rows(task, found, fit(found)), found)
-            suffix = f"-{number}" if number > 1 else ""
-            rows += [
-                row | {"settings": probe.settings, "trial": row["trial"] + suffix} for row in new
-            ]
-            status = "finished" if number == len(probes) else "running"
-            summary = _write(
-                base, probes, folder, results, rows, status, time.monotonic() - start_s
-            )
+        try:
+            measurements = measure(task, folder.path / "ray", reporter)
+        except MmrayError:
+            folder.write_json(SWEEP, summary | {"status": "failed"})
+            raise
+        rows = build_rows(task.global_rows, measurements)
+        recommendation = recommend(rows, measurements, _own_global(base))
+        if recommendation is not None:
+            best = next(row for row in rows if row.trial == recommendation.best)
+            recipe = best_recipe(base, best)
+            recommendation = _with_scaled_steps(recommendation, base, recipe)
+            folder.write("best.yaml", f"# {recommendation.why}\n" + to_yaml(recipe))
+        summary |= {
+            "status": "finished" if recommendation else "failed",
+            "elapsed_s": time.monotonic() - start_s,
+            "environment": collect_environment(),
+            "recommendation": recommendation.to_json() if recommendation else None,
+            "workers": measurements.workers,
+            "limit_gib": measurements.limit_gib,
+        }
+        folder.write_rows(rows)
+        folder.write_json(SWEEP, summary)
         write_report_safely(folder.path, reporter.log)
-    if failure is not None and not results:
-        raise failure
     return folder.path, summary, rows
 
 
-def _write(
-    base: Config,
-    probes: list[Probe],
-    folder: RunDir,
-    results: list[tuple[Probe, Measurements]],
-    rows: list[Row],
-    status: str,
-    elapsed_s: float,
-) -> dict[str, Any]:
-    """Write the results so far, so that a killed probe keeps what it measured; return
-    sweep.json.
-    """
-    recommendation, fits = _recommend(base, rows, results), [fit(found) for _, found in results]
-    summary = {
-        "kind": "sweep",
-        "recipe": base.recipe,
-        **_identity(probes),
-        "goal": "throughput",
-        "status": status if recommendation or status == "running" else "failed",
-        "elapsed_s": elapsed_s,
-        "environment": collect_environment(),
-        "recommendation": recommendation,
-        "probes": [{"settings": probe.settings, **found.to_json()} for probe, found in results],
-        "fits": [{"text": each.format(), **asdict(each)} for each in fits],
-    }
-    folder.write(TRIALS, "".join(json.dumps(row) + "\n" for row in rows))
-    folder.write_json(SWEEP, summary)
-    if recommendation:
-        best = next(row for row in rows if row["trial"] == recommendation["best"])
-        folder.write("best.yaml", f"# {recommendation['why']}\n" + to_yaml(best_recipe(base, best)))
-    return summary
-
-
-def _recommend(
-    base: Config, rows: list[Row], results: list[tuple[Probe, Measurements]]
-) -> Row | None:
-    """Return the best recommendation of all combinations of settings."""
-    own = _own_global(base)
-    found = [
-        recommend([row for row in rows if row["settings"] == probe.settings], measured, own)
-        for probe, measured in results
-    ]
-    by_trial = {row["trial"]: row for row in rows}
-    best = max(
-        filter(None, found), key=lambda each: by_trial[each["best"]]["samples_per_s"], default=None
+def _with_scaled_steps(
+    recommendation: Recommendation, base: Config, recipe: Config
+) -> Recommendation:
+    """Add to the reason that the recipe has another number of steps, if it has."""
+    if recipe.train.steps == base.train.steps:
+        return recommendation
+    why = (
+        f"{recommendation.why} train.steps is {recipe.train.steps} instead of {base.train.steps} "
+        "for as many samples; the warm-up is scaled too."
     )
-    if best is not None:
-        row = by_trial[best["best"]]
-        steps, before = (
-            best_recipe(base, row).train.steps,
-            row["settings"].get("train.steps", base.train.steps),
-        )
-        if steps != before:
-            best["why"] += (
-                f" train.steps is {steps} instead of {before} for as many samples; the warm-up is "
-                "scaled too."
-            )
-    return best
+    return replace(recommendation, why=why)
 
 
 def _own_global(base: Config) -> int:
@@ -231,147 +130,116 @@ def _own_global(base: Config) -> int:
     return resolve_batch_shape(base.batch, base.cluster.max_workers).global_batch_size
 
 
-def best_recipe(base: Config, best: Row) -> Config:
-    """Return the recipe with the shape and settings of a row, and as many steps as cover the
-    recipe's samples.
-    """
-    config = override_settings(
-        base, best["settings"] | _batch(best["global"]) | {"batch.micro": best["micro"]}
-    )
+def best_recipe(base: Config, best: TrialRow) -> Config:
+    """Return the recipe with a measured shape, and as many steps as cover the recipe's samples."""
+    assert best.global_rows is not None
+    config = override_settings(base, _batch(best.global_rows) | {"batch.micro": best.micro})
     if config.train.steps is not None:
-        ratio = _own_global(base) / best["global"]
-        steps, warmup_steps = (
-            ceil(config.train.steps * ratio),
-            ceil(config.optimizer.warmup_steps * ratio),
+        ratio = _own_global(base) / best.global_rows
+        warmup_steps = ceil(config.optimizer.warmup_steps * ratio)
+        config = config.replace(
+            train=config.train.replace(steps=ceil(config.train.steps * ratio)),
+            optimizer=config.optimizer.replace(warmup_steps=warmup_steps),
         )
-        optimizer = config.optimizer.replace(warmup_steps=warmup_steps)
-        config = config.replace(train=config.train.replace(steps=steps), optimizer=optimizer)
-    workers = (
-        config.cluster.workers if best["workers"] == config.cluster.max_workers else best["workers"]
-    )
-    return config.with_cluster(workers=workers).replace(
-        run=config.run.replace(name=None, resume="auto")
-    )
+    return config.replace(run=config.run.replace(name=None, resume="auto"))
 
 
-def _identity(probes: list[Probe]) -> dict[str, Any]:
-    space: dict[str, list[Any]] = {GLOBAL: list(probes[0].task.global_rows)}
-    for name, value in (item for probe in probes for item in probe.settings.items()):
-        if value not in space.setdefault(name, []):
-            space[name].append(value)
-    return {"space": space, "measures": "shapes"}
+def measure(task: ShapeTask, scratch: AnyPath, reporter: RunReporter) -> Measurements:
+    """Measure in a process of this machine (one worker), or in a Ray worker group.
 
+    Args:
+        scratch: Folder for files of Ray Train, removed at the end.
 
-def _resolve_folder(base: Config, probes: list[Probe]) -> RunDir:
-    """Return the folder of this probe: an equal one is measured again. Raises UsageError."""
-
-    def inspect(path: AnyPath) -> tuple[list[str], bool] | None:
-        before = RunDir(path).read_json(SWEEP)
-        if before is None:
-            if has_other_files(path, FILES):
-                raise UsageError(f"{path} exists and is not a sweep; choose another --run.name")
-            return None
-        changes = [
-            f"{name}: {before.get(name)} -> {now}"
-            for name, now in _identity(probes).items()
-            if before.get(name) != now
-        ]
-        recipe = from_yaml((path / "recipe.yaml").read_text(), str(path / "recipe.yaml"))
-        old, new = (config.model_dump(mode="json", by_alias=True) for config in (recipe, base))
-        return changes + forbidden_changes(
-            old, new, ("run", "cluster.address", "cluster.start_timeout_s")
-        ), False
-
-    return RunDir(select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep").path)
-
-
-def measure(
-    task: ShapeTask, scratch: AnyPath, reporter: RunReporter
-) -> tuple[ShapeTask, Measurements]:
-    """Measure a task in a process of this machine (one worker) or in a Ray worker group.
-
-    Returns the task with the device and the candidate numbers of workers, and its measurements.
-    After a group that died in a measurement another one starts (`_until_it_fits`). Raises
-    MmrayError.
+    Raises:
+        MmrayError: The workers cannot start, or no shape fits.
     """
     config = task.config
     if not needs_ray(config.cluster):
         check_gpus(config)
         check_classes(config)
-        task = _resolved(task, resolve_on_this_machine(config))
-        return task, _until_it_fits(task, _run_locally, reporter)
+        task = replace(task, config=_with_vocab(resolve_on_this_machine(config)))
+        return measure_in_groups(task, _run_locally, reporter)
     with ray_session(config.cluster):
         from mmray.tuning.shape_group import ShapeGroup  # imports Ray Train
 
         check_classes(config)
         group = ShapeGroup(config, scratch, reporter)
-        workers = candidate_workers(config, group.workers, group.config.cluster.accelerator)
-        task = _resolved(replace(task, workers=workers), group.config)
+        if group.workers < config.cluster.max_workers:
+            reporter.log(f"{group.workers} of {config.cluster.max_workers} could start", "workers")
+        task = replace(task, config=_with_vocab(group.config))
         try:
-            return task, _until_it_fits(task, group.run, reporter)
+            return measure_in_groups(task, group.run, reporter)
         finally:
             with suppress(OSError):
                 remove_tree(scratch)
 
 
-def _resolved(task: ShapeTask, config: Config) -> ShapeTask:
-    """Return the task with the config and the embedding rows that the data would set."""
+def _with_vocab(config: Config) -> Config:
+    """Return the config with the embedding rows that the data would set."""
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
-    config = config.replace(
-        model=config.model.with_vocab(config.model.vocab_size or trained or DEFAULT_VOCAB, None)
-    )
-    return replace(task, config=config)
+    vocab_size = config.model.vocab_size or trained or DEFAULT_VOCAB
+    return config.replace(model=config.model.with_vocab(vocab_size, None))
 
 
-def _until_it_fits(
+def measure_in_groups(
     task: ShapeTask, run: Callable[[ShapeTask, OnMessage], Measurements], reporter: RunReporter
 ) -> Measurements:
-    """Measure in one group after the other, each without the shapes that do not fit because of an
-    earlier one.
+    """Measure in a worker group; after one that died, another one continues with smaller sizes.
 
     A worker lost without a sign of too little memory (its node, preemption, NCCL) counts as out of
     memory only if another one is lost at the same shape.
+
+    Raises:
+        OutOfMemoryError: Not even one row fits.
     """
-    trying, unexplained = (0, 0), set[tuple[int, int]]()  # rows of a micro-batch and of a step
-
-    def on_message(message: dict[str, Any]) -> None:
-        nonlocal trying
-        trying = message.get("trying", trying)
-        if "status" in message:
-            reporter.status(message["status"])
-        if "note" in message:
-            reporter.log(message["note"], "weights")
-
+    unexplained = set[tuple[int, int] | None]()
     while True:
-        trying = 0, 0
+        watch = _GroupWatch(task, reporter)
         try:
-            found = run(task, on_message)
+            measurements = run(task, watch.on_message)
         except (OutOfMemoryError, WorkerFailed) as error:
-            lost = isinstance(error, WorkerFailed) and error.kind == "lost"
+            task, trying = watch.task, watch.trying
             cause = error.cause if isinstance(error, WorkerFailed) else error
-            # SIGKILL too: see describe_signal
-            reason, out_of_memory = first_line(cause), is_out_of_memory(cause)
-            failed = FailedShape(*trying, reason)
-            if lost and not out_of_memory:
+            is_lost = isinstance(error, WorkerFailed) and error.kind == "lost"
+            reason = first_line(cause)
+            shape = "start of the workers"
+            if trying is not None:
+                shape = f"global batch of {trying[0]} in micro-batches of {trying[1]}"
+            if not is_out_of_memory(cause):  # SIGKILL is a sign of it, see describe_signal
+                if not is_lost:
+                    raise cause from None
                 if trying not in unexplained:
                     unexplained.add(trying)
-                    shape = failed if failed.rows else "start of the workers"
-                    reporter.log(
-                        f"{shape}: {reason}; not known to be out of memory, measuring again",
-                        "workers",
-                    )
+                    text = f"{shape}: {reason}; not known to be out of memory, measuring again"
+                    reporter.log(text, "workers")
                     continue
                 reason += ", twice at this shape, which counts as out of memory"
-            if failed.rows < 2 or not (lost or out_of_memory):
+            if trying is None or trying[1] == 1:
                 raise cause from None
-            task = replace(
-                task, failed_shapes=(*task.failed_shapes, failed._replace(reason=reason))
-            )
-            reporter.log(f"{failed}: {reason}; measuring shapes that need less memory", "memory")
+            task = task.add(Failure(*trying, reason))
+            reporter.log(f"{shape}: {reason}; measuring shapes that need less memory", "memory")
             continue
-        if not found.samples:
-            raise OutOfMemoryError(f"a micro-batch of 1 row does not fit: {found.reason}")
-        return found
+        if not measurements.visits:
+            raise OutOfMemoryError(measurements.failure(max(task.global_rows), 1))
+        return measurements
+
+
+class _GroupWatch:
+    """Receives the messages of a worker group, and keeps what it has measured."""
+
+    def __init__(self, task: ShapeTask, reporter: RunReporter) -> None:
+        self.task = task
+        self.trying: tuple[int, int] | None = None  # global batch and micro-batch
+        self._reporter = reporter
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        self.trying = message.get("trying", self.trying)
+        if "measured" in message:
+            self.task = self.task.add(message["measured"])
+        if "status" in message:
+            self._reporter.status(message["status"])
+        if "note" in message:
+            self._reporter.log(message["note"], "weights")
 
 
 def _run_locally(task: ShapeTask, on_message: OnMessage) -> Measurements:
@@ -414,9 +282,9 @@ def _run_worker(connection: Connection, task: ShapeTask) -> None:
         torch.device("cuda", 0) if task.config.cluster.accelerator == "gpu" else torch.device("cpu")
     )
     try:
-        found = measure_shapes(
+        measurements = measure_shapes(
             task, Group(device=device), lambda message: connection.send(("message", message))
         )
-        connection.send(("returned", found))
+        connection.send(("returned", measurements))
     except Exception as error:  # noqa: BLE001 - raised again in the driver
         connection.send(("raised", pickled(error)))

@@ -1,4 +1,4 @@
-"""Measure steps of batch shapes in one worker of a group, on synthetic batches.
+"""Time steps of batch shapes on synthetic batches, in one worker of a group.
 
 Without Ray; all ranks do the same.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmray import objectives
 from mmray.engine import precision
 from mmray.engine.collectives import Group
-from mmray.engine.memory_probe import GIB, HEADROOM, HOST_FRACTION, FakeGroup, keep_freed_memory
+from mmray.engine.memory_probe import GIB, HEADROOM, HOST_FRACTION, keep_freed_memory
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.optimizer import build_optimizer, set_lr
 from mmray.engine.parallel import strategy
@@ -36,35 +36,29 @@ from mmray.machine import free_memory
 from mmray.models.build import build
 from mmray.models.fusion import LabelTexts
 from mmray.models.synthetic import synthetic_batch
-from mmray.tuning.shape import (
-    ROUNDS,
-    Measurements,
-    Sample,
-    ShapeTask,
-    explore,
-    fit,
-    micro_sizes,
-    next_duel,
-    predict_rows,
-    with_measured,
-)
+from mmray.tuning.shape import Failure, Measurements, ShapeTask, Visit, next_micro
 
 if TYPE_CHECKING:
     from mmray.config import Config
 
-MIN_STEPS, MAX_STEPS, WINDOW_S = 3, 60, 0.6  # timed steps of a visit
-MAX_PAIRS_S = 60.0  # the rounds of a global batch end after about this time
-ALL_REDUCES = 5
+MAX_STEPS = 60  # timed steps of a visit
+WINDOW_S = 0.6  # duration of a visit, if a step is shorter
 LABEL_TOKENS = 4  # of a synthetic label name
-# of rank 0: status, note, trying (rows of a micro-batch and of a step)
+# Called on rank 0 with `status`, `note`, `trying` (global batch and micro-batch) or `measured`.
 Report = Callable[[dict[str, Any]], Any]
 
 
 def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurements:
-    """Measure what `task` asks for; each size is reported before, so that the driver knows which
-    one killed a worker.
+    """Time batch shapes of each global batch until the best one is known.
 
-    Raises OutOfMemoryError if this rank runs out of memory where the others wait for it.
+    Args:
+        task: Global batches, and what earlier groups measured.
+        group: All ranks.
+        report: Each shape is reported before it is timed, so that the driver knows which one killed
+            a worker.
+
+    Raises:
+        OutOfMemoryError: This rank ran out of memory in a step in which other ranks wait for it.
     """
     config, device = task.config, group.device
     torch.set_num_threads(config.cluster.num_threads)
@@ -74,38 +68,25 @@ def measure_shapes(task: ShapeTask, group: Group, report: Report) -> Measurement
     config = config.replace(train=resolve_auto(config.train, group))
     configure_torch(config.train, device)
     report({"status": "building the model"})
-    model = build_model(config, group, report)
-    stepper = Stepper.create(config, model, group)
-    if stepper.inner_collectives:
-        stepper = stepper.wrapped()
-    found = Measurements(group.world_size, _memory_limit_gib(group), stepper.input_gib())
-    found.failed_shapes = list(task.failed_shapes)
-
-    def measure(micro: int, accumulation: int) -> Sample | str:
-        first = accumulation == 1 and not found.samples
-        if failed := found.find_failure(micro, micro * accumulation):
-            return failed.reason
-        report(
-            {"trying": (micro, micro * accumulation)}
-            | ({"status": f"micro-batches of {micro}"} if first else {})
-        )
-        return stepper.measure(micro * accumulation, micro)
-
-    sizes = micro_sizes(
-        task.global_rows, [world for world in task.workers if world <= group.world_size]
+    stepper = Stepper.create(config, build_model(config, group, report), group)
+    measurements = Measurements(
+        group.world_size, _memory_limit_gib(group), list(task.visits), list(task.failures)
     )
-    explore(measure, sizes, found)
-    if not found.samples:
-        return found
-    if group.world_size > 1 and not stepper.inner_collectives:
-        stepper = _measure_communication(task, stepper, found, report)
-    costs = fit(found)
     for global_rows in task.global_rows:
-        while duel := next_duel(
-            with_measured(predict_rows(task, found, costs), found), found, global_rows
-        ):
-            _measure_pairs([row["micro"] for row in duel], global_rows, stepper, found, report)
-    return found
+        if global_rows < group.world_size:
+            continue
+        while (micro := next_micro(measurements, global_rows)) is not None:
+            message: dict[str, Any] = {"trying": (global_rows, micro)}
+            if micro not in measurements.step_times(global_rows):
+                message["status"] = f"global batch of {global_rows} in micro-batches of {micro}"
+            report(message)
+            outcome = stepper.measure(global_rows, micro)
+            report({"measured": outcome})
+            if isinstance(outcome, Visit):
+                measurements.visits.append(outcome)
+            else:
+                measurements.failures.append(outcome)
+    return measurements
 
 
 def build_model(config: Config, group: Group, report: Report) -> nn.Module:
@@ -123,200 +104,108 @@ def build_model(config: Config, group: Group, report: Report) -> nn.Module:
     assert model is not None
     label_texts = getattr(model, "label_texts", None)
     if isinstance(label_texts, LabelTexts) and label_texts.token_ids is None:
-        ids = lambda names: (np.ones((len(names), LABEL_TOKENS), int), [LABEL_TOKENS] * len(names))  # noqa: E731
-        label_texts.tokenize(SimpleNamespace(encode=ids))
-    model = apply_transforms(model, config.train, config.optimizer, group.device)
-    if config.train.parallel in strategy.SHARDED:
-        dtype, sync_once = (
-            precision.DTYPES[config.train.precision],
-            config.train.fsdp_sync == "step",
-        )
-        model = strategy.wrap_model(
-            model, group, config.train.parallel, shard_dtype=dtype, sync_once=sync_once
-        )
-    return model.train()
+        label_texts.tokenize(SimpleNamespace(encode=_encode_label_names))
+    return apply_transforms(model, config.train, config.optimizer, group.device).train()
+
+
+def _encode_label_names(names: list[str]) -> tuple[np.ndarray, list[int]]:
+    return np.ones((len(names), LABEL_TOKENS), int), [LABEL_TOKENS] * len(names)
 
 
 @dataclass
 class Stepper:
-    """Takes synthetic steps.
-
-    Without inner collectives ranks are independent (`FakeGroup`) until `wrapped`.
-    """
+    """Takes steps of all ranks, with their communication, on synthetic batches."""
 
     config: Config
     state: TrainState
-    group: Group  # of all ranks
-    inner_collectives: bool
+    group: Group
 
     @classmethod
     def create(cls, config: Config, model: nn.Module, group: Group) -> Stepper:
-        mixed = precision.select_precision(config.train.precision, group.device)
-        optimizer = build_optimizer(model, config.optimizer)
-        # random rows must not lead to infinite weights, whose updates are skipped
+        """Wrap the model as in training, with an optimizer that does not change the weights."""
+        train = config.train
+        mixed = precision.select_precision(train.precision, group.device)
+        wrapped = strategy.wrap_model(
+            model,
+            group,
+            train.parallel,
+            train.grad_compression,
+            shard_dtype=mixed.dtype,
+            sync_once=train.fsdp_sync == "step",
+        )
+        optimizer = build_optimizer(strategy.unwrap(wrapped), config.optimizer)
+        # Random rows must not lead to infinite weights, whose updates are skipped.
         set_lr(optimizer, 0.0)
-        inner = strategy.has_inner_collectives(model)
-        step_group = group if inner else FakeGroup(group.rank, group.world_size, group.device)
         state = TrainState(
-            model=model,
+            model=wrapped,
             objective=objectives.build(config.objective),
-            group=step_group,
+            group=group,
             precision=mixed,
             optimizer=optimizer,
             scaler=mixed.scaler(),
             timers=PhaseTimers(group.device),
             clip_norm=config.optimizer.clip_norm,
         )
-        return cls(config, state, group, inner)
+        return cls(config, state, group)
 
-    def wrapped(self) -> Stepper:
-        """Return a stepper whose steps communicate, as in training."""
-        train = self.config.train
-        model = strategy.wrap_model(
-            self.state.model, self.group, train.parallel, train.grad_compression
-        )
-        return replace(self, state=replace(self.state, model=model, group=self.group))
+    def measure(self, global_rows: int, micro: int) -> Visit | Failure:
+        """Time steps of a batch shape; return the same on all ranks.
 
-    def make_batch(self, rows: int) -> dict[str, Tensor]:
-        spec = self.config.model
-        return synthetic_batch(spec.inputs, spec.vocab_size, rows, self.group.device)
-
-    def input_gib(self) -> float:
-        """GiB of a row: a GPU holds the rows of two steps (engine/prefetch.py)."""
-        return (
-            (1 + (self.group.device.type == "cuda"))
-            * sum(column.nbytes for column in self.make_batch(1).values())
-            / GIB
-        )
-
-    def measure(self, rows: int, micro: int) -> Sample | str:
-        """Time steps of `rows` rows per rank; return the same on all ranks: a sample, or why it
-        does not fit.
-
-        Raises OutOfMemoryError if the other ranks wait for this one.
+        Raises:
+            OutOfMemoryError: This rank ran out of memory, and other ranks wait for it.
         """
-        timers, device = PhaseTimers(self.group.device), self.group.device
-        state = replace(self.state, timers=timers)
+        device = self.group.device
         _reset_peak_memory(device)
-        error, took_s, batch, reserved = "", 0.0, None, None
+        timers = PhaseTimers(device)
+        state = replace(self.state, timers=timers)
+        batch: LocalBatch | None = None
+        next_batch: list[torch.Tensor] = []
+        reason = ""
         try:
-            batch = make_local_batch(
-                [self.make_batch(min(micro, rows - first)) for first in range(0, rows, micro)]
-            )
-            if device.type == "cuda":  # the next batch is copied to it meanwhile
-                reserved = [
-                    column.clone() for each in batch.micro_batches for column in each.values()
+            batch = self._make_batch(ceil(global_rows / self.group.world_size), micro)
+            # A GPU holds the next batch too, which is copied to it during the step.
+            if device.type == "cuda":
+                next_batch = [
+                    column.clone() for rows in batch.micro_batches for column in rows.values()
                 ]
-            took_s = self._time(state, batch)  # the first step allocates
-        except (RuntimeError, MemoryError) as raised:
-            if not is_out_of_memory(raised):
+            first_s = self._time(state, batch)  # allocates, and is slower than others
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
                 raise
-            error = first_line(raised)
-            if not isinstance(state.group, FakeGroup):
+            reason = first_line(error)
+            if self.group.world_size > 1:
                 raise OutOfMemoryError(
-                    f"out of memory with micro-batches of {micro} rows: {error}"
-                ) from raised
-        if error:  # outside `except`: the traceback would keep the step's tensors alive
-            batch = reserved = None
+                    f"out of memory with micro-batches of {micro} rows: {reason}"
+                ) from error
+        if reason:  # outside `except`: the traceback would keep the step's tensors alive
+            batch = None
+            next_batch.clear()
             zero_gradients(state)
-        outcomes = self.group.all_gather_objects(error or took_s)
-        if reasons := [
-            f"{outcome} (rank {rank})"
-            for rank, outcome in enumerate(outcomes)
-            if isinstance(outcome, str)
-        ]:
-            return reasons[0]
+            return Failure(global_rows, micro, reason)
         assert batch is not None
-        steps = min(MAX_STEPS, max(MIN_STEPS, ceil(WINDOW_S / max(outcomes))))
-        timers.pop_s()
-        times_s = [self._time(state, batch) for _ in range(steps)]
-        optimizer_s = timers.pop_s()["optimizer"] / steps
-        peak_gib = timers.peak_gib()
-        # DDP keeps the gradients between steps
-        if self.group.world_size > 1 and isinstance(state.group, FakeGroup):
-            peak_gib += (
-                sum(weight.nbytes for weight in state.model.parameters() if weight.requires_grad)
-                / GIB
-            )
-        ranks = self.group.all_gather_objects((float(np.median(times_s)), optimizer_s, peak_gib))
-        del reserved
-        return Sample(
-            micro, ceil(rows / micro), *(max(column) for column in zip(*ranks, strict=True))
+        slowest_s = max(self.group.all_gather_objects(first_s))
+        num_steps = min(MAX_STEPS, max(1, ceil(WINDOW_S / slowest_s)))
+        times_s = [self._time(state, batch) for _ in range(num_steps)]
+        own = (float(np.median(times_s)), timers.peak_gib())
+        step_s, peak_gib = np.max(self.group.all_gather_objects(own), axis=0).tolist()
+        next_batch.clear()
+        return Visit(global_rows, micro, step_s, peak_gib)
+
+    def _make_batch(self, rows: int, micro: int) -> LocalBatch:
+        """Return the micro-batches of a step of this rank, of `rows` rows in total."""
+        spec, device = self.config.model, self.group.device
+        sizes = [min(micro, rows - first) for first in range(0, rows, micro)]
+        return make_local_batch(
+            [synthetic_batch(spec.inputs, spec.vocab_size, size, device) for size in sizes]
         )
 
     def _time(self, state: TrainState, batch: LocalBatch) -> float:
         start_s = time.perf_counter()
-        optimizer_step(
-            state, batch, partial(precision.micro_seed, self.config.train.seed, 0, self.group.rank)
-        )
+        seed_of = partial(precision.micro_seed, self.config.train.seed, 0, self.group.rank)
+        optimizer_step(state, batch, seed_of)
         if self.group.device.type == "cuda":
             torch.cuda.synchronize(self.group.device)
         return time.perf_counter() - start_s
-
-
-def _measure_communication(
-    task: ShapeTask, stepper: Stepper, found: Measurements, report: Report
-) -> Stepper:
-    """Measure the communication of a step of all ranks that backward does not hide; scale it to
-    fewer workers.
-
-    The scale is the time of an all-reduce of the gradients. Returns the stepper that communicates.
-    """
-    group, rows = stepper.group, max(task.global_rows) // stepper.group.world_size
-    micro = max(size for size in fit(found).micros if size <= max(1, rows))
-    report({"status": "communication", "trying": (micro, micro)})
-    alone = stepper.measure(micro, micro)  # again, so that both are measured at the same time
-    stepper = stepper.wrapped()
-    together = stepper.measure(micro, micro)
-    if isinstance(alone, str) or isinstance(together, str):
-        found.too_large, found.reason = micro, str(together)
-        return stepper
-    exposed_s = max(0.0, together.step_s - alone.step_s)
-    gradients = sum(
-        weight.numel() for weight in stepper.state.model.parameters() if weight.requires_grad
-    )
-    values = torch.zeros(gradients, device=group.device)
-    worlds = sorted(
-        {world for world in (*task.workers, group.world_size) if 1 < world <= group.world_size}
-    )
-    reduce_s = {world: min(group.time_all_reduces(values, world, ALL_REDUCES)) for world in worlds}
-    found.sync_s = {
-        world: exposed_s * seconds / reduce_s[group.world_size]
-        for world, seconds in reduce_s.items()
-    }
-    return stepper
-
-
-def _measure_pairs(
-    micros: Sequence[int], global_rows: int, stepper: Stepper, found: Measurements, report: Report
-) -> None:
-    """Measure shapes of one global batch in alternating order, with communication, until one does
-    not fit.
-    """
-    rows, pairs = ceil(global_rows / stepper.group.world_size), list[dict[int, float]]()
-    peaks = found.peak_gib.setdefault(global_rows, {})
-    report(
-        {
-            "status": f"global batch of {global_rows} in micro-batches of "
-            f"{' and '.join(map(str, micros))}"
-        }
-    )
-    while len(pairs) < ROUNDS and sum(sum(pair.values()) for pair in pairs) < MAX_PAIRS_S / (
-        1 + MIN_STEPS
-    ):
-        pair: dict[int, float] = {}
-        for micro in micros if len(pairs) % 2 == 0 else reversed(micros):
-            report({"trying": (micro, rows)})
-            sample = stepper.measure(rows, micro)
-            if isinstance(sample, str):
-                found.failed[global_rows] = micro, sample
-                found.pairs[global_rows] = [
-                    each for each in found.pairs.get(global_rows, ()) if micro not in each
-                ]
-                return
-            pair[micro], peaks[micro] = sample.step_s, max(sample.peak_gib, peaks.get(micro, 0.0))
-        pairs.append(pair)
-    found.pairs[global_rows] = [*found.pairs.get(global_rows, ()), *pairs]
 
 
 def _reset_peak_memory(device: torch.device) -> None:

@@ -63,13 +63,16 @@ class SweepDir(RunDir):
         return {row.trial: row for row in rows}
 
 
-def resolve_sweep_dir(base: Config, identity: dict[str, Any], reporter: RunReporter) -> SweepDir:
+def resolve_sweep_dir(
+    base: Config, identity: dict[str, Any], reporter: RunReporter, restart: bool = False
+) -> SweepDir:
     """Return the folder of this sweep.
 
     Logs why the newest earlier sweep of this recipe is not resumed.
 
     Args:
         identity: Entries of sweep.json that a resumed sweep must have.
+        restart: Return the folder of an equal sweep that has finished, too.
 
     Raises:
         UsageError: `run.name` is the folder of something else, or of a sweep with other settings.
@@ -90,7 +93,7 @@ def resolve_sweep_dir(base: Config, identity: dict[str, Any], reporter: RunRepor
         old = recipe.model_dump(mode="json", by_alias=True)
         new = base.model_dump(mode="json", by_alias=True)
         changes += forbidden_changes(old, new, RESUMABLE_CHANGES)
-        return changes, before["status"] == "finished"
+        return changes, before["status"] == "finished" and not restart
 
     selection = select_folder(base.run, f"{base.recipe}-tune", inspect, "sweep")
     if selection.skipped:

@@ -1,37 +1,24 @@
-"""Fit, prediction and choice of batch shapes, on synthetic devices with the noise of a shared
-machine.
-"""
+"""Choice of batch shapes on synthetic devices with the noise of a shared machine."""
 
 import math
 import random
 from dataclasses import dataclass, field
 
-import pytest
-
-from mmray.config import recipes
 from mmray.engine.batch import BatchShape
 from mmray.tuning.shape import (
-    ROUNDS,
-    FailedShape,
+    Failure,
     Measurements,
-    Sample,
-    ShapeTask,
-    candidates,
-    explore,
-    fit,
+    Visit,
+    build_rows,
     micro_sizes,
-    next_duel,
-    predict_rows,
+    next_micro,
     recommend,
-    with_measured,
 )
-
-CONFIG = recipes.load("sample")
 
 
 @dataclass
 class Device:
-    """Times and memory of steps;
+    """Times and memory of steps.
 
     `noise`: of each visit, which bursts of other programs slow by up to 3 x.
     """
@@ -42,15 +29,16 @@ class Device:
 
     def __post_init__(self):
         self.rng = rng = random.Random(self.seed)
-        self.launch_s, self.row_s = 10 ** rng.uniform(-2.5, -1), 10 ** rng.uniform(-4, -2)
-        self.optimizer_s, self.ratio = (
-            10 ** rng.uniform(-3, -1.5),
-            rng.choice([1.0, rng.uniform(1.2, 1.5)]),
-        )
-        self.slow_from, self.slowdown = 2 ** rng.randint(3, 9), rng.uniform(1.0, 1.3)
+        self.launch_s = 10 ** rng.uniform(-2.5, -1)
+        self.row_s = 10 ** rng.uniform(-4, -2)
+        self.optimizer_s = 10 ** rng.uniform(-3, -1.5)
+        self.ratio = rng.choice([1.0, rng.uniform(1.2, 1.5)])
+        self.slow_from = 2 ** rng.randint(3, 9)
+        self.slowdown = rng.uniform(1.0, 1.3)
         self.workers = rng.choice([1, 1, 2, 8])
         self.sync_s = rng.uniform(0, 0.1) * (self.workers > 1)
-        self.base_gib, self.row_gib = rng.uniform(0.5, 4), 10 ** rng.uniform(-3, -1)
+        self.base_gib = rng.uniform(0.5, 4)
+        self.row_gib = 10 ** rng.uniform(-3, -1)
         self.limit_gib = self.base_gib + self.row_gib * 2 ** rng.uniform(2, 9) + 1.0
         self.input_gib = 0.001
 
@@ -59,87 +47,119 @@ class Device:
         linear_s = rows * self.row_s * (self.slowdown if rows >= self.slow_from else 1)
         return (self.launch_s**4 + linear_s**4) ** 0.25
 
-    def step_s(self, shape, sync=True):
-        rows = math.ceil(shape.global_batch_size / shape.world_size)
-        first, *others = [
-            self.pass_s(min(shape.micro_batch_size, rows - start))
-            for start in range(0, rows, shape.micro_batch_size)
-        ]
-        return self.optimizer_s + first + self.ratio * sum(others) + self.sync_s * sync
+    def step_s(self, shape):
+        """Seconds of a step; `ratio`: a second forward of GradCache, if there is accumulation."""
+        rows, micro = shape.rank_batch_size, shape.micro_batch_size
+        first, *others = [self.pass_s(min(micro, rows - start)) for start in range(0, rows, micro)]
+        return self.optimizer_s + first + self.ratio * sum(others) + self.sync_s
 
     def peak_gib(self, shape):
-        rows = math.ceil(shape.global_batch_size / shape.world_size)
+        micro = shape.micro_batch_size
         return (
-            self.base_gib
-            + self.row_gib * shape.micro_batch_size
-            + self.input_gib * (rows - shape.micro_batch_size)
+            self.base_gib + self.row_gib * micro + self.input_gib * (shape.rank_batch_size - micro)
         )
 
     def slowed(self, seconds):
         burst = self.rng.uniform(1, 3) if self.noise and self.rng.random() < 0.1 else 1.0
         return seconds * burst * math.exp(self.rng.gauss(0, self.noise))
 
-    def measure(self, micro, accumulation):
-        shape = BatchShape(micro * accumulation, micro, 1)
+    def shape(self, global_rows, micro):
+        return BatchShape(global_rows, micro, self.workers)
+
+    def measure(self, global_rows, micro):
+        shape = self.shape(global_rows, micro)
         if self.peak_gib(shape) > self.limit_gib:
-            return "CUDA out of memory"
-        seconds = self.slowed(self.step_s(shape, sync=False))
-        return Sample(micro, accumulation, seconds, self.optimizer_s, self.peak_gib(shape))
+            return Failure(global_rows, micro, "CUDA out of memory")
+        return Visit(global_rows, micro, self.slowed(self.step_s(shape)), self.peak_gib(shape))
 
 
 def probe(device, *global_rows):
-    """Measure as a worker group does; return the task, the measurements and the final rows."""
-    task = ShapeTask(CONFIG, global_rows, (device.workers,))
-    found = Measurements(device.workers, device.limit_gib, device.input_gib)
-    explore(device.measure, micro_sizes(global_rows, task.workers), found)
-    found.sync_s = {device.workers: device.sync_s}
-    rows = predict_rows(task, found, fit(found))
+    """Measure as a worker group does."""
+    measurements = Measurements(device.workers, device.limit_gib)
     for size in global_rows:
-        while duel := next_duel(with_measured(rows, found), found, size):
-            shapes = [BatchShape(size, row["micro"], device.workers) for row in duel]
-            rounds = [
-                {shape.micro_batch_size: device.slowed(device.step_s(shape)) for shape in shapes}
-                for _ in range(ROUNDS)
-            ]
-            found.pairs[size] = [*found.pairs.get(size, ()), *rounds]
-            peaks = {shape.micro_batch_size: device.peak_gib(shape) for shape in shapes}
-            found.peak_gib[size] = found.peak_gib.get(size, {}) | peaks
-    return task, found, with_measured(predict_rows(task, found, fit(found)), found)
+        while (micro := next_micro(measurements, size)) is not None:
+            outcome = device.measure(size, micro)
+            into = measurements.visits if isinstance(outcome, Visit) else measurements.failures
+            into.append(outcome)
+    return measurements
 
 
 def test_choice_is_within_5_percent_of_the_best_shape_in_100_noisy_devices():
     losses = []
     for seed in range(100):
         device = Device(seed, noise=0.05)
-        rows = device.workers * device.rng.choice([96, 128, 256, 1000])
-        _, found, final = probe(device, rows)
-        chosen = recommend(final, found)["best"]
-        shapes = {row["trial"]: BatchShape(rows, row["micro"], device.workers) for row in final}
-        feasible = [
-            shape for shape in shapes.values() if device.peak_gib(shape) <= device.limit_gib
-        ]
-        losses.append(device.step_s(shapes[chosen]) / min(map(device.step_s, feasible)) - 1)
+        global_rows = device.workers * device.rng.choice([96, 128, 256, 1000])
+        measurements = probe(device, global_rows)
+        rows = build_rows([global_rows], measurements)
+        best = recommend(rows, measurements).best
+        chosen = next(row.micro for row in rows if row.trial == best)
+        sizes = micro_sizes(global_rows // device.workers)
+        shapes = [device.shape(global_rows, micro) for micro in sizes]
+        feasible = [shape for shape in shapes if device.peak_gib(shape) <= device.limit_gib]
+        fastest_s = min(map(device.step_s, feasible))
+        losses.append(device.step_s(device.shape(global_rows, chosen)) / fastest_s - 1)
     assert sum(loss <= 0.05 for loss in losses) >= 95, sorted(losses)[-8:]
 
 
-def test_failed_shape_refuses_only_shapes_that_need_as_much_memory():
-    accumulated, single = FailedShape(16, 48, ""), FailedShape(16, 16, "")
-    assert all(
-        failed.implies(*shape)
-        for failed in (accumulated, single)
-        for shape in [(16, 48), (24, 48), (32, 64)]
-    )
-    assert not any(accumulated.implies(*shape) for shape in [(48, 48), (64, 64), (16, 32), (8, 64)])
-    assert single.implies(64, 64) and single.implies(16, 32) and not single.implies(8, 64)
+def table(*visits, failures=(), limit_gib=8.0):
+    """Measurements of one worker: (global batch, micro-batch, GiB) of each visit."""
+    timed = [Visit(rows, micro, 1.0 / micro, gib) for rows, micro, gib in visits]
+    return Measurements(1, limit_gib, timed, [Failure(*each, "no memory") for each in failures])
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_prediction_of_a_quiet_device_is_exact_at_measured_sizes(seed):
-    device = Device(seed)
-    task, found, rows = probe(device, 64 * device.workers)
-    model = fit(found)
-    for shape in candidates(task.global_rows[0], device.workers, [1, 2, 4, 8, 16, 32, 64]):
-        if shape.micro_batch_size in model.micros and found.samples:
-            assert model.step_s(shape) == pytest.approx(device.step_s(shape), rel=0.01)
-            assert model.peak_gib(shape) == pytest.approx(device.peak_gib(shape), rel=0.01)
-    assert {row["status"] for row in rows} <= {"finished", "predicted", "out_of_memory"}
+def test_size_that_does_not_fit_is_not_tried_with_more_rows():
+    measurements = table((16, 4, 1.0), failures=[(16, 8)])
+    assert measurements.failure(16, 8) == "micro-batches of 8 do not fit: no memory"
+    assert measurements.failure(32, 8) and measurements.failure(32, 16)
+    assert not measurements.failure(32, 4) and not measurements.failure(8, 8)
+
+
+def test_size_is_not_tried_if_the_smaller_ones_grow_beyond_the_limit():
+    """On a CPU, trying would make the kernel end the worker."""
+    measurements = table((64, 8, 2.0), (64, 16, 4.0))
+    assert not measurements.failure(64, 32)  # 8 GiB
+    assert measurements.failure(64, 64) == "would need about 16.0 GiB of 8.0 GiB"
+    assert table((64, 8, 9.0)).failure(64, 8) == "micro-batches of 8 need 9.0 GiB of 8.0 GiB"
+
+
+def test_first_size_that_does_not_fit_is_followed_by_smaller_ones():
+    measurements = table()
+    tried = []
+    while (micro := next_micro(measurements, 4096)) is not None:
+        tried.append(micro)
+        fits = micro <= 4
+        outcome = Visit(4096, 4, 1.0, 1.0) if fits else Failure(4096, micro, "no memory")
+        (measurements.visits if fits else measurements.failures).append(outcome)
+        if fits:
+            break
+    assert tried == [64, 32, 16, 8, 4]
+    assert [row.status for row in build_rows([4096], measurements)] == ["finished", "out_of_memory"]
+
+
+def test_rows_of_a_step_are_divided_evenly():
+    assert micro_sizes(96) == [1, 2, 4, 8, 16, 32, 48, 96]
+    assert micro_sizes(1) == [1]
+
+
+def test_global_batch_below_the_number_of_workers_is_a_row_with_its_reason():
+    measurements = Measurements(16, 8.0)
+    (row,) = build_rows([8], measurements)
+    assert (row.status, row.error) == ("infeasible", "8 rows are fewer than 16 workers")
+    assert recommend([row], measurements) is None
+
+
+def test_less_memory_wins_within_two_percent_and_a_larger_batch_only_with_more_speed():
+    visits = []
+    for _ in range(6):
+        visits += [Visit(64, 32, 1.0, 2.0), Visit(64, 64, 0.99, 4.0)]
+        visits += [Visit(128, 64, 1.96, 4.0), Visit(128, 128, 2.2, 4.0)]
+    measurements = Measurements(1, 8.0, visits)
+    rows = build_rows([64, 128], measurements)
+    best = recommend(rows, measurements, own_global=128)
+    shapes = {row.trial: (row.global_rows, row.micro) for row in rows}
+    assert shapes[best.best] == (64, 32)
+    assert {size: shapes[name] for size, name in best.per_global.items()} == {
+        "64": (64, 32),
+        "128": (128, 64),
+    }
+    assert "within 2% of micro 64" in best.why and "rate is still that for 128" in best.why
