@@ -77,7 +77,7 @@ def run_trials_on_ray_tune(
         TrainingError: Ray Tune itself failed. The error of a trial is in its row.
     """
     plan = replace(state.plan, resources=resources)
-    callback = _TuneCallback(state, request.space.num_trials)
+    callback = _TuneCallback(state)
     scratch = state.folder.path / "ray"
     remove_tree(scratch)
     searcher: ConcurrencyLimiter | BasicVariantGenerator
@@ -134,12 +134,8 @@ def run_trials_on_ray_tune(
         remove_tree(scratch)
 
 
-def build_asha(rungs: Sequence[int]) -> ASHAScheduler | None:
-    """Return the scheduler that ends trials at rungs (ASHA, Li et al. 2020); None without a rung
-    before the end.
-    """
-    if len(rungs) == 1:
-        return None
+def build_asha(rungs: Sequence[int]) -> ASHAScheduler:
+    """Return the scheduler that ends trials at rungs (ASHA, Li et al. 2020)."""
     return ASHAScheduler(
         time_attr=SAMPLES, grace_period=rungs[0], max_t=rungs[-1], reduction_factor=REDUCTION
     )
@@ -239,9 +235,8 @@ class _TuneCallback(tune.Stopper, tune.Callback):
     Pickled without state, because Ray Tune's restore is not used.
     """
 
-    def __init__(self, state: SweepState, num_trials: int) -> None:
+    def __init__(self, state: SweepState) -> None:
         self._state = state
-        self._num_trials = num_trials
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -259,7 +254,7 @@ class _TuneCallback(tune.Stopper, tune.Callback):
         return OUTCOME in result
 
     def stop_all(self) -> bool:
-        self._state.poll(self._num_trials)
+        self._state.poll()
         return self._state.is_stopped()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:

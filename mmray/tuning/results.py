@@ -18,8 +18,6 @@ ENDED = ("finished", "out_of_memory")
 MAX_ERROR_CHARS = 240
 # Relative difference of two trials that may be chance.
 TOLERANCE = 0.02
-# Trials that the recommendation names as close to the best one.
-MAX_CLOSE = 3
 # The line of a traceback that has the exception.
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
 
@@ -156,11 +154,7 @@ def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | Non
     why = _describe_best(ranked, goal) + _compare_with_recipe(best, rows, goal)
     close = [row.trial for row in ranked[1:] if _is_close(row, best)]
     if close:
-        names = ", ".join(close[:MAX_CLOSE])
-        if len(close) > MAX_CLOSE:
-            names += f" and {len(close) - MAX_CLOSE} more"
-        verb = "is" if len(close) == 1 else "are"
-        why += f" Not certain: {names} {verb} within {TOLERANCE:.0%} of it."
+        why += f" Not certain, because within {TOLERANCE:.0%} of it: {', '.join(close)}."
     if best.status != "finished":
         why += f" It has {best.rungs[-1].samples:,} samples only."
     return Recommendation(best.trial, why)

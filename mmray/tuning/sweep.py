@@ -200,10 +200,11 @@ class SweepState:
         """Return the spent part of the budget; None: no budget."""
         return self._budget.fraction_spent(self.elapsed_s, self.gpu_seconds)
 
-    def progress(self, num_trials: int) -> SweepProgress:
-        """Return the time so far, to the end of `num_trials` trials, and of the budget."""
+    def progress(self) -> SweepProgress:
+        """Return the time so far, to the end of all trials, and of the budget."""
         samples = self._num_samples()
-        left = max(0, planned_samples(num_trials, self.plan.rungs) - samples)
+        planned = planned_samples(self.plan.space.num_trials, self.plan.rungs)
+        left = max(0, planned - samples)
         trained = samples - self._earlier_samples
         command_s = self.clock() - self._start_s
         left_s = left * command_s / trained if trained else None
@@ -310,7 +311,7 @@ class SweepState:
         self._summary["gpu_hours"] = self.gpu_seconds / 3600
         self.folder.write_json(SWEEP, self._summary)
 
-    def poll(self, num_trials: int) -> None:
+    def poll(self) -> None:
         """Show the trials, save the time, and request a stop when the budget is spent.
 
         To be called several times a second.
@@ -318,8 +319,8 @@ class SweepState:
         now_s = self.clock()
         if now_s >= self._table_s + TABLE_INTERVAL_S:
             self._table_s = now_s
-            progress = self.progress(num_trials)
-            self.reporter.table(list(self.rows.values()), len(self.plan.rungs), progress)
+            rows = list(self.rows.values())
+            self.reporter.table(rows, len(self.plan.rungs), self.progress())
         if now_s >= self._save_s + SAVE_INTERVAL_S:
             self._save_s = now_s
             self._add_running_time()

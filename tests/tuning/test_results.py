@@ -136,13 +136,13 @@ def trial(name, *values, status="finished", size=64, gib=1.0, **settings):
             [trial("a", 2.0), trial("b", 2.001), trial("c", 2.5)],
             "loss",
             "a",
-            "The recipe's own settings were not measured. Not certain: b is within 2% of it.",
+            "The recipe's own settings were not measured. Not certain, because within 2% of it: b.",
         ),
         (
             [trial(str(number), 1.0) for number in range(6)],
             "loss",
             "0",
-            "Not certain: 1, 2, 3 and 2 more are within 2% of it.",
+            "Not certain, because within 2% of it: 1, 2, 3, 4, 5.",
         ),
         (
             [trial("own", 3.0, 2.0, status="pruned"), trial("best", 2.5, 1.5, 1.0)],

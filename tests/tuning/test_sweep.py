@@ -190,7 +190,7 @@ def test_best_quarter_of_the_trials_that_reached_a_rung_continues(count, maximiz
 
 def poll(state):
     """Return whether Ray Tune would end, as it asks several times a second."""
-    state.poll(num_trials=2)
+    state.poll()
     return state.is_stopped()
 
 
@@ -247,9 +247,9 @@ def test_time_left_follows_the_samples_and_the_budget(begin):
     poll(state)
     assert state.reporter.last_progress == SweepProgress(20, None, 0.2)
     state.reach(name, 100, 2.0)
-    # Two trials train 2 x 1600 samples; 100 of them took 20 s.
-    assert state.progress(num_trials=2) == SweepProgress(20, 620, 0.2)
-    assert begin(budget=Budget(seconds=40)).progress(2).budget_spent == 0.5
+    # 7 trials train to 100 samples, 2 of them to 1600: 3700 samples; the first 100 took 20 s.
+    assert state.progress() == SweepProgress(20, 720, 0.2)
+    assert begin(budget=Budget(seconds=40)).progress().budget_spent == 0.5
 
 
 @pytest.fixture
@@ -374,7 +374,7 @@ def test_dead_driver_of_a_trial_is_reported_with_its_cause(begin, tmp_path):
         def __str__(self):
             return name
 
-    ray_tune._TuneCallback(state, 1).on_trial_error(1, [], DeadTrial())
+    ray_tune._TuneCallback(state).on_trial_error(1, [], DeadTrial())
     assert state.rows[name].error == "its driver process died: Memory on the node was low"
 
 
