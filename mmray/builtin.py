@@ -6,6 +6,8 @@ whose values are `module:Name`, imported when they are used (`plugins.load_part`
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 FORMATS = {
     "jsonl": "mmray.data.formats.text_lines:JsonlSource",
     "csv": "mmray.data.formats.text_lines:CsvSource",
@@ -40,6 +42,39 @@ COLUMNS = (
     "messages",
 )
 """Columns of a source row; `mmray.data.rows` validates their values."""
+
+
+class ModelKind(NamedTuple):
+    """Classes of a model kind, as `module:Class`.
+
+    Args:
+        settings: Its `model` section, a subclass of `mmray.config.model:Model`. The class also
+            names its branches and the objectives that train it.
+        model: Its torch module, see mmray/models/protocol.py; called with the section, the
+            vocabulary size and the architecture.
+        hf_type: `model_type` of the models of transformers that it loads with `--weights`, or "".
+    """
+
+    settings: str
+    model: str
+    hf_type: str = ""
+
+
+KINDS = {
+    "two_tower": ModelKind("mmray.config.model:TwoTower", "mmray.models.two_tower:TwoTower"),
+    "clip": ModelKind("mmray.config.model:Clip", "mmray.models.clip:Clip", "clip"),
+    "siglip": ModelKind("mmray.config.model:Siglip", "mmray.models.clip:Siglip", "siglip"),
+    "fusion": ModelKind("mmray.config.model:Fusion", "mmray.models.fusion:Fusion"),
+    "generative": ModelKind(
+        "mmray.config.model:Generative", "mmray.models.generative:Generative", "llava"
+    ),
+}
+"""Model kinds (`model.kind`) by name.
+
+To add one, write a section of settings and a torch module, and add an entry here and a row to the
+table in mmray/models/README.md. A user's own module needs no entry and has free settings:
+`--model.kind my_package.my_module:MyModel --model.settings dim 64`.
+"""
 
 OBJECTIVES = {
     "contrastive": "mmray.objectives.contrastive:Contrastive",

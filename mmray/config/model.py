@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import tyro
-from pydantic import AfterValidator, Discriminator, Field, PositiveFloat, Tag, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    SerializeAsAny,
+    field_validator,
+)
 
-from mmray.builtin import GROUP_CHANNELS, OBJECTIVES
+from mmray import plugins
+from mmray.builtin import GROUP_CHANNELS, KINDS, OBJECTIVES
 from mmray.config.base import Section, parse_weighted_sum
 from mmray.errors import UsageError
 
@@ -124,7 +132,7 @@ class ChatInputs(Inputs):
 
 
 _KIND = tyro.conf.arg(
-    metavar="{two_tower,clip,siglip,fusion,generative}|package.module:Class",
+    metavar=f"{{{','.join(KINDS)}}}|package.module:Class",
     help="Model kind, or a class of your own.",
 )
 
@@ -145,6 +153,13 @@ class Lora(Section, settings_prefix="model.lora"):
 
 class Model(Section, settings_prefix="model"):
     """Settings common to all model kinds; data, evaluation and export use only these."""
+
+    # Names of the parts that the model's `branches()` returns; empty: checked by the dry run.
+    branches: ClassVar[tuple[str, ...]] = ()
+    # Whether the branches share nothing but the loss, as `train.parallel branches` needs.
+    shares_only_loss: ClassVar[bool] = False
+    # Built-in objectives that can train the model, the usual one first; empty: as above.
+    objectives: ClassVar[tuple[str, ...]] = ()
 
     kind: str
     inputs: Inputs = Inputs()
@@ -201,6 +216,10 @@ def _pretrained_reasons(setting: str, weights: str) -> list[str]:
 
 class EmbeddingModel(Model):
     """Base of models with an image and a text branch and one embedding space."""
+
+    branches: ClassVar[tuple[str, ...]] = ("image", "text")
+    shares_only_loss = True
+    objectives: ClassVar[tuple[str, ...]] = ("contrastive", "sigmoid")
 
     temperature: Temperature = 0.07
     logit_bias: LogitBias = None
@@ -318,6 +337,10 @@ class CrossAttention(Section, settings_prefix="model.cross"):
 class Fusion(TowerModel):
     """Dual encoder with cross-attention layers between text tokens and image features."""
 
+    branches = ("image", "text", "cross")
+    shares_only_loss = False
+    objectives = ("contrastive", "sigmoid", "matching", "classification", "region_text")
+
     kind: Annotated[Literal["fusion"], _KIND] = "fusion"
     cross: CrossAttention = CrossAttention()
     matching: bool = Field(True, description="Image-text matching head (objective `matching`).")
@@ -369,12 +392,6 @@ class HfModel(Model):
 
     def unsupported_reasons(self) -> list[str]:
         model: Any = self
-        if self.is_checkpoint_file and self.kind == "generative":
-            problem = (
-                "is a checkpoint file, which only model.kind `clip` and `siglip` load; set "
-                "a folder or a hub name"
-            )
-            return [f"model.weights: {self.weights} {problem}"]
         if self.weights != "none":  # the weights define the shape
             return _pretrained_reasons("model.weights", self.weights)
         return _head_reasons(model.image, model.text) + _patch_reasons(
@@ -436,10 +453,21 @@ class Generative(HfModel):
     assistant's messages.
     """
 
+    branches = ("image", "text")
+    objectives = ("language_modelling",)
+
     kind: Annotated[Literal["generative"], _KIND] = "generative"
     inputs: ChatInputs = ChatInputs()
     image: ClipImage = ClipImage(patch=16)
     text: Decoder = Decoder()
+
+    def unsupported_reasons(self) -> list[str]:
+        if not self.is_checkpoint_file:
+            return super().unsupported_reasons()
+        return [
+            f"model.weights: {self.weights} is a checkpoint file, which only model.kind `clip` and "
+            "`siglip` load; set a folder or a hub name"
+        ]
 
 
 class CustomModel(Model):
@@ -451,14 +479,15 @@ class CustomModel(Model):
     )
 
 
-_BUILT_IN: tuple[type[Model], ...] = (TwoTower, Clip, Siglip, Fusion, Generative)
-KINDS = {str(section.model_fields["kind"].default): section for section in _BUILT_IN}
-
-
 def model_section(kind: str) -> type[Model]:
-    """Return the section class of a model kind. Raises UsageError."""
+    """Return the class of the `model` section of a kind.
+
+    Raises:
+        UsageError: The kind is neither in KINDS nor `package.module:Class`.
+    """
     if kind in KINDS:
-        return KINDS[kind]
+        section: type[Model] = plugins.load_class(KINDS[kind].settings, "model.kind")
+        return section
     if ":" in kind:
         return CustomModel
     raise UsageError(
@@ -467,24 +496,15 @@ def model_section(kind: str) -> type[Model]:
     )
 
 
-def _kind_name(value: Any) -> str:
-    kind = (
-        value.get("kind", "two_tower")
-        if isinstance(value, dict)
-        else getattr(value, "kind", "two_tower")
-    )
-    return model_section(str(kind)).__name__
+def _validate_model(value: Any) -> Any:
+    """Validate the values of a `model` section as its kind."""
+    if not isinstance(value, dict):
+        return value
+    return model_section(str(value.get("kind", "two_tower"))).model_validate(value)
 
 
-AnyModel = Annotated[
-    Annotated[TwoTower, Tag("TwoTower")]
-    | Annotated[Clip, Tag("Clip")]
-    | Annotated[Siglip, Tag("Siglip")]
-    | Annotated[Fusion, Tag("Fusion")]
-    | Annotated[Generative, Tag("Generative")]
-    | Annotated[CustomModel, Tag("CustomModel")],
-    Discriminator(_kind_name),
-]
+# A section of any kind.
+AnyModel = Annotated[SerializeAsAny[Model], BeforeValidator(_validate_model)]
 
 
 class Objective(Section, settings_prefix="objective"):

@@ -10,22 +10,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from mmray import plugins
+from mmray.builtin import KINDS
 from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.attention import fuse_projections
-from mmray.models.pixels import use_patch_products
 from mmray.models.protocol import Architecture
 
 if TYPE_CHECKING:
     from mmray.config import Model as ModelConfig
-
-BUILT_IN = {  # imported when used: importing transformers takes a second
-    "two_tower": "mmray.models.two_tower:TwoTower",
-    "clip": "mmray.models.clip:Clip",
-    "siglip": "mmray.models.clip:Siglip",
-    "fusion": "mmray.models.fusion:Fusion",
-    "generative": "mmray.models.generative:Generative",
-}
 
 
 def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None) -> nn.Module:
@@ -36,16 +28,14 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
     UsageError.
     """
     rows = spec.vocab_size or vocab_size
-    if spec.kind in BUILT_IN:
+    if spec.kind in KINDS:
         # training/validate.py checks this earlier
         if architecture is None and (reasons := spec.unsupported_reasons()):
             raise UsageError("\n".join(reasons))
-        model: nn.Module = plugins.load_class(BUILT_IN[spec.kind], "model.kind")(
-            spec, rows, architecture
-        )
-        use_patch_products(model)
+        model_class = plugins.load_class(KINDS[spec.kind].model, "model.kind")
+        model: nn.Module = model_class(spec, rows, architecture)
     else:
-        model = plugins.load_class(spec.kind, "model.kind", tuple(BUILT_IN))(spec, rows)
+        model = plugins.load_class(spec.kind, "model.kind", tuple(KINDS))(spec, rows)
         if not isinstance(model, nn.Module):
             raise UsageError(
                 f"model.kind: `{spec.kind}` built a {type(model).__name__}, not a torch.nn.Module"
@@ -81,7 +71,7 @@ def build_without_weights(
     try:
         return build(spec, vocab_size, architecture)
     except RuntimeError:
-        if spec.kind in BUILT_IN:
+        if spec.kind in KINDS:
             raise
     finally:
         handle.remove()

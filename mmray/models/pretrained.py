@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mmray.builtin import KINDS
 from mmray.data.text.tokenizer_files import tokenizer_file
 from mmray.errors import UsageError
 from mmray.models import open_clip
@@ -16,8 +17,6 @@ from mmray.models.export.export import EXPORT_MARKER, RESAMPLING
 from mmray.models.weights import load_config, load_local_or_hub, read_state_dict
 
 SETTING = "--weights"
-# model_type of transformers -> model.kind
-KINDS = {"clip": "clip", "siglip": "siglip", "llava": "generative"}
 INTERPOLATIONS = {number: name for name, number in RESAMPLING.items()}
 SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")  # no hub name has one
 # in a repository of the hub
@@ -60,14 +59,15 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
         } | open_clip.preprocessing(path)
         folder, rows = path.parent, size["vocab_size"]
     else:
-        config = load_config(SETTING, weights, (*KINDS, *HF_TYPES))
+        kinds = {part.hf_type: kind for kind, part in KINDS.items() if part.hf_type}
+        config = load_config(SETTING, weights, (*kinds, *HF_TYPES))
         if config.model_type in HF_TYPES:
             raise UsageError(
                 f"{SETTING}: {weights} is an image encoder ({config.model_type}) without a text "
                 "encoder; train a model "
                 f"with it: --model.image.name transformers --model.image.weights {weights}"
             )
-        folder, kind, rows = path, KINDS[config.model_type], config.text_config.vocab_size
+        folder, kind, rows = path, kinds[config.model_type], config.text_config.vocab_size
         if hasattr(config, EXPORT_MARKER):
             inputs = dict(config.model["inputs"])
         else:

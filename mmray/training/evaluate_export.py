@@ -41,8 +41,6 @@ from mmray.training.resolve import eval_prepare_settings
 from mmray.training.run_dir import RunDir
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
-# Kinds of models that load from one checkpoint.
-RECIPES = {"clip": recipes.clip, "siglip": recipes.siglip, "generative": recipes.llava}
 
 
 def load_run_config(folder: AnyPath) -> Config:
@@ -92,7 +90,9 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
 def pretrained_config(weights: str) -> Config:
     """The recipe for pretrained weights, with the settings that they define. Raises UsageError."""
     settings = pretrained_settings(weights)
-    recipe = RECIPES[settings.pop("kind")]()
+    kind = settings.pop("kind")
+    all_recipes = [make() for make in recipes.RECIPES.values()]
+    recipe = next(recipe for recipe in all_recipes if recipe.model.kind == kind)
     inputs = recipe.model.inputs.replace(**settings.pop("inputs"))
     return recipe.replace(model=recipe.model.replace(**settings, inputs=inputs))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mmray.builtin import KINDS
+from mmray.config.model import model_section
+
 if TYPE_CHECKING:
     from mmray.config import Config
 
-# model kinds of an image and a text branch that share only the loss
-TWO_TOWER_KINDS = ("two_tower", "clip", "siglip")
 HEADS = {  # objective: setting of `fusion`, with its value if it has such a head, and if not
     "matching": ("matching", "True", "False"),
     "classification": ("classes", "N", "0"),
@@ -61,7 +62,7 @@ def unsupported_reasons(config: Config) -> list[str]:
                 f"evaluate.num_generations is not supported with {train.parallel}; set it to 0"
             )
     if train.parallel == "branches":
-        if kind not in TWO_TOWER_KINDS:
+        if not model.shares_only_loss:
             reasons.append(
                 f"train.parallel branches needs an image and a text tower, not `{kind}`; use `ddp`"
             )
@@ -83,10 +84,10 @@ def unsupported_reasons(config: Config) -> list[str]:
             "model.batch_norm: `synced` needs GPUs; take `local` or `frozen` with "
             "--cluster.accelerator cpu"
         )
-    branches = ("image", "text", "cross") if kind == "fusion" else ("image", "text")
     recomputed = [setting.partition("=")[0] for setting in train.activation_checkpointing]
-    if ":" not in kind and (unknown := [name for name in recomputed if name not in branches]):
-        problem = f"the model has no branch `{unknown[0]}`; it has {', '.join(branches)}"
+    unknown = [name for name in recomputed if name not in model.branches]
+    if model.branches and unknown:
+        problem = f"the model has no branch `{unknown[0]}`; it has {', '.join(model.branches)}"
         reasons.append(f"train.activation_checkpointing: {problem}")
     return reasons
 
@@ -102,21 +103,16 @@ def objective_reasons(config: Config) -> list[str]:
             "objective region_text needs boxes in the batches; set "
             "--model.inputs.max-boxes, for example 32"
         )
-    if ":" in kind:
+    if not model.objectives:
         return reasons
-    generative = kind == "generative"
     for term in terms:
         head, value, _ = HEADS.get(term, ("", "", ""))
-        if ":" not in term and generative != (term == "language_modelling"):
-            right = "language_modelling" if generative else "contrastive"
+        if ":" not in term and term not in model.objectives:
+            kinds = [known for known in KINDS if term in model_section(known).objectives]
             reasons.append(
-                f"objective {term} is not for model.kind `{kind}`; set "
-                f"--objective.kind, such as {right}"
-            )
-        elif head and kind != "fusion":
-            reasons.append(
-                f"objective {term} is for model.kind `fusion`, not `{kind}`; set "
-                "--model.kind fusion"
+                f"objective {term} is for model.kind {', '.join(f'`{known}`' for known in kinds)}, "
+                f"not `{kind}`; set --objective.kind, such as {model.objectives[0]}, or "
+                "--model.kind"
             )
         elif head and not getattr(model, head):
             reasons.append(f"objective {term} needs a head; set --model.{head} {value}")
@@ -126,7 +122,7 @@ def objective_reasons(config: Config) -> list[str]:
                 "for example -10"
             )
     if (
-        generative
+        "contrastive" not in model.objectives
         or config.optimizer.freeze
         or model.lora.rank
         or any(":" in term for term in terms)
@@ -140,9 +136,9 @@ def objective_reasons(config: Config) -> list[str]:
         reasons.append(
             "model.logit_bias: only objective sigmoid trains it; set --model.logit-bias None"
         )
-    if kind == "fusion" and not {"matching", "classification"} & terms.keys():
+    if "cross" in model.branches and not {"matching", "classification"} & terms.keys():
         reasons.append(
-            "model.kind `fusion`: no objective trains its cross-attention; add `+ matching`"
+            f"model.kind `{kind}`: no objective trains its cross-attention; add `+ matching`"
         )
     if not {"contrastive", "sigmoid"} & terms.keys():
         reasons.append(

@@ -36,6 +36,7 @@ from mmray.training.validate import unsupported_reasons
 
 def config(recipe="sample", workers=1, **sections):
     base = recipes.load(recipe)
+    base = base.with_model_kind(sections.get("model", {}).get("kind", base.model.kind))
     cluster = base.cluster.model_copy(update={"workers": workers} | sections.pop("cluster", {}))
     given = {
         name: getattr(base, name).model_copy(update=values) for name, values in sections.items()

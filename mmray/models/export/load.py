@@ -59,7 +59,7 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         raise UsageError(
             f"{path} is not a model exported by `mmray export RUN {path}`: {reason}"
         ) from error
-    model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"])
+    model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"] or {})
     model.load_state_dict(from_hf_state(model, weights) if "model_type" in config else weights)
     wrapper = Generator if hasattr(spec.inputs, "chat") else Embedder
     return wrapper(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
