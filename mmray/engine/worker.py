@@ -7,6 +7,7 @@ iterable of blocks.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmray import objectives, plugins
 from mmray.data.stream.collate import iter_micro_batches
@@ -28,11 +29,17 @@ from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import dry_run, keep_freed_memory
+from mmray.engine.metrics.meters import model_flops_of_row, peak_flops
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.cuda_graphs import graph_branches
-from mmray.engine.parallel.device_defaults import configure_torch, resolve_auto
-from mmray.engine.parallel.transforms import TOKEN_MULTIPLE, apply_transforms, branches_of
+from mmray.engine.parallel.device_defaults import compile_pays, configure_torch, resolve_auto
+from mmray.engine.parallel.transforms import (
+    TOKEN_MULTIPLE,
+    apply_transforms,
+    branches_of,
+    force_eager,
+)
 from mmray.engine.precision import seed_everything
 from mmray.engine.run_state import CheckpointState, DestinationFn, TrainSpec
 from mmray.engine.worker_context import (
@@ -48,6 +55,7 @@ from mmray.evaluation.build import build_evaluator, check_evaluable
 from mmray.models.build import build, build_without_weights
 from mmray.models.fusion import LabelTexts
 from mmray.models.protocol import Architecture
+from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Batch
 from mmray.storage.paths import AnyPath, to_path
 
@@ -73,15 +81,20 @@ def train_worker(
     torch.set_num_threads(config.cluster.num_threads)  # fixed: the order of sums changes rounding
     seed_everything(config.train.seed, config.train.deterministic)
     group = Group.current(device, config.cluster.collective_timeout_s)
-    config = config.replace(train=resolve_auto(config.train, group))
+    chooses_compile = config.train.compile == "auto"
+    config = config.replace(train=resolve_auto(config.train, group, driver.notify))
     context = replace(context, config=config)
+    checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
+    architecture = None if checkpoint is None else files.load_meta(checkpoint)["architecture"]
+    model = build_model(config, group, architecture, resumes=checkpoint is not None)
+    if chooses_compile and not _earns_compile(config, model, group, plan.rank_rows, plan.steps):
+        driver.notify("device", "compile none: the run is too short to earn it")
+        config = config.replace(train=config.train.replace(compile="none"))
+        context = replace(context, config=config)
     if text := configure_torch(config.train, device):
         driver.notify("device", text)
-    checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
-    model, objective = (
-        _prepare_model(context, group, checkpoint),
-        objectives.build(config.objective),
-    )
+    model = _prepare_model(context, group, model)
+    objective = objectives.build(config.objective)
     if device.type == "cpu":
         keep_freed_memory()  # after sharding, which frees most of rank 0's weights
     driver.stage("dry run" if config.train.compile == "none" else "compiling in a dry run")
@@ -145,7 +158,8 @@ def train_worker(
         )
         # Split here, so that group_by_length and the trimming of captions see the final
         # micro-batches.
-        multiple = 1 if config.train.compile == "none" else TOKEN_MULTIPLE
+        eager = config.train.compile == "none" and device.type == "cpu"
+        multiple = 1 if eager else TOKEN_MULTIPLE
         steps = iter_micro_batches(
             rows,
             rank_rows=plan.rank_rows,
@@ -165,13 +179,36 @@ def train_worker(
     return result_fields(**vars(outcome))
 
 
-def _prepare_model(context: WorkerContext, group: Group, checkpoint: AnyPath | None) -> nn.Module:
-    """Build the model and apply the settings of `train`; sharded if it will be, otherwise not
-    wrapped yet.
+def _earns_compile(
+    config: Config, model: nn.Module, group: Group, rank_rows: int, steps: int
+) -> bool:
+    """Return True if the run is long enough for torch.compile, by the FLOPs of the model.
+
+    Equal on all ranks. True if the blocks would not be compiled, for a model that will be sharded,
+    which is large, and for a user's model whose FLOPs cannot be counted without running it.
+    """
+    if config.train.compile == "none" or config.train.parallel in strategy.SHARDED:
+        return True
+    without_autocast = precision.Precision("fp32", None, "meta")
+    memo: dict[int, Tensor] = {
+        id(weight): nn.Parameter(weight.detach().to("meta"), weight.requires_grad)
+        for weight in model.parameters()
+    }
+    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    row = synthetic_batch(config.model.inputs, config.model.vocab_size, 1, "meta")
+    try:
+        flops = model_flops_of_row(copy.deepcopy(model, memo), row, without_autocast)
+    except Exception:  # noqa: BLE001 - code of a user may fail in any way on the meta device
+        return True
+    mixed = precision.select_precision(config.train.precision, group.device)
+    return compile_pays(flops, rank_rows, steps, peak_flops(group.device, mixed))
+
+
+def _prepare_model(context: WorkerContext, group: Group, model: nn.Module) -> nn.Module:
+    """Apply the settings of `train` to a model; shard it if it will be, otherwise it is not wrapped
+    yet.
     """
     config, train = context.config, context.config.train
-    architecture = None if checkpoint is None else files.load_meta(checkpoint)["architecture"]
-    model = build_model(config, group, architecture, resumes=checkpoint is not None)
     label_texts = getattr(model, "label_texts", None)
     # otherwise they come from a checkpoint
     if isinstance(label_texts, LabelTexts) and label_texts.token_ids is None:
@@ -299,7 +336,8 @@ def _evaluate_fn(
             log.write_file(EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
 
         driver.phase("evaluating")
-        with mixed_precision.autocast():
+        # Graphs of evaluation would take longer to compile than they save.
+        with force_eager(), mixed_precision.autocast():
             return evaluator.score(
                 model, group, objective, global_rows, save_examples if group.rank == 0 else None
             )

@@ -99,7 +99,7 @@ def _is_patch_embedding(layer: nn.Conv2d) -> bool:
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype of products of `tensor` under autocast; its own without autocast."""
     device_type = tensor.device.type
-    if not torch.is_autocast_enabled(device_type):
+    if tensor.is_meta or not torch.is_autocast_enabled(device_type):
         return tensor.dtype
     return torch.get_autocast_dtype(device_type)
 

@@ -388,7 +388,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SyncCounter]]:
         patch.setattr("mmray.engine.checkpoint.state_io.StateDictStager", HostBuffers)
         patch.setattr("mmray.engine.prefetch.ThreadPoolExecutor", ThreadWithModes)
         # these tensors only run
-        patch.setattr("mmray.engine.parallel.device_defaults._has_compiler", lambda: False)
+        patch.setattr("mmray.engine.parallel.device_defaults.compile_problem", lambda _: "fake")
         SyncCounter.count = 0
         with FunctionMode(), DispatchMode():
             yield SyncCounter

@@ -8,15 +8,16 @@ collectives and optimizer.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmray.engine.parallel.strategy import SHARDED
 from mmray.engine.parallel.transforms import is_forced_eager, may_draw_random_numbers
@@ -28,11 +29,15 @@ if TYPE_CHECKING:
 MAX_GRAPHS = 8  # of a branch with gradients, and as many without: captions have few padded lengths
 EAGER_CALLS = 2  # of a shape before its capture: they compile, and many shapes come only once
 FREE_FRACTION = 0.4  # of a GPU's memory that graphs leave to evaluation and other shapes
+HOST_SHARE = 2 / 3  # of the time of a forward, from which on graphs are used
 Notify = Callable[[str, str], None]  # label, text: a console line
 
 
 class Recorder(Protocol):
     """Records functions whose repetitions never overlap."""
+
+    def timed(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
+        """Run a function; return its result, and what returns the host's share of its time."""
 
     def warm_up(self, function: Callable[[], Any]) -> None:
         """Run a function as it will be recorded, so that it has allocated what it keeps."""
@@ -88,8 +93,10 @@ def unsupported_setting(train: Train) -> str:
 
 def unsupported_layer(branch: nn.Module) -> str:
     """Return why a branch cannot run as graphs; empty if it can."""
-    if any(isinstance(layer, _BatchNorm) and layer.training for layer in branch.modules()):
-        return "a BatchNorm updates its running statistics"
+    for layer in branch.modules():
+        # of BatchNorm and similar layers of timm; frozen ones are in evaluation mode
+        if layer.training and any(name.startswith("running_") for name in layer._buffers):
+            return f"{type(layer).__name__} updates running statistics"
     if may_draw_random_numbers(branch):
         return "it has dropout, or layers of other packages"
     return ""
@@ -111,7 +118,10 @@ class BranchGraphs:
         self._eager: Callable[..., Any] = branch._compiled_call_impl or branch._call_impl
         self._recorders = recorders
         self._notify = notify
+        # A scope of preserve_buffers has copies, which are freed at its end.
+        self._buffers = [(layer, dict(layer._buffers)) for layer in branch.modules()]
         self._calls: Counter[Any] = Counter()
+        self._host_shares: dict[Any, Callable[[], float]] = {}
         self._graphs: dict[Any, BranchGraph] = {}
         self._failed = False
         self._pending: Callable[[], PendingBackward | None] = lambda: None
@@ -126,9 +136,14 @@ class BranchGraphs:
         autocast = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         sizes = tuple((value.shape, value.dtype) for value in inputs)
         key = bool(weights), autocast, sizes
-        self._calls[key] += 1
-        if key not in self._graphs and self._calls[key] > EAGER_CALLS:
-            self._capture(key, inputs, weights)
+        if key not in self._graphs:
+            self._calls[key] += 1
+            if self._calls[key] == EAGER_CALLS:
+                timed = self._recorders[bool(weights)].timed(lambda: self._eager(*inputs))
+                output, self._host_shares[key] = timed
+                return output
+            if self._calls[key] == EAGER_CALLS + 1:
+                self._capture(key, inputs, weights)
         if key not in self._graphs:
             return self._eager(*inputs)
         if not weights:
@@ -147,10 +162,13 @@ class BranchGraphs:
     def _capture(self, key: Any, inputs: tuple[Tensor, ...], weights: list[nn.Parameter]) -> None:
         if sum(bool(weights) == key[0] for key in self._graphs) >= MAX_GRAPHS:
             return
+        if self._host_shares.pop(key)() < HOST_SHARE:
+            return  # the device is busy anyway
         recorder = self._recorders[bool(weights)]
         problem = ""
         try:
-            graph = BranchGraph(self._eager, inputs, weights, recorder)
+            with _fixed_buffers(self._buffers):
+                graph = BranchGraph(self._eager, inputs, weights, recorder)
             if recorder.free_fraction() < FREE_FRACTION:
                 problem = f"they would leave less than {FREE_FRACTION:.0%} of the memory free"
             self._graphs[key] = graph
@@ -160,6 +178,19 @@ class BranchGraphs:
             self._failed = True
             self._graphs.clear()
             self._notify("device", f"no CUDA graphs for {self._name}: {problem}")
+
+
+@contextmanager
+def _fixed_buffers(buffers: list[tuple[nn.Module, dict[str, Tensor | None]]]) -> Iterator[None]:
+    """Scope in which layers have these buffers instead of their current ones."""
+    current = [(layer, dict(layer._buffers)) for layer, _ in buffers]
+    for layer, fixed in buffers:
+        layer._buffers.update(fixed)
+    try:
+        yield
+    finally:
+        for layer, values in current:
+            layer._buffers.update(values)
 
 
 class PendingBackward:
@@ -266,6 +297,21 @@ class CudaRecorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+
+    def timed(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self._device)
+        start.record(stream)
+        start_s = time.perf_counter()
+        result = function()
+        host_s = time.perf_counter() - start_s
+        end.record(stream)
+
+        def host_share() -> float:
+            end.synchronize()
+            return 1e3 * host_s / start.elapsed_time(end)
+
+        return result, host_share
 
     def warm_up(self, function: Callable[[], Any]) -> None:
         """Run the function on the stream of the captures, where cuBLAS allocates its workspace."""

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import os
-import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
+
+from mmray.errors import first_line
+from mmray.machine import cores
 
 if TYPE_CHECKING:
     from mmray.config import Train
     from mmray.engine.collectives import Group
 
+MAX_COMPILE_WORKERS = 32  # inductor's own limit
+# On an H200: seconds to compile CLIP without cached kernels, and the share of an eager step that it
+# saves. An eager step takes a quarter of the peak, and at least the time of launching its kernels.
+COMPILE_S = 40.0
+COMPILE_SAVING = 0.25
+EAGER_UTILIZATION = 0.25
+MIN_STEP_S = 0.02
+DEFAULT_PEAK_FLOPS = 1e14
+NO_COMPILER = (
+    "compile none, which can take a third of the speed: torch.compile cannot build a kernel here. "
+    "Install gcc and the headers of Python (python3-dev)."
+)
 Capability = tuple[int, int]  # compute capability of a GPU, such as (9, 0) of an H100
 
 
@@ -49,15 +64,34 @@ def capability_of(device: torch.device) -> Capability | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def resolve_auto(train: Train, group: Group) -> Train:
-    """Return `train` with each `auto` replaced by the default of the oldest device of the ranks."""
+def resolve_auto(
+    train: Train, group: Group, notify: Callable[[str, str], None] = lambda label, text: None
+) -> Train:
+    """Replace each `auto` of `train` by the default of the oldest device of the ranks.
+
+    Args:
+        train: the settings.
+        group: all ranks, which call this together.
+        notify: called with a label and a line if blocks stay eager because a rank cannot compile.
+
+    Returns:
+        `train` without `auto` in the settings of `DeviceDefaults`.
+    """
     capability = capability_of(group.device)
     oldest = group.all_reduce_min(-1 if capability is None else 10 * capability[0] + capability[1])
     defaults = device_defaults(None if oldest < 0 else divmod(oldest, 10))
-    can_compile = group.all_reduce_min(int(_has_compiler())) > 0
+    backend = defaults.compile if train.compile == "auto" else train.compile
+    if backend == "inductor":
+        limit_compile_workers()
+    if train.compile == "auto" and backend != "none":
+        problems = group.all_gather_objects(compile_problem(group.device))
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        if failed:
+            backend = "none"
+            notify("device", f"{NO_COMPILER} {failed[0]}")
     resolved = {
         "precision": defaults.precision,
-        "compile": defaults.compile if can_compile else "none",
+        "compile": backend,
         "channels_last": defaults.channels_last and train.parallel not in ("fsdp", "hsdp"),
     }
     return train.replace(
@@ -65,11 +99,40 @@ def resolve_auto(train: Train, group: Group) -> Train:
     )
 
 
-def _has_compiler() -> bool:
-    """Return True if Triton is installed and finds a C compiler, which inductor needs on a GPU."""
-    return find_spec("triton") is not None and any(
-        map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))
-    )
+def compile_pays(row_flops: float, rows: int, steps: int, peak_flops: float) -> bool:
+    """Return True if compiling saves a run more time than it takes.
+
+    Args:
+        row_flops: of a forward and a backward of one row.
+        rows: of a rank in a step.
+        steps: of the run.
+        peak_flops: of the device in a second; NaN if unknown.
+    """
+    peak = DEFAULT_PEAK_FLOPS if math.isnan(peak_flops) else peak_flops
+    step_s = max(MIN_STEP_S, row_flops * rows / (EAGER_UTILIZATION * peak))
+    return steps * step_s * COMPILE_SAVING > COMPILE_S
+
+
+def limit_compile_workers() -> None:
+    """Share the cores of a node among the compile processes of its ranks, unless the user did."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    workers = min(MAX_COMPILE_WORKERS, max(1, cores() // ranks))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(workers))
+
+
+def compile_problem(device: torch.device) -> str:
+    """Compile one small kernel with inductor, without its caches; return why it failed, if it did.
+
+    On a GPU this needs Triton, a C compiler, the headers of Python and the library of the driver.
+    """
+    try:
+        from torch._inductor.utils import fresh_cache
+
+        with fresh_cache():
+            torch.compile(torch.sin)(torch.zeros(8, device=device))
+    except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and eager code works
+        return first_line(error)
+    return ""
 
 
 def configure_torch(train: Train, device: torch.device) -> str:

@@ -162,7 +162,7 @@ def test_inductor_draws_equal_dropout_with_and_without_gradients(branches: tuple
 @NEEDS_COMPILER
 def test_sample_recipe_compiles_nothing_after_the_first_epoch(tmp_path) -> None:
     """With captions of different lengths, a smaller last micro-batch and an evaluation in each
-    epoch.
+    epoch, which compiles nothing.
     """
     prepared = make_prepared(tmp_path / "set")
     recipe = recipes.load("sample")
@@ -179,4 +179,4 @@ def test_sample_recipe_compiles_nothing_after_the_first_epoch(tmp_path) -> None:
     )
     run_config(config, prepared, tmp_path / "run", prepared)
     graphs = [line["compile/graphs"] for line in lines(tmp_path / "run")]
-    assert len(graphs) == 6 and graphs[-1] == graphs[2] > graphs[0] > 0
+    assert len(graphs) == 6 and graphs[-1] == graphs[1] >= graphs[0] > 0

@@ -17,6 +17,7 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.parallel import cuda_graphs
 from mmray.engine.parallel.cuda_graphs import EAGER_CALLS, BranchGraphs, graph_branches
+from mmray.engine.parallel.strategy import preserve_buffers
 from mmray.engine.parallel.transforms import force_eager
 from mmray.models.build import build
 from tests.engine import toy
@@ -28,9 +29,13 @@ GPU = torch.device("cuda", 0)
 class CpuRecorder:
     """Repeats functions by calling them; their results keep the first tensors, as in a graph."""
 
-    def __init__(self, free: float = 1.0) -> None:
+    def __init__(self, free: float = 1.0, host_share: float = 1.0) -> None:
         self.free = free
+        self.host_share = host_share
         self.replays = 0
+
+    def timed(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
+        return function(), lambda: self.host_share
 
     def warm_up(self, function: Callable[[], Any]) -> None:
         function()
@@ -131,6 +136,40 @@ def test_rare_shapes_evaluation_and_forced_eager_code_have_no_graphs() -> None:
     for _ in range(5):
         tower(inner).sum().backward()
     assert [recorder.replays for recorder in recorders] == [0, 0]
+
+
+def test_captured_forward_reads_the_buffers_that_outlive_the_scope_of_their_copies() -> None:
+    """GradCache's first pass forwards with copies of the buffers, which are then freed."""
+
+    class WithBuffer(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("offset", torch.ones(3, dtype=torch.float64))
+            self.seen: list[Tensor] = []
+
+        def forward(self, rows: Tensor) -> Tensor:
+            self.seen.append(self.offset)
+            return super().forward(rows) + self.offset
+
+    tower = WithBuffer()
+    original = tower.offset
+    recorder, _ = use_graphs("image", tower, [])
+    for step in range(EAGER_CALLS + 1):
+        tower.seen.clear()
+        with torch.no_grad(), preserve_buffers(tower):
+            tower(rows(step))
+            assert tower.offset is not original
+    # warm-up and capture; the recorder's replay calls the forward again
+    assert tower.seen[0] is original and tower.seen[1] is original and recorder.replays == 1
+    assert tower.offset is original
+
+
+def test_forward_that_keeps_the_device_busy_has_no_graphs() -> None:
+    tower, notes = Tower(), []
+    recorders = use_graphs("image", tower, notes, host_share=0.5)
+    for step in range(EAGER_CALLS + 3):
+        tower(rows(step)).sum().backward()
+    assert [recorder.replays for recorder in recorders] == [0, 0] and notes == []
 
 
 def test_number_of_graphs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +275,6 @@ def test_dropout_and_running_statistics_have_no_graphs(monkeypatch: pytest.Monke
     branches = build(spec, VOCAB).train().branches()
     line = graph_branches(branches, Train(), GPU, lambda *_: None)
     assert line == (
-        "CUDA graphs for no branch; not for image: a BatchNorm updates its running statistics; "
+        "CUDA graphs for no branch; not for image: BatchNorm2d updates running statistics; "
         "not for text: it has dropout, or layers of other packages"
     )

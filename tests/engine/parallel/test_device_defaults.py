@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +14,12 @@ import torch
 from mmray.config import Train
 from mmray.engine.collectives import Group
 from mmray.engine.parallel import device_defaults
-from mmray.engine.parallel.device_defaults import DeviceDefaults, configure_torch, resolve_auto
+from mmray.engine.parallel.device_defaults import (
+    DeviceDefaults,
+    compile_pays,
+    configure_torch,
+    resolve_auto,
+)
 from mmray.engine.precision import select_precision
 
 OLDER = DeviceDefaults("fp16", "none", True, False, True, True)
@@ -44,7 +53,8 @@ def gpu(monkeypatch):
         )
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-        monkeypatch.setattr(device_defaults, "_has_compiler", lambda: True)
+        monkeypatch.setattr(device_defaults, "compile_problem", lambda _: "")
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
         for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             monkeypatch.delenv(variable, raising=False)
         return flags
@@ -94,6 +104,49 @@ def test_given_settings_win(gpu, monkeypatch):
 def test_gpu_without_a_compiler_or_under_fsdp_keeps_what_works(gpu, monkeypatch):
     gpu()
     assert resolve_auto(Train(parallel="fsdp"), Group(device=GPU)).channels_last is False
-    monkeypatch.setattr(device_defaults, "_has_compiler", lambda: False)
-    assert resolve_auto(Train(), Group(device=GPU)).compile == "none"
-    assert resolve_auto(Train(compile="inductor"), Group()).compile == "inductor"
+    monkeypatch.setattr(device_defaults, "compile_problem", lambda _: "gcc: command not found")
+    notes = []
+    train = resolve_auto(Train(), Group(device=GPU), lambda *note: notes.append(note))
+    assert train.compile == "none"
+    (label, text) = notes.pop()
+    assert label == "device" and text.endswith("(python3-dev). rank 0: gcc: command not found")
+    given = resolve_auto(Train(compile="inductor"), Group(device=GPU), lambda *_: pytest.fail())
+    assert given.compile == "inductor"
+
+
+@pytest.mark.parametrize(
+    ("gflops", "rows", "steps", "peak", "pays"),
+    [
+        (0.1, 256, 300, 989e12, False),  # the sample: the host limits its steps
+        (0.1, 256, 100_000, 989e12, True),
+        (44, 1024, 300, 989e12, False),  # 55 s of ViT-B/32
+        (44, 1024, 2_000, 989e12, True),
+        (44, 1024, 300, math.nan, True),  # an unknown GPU: 540 s
+    ],
+)
+def test_short_runs_are_not_compiled(gflops, rows, steps, peak, pays):
+    assert compile_pays(gflops * 1e9, rows, steps, peak) == pays
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [("1", "16"), ("8", "2"), ("32", "1")])
+def test_ranks_of_a_node_share_its_cores_for_compiling(gpu, monkeypatch, ranks, workers):
+    gpu()
+    monkeypatch.setattr(device_defaults, "cores", lambda: 16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    resolve_auto(Train(), Group(device=GPU))
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == workers
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(("compiler", "fails"), [("false", True), ("g++", False)])
+def test_compiler_is_tried_with_a_kernel(compiler, fails):
+    """In a new process, because inductor reads the variable when it is imported."""
+    code = (
+        "import torch; from mmray.engine.parallel.device_defaults import compile_problem;"
+        "print(compile_problem(torch.device('cpu')))"
+    )
+    environment = os.environ | {"CXX": compiler}
+    output = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert bool(output.stdout.strip()) == fails, output.stdout
