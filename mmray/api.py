@@ -178,10 +178,9 @@ def prepare(
     with _shown(reporter, "starting") as shown:
         from mmray.cluster.connect import data_session
         from mmray.data.prepare import pipeline
-        from mmray.storage.storage import Storage
 
         for place in (source, out):
-            Storage(str(place))  # raises UsageError for an invalid address before Ray starts
+            to_path(place)  # raises UsageError for an invalid address before Ray starts
         with data_session(cluster):
             manifest = pipeline.prepare(
                 str(source),

@@ -145,7 +145,7 @@ def s3(s3_server, tmp_path, monkeypatch):
     """A bucket for one test, with short pauses between retries."""
     from pyarrow import fs
 
-    monkeypatch.setattr("mmray.storage.storage.MAX_WAIT_S", 0.01)
+    monkeypatch.setattr("mmray.storage.requests.MAX_WAIT_S", 0.01)
     s3_server.unlink(missing_ok=True)
     name = f"bucket-{time.time_ns()}"
     system, _ = fs.FileSystem.from_uri(f"s3://{name}?allow_bucket_creation=true")

@@ -12,7 +12,7 @@ from mmray.data.prepare.pack import open_shard
 from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, fingerprint
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.text.tokenizer import train_tokenizer
-from mmray.storage.storage import Storage
+from mmray.storage.paths import to_path, write_atomic
 
 CAPTIONS = ["a", "a red one", "a much longer caption of a row"]
 
@@ -53,12 +53,12 @@ def write_shard(rows, storage, name, split=None):
 
 def write_set(folder, shards, tokenizer=None, languages=()):
     """Write a prepared set of shards (rows, split, dropped) and return its address."""
-    storage = Storage(str(folder))
-    storage.mkdir("shards")
+    folder = to_path(folder)
+    (folder / "shards").mkdir(parents=True, exist_ok=True)
     entries, splits = [], Counter()
     for number, (rows, split, dropped) in enumerate(shards):
         entries.append(
-            replace(write_shard(rows, storage, f"shards/{number}.arrow", split), dropped=dropped)
+            replace(write_shard(rows, folder, f"shards/{number}.arrow", split), dropped=dropped)
         )
         splits.update({split: entries[-1].num_kept} if split else {})
     count = sum(entry.num_kept for entry in entries)
@@ -67,9 +67,9 @@ def write_set(folder, shards, tokenizer=None, languages=()):
         count, count, 0, {}, dict(splits), fingerprint(entries), name, {}, {}, tuple(entries)
     )
     if tokenizer:
-        storage.write(TOKENIZER, tokenizer.encode())
-    storage.write(MANIFEST, replace(manifest, languages=dict(Counter(languages))).to_json())
-    return storage.address
+        write_atomic(folder / TOKENIZER, tokenizer)
+    write_atomic(folder / MANIFEST, replace(manifest, languages=dict(Counter(languages))).to_json())
+    return str(folder)
 
 
 def make_set(folder, rows, test_rows=()):

@@ -194,7 +194,7 @@ def write_images(data: str | None, images: int, cache: Path) -> Path:
         folder = cache / f"photos-{synthetic_images.VERSION}-{images}"
         return synthetic_images.write_files(synthetic_images.synthetic_photos(images), folder)
     prepared = _prepare(data, cache, Prepare())
-    name = prepared.storage.address.rpartition("/")[2]
+    name = prepared.folder.name
     folder = cache / f"{name}-{prepared.fingerprint[:8]}-{images}"
     return synthetic_images.write_files(synthetic_images.sample_rows(prepared, images), folder)
 

@@ -14,7 +14,7 @@ from mmray.cluster import ray_internals
 from mmray.cluster.capacity import NODE_ID, Node
 from mmray.cluster.placement import run_on_node
 from mmray.errors import ResourceError, UsageError
-from mmray.storage.storage import Storage
+from mmray.storage.paths import remove_tree, to_path, write_atomic
 
 PROBE_TIMEOUT_S = 60.0
 MOUNT = "Mount one file system at the same path on all of them and pass that path as --run.storage."
@@ -48,8 +48,9 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
     """
     folder = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
-        root = Storage(storage)
-        _write(root, f"{folder}/driver", "written")
+        probe = to_path(storage) / folder
+        probe.mkdir(parents=True)
+        write_atomic(probe / "driver", "written")
     except OSError as error:
         hint = (
             CREDENTIALS
@@ -69,7 +70,7 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
         for node_id, task in sorted(tasks.items()):
             try:
                 ray.get(task, timeout=0)
-                if root.size(f"{folder}/{node_id}") is None:
+                if not (probe / node_id).is_file():
                     faults.append(
                         f"node {node_id}: files written on that node are not visible "
                         "from the driver"
@@ -82,7 +83,7 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
                 continue  # the node was lost
     finally:
         with suppress(OSError):  # a remaining probe folder is harmless
-            root.delete_tree(folder)
+            remove_tree(probe)
     if faults:
         raise ResourceError(
             f"run.storage {storage} is not the same folder on every training node:\n  "
@@ -94,12 +95,6 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
 
 def _read_and_write(storage: str, folder: str, node_id: str) -> None:
     """Read the file of the driver, and write one (Ray task)."""
-    root = Storage(storage)
-    root.read(f"{folder}/driver")
-    _write(root, f"{folder}/{node_id}", "written")
-
-
-def _write(root: Storage, name: str, text: str) -> None:
-    if root.local_path is not None:
-        root.mkdir(name.rpartition("/")[0])
-    root.write(name, text.encode())
+    probe = to_path(storage) / folder
+    (probe / "driver").read_bytes()
+    write_atomic(probe / node_id, "written")

@@ -23,7 +23,7 @@ from mmray.report.figures import run_figures
 from mmray.report.run import RunRecord, format_number, recall_rows
 from mmray.report.sweep import SweepRecord
 from mmray.report.sweep_figures import sweep_figures
-from mmray.storage.paths import AnyPath, write_atomic
+from mmray.storage.paths import AnyPath, to_path, write_atomic
 from mmray.sweep_files import SWEEP
 
 REPORT = "report.html"
@@ -35,7 +35,8 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
 
     Raises UsageError.
     """
-    folder, out = folder.expanduser().resolve(), (out or folder / REPORT).expanduser()
+    folder = to_path(folder)
+    out = to_path(out or folder / REPORT)
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
         raise UsageError(f"{folder} {problem}; give the folder of a run (runs/NAME) or of a sweep")

@@ -45,7 +45,7 @@ Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) th
 
 def load_run_config(folder: AnyPath) -> Config:
     """The config of a run. Raises UsageError if the folder is not a run."""
-    file = folder.expanduser().resolve() / "config.yaml"
+    file = to_path(folder) / "config.yaml"
     if not file.exists():
         problem = (
             "is not a run: it has no config.yaml" if file.parent.exists() else ("does not exist")
@@ -59,7 +59,8 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
 
     Raises UsageError without one.
     """
-    run, config = RunDir(folder.expanduser().resolve()), load_run_config(folder)
+    run = RunDir(to_path(folder))
+    config = load_run_config(folder)
     metric, faults = best_metric(config), list[str]()
     if step is None:
         checkpoint = files.latest_valid_checkpoint(run.checkpoints, faults.append, rename=False)
@@ -178,7 +179,7 @@ def _evaluate(
         total = num_evaluated_rows(config, held_out)
         model: Any = config.model
         reporter.log(
-            f"{checkpoint or model.weights} on {total:,} rows of {held_out.storage.address}",
+            f"{checkpoint or model.weights} on {total:,} rows of {held_out.folder}",
             "evaluate",
         )
         rows: list[int] = []  # of the batches that are done
@@ -235,7 +236,7 @@ def _score_on_ray(
         coordinator.push.remote({"rows": num_rows})
 
     score = partial(_score, config, tokenizer_json, held_out, checkpoint, send_rows)
-    trainer = ray_backend.torch_trainer(score, config, folder.resolve())
+    trainer = ray_backend.torch_trainer(score, config, to_path(folder))
     workers = config.cluster.max_workers
     reporter.status(f"starting {workers} worker{'s' * (workers > 1)}")
     try:

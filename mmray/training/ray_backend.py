@@ -463,7 +463,7 @@ def request_nodes(
 def ray_storage(folder: AnyPath) -> dict[str, Any]:
     """Return the options of Ray's RunConfig for its files in `folder`."""
     if isinstance(folder, RemotePath):
-        return {"storage_path": folder.fs_path, "storage_filesystem": folder.storage.filesystem[0]}
+        return {"storage_path": folder.fs_path, "storage_filesystem": folder.filesystem}
     return {"storage_path": str(folder)}
 
 

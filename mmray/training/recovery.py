@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mmray.engine.batch import BatchShape
 from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
-from mmray.storage.storage import TransientStorageError
+from mmray.storage.requests import TransientStorageError
 from mmray.training.backend import Backend
 from mmray.training.monitor import AttemptMonitor
 

@@ -19,7 +19,7 @@ from mmray.data.text.tokenizer import declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import UsageError
-from mmray.storage.paths import to_path
+from mmray.storage.paths import RemotePath, to_path
 from mmray.training.monitor import RunReporter
 
 MAX_LABELS = 20_000  # of boxes; the text tower embeds each label in every micro-batch
@@ -68,8 +68,8 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     )
     train_sets = [with_local_cache(config.data, each, rows_per_block) for each in train_sets]
     eval_set = eval_set and with_local_cache(config.data, eval_set, rows_per_block)
-    if config.data.local_cache and all(
-        each.storage.local_path for each in [*train_sets, eval_set] if each
+    if config.data.local_cache and not any(
+        isinstance(each.folder, RemotePath) for each in [*train_sets, eval_set] if each
     ):
         reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
     train_set: PreparedSet | PreparedMixture = train_sets[0]
@@ -144,7 +144,8 @@ def with_region_labels(
     """The `model` section with `region_labels`, by default those of the sets. Raises UsageError."""
     if not getattr(model, "regions", False):
         return model
-    names, address = model.region_labels, train_sets[0].storage.address
+    names = model.region_labels
+    address = train_sets[0].folder
     if not names:
         labels = _merge_label_names(train_sets)
         if not labels:
@@ -175,6 +176,6 @@ def _merge_label_names(sets: Sequence[PreparedSet]) -> dict[int, str]:
                 raise UsageError(
                     f"model.regions: box label {label} is `{labels[int(label)]}` in one set and "
                     f"`{name}` in "
-                    f"{each.storage.address}; use the same label numbers in both sources"
+                    f"{each.folder}; use the same label numbers in both sources"
                 )
     return labels

@@ -155,7 +155,7 @@ def _add_data(
         )
     folders = {"train": resolved.data_identity["train"], "eval": None}
     if held_out is not None and config.data.eval:
-        folders["eval"] = held_out.storage.address
+        folders["eval"] = str(held_out.folder)
     return TrialData(
         sets=data.sets | {key: folders},
         num_rows=max(data.num_rows, resolved.data_identity["num_rows"]),

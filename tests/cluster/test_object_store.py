@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmray.storage.paths import copy_file, to_path
-from mmray.storage.storage import Storage
+from mmray.storage.paths import copy_file, list_files, to_path
 from mmray.training.driver import train
 from mmray.training.evaluate_export import evaluate_run, export_run
 from tests.training.runs import (
@@ -70,12 +69,12 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
     """A rank is killed after step 5, SIGINT follows; data is on the store too: bitwise equal to a
     run on a disk.
     """
-    place = Storage(f"{s3.address}/set")
-    for name in Storage(str(data)).list_files():
-        place.write(name, (data / name).read_bytes())
+    place = to_path(f"{s3.address}/set")
+    for name in list_files(data):
+        copy_file(data / name, place / name)
     faults = ("tests.training.faults:KillRankOneOnce", "tests.training.faults:Slower")
     cache = str(tmp_path / "cache")
-    slowly = in_chunks(config(place.address, s3.address, "remote", callbacks=faults), cache)
+    slowly = in_chunks(config(str(place), s3.address, "remote", callbacks=faults), cache)
     stopped = train(slowly, Stopping(6))
     assert (
         stopped.result["restarts"] == 1
@@ -83,7 +82,7 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
         and stopped.result["steps"] < STEPS
     )
     reporter = FailingLoad(s3)
-    outcome = train(in_chunks(config(place.address, s3.address, "remote"), cache), reporter)
+    outcome = train(in_chunks(config(str(place), s3.address, "remote"), cache), reporter)
     assert outcome.result["status"] == "finished" and str(outcome.path) == f"{s3.address}/remote"
     checkpoint = f"{s3.address}/remote/checkpoints/step-{stopped.result['steps']}"
     assert [text for label, text in reporter.notes if label == "resume"] == [
@@ -111,8 +110,9 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
     } <= told.keys() and scores["rows"] == 20
     assert {name: scores[name] for name in told} == pytest.approx(told)
     assert export_run(outcome.path, tmp_path / "exported", None).is_dir()
-    there = Storage(str(outcome.path))
-    names = there.list_files()
+    names = list_files(outcome.path)
     assert {"config.yaml", "result.json", "examples.json", "report.html"} <= set(names)
     assert any(name.startswith("events.") for name in names)
-    assert not [name for name in names if b"canary-of-the-tests" in there.read(name)]
+    assert not [
+        name for name in names if b"canary-of-the-tests" in (outcome.path / name).read_bytes()
+    ]

@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs
 
 from mmray.data.prepare import pipeline
-from mmray.storage import storage
+from mmray.storage import paths
 
 
 class StoredFile(io.BytesIO):
@@ -43,21 +43,21 @@ def latency(monkeypatch):
 @pytest.fixture(autouse=True)
 def memory_store(monkeypatch):
     """Serve memory:// through fsspec, with one handle per opened file as on a real store."""
-    open_shared, open_real = MemoryFileSystem._open, storage.open_filesystem
+    open_shared, open_real = MemoryFileSystem._open, paths._from_uri
 
     def open_separately(system, path, mode="rb", **options):
         file = open_shared(system, path, mode, **options)
         return StoredFile(file.getvalue()) if mode == "rb" else file
 
-    def open_filesystem(address):
-        scheme, _, path = address.partition("://")
+    def from_uri(uri):
+        scheme, _, path = uri.partition("://")
         if scheme == "memory":
-            return fs.PyFileSystem(fs.FSSpecHandler(MemoryFileSystem())), f"/{path}"
-        return open_real(address)
+            return fs.PyFileSystem(fs.FSSpecHandler(MemoryFileSystem())), f"/{path.lstrip('/')}"
+        return open_real(uri)
 
     monkeypatch.setattr(MemoryFileSystem, "_open", open_separately)
-    monkeypatch.setattr(storage, "open_filesystem", open_filesystem)
-    monkeypatch.setattr(storage, "SCHEMES", (*storage.SCHEMES, "memory"))
+    monkeypatch.setattr(paths, "_from_uri", from_uri)
+    monkeypatch.setattr(paths, "SCHEMES", (*paths.SCHEMES, "memory"))
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from mmray.data.prepare.pipeline import prepare
 from mmray.data.rows import BadRow, parse_row
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import ResourceError
-from mmray.storage import storage
-from mmray.storage.storage import ATTEMPTS, Storage
+from mmray.storage import requests
+from mmray.storage.paths import copy_file, list_files, list_names, to_path
+from mmray.storage.requests import ATTEMPTS
 from tests.data.formats.test_formats import COUNT, LAX, SOURCES, color_image, images, tars
 
 
@@ -44,11 +45,11 @@ def read(address, out):
     """(chunks without digests, rows) of a source; a row is its location, its fields and its
     images.
     """
-    source = open_source(detect_source(address), Storage(out), {}, "a {}")
+    source = open_source(detect_source(address), to_path(out), {}, "a {}")
     chunks = list(source.scan(3, ()))
     items = [item for chunk in chunks for item in source.read(chunk)]
     return [(one.file, one.first_line, one.num_rows) for one in chunks], [
-        (item.line, item.location, told(source.storage, item)) for item in items
+        (item.line, item.location, told(source.folder, item)) for item in items
     ]
 
 
@@ -64,32 +65,32 @@ def told(place, item):
 
 @pytest.mark.parametrize("title", ALL)
 def test_source_on_a_store_equals_source_on_a_disk(tmp_path, title):
-    source, disk = ALL[title](tmp_path / "raw"), Storage(str(tmp_path / "raw"))
-    store = Storage(f"memory://{tmp_path.name}/raw")
+    source, disk = ALL[title](tmp_path / "raw"), tmp_path / "raw"
+    store = to_path(f"memory://{tmp_path.name}/raw")
     try:
-        for name in disk.list_files():
-            store.write(name, disk.read(name))
+        for name in list_files(disk):
+            copy_file(disk / name, store / name)
         here = read(str(source), str(tmp_path))
-        there = read(
-            str(source).replace(disk.address, store.address, 1), f"memory://{tmp_path.name}"
-        )
+        there = read(str(source).replace(str(disk), str(store), 1), f"memory://{tmp_path.name}")
     finally:
         fsspec.filesystem("memory").store.clear()
-    assert there == here
+    if title != "Hugging Face datasets":  # on a store, a chunk is a complete Arrow file
+        assert there[0] == here[0]
+    assert there[1] == here[1]
     assert len(here[1]) >= 4 and any(isinstance(row[-1], bytes) for *_, row in here[1])
 
 
 def test_prepare_from_bucket_to_bucket_resumes(s3, tmp_path, in_process):
     raw, here, out = (
-        Storage(str(tars(tmp_path / "raw"))),
+        tars(tmp_path / "raw"),
         str(tmp_path / "out"),
         f"{s3.address}/out",
     )
     source = f"{s3.address}/raw"
-    for name in raw.list_files():
-        Storage(source).write(name, raw.read(name))
+    for name in list_files(raw):
+        copy_file(raw / name, to_path(source) / name)
     there = prepare(source, out, LAX)
-    on_disk = prepare(raw.address, here, LAX)
+    on_disk = prepare(str(raw), here, LAX)
     assert there.fingerprint == on_disk.fingerprint and there.num_rows == COUNT
     rows = np.arange(COUNT)
     assert PreparedSet.open(out).read(rows) == PreparedSet.open(here).read(rows)
@@ -102,22 +103,21 @@ def test_prepare_from_bucket_to_bucket_resumes(s3, tmp_path, in_process):
 
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_source_is_listed_once(tmp_path, in_process, monkeypatch, name):
-    source, listed, list_files = ALL[name](tmp_path / "raw"), [], Storage.list_files
+    source, listed = ALL[name](tmp_path / "raw"), []
 
-    def count(store, *folder):
-        listed.append(store.address)
-        return list_files(store, *folder)
+    def count(folder):
+        listed.append(folder)
+        return list_files(folder)
 
-    monkeypatch.setattr(Storage, "list_files", count)
+    monkeypatch.setattr("mmray.data.formats.source.list_files", count)
     auto = prepare(str(source), str(tmp_path / "auto"), LAX)
-    assert listed == [str(source)] * source.is_dir()
+    assert listed == [source] * source.is_dir()
     forced = LAX.model_copy(update={"format": auto.source["format"]})
     assert prepare(str(source), str(tmp_path / "forced"), forced).fingerprint == auto.fingerprint
 
 
 def images_and_pairs(folder):
     """40 rows of a JSONL, some bad, and 40 pairs; both on a disk and on a store."""
-    disk = Storage(str(folder))
     images(folder / "pairs", 40)
     rows = [{"id": n, "image": f"pairs/{n}.png", "text": f"color {n}"} for n in range(40)]
     rows[3] |= {"image": "pairs/gone.png"}
@@ -126,8 +126,8 @@ def images_and_pairs(folder):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for number in range(40):
         (folder / "pairs" / f"{number}.txt").write_text(f"color {number}")
-    for name in disk.list_files():
-        Storage("memory://raw").write(name, disk.read(name))
+    for name in list_files(folder):
+        copy_file(folder / name, to_path("memory://raw") / name)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "pairs"])
@@ -140,7 +140,7 @@ def test_images_on_a_store_are_read_in_parallel(
         with monkeypatch.context() as patch:
             if label == "serial":
                 patch.setattr(pack, "READ_THREADS", 1)
-                patch.setattr(storage, "MAX_PARALLEL", 1)
+                patch.setattr(requests, "MAX_PARALLEL", 1)
             start_s = time.perf_counter()
             manifest = prepare(f"{address}/raw/{name}", str(tmp_path / label), settings)
             wall_s[label] = time.perf_counter() - start_s
@@ -171,15 +171,15 @@ def test_memory_of_images_read_ahead_is_bounded(monkeypatch):
 
 
 def test_files_of_a_store_are_deleted_in_parallel(memory, latency, monkeypatch):
-    out, wall_s = Storage(memory), []
-    for most in (1, storage.MAX_PARALLEL):
-        monkeypatch.setattr(storage, "MAX_PARALLEL", most)
+    out, wall_s = to_path(memory), []
+    for most in (1, requests.MAX_PARALLEL):
+        monkeypatch.setattr(requests, "MAX_PARALLEL", most)
         for number in range(16):
-            out.write(f"shards/{number}", b"x")
+            (out / f"shards/{number}").write_bytes(b"x")
         start_s = time.perf_counter()
         pipeline._remove_files(out, lambda name: name != "shards/3", ["shards"])
         wall_s.append(time.perf_counter() - start_s)
-        assert out.listdir("shards") == ["3"]
+        assert list_names(out / "shards") == ["3"]
     assert wall_s[0] > 3 * wall_s[1]
 
 
@@ -187,7 +187,7 @@ def test_failures_of_a_store_are_retried_or_end_the_prepare(s3, tmp_path, in_pro
     """They never quarantine rows."""
     raw, source, out = jsonl(tmp_path / "raw").parent, f"{s3.address}/raw", f"{s3.address}/out"
     for path in raw.iterdir():
-        Storage(source).write(path.name, path.read_bytes())
+        copy_file(path, to_path(source) / path.name)
     rows = f"{source}/rows.jsonl"
     for number, (method, name) in enumerate(
         [("GET", "raw/rows"), ("GET", "3.png"), ("PUT", "shards/")]

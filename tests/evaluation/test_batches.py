@@ -85,7 +85,7 @@ def test_image_that_kills_the_decoder_is_skipped(
     bad, log = row(3, data=deadly(png(3), tmp_path / "tries")), tmp_path / "tries"
     made = make_set(tmp_path / "set", [*map(row, range(3)), bad, row(4)])
     unchecked = PreparedSet(
-        made.storage, replace(made.manifest, settings={"check": "header", "image_side": 0})
+        made.folder, replace(made.manifest, settings={"check": "header", "image_side": 0})
     )
     with decoder_dies():
         reading = batches(unchecked, batch=2)

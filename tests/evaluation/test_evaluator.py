@@ -298,7 +298,7 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
     held_out = make_set(tmp_path / "set", rows)
     classes, prompts = ("a", "red", "one"), ("{}", "a {}")
     named = replace(held_out.manifest, class_names=classes)  # like class folders
-    of_the_set = score(PreparedSet(held_out.storage, named), Labeled, prompts=prompts)
+    of_the_set = score(PreparedSet(held_out.folder, named), Labeled, prompts=prompts)
     assert of_the_set == score(held_out, Labeled, classes=classes, prompts=prompts)
     model, encoder = Labeled().eval(), TextEncoder(held_out.tokenizer_json or "", INPUTS.max_tokens)
     embeddings = []

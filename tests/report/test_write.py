@@ -9,8 +9,7 @@ from mmray import cli
 from mmray.cli.console import Terminal
 from mmray.errors import UsageError
 from mmray.report.write import write_report
-from mmray.storage.paths import RemotePath, to_path
-from mmray.storage.storage import Storage
+from mmray.storage.paths import RemotePath, copy_file, list_files, to_path
 from mmray.sweep_files import CurvePoint, Rung
 from tests.report.factories import (
     examples,
@@ -307,8 +306,8 @@ def test_invalid_arguments_are_usage_errors(tmp_path):
 
 def test_report_of_a_run_on_an_object_store_equals_the_local_one(s3, tmp_path):
     make_whole_run(tmp_path / "mine")
-    for name in Storage(str(tmp_path)).list_files():
-        Storage(s3.address).write(name, (tmp_path / name).read_bytes())
+    for name in list_files(tmp_path):
+        copy_file(tmp_path / name, to_path(s3.address) / name)
     page = write_report(to_path(f"{s3.address}/mine"))
     assert str(page) == f"{s3.address}/mine/report.html"
     local = write_report(tmp_path / "mine").read_text()

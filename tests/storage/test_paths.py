@@ -11,7 +11,7 @@ from mmray.cli.console import Terminal
 from mmray.cluster import connect
 from mmray.config import Run
 from mmray.errors import UsageError
-from mmray.storage import storage
+from mmray.storage import requests
 from mmray.storage.paths import (
     RemotePath,
     append_line,
@@ -24,7 +24,6 @@ from mmray.storage.paths import (
     to_path,
     write_atomic,
 )
-from mmray.storage.storage import Storage
 
 
 def test_remote_path_has_the_interface_of_path(s3):
@@ -52,7 +51,7 @@ def test_remote_path_has_the_interface_of_path(s3):
 
 def test_address_may_have_spaces_and_non_ascii_letters():
     for typed in ("s3://bucket/my set/café#1", "s3://bucket/my%20set/caf%C3%A9%231"):
-        assert Storage(f"{typed}?region=us-east-1").filesystem[1] == "bucket/my set/café#1"
+        assert to_path(f"{typed}?region=us-east-1").fs_path == "bucket/my set/café#1"
     path = to_path("s3://bucket/my set") / "b c"
     assert (path.fs_path, to_path(str(path)).fs_path) == ("bucket/my set/b c",) * 2
 
@@ -61,7 +60,6 @@ def test_file_uri_is_a_local_path(tmp_path):
     assert (
         to_path(f"file://{tmp_path}/a%20b") == to_path(f"file://{tmp_path}/a b") == tmp_path / "a b"
     )
-    assert Storage(f"file://{tmp_path}/x") == Storage(str(tmp_path / "x"))
     assert to_path("~backup.jsonl").name == "~backup.jsonl", "no user has this name"
 
 
@@ -77,14 +75,18 @@ def test_options_stay_at_the_end_of_an_address():
     assert (
         path.fs_path == "bucket/runs/one/config.yaml" and to_path(str(path)).fs_path == path.fs_path
     )
-    assert Storage.split("s3://bucket/x/a.jsonl?scheme=http") == (
-        Storage("s3://bucket/x?scheme=http"),
-        "a.jsonl",
-    )
-    assert Storage.split("s3://bucket?scheme=http") == (Storage("s3://bucket?scheme=http"), "")
-    assert Storage.split("a.jsonl") == (Storage("."), "a.jsonl")
+    file = to_path("s3://bucket/x/a.jsonl?scheme=http")
+    assert (file.parent, file.name) == (to_path("s3://bucket/x?scheme=http"), "a.jsonl")
+    bucket = to_path("s3://bucket?scheme=http")
+    assert (bucket.parent, bucket.name) == (bucket, "bucket")
     for address in ("prepared/a@b", "s3://bucket/a@b", "s3://bucket/set?region=eu-west-1"):
-        assert Storage(address).address.endswith(address)
+        assert str(to_path(address)).endswith(address)
+
+
+def test_name_with_special_characters_is_the_same_file_after_a_round_trip():
+    for name in ("50%.jpg", "a%20b", "why?.jpg", "x#1", "a&b=c"):
+        path = to_path("s3://bucket/set?region=us-east-1") / name
+        assert to_path(str(path)) == path and path.fs_path == f"bucket/set/{name}"
 
 
 @pytest.mark.parametrize("kind", ["store", "disk"])
@@ -121,7 +123,7 @@ def test_file_operations_are_the_same_on_disk_and_store(kind, s3, tmp_path):
 
 
 def test_staged_upload_puts_last_file_only_after_all_others(s3, monkeypatch):
-    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    monkeypatch.setattr(requests, "ATTEMPTS", 1)
     path = to_path(s3.address) / "step-1"
     s3.fail("PUT", "step-1/b", 1000, status=400)
     with (
@@ -136,14 +138,14 @@ def test_staged_upload_puts_last_file_only_after_all_others(s3, monkeypatch):
 def test_transient_errors_are_retried(s3):
     file = to_path(s3.address) / "file"
     # retried by pyarrow, and by with_retries
-    for count, status in ((2, 503), (storage.ATTEMPTS - 1, 400)):
+    for count, status in ((2, 503), (requests.ATTEMPTS - 1, 400)):
         s3.fail("PUT", "/file", count, status)
         file.write_text(f"there {status}")
         assert s3.failures_left() == 0 and file.read_text() == f"there {status}"
 
 
 def test_permanent_errors_are_not_retried(monkeypatch):
-    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(requests, "MAX_WAIT_S", 0.01)
     calls = []
 
     def refuse(error):
@@ -156,11 +158,11 @@ def test_permanent_errors_are_not_retried(monkeypatch):
         ValueError("odd"),
     ):
         with pytest.raises(type(error)):
-            storage.with_retries(lambda error=error: refuse(error))
+            requests.with_retries(lambda error=error: refuse(error))
     assert len(calls) == 3
     with pytest.raises(OSError, match="slow"):
-        storage.with_retries(lambda: refuse(OSError("slow down")))
-    assert len(calls) == 3 + storage.ATTEMPTS
+        requests.with_retries(lambda: refuse(OSError("slow down")))
+    assert len(calls) == 3 + requests.ATTEMPTS
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_permanent_errors_are_not_retried(monkeypatch):
     ],
 )
 def test_credentials_are_refused_without_repeating_them(address):
-    for use in (Storage, lambda address: Run(storage=address)):
+    for use in (to_path, lambda address: Run(storage=address)):
         with pytest.raises(UsageError, match="AWS_SECRET_ACCESS_KEY") as refused:
             use(address)
         assert "hush" not in str(refused.value)
@@ -185,7 +187,7 @@ def test_only_storage_schemes_are_opened(address):
     with pytest.raises(
         UsageError, match=r"cannot be opened: use a local path or a URI with file, s3, gs"
     ):
-        Storage(address)
+        to_path(address)
 
 
 def test_prepare_of_an_unknown_scheme_connects_to_nothing(capfd, monkeypatch):

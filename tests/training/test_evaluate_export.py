@@ -23,7 +23,6 @@ from mmray.engine.run_state import EMA_KEY
 from mmray.evaluation.build import best_metric
 from mmray.models.build import build
 from mmray.storage.paths import AnyPath, to_path
-from mmray.storage.storage import Storage
 from mmray.training import evaluate_export, run_dir
 from mmray.training.evaluate_export import load_model
 from tests.checkpoints import save_checkpoint
@@ -92,7 +91,7 @@ def test_evaluation_of_branches_needs_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate_export, "needs_ray", lambda _: False)
-    held_out = SimpleNamespace(num_rows=1, storage=Storage(str(tmp_path)))
+    held_out = SimpleNamespace(num_rows=1, folder=tmp_path)
     monkeypatch.setattr(evaluate_export, "_open_held_out", lambda *_: held_out)
     monkeypatch.setattr(evaluate_export, "_score", lambda config, *_: config)
     monkeypatch.setattr(evaluate_export, "count_gpus", lambda: 2)

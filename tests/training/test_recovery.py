@@ -24,7 +24,7 @@ from mmray.errors import (
     TrainingError,
     is_device_error,
 )
-from mmray.storage.storage import TransientStorageError
+from mmray.storage.requests import TransientStorageError
 from mmray.training.ray_backend import RayBackend
 from mmray.training.recovery import (
     EVENTS,

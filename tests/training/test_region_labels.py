@@ -14,7 +14,6 @@ from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.engine.bad_rows import quarantine_bad_rows
 from mmray.errors import DataError, UsageError
-from mmray.storage.storage import Storage
 from mmray.training.resolve import with_region_labels
 from tests.made import make_set, row
 
@@ -25,7 +24,7 @@ def named(folder: Path, names: dict[str, str], boxed: bool = True) -> PreparedSe
     """A set of three rows, the last with a box, with these names of box labels."""
     box = {"boxes": [[0.0, 0.0, 1.0, 1.0]], "box_labels": [1]} if boxed else {}
     made = make_set(folder, [row(0), row(1), replace(row(2), **box)])
-    Storage(str(folder)).write(MANIFEST, replace(made.manifest, box_names=names).to_json())
+    (folder / MANIFEST).write_bytes(replace(made.manifest, box_names=names).to_json())
     return PreparedSet.open(str(folder))
 
 

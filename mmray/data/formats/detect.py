@@ -16,7 +16,7 @@ from mmray.data.formats.source import Source, list_visible_files, read_head
 from mmray.data.rows import is_valid_name
 from mmray.data.store.manifest import is_prepared
 from mmray.errors import DataError, UsageError
-from mmray.storage.storage import Storage
+from mmray.storage.paths import AnyPath, to_path
 
 _HEAD_BYTES = 512
 
@@ -63,80 +63,79 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
     """
     if not is_valid_name(address):
         raise UsageError(f"{address!r} is not plain UTF-8: rename the file")
-    storage, name = Storage.split(address.rstrip("/") if len(address) > 1 else address)
-    folder = Storage(address)
-    if folder.is_dir():
-        names = list_visible_files(folder) if source_format == "auto" else []
-        kind = _detect_folder_format(folder, names) if source_format == "auto" else source_format
+    path = to_path(address)
+    if path.is_dir():
+        names = list_visible_files(path) if source_format == "auto" else []
+        kind = _detect_folder_format(path, names) if source_format == "auto" else source_format
         if not source_class(kind).reads_folder:
             raise UsageError(
                 f"{address} is a folder, and {kind} is a file: give the path of the file"
             )
-        return SourceSpec(kind, folder.address, "", iter(names))
+        return SourceSpec(kind, str(path), "", iter(names))
+    folder = path.parent
+    name = path.name
     names = [name]
-    if "," in name and source_format in ("auto", "coco") and storage.size(name) is None:
+    if "," in name and source_format in ("auto", "coco") and not path.is_file():
         names = name.split(",")
         source_format = "coco"
-    detected = [_detect_file_format(storage, each) for each in names]
+    detected = [_detect_file_format(folder, each) for each in names]
     kind = detected[0] if source_format == "auto" else source_format
     if not source_class(kind).reads_file:
         raise UsageError(
             f"{address} is a file, and {kind} is a folder: give the path of the folder"
         )
-    parent, folder_name = Storage.split(storage.address)
-    if kind == "coco" and folder_name == "annotations":  # the images are next to this folder
-        storage = parent
-        name = f"{folder_name}/{name}"
-    return SourceSpec(kind, storage.address, name)
+    if kind == "coco" and folder.name == "annotations":  # the images are next to this folder
+        name = f"{folder.name}/{name}"
+        folder = folder.parent
+    return SourceSpec(kind, str(folder), name)
 
 
 def open_source(
-    spec: SourceSpec, prepared_folder: Storage, columns: dict[str, str], caption_template: str
+    spec: SourceSpec, prepared_folder: AnyPath, columns: dict[str, str], caption_template: str
 ) -> Source:
     """Open the source without reading it. Listings are stored in `prepared_folder`."""
-    storage = Storage(spec.address)
+    folder = to_path(spec.address)
     return source_class(spec.format)(
-        storage, spec.name, columns, prepared_folder, caption_template, spec.files
+        folder, spec.name, columns, prepared_folder, caption_template, spec.files
     )
 
 
-def _detect_file_format(storage: Storage, name: str) -> str:
+def _detect_file_format(folder: AnyPath, name: str) -> str:
     """Detect the format by magic number, otherwise by suffix; the default is JSON lines."""
-    head = read_head(storage, name, _HEAD_BYTES)
+    head = read_head(folder, name, _HEAD_BYTES)
     classes = {known: source_class(known) for known in FORMATS}
     for known, source in classes.items():
         if source.magic and head[source.magic_offset :].startswith(source.magic):
             return known
     suffix = PurePosixPath(name).suffix.lower()
     for known, source in classes.items():
-        if suffix in source.suffixes and source.matches_file(storage, name):
+        if suffix in source.suffixes and source.matches_file(folder, name):
             return known
     return "jsonl"
 
 
-def _detect_folder_format(storage: Storage, names: list[str]) -> str:
+def _detect_folder_format(folder: AnyPath, names: list[str]) -> str:
     for known in FORMATS:
         if source_class(known).matches_folder(names):
             if known == "folders":
-                _check_class_folders(storage, names)
+                _check_class_folders(folder, names)
             return known
-    if is_prepared(storage):
+    if is_prepared(folder):
         raise DataError(
-            f"{storage.address} is already prepared: use it as it is, for example --data.train "
-            f"{storage.address}"
+            f"{folder} is already prepared: use it as it is, for example --data.train {folder}"
         )
     files = [name for name in names if "/" not in name and name.lower().endswith(_file_suffixes())]
     hint = "it needs tars, Parquet or images"
     if files:
         hint = f"give the path of one of its files ({', '.join(files[:5])})"
-    raise DataError(f"no known source format found in {storage.address}: {hint}")
+    raise DataError(f"no known source format found in {folder}: {hint}")
 
 
 def _file_suffixes() -> tuple[str, ...]:
     return tuple(suffix for known in FORMATS for suffix in source_class(known).suffixes)
 
 
-def _check_class_folders(storage: Storage, names: list[str]) -> None:
+def _check_class_folders(folder: AnyPath, names: list[str]) -> None:
     """Raise DataError if the folders of the images may not be classes: their names would become the
     captions.
     """
@@ -150,7 +149,7 @@ def _check_class_folders(storage: Storage, names: list[str]) -> None:
     force = "to make captions from the names of the folders, use --format folders"
     if captions:
         raise DataError(
-            f"{storage.address} has images in folders, and {len(captions):,} files that may have "
+            f"{folder} has images in folders, and {len(captions):,} files that may have "
             "their captions "
             f"({', '.join(captions[:5])}): give the path of such a file with rows, or {force}"
         )
@@ -161,7 +160,7 @@ def _check_class_folders(storage: Storage, names: list[str]) -> None:
             "none in the layout CLASS/image or SPLIT/CLASS/image"
         )
         raise DataError(
-            f"{storage.address} has images in folders, but fewer than two classes ({names_found}), "
+            f"{folder} has images in folders, but fewer than two classes ({names_found}), "
             "and no captions: "
             f"give the path of a file with captions, or {force}"
         )

@@ -18,7 +18,8 @@ from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, JsonlSource
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
 from mmray.data.rows import HELD_OUT_SPLITS, BadRow, is_safe_path, is_valid_name
 from mmray.errors import DataError
-from mmray.storage.storage import Storage, iter_parallel
+from mmray.storage.paths import AnyPath, RemotePath, open_output
+from mmray.storage.requests import iter_parallel
 
 LISTING = "listing.jsonl"
 Rows = Iterator[dict[str, Any]]
@@ -43,11 +44,11 @@ class ListingSource(Source):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        with self.prepared_folder.open_output(LISTING) as file:
+        with open_output(self.prepared_folder / LISTING) as file:
             for row in self.list_rows():
                 # in ASCII, because names may contain lone surrogates
                 file.write(json.dumps(row).encode() + b"\n")
-        if self.prepared_folder.size(LISTING):
+        if (self.prepared_folder / LISTING).stat().st_size:
             yield from JsonlSource(self.prepared_folder, LISTING, {}).scan(
                 rows_per_chunk, previous_chunk_ends
             )
@@ -66,7 +67,7 @@ class ListingSource(Source):
             raise BadRow("columns", "path", f"{name!r} is not plain UTF-8: rename the file")
         try:
             with os_error_as_bad_row(name):
-                lines = read_file(self.storage, name).decode("utf-8-sig").splitlines()
+                lines = read_file(self.folder, name).decode("utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
             raise BadRow(
                 "parse", "encoding", f"{name} is not UTF-8 at byte {error.start}"
@@ -158,7 +159,7 @@ class ImageTextPairs(ListingSource):
         for stem in sorted(images.keys() | texts.keys()):
             # With size and modification time, so that an edited text changes the signature of its
             # chunk.
-            row = {"text_file": stat_signature(self.storage, texts[stem])} if stem in texts else {}
+            row = {"text_file": stat_signature(self.folder, texts[stem])} if stem in texts else {}
             for name in images.get(stem, []):
                 yield {"origin": name, "id": name, "image": name} | row
             if stem not in images:
@@ -168,11 +169,9 @@ class ImageTextPairs(ListingSource):
         """Yield the rows of a chunk; caption files on an object store are read several at a
         time.
         """
-        return (
-            super().read(chunk)
-            if self.storage.local_path
-            else iter_parallel(self.parse_item, self.records(chunk))
-        )
+        if isinstance(self.folder, RemotePath):
+            return iter_parallel(self.parse_item, self.records(chunk))
+        return super().read(chunk)
 
 
 class CocoSource(ListingSource):
@@ -189,9 +188,9 @@ class CocoSource(ListingSource):
     suffixes = (".json",)
 
     @classmethod
-    def matches_file(cls, storage: Storage, name: str) -> bool:
+    def matches_file(cls, folder: AnyPath, name: str) -> bool:
         """Return whether a JSON file is a document and not rows (lines, or an array)."""
-        text = read_head(storage, name, MAX_LINE_BYTES).removeprefix(BOM).lstrip()
+        text = read_head(folder, name, MAX_LINE_BYTES).removeprefix(BOM).lstrip()
         try:
             first = orjson.loads(text.partition(b"\n")[0])
         except ValueError:
@@ -207,9 +206,9 @@ class CocoSource(ListingSource):
         boxes: dict[Any, list[tuple[Any, Any]]] = defaultdict(list)  # id: (box, category)
         categories: dict[str, str] = {}
         for name in names:
-            path = f"{self.storage.address}/{name}"
+            path = self.folder / name
             try:
-                document = orjson.loads(self.storage.read(name).removeprefix(BOM))
+                document = orjson.loads(path.read_bytes().removeprefix(BOM))
                 files = {image["id"]: str(image["file_name"]) for image in document["images"]}
                 categories |= {
                     str(item["id"]): str(item["name"]) for item in document.get("categories", [])
@@ -230,9 +229,7 @@ class CocoSource(ListingSource):
             if images and not any(
                 PurePosixPath(files[n]).name == PurePosixPath(images[n][1]).name for n in shared
             ):
-                raise DataError(
-                    f"{self.storage.address}: {names[0]} and {name} have no image in common"
-                )
+                raise DataError(f"{self.folder}: {names[0]} and {name} have no image in common")
             for image_id, file in files.items():
                 images.setdefault(image_id, (name, file))
         self.box_names = categories
@@ -260,6 +257,6 @@ class CocoSource(ListingSource):
         ending = base.removesuffix(".json").rpartition("_")[2]
         for candidate in (f"{ending}/", "images/", f"images/{ending}/", f"{folder}{slash}images/"):
             paths = [f"{candidate}{file}" for file in files]
-            if any(is_safe_path(path) and self.storage.size(path) is not None for path in paths):
+            if any(is_safe_path(path) and (self.folder / path).is_file() for path in paths):
                 return candidate
         return f"{folder}{slash}"

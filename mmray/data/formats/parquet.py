@@ -11,7 +11,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import orjson
@@ -23,7 +23,8 @@ from mmray.data.formats.listing import ImageTextPairs, is_image
 from mmray.data.formats.source import Source, SourceChunk, check_unchanged, file_signature
 from mmray.data.rows import BadRow, is_safe_path, rename_columns
 from mmray.errors import DataError
-from mmray.storage.storage import TransientStorageError, iter_parallel
+from mmray.storage.paths import open_sequential
+from mmray.storage.requests import TransientStorageError, iter_parallel
 
 _ROWS_PER_BATCH = 32  # inline images held as Python bytes
 _BUFFER_BYTES = 4 << 20  # of a column; without a buffer size pyarrow reads the whole column chunk
@@ -61,13 +62,13 @@ class ParquetSource(Source):
 
     def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
         """Return (number of rows up to the end of each row group or record batch, schema)."""
-        with self.storage.open_retried(name) as raw:
+        with open_sequential(self.folder / name) as raw:
             file = pq.ParquetFile(raw)
             return _cumulative_rows(file), file.schema_arrow
 
     def batches(self, name: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield the known columns of the rows start..stop of a file."""
-        with self.storage.open_retried(name) as raw:
+        with open_sequential(self.folder / name) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
             ends, columns = _cumulative_rows(file), self._known_columns(file.schema_arrow, name)
             first = bisect_right(ends, start)
@@ -102,13 +103,13 @@ class ParquetSource(Source):
             ends, schema = self.cumulative_rows(name)
         except (pa.ArrowException, OSError) as error:
             raise DataError(
-                f"{self.storage.address}/{name} cannot be read as {self.title}: {error}"
+                f"{self.folder / name} cannot be read as {self.title}: {error}"
             ) from None
         self._known_columns(schema, name)
-        return ends, file_signature(self.storage, name)
+        return ends, file_signature(self.folder, name)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        check_unchanged(self.storage, chunk)
+        check_unchanged(self.folder, chunk)
         row_number = chunk.first_line
         try:
             for batch in self.batches(chunk.file, chunk.start, chunk.stop):
@@ -131,7 +132,7 @@ class ParquetSource(Source):
             detail = f"rows {row_number} to {end}: {str(error)[:200]}"
             for rest in range(row_number, last + 1):
                 yield rest, f"{chunk.file}:{rest}", BadRow("read", reason, detail)
-        check_unchanged(self.storage, chunk)
+        check_unchanged(self.folder, chunk)
 
     def parse(self, record: tuple[pa.RecordBatch, str | None]) -> dict[str, Any]:
         """Convert one row, so that invalid UTF-8 affects only this row. Raises BadRow."""
@@ -149,9 +150,7 @@ class ParquetSource(Source):
         names = {self.columns.get(column, column) for column in COLUMNS}
         known = [column for column in schema.names if column in names]
         if len(set(known)) < len(known):
-            raise DataError(
-                f"{self.storage.address}/{name}: duplicate column name: {', '.join(known)}"
-            )
+            raise DataError(f"{self.folder / name}: duplicate column name: {', '.join(known)}")
         renamed = rename_columns(dict.fromkeys(known, True), self.columns)
         for kind, columns in (
             ("image", ("image", "image_path", "images")),
@@ -159,7 +158,7 @@ class ParquetSource(Source):
         ):
             if not renamed.keys() & columns:
                 raise DataError(
-                    f"{self.storage.address}/{name} has the columns "
+                    f"{self.folder / name} has the columns "
                     f"{', '.join(schema.names)[:300]}: none is "
                     f"`{kind}`; name one with --columns {kind}=NAME"
                 )
@@ -196,14 +195,13 @@ class HFSavedSource(ParquetSource):
         if names := [name for state in states for name in self._files_of(state)]:
             return names
         raise DataError(
-            f"{self.storage.address} has no state.json that names Arrow files: it is "
-            "no saved dataset"
+            f"{self.folder} has no state.json that names Arrow files: it is no saved dataset"
         )
 
     def _files_of(self, state: str) -> list[str]:
-        path = f"{self.storage.address}/{state}"
+        path = self.folder / state
         try:
-            values = orjson.loads(self.storage.read(state))
+            values = orjson.loads(path.read_bytes())
             names = [
                 state.removesuffix("state.json") + str(item["filename"])
                 for item in values["_data_files"]
@@ -228,7 +226,7 @@ class HFSavedSource(ParquetSource):
         """Yield row ranges of mapped files, but complete files of an object store: an Arrow stream
         has no index, so counting its rows would read it.
         """
-        if self.storage.local_path is not None:
+        if isinstance(self.folder, Path):
             yield from super().scan(rows_per_chunk, previous_chunk_ends)
             return
         names = self.names()
@@ -236,13 +234,19 @@ class HFSavedSource(ParquetSource):
             yield SourceChunk(index, names[index], 0, sys.maxsize, 1, None, signature)
 
     def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
-        with self.storage.open_retried(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
+        with (
+            open_sequential(self.folder / name, mapped=True) as raw,
+            pa.ipc.open_stream(raw) as reader,
+        ):
             # The batches of a mapped file are views, so this reads their headers only.
-            batches = reader if self.storage.local_path is not None else ()
+            batches = reader if isinstance(self.folder, Path) else ()
             return list(accumulate(batch.num_rows for batch in batches)), reader.schema
 
     def batches(self, name: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        with self.storage.open_retried(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
+        with (
+            open_sequential(self.folder / name, mapped=True) as raw,
+            pa.ipc.open_stream(raw) as reader,
+        ):
             columns = self._known_columns(reader.schema, name)
             yield from _slice_rows((batch.select(columns) for batch in reader), start, stop - start)
 

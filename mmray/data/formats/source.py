@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from mmray.data.rows import BadRow, is_valid_name, rename_columns
 from mmray.errors import DataError
-from mmray.storage.storage import Storage
+from mmray.storage.paths import AnyPath, list_files, open_sequential
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 
@@ -67,25 +67,24 @@ class Source:
 
     def __init__(
         self,
-        storage: Storage,
+        folder: AnyPath,
         name: str,
         columns: dict[str, str],
-        prepared_folder: Storage | None = None,
+        prepared_folder: AnyPath | None = None,
         caption_template: str = "",
         files: Iterable[str] = (),
     ) -> None:
-        self.storage, self.name, self.columns, self.caption_template = (
-            storage,
-            name,
-            columns,
-            caption_template,
-        )
-        self.prepared_folder, self._files = prepared_folder or storage, files
+        self.folder = folder
+        self.name = name
+        self.columns = columns
+        self.caption_template = caption_template
+        self.prepared_folder = prepared_folder or folder
+        self._files = files
         self.box_names: dict[str, str] = {}
         self.class_names: tuple[str, ...] = ()
 
     @classmethod
-    def matches_file(cls, storage: Storage, name: str) -> bool:
+    def matches_file(cls, folder: AnyPath, name: str) -> bool:
         """Return whether a file with one of the suffixes has this format."""
         return True
 
@@ -107,7 +106,7 @@ class Source:
 
     def visible_files(self) -> list[str]:
         """Return the files of `list_visible_files`; the first call takes those of the detection."""
-        return list(self._files) or list_visible_files(self.storage)
+        return list(self._files) or list_visible_files(self.folder)
 
     def files_with_suffix(self, suffix: str) -> list[str]:
         """Return the file of the source, or the visible files with this suffix, ignoring case.
@@ -122,8 +121,7 @@ class Source:
         # pyarrow cannot open them
         if invalid := [each for each in names if not is_valid_name(each)]:
             raise DataError(
-                f"{self.storage.address}: the name {invalid[0]!r} is not plain UTF-8: "
-                "rename the file"
+                f"{self.folder}: the name {invalid[0]!r} is not plain UTF-8: rename the file"
             )
         return names
 
@@ -161,24 +159,25 @@ def changed_error(file: str) -> DataError:
     return DataError(f"{file} changed while it was read: run the same command again")
 
 
-def file_signature(storage: Storage, name: str) -> str:
+def file_signature(folder: AnyPath, name: str) -> str:
     """Return a digest of a file's name, size and modification time, to detect changes without
     reading it.
     """
-    return hashlib.sha256(repr((name, *storage.size_and_mtime(name))).encode()).hexdigest()
+    stat = (folder / name).stat()
+    return hashlib.sha256(repr((name, stat.st_size, stat.st_mtime_ns)).encode()).hexdigest()
 
 
-def check_unchanged(storage: Storage, chunk: SourceChunk) -> None:
+def check_unchanged(folder: AnyPath, chunk: SourceChunk) -> None:
     """Raise DataError if the file differs from the scanned one by `file_signature`."""
-    if file_signature(storage, chunk.file) != chunk.signature:
+    if file_signature(folder, chunk.file) != chunk.signature:
         raise changed_error(chunk.file)
 
 
-def read_head(storage: Storage, name: str, size: int = 64) -> bytes:
+def read_head(folder: AnyPath, name: str, size: int = 64) -> bytes:
     """Return the first bytes of a file. Raises DataError if it cannot be read."""
-    path = f"{storage.address}/{name}"
+    path = folder / name
     try:
-        with storage.open_retried(name) as file:
+        with open_sequential(path) as file:
             return bytes(file.read(size))
     except FileNotFoundError:
         raise DataError(f"there is no file {path}: give the path of a source") from None
@@ -186,12 +185,12 @@ def read_head(storage: Storage, name: str, size: int = 64) -> bytes:
         raise DataError(f"{path} cannot be read: {error}") from None
 
 
-def list_visible_files(storage: Storage) -> list[str]:
+def list_visible_files(folder: AnyPath) -> list[str]:
     """Return the sorted files of the folder without hidden ones and those that macOS adds to
     archives.
     """
     return [
         name
-        for name in storage.list_files()
+        for name in list_files(folder)
         if not any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
     ]

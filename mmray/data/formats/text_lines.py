@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from mmray.data.formats.source import Source, SourceChunk, changed_error, read_head
 from mmray.data.rows import BadRow
 from mmray.errors import DataError
+from mmray.storage.paths import open_sequential
 
 # longer lines are truncated, so memory does not depend on their length
 MAX_LINE_BYTES = 16 * 1024 * 1024
@@ -82,7 +83,7 @@ class JsonlSource(Source):
         self.check()
         index = start = records = rows = 0
         first_line = 1
-        with self.storage.open_retried(self.name) as file:
+        with open_sequential(self.folder / self.name) as file:
             lines = LineReader(file)
             for record in self.iter_records(lines):
                 records, rows = records + 1, rows + bool(record)
@@ -117,7 +118,7 @@ class JsonlSource(Source):
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         line = chunk.first_line
-        with self.storage.open_retried(self.name) as file:
+        with open_sequential(self.folder / self.name) as file:
             lines = LineReader(file, chunk.start, chunk.stop)
             for record in self.iter_records(lines):
                 if record:
@@ -128,7 +129,8 @@ class JsonlSource(Source):
 
     def check(self) -> None:
         """Raise DataError if the file is missing or clearly of another format."""
-        head, path = read_head(self.storage, self.name), f"{self.storage.address}/{self.name}"
+        head = read_head(self.folder, self.name)
+        path = self.folder / self.name
         for mark, advice in _OTHER_FORMATS:
             if head.removeprefix(BOM).lstrip().startswith(mark):
                 raise DataError(f"{path} {advice}")
@@ -176,8 +178,8 @@ class CsvSource(JsonlSource):
     @cached_property
     def _header(self) -> tuple[list[str], int]:
         """Column names, and the byte offset of the end of their record. Raises DataError."""
-        path = f"{self.storage.address}/{self.name}"
-        with self.storage.open_retried(self.name) as file:
+        path = self.folder / self.name
+        with open_sequential(path) as file:
             lines = LineReader(file)
             record = next((record for record in self._read_fields(lines) if record), [])
         if not record:

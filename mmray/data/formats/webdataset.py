@@ -28,7 +28,8 @@ from mmray.data.formats.text_lines import parse_json
 from mmray.data.images.read import MAX_IMAGE_BYTES
 from mmray.data.rows import BadRow, ImageRef, is_safe_path
 from mmray.errors import DataError
-from mmray.storage.storage import Storage, iter_parallel
+from mmray.storage.paths import AnyPath, open_sequential
+from mmray.storage.requests import iter_parallel
 
 TarMember = ImageRef  # with `data`; for members of all extensions
 Sample = dict[str, TarMember | BadRow]  # by extension; a bad member rejects its sample
@@ -60,18 +61,16 @@ class WebDatasetSource(Source):
 
     def _check_tar(self, name: str) -> tuple[int, str]:
         """Return the size and the signature of a tar. Raises DataError if it is compressed."""
-        if read_head(self.storage, name).startswith(b"\x1f\x8b"):
-            raise DataError(
-                f"{self.storage.address}/{name} is gzip: unpack it to a plain tar first"
-            )
-        return self.storage.size(name) or 0, file_signature(self.storage, name)
+        if read_head(self.folder, name).startswith(b"\x1f\x8b"):
+            raise DataError(f"{self.folder / name} is gzip: unpack it to a plain tar first")
+        return (self.folder / name).stat().st_size, file_signature(self.folder, name)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         for number, (stem, sample) in enumerate(
-            _group_samples(_iter_members(self.storage, chunk.file)), 1
+            _group_samples(_iter_members(self.folder, chunk.file)), 1
         ):
             yield number, f"{chunk.file}/{stem}", sample
-        check_unchanged(self.storage, chunk)
+        check_unchanged(self.folder, chunk)
 
     def parse(self, record: Sample) -> dict[str, Any]:
         """Return a sample's columns and images; its txt overrides its json, and --columns both.
@@ -123,12 +122,12 @@ def _decode_text(extension: str, member: TarMember) -> str:
         ) from None
 
 
-def _iter_members(storage: Storage, name: str) -> Iterator[tuple[str, TarMember | BadRow]]:
+def _iter_members(folder: AnyPath, name: str) -> Iterator[tuple[str, TarMember | BadRow]]:
     """Yield the members of a tar with their bytes in one pass; a BadRow is last if the tar is
     truncated.
     """
     last = "its beginning"
-    with storage.open_retried(name) as raw:
+    with open_sequential(folder / name) as raw:
         file = io.BufferedReader(raw, _BUFFER_BYTES)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:

@@ -11,46 +11,44 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
 
 from mmray.data.rows import BadRow, ImageRef, is_safe_path
-from mmray.storage.storage import (
-    ByteRange,
-    RangeReader,
-    Storage,
-    TransientStorageError,
-    coalesce_ranges,
-    parallel_map,
-)
+from mmray.storage.paths import AnyPath, open_input, open_sequential, retry_if_remote
+from mmray.storage.ranges import ByteRange, RangeReader, coalesce_ranges
+from mmray.storage.requests import TransientStorageError, parallel_map
 
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
 _BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # the name cannot belong to a file
 
 
-def read_image(storage: Storage, image: ImageRef) -> bytes:
+def read_image(folder: AnyPath, image: ImageRef) -> bytes:
     """Return the encoded bytes of an image. Raises BadRow (stage `read`) or OSError."""
     if image.data is not None:
         return image.data
     _check_reference(image)
     if image.length is None:
-        return read_file(storage, str(image.file))
-    if storage.local_path is not None:
-        _check_regular_file(storage, str(image.file))
-    with storage.open_retried(str(image.file)) as file:
+        return read_file(folder, str(image.file))
+    if isinstance(folder, Path):
+        _check_regular_file(folder, str(image.file))
+    with open_sequential(folder / str(image.file)) as file:
         file.seek(image.offset)
         return bytes(file.read(image.length))
 
 
 def read_images(
-    storage: Storage, images: Sequence[ImageRef], reader: RangeReader | None = None
+    folder: AnyPath, images: Sequence[ImageRef], reader: RangeReader | None = None
 ) -> list[bytes]:
     """Return the encoded bytes of several images, in order. Raises BadRow or OSError.
 
     On an object store, neighboring byte ranges share a request. `reader` keeps files open, which
     saves requests.
     """
-    if storage.local_path is not None:
-        return [read_image(storage, image) for image in images]
-    out, reader = [b""] * len(images), reader or RangeReader(storage)
+    if isinstance(folder, Path):
+        return [read_image(folder, image) for image in images]
+    out = [b""] * len(images)
+    reader = reader or RangeReader(folder)
     full_files = [number for number, image in enumerate(images) if image.length is None]
     numbers_of: dict[str, list[int]] = {}
     for number, image in enumerate(images):
@@ -66,7 +64,7 @@ def read_images(
         reads += [(file, read, spans, numbers) for read in coalesce_ranges(spans)]
 
     def read_full(number: int) -> None:
-        out[number] = read_image(storage, images[number])
+        out[number] = read_image(folder, images[number])
 
     def read_range(job: tuple[str, ByteRange, list[tuple[int, int]], list[int]]) -> None:
         file, read, spans, numbers = job
@@ -80,14 +78,14 @@ def read_images(
     return out
 
 
-def read_file(storage: Storage, name: str) -> bytes:
+def read_file(folder: AnyPath, name: str) -> bytes:
     """Return the bytes of a file in the folder of the source.
 
     Raises BadRow (stage `read`) or OSError.
     """
 
     def read() -> bytes:
-        with storage.open(name) as file:  # reports its size without another request
+        with open_input(folder / name) as file:  # reports its size without another request
             if (size := file.size()) > MAX_IMAGE_BYTES:
                 raise BadRow(
                     "read", "too-large", f"{name} has {size} bytes, over {MAX_IMAGE_BYTES}"
@@ -95,9 +93,9 @@ def read_file(storage: Storage, name: str) -> bytes:
             return bytes(file.readall())
 
     try:
-        if storage.local_path is not None:
-            _check_regular_file(storage, name)
-        return storage.retried(read)
+        if isinstance(folder, Path):
+            _check_regular_file(folder, name)
+        return retry_if_remote(folder, read)
     except (FileNotFoundError, NotADirectoryError):
         raise BadRow("read", "missing-image", f"there is no file {name}") from None
     except OSError as error:
@@ -145,19 +143,26 @@ def os_error_as_bad_row(name: str) -> Iterator[None]:
         raise BadRow("read", "unreadable", f"{name}: {error}") from None
 
 
-def stat_signature(storage: Storage, name: str) -> tuple[str, int | None, int | None]:
+def stat_signature(folder: AnyPath, name: str) -> tuple[str, int | None, int | None]:
     """Return (name, size, mtime) to detect a changed file; size and mtime are None if unknown."""
     with suppress(OSError):
-        if storage.local_path is not None:
-            info = os.stat(f"{storage.local_path}/{name}")  # noqa: PTH116 - called for each image of the set
+        if isinstance(folder, Path):
+            # Called for each image of the set: faster than Path.stat.
+            info = os.stat(f"{folder}/{name}")  # noqa: PTH116
             return (name, info.st_size, info.st_mtime_ns)
     return (name, None, None)
 
 
-def _check_regular_file(storage: Storage, name: str) -> None:
+@lru_cache
+def _real_prefix(folder: Path) -> str:
+    """Return the prefix of the real path of every file inside this folder."""
+    return os.path.realpath(folder).rstrip("/") + "/"
+
+
+def _check_regular_file(folder: Path, name: str) -> None:
     """Raise BadRow if a local file is a link out of the folder, or no regular file."""
-    real = os.path.realpath(f"{storage.local_path}/{name}")
-    if not real.startswith(storage.real_prefix):
+    real = os.path.realpath(f"{folder}/{name}")
+    if not real.startswith(_real_prefix(folder)):
         raise BadRow("read", "path", f"{name} is a symbolic link out of the folder of the source")
-    if not stat.S_ISREG(os.stat(real).st_mode):  # noqa: PTH116 - called for each image of the set
+    if not stat.S_ISREG(os.stat(real).st_mode):  # noqa: PTH116
         raise BadRow("read", "not-regular-file", f"{name} is not a regular file")

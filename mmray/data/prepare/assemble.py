@@ -26,7 +26,8 @@ from mmray.data.store.manifest import QUARANTINE, RECORD_BATCH_ROWS, TOKENIZER, 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError
-from mmray.storage.storage import Storage, iter_parallel
+from mmray.storage.paths import AnyPath, open_output, write_atomic
+from mmray.storage.requests import iter_parallel
 
 NO_ROW = -1
 OVERLAP = "overlap"  # the reason of rows that --drop-overlap quarantines; they do not count as bad
@@ -39,7 +40,7 @@ MAX_TRAINING_TEXTS = 1_000_000
 MAX_SAMPLED_BYTES, MAX_RUNS, ROWS_PER_READ = 8 << 30, 8192, 1 << 16  # of the rows with these texts
 
 
-def iter_chunk_records(out: Storage, chunks: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+def iter_chunk_records(out: AnyPath, chunks: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (first row number, record) of finished chunks, read ahead in threads.
 
     Raises DataError if one is gone.
@@ -49,7 +50,7 @@ def iter_chunk_records(out: Storage, chunks: Sequence[int]) -> Iterator[tuple[in
     for index, record in zip(chunks, records, strict=True):
         if record is None:
             raise DataError(
-                f"{out.address}: the record of chunk {index} was deleted: rerun the same command"
+                f"{out}: the record of chunk {index} was deleted: rerun the same command"
             )
         yield start, record
         start += len(record["rows"]["key"])
@@ -161,7 +162,7 @@ class PackedRows:
         return np.argsort(self.shard_of, kind="stable")
 
 
-def read_packed_rows(out: Storage, chunks: Sequence[int], rule: DuplicateRule) -> PackedRows:
+def read_packed_rows(out: AnyPath, chunks: Sequence[int], rule: DuplicateRule) -> PackedRows:
     """Read the columns of the rows of these chunks.
 
     The digests are in unnamed temporary files, 48 bytes a row.
@@ -236,7 +237,7 @@ class PrepareResult:
 
 
 def quarantine_rows(
-    out: Storage,
+    out: AnyPath,
     chunks: Sequence[int],
     packed: PackedRows,
     dedup: DedupResult,
@@ -256,7 +257,7 @@ def quarantine_rows(
             pa.array([names[row - start] for row in wanted[first:last].tolist()], pa.string())
         )
     original_keys = pa.chunked_array(originals, pa.string())
-    with out.open_output(file_name) as file:
+    with open_output(out / file_name) as file:
         for start, record in iter_chunk_records(out, chunks):
             rows, entries = record["rows"], record["bad_rows"]
             drops = dropped[start : start + len(rows["key"])]
@@ -322,7 +323,7 @@ def max_bad_rows(max_bad_fraction: float, total: int) -> int:
 
 def rejection_error(
     source: str,
-    out: Storage,
+    out: AnyPath,
     num_read: int,
     total: int,
     result: PrepareResult,
@@ -331,7 +332,7 @@ def rejection_error(
     """Return the error of a source with more bad rows than `max_bad_fraction` of `total`, or
     without a good row.
     """
-    reasons, quarantine = result.reasons, f"{out.address}/{result.quarantine}"
+    reasons, quarantine = result.reasons, f"{out / result.quarantine}"
     bad = reasons.total() - reasons[OVERLAP]
     if reasons[OVERLAP] and reasons.total() == num_read:
         return DataError(
@@ -367,14 +368,14 @@ def rejection_error(
     return DataError("\n".join(lines))
 
 
-def write_tokenizer(out: Storage, manifest: Manifest, vocab_size: int) -> bool:
+def write_tokenizer(out: AnyPath, manifest: Manifest, vocab_size: int) -> bool:
     """Train a tokenizer on the captions outside the held-out splits, if there are any; return
     whether it is written.
     """
     used = [shard for shard in manifest.shards if shard.split not in HELD_OUT_SPLITS]
     if vocab_size and used:
         captions = sample_captions(PreparedSet(out, replace(manifest, shards=tuple(used))))
-        out.write(TOKENIZER, train_tokenizer(captions, vocab_size).encode())
+        write_atomic(out / TOKENIZER, train_tokenizer(captions, vocab_size))
     return bool(vocab_size and used)
 
 

@@ -32,7 +32,8 @@ from mmray.data.rows import HELD_OUT_SPLITS, BadRow
 from mmray.data.store.manifest import Manifest, Shard
 from mmray.data.store.prepared_set import PreparedSet, read_each
 from mmray.errors import DataError, UsageError
-from mmray.storage.storage import Storage, iter_parallel, parallel_map
+from mmray.storage.paths import AnyPath, list_names, open_output, to_path, write_atomic
+from mmray.storage.requests import iter_parallel, parallel_map
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -79,7 +80,7 @@ def validate(settings: Prepare, out: str) -> None:
             "duplicates with --phash-distance -1"
         )
     for address in settings.check_contamination:
-        if Storage(address).address == Storage(out).address:
+        if to_path(address) == to_path(out):
             raise UsageError(
                 f"--check-contamination {address} is the set that is being prepared: "
                 "name another one"
@@ -88,7 +89,7 @@ def validate(settings: Prepare, out: str) -> None:
 
 
 def check_contamination(
-    out: Storage,
+    out: AnyPath,
     packed: PackedRows,
     image_folder: str,
     dedup: DedupResult,
@@ -104,7 +105,7 @@ def check_contamination(
     others = [PreparedSet.open(address) for address in settings.check_contamination]
     shard_row_of = np.argsort(packed.by_shard)  # row in the shards of each row of the source
     checks = {"index_only": settings.index_only, "check": settings.check}
-    own = _undeduplicated_set(out.address, image_folder, packed.shards, checks)
+    own = _undeduplicated_set(str(out), image_folder, packed.shards, checks)
     _hash_shards(out, [own, *others], settings, on_rows)
     use_phash = settings.phash_distance >= 0
     own_hashes = _load_hashes(out, own, use_phash)[shard_row_of]
@@ -131,7 +132,7 @@ def _undeduplicated_set(
     full_shards = tuple(replace(shard, dropped=(), split=None) for shard in shards)
     count, source = sum(shard.num_rows for shard in full_shards), {"address": image_folder}
     return PreparedSet(
-        Storage(address), Manifest(count, count, 0, {}, {}, "", None, source, settings, full_shards)
+        to_path(address), Manifest(count, count, 0, {}, {}, "", None, source, settings, full_shards)
     )
 
 
@@ -147,13 +148,12 @@ def _hash_file(prepared: PreparedSet, shard: Shard, use_phash: bool) -> str:
     return f"{HASHES_DIR}/{digest[:32]}{'' if use_phash else '-exact'}.npy"
 
 
-def _load_hashes(out: Storage, prepared: PreparedSet, use_phash: bool) -> np.ndarray:
+def _load_hashes(out: AnyPath, prepared: PreparedSet, use_phash: bool) -> np.ndarray:
     """Return the hashes of the rows of a set; 97 bytes each."""
 
     def load(shard: Shard) -> np.ndarray:
-        hashes = np.load(
-            io.BytesIO(out.read(_hash_file(prepared, shard, use_phash))), allow_pickle=False
-        )
+        data = (out / _hash_file(prepared, shard, use_phash)).read_bytes()
+        hashes = np.load(io.BytesIO(data), allow_pickle=False)
         return np.delete(hashes, shard.dropped) if shard.dropped else hashes
 
     return np.concatenate(
@@ -326,7 +326,7 @@ def _candidate_pairs(
 
 
 def _write_leaks(
-    out: Storage,
+    out: AnyPath,
     contaminated: Sequence[ContaminatedRow],
     shard_row_of: np.ndarray,
     sets: Sequence[PreparedSet],
@@ -351,9 +351,9 @@ def _write_leaks(
     near = [number for number, each in enumerate(contaminated) if each.hamming_distance != EXACT]
     examples = set([*near[: MAX_EXAMPLES // 2], *exact][:MAX_EXAMPLES])
     descriptions = {}
-    with out.open_output(LEAKS) as file, closing(SubprocessDecoder()) as subprocess_decoder:
+    with open_output(out / LEAKS) as file, closing(SubprocessDecoder()) as subprocess_decoder:
         for number, each in enumerate(contaminated):
-            other = None if each.set_index == SAME_SET else sets[each.set_index].storage.address
+            other = None if each.set_index == SAME_SET else str(sets[each.set_index].folder)
             bits = None if each.hamming_distance == EXACT else each.hamming_distance
             line: dict[str, Any] = {
                 "key": keys[number],
@@ -382,23 +382,23 @@ def _write_leaks(
 
 
 def _hash_shards(
-    out: Storage,
+    out: AnyPath,
     sets: Sequence[PreparedSet],
     settings: Prepare,
     on_rows: Callable[[int, int], None],
 ) -> None:
     """Hash the shards without a hash file; delete the hash files of shards that no longer exist."""
-    out.mkdir(HASHES_DIR)
+    (out / HASHES_DIR).mkdir(parents=True, exist_ok=True)
     use_phash = settings.phash_distance >= 0
     wanted = {
         _hash_file(each, shard, use_phash): (each, shard)
         for each in sets
         for shard in each.manifest.shards
     }
-    existing = {f"{HASHES_DIR}/{name}" for name in out.listdir(HASHES_DIR)}
-    parallel_map(out.delete, existing - wanted.keys())
+    existing = {f"{HASHES_DIR}/{name}" for name in list_names(out / HASHES_DIR)}
+    parallel_map(lambda file: (out / file).unlink(), existing - wanted.keys())
     job: dict[str, Any] = {
-        "out": out.address,
+        "out": str(out),
         "use_phash": use_phash,
         "max_pixels": settings.max_pixels,
     }
@@ -406,7 +406,7 @@ def _hash_shards(
         job
         | {
             "file": file,
-            "set": each.storage.address,
+            "set": str(each.folder),
             "image_folder": each.manifest.source.get("address") or "",
         }
         | {"shard": asdict(shard)}
@@ -423,11 +423,10 @@ def _hash_shards(
 
 def _hash_task(item: dict[str, Any]) -> Result:
     """Ray task: write the image hashes of a shard. An unreadable row matches nothing."""
-    shard, out = Shard.from_json(item["shard"]), Storage(item["out"])
-    prepared, name = (
-        _undeduplicated_set(item["set"], item["image_folder"], [shard], {}),
-        f"{item['set']}/{shard.file}",
-    )
+    shard = Shard.from_json(item["shard"])
+    out = to_path(item["out"])
+    prepared = _undeduplicated_set(item["set"], item["image_folder"], [shard], {})
+    name = str(prepared.folder / shard.file)
 
     def hash_rows(subprocess_decoder: SubprocessDecoder | None) -> None:
         hashes = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE)
@@ -448,7 +447,7 @@ def _hash_task(item: dict[str, Any]) -> Result:
                         entry["has_phash"] = True
         file = io.BytesIO()
         np.save(file, hashes)
-        out.write(item["file"], file.getvalue())
+        write_atomic(out / item["file"], file.getvalue())
 
     try:
         run_with_crash_limit(hash_rows, out, item["file"], name)

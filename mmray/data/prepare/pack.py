@@ -31,7 +31,14 @@ from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row
 from mmray.data.store.manifest import CHUNK_RECORDS, RECORD_BATCH_ROWS, SHARDS, Shard
 from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, Row
 from mmray.data.text.tokenizer import clean_caption
-from mmray.storage.storage import Storage
+from mmray.storage.paths import (
+    AnyPath,
+    RemotePath,
+    file_size,
+    open_output,
+    to_path,
+    write_atomic,
+)
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -75,16 +82,15 @@ class ShardWriter:
     """Writes a shard row by row; memory holds at most one record batch."""
 
     def __init__(
-        self, storage: Storage, name: str, split: str | None, stream: pa.NativeFile, writer: Any
+        self, folder: AnyPath, name: str, split: str | None, stream: pa.NativeFile, writer: Any
     ) -> None:
-        self._storage, self._name, self._split, self._stream, self._writer = (
-            storage,
-            name,
-            split,
-            stream,
-            writer,
-        )
-        self._digest, self._num_rows = hashlib.sha256(), 0
+        self._folder = folder
+        self._name = name
+        self._split = split
+        self._stream = stream
+        self._writer = writer
+        self._digest = hashlib.sha256()
+        self._num_rows = 0
         self._batch: list[Row] = []
         self._offsets = [MAGIC_BYTES + len(SCHEMA.serialize())]
 
@@ -108,17 +114,21 @@ class ShardWriter:
 
     def entry(self) -> Shard:
         """Return the manifest entry of the finished file."""
-        size, batches = self._storage.size(self._name) or 0, " ".join(map(str, self._offsets))
         return Shard(
-            self._name, self._split, self._num_rows, size, self._digest.hexdigest(), batches=batches
+            self._name,
+            self._split,
+            self._num_rows,
+            (self._folder / self._name).stat().st_size,
+            self._digest.hexdigest(),
+            batches=" ".join(map(str, self._offsets)),
         )
 
 
 @contextmanager
-def open_shard(storage: Storage, name: str, split: str | None = None) -> Iterator[ShardWriter]:
+def open_shard(folder: AnyPath, name: str, split: str | None = None) -> Iterator[ShardWriter]:
     """Open a shard for writing. The file appears when the `with` block ends without an error."""
-    with storage.open_output(name) as stream, pa.ipc.new_file(stream, SCHEMA) as writer:
-        shard = ShardWriter(storage, name, split, stream, writer)
+    with open_output(folder / name) as stream, pa.ipc.new_file(stream, SCHEMA) as writer:
+        shard = ShardWriter(folder, name, split, stream, writer)
         yield shard
         shard.flush()
 
@@ -146,7 +156,7 @@ class PrepareJob:
     def open(self) -> Source:
         """Open the source, on the driver or in a task."""
         return open_source(
-            self.source, Storage(self.out), self.settings.column_names, self.settings.caption
+            self.source, to_path(self.out), self.settings.column_names, self.settings.caption
         )
 
 
@@ -176,7 +186,7 @@ def pack_chunk(
     Raises DataError if the source changed, and OSError if it cannot be read or the set cannot be
     written.
     """
-    out = Storage(job.out)
+    out = to_path(job.out)
     record = read_chunk_record(out, record_path(chunk.index))
     # otherwise an earlier attempt has packed it
     if record is None or not is_current(record, job, chunk):
@@ -186,7 +196,7 @@ def pack_chunk(
             for item, row, image in prefetch_rows(items, job.settings.allow_urls, fetch):
                 packer.pack(item, row, image, exit_stack)
         record = packer.record()  # after the shard files are closed
-        out.write(record_path(chunk.index), orjson.dumps(record))
+        write_atomic(out / record_path(chunk.index), orjson.dumps(record))
     num_bad = len(record["bad_rows"])
     return chunk.index, len(record["rows"]["key"]) + num_bad, num_bad
 
@@ -195,20 +205,22 @@ def _open_fetch(job: PrepareJob, exit_stack: ExitStack) -> Fetch:
     """Return a function that starts to read an image by URL or on an object store; for other images
     it returns None.
     """
-    settings, storage = job.settings, Storage(job.source.address)
+    settings = job.settings
+    folder = to_path(job.source.address)
     fetch_url = pool = None
     if settings.allow_urls and not settings.index_only:
         from mmray.data.prepare.fetch import Fetcher  # only tasks with URLs need an HTTP client
 
         fetch_url = exit_stack.enter_context(Fetcher(settings.allow_urls)).fetch
-    if storage.local_path is None and not (settings.index_only and settings.check == "none"):
+    is_read = not (settings.index_only and settings.check == "none")
+    if is_read and isinstance(folder, RemotePath):
         pool = ThreadPoolExecutor(READ_THREADS, "read")
         exit_stack.callback(pool.shutdown, cancel_futures=True)
 
     def fetch(image: ImageRef) -> Future[bytes] | None:
         if image.url:
             return fetch_url(image.url) if fetch_url else None
-        return pool.submit(_read, storage, image) if pool and image.data is None else None
+        return pool.submit(_read, folder, image) if pool and image.data is None else None
 
     return fetch
 
@@ -244,15 +256,15 @@ def prefetch_rows(
                 )
 
 
-def _read(storage: Storage, image: ImageRef) -> bytes:
+def _read(folder: AnyPath, image: ImageRef) -> bytes:
     with os_error_as_bad_row(image.name):
-        return read_image(storage, image)
+        return read_image(folder, image)
 
 
-def read_chunk_record(out: Storage, name: str) -> dict[str, Any] | None:
+def read_chunk_record(out: AnyPath, name: str) -> dict[str, Any] | None:
     """Return the record of a finished chunk, or None if it is missing or unreadable."""
     try:
-        record: dict[str, Any] = orjson.loads(out.read(name))
+        record: dict[str, Any] = orjson.loads((out / name).read_bytes())
     except (FileNotFoundError, ValueError):
         return None
     return record
@@ -262,7 +274,9 @@ def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> b
     """Return whether packing the chunk again would give this record: same lines, settings and image
     files.
     """
-    source, out, bad_rows = Storage(job.source.address), Storage(job.out), record["bad_rows"]
+    source = to_path(job.source.address)
+    out = to_path(job.out)
+    bad_rows = record["bad_rows"]
     retried_stages = RETRYABLE_STAGES if job.retry else ()
     return (
         record["job"] == job.digest()
@@ -271,7 +285,7 @@ def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> b
         and not any(
             row["reason"] == "unreadable" or row["stage"] in retried_stages for row in bad_rows
         )
-        and all(out.size(shard["file"]) == shard["num_bytes"] for shard in record["shards"])
+        and all(file_size(out / shard["file"]) == shard["num_bytes"] for shard in record["shards"])
         and all(tuple(file) == stat_signature(source, file[0]) for file in record["files"])
     )
 
@@ -283,7 +297,8 @@ class _ChunkPacker:
         self, job: PrepareJob, chunk: SourceChunk, subprocess_decoder: SubprocessDecoder | None
     ) -> None:
         self.job, self.chunk, self.subprocess_decoder = job, chunk, subprocess_decoder
-        self.source, self.out = Storage(job.source.address), Storage(job.out)
+        self.source = to_path(job.source.address)
+        self.out = to_path(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
         self.rows: list[tuple[Any, ...]] = []  # RECORD_COLUMNS
         self.bad_rows: list[dict[str, Any]] = []

@@ -50,8 +50,16 @@ from mmray.data.store.manifest import (
 )
 from mmray.errors import DataError, ResourceError, UsageError
 from mmray.storage import lease
-from mmray.storage.paths import AnyPath, RemotePath, to_path
-from mmray.storage.storage import TEMP_SUFFIX, Storage, iter_parallel, parallel_map
+from mmray.storage.paths import (
+    TEMP_SUFFIX,
+    AnyPath,
+    RemotePath,
+    list_names,
+    retry_if_remote,
+    to_path,
+    write_atomic,
+)
+from mmray.storage.requests import iter_parallel, parallel_map
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -135,12 +143,11 @@ def prepare(
         )
     try:
         contamination.validate(settings, out)
-        job = PrepareJob(
-            detect_source(source, settings.format), Storage(out).address, settings, retry
-        )
-        _create_folders(Storage(job.out))
+        folder = to_path(out)
+        job = PrepareJob(detect_source(source, settings.format), str(folder), settings, retry)
+        _create_folders(folder)
         with lease.Lease(
-            to_path(job.out), activity="being prepared", advice="choose another folder"
+            folder, activity="being prepared", advice="choose another folder"
         ) as write_lease:
             return _prepare(
                 job, write_lease, progress or (lambda _: None), log or (lambda _, __: None)
@@ -149,31 +156,25 @@ def prepare(
         raise ResourceError(f"prepare failed: {error}. {RESUME_HINT}") from error
 
 
-def _create_folders(out: Storage) -> None:
+def _create_folders(out: AnyPath) -> None:
     """Create the folders of a prepared set.
 
     Raises UsageError if it is not writable, or has other files.
     """
     try:
-        names = set(out.listdir()) - {lease.FOLDER}
+        names = set(list_names(out)) - {lease.FOLDER}
         if names and not names & {MANIFEST, CHUNK_RECORDS}:
-            raise UsageError(
-                f"{out.address} is not empty and is not a prepared set: choose another folder"
-            )
-        out.mkdir(CHUNK_RECORDS)
-        out.mkdir(SHARDS)
+            raise UsageError(f"{out} is not empty and is not a prepared set: choose another folder")
+        for name in (CHUNK_RECORDS, SHARDS):
+            (out / name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(
-            f"cannot write to {out.address} ({error}): choose another folder"
-        ) from None
+        raise UsageError(f"cannot write to {out} ({error}): choose another folder") from None
 
 
 def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, log: Log) -> Manifest:
-    out, settings, source_path = (
-        Storage(job.out),
-        job.settings,
-        f"{job.source.address}/{job.source.name}".rstrip("/"),
-    )
+    out = to_path(job.out)
+    settings = job.settings
+    source_path = str(to_path(job.source.address) / job.source.name)
     outdated = (TEMP_SUFFIX, ATTEMPT_SUFFIX, REJECTED_QUARANTINE)
     _remove_files(out, lambda name: name.endswith(outdated), ("", SHARDS, CHUNK_RECORDS))
     before = existing = read_manifest(out)
@@ -262,7 +263,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
         manifest = replace(manifest, tokenizer=TOKENIZER)
     # a process that was paused must not overwrite or delete the files of the one that took over
     write_lease.check()
-    out.write(MANIFEST, manifest.to_json())
+    write_atomic(out / MANIFEST, manifest.to_json())
     # Leftovers of killed tasks and earlier settings. The shards come from this process, not from
     # the records, because another writer may have replaced one on a store.
     wanted = {shard.file for shard in result.shards} | {
@@ -286,7 +287,8 @@ def _read_earlier_chunks(job: PrepareJob) -> dict[int, _EarlierChunk]:
     """Return the chunks in the records of an earlier prepare by index; each record is read once,
     several at a time.
     """
-    out, digest = Storage(job.out), job.digest()
+    out = to_path(job.out)
+    digest = job.digest()
 
     def read(name: str) -> _EarlierChunk | None:
         record = read_chunk_record(out, f"{CHUNK_RECORDS}/{name}")
@@ -299,7 +301,7 @@ def _read_earlier_chunks(job: PrepareJob) -> dict[int, _EarlierChunk]:
 
     return {
         each.chunk.index: each
-        for each in iter_parallel(read, out.listdir(CHUNK_RECORDS))
+        for each in iter_parallel(read, list_names(out / CHUNK_RECORDS))
         if each is not None
     }
 
@@ -365,12 +367,14 @@ def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
 
     Ray retries it if its worker dies; the retry decodes images in a child process.
     """
-    chunk, out = SourceChunk(**item), Storage(job.out)
-    name, item_name = record_path(chunk.index), f"{chunk.file} from row {chunk.first_line}"
+    chunk = SourceChunk(**item)
+    out = to_path(job.out)
+    name = record_path(chunk.index)
+    item_name = f"{chunk.file} from row {chunk.first_line}"
 
     def pack(subprocess_decoder: SubprocessDecoder | None) -> tuple[int, int, int]:
         # An upload that failed cannot be resumed, so the chunk is packed again.
-        return out.retried(partial(pack_chunk, job, chunk, subprocess_decoder))
+        return retry_if_remote(out, partial(pack_chunk, job, chunk, subprocess_decoder))
 
     try:
         return {"chunk": run_with_crash_limit(pack, out, name, item_name)}
@@ -387,7 +391,9 @@ def _source_identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, An
     return {"name": job.source.display_name, "num_chunks": len(chunks), "sha256": digest, **address}
 
 
-def _remove_files(out: Storage, unwanted: Callable[[str], bool], folders: Iterable[str]) -> None:
+def _remove_files(out: AnyPath, unwanted: Callable[[str], bool], folders: Iterable[str]) -> None:
     """Delete the unwanted files of these folders; names are relative to `out`."""
-    paths = [f"{folder}/{name}".lstrip("/") for folder in folders for name in out.listdir(folder)]
-    parallel_map(out.delete, filter(unwanted, paths))
+    names = [
+        f"{folder}/{name}".lstrip("/") for folder in folders for name in list_names(out / folder)
+    ]
+    parallel_map(lambda name: (out / name).unlink(), filter(unwanted, names))

@@ -20,7 +20,7 @@ from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.errors import MmrayError, ResourceError
 from mmray.machine import cores
 from mmray.processes import map_in_processes
-from mmray.storage.storage import Storage
+from mmray.storage.paths import AnyPath, file_size, write_atomic
 
 MAX_TASKS = 2000  # with more items, several share a task
 TASKS_PER_CORE = 10
@@ -106,7 +106,7 @@ def _map_on_ray(run_item: Work, items: Sequence[Any]) -> Generator[Result, None,
 
 
 def run_with_crash_limit(
-    work: Callable[[SubprocessDecoder | None], T], out: Storage, name: str, item_name: str
+    work: Callable[[SubprocessDecoder | None], T], out: AnyPath, name: str, item_name: str
 ) -> T:
     """Return `work(subprocess_decoder)`, which must check each image with it first.
 
@@ -114,17 +114,17 @@ def run_with_crash_limit(
     worker or raised MemoryError. The file `name`.attempt counts the attempts. Raises ResourceError
     after MAX_ATTEMPTS.
     """
-    name += ATTEMPT_SUFFIX
-    attempts = int(out.read(name)) if out.size(name) else 0
+    file = out / f"{name}{ATTEMPT_SUFFIX}"
+    attempts = int(file.read_bytes()) if file_size(file) else 0
     if attempts == MAX_ATTEMPTS:
-        out.delete(name)
+        file.unlink()
         raise ResourceError(
             f"a prepare worker died {attempts} times at {item_name}. Images were decoded in a "
             "child process, so the "
             "node probably ran out of memory: lower prepare.rows_per_shard, or split large tars. "
             f"{RESUME_HINT}"
         )
-    out.write(name, str(attempts + 1).encode())
+    write_atomic(file, str(attempts + 1))
     # its child process starts with the first image
     with closing(SubprocessDecoder()) as subprocess_decoder:
         try:
@@ -134,7 +134,7 @@ def run_with_crash_limit(
                 raise
             return work(subprocess_decoder)
         finally:
-            out.delete(name)
+            file.unlink()
 
 
 def _run_batch(batch: dict[str, np.ndarray], run_item: Work) -> dict[str, np.ndarray]:

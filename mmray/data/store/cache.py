@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from mmray.errors import UsageError
-from mmray.storage.storage import TEMP_SUFFIX
+from mmray.storage.paths import TEMP_SUFFIX
 
 LOCKS = 1024
 # of the limit; a process lists the folder again after writing this fraction

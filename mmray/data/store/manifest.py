@@ -15,7 +15,7 @@ import orjson
 
 from mmray.data.rows import is_safe_path
 from mmray.errors import DataError
-from mmray.storage.storage import Storage
+from mmray.storage.paths import AnyPath
 
 MANIFEST = "manifest.json"
 FORMAT = "mmray prepared set"  # value of `format` in the manifest
@@ -115,29 +115,29 @@ def fingerprint(shards: Iterable[Shard]) -> str:
     return digest.hexdigest()
 
 
-def is_prepared(storage: Storage) -> bool:
+def is_prepared(folder: AnyPath) -> bool:
     """Whether the folder has a manifest.json of mmray, of any schema version."""
-    if storage.size(MANIFEST) is None:
+    if not (folder / MANIFEST).is_file():
         return False
     try:
-        values = orjson.loads(storage.read(MANIFEST))
+        values = orjson.loads((folder / MANIFEST).read_bytes())
     except ValueError:
         return False
     return isinstance(values, dict) and values.get("format") == FORMAT
 
 
-def read_manifest(storage: Storage) -> Manifest | None:
+def read_manifest(folder: AnyPath) -> Manifest | None:
     """Read the manifest of a prepared set;
 
     None if there is none. Raises DataError if it is damaged or outdated.
     """
-    if storage.size(MANIFEST) is None:
+    if not (folder / MANIFEST).is_file():
         return None
     try:
-        values = orjson.loads(storage.read(MANIFEST))
+        values = orjson.loads((folder / MANIFEST).read_bytes())
         if values["schema_version"] != SCHEMA_VERSION:
             raise DataError(
-                f"{storage.address} has schema version {values['schema_version']}, this version of "
+                f"{folder} has schema version {values['schema_version']}, this version of "
                 "mmray reads "
                 f"{SCHEMA_VERSION}. Prepare the source again into another folder."
             )
@@ -156,6 +156,6 @@ def read_manifest(storage: Storage) -> Manifest | None:
         return Manifest(**values | {"class_names": tuple(values["class_names"])})
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
-            f"{storage.address}/{MANIFEST} is damaged ({error}). Delete it and rerun the same "
+            f"{folder / MANIFEST} is damaged ({error}). Delete it and rerun the same "
             "`mmray prepare` command."
         ) from None

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +34,9 @@ from mmray.data.store.manifest import (
     read_manifest,
 )
 from mmray.errors import DataError
-from mmray.storage.storage import RangeReader, Storage, coalesce_ranges, parallel_map
+from mmray.storage.paths import AnyPath, RemotePath, list_names, open_input, to_path
+from mmray.storage.ranges import RangeReader, coalesce_ranges
+from mmray.storage.requests import parallel_map
 
 MAX_OPEN = 256  # memory-mapped shards; each uses a file descriptor
 MAGIC_BYTES = 8  # padded magic at the start of an Arrow IPC file
@@ -113,19 +114,21 @@ Consumer = Callable[[ReadRequest, pa.RecordBatch], None]
 
 
 class ShardReader:
-    """Reads record batches of the shards in a storage; safe for threads, cheap to pickle.
+    """Reads record batches of the shards in a folder; safe for threads, cheap to pickle.
 
     On an object store, nearby batches share a request. With a cache, complete shuffle blocks are
     fetched once and kept on the local disk.
     """
 
-    def __init__(self, storage: Storage, cache: ShardCache | None = None) -> None:
-        self._storage, self._cache = storage, cache
-        self._ranges, self._lock = RangeReader(storage), threading.Lock()
-        self._open_mapped = lru_cache(MAX_OPEN)(partial(_open_mapped, storage))
+    def __init__(self, folder: AnyPath, cache: ShardCache | None = None) -> None:
+        self._folder = folder
+        self._cache = cache
+        self._ranges = RangeReader(folder)
+        self._lock = threading.Lock()
+        self._open_mapped = lru_cache(MAX_OPEN)(partial(_open_mapped, folder))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardReader, (self._storage, self._cache)
+        return ShardReader, (self._folder, self._cache)
 
     def for_each_record_batch(
         self, requests: Sequence[ReadRequest], consume: Consumer, refresh: bool = False
@@ -135,7 +138,7 @@ class ShardReader:
         `refresh` replaces the entries of the cache. Raises OSError, or ValueError with the file
         name if a shard is damaged.
         """
-        if self._storage.local_path is not None:
+        if not isinstance(self._folder, RemotePath):
             for request in requests:
                 consume(request, self._read_mapped(request.shard.file, request.batch))
             return
@@ -170,10 +173,7 @@ class ShardReader:
         if self._cache is None:
             data = pa.py_buffer(fetch())
         else:
-            key = (
-                f"{self._storage.address}/{shard.file} {shard.sha256} {shard.num_bytes} {start} "
-                f"{stop}"
-            )
+            key = f"{self._folder / shard.file} {shard.sha256} {shard.num_bytes} {start} {stop}"
             entry = hashlib.sha256(key.encode()).hexdigest()[:32]
             data = self._cache.get(entry, stop - start, fetch, refresh)
         for request in requests:
@@ -200,13 +200,11 @@ class ShardReader:
             # Arrow's own OSError for a short file has no errno
             if isinstance(error, OSError) and error.errno:
                 raise
-            raise ValueError(
-                f"{self._storage.address}/{file}, record batch {batch}: {error}"
-            ) from None
+            raise ValueError(f"{self._folder / file}, record batch {batch}: {error}") from None
 
 
-def _open_mapped(storage: Storage, file: str) -> pa.RecordBatchFileReader:
-    reader = pa.ipc.open_file(storage.open(file, mapped=True))
+def _open_mapped(folder: AnyPath, file: str) -> pa.RecordBatchFileReader:
+    reader = pa.ipc.open_file(open_input(folder / file, mapped=True))
     if not reader.schema.equals(SCHEMA):
         raise pa.ArrowInvalid("its schema is not that of a shard")
     return reader
@@ -228,21 +226,22 @@ class PreparedSet:
 
     def __init__(
         self,
-        storage: Storage,
+        folder: AnyPath,
         manifest: Manifest,
         split: str | None = None,
         cache: ShardCache | None = None,
         shuffle_block: int = RECORD_BATCH_ROWS,
     ) -> None:
-        self.storage, self.manifest, self.split = storage, manifest, split
+        self.folder = folder
+        self.manifest = manifest
+        self.split = split
         self._shards = [shard for shard in manifest.shards if split is None or shard.split == split]
         self._starts = np.concatenate(
             [[0], np.cumsum([shard.num_kept for shard in self._shards])]
         ).astype(np.int64)
-        self._shard_reader = ShardReader(storage, cache)
-        self._cached_block_rows = (
-            0 if cache is None or storage.local_path is not None else shuffle_block
-        )
+        self._shard_reader = ShardReader(folder, cache)
+        is_cached = cache is not None and isinstance(folder, RemotePath)
+        self._cached_block_rows = shuffle_block if is_cached else 0
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
@@ -250,10 +249,10 @@ class PreparedSet:
 
         Raises DataError.
         """
-        storage = Storage(str(path))
-        manifest = read_manifest(storage)
+        folder = to_path(path)
+        manifest = read_manifest(folder)
         if manifest is None:
-            if storage.listdir(CHUNK_RECORDS):
+            if list_names(folder / CHUNK_RECORDS):
                 raise DataError(
                     f"{path} is not complete: rerun the same `mmray prepare` command to finish it"
                 )
@@ -261,9 +260,9 @@ class PreparedSet:
                 f"{path} is not a prepared set (no {MANIFEST}): run `mmray prepare SOURCE {path}`"
             )
         if "address" in manifest.source:
-            Storage(str(manifest.source["address"]))  # raises UsageError for an invalid one
+            to_path(str(manifest.source["address"]))  # raises UsageError for an invalid one
         # only range reads need the offsets, and they are most of a pickled manifest
-        if storage.local_path is not None:
+        if not isinstance(folder, RemotePath):
             manifest = replace(
                 manifest, shards=tuple(replace(shard, batches="") for shard in manifest.shards)
             )
@@ -271,13 +270,13 @@ class PreparedSet:
         if split and split not in manifest.splits:
             known = ", ".join(f"{name} ({rows:,} rows)" for name, rows in manifest.splits.items())
             raise DataError(f"{path} has no split `{split}`; it has {known}")
-        return cls(storage, manifest, split)
+        return cls(folder, manifest, split)
 
     def with_cache(self, cache: ShardCache, shuffle_block: int) -> PreparedSet:
         """Return this set with a cache for reads from an object store, which fetches
         `shuffle_block` rows at once.
         """
-        return PreparedSet(self.storage, self.manifest, self.split, cache, shuffle_block)
+        return PreparedSet(self.folder, self.manifest, self.split, cache, shuffle_block)
 
     @property
     def num_rows(self) -> int:
@@ -305,7 +304,11 @@ class PreparedSet:
     @property
     def tokenizer_json(self) -> str | None:
         """Tokenizer trained on this set's captions, if any."""
-        return self.storage.read(TOKENIZER).decode() if self.manifest.tokenizer else None
+        return (
+            (self.folder / TOKENIZER).read_text(encoding="utf-8")
+            if self.manifest.tokenizer
+            else None
+        )
 
     def read(self, rows: np.ndarray) -> list[Row]:
         """Return the rows with these numbers (int64 [N], any order, duplicates allowed), in this
@@ -318,19 +321,19 @@ class PreparedSet:
         with_refs = [(row, row.ref) for row in out if row.ref]
         if with_refs:
             image_refs = [ImageRef(ref["file"], **ref) for _, ref in with_refs]
-            images = read_images(self.image_storage, image_refs, self._image_reader)
+            images = read_images(self.image_folder, image_refs, self._image_reader)
             for (row, _), image in zip(with_refs, images, strict=True):
                 row.image = image
         return out
 
     @property
-    def image_storage(self) -> Storage:
+    def image_folder(self) -> AnyPath:
         """Folder of the source, which has the images of an index-only set."""
-        return Storage(self.manifest.source["address"])
+        return to_path(self.manifest.source["address"])
 
     @cached_property
     def _image_reader(self) -> RangeReader:
-        return RangeReader(self.image_storage)
+        return RangeReader(self.image_folder)
 
     def keys(self, rows: np.ndarray | None = None) -> list[str]:
         """Return the keys of these rows, by default of all rows; does not read images."""
@@ -429,7 +432,7 @@ class PreparedMixture:
 
     def __init__(self, sets: Sequence[PreparedSet], weights: Sequence[float]) -> None:
         self.sets, self.weights = tuple(sets), tuple(weights)
-        names = [PurePosixPath(each.storage.address.partition("?")[0]).name for each in sets]
+        names = [each.folder.name for each in sets]
         self.names = [
             name if names.count(name) == 1 else f"{name}-{number}"
             for number, name in enumerate(names)

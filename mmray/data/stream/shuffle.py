@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet
 from mmray.errors import UsageError
+from mmray.storage.paths import RemotePath
 
 if TYPE_CHECKING:
     from mmray.config import Data
@@ -62,10 +64,10 @@ def _average_row_bytes(prepared: PreparedSet) -> float:
     """
     in_set = (
         max(1.0, prepared.num_bytes / max(1, prepared.num_rows))
-        if prepared.storage.local_path is None
+        if isinstance(prepared.folder, RemotePath)
         else 0.0
     )
-    if not prepared.manifest.is_index_only or prepared.image_storage.local_path is not None:
+    if not prepared.manifest.is_index_only or isinstance(prepared.image_folder, Path):
         return in_set
     rows = np.unique(np.linspace(0, max(0, prepared.num_rows - 1), SAMPLE_ROWS).astype(np.int64))
     lengths: list[int | None] = []
@@ -79,16 +81,15 @@ def _average_row_bytes(prepared: PreparedSet) -> float:
 
 def with_local_cache(data: Data, prepared: PreparedSet, shuffle_block: int) -> PreparedSet:
     """Return the set with `data.local_cache` for reads from an object store. Raises UsageError."""
-    storages = [
-        prepared.storage,
-        *([prepared.image_storage] if prepared.manifest.is_index_only else []),
-    ]
-    if data.local_cache is None or all(storage.local_path is not None for storage in storages):
+    folders = [prepared.folder]
+    if prepared.manifest.is_index_only:
+        folders.append(prepared.image_folder)
+    if data.local_cache is None or all(isinstance(folder, Path) for folder in folders):
         return prepared
     # cache entries are verified by checksums, which references may not have
     if prepared.manifest.is_index_only:
         raise UsageError(
-            f"data.local_cache cannot cache {prepared.storage.address}, which only refers to its "
+            f"data.local_cache cannot cache {prepared.folder}, which only refers to its "
             "images: prepare it "
             "without --index-only, or leave data.local_cache out."
         )

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 
 from mmray.errors import StorageError, TrainingError, first_line
 from mmray.storage.paths import CHUNK_BYTES, AnyPath, local_copy, move_tree, remove_tree
-from mmray.storage.storage import iter_parallel, with_retries
+from mmray.storage.requests import iter_parallel, with_retries
 
 STATE, META, SUMS = "state.json", "meta.json", "SHA256SUMS"
 LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that should fall

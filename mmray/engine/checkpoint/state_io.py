@@ -79,14 +79,8 @@ from mmray.engine.run_state import CheckpointState, DestinationFn, tensor_key
 from mmray.errors import MmrayError, StorageError
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, open_for_upload, staged_upload
-from mmray.storage.storage import (
-    ByteRange,
-    RangeReader,
-    Storage,
-    coalesce_ranges,
-    iter_parallel,
-    parallel_map,
-)
+from mmray.storage.ranges import ByteRange, RangeReader, coalesce_ranges
+from mmray.storage.requests import iter_parallel, parallel_map
 
 # DCP without a group is intended here
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -348,11 +342,7 @@ class ShardReader(HuggingFaceStorageReader):
         self._on_read = on_read
         self._names = files.shard_names(files.shards_of(path))
         self._is_remote = isinstance(path, RemotePath)
-        if isinstance(path, RemotePath):
-            self._names = tuple((path / name).relative for name in self._names)
-        self._read = RangeReader(
-            path.storage if isinstance(path, RemotePath) else Storage(str(path))
-        ).read
+        self._read = RangeReader(path).read
 
     @cached_property
     def _metadata(self) -> Metadata:

@@ -12,8 +12,8 @@ from mmray.data.formats import parquet as columnar
 from mmray.data.formats.parquet import HFSavedSource, ParquetSource
 from mmray.data.rows import BadRow
 from mmray.errors import DataError
-from mmray.storage import storage
-from mmray.storage.storage import Storage
+from mmray.storage import paths, requests
+from mmray.storage.paths import to_path
 
 COUNT = 100
 TABLE = pa.table(
@@ -25,14 +25,14 @@ STATE = '{"_data_files": [{"filename": "a.arrow"}]}'
 
 def in_parquet(path):
     pq.write_table(TABLE, path / "a.parquet", row_group_size=60)
-    return ParquetSource(Storage(str(path)), "a.parquet", {})
+    return ParquetSource(path, "a.parquet", {})
 
 
 def in_arrow(path):
     with pa.ipc.new_stream(path / "a.arrow", TABLE.schema) as stream:
         stream.write_table(TABLE, max_chunksize=60)
     (path / "state.json").write_text(STATE)
-    return HFSavedSource(Storage(str(path)), "", {})
+    return HFSavedSource(path, "", {})
 
 
 @pytest.mark.parametrize("source_in", [in_parquet, in_arrow])
@@ -66,7 +66,7 @@ def test_output_of_save_to_disk_has_all_rows_and_splits(tmp_path):
     rows = Dataset(TABLE)
     splits = DatasetDict({"train": rows.shuffle(seed=1), "test": rows.select(range(90, COUNT))})
     splits.save_to_disk(tmp_path, num_shards={"train": 3, "test": 1})
-    source = HFSavedSource(Storage(str(tmp_path)), "", {})
+    source = HFSavedSource(tmp_path, "", {})
     values = [item.values for chunk in source.scan(20, ()) for item in source.read(chunk)]
     for split, saved in splits.items():
         texts = [row["text"] for row in values if row["split"] == split]
@@ -77,7 +77,7 @@ def test_saved_dataset_on_a_store_is_read_once(monkeypatch):
     """Its scan reads only the schema, and one chunk the complete file, whose record batches may be
     empty.
     """
-    file, read_bytes, read_at = io.BytesIO(), [], storage._RetriedFile.readinto
+    file, read_bytes, read_at = io.BytesIO(), [], paths._RetriedFile.readinto
     table = TABLE.append_column("padding", pa.array([bytes(20_000)] * COUNT))
     empty = pa.RecordBatch.from_pylist([], table.schema)
     with pa.ipc.new_stream(file, table.schema) as stream:
@@ -91,8 +91,8 @@ def test_saved_dataset_on_a_store_is_read_once(monkeypatch):
         read_bytes.append(read_at(file, buffer))
         return read_bytes[-1]
 
-    monkeypatch.setattr(storage._RetriedFile, "readinto", readinto)
-    source = HFSavedSource(Storage("memory://saved"), "", {})
+    monkeypatch.setattr(paths._RetriedFile, "readinto", readinto)
+    source = HFSavedSource(to_path("memory://saved"), "", {})
     chunks = list(source.scan(21, ()))
     assert sum(read_bytes) < 0.1 * len(file.getvalue()) and len(chunks) == 1
     read_bytes.clear()
@@ -123,7 +123,7 @@ def test_damaged_saved_dataset_on_a_store_keeps_the_rows_before(tmp_path, damage
     damage_arrow_file(tmp_path / "a.arrow", damage)
     data = (tmp_path / "a.arrow").read_bytes()
     MemoryFileSystem().pipe({"/damaged/a.arrow": data, "/damaged/state.json": STATE.encode()})
-    source = HFSavedSource(Storage("memory://damaged"), "", {})
+    source = HFSavedSource(to_path("memory://damaged"), "", {})
     *rows, bad = [item.values for chunk in source.scan(60, ()) for item in source.read(chunk)]
     assert [row["text"] for row in rows] == TABLE.column("text").to_pylist()[:60]
     assert (bad.stage, bad.reason) == ("read", "damaged")
@@ -131,11 +131,11 @@ def test_damaged_saved_dataset_on_a_store_keeps_the_rows_before(tmp_path, damage
 
 @pytest.fixture
 def on_store(monkeypatch):
-    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(requests, "MAX_WAIT_S", 0.01)
     out = io.BytesIO()
     pq.write_table(TABLE, out, row_group_size=60)
     MemoryFileSystem().pipe("/columnar/a.parquet", out.getvalue())
-    yield ParquetSource(Storage("memory://columnar"), "a.parquet", {})
+    yield ParquetSource(to_path("memory://columnar"), "a.parquet", {})
     MemoryFileSystem().rm("/columnar", recursive=True)
 
 
@@ -157,9 +157,9 @@ def read(source):
     return [item.values for chunk in source.scan(200, ()) for item in source.read(chunk)]
 
 
-@pytest.mark.parametrize("failures", [storage.ATTEMPTS - 1, storage.ATTEMPTS])
+@pytest.mark.parametrize("failures", [requests.ATTEMPTS - 1, requests.ATTEMPTS])
 def test_failed_reads_of_a_store_are_retried_and_lose_no_row(on_store, monkeypatch, failures):
-    [chunk], left, open_file = on_store.scan(200, ()), [failures], Storage.open
+    [chunk], left, open_file = on_store.scan(200, ()), [failures], paths.open_input
 
     class Failing:
         def __init__(self, file):
@@ -171,13 +171,13 @@ def test_failed_reads_of_a_store_are_retried_and_lose_no_row(on_store, monkeypat
                 raise OSError("AWS Error NETWORK_CONNECTION")
             return self._file.read_at(count, offset)
 
-    monkeypatch.setattr(Storage, "open", lambda *given: Failing(open_file(*given)))
-    if failures < storage.ATTEMPTS:
+    monkeypatch.setattr(paths, "open_input", lambda *given: Failing(open_file(*given)))
+    if failures < requests.ATTEMPTS:
         assert [item.values["text"] for item in on_store.read(chunk)] == TABLE.column(
             "text"
         ).to_pylist()
     else:
-        with pytest.raises(storage.TransientStorageError, match="NETWORK_CONNECTION"):
+        with pytest.raises(requests.TransientStorageError, match="NETWORK_CONNECTION"):
             list(on_store.read(chunk))
     assert left == [0]
 

@@ -16,7 +16,6 @@ from mmray.data.images import read as files
 from mmray.data.images.read import read_file
 from mmray.data.rows import BadRow, parse_row
 from mmray.errors import DataError
-from mmray.storage.storage import Storage
 
 
 def parse_line(data, location):
@@ -25,7 +24,7 @@ def parse_line(data, location):
 
 def write(folder, data, name="a.jsonl"):
     (folder / name).write_bytes(data)
-    return Storage(str(folder)), name
+    return folder, name
 
 
 class Lines(JsonlSource):
@@ -190,7 +189,7 @@ def test_images_outside_the_folder_are_refused(tmp_path):
     (inside / "up").symlink_to(tmp_path)
     (inside / "near.png").symlink_to(inside / "sub" / "👩\u200d🚀.png")
     os.mkfifo(inside / "pipe.png")
-    place = Storage(str(inside))
+    place = inside
     assert read_file(place, "sub/👩\u200d🚀.png") == b"good"
     assert read_file(place, "near.png") == b"good"
     for name, reason in {
@@ -207,7 +206,7 @@ def test_oversized_image_file_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_IMAGE_BYTES", 10)
     (tmp_path / "a.png").write_bytes(b"x" * 11)
     with pytest.raises(BadRow, match="over 10"):
-        read_file(Storage(str(tmp_path)), "a.png")
+        read_file(tmp_path, "a.png")
 
 
 NAMES = ["image", "text", "id"]
@@ -222,7 +221,7 @@ PLAIN = st.text('ab"é ', min_size=1, max_size=6).filter(
 def rows_of(folder, data, rows_per_chunk=2):
     """Records of a CSV with these bytes: lists of fields, or BadRow."""
     (folder / "a.csv").write_bytes(data)
-    source = CsvSource(Storage(str(folder)), "a.csv", {})
+    source = CsvSource(folder, "a.csv", {})
     items = [
         item.values for chunk in source.scan(rows_per_chunk, ()) for item in source.read(chunk)
     ]

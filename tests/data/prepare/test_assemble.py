@@ -18,7 +18,6 @@ from mmray.data.prepare.assemble import (
     find_duplicates,
 )
 from mmray.data.store.manifest import Shard
-from mmray.storage.storage import Storage
 
 SPLITS = ("train", "test", None)
 
@@ -93,7 +92,7 @@ def test_memory_of_a_row_is_bounded(tmp_path, monkeypatch, rule, most_bytes):
 
     monkeypatch.setattr(assemble, "iter_chunk_records", iter_chunk_records)
     monkeypatch.setattr(assemble, "MAX_SORTED_ROWS", 600)
-    packed = assemble.read_packed_rows(Storage(str(tmp_path)), range(count // size), rule)
+    packed = assemble.read_packed_rows(tmp_path, range(count // size), rule)
     tracemalloc.start()
     try:
         found = find_duplicates(packed, rule)

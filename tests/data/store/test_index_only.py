@@ -1,6 +1,7 @@
 """Index-only sets: the rows and blocks of a packed set without a copy of the images."""
 
 import errno
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError, UsageError
-from mmray.storage.storage import Storage
+from mmray.storage.paths import open_input, to_path, write_atomic
 from tests.data.formats import test_formats as formats
 from tests.data.formats.test_formats import COUNT, color_image, prepared, text
 from tests.data.test_sources_remote import ALL
@@ -75,21 +76,21 @@ def test_changed_or_missing_referenced_image_invalidates_only_its_row(tmp_path):
 
 
 def test_disk_error_fails_the_stream_and_is_retried_by_prepare(tmp_path, monkeypatch):
-    source, open_file = formats.csv_source(tmp_path / "raw"), Storage.open
+    source = formats.csv_source(tmp_path / "raw")
 
-    def stale(store, name, mapped=False):
-        if name == "2.png":
+    def stale(path, mapped=False):
+        if path.name == "2.png":
             raise OSError(errno.ESTALE, "Stale file handle")
-        return open_file(store, name, mapped)
+        return open_input(path, mapped)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Storage, "open", stale)
+        patch.setattr("mmray.data.images.read.open_input", stale)
         assert prepared(source, tmp_path / "out", index_only=True)[2] == {
             "rows.csv:4": "unreadable"
         }
     assert prepared(source, tmp_path / "out", index_only=True)[0].num_rows == COUNT
     reader = reader_of(tmp_path / "out")
-    monkeypatch.setattr(Storage, "open", stale)
+    monkeypatch.setattr("mmray.data.images.read.open_input", stale)
     with pytest.raises(OSError, match="Stale"):
         reader.read_block(PLAN, np.arange(COUNT))
 
@@ -115,15 +116,13 @@ def test_check_full_finds_more_than_header_and_none(tmp_path):
 
 def foreign_set(folder, source, **ref):
     """An index-only set that somebody else wrote: one row, which refers to a file of `source`."""
-    storage = Storage(str(folder))
-    storage.mkdir()
+    folder.mkdir(exist_ok=True)
     stored = Row("row", b"", ["text"], ref={"file": "a.png", "offset": 0, "length": None} | ref)
-    shard = write_shard([stored], storage, "0.arrow", None)
+    shard = write_shard([stored], folder, "0.arrow", None)
     settings, origin = {"index_only": True}, {"address": str(source)}
-    storage.write(
-        MANIFEST, Manifest(1, 1, 0, {}, {}, "", None, origin, settings, (shard,)).to_json()
-    )
-    return storage.address
+    manifest = Manifest(1, 1, 0, {}, {}, "", None, origin, settings, (shard,))
+    (folder / MANIFEST).write_bytes(manifest.to_json())
+    return str(folder)
 
 
 @pytest.mark.parametrize("file", ["../../secret", "/etc/hostname", "http://host/x", "link"])
@@ -148,7 +147,7 @@ def test_invalid_byte_ranges_are_refused_on_disk_and_store(tmp_path, memory, spa
     (tmp_path / "raw").mkdir()
     for source in (tmp_path / "raw", f"{memory}/raw"):
         for name in ("a.png", "../secret"):
-            Storage(str(source)).write(name, b"0123456789")
+            write_atomic(to_path(str(source)) / name, b"0123456789")
         address = foreign_set(tmp_path / "index", source, file=file, offset=offset, length=length)
         with pytest.raises(
             BadRow, match=r"read path: .*(not a path inside the folder|not a byte range of at most)"
@@ -162,9 +161,9 @@ def test_foreign_set_opens_no_connection_and_no_shard_outside(tmp_path):
         UsageError, match=r"http://127.0.0.1:9/raw cannot be opened: use a local path"
     ):
         PreparedSet.open(address)
-    storage = Storage(foreign_set(tmp_path / "b", tmp_path))
-    storage.write(MANIFEST, storage.read(MANIFEST).replace(b'"0.arrow"', b'"../a/0.arrow"'))
+    manifest = Path(foreign_set(tmp_path / "b", tmp_path)) / MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"0.arrow"', b'"../a/0.arrow"'))
     with pytest.raises(
         DataError, match=r"the shard '\.\./a/0\.arrow' is outside the folder of the set"
     ):
-        PreparedSet.open(storage.address)
+        PreparedSet.open(str(tmp_path / "b"))

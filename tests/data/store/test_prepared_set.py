@@ -16,7 +16,7 @@ from mmray.data.store import prepared_set
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet, Row, hash_key
 from mmray.errors import DataError
-from mmray.storage.storage import Storage
+from mmray.storage.paths import list_names, to_path, write_atomic
 from tests.made import write_set as make_set
 
 
@@ -110,8 +110,8 @@ def test_threads_share_a_set_with_more_shards_than_open_files(tmp_path, monkeypa
 def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
     with pytest.raises(DataError, match=r"mmray prepare SOURCE"):
         PreparedSet.open(str(tmp_path / "nothing"))
-    Storage(str(tmp_path / "half")).mkdir("parts")
-    Storage(str(tmp_path / "half")).write("parts/chunk-00000.json", b"{}")
+    (tmp_path / "half" / "parts").mkdir(parents=True)
+    (tmp_path / "half" / "parts" / "chunk-00000.json").write_text("{}")
     with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(str(tmp_path / "half"))
     manifest = Path(make_set(tmp_path / "set", [(make_rows(2), None, ())])) / MANIFEST
@@ -138,12 +138,14 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
 def test_damage_in_a_shard_is_detected_and_never_crashes(tmp_path, kind):
     rows = make_rows(18)
     path = make_set(tmp_path if kind == "disk" else "memory://damaged", [(rows, None, ())])
-    storage, shard, outcomes = Storage(path), "shards/0.arrow", set()
-    good = storage.read(shard)
+    folder, shard, outcomes = to_path(path), "shards/0.arrow", set()
+    good = (folder / shard).read_bytes()
     for position in range(0, len(good), 13 if kind == "disk" else 61):
         damaged = bytearray(good)
         damaged[position] ^= 1 << position % 8
-        storage.write(shard, bytes(damaged))  # a new file: readers that map the old one keep it
+        write_atomic(
+            folder / shard, bytes(damaged)
+        )  # a new file: readers that map the old one keep it
         for number in (0, 17):
             try:
                 row = PreparedSet.open(path).read(np.array([number]))[0]
@@ -155,10 +157,10 @@ def test_damage_in_a_shard_is_detected_and_never_crashes(tmp_path, kind):
                 assert shard in str(error)
                 outcomes.add("raised")
     assert {"raised", "seen", "same"} <= outcomes
-    storage.write(shard, good[: len(good) // 2])
+    write_atomic(folder / shard, good[: len(good) // 2])
     with pytest.raises(ValueError, match=r"shards/0\.arrow"):
         PreparedSet.open(path).read(np.array([17]))
-    storage.delete(shard)
+    (folder / shard).unlink()
     with pytest.raises(FileNotFoundError):
         PreparedSet.open(path).read(np.array([0]))
 
@@ -166,11 +168,11 @@ def test_damage_in_a_shard_is_detected_and_never_crashes(tmp_path, kind):
 def test_disk_error_is_not_reported_as_damage(tmp_path, monkeypatch):
     prepared = PreparedSet.open(make_set(tmp_path, [(make_rows(18), None, ())]))
 
-    def stale(storage, name, mapped=False):
+    def stale(path, mapped=False):
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale"):
-        patch.setattr(Storage, "open", stale)
+        patch.setattr("mmray.data.store.prepared_set.open_input", stale)
         prepared.read(np.array([0]))
     assert prepared.read(np.array([0])) == make_rows(1)
 
@@ -181,12 +183,12 @@ def test_unfinished_shard_leaves_no_file(tmp_path, request, kind):
         "disk": lambda: str(tmp_path),
         "store": lambda: request.getfixturevalue("s3").address,
     }
-    storage = Storage(addresses.get(kind, lambda: "memory://unfinished")())
-    with pytest.raises(RuntimeError, match="killed"), open_shard(storage, "a.arrow") as shard:
+    folder = to_path(addresses.get(kind, lambda: "memory://unfinished")())
+    with pytest.raises(RuntimeError, match="killed"), open_shard(folder, "a.arrow") as shard:
         for row in make_rows(20):
             shard.append(row)
         raise RuntimeError("killed")
-    assert storage.listdir() == []
+    assert list_names(folder) == []
 
 
 def test_hashed_keys_do_not_depend_on_the_process():

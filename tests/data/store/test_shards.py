@@ -22,8 +22,9 @@ from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
 from mmray.data.stream import shuffle
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.shuffle import shuffle_block_and_window
-from mmray.storage import storage
-from mmray.storage.storage import Storage, coalesce_ranges
+from mmray.storage import ranges
+from mmray.storage.paths import to_path, write_atomic
+from mmray.storage.ranges import RangeReader, coalesce_ranges
 from tests.data.store.test_prepared_set import make_rows
 from tests.made import write_set as make_set
 from tests.made import write_shard
@@ -54,25 +55,24 @@ def make_index_only_set(store, images, rows, size=300, per_tar=512):
     shards = []
     for tar, first in enumerate(range(0, rows, per_tar)):
         here = random_rows(first, min(per_tar, rows - first), size)
-        images.write(f"{tar}.tar", b"".join(bytes(512) + row.image + bytes(1024) for row in here))
+        data = b"".join(bytes(512) + row.image + bytes(1024) for row in here)
+        (images / f"{tar}.tar").write_bytes(data)
         for number, row in enumerate(here):
             ref = {"file": f"{tar}.tar", "offset": number * (size + 1536) + 512, "length": size}
             row.image, row.ref = b"", ref
         shards.append(write_shard(here, store, f"shards/{tar}.arrow", None))
-    settings, source = {"index_only": True}, {"address": images.address}
-    store.write(
-        MANIFEST,
-        Manifest(rows, rows, 0, {}, {}, "", None, source, settings, tuple(shards)).to_json(),
-    )
-    return PreparedSet.open(store.address)
+    settings, source = {"index_only": True}, {"address": str(images)}
+    manifest = Manifest(rows, rows, 0, {}, {}, "", None, source, settings, tuple(shards))
+    write_atomic(store / MANIFEST, manifest.to_json())
+    return PreparedSet.open(str(store))
 
 
 @settings(max_examples=60)
 @given(SPANS, st.integers(0, 40), st.integers(1, 200))
 def test_coalesced_ranges_cover_each_span_once_within_the_gap(spans, gap, most):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "MAX_GAP_BYTES", gap)
-        patch.setattr(storage, "MAX_REQUEST_BYTES", most)
+        patch.setattr(ranges, "MAX_GAP_BYTES", gap)
+        patch.setattr(ranges, "MAX_REQUEST_BYTES", most)
         reads = coalesce_ranges(spans)
     assert sorted(number for read in reads for number in read.span_indices) == list(
         range(len(spans))
@@ -138,7 +138,7 @@ def cost_of(s3, prepared, chunk, window, blocks=2):
 
 def test_requests_per_block_by_shuffle_shape_and_cache(s3, tmp_path, monkeypatch):
     """8,192 rows in 16 shards; the coalescing gap is ten rows, like 1 MiB for rows of 100 KB."""
-    monkeypatch.setattr(storage, "MAX_GAP_BYTES", 5000)
+    monkeypatch.setattr(ranges, "MAX_GAP_BYTES", 5000)
     prepared = put(
         s3.address, [(random_rows(first, 512), None, ()) for first in range(0, 8192, 512)]
     )
@@ -162,11 +162,11 @@ def test_requests_per_block_by_shuffle_shape_and_cache(s3, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("index", ["store", "disk"])
 def test_index_only_block_reads_tar_members_in_few_requests(s3, tmp_path, monkeypatch, index):
-    monkeypatch.setattr(storage, "MAX_GAP_BYTES", 5000)  # about three members
+    monkeypatch.setattr(ranges, "MAX_GAP_BYTES", 5000)  # about three members
     monkeypatch.setattr(shuffle, "REQUEST_BYTES", 2000)  # as many rows as for images of 66 KB
-    store = Storage(f"{s3.address}/index" if index == "store" else str(tmp_path / "index"))
-    store.mkdir("shards")
-    prepared = make_index_only_set(store, Storage(f"{s3.address}/raw"), 4096)
+    store = to_path(f"{s3.address}/index" if index == "store" else str(tmp_path / "index"))
+    (store / "shards").mkdir(parents=True)
+    prepared = make_index_only_set(store, to_path(f"{s3.address}/raw"), 4096)
     by_default = shuffle_block_and_window(Data(), [prepared], 64)
     assert by_default == (8, 16)
     any_order, in_chunks = (
@@ -183,8 +183,8 @@ def test_failed_requests_are_retried(s3):
     prepared = put(s3.address, [(random_rows(0, 40), None, ())])
     s3.fail("GET", "shards/0.arrow", 5)
     assert all(row.checksum_ok for row in prepared.read(np.arange(40)))
-    store = Storage(f"{s3.address}/raw")
-    store.write("a.jpg", b"an image")
+    store = to_path(f"{s3.address}/raw")
+    (store / "a.jpg").write_bytes(b"an image")
     s3.fail("GET", "raw/a.jpg", 3)
     assert read_images(store, [ImageRef("a.jpg", "a.jpg")]) == [b"an image"]
     assert s3.failures_left() == 0
@@ -203,23 +203,23 @@ def test_cache_replaces_the_store_and_refetches_damaged_entries(memory, cache):
     rows = make_rows(40)
     there = put(memory, [(rows, None, ())]).with_cache(cache, 16)
     assert there.read(np.arange(40)) == rows and len(files_of(cache)) == 3
-    shard = there.manifest.shards[0].file
-    good = there.storage.read(shard)
-    there.storage.delete(shard)
-    again = PreparedSet(there.storage, there.manifest).with_cache(cache, 16)
+    shard = there.folder / there.manifest.shards[0].file
+    good = shard.read_bytes()
+    shard.unlink()
+    again = PreparedSet(there.folder, there.manifest).with_cache(cache, 16)
     assert again.read(np.arange(39, -1, -1)) == rows[::-1]
     damages = (lambda data: data[:-9], lambda data: b"", lambda data: data[:4] + b"\xff" + data[5:])
     for file, damage in zip(sorted(files_of(cache)), damages, strict=True):
         file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(FileNotFoundError):
         again.read(np.arange(40))
-    there.storage.write(shard, good)
+    shard.write_bytes(good)
     assert (
-        PreparedSet(there.storage, there.manifest).with_cache(cache, 16).read(np.arange(40)) == rows
+        PreparedSet(there.folder, there.manifest).with_cache(cache, 16).read(np.arange(40)) == rows
     )
-    there.storage.delete(shard)
+    shard.unlink()
     assert (
-        PreparedSet(there.storage, there.manifest).with_cache(cache, 16).read(np.arange(40)) == rows
+        PreparedSet(there.folder, there.manifest).with_cache(cache, 16).read(np.arange(40)) == rows
     )
     other = put(memory, [(rows[::-1], None, ())]).with_cache(cache, 16)
     assert other.read(np.arange(40)) == rows[::-1], "another set at the same address"
@@ -267,15 +267,15 @@ def test_full_cache_disk_warns_once(cache, monkeypatch, caplog):
 
 
 def test_referenced_images_are_read_in_few_requests_in_order(memory, monkeypatch):
-    store, data = Storage(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
+    store, data = to_path(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
     for name in ("a.tar", "b.tar", "whole.jpg"):
-        store.write(name, name.encode() + data)
+        (store / name).write_bytes(name.encode() + data)
     refs = [ImageRef("", f"{'ab'[n % 2]}.tar", offset=n * 90, length=60 + n) for n in range(50)]
     refs = [refs[n] for n in np.random.default_rng(1).permutation(50)] + [
         ImageRef("", "whole.jpg")
     ] * 2
-    made, read = [], storage.RangeReader.read
-    monkeypatch.setattr(storage.RangeReader, "read", lambda *args: made.append(args) or read(*args))
+    made, read = [], RangeReader.read
+    monkeypatch.setattr(RangeReader, "read", lambda *args: made.append(args) or read(*args))
     assert read_images(store, refs) == [read_image(store, photo) for photo in refs]
     assert len(made) == 2
     with pytest.raises(BadRow, match=r"there is no file gone\.jpg"):

@@ -15,7 +15,6 @@ from mmray.data.store.prepared_set import PreparedSet, hash_key
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
-from mmray.storage.storage import Storage
 from tests.made import CAPTIONS, row, write_shard
 
 ROWS, IN_SHARD = 1_000_000, 512  # default of prepare.rows_per_shard
@@ -23,19 +22,16 @@ ROWS, IN_SHARD = 1_000_000, 512  # default of prepare.rows_per_shard
 
 def make_million(folder):
     """Shards as prepare writes them, but one file hard-linked under many names."""
-    storage = Storage(str(folder))
     whole, last = (
-        write_shard([row(number) for number in range(count)], storage, f"{count}.arrow")
+        write_shard([row(number) for number in range(count)], folder, f"{count}.arrow")
         for count in (IN_SHARD, ROWS % IN_SHARD)
     )
     names = [f"{number:05d}.arrow" for number in range(ROWS // IN_SHARD)]
     for name in names:
         os.link(folder / whole.file, folder / name)
     shards = (*(replace(whole, file=name) for name in names), last)
-    storage.write(
-        MANIFEST,
-        Manifest(ROWS, ROWS, 0, {}, {}, fingerprint(shards), None, {}, {}, shards).to_json(),
-    )
+    manifest = Manifest(ROWS, ROWS, 0, {}, {}, fingerprint(shards), None, {}, {}, shards)
+    (folder / MANIFEST).write_bytes(manifest.to_json())
 
 
 def test_million_rows_are_opened_and_read_within_bounds(tmp_path):

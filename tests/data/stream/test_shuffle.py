@@ -9,7 +9,7 @@ from mmray.config import Data
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
 from mmray.errors import UsageError
-from mmray.storage.storage import Storage
+from mmray.storage.paths import copy_file, list_files, to_path
 from mmray.training.backend import resume_point
 from mmray.training.resolve import resolve_run
 from tests import made
@@ -28,7 +28,7 @@ def with_row_bytes(prepared, row_bytes):
     manifest = replace(
         prepared.manifest, shards=(replace(shard, num_bytes=row_bytes * shard.num_rows),)
     )
-    return PreparedSet(prepared.storage, manifest)
+    return PreparedSet(prepared.folder, manifest)
 
 
 def with_refs(prepared, address, length=None):
@@ -37,14 +37,14 @@ def with_refs(prepared, address, length=None):
         replace(row, image=b"", ref={"file": "a", "offset": 0, "length": length})
         for row in make_rows(20)
     ]
-    entry = write_shard(rows, prepared.storage, prepared.manifest.shards[0].file, None)
+    entry = write_shard(rows, prepared.folder, prepared.manifest.shards[0].file, None)
     manifest = replace(
         prepared.manifest,
         shards=(entry,),
         settings={"index_only": True},
         source={"address": address},
     )
-    return PreparedSet(prepared.storage, manifest)
+    return PreparedSet(prepared.folder, manifest)
 
 
 @pytest.fixture
@@ -129,10 +129,10 @@ def test_cache_is_for_sets_on_a_store_that_contain_their_images(there, here, tmp
 
 def test_run_on_a_store_resolves_to_shuffle_blocks(memory, tmp_path):
     made.make_set(tmp_path / "set", [made.row(number) for number in range(30)])
-    store = Storage(f"{memory}/run")
-    for name in Storage(str(tmp_path / "set")).list_files():
-        store.write(name, (tmp_path / "set" / name).read_bytes())
-    asked = config(store.address, tmp_path, "r")
+    store = to_path(f"{memory}/run")
+    for name in list_files(tmp_path / "set"):
+        copy_file(tmp_path / "set" / name, store / name)
+    asked = config(str(store), tmp_path, "r")
     data = asked.data.model_copy(update={"local_cache": str(tmp_path / "cache")})
     run = resolve_run(asked.model_copy(update={"data": data}), Silent())
     assert run.config.data.shuffle_shape == (64, 256)

@@ -18,7 +18,7 @@ from mmray.data.stream.order import PADDING, BlockPlan, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.stream.stream import StreamDataConfig
 from mmray.data.text.tokenizer import train_tokenizer
-from mmray.storage.storage import TransientStorageError
+from mmray.storage.requests import TransientStorageError
 from mmray.training.ray_backend import root_cause
 from tests.made import CAPTIONS, make_set, png, row
 

@@ -29,7 +29,7 @@ from mmray.engine.parallel.strategy import shard, to_local
 from mmray.engine.worker import build_model
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError, UsageError
 from mmray.objectives.contrastive import Contrastive
-from mmray.storage import storage
+from mmray.storage import requests
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, to_path
 from tests.engine import toy
@@ -47,7 +47,7 @@ def main(rank: int, folder: str, address: str) -> None:
     """Entry point of a rank: two ranks train and save, one to four resume, then one of two ranks
     fails.
     """
-    storage.ATTEMPTS = 1
+    requests.ATTEMPTS = 1
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks, for hsdp
     here, results = Path(folder), {}
     if rank >= WORLD:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from mmray.engine.checkpoint import files, state_io
 from mmray.errors import StorageError, TrainingError
-from mmray.storage import storage
+from mmray.storage import requests
 from mmray.storage.paths import to_path
+from mmray.storage.ranges import RangeReader
 from tests.checkpoints import save_checkpoint
 
 METRIC = "evaluate/recall_at_1/mean"
@@ -191,7 +192,7 @@ def test_storage_errors_of_loading_differ_from_damage(
     def fail(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(storage.RangeReader, "read", fail)
+    monkeypatch.setattr(RangeReader, "read", fail)
     with pytest.raises(StorageError, match="Input/output error"):
         state_io.load(path)
 
@@ -228,7 +229,7 @@ def test_best_is_lowest_loss_or_rank(
 
 @pytest.fixture
 def store(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    monkeypatch.setattr(requests, "ATTEMPTS", 1)
     return s3
 
 

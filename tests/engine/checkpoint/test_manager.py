@@ -18,7 +18,7 @@ from mmray.engine.checkpoint.manager import (
 from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.worker import _closing
 from mmray.errors import StorageError, TrainingError
-from mmray.storage import storage
+from mmray.storage import requests
 from mmray.storage.lease import Lease
 from mmray.storage.paths import to_path
 
@@ -53,7 +53,7 @@ def local(tmp_path):
 
 @pytest.fixture
 def stored(s3, monkeypatch):
-    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    monkeypatch.setattr(requests, "ATTEMPTS", 1)
     yield (checkpoints := Checkpoints(to_path(s3.address) / "run"))
     checkpoints.lease.release()
 

@@ -20,7 +20,7 @@ from mmray.engine.checkpoint import files, state_io
 from mmray.engine.collectives import Group
 from mmray.errors import TrainingError
 from mmray.storage.paths import to_path
-from mmray.storage.storage import RangeReader
+from mmray.storage.ranges import RangeReader
 from mmray.training.ray_backend import COLLECTIVE_ERRORS
 from tests.engine import toy
 from tests.engine.checkpoint import shard_ranks

@@ -19,7 +19,7 @@ from mmray.engine.collectives import Group
 from mmray.engine.parallel import strategy
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.worker import build_model
-from mmray.storage.storage import RangeReader
+from mmray.storage.ranges import RangeReader
 from tests.engine.ranks import join_group
 
 MIB = 2**20

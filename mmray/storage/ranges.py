@@ -1,0 +1,71 @@
+"""Reads of byte ranges of files; ranges that are close together share a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from mmray.storage.paths import AnyPath, open_input
+from mmray.storage.requests import with_retries
+
+# About as much as a store sends during the latency of one request.
+MAX_GAP_BYTES = 1 << 20
+MAX_REQUEST_BYTES = 16 << 20
+# An open object uses no file descriptor, but opening it costs a request.
+MAX_OPEN_OBJECTS = 4096
+
+
+class ByteRange(NamedTuple):
+    """One request for bytes start..stop of a file, and the indices of the spans in it."""
+
+    start: int
+    stop: int
+    span_indices: list[int]
+
+
+def coalesce_ranges(spans: Sequence[tuple[int, int]]) -> list[ByteRange]:
+    """Merge spans (start, stop) of a file, in any order, into few requests.
+
+    Returns:
+        Requests sorted by start. Spans at most MAX_GAP_BYTES apart are merged up to
+        MAX_REQUEST_BYTES; a longer span is one request.
+    """
+    ranges: list[ByteRange] = []
+    for index in sorted(range(len(spans)), key=lambda each: spans[each]):
+        start, stop = spans[index]
+        if ranges:
+            last = ranges[-1]
+            merged = ByteRange(last.start, max(stop, last.stop), [*last.span_indices, index])
+            is_near = start - last.stop <= MAX_GAP_BYTES
+            if is_near and merged.stop - merged.start <= MAX_REQUEST_BYTES:
+                ranges[-1] = merged
+                continue
+        ranges.append(ByteRange(start, stop, [index]))
+    return ranges
+
+
+class RangeReader:
+    """Reads byte ranges of the files in a folder and keeps recently used ones open.
+
+    Thread-safe, and cheap to pickle.
+    """
+
+    def __init__(self, folder: AnyPath) -> None:
+        self._folder = folder
+        self._open = lru_cache(MAX_OPEN_OBJECTS)(lambda name: open_input(folder / name))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RangeReader, (self._folder,)
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return the bytes start..stop of a file.
+
+        Raises OSError, or ValueError if the file is shorter.
+        """
+        data = bytes(with_retries(lambda: self._open(name).read_at(stop - start, start)))
+        if len(data) != stop - start:
+            raise ValueError(
+                f"{self._folder / name} ends at byte {start + len(data)}, before byte {stop}"
+            )
+        return data

@@ -1,0 +1,84 @@
+"""Retries of requests to a storage, and requests in parallel threads."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+T = TypeVar("T")
+R = TypeVar("R")
+ATTEMPTS = 5
+MAX_WAIT_S = 20.0
+# Errors of S3 that a retry does not fix.
+PERMANENT_ERRORS = (
+    "ACCESS_DENIED",
+    "INVALID_ACCESS_KEY_ID",
+    "INVALID_CLIENT_TOKEN_ID",
+    "NO_SUCH_BUCKET",
+    "SIGNATURE_DOES_NOT_MATCH",
+)
+MAX_PARALLEL = 8
+
+
+class TransientStorageError(OSError):
+    """A storage still fails after all retries, and may work later.
+
+    It is not retried again by an outer call.
+    """
+
+
+def with_retries(call: Callable[[], T]) -> T:
+    """Return the result of `call`, retried with exponential backoff on transient errors.
+
+    Raises:
+        TransientStorageError: with the last transient error, after ATTEMPTS attempts.
+        OSError: a permanent error, unchanged.
+    """
+    retrying = Retrying(
+        retry=retry_if_exception(_is_transient),
+        stop=stop_after_attempt(ATTEMPTS),
+        wait=wait_random_exponential(multiplier=0.5, max=MAX_WAIT_S),
+        reraise=True,
+    )
+    try:
+        return retrying(call)
+    except OSError as error:
+        if _is_transient(error):
+            raise TransientStorageError(*error.args) from error
+        raise
+
+
+def _is_transient(error: BaseException) -> bool:
+    if not isinstance(error, OSError):
+        return False
+    if isinstance(error, FileNotFoundError | PermissionError | TransientStorageError):
+        return False
+    return not any(text in str(error) for text in PERMANENT_ERRORS)
+
+
+def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
+    """Run `call` on each item in MAX_PARALLEL threads. Raises the first error."""
+    with ThreadPoolExecutor(MAX_PARALLEL) as pool:
+        list(pool.map(call, items))
+
+
+def iter_parallel(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yield the result of `call` for each item, in order.
+
+    MAX_PARALLEL threads compute at most four times as many results ahead.
+    """
+    pending: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(MAX_PARALLEL) as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(call, item))
+                if len(pending) == 4 * MAX_PARALLEL:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
