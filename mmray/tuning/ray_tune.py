@@ -76,43 +76,25 @@ def run_trials_on_ray_tune(
     Raises:
         TrainingError: Ray Tune itself failed. The error of a trial is in its row.
     """
-    plan = replace(state.plan, resources=resources)
-    callback = _TuneCallback(state)
     scratch = state.folder.path / "ray"
     remove_tree(scratch)
-    searcher: ConcurrencyLimiter | BasicVariantGenerator
-    if names is None:
-        param_space = tune_space(request.base, request.space)
-        num_samples = request.space.num_trials
-        earlier = [row.settings for row in state.rows.values()]
-        searcher = build_optuna(
-            request.base, request.space, earlier, max_concurrent=resources.num_concurrent
-        )
-    else:
-        param_space = {NAME: tune.grid_search(list(names))}
-        num_samples = 1
-        searcher = BasicVariantGenerator(max_concurrent=resources.num_concurrent)
-    use_asha = request.scheduler == "asha"
     trainable = tune.with_parameters(
         _run_trial,
-        plan=plan,
+        plan=replace(state.plan, resources=resources),
         rows=dict(state.rows),
         num_rungs=num_rungs,
         # ASHA could decide differently about a trial that it has pruned.
-        ended=(*ENDED, "pruned") if use_asha else ENDED,
+        ended=(*ENDED, "pruned") if request.scheduler == "asha" else ENDED,
     )
+    if names is None:
+        param_space = tune_space(request.base, request.space)
+    else:
+        param_space = {NAME: tune.grid_search(list(names))}
+    callback = _TuneCallback(state)
     tuner = tune.Tuner(
         tune.with_resources(trainable, _DRIVER_RESOURCES),
         param_space=param_space,
-        tune_config=tune.TuneConfig(
-            metric=METRIC,
-            mode="max" if GOALS[plan.goal].maximize else "min",
-            num_samples=num_samples,
-            search_alg=searcher,
-            scheduler=build_asha(plan.rungs) if use_asha else None,
-            trial_name_creator=callback.name,
-            reuse_actors=True,  # Importing torch takes several seconds.
-        ),
+        tune_config=_tune_config(state, request, resources.num_concurrent, names, callback.name),
         run_config=tune.RunConfig(
             name="tune",
             **ray_storage(scratch),
@@ -132,6 +114,31 @@ def run_trials_on_ray_tune(
     finally:
         state.stop_all()
         remove_tree(scratch)
+
+
+def _tune_config(
+    state: SweepState,
+    request: SweepRequest,
+    max_concurrent: int,
+    names: Sequence[str] | None,
+    name_trial: Callable[[Any], str],
+) -> tune.TuneConfig:
+    """Return how Ray Tune searches and schedules; see `run_trials_on_ray_tune`."""
+    searcher: ConcurrencyLimiter | BasicVariantGenerator
+    if names is None:
+        earlier = [row.settings for row in state.rows.values()]
+        searcher = build_optuna(request.base, request.space, earlier, max_concurrent)
+    else:
+        searcher = BasicVariantGenerator(max_concurrent=max_concurrent)
+    return tune.TuneConfig(
+        metric=METRIC,
+        mode="max" if GOALS[request.goal].maximize else "min",
+        num_samples=request.space.num_trials if names is None else 1,
+        search_alg=searcher,
+        scheduler=build_asha(state.plan.rungs) if request.scheduler == "asha" else None,
+        trial_name_creator=name_trial,
+        reuse_actors=True,  # Importing torch takes several seconds.
+    )
 
 
 def build_asha(rungs: Sequence[int]) -> ASHAScheduler:

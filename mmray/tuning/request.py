@@ -27,10 +27,10 @@ class Budget:
             raise UsageError(
                 f"--budget {text}: write a time such as 2h or 30m, or GPU-hours such as 40gpu-hours"
             )
-        number, unit = float(match[1]), match[2]
-        if unit == "gpu-hours":
+        number = float(match[1])
+        if match[2] == "gpu-hours":
             return cls(gpu_seconds=3600 * number)
-        return cls(seconds=number * {"s": 1, "m": 60, "h": 3600}[unit])
+        return cls(seconds=number * {"s": 1, "m": 60, "h": 3600}[match[2]])
 
     def fraction_spent(self, seconds: float, gpu_seconds: float) -> float | None:
         """Return the spent part of the budget, 1 or more if nothing is left; None: no limit."""

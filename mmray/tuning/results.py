@@ -162,20 +162,12 @@ def recommend_trial(rows: Sequence[TrialRow], goal: str) -> Recommendation | Non
 
 def _recommend_fastest(ranked: Sequence[TrialRow]) -> Recommendation:
     """Recommend the trial with the least memory within TOLERANCE of the fastest."""
-    smallest: dict[str, TrialRow] = {}
-    for size in sorted({row.global_rows or 0 for row in ranked}):
-        smallest[str(size)] = _least_memory([row for row in ranked if row.global_rows == size])
-    best = _least_memory(ranked)
+    near = [row for row in ranked if _is_close(row, ranked[0])]
+    best = min(near, key=lambda row: row.peak_gib or 0.0)
     why = _describe_best(ranked, "throughput")
     if best is not ranked[0]:
         why += f" {best.trial} is within {TOLERANCE:.0%} of it and needs less memory."
-    per_global = {size: row.trial for size, row in smallest.items()}
-    return Recommendation(best.trial, why, per_global)
-
-
-def _least_memory(ranked: Sequence[TrialRow]) -> TrialRow:
-    near = [row for row in ranked if _is_close(row, ranked[0])]
-    return min(near, key=lambda row: row.peak_gib or 0.0)
+    return Recommendation(best.trial, why)
 
 
 def _describe_best(ranked: Sequence[TrialRow], goal: str) -> str:

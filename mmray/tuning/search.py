@@ -150,7 +150,7 @@ def _add_data(
     held_out = resolved.eval_set
     if held_out is None and GOALS[goal].eval_metric:
         raise UsageError(
-            f"--goal {goal}: the set holds no rows out; prepare it with --holdout, or give "
+            f"--goal {goal}: the set has no held-out rows; prepare it with --holdout, or give "
             "--data.eval"
         )
     folders = {"train": resolved.data_identity["train"], "eval": None}

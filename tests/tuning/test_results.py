@@ -171,14 +171,7 @@ def test_best_trial_and_its_reason(rows, goal, best, why):
     assert chosen.best == best and why in chosen.why
 
 
-def test_fastest_trial_is_chosen_per_global_batch_from_measured_trials():
-    rows = [
-        trial("a", 9.0, gib=2),
-        trial("b", 9.0),
-        trial("c", 9.0, size=128, gib=3),
-        trial("d", 99.0, size=128, status="stopped"),
-    ]
-    assert recommend_trial(rows, "throughput").per_global == {"64": "b", "128": "c"}
+def test_without_a_measured_trial_nothing_is_recommended():
     assert recommend_trial([trial("a"), trial("b", status="failed")], "recall") is None
 
 
