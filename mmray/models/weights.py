@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mmray.data.text.tokenizer import MAX_LANGUAGES
+from mmray.data.text.languages import MAX_LANGUAGES
 from mmray.errors import UsageError, first_line
 from mmray.models import open_clip
 from mmray.models.protocol import Architecture

@@ -21,7 +21,8 @@ import mmray
 from mmray import cli
 from mmray.cli.console import Terminal
 from mmray.data.text.chat import build_encoder
-from mmray.data.text.tokenizer import add_language_tokens, train_tokenizer
+from mmray.data.text.languages import add_language_tokens
+from mmray.data.text.tokenizer import train_tokenizer
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.errors import UsageError
 from mmray.models import open_clip, pretrained

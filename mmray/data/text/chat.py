@@ -14,12 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from mmray.data.text.tokenizer import (
-    TextEncoder,
-    add_language_tokens,
-    add_special_tokens,
-    remove_tokens,
-)
+from mmray.data.text.languages import LanguageTextEncoder, add_language_tokens
+from mmray.data.text.tokenizer import TextEncoder, add_special_tokens, remove_tokens
 
 if TYPE_CHECKING:
     from mmray.config import Chat, Inputs
@@ -129,26 +125,34 @@ class ChatEncoder:
 
 
 def build_encoder(tokenizer_json: str, inputs: Inputs) -> Any:
-    """Return a ChatEncoder if the inputs have chat settings, else a TextEncoder, which also has
-    `languages`.
+    """Return the encoder of the texts of a model: a ChatEncoder for conversations, otherwise a
+    TextEncoder, which has `languages` if the model has language tokens.
     """
-    if (chat := getattr(inputs, "chat", None)) is not None:
+    chat = getattr(inputs, "chat", None)
+    if chat is not None:
         return ChatEncoder(tokenizer_json, chat, inputs.max_tokens)
-    return TextEncoder(tokenizer_json, inputs.max_tokens, inputs.language_token)
+    if inputs.language_token:
+        return LanguageTextEncoder(tokenizer_json, inputs.max_tokens, inputs.language_token)
+    return TextEncoder(tokenizer_json, inputs.max_tokens)
 
 
 def extend_tokenizer(tokenizer_json: str, inputs: Inputs, languages: Iterable[str] = ()) -> str:
-    """Add the tokens that the inputs of a model need;
+    """Return the tokenizer with the special tokens that the inputs of a model need.
 
-    `languages` are those of the rows. Raises UsageError.
+    Args:
+        tokenizer_json: Text of a tokenizer.json.
+        inputs: The `model.inputs` section.
+        languages: Languages of the rows.
+
+    Raises:
+        UsageError: The rows do not have the languages that `model.inputs.language_token` needs.
     """
-    if (chat := getattr(inputs, "chat", None)) is not None:
+    chat = getattr(inputs, "chat", None)
+    if chat is not None:
         tokenizer = Tokenizer.from_str(tokenizer_json)
-        missing = [
-            token
-            for token in (chat.image, chat.end)
-            if token and tokenizer.token_to_id(token) is None
-        ]
+        tokens = [token for token in (chat.image, chat.end) if token]
+        missing = [token for token in tokens if tokenizer.token_to_id(token) is None]
         return add_special_tokens(tokenizer_json, missing) if missing else tokenizer_json
-    pattern = inputs.language_token
-    return add_language_tokens(tokenizer_json, pattern, languages) if pattern else tokenizer_json
+    if inputs.language_token:
+        return add_language_tokens(tokenizer_json, inputs.language_token, languages)
+    return tokenizer_json

@@ -26,8 +26,7 @@ MAX_CAPTION_BYTES = 64 * 1024
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode category Cc, which is stable
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
-MAX_LANGUAGES = 1000  # a column with more values is not a language column
-_RESERVED_TOKENS = {*SPECIAL_TOKENS, *_PAD_NAMES, "<s>", "<unk>", "<mask>", "<|startoftext|>"}
+RESERVED_TOKENS = {*SPECIAL_TOKENS, *_PAD_NAMES, "<s>", "<unk>", "<mask>", "<|startoftext|>"}
 
 
 def clean_caption(text: str) -> str:
@@ -55,15 +54,12 @@ def clean_caption(text: str) -> str:
 class TextEncoder:
     """Encodes captions as token ids, right-padded to the longest of the call and truncated to
     `max_tokens`.
-
-    With a `language_token` pattern such as `[{}]`, the token of its language precedes each caption
-    of a known language. The special tokens of the tokenizer that match the pattern are the
-    languages.
     """
 
     EMPTY_TEXT = ""  # text of a row without captions
+    languages: tuple[str, ...] = ()  # languages with a token, see languages.py
 
-    def __init__(self, tokenizer_json: str, max_tokens: int, language_token: str = "") -> None:
+    def __init__(self, tokenizer_json: str, max_tokens: int) -> None:
         self.tokenizer = Tokenizer.from_str(tokenizer_json)
         # Padded positions are masked, so any id works if the tokenizer has no pad token.
         known = (self.tokenizer.token_to_id(name) for name in _PAD_NAMES)
@@ -76,39 +72,25 @@ class TextEncoder:
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(max_tokens)  # truncates the text but keeps [CLS] and [SEP]
-        # without one: no language
-        pattern = re.compile(re.escape(language_token).replace(r"\{\}", "(.+)") or "(?!)")
         added: dict[int, AddedToken] = self.tokenizer.get_added_tokens_decoder()
         self.special_tokens = [token.content for token in added.values() if token.special]
-        matches = [
-            pattern.fullmatch(token)
-            for token in self.special_tokens
-            if token not in _RESERVED_TOKENS
-        ]
-        self._language_tokens = {match[1]: match[0] for match in matches if match}
-        self.languages = tuple(sorted(self._language_tokens))  # those with a token
 
     def format_texts(self, row: Row) -> list[str]:
-        """Return the captions of a row, with the token of the row's language if it is known."""
-        language = row.language if row.language in self._language_tokens else None
-        return [self.format_caption(text, language) for text in row.texts]
+        """Return the captions of a row."""
+        return [self.format_caption(text) for text in row.texts]
 
     def format_caption(self, text: str, language: str | None = None) -> str:
         """Return a text as a caption of this language.
 
-        Raises UsageError if the language has no token.
+        Raises:
+            UsageError: The language has no token.
         """
-        if language is not None and language not in self._language_tokens:
-            without = "it was trained without model.inputs.language_token"
-            known = (
-                (f"its language tokens are {', '.join(self.languages)}")
-                if self.languages
-                else without
+        if language is not None:
+            raise UsageError(
+                f"the model has no token for language {language!r}; it was trained without "
+                "model.inputs.language_token"
             )
-            raise UsageError(f"the model has no token for language {language!r}; {known}")
-        return self._language_tokens.get(language or "", "") + remove_tokens(
-            text, self._language_tokens.values()
-        )
+        return text
 
     def encode_batch(self, texts: list[str]) -> dict[str, np.ndarray]:
         """Return the columns input_ids int32 [N, T] and num_tokens int32 [N] of a batch."""
@@ -141,25 +123,6 @@ def add_special_tokens(tokenizer_json: str, tokens: Iterable[str]) -> str:
         [AddedToken(token, special=True, normalized=False) for token in tokens]
     )
     return str(tokenizer.to_str())
-
-
-def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[str]) -> str:
-    """Add a special token for each language: `[de]` with the pattern `[{}]`. Raises UsageError."""
-    tokens = [pattern.replace("{}", language) for language in sorted(languages)]
-    if not tokens:
-        raise UsageError(
-            f"model.inputs.language_token is {pattern!r}, but no row of the training set has a "
-            "`language`: prepare it "
-            "with that column, or leave the setting empty"
-        )
-    if len(tokens) > MAX_LANGUAGES:
-        raise UsageError(
-            f"model.inputs.language_token: the training set has {len(tokens):,} languages, the "
-            f"first {tokens[0]!r}; a "
-            f"column of languages has at most {MAX_LANGUAGES:,}: leave the setting empty, or fix "
-            "the source"
-        )
-    return add_special_tokens(tokenizer_json, tokens)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:

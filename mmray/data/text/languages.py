@@ -1,0 +1,79 @@
+"""Language tokens (`model.inputs.language_token`): a special token before each caption of a known
+language, such as `[de]`.
+
+Models without the setting use TextEncoder and tokenizers without such tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from mmray.data.text.tokenizer import (
+    RESERVED_TOKENS,
+    TextEncoder,
+    add_special_tokens,
+    remove_tokens,
+)
+from mmray.errors import UsageError
+
+if TYPE_CHECKING:
+    from mmray.data.store.prepared_set import Row
+
+MAX_LANGUAGES = 1000  # a column with more values is not a language column
+
+
+class LanguageTextEncoder(TextEncoder):
+    """Puts the token of its language before each caption of a known language.
+
+    The special tokens of the tokenizer that match the pattern, such as `[{}]`, are the languages.
+    """
+
+    def __init__(self, tokenizer_json: str, max_tokens: int, language_token: str) -> None:
+        super().__init__(tokenizer_json, max_tokens)
+        pattern = re.compile(re.escape(language_token).replace(r"\{\}", "(.+)"))
+        names = [token for token in self.special_tokens if token not in RESERVED_TOKENS]
+        matches = [pattern.fullmatch(token) for token in names]
+        self._language_tokens = {match[1]: match[0] for match in matches if match}
+        self.languages = tuple(sorted(self._language_tokens))
+
+    def format_texts(self, row: Row) -> list[str]:
+        """Return the captions of a row, with the token of the row's language if it is known."""
+        language = row.language if row.language in self._language_tokens else None
+        return [self.format_caption(text, language) for text in row.texts]
+
+    def format_caption(self, text: str, language: str | None = None) -> str:
+        """Return a text as a caption of this language, without language tokens of its own.
+
+        Raises:
+            UsageError: The language has no token.
+        """
+        if language is not None and language not in self._language_tokens:
+            raise UsageError(
+                f"the model has no token for language {language!r}; its language tokens are "
+                f"{', '.join(self.languages) or 'none'}"
+            )
+        token = self._language_tokens.get(language or "", "")
+        return token + remove_tokens(text, self._language_tokens.values())
+
+
+def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[str]) -> str:
+    """Return the tokenizer with a special token for each language: `[de]` with pattern `[{}]`.
+
+    Raises:
+        UsageError: There is no language, or there are more than MAX_LANGUAGES.
+    """
+    tokens = [pattern.replace("{}", language) for language in sorted(languages)]
+    if not tokens:
+        raise UsageError(
+            f"model.inputs.language_token is {pattern!r}, but no row of the training set has a "
+            "`language`: prepare it with that column, or leave the setting empty"
+        )
+    if len(tokens) > MAX_LANGUAGES:
+        raise UsageError(
+            f"model.inputs.language_token: the training set has {len(tokens):,} languages, the "
+            f"first {tokens[0]!r}; a column of languages has at most {MAX_LANGUAGES:,}: leave the "
+            "setting empty, or fix the source"
+        )
+    return add_special_tokens(tokenizer_json, tokens)
