@@ -53,7 +53,6 @@ from mmray.errors import MmrayError, UsageError
 from mmray.evaluation import EXAMPLES
 from mmray.evaluation.build import build_evaluator, check_evaluable
 from mmray.models.build import build, build_without_weights
-from mmray.models.fusion import LabelTexts
 from mmray.models.protocol import Architecture
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Batch
@@ -209,10 +208,9 @@ def _prepare_model(context: WorkerContext, group: Group, model: nn.Module) -> nn
     yet.
     """
     config, train = context.config, context.config.train
-    label_texts = getattr(model, "label_texts", None)
-    # otherwise they come from a checkpoint
-    if isinstance(label_texts, LabelTexts) and label_texts.token_ids is None:
-        label_texts.tokenize(build_encoder(context.tokenizer_json, config.model.inputs))
+    use_tokenizer: Any = getattr(model, "use_tokenizer", None)
+    if use_tokenizer is not None:
+        use_tokenizer(build_encoder(context.tokenizer_json, config.model.inputs))
     model = apply_transforms(model, train, config.optimizer, group.device)
     if context.eval_set is not None:
         check_evaluable(config, model)

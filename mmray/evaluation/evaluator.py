@@ -15,13 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.data.images.boxes import NO_LABEL
 from mmray.data.stream.collate import Batch, token_columns
 from mmray.errors import DataError
 from mmray.evaluation import retrieval
 from mmray.evaluation.batches import EvalBatches, EvalDataset
-from mmray.evaluation.retrieval import EmbeddingSet, first_index
-from mmray.models.fusion import LabelTexts
+from mmray.evaluation.retrieval import EmbeddingSet, HeadHits, first_index
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective, split_objective
 
@@ -62,12 +60,8 @@ class Evaluator(EvalDataset):
             save_examples(retrieval.retrieval_examples(embedded, retrieval_ranks, *data))
         if classes := settings.classes or self.prepared.manifest.class_names:
             metrics |= self._zero_shot(model, embedded, group, classes)
-        if (head := _class_head(model)) is not None:
-            metrics |= topk_accuracy(embedded.class_hits, "classification", head.out_features)
-        if isinstance(label_texts := getattr(model, "label_texts", None), LabelTexts):
-            metrics |= topk_accuracy(
-                embedded.region_hits, "regions", int(label_texts.named.sum()), "boxes"
-            )
+        for name, head in embedded.heads.items():
+            metrics |= topk_accuracy(head.hits, name, head.num_classes, head.unit)
         return metrics | {"bad_rows": float(bad_rows)}
 
     @torch.no_grad()
@@ -209,7 +203,8 @@ def embed_dataset(
             "text": no_rows,
             "label": none,
         }
-        parts = [empty | {"class_hits": no_hits, "region_hits": no_hits}]
+        heads = model.head_scores(synthetic) if hasattr(model, "head_scores") else {}
+        parts = [empty | {_hits_name(name): no_hits for name in heads}]
         parts += [
             _embed_batch(model, batch, batches.data.settings.batch, group.device)
             for batch in batches
@@ -220,7 +215,10 @@ def embed_dataset(
     _, text_id = gathered["text_hash"][by_caption].unique(return_inverse=True)
     return EmbeddingSet(
         **{name: gathered[name][by_row] for name in ("row", "image", "label")},
-        **{name: gathered[name].sum(dim=0) for name in ("class_hits", "region_hits")},
+        heads={
+            name: HeadHits(gathered[_hits_name(name)].sum(dim=0), head.num_classes, head.unit)
+            for name, head in heads.items()
+        },
         caption_row=gathered["caption_row"][by_caption],
         # equal captions differ by rounding
         text=gathered["text"][by_caption][first_index(text_id)][text_id],
@@ -238,31 +236,20 @@ def _embed_batch(
     """
     pixels = batch["image"].to(device)
     text = _embed_texts(model, batch, text_rows, device)
-    classes = regions = torch.zeros(len(TOP_K) + 1, dtype=torch.int64)
-    if (head := _class_head(model)) is not None:  # each image with its first caption
+    part = {name: batch[name] for name in ("row", "caption_row", "text_hash", "label")}
+    part |= {"image": model.embed_image(pixels).float().cpu(), "text": text}
+    if hasattr(model, "head_scores"):  # each image with its first caption
         first = torch.searchsorted(batch["caption_row"], batch["row"])
-        tokens = (batch[name][first].to(device) for name in ("input_ids", "attention_mask"))
-        classes = topk_hits(head(model.embed_pair(pixels, *tokens)).float().cpu(), batch["label"])
-    if isinstance(getattr(model, "label_texts", None), LabelTexts) and "boxes" in batch:
-        logits = model.classify_regions(pixels, batch["boxes"].to(device)).float().cpu()
-        label = torch.where(batch["box_mask"], batch["box_labels"], NO_LABEL)
-        regions = topk_hits(logits.flatten(0, 1), label.flatten())
-    image = model.embed_image(pixels).float().cpu()
-    same = {name: batch[name] for name in ("row", "caption_row", "text_hash", "label")}
-    return same | {
-        "image": image,
-        "text": text,
-        "class_hits": classes[None],
-        "region_hits": regions[None],
-    }
+        captions = {name: batch[name][first] for name in ("input_ids", "attention_mask")}
+        on_device = {name: column.to(device) for name, column in (batch | captions).items()}
+        for name, head in model.head_scores(on_device).items():
+            hits = topk_hits(head.scores.float().cpu(), head.label.cpu())
+            part[_hits_name(name)] = hits[None]
+    return part
 
 
-def _class_head(model: Any) -> Any:
-    """The classification head of `fusion`, or None; the class of a user may have another part of
-    this name.
-    """
-    head = getattr(model, "class_head", None)
-    return head if hasattr(head, "out_features") and hasattr(model, "embed_pair") else None
+def _hits_name(head: str) -> str:
+    return f"hits of {head}"
 
 
 def _embed_texts(model: Any, tokens: Batch, rows: int, device: torch.device) -> Tensor:

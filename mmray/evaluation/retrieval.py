@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,14 @@ NUM_SHOWN = 6  # hits, and misses, per direction
 NUM_RETRIEVED = 5
 
 
+class HeadHits(NamedTuple):
+    """Correct predictions of a head of the model."""
+
+    hits: Tensor  # int64 [3], `topk_hits`
+    num_classes: int
+    unit: str  # what is counted, such as rows
+
+
 @dataclass(frozen=True)
 class EmbeddingSet:
     """Embeddings on the CPU, sorted by row.
@@ -42,8 +50,7 @@ class EmbeddingSet:
     text: Tensor  # float32 [C, D]
     text_id: Tensor  # int64 [C], 0, 1, ...; equal for equal captions
     label: Tensor  # int64 [N], -1 for none
-    class_hits: Tensor  # int64 [3], `topk_hits` of the classification head
-    region_hits: Tensor  # int64 [3], `topk_hits` of the region head
+    heads: dict[str, HeadHits]  # by name; empty for a model with embeddings only
     # outputs of the model that belong to no row, such as the temperature
     scalar_outputs: dict[str, Tensor]
 

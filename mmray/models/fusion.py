@@ -10,124 +10,20 @@ pre-norm layers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from mmray.errors import UsageError
-from mmray.models.clip import l2_normalize
 from mmray.models.encoders.text import mask_with_first, masked_mean
-from mmray.models.protocol import Architecture
+from mmray.models.protocol import Architecture, HeadScores
+from mmray.models.regions import LabelTexts, RegionHead, region_label_scores, region_logits
 from mmray.models.two_tower import TwoTower
 from mmray.models.weights import transformer_config
 
 if TYPE_CHECKING:
     from mmray.config import CrossAttention
     from mmray.config import Fusion as FusionConfig
-
-
-SAMPLES_PER_SIDE = 7  # sampling points of RoIAlign per side of a box
-UNNAMED_LOGIT = -1e4  # logit of a label without a name: zero in any softmax, but finite
-
-
-class RegionHead(nn.Module):
-    """Project the features of boxes into the space of the text embeddings, so that new labels need
-    no training.
-
-    Sources: RoIAlign (He et al. 2017, arXiv:1703.06870), ViLD (Gu et al. 2022, arXiv:2104.13921),
-    RegionCLIP (Zhong et al. 2022, arXiv:2112.09106).
-    """
-
-    def __init__(self, width: int, embed_dim: int) -> None:
-        super().__init__()
-        self.project = nn.Linear(width, embed_dim, bias=False)
-
-    def forward(self, grid: Tensor, boxes: Tensor) -> Tensor:
-        """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the input image ->
-        L2-normalized [B, N, D].
-        """
-        return l2_normalize(self.project(region_features(grid, boxes))).unflatten(
-            0, boxes.shape[:2]
-        )
-
-
-def region_features(grid: Tensor, boxes: Tensor) -> Tensor:
-    """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the input image -> mean of each
-    box [B x N, W].
-    """
-    from torchvision.ops import roi_align
-
-    # half precision cannot represent large indices
-    precise = grid.to(torch.promote_types(grid.dtype, torch.float32))
-    row = torch.arange(len(boxes), device=boxes.device).repeat_interleave(boxes.shape[1])
-    rois = torch.cat([row[:, None].to(precise.dtype), boxes.flatten(0, 1).to(precise.dtype)], dim=1)
-    features: Tensor = roi_align(
-        precise,
-        rois,
-        output_size=1,
-        spatial_scale=grid.shape[-1],
-        sampling_ratio=SAMPLES_PER_SIDE,
-        aligned=True,
-    )
-    return features.flatten(1).to(grid.dtype)
-
-
-class LabelTexts(nn.Module):
-    """Token ids of the label names 0, 1, ...: settings, not weights; a label may have no name.
-
-    token_ids: ids of each name, as JSON values; None: call `tokenize` before the first forward.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    named: Tensor
-
-    def __init__(self, names: Sequence[str], token_ids: list[list[int]] | None) -> None:
-        super().__init__()
-        self._names = tuple(names)
-        self.register_buffer(
-            "named", torch.tensor([bool(name) for name in names]), persistent=False
-        )
-        self._set(token_ids)
-
-    def tokenize(self, encoder: Any) -> None:
-        """Tokenize the names with a TextEncoder (data/text/tokenizer.py)."""
-        ids, num_tokens = encoder.encode(list(self._names))
-        self._set([row[:length].tolist() for row, length in zip(ids, num_tokens, strict=True)])
-
-    def tokens(self) -> tuple[Tensor, Tensor]:
-        """Ids and mask [C, T]. Raises UsageError before `tokenize`."""
-        if self.token_ids is None:
-            raise UsageError(
-                "model.region_labels: names are not tokenized; call "
-                "`model.label_texts.tokenize(encoder)`"
-            )
-        return self.ids, self.mask
-
-    def _set(self, token_ids: list[list[int]] | None) -> None:
-        self.token_ids, rows = (
-            token_ids,
-            [torch.tensor(row, dtype=torch.long) for row in token_ids or [[]]],
-        )
-        for name, column in {"ids": rows, "mask": [torch.ones_like(row) for row in rows]}.items():
-            self.register_buffer(
-                name, pad_sequence(column, batch_first=True).to(self.named.device), persistent=False
-            )
-
-
-def region_logits(
-    regions: Tensor, texts: Tensor, scale: Tensor, named: Tensor | None = None
-) -> Tensor:
-    """Embeddings [B, N, D] and [C, D], and 1 / temperature -> logits [B, N, C]; unnamed labels are
-    masked.
-    """
-    # half precision is too coarse at scale 100
-    with torch.autocast(regions.device.type, enabled=False):
-        logits = scale.to(regions.dtype) * regions @ texts.to(regions.dtype).T
-    return logits if named is None else logits.masked_fill(~named, UNNAMED_LOGIT)
 
 
 class CrossEncoder(nn.Module):
@@ -254,6 +150,23 @@ class Fusion(TwoTower):
         assert self.label_texts is not None
         texts = self.text(*self.label_texts.tokens())[1]
         return region_logits(regions, texts, self.log_scale.exp(), self.label_texts.named)
+
+    def use_tokenizer(self, encoder: Any) -> None:
+        """Tokenize the label names, unless their ids come from a checkpoint."""
+        if self.label_texts is not None and self.label_texts.token_ids is None:
+            self.label_texts.tokenize(encoder)
+
+    def head_scores(self, batch: dict[str, Tensor]) -> dict[str, HeadScores]:
+        """Return the scores of the classification head and of the region head."""
+        scores = {}
+        if self.class_head is not None:
+            pair = self.embed_pair(batch["image"], batch["input_ids"], batch["attention_mask"])
+            classes = self.class_head.out_features
+            scores["classification"] = HeadScores(self.class_head(pair), batch["label"], classes)
+        if self.label_texts is not None and "boxes" in batch:
+            logits = self.classify_regions(batch["image"], batch["boxes"])
+            scores["regions"] = region_label_scores(logits, batch, self.label_texts)
+        return scores
 
     def branches(self) -> dict[str, nn.Module]:
         return super().branches() | {"cross": self.cross}

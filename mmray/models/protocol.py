@@ -7,11 +7,23 @@ is required.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from mmray.data.stream.collate import Batch
+
+if TYPE_CHECKING:
+    from mmray.data.text.tokenizer import TextEncoder
+
+
+class HeadScores(NamedTuple):
+    """Scores of a head for the evaluation."""
+
+    scores: Tensor  # [N, C]
+    label: Tensor  # int64 [N]; labels outside 0..C-1 are not counted
+    num_classes: int
+    unit: str = "rows"  # what N counts
 
 
 class Model(Protocol):
@@ -40,6 +52,14 @@ class Model(Protocol):
 
         Ids and mask int64 [B, T] (1 is a token) -> L2-normalized embeddings [B, D].
         """
+
+    def head_scores(self, batch: Batch) -> dict[str, HeadScores]:
+        """Optional. Scores of further heads by the name of their metrics; `batch` as in `forward`,
+        with one caption per image.
+        """
+
+    def use_tokenizer(self, encoder: TextEncoder) -> None:
+        """Optional. Tokenize texts that the model holds; called once before the first forward."""
 
     def branches(self) -> dict[str, nn.Module]:
         """Optional. Parts by name: the units of activation checkpointing, compile, FSDP,

@@ -34,7 +34,6 @@ from mmray.engine.step import optimizer_step, zero_gradients
 from mmray.errors import OutOfMemoryError, UsageError, first_line, is_out_of_memory
 from mmray.machine import free_memory
 from mmray.models.build import build
-from mmray.models.fusion import LabelTexts
 from mmray.models.synthetic import synthetic_batch
 from mmray.tuning.shape import Failure, Measurements, ShapeTask, Visit, next_micro
 
@@ -102,9 +101,9 @@ def build_model(config: Config, group: Group, report: Report) -> nn.Module:
         model = build(config.model, config.model.vocab_size, architecture={})
         report({"note": f"random weights in the shape of the settings: {reason}"})
     assert model is not None
-    label_texts = getattr(model, "label_texts", None)
-    if isinstance(label_texts, LabelTexts) and label_texts.token_ids is None:
-        label_texts.tokenize(SimpleNamespace(encode=_encode_label_names))
+    use_tokenizer: Any = getattr(model, "use_tokenizer", None)
+    if use_tokenizer is not None:
+        use_tokenizer(SimpleNamespace(encode=_encode_label_names))
     return apply_transforms(model, config.train, config.optimizer, group.device).train()
 
 

@@ -30,7 +30,8 @@ from mmray.evaluation.evaluator import (
     topk_hits,
 )
 from mmray.evaluation.retrieval import NUM_SHOWN, EmbeddingSet
-from mmray.models.fusion import LabelTexts
+from mmray.models.protocol import HeadScores
+from mmray.models.regions import LabelTexts, region_label_scores
 from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row
 
@@ -181,8 +182,7 @@ def test_scores_of_a_case_computed_by_hand() -> None:
         text=axes[[0, 1, 2, 0]],
         text_id=torch.arange(4),
         label=torch.full((3,), -1),
-        class_hits=torch.zeros(3),
-        region_hits=torch.zeros(3),
+        heads={},
         scalar_outputs={"logit_scale": torch.tensor(2.0)},
     )
     ranks = compute_retrieval_ranks
@@ -271,13 +271,9 @@ class Labeled(Toy):
     class 0.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.class_head = nn.Linear(1, 3)
-        self.class_head.forward = head  # type: ignore[method-assign]
-
-    def embed_pair(self, image: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return image[:, 0, 0, :1].float()
+    def head_scores(self, batch: dict[str, Tensor]) -> dict[str, HeadScores]:
+        gray = batch["image"][:, 0, 0, :1].float()
+        return {"classification": HeadScores(head(gray), batch["label"], 3)}
 
 
 def head(gray: Tensor) -> Tensor:
@@ -318,15 +314,6 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
         assert metrics["zero_shot/top_1"] == pytest.approx(sum(hits) / 9)
 
 
-def test_own_model_may_have_a_class_head_of_another_kind(prepared: PreparedSet) -> None:
-    class Own(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.class_head = nn.Sequential(nn.Linear(3, 2))
-
-    assert score(prepared, Own) == score(prepared)
-
-
 class Naming(Toy):
     """Labels a box by its left edge: 0.0 is label 1, 0.1 label 2."""
 
@@ -334,8 +321,9 @@ class Naming(Toy):
         super().__init__()
         self.label_texts = LabelTexts(("", "a", "red"), [[1], [2], [3]])
 
-    def classify_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
-        return F.one_hot((boxes[..., 0] * 10).round().long() + 1, 3).float()
+    def head_scores(self, batch: dict[str, Tensor]) -> dict[str, HeadScores]:
+        logits = F.one_hot((batch["boxes"][..., 0] * 10).round().long() + 1, 3).float()
+        return {"regions": region_label_scores(logits, batch, self.label_texts)}
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -23,7 +23,7 @@ from mmray.engine.step import optimizer_step
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.export.export import export
-from mmray.models.fusion import SAMPLES_PER_SIDE, LabelTexts, region_features
+from mmray.models.regions import SAMPLES_PER_SIDE, LabelTexts, region_features
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import toy
 from tests.models.test_clip import TEXTS, TOKENIZER, VOCAB
@@ -73,14 +73,14 @@ def boxed_batch(rows: int = 4) -> dict[str, Tensor]:
 
 
 def train(model: nn.Module, kind: str, batch: dict[str, Tensor]) -> dict[str, float]:
-    """Sums over counts after 80 steps."""
+    """Mean losses and metrics after 80 steps."""
     state = toy.train_state(model, objective=objectives.build(Objective(kind=kind)))
     optimizer.set_lr(state.optimizer, 0.003)
     for step in range(80):
         result = optimizer_step(
             state, make_local_batch([batch | {"pos": batch["pos"] + 12 * step}]), lambda _: 0
         )
-    return {name: float((value / result.counts).sum()) for name, value in result.sums.items()}
+    return {name: float(value) for name, value in result.means.items()}
 
 
 def test_matching_loss_decreases() -> None:

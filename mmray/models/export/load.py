@@ -27,7 +27,7 @@ from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.export.export import CONFIG, TOKENIZER, WEIGHTS, from_hf_state
-from mmray.models.fusion import region_logits
+from mmray.models.regions import region_logits
 from mmray.storage.paths import AnyPath, local_copy, to_path
 
 if TYPE_CHECKING:

@@ -1,0 +1,133 @@
+"""Classification of boxes over the texts of labels, for models with a feature map of the image.
+
+A model without regions has none of these parts, and its batches have no box columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from mmray.data.images.boxes import NO_LABEL
+from mmray.errors import UsageError
+from mmray.models.clip import l2_normalize
+from mmray.models.protocol import HeadScores
+
+SAMPLES_PER_SIDE = 7  # sampling points of RoIAlign per side of a box
+UNNAMED_LOGIT = -1e4  # logit of a label without a name: zero in any softmax, but finite
+
+
+class RegionHead(nn.Module):
+    """Project the features of boxes into the space of the text embeddings, so that new labels need
+    no training.
+
+    Sources: RoIAlign (He et al. 2017, arXiv:1703.06870), ViLD (Gu et al. 2022, arXiv:2104.13921),
+    RegionCLIP (Zhong et al. 2022, arXiv:2112.09106).
+    """
+
+    def __init__(self, width: int, embed_dim: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(width, embed_dim, bias=False)
+
+    def forward(self, grid: Tensor, boxes: Tensor) -> Tensor:
+        """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the input image ->
+        L2-normalized [B, N, D].
+        """
+        return l2_normalize(self.project(region_features(grid, boxes))).unflatten(
+            0, boxes.shape[:2]
+        )
+
+
+def region_features(grid: Tensor, boxes: Tensor) -> Tensor:
+    """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the input image -> mean of each
+    box [B x N, W].
+    """
+    from torchvision.ops import roi_align
+
+    # half precision cannot represent large indices
+    precise = grid.to(torch.promote_types(grid.dtype, torch.float32))
+    row = torch.arange(len(boxes), device=boxes.device).repeat_interleave(boxes.shape[1])
+    rois = torch.cat([row[:, None].to(precise.dtype), boxes.flatten(0, 1).to(precise.dtype)], dim=1)
+    features: Tensor = roi_align(
+        precise,
+        rois,
+        output_size=1,
+        spatial_scale=grid.shape[-1],
+        sampling_ratio=SAMPLES_PER_SIDE,
+        aligned=True,
+    )
+    return features.flatten(1).to(grid.dtype)
+
+
+class LabelTexts(nn.Module):
+    """Token ids of the label names 0, 1, ...: settings, not weights; a label may have no name.
+
+    token_ids: ids of each name, as JSON values; None: call `tokenize` before the first forward.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    named: Tensor
+
+    def __init__(self, names: Sequence[str], token_ids: list[list[int]] | None) -> None:
+        super().__init__()
+        self._names = tuple(names)
+        self.register_buffer(
+            "named", torch.tensor([bool(name) for name in names]), persistent=False
+        )
+        self._set(token_ids)
+
+    def tokenize(self, encoder: Any) -> None:
+        """Tokenize the names with a TextEncoder (data/text/tokenizer.py)."""
+        ids, num_tokens = encoder.encode(list(self._names))
+        self._set([row[:length].tolist() for row, length in zip(ids, num_tokens, strict=True)])
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Ids and mask [C, T]. Raises UsageError before `tokenize`."""
+        if self.token_ids is None:
+            raise UsageError(
+                "model.region_labels: names are not tokenized; call "
+                "`model.label_texts.tokenize(encoder)`"
+            )
+        return self.ids, self.mask
+
+    def _set(self, token_ids: list[list[int]] | None) -> None:
+        self.token_ids, rows = (
+            token_ids,
+            [torch.tensor(row, dtype=torch.long) for row in token_ids or [[]]],
+        )
+        for name, column in {"ids": rows, "mask": [torch.ones_like(row) for row in rows]}.items():
+            self.register_buffer(
+                name, pad_sequence(column, batch_first=True).to(self.named.device), persistent=False
+            )
+
+
+def region_logits(
+    regions: Tensor, texts: Tensor, scale: Tensor, named: Tensor | None = None
+) -> Tensor:
+    """Embeddings [B, N, D] and [C, D], and 1 / temperature -> logits [B, N, C]; unnamed labels are
+    masked.
+    """
+    # half precision is too coarse at scale 100
+    with torch.autocast(regions.device.type, enabled=False):
+        logits = scale.to(regions.dtype) * regions @ texts.to(regions.dtype).T
+    return logits if named is None else logits.masked_fill(~named, UNNAMED_LOGIT)
+
+
+def region_label_scores(
+    logits: Tensor, batch: dict[str, Tensor], label_texts: LabelTexts
+) -> HeadScores:
+    """Return the scores of the boxes of a batch over the named labels.
+
+    Args:
+        logits: [B, N, C] of `region_logits`.
+        batch: `box_labels` int64 [B, N] and `box_mask` bool [B, N].
+        label_texts: The label names.
+    """
+    label = torch.where(batch["box_mask"], batch["box_labels"], NO_LABEL)
+    num_named = int(label_texts.named.sum())
+    return HeadScores(logits.flatten(0, 1), label.flatten(), num_named, "boxes")
