@@ -15,13 +15,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, get_args
 
 from mmray.config import Cluster, Config, EvalSettings, Prepare, override, recipes
 from mmray.config.base import Section
 from mmray.config.search_space import build_space
 from mmray.console.reporter import ConsoleReporter
-from mmray.errors import UsageError, suggest
+from mmray.errors import TrainingError, UsageError, suggest
 from mmray.report.run import RunRecord
 from mmray.report.sweep import SweepRecord
 from mmray.storage.paths import AnyPath, to_path
@@ -30,9 +30,14 @@ if TYPE_CHECKING:
     from mmray.data.store.manifest import Manifest
     from mmray.training.driver import RunOutcome
     from mmray.training.monitor import RunReporter
+    from mmray.tuning.sweep import SweepReporter
 
 Settings = Mapping[str, Any] | Section  # {field: value}, or an object of mmray.config
 Accelerator = Literal["auto", "gpu", "cpu"]
+Goal = Literal["throughput", "loss", "recall"]
+Search = Literal["random", "optuna"]
+Scheduler = Literal["halving", "asha"]
+Reporter = TypeVar("Reporter", bound="RunReporter")
 
 
 class Sections(TypedDict, total=False):
@@ -350,54 +355,135 @@ def tune(
     recipe: str | Path | Config = "sample",
     *,
     space: Mapping[str, str | Sequence[Any]] | None = None,
-    goal: Literal["throughput", "loss", "recall"] = "throughput",
+    goal: Goal = "throughput",
     samples: int | None = None,
-    search: Literal["random", "optuna"] = "random",
-    scheduler: Literal["halving", "asha"] = "halving",
+    search: Search = "random",
+    scheduler: Scheduler = "halving",
     budget: str | None = None,
     concurrency: int | None = None,
+    reporter: SweepReporter | None = None,
     **sections: Unpack[Sections],
 ) -> SweepRecord:
-    """Find the fastest batch shape, or with another goal compare settings in short runs.
+    """Find the fastest batch shape, or compare settings in short runs.
 
-    `space={"batch.global": [512, 1024], "optimizer.lr": "loguniform(1e-5,1e-3)"}` lists the
-    settings to compare. `best.yaml` in the folder of the returned sweep is a recipe for `train`.
+    Goal `throughput` without other settings in `space` than `batch.global` measures batch shapes on
+    synthetic batches. Otherwise trials train with the settings of `space`.
+
+    Args:
+        recipe: name of a recipe, YAML file, or config.
+        space: setting -> values to compare, such as `{"batch.micro": [8, 16]}`, or a range
+            `{"optimizer.lr": "loguniform(1e-5,1e-3)"}`; None: the learning rate, for goals `loss`
+            and `recall`.
+        goal: `throughput` (samples/s), `loss` (held-out) or `recall` (recall@1).
+        samples: configurations to sample; None: 32 if there is a range, otherwise all.
+        search: how configurations are suggested: `random`, or `optuna` (extra `optuna`).
+        scheduler: when trials end early: `halving`, or Ray Tune's `asha`.
+        budget: time or GPU-hours after which trials stop: `2h`, `30m`, `40gpu-hours`.
+        concurrency: trials at a time; None: one on a single machine, as many as fit on a cluster.
+        reporter: receives messages and progress; None: they are shown.
+        **sections: settings of all trials that differ from the recipe. `train={"steps": N}` or
+            `{"samples": N}` is the length of a full trial.
+
+    Returns:
+        The sweep. `best.yaml` in its folder is a recipe for `train`; `status` is `stopped` or
+        `budget` if it ended early, and the same call continues it.
+
+    Raises:
+        UsageError: an argument is unknown, invalid or without effect.
+        TrainingError: no trial could be ranked.
+        ResourceError: the cluster cannot provide the resources.
     """
-    from mmray.cli.args import require_positive
-    from mmray.cli.console import Terminal
-    from mmray.cli.tune import TuneCommand, check_no_trials, run_sweep
-    from mmray.cli.tune_shape import run_probe
-    from mmray.tuning import trials  # imports numpy
+    from mmray.tuning import trials
 
-    kinds = get_type_hints(TuneCommand)
-    for name, value in {"goal": goal, "search": search, "scheduler": scheduler}.items():
-        if value not in (known := get_args(kinds[name])):
+    for name, value, known in (
+        ("goal", goal, get_args(Goal)),
+        ("search", search, get_args(Search)),
+        ("scheduler", scheduler, get_args(Scheduler)),
+    ):
+        if value not in known:
             raise UsageError(f"{name}: unknown {name} `{value}`; {suggest(str(value), known)}")
-    base = _load(recipe)
-    settings = _override(trials.clear_length_and_derived_batch(base, list(space or ())), sections)
-    command = TuneCommand(
-        settings,
-        samples=samples,
-        goal=goal,
-        search=search,
-        scheduler=scheduler,
-        budget=budget,
-        concurrency=concurrency,
-    )
-    require_positive(command, "samples", "concurrency")
-    recipe_rows = base.batch.global_
-    base = trials.restore_length(settings, base)
+    for name, number in (("samples", samples), ("concurrency", concurrency)):
+        if number is not None and number <= 0:
+            raise UsageError(f"--{name}: must be above 0 (got {number})")
+    own = _load(recipe)
+    settings = _override(trials.clear_length_and_derived_batch(own, list(space or ())), sections)
+    base = trials.restore_length(settings, own)
     if trials.is_shape_probe(goal, space or ()):
-        check_no_trials(command)
-        axes = None if not space else build_space(space, seed=base.train.seed)
-        return SweepRecord.read(run_probe(base, axes, Terminal()))
-    given = trials.default_axes(base) if space is None else space
-    axes = build_space(given, command.samples, base.train.seed)
-    return run_sweep(command, base, axes, recipe_rows, Terminal())
+        options = {
+            "samples": samples is not None,
+            "search": search != "random",
+            "scheduler": scheduler != "halving",
+            "budget": budget is not None,
+            "concurrency": concurrency is not None,
+        }
+        _refuse_options_of_trials([name for name, given in options.items() if given])
+        axes = build_space(space, seed=base.train.seed) if space else None
+        with _shown(reporter, "starting") as shown:
+            from mmray.tuning.shape_probe import probe_shapes
+
+            folder, *_ = probe_shapes(base, axes, shown)
+            sweep = SweepRecord.read(folder)
+    else:
+        from mmray.tuning.request import Budget, SweepRequest
+
+        given = trials.default_axes(base) if space is None else space
+        request = SweepRequest(
+            base=base,
+            length=settings.train,
+            space=build_space(given, samples, base.train.seed),
+            goal=goal,
+            recipe_rows=own.batch.global_,
+            concurrency=concurrency,
+            searcher=search,
+            scheduler=scheduler,
+            budget=Budget.parse(budget),
+        )
+        # Report invalid values before Ray and torch are imported.
+        trials.corner_trials(base, request.space, goal)
+        with _shown(reporter, "starting Ray") as shown:
+            from mmray.tuning.search import search as run_search
+
+            sweep = run_search(request, shown)
+            _log_sweep(sweep, shown)
+    _check_recommendation(sweep)
+    return sweep
+
+
+def _refuse_options_of_trials(given: Sequence[str]) -> None:
+    """Raise UsageError for options that measuring batch shapes, without trials, does not have."""
+    if given:
+        options = ", ".join(f"--{name}" for name in given)
+        raise UsageError(
+            f"{options}: no effect on --goal throughput without --space, which runs no trials; "
+            "list what to measure, as in --space batch.micro=8,16,32, or use --goal loss"
+        )
+
+
+def _log_sweep(sweep: SweepRecord, reporter: SweepReporter) -> None:
+    """Log how many trials were measured in which time."""
+    measured = sum(bool(row.rungs) for row in sweep.trials)
+    elapsed_s = sweep.summary["elapsed_s"]
+    text = f"{measured} of {len(sweep.trials)} trials measured in {elapsed_s:.0f} s"
+    if sweep.status in ("stopped", "budget"):
+        text += "; run the same command to resume"
+    reporter.log(text, sweep.status)
+
+
+def _check_recommendation(sweep: SweepRecord) -> None:
+    """Raise TrainingError with the reason of each trial if none could be ranked."""
+    if sweep.recommendation is not None or sweep.status in ("stopped", "budget"):
+        return
+    reasons = [
+        f"  {row.trial} {row.status.replace('_', ' ')}: {row.error}"
+        for row in sweep.trials
+        if row.error
+    ]
+    listed = "\n".join(reasons) or f"  no trial reported a finite {sweep.goal_name}"
+    raise TrainingError(f"no trial of {sweep.folder} could be ranked:\n{listed}")
 
 
 @contextmanager
-def _shown(reporter: RunReporter | None, title: str) -> Iterator[RunReporter]:
+def _shown(reporter: Reporter | None, title: str) -> Iterator[Reporter | ConsoleReporter]:
     """Yield the given reporter, or one that shows a bar or lines while the block runs."""
     if reporter is not None:
         yield reporter

@@ -12,7 +12,6 @@ import torch
 import mmray
 from mmray import api, cli
 from mmray.cli.args import parse_config
-from mmray.cli.console import Terminal
 from mmray.config import Batch, Prepare, recipes, to_yaml
 from mmray.config.model import Clip
 from mmray.config.search_space import DEFAULT_SAMPLES, Range
@@ -21,6 +20,7 @@ from mmray.data.store.manifest import Manifest
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
+from mmray.report.sweep import SweepRecord
 from tests.checkpoints import save_checkpoint
 from tests.conftest import ROOT
 from tests.made import CAPTIONS, noisy
@@ -70,15 +70,25 @@ def calls(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def sweeps(monkeypatch):
-    """Arguments of sweeps that would run."""
+def sweeps(monkeypatch, tmp_path):
+    """Requests of sweeps, and (config, space) of batch shapes to measure, that would run."""
     received = []
+    recommendation = {"best": "t001", "why": "fast"}
+    summary = {"status": "finished", "elapsed_s": 1, "recommendation": recommendation}
+    summary["goal"] = "loss"
+    (tmp_path / "sweep.json").write_text(json.dumps(summary))
+    (tmp_path / "trials.jsonl").write_text('{"trial": "t001", "status": "finished"}\n')
 
-    def run_sweep(*given):
-        received.append(given[:-1])
+    def search(request, reporter):
+        received.append(request)
+        return SweepRecord.read(tmp_path)
 
-    monkeypatch.setattr(sys.modules["mmray.cli.tune"], "run_sweep", run_sweep)
-    monkeypatch.setattr(api.SweepRecord, "read", lambda folder: folder)
+    def probe_shapes(base, space, reporter):
+        received.append((base, space))
+        return tmp_path, {}, []
+
+    monkeypatch.setattr("mmray.tuning.search.search", search)
+    monkeypatch.setattr("mmray.tuning.shape_probe.probe_shapes", probe_shapes)
     return received
 
 
@@ -190,41 +200,60 @@ def test_errors_are_those_of_the_command_line(call, message):
 
 def test_unknown_setting_reads_as_in_a_recipe_file(tmp_path, capfd):
     (tmp_path / "mine.yaml").write_text("recipe: sample\nbatch: {micr: 3}\n")
-    assert cli.run(["train", str(tmp_path / "mine.yaml")], Terminal()) == 2
+    assert cli.run(["train", str(tmp_path / "mine.yaml")], ConsoleReporter()) == 2
     with pytest.raises(UsageError) as raised:
         mmray.train(batch={"micr": 3})
     assert str(raised.value) in " ".join(capfd.readouterr().err.split())
 
 
-def test_tune_has_base_trial_length_and_space_of_the_command(sweeps):
+def test_tune_has_base_trial_length_and_space(sweeps):
     listed = {"batch.global": [512, 1024], "optimizer.lr": "loguniform(1e-5,1e-3)"}
     mmray.tune("clip", space=listed, samples=3, goal="loss", train={"steps": 5})
-    command, base, space, recipe_rows = sweeps[0]
-    assert (base.batch.global_, recipe_rows) == (1024, 1024)
-    assert (command.goal, command.samples, command.settings.train.steps) == ("loss", 3, 5)
-    assert base.train == recipes.load("clip").train
+    request = sweeps.pop()
+    assert (request.goal, request.length.steps, request.recipe_rows) == ("loss", 5, 1024)
+    assert request.base.train == recipes.load("clip").train
+    assert request.space.axes["batch.global"] == (512, 1024) and request.space.num_samples == 3
     mmray.tune("clip", goal="recall", budget="2h", search="optuna")
-    command, _, rates, _ = sweeps[1]
-    assert (command.budget, command.search) == ("2h", "optuna")
-    assert (
-        rates.axes == {"optimizer.lr": Range(1e-6, 1e-4, log=True)}
-        and rates.num_samples == DEFAULT_SAMPLES
-    )
-    assert space.axes["batch.global"] == (512, 1024) and space.num_samples == 3
+    request = sweeps.pop()
+    assert (request.budget.seconds, request.searcher) == (7200, "optuna")
+    assert request.space.axes == {"optimizer.lr": Range(1e-6, 1e-4, log=True)}
+    assert request.space.num_samples == DEFAULT_SAMPLES
 
 
-def test_goal_throughput_with_listed_shapes_compares_them_in_trials(sweeps, monkeypatch):
-    probed = []
-    probe_module = sys.modules["mmray.cli.tune_shape"]
-    monkeypatch.setattr(probe_module, "run_probe", lambda base, *rest: probed.append(base))
+def test_goal_throughput_with_listed_shapes_compares_them_in_trials(sweeps):
     listed = {"batch.micro": [8, 16], "batch.accumulation": [1, 2]}
     mmray.tune("sample", space=listed, goal="throughput", budget="1h")
-    command, base, space, _ = sweeps.pop()
-    assert (command.goal, command.budget, space.num_trials) == ("throughput", "1h", 4)
-    assert base.batch.global_ is None and not probed
+    request = sweeps.pop()
+    assert (request.goal, request.budget.seconds) == ("throughput", 3600)
+    assert request.space.num_trials == 4 and request.base.batch.global_ is None
     mmray.tune("sample", space={"batch.global": [64, 128]}, goal="throughput")
     mmray.tune("sample")
-    assert len(probed) == 2 and not sweeps
+    assert [space and space.axes for _, space in sweeps] == [{"batch.global": (64, 128)}, None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            {
+                "space": {"batch.micro": "8,16", "batch.accumulation": "1,2"},
+                "train": {"steps": 5},
+            },
+            "--space batch.micro=8,16 --space batch.accumulation=1,2 --train.steps 5",
+        ),
+        (
+            {"goal": "recall", "budget": "2h", "scheduler": "asha", "run": {"name": "x"}},
+            "--goal recall --budget 2h --scheduler asha --run.name x",
+        ),
+        ({"space": {"batch.global": "64,128"}}, "--batch.global 64,128"),
+        ({}, ""),
+    ],
+)
+def test_command_tunes_what_the_function_tunes(sweeps, arguments, line):
+    mmray.tune("clip", **arguments)
+    assert cli.run(["tune", "clip", *line.split()], ConsoleReporter()) == 0
+    from_python, from_command = sweeps
+    assert from_python == from_command
 
 
 def test_functions_do_what_their_commands_do(calls, tmp_path):
@@ -243,7 +272,7 @@ def test_functions_do_what_their_commands_do(calls, tmp_path):
         "--evaluate.classes cat dog",
         f"export {run} {out} --step 5",
     ):
-        assert cli.run(command.split(), Terminal()) == 0
+        assert cli.run(command.split(), ConsoleReporter()) == 0
     assert from_python == calls
     settings = recipes.sample().evaluate.without_interval.replace(limit=7, classes=("cat", "dog"))
     assert calls == [

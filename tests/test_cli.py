@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 
 from mmray import cli
-from mmray.cli.console import Terminal
 from mmray.cli.evaluate import parse_evaluate
 from mmray.config import CustomModel, Siglip, from_yaml, to_yaml
 from mmray.config.model import KINDS
 from mmray.config.search_space import setting_value
+from mmray.console.reporter import ConsoleReporter
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from mmray.version import VERSION
@@ -32,7 +32,7 @@ def typed(capfd):
 
     def run(*words):
         try:
-            code = cli.run(list(words), Terminal(Console(force_terminal=False, width=100)))
+            code = cli.run(list(words), ConsoleReporter(Console(force_terminal=False, width=100)))
         except SystemExit as end:  # tyro exits the process after --help and unknown flags
             code = end.code
         out, err = capfd.readouterr()

@@ -13,10 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from mmray.cli.bench import bench
-from mmray.cli.console import Terminal
 from mmray.cli.doctor import doctor
 from mmray.cli.evaluate import evaluate
 from mmray.cli.export import export
@@ -31,7 +29,7 @@ from mmray.machine import process_age_s
 from mmray.version import VERSION
 
 _FUNCTIONS = (train, prepare, tune, evaluate, export, report, runs, bench, doctor)
-COMMANDS: dict[str, Callable[[Sequence[str], Any], int]] = {
+COMMANDS: dict[str, Callable[[Sequence[str], ConsoleReporter], int]] = {
     each.__name__: each for each in _FUNCTIONS
 }
 
@@ -42,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: the arguments; None: those of this process.
     """
-    console = Terminal(start_s=time.monotonic() - process_age_s())
+    console = ConsoleReporter(start_s=time.monotonic() - process_age_s())
     # The same as Ctrl-C, because `ray job stop` sends SIGTERM.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # User classes are imported from the working directory, as on the workers (cluster/connect.py).

@@ -94,6 +94,11 @@ class Space:
 
 def parse_space(given: Sequence[str], num_samples: int | None = None, seed: int = 0) -> Space:
     """Parse `key=v1,v2` and `key=loguniform(low,high)`. Raises UsageError."""
+    return build_space(parse_axes(given), num_samples, seed)
+
+
+def parse_axes(given: Sequence[str]) -> dict[str, str]:
+    """Split values of `--space` into settings and their values as text. Raises UsageError."""
     axes: dict[str, str] = {}
     for text in given:
         key, equals, values = text.partition("=")
@@ -107,7 +112,7 @@ def parse_space(given: Sequence[str], num_samples: int | None = None, seed: int 
                 f"--space {key} is given twice; list its values after one `=`, with commas"
             )
         axes[key] = values.strip()
-    return build_space(axes, num_samples, seed)
+    return axes
 
 
 def build_space(

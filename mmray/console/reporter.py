@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,15 +16,21 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Column
 from rich.text import Text
 
+from mmray.console.sweep import format_progress, live_table, trial_line
 from mmray.console.tables import language_note
 from mmray.report.run import DIRECTIONS, format_compact
 from mmray.storage.paths import AnyPath
+from mmray.sweep_files import TrialRow
 
 if TYPE_CHECKING:
     from mmray.data.prepare.pipeline import PrepareProgress
+    from mmray.tuning.sweep import SweepProgress
 
 LOG_INTERVAL_S = 5.0  # between two progress lines of a log
 LOG_WIDTH = 200
+# Rows of the live table of trials, and lines of the terminal for everything else.
+MIN_LIVE_ROWS = 5
+LIVE_MARGIN = 12
 
 # Format of each metric that a line of progress shows.
 STEP_FORMATS = {
@@ -49,9 +55,9 @@ class _Display(Progress):
 class ConsoleReporter:
     """Print messages and tables, and show the progress of the current work.
 
-    Implements `mmray.training.monitor.RunReporter`. A terminal, and Jupyter with ipywidgets, show a
-    live bar. Anything else, such as a file, gets a line every few seconds, so that a log shows
-    progress too.
+    Implements the reporters of `mmray.training.monitor` and `mmray.tuning.sweep`. A terminal, and
+    Jupyter with ipywidgets, show a live bar. Anything else, such as a file, gets a line every few
+    seconds, so that a log shows progress too.
 
     Args:
         console: where to print; None: standard output.
@@ -205,6 +211,20 @@ class ConsoleReporter:
         if left_s:
             parts.append(f"{left_s:.0f} s left")
         self.set_progress(metrics["step"], total_steps, "  ".join(parts), "step")
+
+    def trial(self, row: TrialRow, num_rungs: int) -> None:
+        """Print a trial that reached a rung or ended; the live table has all but failures."""
+        if not self.is_live or row.status in ("failed", "out_of_memory", "infeasible"):
+            self.log(trial_line(row, num_rungs), row.trial)
+
+    def trials(
+        self, rows: Sequence[TrialRow], goal: str, num_rungs: int, progress: SweepProgress
+    ) -> None:
+        """Redraw the live table of all trials, if there is a bar."""
+        if self.is_live:
+            limit = max(MIN_LIVE_ROWS, self.console.height - LIVE_MARGIN)
+            table = live_table(rows, num_rungs, goal, limit)
+            self.show_above(table, Text(format_progress(progress)))
 
     def _start_bar(self, title: str) -> None:
         assert self._display is not None

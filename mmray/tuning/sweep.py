@@ -119,10 +119,12 @@ class SweepProgress:
 class SweepReporter(RunReporter, Protocol):
     """Receives the progress of data preparation, then of the trials."""
 
-    def progress(self, row: TrialRow, num_rungs: int) -> None:
+    def trial(self, row: TrialRow, num_rungs: int) -> None:
         """Receive the row of a trial that reached a rung or ended."""
 
-    def table(self, rows: Sequence[TrialRow], num_rungs: int, progress: SweepProgress) -> None:
+    def trials(
+        self, rows: Sequence[TrialRow], goal: str, num_rungs: int, progress: SweepProgress
+    ) -> None:
         """Receive all rows, once a second."""
 
 
@@ -260,7 +262,7 @@ class SweepState:
         self.rows[name] = replace(row, rungs=(*row.rungs, rung))
         self._update(name, TrialOutcome("running"))
         if samples < self.plan.rungs[-1]:  # otherwise `end` reports it
-            self.reporter.progress(self.rows[name], len(self.plan.rungs))
+            self.reporter.trial(self.rows[name], len(self.plan.rungs))
 
     def end(self, name: str, outcome: TrialOutcome | None = None) -> None:
         """Write the row of an ended trial.
@@ -278,7 +280,7 @@ class SweepState:
             outcome = TrialOutcome("finished" if complete else "pruned" if row.rungs else "stopped")
         self._update(name, outcome)
         if outcome.status not in ("stopped", "paused"):
-            self.reporter.progress(self.rows[name], len(self.plan.rungs))
+            self.reporter.trial(self.rows[name], len(self.plan.rungs))
 
     def stop_all(self) -> None:
         """Write the rows of trials that still run as stopped."""
@@ -320,7 +322,7 @@ class SweepState:
         if now_s >= self._table_s + TABLE_INTERVAL_S:
             self._table_s = now_s
             rows = list(self.rows.values())
-            self.reporter.table(rows, len(self.plan.rungs), self.progress())
+            self.reporter.trials(rows, self.plan.goal, len(self.plan.rungs), self.progress())
         if now_s >= self._save_s + SAVE_INTERVAL_S:
             self._save_s = now_s
             self._add_running_time()

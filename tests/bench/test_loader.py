@@ -24,8 +24,8 @@ from mmray.bench.baselines import (
 )
 from mmray.bench.loader import RATIOS, bench_loader, bottlenecks, loader_ratios
 from mmray.cli.bench import bench
-from mmray.cli.console import Terminal
 from mmray.config import Inputs
+from mmray.console.reporter import ConsoleReporter
 from mmray.data.images.decode import decode
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
@@ -126,7 +126,8 @@ def test_table_and_json_of_fixed_windows(tmp_path, monkeypatch):
     out, file = io.StringIO(), tmp_path / "loader.json"
     words = ["loader", "--rounds", "2", "--workers", "4", "--gpu-rate", "2000", "--json", str(file)]
     assert (
-        bench(words, Terminal(Console(file=out, width=120, highlight=False, soft_wrap=True))) == 0
+        bench(words, ConsoleReporter(Console(file=out, width=120, highlight=False, soft_wrap=True)))
+        == 0
     )
     assert order == [*RATES, *reversed(RATES)]
     text = " ".join(out.getvalue().replace("│", " ").split())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import mmray
 from mmray import cli
-from mmray.cli.console import Terminal
+from mmray.console.reporter import ConsoleReporter
 from mmray.data.text.chat import build_encoder
 from mmray.data.text.languages import add_language_tokens
 from mmray.data.text.tokenizer import train_tokenizer
@@ -150,7 +150,10 @@ def test_open_clip_checkpoint_is_exported_with_equal_embeddings(
     file = saved(tmp_path / "in", theirs, config, **dict.fromkeys(openai, torch.tensor(1)))
     flags = ["--model.activation", "quick_gelu" if quick else "gelu"] if source == "flag" else []
     assert (
-        cli.run(["export", "--weights", str(file), str(tmp_path / "out"), *flags], Terminal()) == 0
+        cli.run(
+            ["export", "--weights", str(file), str(tmp_path / "out"), *flags], ConsoleReporter()
+        )
+        == 0
     )
 
     loaded = mmray.load(tmp_path / "out")
@@ -251,7 +254,9 @@ def test_open_clip_siglip_is_exported_with_equal_embeddings(
     text = {"heads": 4, "no_causal_mask": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
     config = {"model_cfg": {"vision_cfg": {"timm_model_name": f"vit_{kind}"}, "text_cfg": text}}
     file = saved(tmp_path / "in", theirs, config)
-    assert cli.run(["export", "--weights", str(file), str(tmp_path / "out")], Terminal()) == 0
+    assert (
+        cli.run(["export", "--weights", str(file), str(tmp_path / "out")], ConsoleReporter()) == 0
+    )
     loaded, hf = mmray.load(tmp_path / "out"), AutoModel.from_pretrained(tmp_path / "out")
     assert (loaded.inputs.fit, loaded.inputs.mean, loaded.inputs.image_side) == (
         "squash",
@@ -383,7 +388,9 @@ def test_activation_that_nothing_defines_must_be_given(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = saved(tmp_path / "in", OpenClip(False))
-    assert cli.run(["export", "--weights", str(file), str(tmp_path / "out")], Terminal()) == 2
+    assert (
+        cli.run(["export", "--weights", str(file), str(tmp_path / "out")], ConsoleReporter()) == 2
+    )
     assert (
         "model.activation:" in (error := capfd.readouterr().err)
         and "no open_clip_config.json" in error
@@ -391,11 +398,14 @@ def test_activation_that_nothing_defines_must_be_given(
     (tmp_path / "in" / "open_clip_config.json").write_text(json.dumps({"model_cfg": GELU}))
     flags = ["--model.activation", "quick_gelu"]
     assert (
-        cli.run(["export", "--weights", str(file), str(tmp_path / "out"), *flags], Terminal()) == 2
+        cli.run(
+            ["export", "--weights", str(file), str(tmp_path / "out"), *flags], ConsoleReporter()
+        )
+        == 2
     )
     assert "was trained with gelu, not quick_gelu" in " ".join(capfd.readouterr().err.split())
     assert not (tmp_path / "out").exists()
-    assert cli.run(["export", "--weights", str(file)], Terminal()) == 2
+    assert cli.run(["export", "--weights", str(file)], ConsoleReporter()) == 2
     assert "folder OUT is missing" in capfd.readouterr().err
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmray import cli
-from mmray.cli.console import Terminal
+from mmray.console.reporter import ConsoleReporter
 from mmray.errors import UsageError
 from mmray.report.listing import list_runs
 from mmray.storage.lease import FOLDER, STALE_AFTER_S, Lease, is_live
@@ -82,7 +82,7 @@ def test_last_active_run_is_first_in_table_and_json(tmp_path, capfd):
     for age_s, name in enumerate(("killed", "finished", "sweep", "stopped", "failed", "running")):
         for file in (tmp_path / name).iterdir():
             os.utime(file, (now_s - 3600 * age_s - 10,) * 2)
-    assert cli.run(["runs", str(tmp_path), "--json", "-"], Terminal()) == 0
+    assert cli.run(["runs", str(tmp_path), "--json", "-"], ConsoleReporter()) == 0
     rows = json.loads(capfd.readouterr().out)["runs"]
     assert [row["name"] for row in rows] == [
         "killed",
@@ -92,7 +92,10 @@ def test_last_active_run_is_first_in_table_and_json(tmp_path, capfd):
         "failed",
         "running",
     ]
-    assert cli.run(["runs", str(tmp_path), "--json", str(tmp_path / "runs.json")], Terminal()) == 0
+    assert (
+        cli.run(["runs", str(tmp_path), "--json", str(tmp_path / "runs.json")], ConsoleReporter())
+        == 0
+    )
     assert [row["state"] for row in json.loads((tmp_path / "runs.json").read_text())["runs"]].count(
         "unfinished"
     ) == 3
@@ -108,7 +111,7 @@ def test_missing_folder_is_a_usage_error_and_empty_folder_is_not(tmp_path, capfd
         UsageError, match=r"cannot list .*nowhere: No such file or directory; give a folder of runs"
     ):
         list_runs(tmp_path / "nowhere")
-    assert cli.run(["runs", str(tmp_path)], Terminal()) == 0
+    assert cli.run(["runs", str(tmp_path)], ConsoleReporter()) == 0
     assert "no runs in" in capfd.readouterr().out
 
 

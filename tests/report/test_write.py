@@ -6,7 +6,7 @@ import re
 import pytest
 
 from mmray import cli
-from mmray.cli.console import Terminal
+from mmray.console.reporter import ConsoleReporter
 from mmray.errors import UsageError
 from mmray.report.write import write_report
 from mmray.storage.paths import RemotePath, copy_file, list_files, to_path
@@ -285,7 +285,10 @@ def test_running_sweep_has_a_page(tmp_path):
 
 def test_report_command_writes_the_page(tmp_path, capfd):
     folder = make_whole_run(tmp_path / "calm")
-    assert cli.run(["report", str(folder), "--out", str(tmp_path / "page.html")], Terminal()) == 0
+    assert (
+        cli.run(["report", str(folder), "--out", str(tmp_path / "page.html")], ConsoleReporter())
+        == 0
+    )
     assert "page.html (2." in capfd.readouterr().out and not (folder / "report.html").exists()
 
 

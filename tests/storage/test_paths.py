@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from mmray import cli
-from mmray.cli.console import Terminal
 from mmray.cluster import connect
 from mmray.config import Run
+from mmray.console.reporter import ConsoleReporter
 from mmray.errors import UsageError
 from mmray.storage import requests
 from mmray.storage.paths import (
@@ -196,7 +196,7 @@ def test_prepare_of_an_unknown_scheme_connects_to_nothing(capfd, monkeypatch):
         server.setblocking(False)
         address = f"http://127.0.0.1:{server.getsockname()[1]}/rows.jsonl"
         for arguments in ([address, "out"], ["rows.jsonl", address]):
-            assert cli.run(["prepare", *arguments], Terminal()) == 2
+            assert cli.run(["prepare", *arguments], ConsoleReporter()) == 2
             assert (f"{address} cannot be opened: use a local path") in " ".join(
                 capfd.readouterr().err.split()
             )

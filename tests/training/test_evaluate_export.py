@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mmray
 from mmray import cli
-from mmray.cli.console import Terminal
 from mmray.config import Batch
+from mmray.console.reporter import ConsoleReporter
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.engine.checkpoint import state_io
@@ -130,7 +130,7 @@ def test_run_on_object_store_is_exported_to_object_store(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = made_run(to_path(f"{s3.address}/one"), tmp_path, step_3=0.5)
-    assert cli.run(["export", str(folder), f"{s3.address}/exported"], Terminal()) == 0
+    assert cli.run(["export", str(folder), f"{s3.address}/exported"], ConsoleReporter()) == 0
     assert f'mmray.load("{s3.address}/exported")' in capfd.readouterr().out
     assert list(tmp_path.iterdir()) == []
     assert mmray.load(f"{s3.address}/exported").embed_texts(["a red one"]).shape == (1, 16)
@@ -140,7 +140,9 @@ def test_export_of_best_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[
     folder = made_run(tmp_path / "one", tmp_path, step_3=0.25, step_6=0.5, step_9=0.125)
 
     def exported(*words: str) -> Any:
-        assert cli.run(["export", str(folder), str(tmp_path / "out"), *words], Terminal()) == 0
+        assert (
+            cli.run(["export", str(folder), str(tmp_path / "out"), *words], ConsoleReporter()) == 0
+        )
         return mmray.load(tmp_path / "out").model.state_dict()["text.project.weight"]
 
     def saved(step: int) -> Any:
@@ -151,14 +153,20 @@ def test_export_of_best_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert torch.equal(exported("--step", "3"), saved(3))
     (folder / "checkpoints" / "step-6" / "shard-1-of-1.safetensors").write_bytes(b"")
     assert (
-        cli.run(["export", str(folder), str(tmp_path / "other"), "--step", "best"], Terminal()) == 2
+        cli.run(
+            ["export", str(folder), str(tmp_path / "other"), "--step", "best"], ConsoleReporter()
+        )
+        == 2
     )
     assert re.search(
         r"no valid .* --step best; checkpoints: .*\n.*step-6 is not valid", capfd.readouterr().err
     )
     never = made_run(tmp_path / "two", tmp_path, step_3=None)
     assert (
-        cli.run(["export", str(never), str(tmp_path / "other"), "--step", "best"], Terminal()) == 2
+        cli.run(
+            ["export", str(never), str(tmp_path / "other"), "--step", "best"], ConsoleReporter()
+        )
+        == 2
     )
     assert "none has evaluate/recall_at_1/mean: the run holds out no rows" in capfd.readouterr().err
 

@@ -7,7 +7,6 @@ from contextlib import suppress
 import pytest
 
 from mmray import cli, objectives
-from mmray.cli.console import Terminal
 from mmray.config import (
     Batch,
     Clip,
@@ -25,6 +24,7 @@ from mmray.config import (
     TwoTower,
     recipes,
 )
+from mmray.console.reporter import ConsoleReporter
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import dry_run
@@ -297,7 +297,7 @@ def test_validation_and_dry_run_support_the_same_objectives(kind, settings, supp
 )
 def test_train_refuses_before_ray_starts(monkeypatch, capfd, flags, message):
     monkeypatch.setattr(driver, "ray_session", lambda *_, **__: pytest.fail("Ray was started"))
-    assert cli.run(["train", *flags], Terminal()) == 2
+    assert cli.run(["train", *flags], ConsoleReporter()) == 2
     assert message in " ".join(capfd.readouterr().err.split())
 
 

@@ -1,21 +1,14 @@
 """Output and exit code of the command for each outcome of a sweep, without Ray."""
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from mmray import cli
-from mmray.cli.console import Terminal
-from mmray.cli.tune import (
-    ConsoleSweepReporter,
-    format_progress,
-    live_table,
-    print_outcome,
-    trial_line,
-)
 from mmray.config import from_yaml, recipes
+from mmray.console.reporter import ConsoleReporter
+from mmray.console.sweep import format_progress, live_table, trial_line
 from mmray.errors import TrainingError
 from mmray.report.sweep import SweepRecord
 from mmray.sweep_files import Rung, TrialRow
@@ -34,22 +27,29 @@ OOM = trial("t002", "out_of_memory", error="CUDA out of memory")
 STOPPED = trial("t001", "stopped")
 
 
-def printed(status, *rows):
-    """Exit code and output of a sweep that ended with these rows."""
-    best = recommend_trial(rows, "loss")
-    summary = {
-        "status": status,
-        "goal": "loss",
-        "elapsed_s": 61.2,
-        "recommendation": best and best.to_json(),
-    }
-    text = io.StringIO()
-    sweep = SweepRecord(Path("runs/sample-tune"), summary, list(rows))
-    code = print_outcome(sweep, Terminal(Console(file=text, width=80, soft_wrap=True)))
-    return code, text.getvalue()
+@pytest.fixture
+def printed(monkeypatch, tmp_path, capfd):
+    """Run the command with a search that ends with given rows; return exit code and output."""
+
+    def run(status, *rows):
+        best = recommend_trial(rows, "loss")
+        summary = {
+            "status": status,
+            "goal": "loss",
+            "elapsed_s": 61.2,
+            "recommendation": best and best.to_json(),
+        }
+        sweep = SweepRecord(tmp_path / "runs" / "sample-tune", summary, list(rows))
+        monkeypatch.setattr("mmray.tuning.search.search", lambda request, reporter: sweep)
+        text = io.StringIO()
+        console = ConsoleReporter(Console(file=text, width=80, soft_wrap=True))
+        code = cli.run(["tune", "sample", "--goal", "loss"], console)
+        return code, text.getvalue() + " ".join(capfd.readouterr().err.split())
+
+    return run
 
 
-def test_finished_sweep_prints_best_trial_and_next_command():
+def test_finished_sweep_prints_best_trial_and_next_command(printed):
     code, text = printed("finished", FINISHED, OOM)
     assert code == 0
     assert "1 of 2 trials measured in 61 s" in text
@@ -58,7 +58,7 @@ def test_finished_sweep_prints_best_trial_and_next_command():
     assert "t001*" in text and "mmray train " in text and "sample-tune/best.yaml" in text
 
 
-def test_stopped_sweep_exits_with_130_and_prints_best_so_far():
+def test_stopped_sweep_exits_with_130_and_prints_best_so_far(printed):
     code, text = printed("stopped", FINISHED, STOPPED)
     assert code == 130 and "run the same command to resume" in text and "best.yaml" in text
     code, text = printed("stopped", STOPPED)
@@ -66,14 +66,12 @@ def test_stopped_sweep_exits_with_130_and_prints_best_so_far():
     assert printed("budget", FINISHED)[0] == 0
 
 
-def test_sweep_without_ranked_trial_is_an_error_with_each_reason():
-    with pytest.raises(TrainingError) as raised:
-        printed("failed", trial("t001", "failed", error="KeyError: 'label'"), OOM)
-    assert raised.value.exit_code == 3
-    assert "t001 failed: KeyError: 'label'" in str(raised.value)
-    assert "t002 out of memory: CUDA out of memory" in str(raised.value)
-    with pytest.raises(TrainingError, match="no trial reported a finite loss"):
-        printed("failed", trial("t001", "pruned"))
+def test_sweep_without_ranked_trial_is_an_error_with_each_reason(printed):
+    code, text = printed("failed", trial("t001", "failed", error="KeyError: 'label'"), OOM)
+    assert code == TrainingError.exit_code
+    assert "t001 failed: KeyError: 'label'" in text
+    assert "t002 out of memory: CUDA out of memory" in text
+    assert "no trial reported a finite loss" in printed("failed", trial("t001", "pruned"))[1]
 
 
 @pytest.mark.parametrize(
@@ -91,20 +89,21 @@ def test_sweep_without_ranked_trial_is_an_error_with_each_reason():
 def test_search_that_cannot_run_is_a_usage_error(words, message, capsys, tmp_path):
     defaults = ["--goal", "loss", "--run.storage", str(tmp_path)]
     assert (
-        cli.run(["tune", "sample", *defaults, *words], Terminal(Console(file=io.StringIO()))) == 2
+        cli.run(["tune", "sample", *defaults, *words], ConsoleReporter(Console(file=io.StringIO())))
+        == 2
     )
     assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_recipe_that_is_not_utf8_is_a_usage_error(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_bytes("recipe: sämple".encode("latin-1"))
-    assert cli.run(["tune", str(tmp_path / "mine.yaml"), "--goal", "loss"], Terminal()) == 2
+    assert cli.run(["tune", str(tmp_path / "mine.yaml"), "--goal", "loss"], ConsoleReporter()) == 2
     assert "mine.yaml is not valid YAML in UTF-8" in " ".join(capsys.readouterr().err.split())
 
 
 def test_print_config_prints_the_base_recipe(capfd):
     words = ["tune", "sample", "--space", "batch.micro=32", "--train.steps", "5", "--print-config"]
-    assert cli.run(words, Terminal()) == 0
+    assert cli.run(words, ConsoleReporter()) == 0
     assert from_yaml(capfd.readouterr().out, "printed") == recipes.load("sample")
 
 
@@ -155,13 +154,12 @@ def test_line_of_a_trial_has_settings_rung_speed_and_reason():
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_terminal_has_a_table_and_a_log_a_line_per_event(is_terminal):
     text = io.StringIO()
-    terminal = Terminal(Console(file=text, width=100, force_terminal=is_terminal))
-    reporter = ConsoleSweepReporter(terminal, "recall")
+    reporter = ConsoleReporter(Console(file=text, width=100, force_terminal=is_terminal))
     row = trial("t001", "paused", 0.25)
-    with terminal.progress("training"):
-        reporter.progress(row, num_rungs=2)
-        reporter.progress(OOM, num_rungs=2)
-        reporter.table([row], num_rungs=2, progress=SweepProgress(70, 3700, None))
+    with reporter.show_progress("training"):
+        reporter.trial(row, num_rungs=2)
+        reporter.trial(OOM, num_rungs=2)
+        reporter.trials([row], "recall", num_rungs=2, progress=SweepProgress(70, 3700, None))
     line = "t001       optimizer.lr=0.001: paused in 61 s  rung 1 of 2: 0.25 after 100 samples"
     assert (line in text.getvalue()) != is_terminal
     assert "CUDA out of memory" in text.getvalue()

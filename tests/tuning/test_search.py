@@ -14,9 +14,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from mmray import cli
-from mmray.cli.console import Terminal
 from mmray.config import from_yaml, to_yaml
 from mmray.config.search_space import parse_space
+from mmray.console.reporter import ConsoleReporter
 from mmray.errors import ResourceError
 from mmray.models.two_tower import TwoTower
 from mmray.report.sweep import SweepRecord
@@ -74,14 +74,14 @@ class Watching(Silent):
         super().__init__()
         self.stop, self.rows = stop, []
 
-    def progress(self, row, num_rungs):
+    def trial(self, row, num_rungs):
         assert num_rungs in (1, len(RUNGS))
         self.rows.append(row)
         if self.stop and row.rungs:
             self.stop = False
             os.kill(os.getpid(), 2)
 
-    def table(self, rows, num_rungs, progress):
+    def trials(self, rows, goal, num_rungs, progress):
         assert progress.elapsed_s > 0
 
 
@@ -114,7 +114,9 @@ def finished(stopped, recipe):
     words = [word for space in SPACE for word in ("--space", space)]
     text = io.StringIO()
     options = ["--goal", "loss", "--train.samples", str(RUNGS[-1])]
-    code = cli.run(["tune", str(file), *words, *options], Terminal(Console(file=text, width=100)))
+    code = cli.run(
+        ["tune", str(file), *words, *options], ConsoleReporter(Console(file=text, width=100))
+    )
     return code, text.getvalue(), folder
 
 

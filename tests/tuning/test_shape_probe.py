@@ -20,8 +20,7 @@ from rich.console import Console
 
 from mmray import cli
 from mmray.bench.spawn import spawn_workers
-from mmray.cli.console import Terminal
-from mmray.cli.tune_shape import split_global_list
+from mmray.cli.tune import split_global_list
 from mmray.config import (
     Batch,
     Cluster,
@@ -35,6 +34,7 @@ from mmray.config import (
     to_yaml,
 )
 from mmray.config.search_space import build_space
+from mmray.console.reporter import ConsoleReporter
 from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.errors import OutOfMemoryError, TrainingError, UsageError
@@ -99,7 +99,7 @@ def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path) -> N
     (tmp_path / "mine.yaml").write_text(to_yaml(base))
     text = io.StringIO()
     words = ["tune", str(tmp_path / "mine.yaml"), "--batch.global", "8,12"]
-    assert cli.run(words, Terminal(Console(file=text, width=160))) == 0
+    assert cli.run(words, ConsoleReporter(Console(file=text, width=160))) == 0
     folder = tmp_path / "custom-tune"
     rows, summary = rows_of(folder), json.loads((folder / "sweep.json").read_text())
     assert {row["status"] for row in rows} == {"finished"}

@@ -64,10 +64,10 @@ class Reporter(Silent):
         super().__init__()
         self.rows, self.last_progress = [], None
 
-    def table(self, rows, num_rungs, progress):
+    def trials(self, rows, goal, num_rungs, progress):
         self.last_progress = progress
 
-    def progress(self, row, num_rungs):
+    def trial(self, row, num_rungs):
         self.rows.append((row.trial, row.status, len(row.rungs)))
 
 
@@ -304,11 +304,11 @@ def test_halving_continues_where_the_earlier_command_stopped(begin, simulated):
     for stop_after in (2, 99):
         state = begin()
 
-        def progress(row, num_rungs, state=state, stop_after=stop_after):
+        def trial(row, num_rungs, state=state, stop_after=stop_after):
             if row.trial == f"t{stop_after:03}" and row.rungs:
                 state.on_signal(signal.SIGINT, None)
 
-        state.reporter.progress = progress
+        state.reporter.trial = trial
         search.run_trials(request, state, [])
     assert simulated == [
         ["t001", "t002", "t003", "t004", "t005"],

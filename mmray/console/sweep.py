@@ -1,0 +1,160 @@
+"""Tables and lines of the trials of a sweep."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from mmray.console.tables import COMPACT, rows_table
+from mmray.report.run import format_compact
+from mmray.sweep_files import BATCH_SETTINGS, GOALS, TrialRow
+
+if TYPE_CHECKING:
+    from mmray.tuning.sweep import SweepProgress
+
+
+def live_table(rows: Sequence[TrialRow], num_rungs: int, goal: str, limit: int) -> Table:
+    """Return the table of a running sweep: running trials, then the best ones, at most `limit`
+    rows.
+    """
+    sign = -1 if GOALS[goal].maximize else 1
+
+    def order(row: TrialRow) -> tuple[bool, int, float]:
+        value = row.rungs[-1].value if row.rungs else 0.0
+        return row.status != "running", -len(row.rungs), sign * value
+
+    ordered = sorted(rows, key=order)
+    shown = [
+        settings_cells(row.settings)
+        | {
+            "trial": row.trial,
+            "rung": f"{len(row.rungs)}/{num_rungs}",
+            "value": row.rungs[-1].value if row.rungs else None,
+            "status": row.status.replace("_", " "),
+            "elapsed_s": row.elapsed_s,
+        }
+        for row in ordered[:limit]
+    ]
+    columns = {
+        "trial": ("trial", ""),
+        **settings_columns(rows),
+        "rung": ("rung", ""),
+        "value": (GOALS[goal].title, ".4g"),
+        "status": ("status", ""),
+        "elapsed_s": ("s", ",.0f"),
+    }
+    table = rows_table(shown, columns)
+    hidden = Counter(row.status.replace("_", " ") for row in ordered[limit:])
+    if hidden:
+        table.caption = "and " + ", ".join(f"{count} {status}" for status, count in hidden.items())
+    return table
+
+
+def settings_columns(
+    rows: Sequence[TrialRow], without: Sequence[str] = ()
+) -> dict[str, tuple[str, str]]:
+    """Return a column per searched setting, titled by its name without the section."""
+    settings = rows[0].settings if rows else {}
+    return {key: (key.rpartition(".")[2], "") for key in settings if key not in without}
+
+
+def settings_cells(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the cells of these columns."""
+    return {key: str(value) for key, value in settings.items()}
+
+
+def format_progress(progress: SweepProgress) -> str:
+    """Format as `05:10 elapsed, about 12:00 left, 35% of the budget spent`."""
+
+    def clock(seconds: float) -> str:
+        return str(timedelta(seconds=round(seconds))).removeprefix("0:")
+
+    parts = [f"{clock(progress.elapsed_s)} elapsed"]
+    if progress.left_s is not None:
+        parts.append(f"about {clock(progress.left_s)} left")
+    if progress.budget_spent is not None:
+        parts.append(f"{min(1.0, progress.budget_spent):.0%} of the budget spent")
+    return ", ".join(parts)
+
+
+def trials_table(rows: Sequence[TrialRow], goal: str, best: str | None) -> Table:
+    """Return the table of trials; a star marks the best one."""
+    columns = {
+        "trial": ("trial", ""),
+        # The batch has columns of its own.
+        **settings_columns(rows, without=BATCH_SETTINGS),
+        "batch": ("batch", ""),
+        "global_rows": ("global", "d"),
+        "samples_per_s": ("samples/s", COMPACT),
+        "step_p50_s": ("step s", ".3f"),
+        "peak_gib": ("GiB", ".2f"),
+        "samples": ("samples", ",d"),
+        "value": (GOALS[goal].title, ".3f"),
+        "status": ("status", ""),
+    }
+    shown = [
+        settings_cells(row.settings)
+        | {
+            "trial": row.trial + ("*" if row.trial == best else ""),
+            "batch": row.shape if row.global_rows else None,
+            "global_rows": row.global_rows,
+            "samples_per_s": row.samples_per_s,
+            "step_p50_s": row.step_p50_s,
+            "peak_gib": row.peak_gib,
+            "samples": row.samples,
+            "value": row.value(goal),
+            "status": row.status.replace("_", " "),
+        }
+        for row in rows
+    ]
+    return rows_table(shown, columns)
+
+
+def shapes_table(rows: Sequence[TrialRow], winners: set[str]) -> Table:
+    """Return the table of measured batch shapes; a star marks the best of each global batch.
+
+    Args:
+        rows: the shapes.
+        winners: names of the rows with a star.
+    """
+    shown = [
+        {
+            "global_rows": row.global_rows,
+            "shape": row.shape + ("*" if row.trial in winners else ""),
+            "samples_per_s": row.samples_per_s,
+            "step_p50_s": row.step_p50_s,
+            "peak_gib": row.peak_gib,
+            "details": row.error or "",
+        }
+        for row in rows
+    ]
+    columns = {
+        "global_rows": ("global", "d"),
+        "shape": ("micro x accumulation x workers", ""),
+        "samples_per_s": ("samples/s", COMPACT),
+        "step_p50_s": ("step s", ".3f"),
+        "peak_gib": ("GiB", ".2f"),
+        "details": ("", ""),
+    }
+    return rows_table(shown, columns)
+
+
+def trial_line(row: TrialRow, num_rungs: int) -> str:
+    """Format a trial that reached a rung or ended."""
+    settings = " ".join(f"{key}={value}" for key, value in row.settings.items())
+    parts = [f"{settings}: {row.status.replace('_', ' ')} in {row.elapsed_s:.0f} s"]
+    if row.rungs:
+        last = row.rungs[-1]
+        rung = f"rung {len(row.rungs)} of {num_rungs}"
+        parts.append(f"{rung}: {last.value:.4g} after {last.samples:,} samples")
+    if row.samples_per_s is not None:
+        parts.append(f"{format_compact(row.samples_per_s)} samples/s")
+    if row.peak_gib is not None:
+        parts.append(f"{row.peak_gib:.2f} GiB")
+    if row.error:
+        parts.append(row.error)
+    return "  ".join(parts)
