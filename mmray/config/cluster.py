@@ -107,6 +107,8 @@ class Cluster(Section, settings_prefix="cluster"):
         return {
             "training": self.hang_timeout_s,
             "starting": start_s,
+            "first_step": start_s,
+            "evaluating": self.hang_timeout_s,
             "compiling": start_s,  # a recompilation takes as long as that of the first step
             "saving": SAVE_TIMEOUT_FACTOR * self.hang_timeout_s,
             "waiting_for_data": max(DATA_TIMEOUT_S, start_s),

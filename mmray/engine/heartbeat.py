@@ -1,8 +1,8 @@
 """A training worker's heartbeat: a thread that reports each second the state and the source line of
 training.
 
-Both are read from the thread's stack. On request all stacks of the process are written into the
-run's folder.
+The training thread sets its state with `with heartbeat.state("waiting_for_data")`; the source line
+is read from its stack. On request all stacks of the process are written into the run's folder.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import sys
 import sysconfig
 import tempfile
 import threading
@@ -22,58 +23,86 @@ from typing import Any
 from mmray.storage.paths import AnyPath, open_for_upload
 
 INTERVAL_S = 1.0
+# States in which a changed stack counts as progress, because no step or micro-batch ends in them.
+STATES_WITHOUT_STEPS = {"starting", "evaluating", "saving"}
 ENGINE = Path(__file__).parent
 PACKAGE = str(ENGINE.parent)
-LOOP_FILE = str(ENGINE / "loop.py")
-LOOP_FUNCTION = "train_loop"  # of loop.py
-# of loop.py; in them a changed stack counts as progress
-FUNCTIONS_WITHOUT_STEPS = {"_evaluate", "_save", "_load"}
-CHECKPOINT_WAIT_FILE = str(ENGINE / "checkpoint" / "manager.py")
-DATA_WAIT_FILE = str(ENGINE / "prefetch.py")
-COLLECTIVES_FILE = str(ENGINE / "collectives.py")  # reads results that other ranks contribute to
+# This module reads results that other ranks contribute to.
+COLLECTIVES_FILE = str(ENGINE / "collectives.py")
+# DDP's collectives are inside the backward.
+COLLECTIVE_PATHS = ("torch/distributed/", "torch/autograd/")
 LIBRARIES = tuple(
     sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-# a graph, the code of a graph
-COMPILE_PATHS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
-# of these files; not called by compiled code
-COMPILE_FUNCTIONS = {"compile_frame", "fx_codegen_and_compile"}
-# DDP's collectives are inside the backward
-COLLECTIVE_PATHS = ("torch/distributed/", "torch/autograd/")
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) ", re.MULTILINE)
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
-class Heartbeat:
-    """Loop callback that sends heartbeats. If `send` returns True, all stacks are written to
-    `folder`/stacks.
+class HeartbeatState:
+    """What a training process does now: the name of its state and a count of its progress.
 
-    A rank without progress hangs after a time that depends on its state (`Cluster.state_limits_s`).
-    `process_info` has rank, node and process.
+    The states are the keys of `Cluster.state_limits_s`, which has the longest time without progress
+    in each. Without a driver, as under torchrun, nothing reads the state.
+    """
+
+    def __init__(self) -> None:
+        self._state = "starting"
+        self._progress = 0
+
+    def set_state(self, name: str) -> None:
+        """Enter a state for good; a new state counts as progress."""
+        self._state = name
+        self.count_progress()
+
+    @contextmanager
+    def state(self, name: str) -> Iterator[None]:
+        """Be in a state inside the block."""
+        previous = self._state
+        self.set_state(name)
+        try:
+            yield
+        finally:
+            self.set_state(previous)
+
+    def count_progress(self) -> None:
+        """Record progress, such as a finished micro-batch or a read of a checkpoint."""
+        self._progress += 1
+
+
+class Heartbeat(HeartbeatState):
+    """Loop callback that sends heartbeats from a thread.
+
+    Args:
+        send: Sends a heartbeat. If it returns True, all stacks are written to `folder`/stacks.
+        process_info: Rank, node and process.
+        folder: Folder of the run.
     """
 
     def __init__(
         self, send: Callable[[dict[str, Any]], bool], process_info: dict[str, Any], folder: AnyPath
     ):
-        self._send, self._process_info, self._folder = send, process_info, folder
+        super().__init__()
+        self._send = send
+        self._process_info = process_info
+        self._folder = folder
         self._thread_id = threading.get_ident()
-        self._first_step = self._step = self._progress = 0
+        self._first_step = 0
+        self._step = 0
         self._frames: list[FrameSummary] = []
+        self._compiling = False
+        self._observes_compiler = False
         self._ended = threading.Event()
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
         """Callback of the loop after each step."""
         self._step = step
-        self.count_progress()
-
-    def count_progress(self) -> None:
-        """Record progress that the stack may not show, such as a read by another thread."""
-        self._progress += 1
+        self.set_state("training")
 
     @contextmanager
     def running(self, step: int) -> Iterator[None]:
         """Send heartbeats inside the block; `step` is the step at which the attempt starts."""
-        self._first_step = self._step = step
+        self._first_step = step
+        self._step = step
         thread = threading.Thread(target=self._run, name="mmray-heartbeat", daemon=True)
         thread.start()
         try:
@@ -98,42 +127,44 @@ class Heartbeat:
             self._ended.wait(INTERVAL_S)
 
     def _observe(self) -> dict[str, Any]:
+        self._observe_compiler()
+        state = "compiling" if self._compiling else self._state
         frames = stack_of_thread(self._thread_id)
-        # an import is none of the states below
-        calls = [frame for frame in frames if frame.name != "<module>"]
-        package_frames = [frame for frame in calls if frame.filename.startswith(PACKAGE)]
-        functions = {frame.name for frame in package_frames if frame.filename == LOOP_FILE}
-        outside_steps = bool(functions & FUNCTIONS_WITHOUT_STEPS) or LOOP_FUNCTION not in functions
-        if outside_steps and frames != self._frames:
+        if state in STATES_WITHOUT_STEPS and frames != self._frames:
             self.count_progress()
         self._frames = frames
-        state = _state(calls, package_frames, started=self._step > self._first_step)
-        files = [frame.filename.replace(os.sep, "/") for frame in calls]
         return {
             "step": self._step,
             "progress": self._progress,
             "state": state,
             "where": _location(frames),
-            # In a collective, in a backward (unless it is compiled first), or reading a result that
-            # the device reduces.
-            "in_collective": state != "compiling"
-            and (
-                any(part in file for file in files for part in COLLECTIVE_PATHS)
-                or (bool(calls) and calls[0].filename == COLLECTIVES_FILE)
-            ),
+            "in_collective": not self._compiling and _waits_in_collective(frames),
         }
 
+    def _observe_compiler(self) -> None:
+        """Register for the start and the end of compilations, once torch's compiler is imported."""
+        dynamo = sys.modules.get("torch._dynamo.callback")
+        handler = getattr(dynamo, "callback_handler", None)
+        if handler is None or self._observes_compiler:
+            return
+        self._observes_compiler = True
+        handler.register_start_callback(lambda *_: self._set_compiling(True))
+        handler.register_end_callback(lambda *_: self._set_compiling(False))
 
-def _state(frames: list[FrameSummary], package_frames: list[FrameSummary], started: bool) -> str:
-    """What the training thread does: a key of `Cluster.state_limits_s`."""
-    if any(frame.filename == DATA_WAIT_FILE for frame in package_frames):
-        return "waiting_for_data"
-    calls = (frame for frame in frames if frame.name in COMPILE_FUNCTIONS)
-    if any(frame.filename.replace(os.sep, "/").endswith(COMPILE_PATHS) for frame in calls):
-        return "compiling"
-    if package_frames and package_frames[0].filename == CHECKPOINT_WAIT_FILE:
-        return "saving"
-    return "training" if started else "starting"
+    def _set_compiling(self, compiling: bool) -> None:
+        self._compiling = compiling
+        self.count_progress()
+
+
+def _waits_in_collective(frames: list[FrameSummary]) -> bool:
+    """Whether the thread is in a collective or a backward, or reads a result that the device
+    reduces. An import of one of these modules is none.
+    """
+    calls = [frame for frame in frames if frame.name != "<module>"]
+    files = [frame.filename.replace(os.sep, "/") for frame in calls]
+    if calls and calls[0].filename == COLLECTIVES_FILE:
+        return True
+    return any(part in file for file in files for part in COLLECTIVE_PATHS)
 
 
 def stack_of_thread(thread_id: int) -> list[FrameSummary]:

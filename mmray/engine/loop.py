@@ -95,7 +95,7 @@ class Trainer:
             scaler=precision.scaler(),
             timers=timers,
             clip_norm=spec.optimizer.clip_norm,
-            count_progress=spec.count_progress,
+            heartbeat=spec.heartbeat,
         )
         self.ema = ExponentialMovingAverage(module, train.ema) if train.ema else None
         self.progress = LoopProgress()
@@ -123,6 +123,7 @@ class Trainer:
         )
         metrics: Metrics = {}
         stop = False
+        spec.heartbeat.set_state("first_step")
         with (
             closing(batches),
             profile_steps(spec.train.profile, spec.profile_path, spec.group.device) as profile_step,
@@ -153,7 +154,8 @@ class Trainer:
         )
 
     def _next_batch(self, batches: Iterator[LocalBatch]) -> LocalBatch:
-        batch = next(batches, None)
+        with self.spec.heartbeat.state("waiting_for_data"):
+            batch = next(batches, None)
         if batch is None:
             raise TrainingError(
                 f"the data stream ended after step {self.progress.step} of {self.spec.plan.steps}. "
@@ -236,7 +238,8 @@ class Trainer:
                 spec.log.write(metrics)
             rates.lap("log")
         if saving:
-            self._save(metrics or {}, last)
+            with spec.heartbeat.state("saving"):
+                self._save(metrics or {}, last)
         for callback in spec.callbacks:
             callback.on_step(step, metrics)
         return metrics
@@ -272,7 +275,7 @@ class Trainer:
     def _evaluate(self) -> Metrics:
         spec, step = self.spec, self.progress.step
         assert spec.evaluate is not None
-        with strategy.gather_full_weights(spec.model):
+        with spec.heartbeat.state("evaluating"), strategy.gather_full_weights(spec.model):
             try:
                 scores = spec.evaluate(step, spec.model if self.ema is None else self.ema.module)
             except (RuntimeError, MemoryError) as error:

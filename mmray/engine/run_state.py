@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
+from mmray.engine.heartbeat import HeartbeatState
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.metrics.writers import Metrics, MetricsLog
 from mmray.engine.precision import Precision
@@ -77,8 +78,8 @@ class TrainSpec:
     profile_path: Path | None = None  # output of `train.profile`, on ranks that write one
     # constant over the run, such as the memory table
     static_metrics: Metrics = field(default_factory=dict)
-    # called after each forward and backward: a long step makes progress
-    count_progress: Callable[[], None] = lambda: None
+    # Each forward and backward counts as progress, so a long step is no hang.
+    heartbeat: HeartbeatState = field(default_factory=HeartbeatState)
     stop: Callable[[], bool] = lambda: False  # True on any rank ends the run after this step
     # ends the stream, also for a thread that waits for its next rows
     interrupt_stream: Callable[[], None] = lambda: None
@@ -118,7 +119,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     timers: PhaseTimers
     clip_norm: float = 0.0
-    count_progress: Callable[[], None] = lambda: None  # of TrainSpec
+    heartbeat: HeartbeatState = field(default_factory=HeartbeatState)  # the one of TrainSpec
 
     @cached_property
     def parts(self) -> ObjectiveParts:

@@ -82,7 +82,7 @@ def accumulate_gradients(
         # Otherwise they would stay in memory during the next forward.
         del outputs, tensors, gradients
         first_outputs = None
-        state.count_progress()
+        state.heartbeat.count_progress()
     with state.timers("sync"):
         strategy.average_replicated_gradients(state.model, state.group)
     return cache
@@ -116,7 +116,7 @@ def first_pass(
                 state, model, micro_batches[index], seed_of(index), batch.is_dummy[index]
             )
             embedded.append({name: outputs[name] for name in names})
-            state.count_progress()
+            state.heartbeat.count_progress()
     return first, {
         name: value if value.ndim == 0 else torch.cat([outputs[name] for outputs in embedded])
         for name, value in embedded[0].items()

@@ -28,6 +28,7 @@ from mmray.engine.bad_rows import quarantine_bad_rows
 from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
+from mmray.engine.heartbeat import HeartbeatState
 from mmray.engine.memory_probe import dry_run, keep_freed_memory
 from mmray.engine.metrics.meters import model_flops_of_row, peak_flops
 from mmray.engine.metrics.writers import MetricsLog
@@ -147,11 +148,11 @@ def train_worker(
         profile_path=profile_path,
         static_metrics=memory_table,
         notify=driver.notify,
-        count_progress=driver.heartbeat.count_progress,
+        heartbeat=driver.heartbeat,
     )
     if context.batch_shape.auto:
         driver.notify("memory", f"micro-batches of {batch_shape.micro_batch_size} rows fit")
-    with _closing(log, checkpoints):
+    with _closing(log, checkpoints, driver.heartbeat):
         rows = quarantine_bad_rows(
             blocks, config, context.folder, context.reader, plan, driver.count_bad_row
         )
@@ -276,7 +277,9 @@ def _report_first(steps: Iterable[list[Batch]], driver: DriverHandle) -> Iterato
 
 
 @contextmanager
-def _closing(log: MetricsLog | None, manager: CheckpointManager | None) -> Iterator[None]:
+def _closing(
+    log: MetricsLog | None, manager: CheckpointManager | None, heartbeat: HeartbeatState
+) -> Iterator[None]:
     """Close both at the end of the block, so the last checkpoint is complete, or its error raised,
     when a rank returns.
 
@@ -291,9 +294,12 @@ def _closing(log: MetricsLog | None, manager: CheckpointManager | None) -> Itera
         try:
             yield
         except BaseException:
-            with suppress(MmrayError, OSError, RuntimeError):  # RuntimeError: a broken collective
+            # A broken collective raises RuntimeError.
+            with suppress(MmrayError, OSError, RuntimeError), heartbeat.state("saving"):
                 both.close()
             raise
+        with heartbeat.state("saving"):
+            both.close()
 
 
 def _checkpoint_manager(
