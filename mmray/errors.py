@@ -10,10 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mmray.engine.batch import BatchShape
+from typing import Any
 
 INTERRUPTED = 130
 
@@ -63,9 +60,9 @@ class StorageError(TrainingError):
 
 
 class OutOfMemoryError(TrainingError):
-    """A worker ran out of memory. `retry_shape`: the batch shape to restart with, if any."""
+    """A worker ran out of memory. `retry_shape`: the BatchShape to restart with, if any."""
 
-    def __init__(self, message: str, retry_shape: BatchShape | None = None):
+    def __init__(self, message: str, retry_shape: Any = None):
         super().__init__(message, retry_shape)
         self.retry_shape = retry_shape
 

@@ -5,9 +5,9 @@ machine (local.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mmray.config import Config
 from mmray.data.store.prepared_set import PreparedMixture
@@ -20,7 +20,9 @@ from mmray.storage.paths import AnyPath
 from mmray.training.resolve import ResolvedRun
 
 if TYPE_CHECKING:
-    from mmray.training.monitor import AttemptMonitor, HeartbeatRecord, RunReporter
+    from mmray.training.monitor import AttemptMonitor
+    from mmray.training.reporter import RunReporter
+    from mmray.training.worker_group import Workers
 
 
 @dataclass(frozen=True)
@@ -94,45 +96,6 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) 
 def format_counts(names: Iterable[str]) -> str:
     """Format as `1 stopped, 3 sleeping`."""
     return ", ".join(f"{count} {name}" for name, count in Counter(names).items()) or "none"
-
-
-class Workers(Protocol):
-    """The workers of a running attempt."""
-
-    def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
-        """Return the outcome of rank 0, or raise why the attempt failed; calls `poll` several times
-        per second.
-        """
-
-    def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the messages after the first `num_received`, and the last heartbeat of each
-        rank.
-        """
-
-    def request_stop(self) -> None:
-        """Request a checkpoint and the end of the attempt after the next step."""
-
-    def request_stacks(self) -> None:
-        """Request the stacks of all ranks, written to the run's folder."""
-
-    def kill(self, heartbeats: Sequence[HeartbeatRecord]) -> None:
-        """Send SIGKILL to the processes of the ranks."""
-
-    def draining_nodes(self) -> dict[str, float]:
-        """Return the nodes that will be preempted: ID and time (epoch seconds, 0: unknown)."""
-
-    def num_more_workers(self) -> int:
-        """Return how many workers fit in addition, after requesting nodes for them if the cluster
-        can grow.
-        """
-
-    def describe_data(self) -> str:
-        """Return the state of the processes that read and decode, for a log line while ranks wait
-        for rows.
-        """
-
-    def close(self) -> None:
-        """Release what the attempt holds."""
 
 
 class Backend(Protocol):

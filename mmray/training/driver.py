@@ -26,7 +26,7 @@ from mmray.storage.paths import AnyPath, merge_appended_lines, to_path
 from mmray.training import run_dir, trackers, validate
 from mmray.training.backend import Backend, num_gpus
 from mmray.training.local import LocalBackend
-from mmray.training.monitor import RunReporter, StartTimeline
+from mmray.training.reporter import RunReporter, StartTimeline
 from mmray.training.resolve import ResolvedRun, resolve_run
 from mmray.training.supervisor import Supervisor
 

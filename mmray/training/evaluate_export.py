@@ -36,7 +36,7 @@ from mmray.models.pretrained import pretrained_settings
 from mmray.storage.paths import AnyPath, to_path
 from mmray.training import validate
 from mmray.training.local import count_gpus, resolve_on_this_machine
-from mmray.training.monitor import RunReporter
+from mmray.training.reporter import RunReporter
 from mmray.training.resolve import eval_prepare_settings
 from mmray.training.run_dir import RunDir
 

@@ -22,7 +22,9 @@ from mmray.training.coordinator import Coordinator
 from mmray.training.local_worker import run_worker
 
 if TYPE_CHECKING:
-    from mmray.training.monitor import AttemptMonitor, HeartbeatRecord, RunReporter
+    from mmray.training.monitor import AttemptMonitor
+    from mmray.training.reporter import RunReporter
+    from mmray.training.worker_group import HeartbeatRecord
 
 POLL_INTERVAL_S = 0.1
 GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of CUDA, of CUDA under WSL, of ROCm

@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from mmray.config import Config
 from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit, ResourceError
 from mmray.machine import process_memory
+from mmray.training.reporter import RunReporter
+from mmray.training.worker_group import SILENT_S, STATE_TEXTS, HeartbeatRecord, Workers
 
 if TYPE_CHECKING:
-    from mmray.data.prepare.pipeline import PrepareProgress
     from mmray.engine.batch import BatchShape
-    from mmray.training.backend import Workers
 
 WASTED_STEPS, CHECKPOINT_S = "wasted_steps", "checkpoint_s"
 CHECK_INTERVAL_S, CAPACITY_INTERVAL_S = 1.0, 5.0
@@ -37,72 +37,7 @@ STACKS_WAIT_S = 3.0  # until all ranks have written their stacks: a heartbeat co
 REQUEST_DELAY_S = 3.0  # from the driver's request to the ranks' agreement, in addition to a step
 # a rank that waits for data is logged after this time, then after twice as long, and so on
 DATA_WAIT_LOG_S = 60.0
-SILENT_S = 5.0  # a process that is stopped, or holds its interpreter, sends no heartbeat
-STATE_TEXTS = {  # states in which other ranks wait for a rank longer than for a step
-    "waiting_for_data": "waits for data at",
-    "compiling": "is compiling at",
-    "saving": "waits for a checkpoint to be written at",
-}
 StopReason = Literal["user", "resize", "preempted"]
-
-
-class RunReporter(Protocol):
-    """Receives the progress of a run (the console); called on the driver's main thread."""
-
-    def log(self, text: str, label: str = "") -> None: ...
-    def status(self, title: str) -> None: ...  # a stage of a start, the last is TRAINING
-    # what follows or interrupts the steps, such as an evaluation
-    def phase(self, title: str) -> None: ...
-    def prepare_progress(self, progress: PrepareProgress) -> None: ...
-    def step(self, metrics: dict[str, Any], total_steps: int) -> None: ...
-
-
-class StartTimeline:
-    """Passes progress to another reporter; keeps the stages of each start, from the command or a
-    restart to step 1.
-
-    start_s: time.monotonic() at the command.
-    """
-
-    def __init__(self, reporter: RunReporter, start_s: float) -> None:
-        self.log, self.phase, self.step = reporter.log, reporter.phase, reporter.step
-        self.prepare_progress = reporter.prepare_progress
-        self.starts: list[list[dict[str, Any]]] = [[{"stage": "importing", "at_s": 0.0}]]
-        self._reporter, self._start_s = reporter, start_s
-
-    def status(self, title: str) -> None:
-        if self.starts[-1][-1]["stage"] == TRAINING:
-            self.starts.append([])
-        self.starts[-1].append({"stage": title, "at_s": round(time.monotonic() - self._start_s, 2)})
-        self._reporter.status(title)
-
-
-@dataclass(frozen=True)
-class HeartbeatRecord:
-    """The last heartbeat of a rank; `age_s` by the coordinator's clock."""
-
-    rank: int
-    node: str
-    pid: int
-    started_s: float  # start time of the process, seconds since the epoch
-    step: int
-    # grows with each step, and while starting, evaluating or saving advances (see README.md)
-    progress: int
-    where: str  # file:line in function, the innermost of mmray or user code
-    in_collective: bool  # or in a backward with collectives: it waits for the other ranks
-    state: str = "training"  # or another key of Cluster.state_limits_s
-    age_s: float = 0.0
-
-    def __str__(self) -> str:
-        if self.age_s > SILENT_S:
-            state = f"has not responded for {self.age_s:.0f} s, last at"
-        else:
-            state = (
-                ("waits in a collective at")
-                if self.in_collective
-                else STATE_TEXTS.get(self.state, "is at")
-            )
-        return f"rank {self.rank} (process {self.pid}, node {self.node[:8]}) {state} {self.where}"
 
 
 @dataclass

@@ -20,7 +20,7 @@ from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import UsageError
 from mmray.storage.paths import RemotePath, to_path
-from mmray.training.monitor import RunReporter
+from mmray.training.reporter import RunReporter
 
 MAX_LABELS = 20_000  # of boxes; the text tower embeds each label in every micro-batch
 

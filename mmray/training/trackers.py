@@ -1,10 +1,10 @@
 """Experiment trackers: the metrics that rank 0 logs, sent from the driver by one bounded background
 thread per tracker.
 
-A tracker may be slow, fail or hang: training never waits for it, the oldest waiting lines are
-dropped, and the end of a run waits at most MAX_WAIT_S. Each problem is a warning with what was
-lost. The run's tracker-NAME.json keeps the tracker's run id and the last step it accepted, so a
-resumed run continues there without duplicate steps.
+A tracker may be slow, fail or hang: training never waits for it, lines that do not fit into its
+queue are dropped with a warning, and the end of a run waits at most MAX_WAIT_S. metrics.jsonl has
+all lines. The run's tracker-NAME.json keeps the tracker's run id and the last step it accepted, so
+a resumed run continues there without duplicate steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mmray.training.run_dir import redact, redact_text
 
 if TYPE_CHECKING:
     from mmray.config import Config
-    from mmray.training.monitor import RunReporter
+    from mmray.training.reporter import RunReporter
 
 BUILT_IN = {
     "mlflow": "mmray.training.trackers:MlflowTracker",
@@ -38,6 +38,7 @@ BUILT_IN = {
 }
 MAX_QUEUED = 2000  # lines of metrics waiting for a tracker
 MAX_WAIT_S = 30.0  # at the end of a run, for all trackers together
+POLL_S = 0.1  # how often a thread without lines checks whether the run has ended
 
 
 class Tracker(Protocol):
@@ -90,25 +91,22 @@ class TrackingReporter:
     def __init__(self, config: Config, folder: AnyPath, reporter: RunReporter) -> None:
         settings = redact(config.model_dump(mode="json", by_alias=True))
         run_info = {"name": folder.name, "folder": str(folder), "config": settings}
-        self.reporter, self.threads = (
-            reporter,
-            [TrackerThread(name, folder, run_info) for name in config.run.trackers],
-        )
-        self.log, self.status, self.phase = reporter.log, reporter.status, reporter.phase
+        self.threads = [TrackerThread(name, folder, run_info) for name in config.run.trackers]
+        self.reporter = reporter
+        self.log = reporter.log
+        self.status = reporter.status
+        self.phase = reporter.phase
         self.prepare_progress = reporter.prepare_progress
         self.run_status = "failed"  # until the driver sets how the run ended
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
         numbers = {
-            name: float(each) for name, each in metrics.items() if isinstance(each, int | float)
-        }
-        finite = {
-            name: value
-            for name, value in numbers.items()
-            if math.isfinite(value) and name != "step"
+            name: float(value)
+            for name, value in metrics.items()
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value)
         }
         for thread in self.threads:
-            thread.put(metrics["step"], finite)
+            thread.put(metrics["step"], numbers)
         self._log_warnings()
         self.reporter.step(metrics, total_steps)
 
@@ -119,19 +117,15 @@ class TrackingReporter:
         """Finish the trackers and wait for them, MAX_WAIT_S at most in total."""
         wait_s = 0.0 if kind is ForceExit else MAX_WAIT_S
         deadline_s = time.monotonic() + wait_s
+        success = self.run_status in ("finished", "stopped") or kind is KeyboardInterrupt
         for thread in self.threads:
-            thread.end(
-                success=self.run_status in ("finished", "stopped") or kind is KeyboardInterrupt
-            )
+            thread.end(success)
         for thread in self.threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
                 thread.warnings.append(
-                    f"did not finish within {wait_s:g} s; the end of the run may be missing"
-                )
-            if lost := thread.num_put - thread.num_done:
-                thread.warnings.append(
-                    f"{lost} lines of metrics were not sent (metrics.jsonl has all of them)"
+                    f"did not finish within {wait_s:g} s; the end of the run may be missing "
+                    "(metrics.jsonl has all lines)"
                 )
         self._log_warnings()
 
@@ -149,62 +143,76 @@ class TrackerThread(threading.Thread):
 
     def __init__(self, tracker: str, folder: AnyPath, run_info: dict[str, Any]) -> None:
         super().__init__(name=f"mmray-{tracker}", daemon=True)
-        self.tracker, self._run_info = tracker, run_info
+        self.tracker = tracker
         self.warnings: deque[str] = deque(maxlen=20)
-        # lines of metrics; done: accepted, or by an earlier attempt
-        self.num_put = self.num_done = 0
+        self._run_info = run_info
         self._spec = BUILT_IN.get(tracker, tracker)
         self._file = folder / f"tracker-{tracker.replace(':', '.')}.json"
-        # None: the end
-        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self._queue: queue.Queue[tuple[int, dict[str, float]]] = queue.Queue(MAX_QUEUED)
+        self._ended = threading.Event()
         self._success = False
+        self._dropped = False
         self.start()
 
     def put(self, step: int, metrics: dict[str, float]) -> None:
-        """Queue a line; if the queue is full, the oldest is dropped."""
-        self.num_put += 1
-        if self._queue.qsize() >= MAX_QUEUED:
-            with suppress(queue.Empty):  # taken by the thread meanwhile
-                self._queue.get_nowait()
-        self._queue.put((step, metrics))
+        """Queue a line; the first one that does not fit is a warning."""
+        try:
+            self._queue.put_nowait((step, metrics))
+            self._dropped = False
+        except queue.Full:
+            if not self._dropped:
+                self.warnings.append(
+                    f"is too slow: {MAX_QUEUED} lines are waiting, and those from step {step} on "
+                    "are not sent (metrics.jsonl has all lines)"
+                )
+            self._dropped = True
 
     def end(self, success: bool) -> None:
         """Finish the tracker after the queued lines."""
         self._success = success
-        self._queue.put(None)
+        self._ended.set()
 
     def run(self) -> None:
         """Start the tracker, send each queued line, finish the tracker."""
-        run_id, last_step, num_errors = None, 0, 0
+        run_id = None
+        last_step = 0
+        num_errors = 0
         with suppress(OSError, ValueError, KeyError):  # missing or damaged: start a new run there
             known = json.loads(self._file.read_text())
-            run_id, last_step = known["id"], known["last_step"]
+            run_id = known["id"]
+            last_step = known["last_step"]
         try:
             tracker: Tracker = plugins.load_class(self._spec, "run.trackers")()
             run_id = tracker.start(self._run_info, run_id)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a library may raise anything; training continues
             self._warn("could not start, so nothing of this run is sent", error)
             return
-        while (line := self._queue.get()) is not None:
-            step, metrics = line
-            if step > last_step:  # otherwise logged before a restart
-                try:
-                    tracker.log(step, metrics)
-                except (Exception, SystemExit) as error:  # noqa: BLE001
-                    num_errors += 1
-                    if num_errors % 100 == 1:
-                        self._warn(f"did not accept step {step}", error)
-                    continue
-                last_step = step
-                with suppress(OSError):  # a resumed run then sends some steps twice
-                    write_atomic(
-                        self._file, json.dumps({"id": run_id, "last_step": last_step}) + "\n"
-                    )
-            self.num_done += 1
+        for step, metrics in iter(self._next_line, None):
+            if step <= last_step:  # logged before a restart
+                continue
+            try:
+                tracker.log(step, metrics)
+            except (Exception, SystemExit) as error:  # noqa: BLE001
+                num_errors += 1
+                if num_errors % 100 == 1:
+                    self._warn(f"did not accept step {step}", error)
+                continue
+            last_step = step
+            with suppress(OSError):  # a resumed run then sends some steps twice
+                write_atomic(self._file, json.dumps({"id": run_id, "last_step": last_step}) + "\n")
         try:
             tracker.finish(self._success)
         except (Exception, SystemExit) as error:  # noqa: BLE001
             self._warn("could not finish the run", error)
+
+    def _next_line(self) -> tuple[int, dict[str, float]] | None:
+        """Wait for the next line; None after the last one of the run."""
+        while True:
+            try:
+                return self._queue.get(timeout=POLL_S)
+            except queue.Empty:
+                if self._ended.is_set():
+                    return None
 
     def _warn(self, what: str, error: BaseException) -> None:
         self.warnings.append(

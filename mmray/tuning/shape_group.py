@@ -16,7 +16,6 @@ from mmray.errors import MmrayError, OutOfMemoryError, TrainingError, first_line
 from mmray.storage.paths import AnyPath
 from mmray.training.coordinator import Coordinator
 from mmray.training.local import WorkerFailed
-from mmray.training.monitor import RunReporter
 from mmray.training.ray_backend import (
     RayBackend,
     is_worker_lost,
@@ -24,6 +23,7 @@ from mmray.training.ray_backend import (
     start_timeout_error,
     torch_trainer,
 )
+from mmray.training.reporter import RunReporter
 from mmray.tuning.shape import Measurements, ShapeTask
 
 

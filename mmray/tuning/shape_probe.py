@@ -32,7 +32,7 @@ from mmray.sweep_files import SWEEP, Recommendation, TrialRow
 from mmray.training.driver import check_classes
 from mmray.training.local import WorkerFailed, check_gpus, describe_exit, resolve_on_this_machine
 from mmray.training.local_worker import pickled
-from mmray.training.monitor import RunReporter
+from mmray.training.reporter import RunReporter
 from mmray.training.run_dir import collect_environment
 from mmray.training.validate import unsupported_reasons
 from mmray.tuning.shape import Failure, Measurements, ShapeTask, build_rows, recommend
