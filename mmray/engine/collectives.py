@@ -10,11 +10,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # Of torch.distributed, by the type of the training device. One group has both: NCCL cannot reduce
 # on the host.
@@ -150,3 +153,8 @@ class Group:
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
+
+
+def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
+    """Return True for a DTensor, of which each rank has a shard."""
+    return hasattr(tensor, "placements")

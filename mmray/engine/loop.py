@@ -103,6 +103,8 @@ class Trainer:
             self._load(load_checkpoint)
         self.meter = Meter(
             Throughput(timers),
+            spec.group,
+            precision,
             devices=2 if train.parallel == "branches" else 1,
             compiles=train.compile != "none",
         )
@@ -249,10 +251,10 @@ class Trainer:
 
         Takes three small collectives, so only for steps that are logged.
         """
-        spec, state, meter = self.spec, self.state, self.meter
+        spec, meter = self.spec, self.meter
         step = self.progress.step - 1
         local_sums = [*result.means.values(), *meter.token_counts]
-        sums, reduced = reduce_over_ranks(spec.group, local_sums, meter.compute(state))
+        sums, reduced = reduce_over_ranks(spec.group, local_sums, meter.compute())
         means = dict(zip(result.means, sums, strict=False))
         token_counts = sums[len(means) :]
         meter.token_counts.zero_()

@@ -1,5 +1,5 @@
-"""Dry run: a synthetic step that finds shape errors and measures memory, and a search for the
-micro-batch that fits.
+"""Dry run: synthetic steps that find errors of shapes, measure memory, and search the micro-batch
+size that fits.
 """
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from math import ceil, sqrt
+from math import ceil
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +41,12 @@ OOM_ADVICE = (
     "lower --model.inputs.image-side or --model.inputs.max-tokens, try --train.precision bf16 or "
     "--train.parallel fsdp, or use a smaller model or a larger GPU"
 )
+ONE_ROW_TOO_LARGE = f"a single row does not fit in the memory of a worker's device: {OOM_ADVICE}"
 HOST_FRACTION = 0.8  # of a host's free memory, available to its ranks
 # of a GPU's memory, left free by `batch.micro auto` for fragmentation and longer captions
 HEADROOM = 0.05
 # peak memory of a row : bytes that autograd saves; on a CPU 1.05 (resnet50-bert) to 1.2 (sample)
 PEAK_PER_SAVED = 1.2
-REFINEMENTS = 2  # sizes tried between the largest that fits and the smallest that does not
 MakeBatch = Callable[[int], Batch]  # rows -> a synthetic micro-batch on the training device
 
 
@@ -58,13 +58,27 @@ def dry_run(
     batch_shape: BatchShape,
     steps: int,
 ) -> tuple[BatchShape, dict[str, float]]:
-    """Take a synthetic step to find shape and memory errors before the first; return as
-    `probe_memory` does.
+    """Take a synthetic step to find errors of shapes and memory before data is read.
 
-    model: sharded if `train.parallel` is fsdp or hsdp, otherwise not wrapped. steps: of the run.
-    Raises UsageError if model and objective do not match.
+    Args:
+        config: Settings of the run.
+        model: Sharded if `train.parallel` is fsdp or hsdp, otherwise not wrapped. It is unchanged
+            afterwards.
+        objective: Loss of the run.
+        group: All ranks; each calls this function.
+        batch_shape: With `auto`, the largest micro-batch that fits on every rank is searched.
+        steps: Steps of the run.
+
+    Returns:
+        The shape with the micro-batch size of the run, and this rank's memory table in GiB.
+
+    Raises:
+        UsageError: Model and objective do not match, or a schedule of the user fails.
+        OutOfMemoryError: The micro-batch, or one row, does not fit.
+        TrainingError: The model cannot process the rows.
     """
-    device, mixed = group.device, precision.select_precision(config.train.precision, group.device)
+    device = group.device
+    mixed = precision.select_precision(config.train.precision, device)
     optimizer = build_optimizer(model, config.optimizer)  # temporary
     lr_at(steps - 1, config.optimizer, steps)  # raises the errors of a user's schedule
     state = TrainState(
@@ -74,113 +88,263 @@ def dry_run(
         [weight.detach().clone() for weight in model.parameters()] if config.train.ema else []
     )
 
-    def check_all_have_gradients() -> None:
-        unused = [
-            name
-            for name, weight in model.named_parameters()
-            if weight.requires_grad and weight.grad is None
-        ]
-        if unused:  # DDP would wait for their gradients forever
-            raise UsageError(
-                f"objective.kind `{config.objective.kind}` gives no gradient to {len(unused)} "
-                "parameters of the model, "
-                f"the first is {unused[0]}: use another objective, or freeze them with "
-                f"--optimizer.freeze {' '.join(unused[:3])}"
-            )
-
     def make_batch(rows: int) -> Batch:
         return synthetic_batch(config.model.inputs, config.model.vocab_size, rows, device)
 
     try:
-        return probe_memory(state, make_batch, batch_shape, check_all_have_gradients)
+        return probe_memory(state, make_batch, batch_shape)
+    except UnusedParametersError as error:
+        raise UsageError(
+            f"objective.kind `{config.objective.kind}` gives no gradient to {len(error.names)} "
+            f"parameters of the model, the first is {error.names[0]}: use another objective, or "
+            f"freeze them with --optimizer.freeze {' '.join(error.names[:3])}"
+        ) from error
     except KeyError as error:
-        if any(
-            frame.name == forward_micro_batch.__name__ for frame in extract_tb(error.__traceback__)
-        ):
+        frames = extract_tb(error.__traceback__)
+        if any(frame.name == forward_micro_batch.__name__ for frame in frames):
             raise TrainingError(
                 f"the dry run failed: the model's forward raised KeyError {error}"
             ) from error
         raise UsageError(
             f"objective.kind: `{config.objective.kind}` reads `{error.args[0]}`, which a model of "
-            "model.kind "
-            f"`{config.model.kind}` with these settings does not return; use another objective or "
-            "model"
+            f"model.kind `{config.model.kind}` with these settings does not return; use another "
+            "objective or model"
         ) from error
     finally:
         ema_placeholder.clear()
 
 
-def probe_memory(
-    state: TrainState,
-    make_batch: MakeBatch,
-    batch_shape: BatchShape,
-    check: Callable[[], None] = lambda: None,
-) -> tuple[BatchShape, dict[str, float]]:
-    """Take one synthetic step in micro-batches of the given size, or (`auto`) of as many rows as
-    fit on every rank.
+class UnusedParametersError(Exception):
+    """Trainable parameters get no gradient; DDP would wait for it forever."""
 
-    Return the shape with this size, and this rank's memory table in GiB. `check` is called while
-    the step's gradients exist. Model and random number generators are unchanged afterwards. Raises
-    OutOfMemoryError if the micro-batch, or one row, does not fit; TrainingError if the model cannot
-    process the rows.
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
+
+
+def probe_memory(
+    state: TrainState, make_batch: MakeBatch, batch_shape: BatchShape
+) -> tuple[BatchShape, dict[str, float]]:
+    """Take synthetic steps; return and raise as `dry_run` does.
+
+    Args:
+        state: Model, objective and optimizer. The model and the random number generators are
+            unchanged afterwards.
+        make_batch: Returns a synthetic micro-batch of this many rows on the training device.
+        batch_shape: As for `dry_run`.
+
+    Raises:
+        UnusedParametersError: The objective does not train all parameters.
     """
     group = state.group
-    rows_per_rank = batch_shape.rank_batch_size
-    micro = None if batch_shape.auto else batch_shape.micro_batch_size
-    fake_group = FakeGroup(group.rank, group.world_size, group.device)
-    fake_state, together = (
-        replace(state, group=fake_group),
-        strategy.has_inner_collectives(state.model),
-    )
     # A real collective, as large as those of DDP: NCCL allocates its buffers (1 GiB and more) in
     # the first.
     group.all_reduce_sum(torch.zeros(int(strategy.BUCKET_MB * 2**18), device=group.device))
     _allocate_optimizer(state.optimizer)
-    # allocated before the forward
-    ddp_buckets = group.world_size > 1 and not strategy.is_sharded(state.model)
-    searches_gpu = micro is None and group.device.type == "cuda"
-    headroom = int(HEADROOM * torch.cuda.mem_get_info(group.device)[1]) if searches_gpu else 0
-    # One step is enough for a given size without DDP's buckets, with which every weight has a
-    # gradient.
-    once, saved_bytes = micro is not None and not ddp_buckets, None
-
-    def try_rows(rows: int, size: int) -> int | None:
-        nonlocal saved_bytes
-        checks = (check,) if once else ()
-        saved_bytes = _try_step(
-            fake_state, make_batch, rows_per_rank, headroom, ddp_buckets, rows, size, *checks
-        )
-        return saved_bytes
-
-    # Searched in eager code, which saves more activations: graphs of each size tried would take
-    # minutes to compile.
-    with force_eager() if micro is None else nullcontext():
-        largest = _largest_micro_that_fits(group, try_rows, batch_shape, together, headroom)
-    if not once:
-        saved_bytes = _try_step(
-            fake_state, make_batch, rows_per_rank, 0, False, largest, largest, check
-        )
-    if saved_bytes is None:
-        raise _oom_error(group, batch_shape, largest, _half(largest))
+    probe = MemoryProbe(state, make_batch, batch_shape)
+    size, activations = probe.search() if batch_shape.auto else probe.try_given_size()
     if group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
     weights = list(state.model.parameters())
-    # and float32 copies of half-precision weights
     moments = tree_leaves(state.optimizer.state_dict()["state"])
     gradients: list[Tensor] = [weight for weight in weights if weight.requires_grad]
     if not getattr(state.model, "sync_once", False):
         gradients = [strategy.to_local(weight) for weight in gradients]
-    # of sharded tensors, this rank's shard; rank 0, whose table is logged, has the largest
+    # Of sharded tensors, this rank's shard; rank 0, whose table is logged, has the largest.
     sizes = {
         "parameters": sum(strategy.to_local(weight).nbytes for weight in weights),
         "gradients": sum(gradient.nbytes for gradient in gradients),
         "optimizer": sum(
             strategy.to_local(value).nbytes for value in moments if isinstance(value, Tensor)
         ),
-        "activations": saved_bytes,  # of two devices (`branches`), those of the first
+        "activations": activations,  # of two devices (`branches`), those of the first
     }
-    shape = batch_shape.with_micro_batch_size(largest)
-    return shape, {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
+    table = {f"memory/{name}_gib": value / GIB for name, value in sizes.items()}
+    return batch_shape.with_micro_batch_size(size), table
+
+
+class MemoryProbe:
+    """Synthetic steps in micro-batches of different sizes.
+
+    Each rank searches on its own, with collectives stubbed out, and all take the minimum. If a
+    forward has collectives (FSDP), the ranks search together, because the unsharded model need not
+    fit on one device.
+    """
+
+    def __init__(self, state: TrainState, make_batch: MakeBatch, batch_shape: BatchShape) -> None:
+        group = state.group
+        self._group = group
+        self._state = replace(state, group=FakeGroup(group.rank, group.world_size, group.device))
+        self._make_batch = make_batch
+        self._batch_shape = batch_shape
+        self._rows = batch_shape.rank_batch_size
+        self._together = strategy.has_inner_collectives(state.model)
+        self._headroom = 0
+        if batch_shape.auto and group.device.type == "cuda":
+            self._headroom = int(HEADROOM * torch.cuda.mem_get_info(group.device)[1])
+        # The largest size that fits so far, the bytes of its activations, and of a further row.
+        self._largest = self._activations = self._row_bytes = 0
+
+    def try_given_size(self) -> tuple[int, int]:
+        """Return the given micro-batch size and the bytes of its activations."""
+        size = self._batch_shape.micro_batch_size
+        activations = self.try_step(size, min(2 * size, self._rows))
+        if self._on_all_ranks(activations is not None):
+            return size, activations or 0
+        if size == 1:
+            raise OutOfMemoryError(ONE_ROW_TOO_LARGE)
+        raise OutOfMemoryError(
+            f"a micro-batch of {size} rows does not fit: lower --batch.micro, or set it to auto"
+        )
+
+    def search(self) -> tuple[int, int]:
+        """Return the largest micro-batch size found that fits on every rank, and the bytes of its
+        activations.
+        """
+        # In eager code, because graphs of each size would take minutes to compile.
+        with force_eager(), _disable_cudnn_benchmark():
+            too_large = self._double()
+        largest = self._group.all_reduce_min(self._largest)
+        too_large = self._group.all_reduce_min(too_large)
+        if largest == 0:
+            raise OutOfMemoryError(ONE_ROW_TOO_LARGE)
+        # One size in between, in the state of the run: compiled graphs of transformers save 0.7 of
+        # the activations of eager code.
+        size = self._split_evenly(largest)
+        between = self._split_evenly(largest * 3 // 2)
+        if size < between < too_large and self._on_all_ranks(self._is_expected_to_fit(between)):
+            size = between
+        # With all rows of a rank, because the outputs of all are in memory at once.
+        while True:
+            activations = self.try_step(size, self._rows)
+            if self._on_all_ranks(activations is not None):
+                return size, activations or 0
+            if size == 1:
+                raise OutOfMemoryError(
+                    f"one row fits, but not the outputs of {self._rows} rows: lower "
+                    "--batch.global or use more workers"
+                )
+            size = self._split_evenly(largest if size > largest else ceil(size / 2))
+
+    def _double(self) -> int:
+        """Double the size from one row on until it does not fit, or all rows do.
+
+        Returns:
+            The size that does not fit, or is not expected to; rows + 1 if all rows fit.
+        """
+        size = 1
+        while True:
+            if self._largest:
+                expected = self._is_expected_to_fit(size)
+                if not (self._on_all_ranks(expected) if self._together else expected):
+                    return size
+            activations = self.try_step(size, min(2 * size, self._rows))
+            if activations is None:
+                return size
+            self._row_bytes = (activations - self._activations) // (size - self._largest)
+            self._largest = size
+            self._activations = activations
+            if size == self._rows:
+                return size + 1
+            size = min(2 * size, self._rows)
+
+    def _is_expected_to_fit(self, size: int) -> bool:
+        """Return whether a size can be tried.
+
+        A GPU can, because it only raises an error. On a CPU the kernel would kill the process, and
+        a rank that fails in a forward with collectives leaves the others waiting: then the last two
+        sizes must predict that it fits.
+        """
+        if self._group.device.type == "cuda" and not self._together:
+            return True
+        activations = self._activations + self._row_bytes * (size - self._largest)
+        return PEAK_PER_SAVED * activations <= _free_bytes(self._group, self._headroom)
+
+    def _split_evenly(self, size: int) -> int:
+        """Return the size of equal micro-batches: 10 rows at most 7 at a time are 5 and 5."""
+        return ceil(self._rows / ceil(self._rows / size))
+
+    def _on_all_ranks(self, condition: bool) -> bool:
+        return self._group.all_reduce_min(int(condition)) > 0
+
+    def try_step(self, size: int, rows: int) -> int | None:
+        """Take a step of `rows` rows in micro-batches of `size` rows.
+
+        Returns:
+            The most bytes that autograd saves at a time; None if memory ran out.
+
+        Raises:
+            OutOfMemoryError: Memory ran out, and other ranks wait for this one.
+            UnusedParametersError: The objective does not train all parameters.
+        """
+        model = self._state.model
+        saved = SavedBytes(model)
+        fits = False
+        with strategy.preserve_buffers(model), saved.scope():
+            try:
+                self._accumulate(size, rows)
+                fits = True
+            except (RuntimeError, MemoryError, ValueError, IndexError, TypeError) as error:
+                if not is_out_of_memory(error):
+                    raise TrainingError(
+                        "the dry run failed: the model cannot process a synthetic micro-batch of "
+                        f"{size} rows: {error}"
+                    ) from error
+            model.zero_grad(set_to_none=True)
+        if self._group.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if not fits and self._together:
+            raise self._together_error(size)
+        return saved.peak if fits else None
+
+    def _accumulate(self, size: int, rows: int) -> None:
+        """Compute the gradients while the other memory of a run is in use."""
+        sizes = [min(size, rows - first) for first in range(0, rows, size)]
+        batch = make_local_batch([self._make_batch(each) for each in sizes])
+        model, device = self._state.model, self._group.device
+        reserved = [torch.empty(self._headroom, dtype=torch.uint8, device=device)]
+        if device.type == "cuda":  # it holds the rows of two steps at once (prefetch.py)
+            reserved += [
+                column.new_empty(2 * self._rows - rows, *column.shape[1:])
+                for column in batch.micro_batches[0].values()
+            ]
+        if self._group.world_size > 1 and not strategy.is_sharded(model):
+            # DDP has its buckets before the forward; here gradients are allocated in the backward.
+            reserved += [
+                torch.empty_like(weight) for weight in model.parameters() if weight.requires_grad
+            ]
+        accumulate_gradients(self._state, batch, lambda index: index)
+        unused = [
+            name
+            for name, weight in model.named_parameters()
+            if weight.requires_grad and weight.grad is None
+        ]
+        if unused:
+            raise UnusedParametersError(unused)
+
+    def _together_error(self, size: int) -> OutOfMemoryError:
+        cause = (
+            f"out of memory in the dry run with micro-batches of {size} rows "
+            f"(rank {self._group.rank})"
+        )
+        if size == 1:
+            return OutOfMemoryError(f"{cause}; {ONE_ROW_TOO_LARGE}")
+        smaller = self._largest if 0 < self._largest < size else ceil(size / 2)
+        return OutOfMemoryError(
+            f"{cause}; restarting with {smaller} rows",
+            self._batch_shape.with_micro_batch_size(smaller),
+        )
+
+
+@contextmanager
+def _disable_cudnn_benchmark() -> Iterator[None]:
+    """Scope in which cuDNN does not time its algorithms, which would take seconds for each size."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 class FakeGroup(Group):
@@ -216,182 +380,12 @@ def _allocate_optimizer(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def _half(size: int) -> int:
-    return ceil(size / 2) if size > 1 else 0
-
-
-def _oom_error(
-    group: Group, batch_shape: BatchShape, size: int, fallback_size: int
-) -> OutOfMemoryError:
-    cause = f"out of memory in the dry run with micro-batches of {size} rows (rank {group.rank})"
-    retry = f"restarting with {fallback_size} rows" if fallback_size else OOM_ADVICE
-    shape = batch_shape.with_micro_batch_size(fallback_size) if fallback_size else None
-    return OutOfMemoryError(f"{cause}; {retry}", shape)
-
-
-def _largest_micro_that_fits(
-    group: Group,
-    try_rows: Callable[[int, int], int | None],
-    batch_shape: BatchShape,
-    together: bool,
-    headroom: int,
-) -> int:
-    """Rows of a micro-batch that fit on every rank: `micro`, or the largest found by `search_size`
-    after 1 and 2 rows.
-
-    try_rows: `_try_step` for (rows, rows of a micro-batch). Each rank probes on its own, then all
-    take the minimum. If a forward has collectives, they probe together, because the unsharded model
-    need not fit on one device. Then a rank that runs out of memory leaves the others in a
-    collective, and they cannot agree to retry: its error has a smaller size, with which the group
-    restarts. So that this is rare, they try half the expected size, then all of it.
-    """
-
-    rows_per_rank = batch_shape.rank_batch_size
-    micro = None if batch_shape.auto else batch_shape.micro_batch_size
-
-    def bytes_if_fits(rows: int, size: int, fallback_size: int) -> int | None:
-        saved = try_rows(min(rows_per_rank, rows), size)
-        if saved is None and together:
-            raise _oom_error(group, batch_shape, size, fallback_size)
-        return saved
-
-    def expected_rows(one_row: int, two_rows: int) -> int:
-        rows = min(rows_per_rank, rows_in_memory(_free_bytes(group, headroom), one_row, two_rows))
-        return group.all_reduce_min(rows) if together else rows
-
-    largest = micro or 1
-
-    def fits(size: int) -> bool:
-        nonlocal largest
-        if bytes_if_fits(2 * size, size, max(largest, _half(size))) is None:
-            return False
-        largest = size
-        return True
-
-    saved = bytes_if_fits(1 if micro is None else 2 * micro, largest, _half(largest))
-    if saved is not None and micro is None:
-        # where the kernel kills a process that has too much memory
-        on_host, two = group.device.type == "cpu", None
-        if rows_per_rank > 1 and (not on_host or expected_rows(saved, 2 * saved) > 1):
-            two = bytes_if_fits(2, 2, 1)
-        if two is not None:
-            largest, guess = 2, expected_rows(saved, two)
-            start = max(1, _half(guess)) if together and guess < rows_per_rank else guess
-            largest = search_size(
-                rows_per_rank, start, guess if on_host or together else rows_per_rank, fits
-            )
-        # The outputs of all rows are in memory at once. Tried so far: 2 x largest rows, or only one
-        # or two.
-        tried = 2 * largest if largest > 2 else largest
-        while (
-            largest
-            and tried < rows_per_rank
-            and bytes_if_fits(rows_per_rank, largest, _half(largest)) is None
-        ):
-            largest = _half(largest)
-    largest = 0 if saved is None else largest
-    if common := group.all_reduce_min(largest):
-        return common
-    cause = f"a micro-batch of {micro} rows does not fit: lower --batch.micro, or set it to auto"
-    if largest:
-        cause = ""
-    elif saved is not None:
-        cause = (
-            f"one row fits, but not the outputs of {rows_per_rank} rows: lower --batch.global "
-            "or use more workers"
-        )
-    elif micro in (None, 1):
-        cause = f"a single row does not fit in the memory of a worker's device: {OOM_ADVICE}"
-    # another rank's, if this one fits
-    raise OutOfMemoryError(next(filter(None, group.all_gather_objects(cause))))
-
-
-def search_size(rows: int, start: int, limit: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest size found between 2, which fits, and `limit`.
-
-    The search doubles `start` until it does not fit, or halves it until it does; then it bisects on
-    a geometric scale. The rows of a step are divided evenly: 10 rows at most 7 at a time are 5 and
-    5.
-    """
-
-    def split_evenly(size: float) -> int:
-        return ceil(rows / ceil(rows / size))
-
-    largest, too_large, size = 2, limit + 1, split_evenly(start)
-    while largest < size and not fits(size):
-        too_large, size = size, split_evenly(_half(size))
-    largest = max(largest, size)
-    while too_large > limit and largest < (size := split_evenly(min(2 * largest, limit))):
-        largest, too_large = (size, too_large) if fits(size) else (largest, size)
-    for _ in range(REFINEMENTS):
-        if largest < (size := split_evenly(sqrt(largest * too_large))) < too_large:
-            largest, too_large = (size, too_large) if fits(size) else (largest, size)
-    return largest
-
-
-def rows_in_memory(free_bytes: float, one_row: int, two_rows: int) -> int:
-    """Rows of a micro-batch that are expected to fit, from the bytes that autograd saves of one row
-    and of two.
-    """
-    row = max(1, two_rows - one_row)
-    return max(1, int((free_bytes / PEAK_PER_SAVED - (one_row - row)) / row))
-
-
 def _free_bytes(group: Group, headroom: int) -> float:
     """Return the bytes that a rank's micro-batch may use."""
     if group.device.type == "cuda":
         return torch.cuda.mem_get_info(group.device)[0] - headroom
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
     return HOST_FRACTION * free_memory() / ranks
-
-
-def _try_step(
-    state: TrainState,
-    make_batch: MakeBatch,
-    rows_per_rank: int,
-    headroom: int,
-    ddp_buckets: bool,
-    rows: int,
-    micro: int,
-    check: Callable[[], None] = lambda: None,
-) -> int | None:
-    """Take a synthetic step of `rows` rows; return the bytes that autograd saves at a time, None
-    without memory.
-
-    rows_per_rank: rows of a step; a GPU holds those of two steps at once (prefetch.py). headroom:
-    bytes to leave free.
-    """
-    sizes, fits = [min(micro, rows - first) for first in range(0, rows, micro)], False
-    saved = SavedBytes(state.model)
-    with strategy.preserve_buffers(state.model), saved.scope():
-        try:
-            for weight in state.model.parameters():
-                weight.grad = (
-                    torch.zeros_like(weight) if ddp_buckets and weight.requires_grad else None
-                )
-            batch = make_local_batch([make_batch(size) for size in sizes])
-            on_gpu = [
-                column for column in batch.micro_batches[0].values() if column.device.type == "cuda"
-            ]
-            reserved = [
-                column.new_empty(2 * rows_per_rank - rows, *column.shape[1:]) for column in on_gpu
-            ]
-            reserved.append(torch.empty(headroom, dtype=torch.uint8, device=state.group.device))
-            accumulate_gradients(state, batch, lambda index: index)
-            reserved.clear()
-            check()
-            fits = True
-        except (RuntimeError, MemoryError, ValueError, IndexError, TypeError) as error:
-            if not is_out_of_memory(error):
-                raise TrainingError(
-                    "the dry run failed: the model cannot process a synthetic micro-batch of "
-                    f"{micro} rows: {error}"
-                ) from error
-        finally:
-            state.model.zero_grad(set_to_none=True)
-    if state.group.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return saved.peak if fits else None
 
 
 class SavedBytes:

@@ -20,7 +20,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from mmray import plugins
-from mmray.engine.parallel.strategy import is_dtensor
+from mmray.engine.collectives import is_dtensor
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:

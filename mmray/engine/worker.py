@@ -76,6 +76,10 @@ def train_worker(
         blocks: The rows of this rank. If they have a method `interrupt`, it is called from another
             thread than the one that iterates: it must end a `next` that waits for rows.
     """
+    if device.type == "cuda":
+        # The current GPU of the process is otherwise the first, and code that names no device
+        # would create a context there.
+        torch.cuda.set_device(device)
     config, plan = context.config, resume_point.plan
     driver.stage("building the model")
     torch.set_num_threads(config.cluster.num_threads)  # fixed: the order of sums changes rounding

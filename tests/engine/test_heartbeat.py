@@ -111,3 +111,23 @@ def test_wait_for_rows_is_reported(tmp_path, monkeypatch):
     release.set()
     thread.join(60)
     assert waited and not thread.is_alive()
+
+
+def test_micro_batches_of_a_long_step_count_as_progress(tmp_path, monkeypatch):
+    """Each heartbeat within the step differs from the one before, so no time limit is exceeded."""
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
+    messages = []
+    beat = Heartbeat(lambda message: messages.append(message) or False, {}, tmp_path)
+
+    class Slow(toy.Toy):
+        def forward(self, batch):
+            num_sent = len(messages)
+            while len(messages) < num_sent + 2:  # of which one was observed in this forward
+                time.sleep(0.005)
+            return super().forward(batch)
+
+    plan = SamplePlan(num_rows=8, global_rows=8, world_size=1, seed=1, steps=1)
+    with beat.running(0):
+        toy.run(Slow(), plan, micro=2, count_progress=beat.count_progress, callbacks=(beat,))
+    in_step = {message["progress"] for message in messages if message.get("step") == 0}
+    assert len(in_step) >= 7  # four micro-batches, three of them in both passes

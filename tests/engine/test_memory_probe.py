@@ -40,81 +40,61 @@ def state_with(max_rows=10**9, **fault):
         (11, 12, 6),
         (5, 12, 4),
         (1, 12, 1),
+        (1, 2, 1),
         (99, 1, 1),
         (682, 683, 342),
-        (40, 683, 35),
+        (40, 683, 32),
+        (50, 683, 46),
         (6, 683, 6),
     ],
 )
 def test_auto_micro_is_an_even_part_of_a_ranks_rows_near_the_limit(limit, rows, micro):
-    """Also of a prime number of rows."""
+    """Also of a prime number of rows; 683 rows in 15 micro-batches are 46 and fewer."""
     assert probe(state_with(limit), rows)[0] == micro
 
 
+class Search(memory_probe.MemoryProbe):
+    """A search among 256 rows on a device that fits some of them, each of 45 bytes."""
+
+    def __init__(self, device, limit=10**6, together=False):
+        shape = BatchShape(256, 256, world_size=1, auto=True)
+        super().__init__(toy.train_state(toy.Toy()), None, shape)
+        self._group = Group(device=torch.device(device))
+        self._together, self.limit, self.tried = together, limit, []
+
+    def try_step(self, size, rows):
+        self.tried.append(size)
+        return 45 * size if size <= self.limit else None
+
+
 @pytest.mark.parametrize(
-    ("memory", "start", "limit", "tried", "largest"),
+    ("limit", "tried", "micro"),
     [
-        (40, 41, 256, [37, 64, 43], 37),
-        (40, 20, 256, [20, 37, 64, 43], 37),
-        (40, 256, 256, [256, 128, 64, 32, 43, 37], 37),
-        (999, 100, 256, [86, 128, 256], 256),
-        (999, 41, 41, [37], 37),
-        (999, 256, 256, [256], 256),
-        (2, 2, 2, [], 2),
-        (2, 9, 256, [9, 5, 3], 2),
+        (40, [1, 2, 4, 8, 16, 32, 64, 43, 32], 32),
+        (50, [1, 2, 4, 8, 16, 32, 64, 43], 43),
+        (999, [1, 2, 4, 8, 16, 32, 64, 128, 256, 256], 256),
+        (2, [1, 2, 4, 3, 2], 2),
+        (1, [1, 2, 1], 1),
     ],
 )
-def test_search_doubles_or_halves_the_start_then_bisects(memory, start, limit, tried, largest):
-    """256 rows on a device that fits `memory` of them."""
-    sizes = []
-    assert (
-        memory_probe.search_size(
-            256, start, limit, lambda size: sizes.append(size) or size <= memory
-        )
-        == largest
-    )
-    assert sizes == tried
+def test_search_on_a_gpu_doubles_until_a_step_does_not_fit(limit, tried, micro):
+    """Then it tries one size in between. The last step has all rows."""
+    search = Search("cuda", limit)
+    assert search.search() == (micro, 45 * micro) and search.tried == tried
 
 
-def test_host_is_not_given_more_rows_than_expected_to_fit(monkeypatch):
-    """Not even two, because the kernel would kill the process."""
-    tried, try_step = [], memory_probe._try_step
-    monkeypatch.setattr(
-        memory_probe, "_try_step", lambda *args: tried.append(args[5:7]) or try_step(*args)
-    )
-    monkeypatch.setattr(memory_probe, "free_memory", lambda: 1)
-    assert probe(state_with(), 12)[0] == 1
-    assert tried == [(1, 1), (12, 1), (1, 1)]
-
-
+@pytest.mark.parametrize(("device", "together"), [("cpu", False), ("cpu", True), ("cuda", True)])
 @pytest.mark.parametrize(
-    ("free_bytes", "tried", "largest"), [(100, [1, 2, 2], 2), (480, [1, 2, 4, 8, 8], 8)]
+    ("rows_in_memory", "tried"), [(0, [1, 1]), (9, [1, 2, 4, 8, 8]), (13, [1, 2, 4, 8, 12])]
 )
-def test_ranks_that_search_together_do_not_try_more_than_expected(
-    monkeypatch, free_bytes, tried, largest
+def test_search_tries_what_is_expected_to_fit_where_failing_ends_the_attempt(
+    monkeypatch, device, together, rows_in_memory, tried
 ):
-    """45 bytes a row: one row or eight are expected to fit; two were seen to fit."""
-    sizes, group = [], SimpleNamespace(device=torch.device("cuda"), all_reduce_min=int)
-    monkeypatch.setattr(memory_probe, "_free_bytes", lambda *_: free_bytes)
-    try_rows = lambda rows, size: sizes.append(size) or 45 * size  # noqa: E731
-    assert (
-        memory_probe._largest_micro_that_fits(
-            group, try_rows, BatchShape(32, 32, 1, auto=True), True, 0
-        )
-        == largest
-    )
-    assert sizes == tried
-
-
-def test_rows_in_memory_are_linear_in_the_saved_bytes():
-    """1,000 bytes and 100 a row."""
-    ratio = memory_probe.PEAK_PER_SAVED
-    assert memory_probe.rows_in_memory(ratio * 5049, 1100, 1200) == 40
-    assert (
-        memory_probe.rows_in_memory(0, 1100, 1200)
-        == memory_probe.rows_in_memory(ratio * 5000, 0, 9999)
-        == 1
-    )
+    """The kernel would kill a process, and ranks that search together wait for each other."""
+    free = 45 * memory_probe.PEAK_PER_SAVED * rows_in_memory + 1
+    monkeypatch.setattr(memory_probe, "_free_bytes", lambda *_: free)
+    search = Search(device, together=together)
+    assert search.search()[0] == tried[-1] and search.tried == tried
 
 
 def test_storages_at_reused_addresses_count_again_and_shared_ones_once():
@@ -183,15 +163,6 @@ def test_search_keeps_headroom_after_communication_buffers_are_allocated(monkeyp
     assert [name for name, _ in calls[:2]] == ["all-reduce", "forward"] and calls[0][
         1
     ] == 25 * 2**20
-
-
-def test_all_rows_are_tried_one_by_one_if_two_do_not_fit(monkeypatch):
-    tried, try_step = [], memory_probe._try_step
-    monkeypatch.setattr(
-        memory_probe, "_try_step", lambda *args: tried.append(args[5:7]) or try_step(*args)
-    )
-    assert probe(state_with(1), rows_per_rank=2)[0] == 1
-    assert tried == [(1, 1), (2, 2), (2, 1), (1, 1)]
 
 
 def test_too_large_batch_is_refused_before_data_is_read():

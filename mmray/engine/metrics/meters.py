@@ -27,38 +27,32 @@ from mmray.engine.parallel.transforms import (
     num_compiled_graphs,
 )
 from mmray.engine.precision import Precision
-from mmray.engine.run_state import TrainState
 from mmray.objectives.protocol import Batch
 
 
 @dataclass
 class Meter:
-    """Metrics of one rank; `devices`: number of devices of a worker;
-
-    `compiles`: the model has compiled blocks.
-    """
+    """Metrics of one rank."""
 
     rates: Throughput
-    devices: int = 1
-    compiles: bool = False
+    group: Group
+    precision: Precision
+    devices: int = 1  # of a worker
+    compiles: bool = False  # the model has compiled blocks
     # sums of TokenCounts
     token_counts: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     flops_of_row: float | None = None  # of `model_flops_of_row`, counted in the first step
 
-    def compute(self, state: TrainState) -> Metrics:
+    def compute(self) -> Metrics:
         """Return metrics since the last call, and reset."""
-        device: torch.device = state.group.device
-        metrics = self.rates.compute(state.group.world_size)
+        device, world_size = self.group.device, self.group.world_size
+        metrics = self.rates.compute(world_size)
         if metrics:
-            rate = (
-                (self.flops_of_row or 0.0)
-                * metrics["throughput/samples_per_s"]
-                / state.group.world_size
-                / self.devices
-            )
-            metrics["throughput/tflops_per_device"] = rate / 1e12
+            samples_per_s = metrics["throughput/samples_per_s"] / world_size / self.devices
+            flops_per_s = (self.flops_of_row or 0.0) * samples_per_s
+            metrics["throughput/tflops_per_device"] = flops_per_s / 1e12
             if device.type == "cuda":
-                metrics["throughput/mfu"] = rate / peak_flops(device, state.precision)
+                metrics["throughput/mfu"] = flops_per_s / peak_flops(device, self.precision)
         if self.compiles:
             metrics["compile/graphs"] = num_compiled_graphs()
         return metrics | machine_load(device) | {"memory/peak_gib": self.rates.timers.peak_gib()}

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from mmray.engine.collectives import Group
+from mmray.engine.collectives import Group, is_dtensor
 from mmray.errors import UsageError
 from mmray.models.protocol import EMBEDDING_METHODS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 SHARDED = ("fsdp", "hsdp")  # values of train.parallel
 BUCKET_MB = 25.0  # MiB of gradients per all-reduce (DDP)
@@ -206,11 +205,6 @@ def place_branches(module: nn.Module, device: torch.device) -> None:
 def is_sharded(module: nn.Module) -> bool:
     """Return True if `shard` was applied to the module, so that it is an FSDPModule."""
     return hasattr(module, "set_reshard_after_forward")
-
-
-def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
-    """Return True if the tensor is a DTensor."""
-    return hasattr(tensor, "placements")
 
 
 @torch.no_grad()

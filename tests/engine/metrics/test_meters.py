@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import mmap
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import psutil
@@ -16,6 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmray.data.stream.order import SamplePlan
+from mmray.engine.collectives import Group
 from mmray.engine.loop import Trainer
 from mmray.engine.metrics import meters
 from mmray.engine.metrics import timers as timers_module
@@ -155,13 +155,11 @@ def test_mfu_is_achieved_over_peak_flops_of_a_device(monkeypatch, spend, precisi
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**30)
     monkeypatch.setattr(meters, "machine_load", lambda device: {"gpu/busy_percent": 73.0})
     rates = Throughput(PhaseTimers(CUDA))
-    state = SimpleNamespace(
-        group=SimpleNamespace(device=CUDA, world_size=4), precision=precision, model=toy.Toy()
-    )
+    group = Group(world_size=4, device=CUDA)
     for step_s in (60, 0.5, 1.5):  # the first is left out
         spend(step_s)
         rates.add(0.0, rows=800, tokens=1)
-    metrics = Meter(rates, devices=2, flops_of_row=25e9).compute(state)
+    metrics = Meter(rates, group, precision, devices=2, flops_of_row=25e9).compute()
     assert metrics["throughput/samples_per_s"] == 800
     assert metrics["throughput/tflops_per_device"] == pytest.approx(2.5)
     assert metrics["throughput/mfu"] == pytest.approx(2.5 / peak_tflops)
