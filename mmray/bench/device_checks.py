@@ -196,15 +196,17 @@ def check_compiled(kind: str, device: torch.device) -> dict[str, float]:
 def check_graphs(kind: str, device: torch.device) -> dict[str, float]:
     """Branches that run as CUDA graphs equal eager ones, in one pass and in micro-batches."""
     differences: dict[str, float] = {}
+    notes: list[str] = []
     plan = SamplePlan(96, PLAN.global_rows, world_size=1, seed=1, steps=8)
     for micro in (PLAN.global_rows // 2, PLAN.global_rows):
         for backend in ("none", compile_backend(device)):
             torch._dynamo.reset()
             eager = train(kind, device, plan, micro, compile=backend)
             spec = spec_of(kind, device, plan=plan, micro_batch_size=micro, compile=backend)
-            notes: list[str] = []
             branches = branches_of(spec.model)
-            line = graph_branches(branches, spec.train, device, lambda _, text: notes.append(text))
+            line = graph_branches(
+                branches, spec.train, device, lambda _, text, notes=notes: notes.append(text)
+            )
             assert device.type != "cuda" or line.startswith("CUDA graphs for image"), line
             loop.train_loop(spec, steps_of(kind, plan=plan, micro_batch_size=micro))
             assert not notes, notes

@@ -133,7 +133,7 @@ def build_grad_cache(
 def _local_counts(
     parts: ObjectiveParts, micro_batches: list[Batch], stop: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return float64 vectors: this rank's counts of the global and of the local loss, and `stop`."""
+    """Return float64 vectors: counts of the global and of the local loss, and the stop request."""
     none = micro_batches[0]["valid"].new_zeros(0, dtype=torch.float64)
     global_counts, local_counts = (
         none
