@@ -204,9 +204,7 @@ def check_graphs(kind: str, device: torch.device) -> dict[str, float]:
             eager = train(kind, device, plan, micro, compile=backend)
             spec = spec_of(kind, device, plan=plan, micro_batch_size=micro, compile=backend)
             branches = branches_of(spec.model)
-            line = graph_branches(
-                branches, spec.train, device, lambda _, text, notes=notes: notes.append(text)
-            )
+            line = graph_branches(branches, spec.train, device, lambda _, text: notes.append(text))
             assert device.type != "cuda" or line.startswith("CUDA graphs for image"), line
             loop.train_loop(spec, steps_of(kind, plan=plan, micro_batch_size=micro))
             assert not notes, notes

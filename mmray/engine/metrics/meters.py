@@ -193,7 +193,8 @@ def model_flops_of_row(model: nn.Module, batch: Batch, precision: Precision) -> 
             outputs = model(rows)
         tensors = [output for output in outputs.values() if output.requires_grad]
         torch.autograd.backward(tensors, [torch.zeros_like(output) for output in tensors])
-    return counter.total / len(rows["valid"])
+    num_rows = len(next(iter(rows.values())))
+    return counter.total / num_rows
 
 
 def peak_flops(device: torch.device, precision: Precision) -> float:
