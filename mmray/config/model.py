@@ -283,7 +283,8 @@ class TowerModel(EmbeddingModel):
         )
 
     def _image_reasons(self) -> list[str]:
-        image, side = self.image, self.inputs.image_side
+        image = self.image
+        side = self.inputs.image_side
         if image.name.startswith("resnet"):
             if self.batch_norm == "frozen" and image.weights == "none":
                 return [

@@ -29,7 +29,10 @@ class BadRow(ValueError):
 
     def __init__(self, stage: str, reason: str, detail: str, key: str | None = None) -> None:
         super().__init__(f"{stage} {reason}: {detail}")
-        self.stage, self.reason, self.detail, self.key = stage, reason, detail, key
+        self.stage = stage
+        self.reason = reason
+        self.detail = detail
+        self.key = key
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,9 @@ def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()
 
 
 def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> SourceRow:
-    boxes, box_labels, label = (
-        values.get("boxes", []),
-        values.get("box_labels", []),
-        values.get("label"),
-    )
+    boxes = values.get("boxes", [])
+    box_labels = values.get("box_labels", [])
+    label = values.get("label")
     if not isinstance(boxes, list) or not all(map(_is_box, boxes)):
         raise BadRow(
             "columns",
@@ -169,9 +170,11 @@ def _parse_image(value: Any, hosts: tuple[str, ...]) -> ImageRef:
     """Parse a path, bytes, the {path, bytes} struct of Hugging Face, or a URL at one of `hosts`."""
     if isinstance(value, ImageRef):
         return value
-    name, data = value, value
+    name = value
+    data = value
     if isinstance(value, dict):
-        name, data = value.get("path"), value.get("bytes")
+        name = value.get("path")
+        data = value.get("bytes")
     if isinstance(data, bytes):
         return ImageRef(name if isinstance(name, str) and name else "the image", data=data)
     if not isinstance(name, str) or not name.strip():
@@ -234,10 +237,8 @@ def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
         if not isinstance(value, list) or not value:
             raise ValueError(f"must be a list of {{role, content}} (got {str(value)[:80]!r})")
         parsed = [_parse_message(item) for item in value]
-        roles, num_images = (
-            [role for role, _ in parsed],
-            sum(content.count(_IMAGE) for _, content in parsed),
-        )
+        roles = [role for role, _ in parsed]
+        num_images = sum(content.count(_IMAGE) for _, content in parsed)
         messages = tuple(
             {"role": role, "content": content.replace(_IMAGE, "").strip()}
             for role, content in parsed

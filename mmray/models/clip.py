@@ -38,7 +38,8 @@ class DualEncoder(nn.Module):
 
     def __init__(self, image: nn.Module, text: nn.Module, spec: EmbeddingModel) -> None:
         super().__init__()
-        self.image, self.text = image, text
+        self.image = image
+        self.text = text
         self.log_scale = nn.Parameter(torch.tensor(-math.log(spec.temperature)))
         bias = (
             None if spec.logit_bias is None else nn.Parameter(torch.tensor(float(spec.logit_bias)))
@@ -196,7 +197,8 @@ class VisionBranch(nn.Module):
     ) -> None:
         super().__init__()
         tower.embeddings = PatchEmbeddings(tower.embeddings, inputs.mean, inputs.std)
-        self.tower, self.project = tower, project
+        self.tower = tower
+        self.project = project
         self.patch_dropout = patch_dropout
 
     def forward(self, image: Tensor) -> Tensor:
@@ -220,7 +222,8 @@ class ClipText(nn.Module):
 
     def __init__(self, tower: Any, project: nn.Linear) -> None:
         super().__init__()
-        self.tower, self.project = tower, project
+        self.tower = tower
+        self.project = project
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids and mask [B, T] (1 is a token, right-padded) -> L2-normalized embeddings [B, D]."""

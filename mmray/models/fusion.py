@@ -35,10 +35,8 @@ class CrossEncoder(nn.Module):
         self, spec: CrossAttention, image_width: int, num_positions: int, text_width: int
     ) -> None:
         super().__init__()
-        self.from_image, self.from_text = (
-            nn.Linear(image_width, spec.width),
-            nn.Linear(text_width, spec.width),
-        )
+        self.from_image = nn.Linear(image_width, spec.width)
+        self.from_text = nn.Linear(text_width, spec.width)
         # feature maps have no positions
         self.position = nn.Parameter(0.02 * torch.randn(1, num_positions, spec.width))
         sizes = spec.width, spec.heads, transformer_config(spec)["intermediate_size"], spec.dropout
@@ -55,10 +53,8 @@ class CrossEncoder(nn.Module):
         tokens [B, W].
         """
         padding = ~mask_with_first(attention_mask)
-        hidden, memory = (
-            self.from_text(text_features),
-            self.from_image(image_features) + self.position,
-        )
+        hidden = self.from_text(text_features)
+        memory = self.from_image(image_features) + self.position
         for layer in self.layers:
             hidden = layer(hidden, memory, tgt_key_padding_mask=padding)
         return masked_mean(self.norm(hidden), attention_mask)
@@ -73,7 +69,8 @@ class Fusion(TwoTower):
         self, spec: FusionConfig, vocab_size: int, architecture: Architecture = None
     ) -> None:
         super().__init__(spec, vocab_size, architecture)
-        image, side = self.image.tower, spec.inputs.image_side
+        image = self.image.tower
+        side = spec.inputs.image_side
         # A forward of a copy on the meta device, without memory; the weights of the image tower may
         # be on it too.
         on_meta = copy.deepcopy(

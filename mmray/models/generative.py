@@ -52,7 +52,8 @@ class Generative(HfModel, nn.Module):
             net.model.vision_tower, net.model.multi_modal_projector, spec.inputs, net.config
         )
         self.text = LanguageModel(net.model.language_model, net.lm_head)
-        self._hf_config, self.chat = net.config, spec.inputs.chat
+        self._hf_config = net.config
+        self.chat = spec.inputs.chat
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return `logits` [B, T, V] of the next token; the batch has `image_pos` [B]."""
@@ -72,12 +73,12 @@ class Generative(HfModel, nn.Module):
 
         with torch.device("meta"):
             net: Any = LlavaForConditionalGeneration(self._hf_config)
-        net.model.vision_tower, net.model.multi_modal_projector = (
-            self.image.tower,
-            self.image.project,
-        )
-        net.model.language_model, net.lm_head = self.text.tower, self.text.head
-        device, prompts = self.text.head.weight.device, []
+        net.model.vision_tower = self.image.tower
+        net.model.multi_modal_projector = self.image.project
+        net.model.language_model = self.text.tower
+        net.lm_head = self.text.head
+        device = self.text.head.weight.device
+        prompts = []
         for features, question in zip(
             self.image(image.to(device)).split(1), questions, strict=True
         ):
@@ -106,10 +107,8 @@ class Generative(HfModel, nn.Module):
     def default_hf_config(spec: GenerativeConfig, vocab_size: int) -> Any:
         from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
-        text, num_patches = (
-            transformer_config(spec.text),
-            (spec.inputs.image_side // spec.image.patch) ** 2,
-        )
+        text = transformer_config(spec.text)
+        num_patches = (spec.inputs.image_side // spec.image.patch) ** 2
         # Llama has no weights for positions; 2048 is the default of transformers.
         text["max_position_embeddings"] = max(2048, spec.inputs.max_tokens + num_patches)
         # set at export
@@ -124,7 +123,8 @@ class Generative(HfModel, nn.Module):
 
     @staticmethod
     def num_image_tokens(config: Any) -> int:
-        vision, layer = config.vision_config, config.vision_feature_layer
+        vision = config.vision_config
+        layer = config.vision_feature_layer
         if vision.model_type not in VISION_TYPES or not isinstance(layer, int):
             raise UsageError(
                 f"{WEIGHTS_SETTING}: a vision encoder of type {vision.model_type!r} with feature "
@@ -160,8 +160,10 @@ class VisionTokens(nn.Module):
     def __init__(self, tower: Any, project: nn.Module, inputs: Inputs, config: Any) -> None:
         super().__init__()
         tower.embeddings = PatchEmbeddings(tower.embeddings, inputs.mean, inputs.std)
-        self.tower, self.project = tower, project
-        layers, layer = tower.encoder.layers, config.vision_feature_layer
+        self.tower = tower
+        self.project = project
+        layers = tower.encoder.layers
+        layer = config.vision_feature_layer
         self.num_layers_used = layer if layer >= 0 else len(layers) + 1 + layer
         # CLIP's class token
         self.num_skipped_tokens = 1 if config.vision_feature_select_strategy == "default" else 0
@@ -190,7 +192,8 @@ class LanguageModel(nn.Module):
 
     def __init__(self, tower: Any, head: nn.Linear) -> None:
         super().__init__()
-        self.tower, self.head = tower, head
+        self.tower = tower
+        self.head = head
 
     def forward(self, image: Tensor, input_ids: Tensor, image_pos: Tensor) -> Tensor:
         """Image features [B, N, W], ids [B, T], position of the image token [B] (-1: none) ->
@@ -208,7 +211,8 @@ class LanguageModel(nn.Module):
         ).last_hidden_state
         # The prediction at the image token is that of the last image feature.
         text = torch.arange(input_ids.shape[1], device=hidden.device)[None]
-        image_start, num_extra = image_pos.clamp(min=0)[:, None], image.shape[1] - 1
+        image_start = image_pos.clamp(min=0)[:, None]
+        num_extra = image.shape[1] - 1
         return self.head(
             _gather_rows(hidden, torch.where(text < image_start, text, text + num_extra))
         )

@@ -108,7 +108,8 @@ def rename_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for given, tensor in state.items():
         # of DDP; of custom text
-        name, tensor = given.removeprefix("module.").removeprefix("text."), tensor.float()
+        name = given.removeprefix("module.").removeprefix("text.")
+        tensor = tensor.float()
         if name in (*_OPENAI_ENTRIES, "attn_mask"):
             continue
         if name in _PROJECTIONS:
@@ -153,10 +154,8 @@ def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
 
     Raises UsageError.
     """
-    patches, tokens = (
-        "vision_model.embeddings.patch_embedding.weight",
-        "text_model.embeddings.token_embedding.weight",
-    )
+    patches = "vision_model.embeddings.patch_embedding.weight"
+    tokens = "text_model.embeddings.token_embedding.weight"
     is_siglip = model_kind(hf) == "siglip"
     projections = () if is_siglip else ("visual_projection.weight", "text_projection.weight")
     missing = [
@@ -181,8 +180,10 @@ def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
             "its folder"
         )
     # without the class token
-    num_patches, patch = len(hf[_IMAGE_POSITIONS]) - (not is_siglip), hf[patches].shape[-1]
-    side, max_tokens = patch * math.isqrt(num_patches), len(hf[_TEXT_POSITIONS])
+    num_patches = len(hf[_IMAGE_POSITIONS]) - (not is_siglip)
+    patch = hf[patches].shape[-1]
+    side = patch * math.isqrt(num_patches)
+    max_tokens = len(hf[_TEXT_POSITIONS])
     return {
         "image_side": side,
         "patch": patch,
@@ -201,7 +202,8 @@ def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dic
             f"model.kind: {spec.weights} is a {kind} checkpoint, not {spec.kind}; set "
             f"model.kind {kind}"
         )
-    size, config = infer_sizes(spec.weights, hf), read_config(Path(spec.weights).expanduser())
+    size = infer_sizes(spec.weights, hf)
+    config = read_config(Path(spec.weights).expanduser())
     model = config.get("model_cfg", config)
     vision: dict[str, Any] = {"image_size": size["image_side"], "patch_size": size["patch"]}
     text: dict[str, Any] = {
@@ -216,7 +218,8 @@ def hf_config(state: dict[str, Tensor], hf: dict[str, Tensor], spec: Any) -> dic
     else:
         shared = {"projection_dim": len(hf["text_projection.weight"])}
         activation = shared | {"hidden_act": _activation(state, spec, config, model)}
-        vision, text = vision | activation, text | activation
+        vision = vision | activation
+        text = text | activation
     _check_supported(spec.weights, model, kind)
 
     def tower(part: str, values: dict[str, Any]) -> dict[str, Any]:

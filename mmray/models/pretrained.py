@@ -53,11 +53,13 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
             name: tensor.to("meta") for name, tensor in read_state_dict(SETTING, weights).items()
         }
         hf = open_clip.rename_to_hf(shapes)
-        size, kind = open_clip.infer_sizes(weights, hf), open_clip.model_kind(hf)
+        size = open_clip.infer_sizes(weights, hf)
+        kind = open_clip.model_kind(hf)
         inputs = {
             name: size[name] for name in ("image_side", "max_tokens")
         } | open_clip.preprocessing(path)
-        folder, rows = path.parent, size["vocab_size"]
+        folder = path.parent
+        rows = size["vocab_size"]
     else:
         kinds = {part.hf_type: kind for kind, part in KINDS.items() if part.hf_type}
         config = load_config(SETTING, weights, (*kinds, *HF_TYPES))
@@ -67,7 +69,9 @@ def pretrained_settings(weights: str) -> dict[str, Any]:
                 "encoder; train a model "
                 f"with it: --model.image.name transformers --model.image.weights {weights}"
             )
-        folder, kind, rows = path, kinds[config.model_type], config.text_config.vocab_size
+        folder = path
+        kind = kinds[config.model_type]
+        rows = config.text_config.vocab_size
         if hasattr(config, EXPORT_MARKER):
             inputs = dict(config.model["inputs"])
         else:

@@ -96,10 +96,8 @@ class LabelTexts(nn.Module):
         return self.ids, self.mask
 
     def _set(self, token_ids: list[list[int]] | None) -> None:
-        self.token_ids, rows = (
-            token_ids,
-            [torch.tensor(row, dtype=torch.long) for row in token_ids or [[]]],
-        )
+        self.token_ids = token_ids
+        rows = [torch.tensor(row, dtype=torch.long) for row in token_ids or [[]]]
         for name, column in {"ids": rows, "mask": [torch.ones_like(row) for row in rows]}.items():
             self.register_buffer(
                 name, pad_sequence(column, batch_first=True).to(self.named.device), persistent=False

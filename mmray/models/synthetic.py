@@ -21,7 +21,8 @@ def synthetic_batch(
     batch.
     """
     generator = torch.Generator().manual_seed(seed)
-    side, tokens = inputs.image_side, inputs.max_tokens
+    side = inputs.image_side
+    tokens = inputs.max_tokens
     batch = {
         "image": torch.randint(
             0, 256, (rows, 3, side, side), dtype=torch.uint8, generator=generator

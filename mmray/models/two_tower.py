@@ -28,11 +28,9 @@ class ImageBranch(nn.Module):
         self, tower: ImageEncoder, embed_dim: int, inputs: Inputs, with_features: bool
     ) -> None:
         super().__init__()
-        self.pixels, self.tower, self.with_features = (
-            NormalizePixels(inputs.mean, inputs.std),
-            tower,
-            with_features,
-        )
+        self.pixels = NormalizePixels(inputs.mean, inputs.std)
+        self.tower = tower
+        self.with_features = with_features
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, image: Tensor) -> Any:
@@ -49,7 +47,8 @@ class TextBranch(nn.Module):
 
     def __init__(self, tower: TextEncoder, embed_dim: int, with_features: bool) -> None:
         super().__init__()
-        self.tower, self.with_features = tower, with_features
+        self.tower = tower
+        self.with_features = with_features
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:

@@ -263,7 +263,9 @@ class HfModel:
             )
             load_state(net, hf_state, problem)
             add_language_rows(net, vocab_size, token)
-        vision, text, inputs = net.config.vision_config, net.config.text_config, spec.inputs
+        vision = net.config.vision_config
+        text = net.config.text_config
+        inputs = spec.inputs
         if vision.image_size != inputs.image_side:
             raise UsageError(
                 f"model.inputs.image_side: {spec.weights} needs images of {vision.image_size} "

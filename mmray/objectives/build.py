@@ -91,7 +91,8 @@ class WeightedSum:
         """Weighted loss sums [K], counts [K], and each term's own sums at its index of a vector
         [K].
         """
-        losses, metric_sums = [], {}
+        losses = []
+        metric_sums = {}
         for index, term in enumerate(self._terms):
             loss, _, sums = term.objective.compute_loss(outputs, batch, gathered)
             losses.append(term.weight * loss)

@@ -33,16 +33,18 @@ class Contrastive(RowLoss):
     ) -> LossSums:
         """Logits are [local rows, global rows] in each direction, never [global, global]."""
         valid = batch["valid"]
-        image, text = (
-            mask_invalid(outputs["image_embed"], valid),
-            mask_invalid(outputs["text_embed"], valid),
-        )
+        image = mask_invalid(outputs["image_embed"], valid)
+        text = mask_invalid(outputs["text_embed"], valid)
         scale = outputs["logit_scale"].to(image.dtype)
         if gathered is None:
             logits = scale * image @ text.T
-            to_text, to_image, columns, offset = logits, logits.T, valid, 0
+            to_text = logits
+            to_image = logits.T
+            columns = valid
+            offset = 0
         else:
-            columns, offset = gathered["valid"], gathered["offset"]
+            columns = gathered["valid"]
+            offset = gathered["offset"]
             to_text = scale * image @ mask_invalid(gathered["text_embed"], columns).T
             to_image = scale * text @ mask_invalid(gathered["image_embed"], columns).T
         targets = torch.arange(offset, offset + len(valid), device=valid.device).masked_fill(
@@ -105,17 +107,16 @@ class Sigmoid(RowLoss):
         """Loss summed over local images [B] and remote texts [V]; text i belongs to image
         positive_row[i], if any.
         """
-        image, text = (
-            mask_invalid(outputs["image_embed"], valid),
-            mask_invalid(remote["text_embed"], remote_valid),
-        )
+        image = mask_invalid(outputs["image_embed"], valid)
+        text = mask_invalid(remote["text_embed"], remote_valid)
         logits = outputs["logit_scale"].to(image.dtype) * image @ text.T + outputs["logit_bias"].to(
             image.dtype
         )
         positive = torch.arange(len(image), device=image.device)[:, None] == positive_row
         counted = valid[:, None] & remote_valid[None]
         losses = torch.where(counted, -F.logsigmoid(torch.where(positive, logits, -logits)), 0)
-        positive_sum, total = torch.where(positive, losses, 0).sum(), losses.sum()
+        positive_sum = torch.where(positive, losses, 0).sum()
+        total = losses.sum()
         return total, {
             "loss_positive": positive_sum.detach(),
             "loss_negative": (total - positive_sum).detach(),

@@ -54,7 +54,8 @@ class Classification(CrossEntropy):
     Outputs: `class_logits` [B, C]. The batch's `label` is int64 [B], -1 for a row without a label.
     """
 
-    logits, accuracy = "class_logits", "class_accuracy"
+    logits = "class_logits"
+    accuracy = "class_accuracy"
 
     def targets(self, batch: Batch) -> Tensor:
         """Labels of valid rows [B]."""
@@ -70,7 +71,8 @@ class LanguageModelling(CrossEntropy):
     T], -100 for tokens without a loss: the prompt, the image, padding.
     """
 
-    logits, accuracy = "logits", "token_accuracy"
+    logits = "logits"
+    accuracy = "token_accuracy"
 
     def targets(self, batch: Batch) -> Tensor:
         """Next token at each position of valid rows [B, T], none at the last."""
@@ -87,7 +89,8 @@ class RegionText(CrossEntropy):
     """
 
     scalar_output_names = ("logit_scale",)
-    logits, accuracy = "region_logits", "region_accuracy"
+    logits = "region_logits"
+    accuracy = "region_accuracy"
 
     def targets(self, batch: Batch) -> Tensor:
         """Labels of the boxes of valid rows [B, N]."""

@@ -41,11 +41,10 @@ class Matching(RowLoss):
         """
         valid = batch["valid"]
         has_negative = valid & batch["has_negative"]
-        match, negative = (
-            at_least_float32(outputs["match"]),
-            at_least_float32(outputs["match_negative"]),
-        )
-        match, negative = torch.where(valid, match, 0), torch.where(has_negative, negative, 0)
+        match = at_least_float32(outputs["match"])
+        negative = at_least_float32(outputs["match_negative"])
+        match = torch.where(valid, match, 0)
+        negative = torch.where(has_negative, negative, 0)
         losses = torch.where(valid, F.softplus(-match), 0) + torch.where(
             has_negative, F.softplus(negative), 0
         )
@@ -74,7 +73,8 @@ def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -
 
     Gumbel-max sampling; the noise is a function of the positions of the two rows.
     """
-    image, text = at_least_float32(outputs["image_embed"]), at_least_float32(gathered["text_embed"])
+    image = at_least_float32(outputs["image_embed"])
+    text = at_least_float32(gathered["text_embed"])
     scores = (outputs["logit_scale"] * image @ text.T).double() + gumbel_noise(
         batch["pos"], gathered["pos"]
     )

@@ -70,7 +70,8 @@ class ParquetSource(Source):
         """Yield the known columns of the rows start..stop of a file."""
         with open_sequential(self.folder / name) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
-            ends, columns = _cumulative_rows(file), self._known_columns(file.schema_arrow, name)
+            ends = _cumulative_rows(file)
+            columns = self._known_columns(file.schema_arrow, name)
             first = bisect_right(ends, start)
             groups = list(range(first, bisect_left(ends, stop) + 1))
             rows = file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns)
@@ -79,7 +80,8 @@ class ParquetSource(Source):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        index, names = 0, self.names()
+        index = 0
+        names = self.names()
         for name, (ends, signature) in zip(
             names, iter_parallel(self._check_file, names), strict=True
         ):
@@ -136,7 +138,8 @@ class ParquetSource(Source):
 
     def parse(self, record: tuple[pa.RecordBatch, str | None]) -> dict[str, Any]:
         """Convert one row, so that invalid UTF-8 affects only this row. Raises BadRow."""
-        (batch, split), column = record, self.columns.get("split", "split")
+        batch, split = record
+        column = self.columns.get("split", "split")
         try:
             values: dict[str, Any] = batch.to_pylist()[0]
         except UnicodeDecodeError as error:
@@ -263,7 +266,8 @@ def _slice_rows(
     """Yield the rows start..start + count of the batches."""
     for batch in batches:
         part = batch.slice(min(start, batch.num_rows), count)
-        start, count = max(0, start - batch.num_rows), count - part.num_rows
+        start = max(0, start - batch.num_rows)
+        count -= part.num_rows
         if part.num_rows:
             yield part
         if not count:

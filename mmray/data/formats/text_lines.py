@@ -50,8 +50,11 @@ class LineReader(Iterator[bytes]):
 
     def __init__(self, file: Any, start: int = 0, stop: int = sys.maxsize) -> None:
         file.seek(start)
-        self._file, self._stop = io.BufferedReader(file, _PIECE_BYTES), stop
-        self.offset, self.num_lines, self.digest = start, 0, hashlib.sha256()
+        self._file = io.BufferedReader(file, _PIECE_BYTES)
+        self._stop = stop
+        self.offset = start
+        self.num_lines = 0
+        self.digest = hashlib.sha256()
 
     def __next__(self) -> bytes:
         line = b""
@@ -86,7 +89,8 @@ class JsonlSource(Source):
         with open_sequential(self.folder / self.name) as file:
             lines = LineReader(file)
             for record in self.iter_records(lines):
-                records, rows = records + 1, rows + bool(record)
+                records += 1
+                rows += bool(record)
                 if records == rows_per_chunk or lines.offset in previous_chunk_ends:
                     yield SourceChunk(
                         index,
@@ -97,13 +101,11 @@ class JsonlSource(Source):
                         rows,
                         lines.digest.hexdigest(),
                     )
-                    index, start, first_line, records, rows = (
-                        index + 1,
-                        lines.offset,
-                        lines.num_lines + 1,
-                        0,
-                        0,
-                    )
+                    index += 1
+                    start = lines.offset
+                    first_line = lines.num_lines + 1
+                    records = 0
+                    rows = 0
                     lines.digest = hashlib.sha256()
             if lines.offset > start:
                 yield SourceChunk(
@@ -195,7 +197,8 @@ class CsvSource(JsonlSource):
         return names, lines.offset
 
     def parse(self, record: list[str] | BadRow) -> dict[str, Any]:
-        fields, (names, _) = _decode_fields(record), self._header
+        fields = _decode_fields(record)
+        names, _ = self._header
         if len(fields) != len(names):
             raise BadRow(
                 "parse", "columns", f"{len(fields)} fields, the first line names {len(names)}"

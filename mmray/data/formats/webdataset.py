@@ -181,14 +181,17 @@ def _group_samples(
     """Group consecutive members by base name; a repeat starts a new sample, so one is rejected for
     a duplicate id.
     """
-    current, members = None, {}
+    current = None
+    members = {}
     for name, member in tar_members:
         folder, _, base = name.removeprefix("./").rpartition("/")
         first, _, extension = base.partition(".")
-        stem, extension = f"{folder}/{first}".lstrip("/"), extension.lower()
+        stem = f"{folder}/{first}".lstrip("/")
+        extension = extension.lower()
         if current is not None and (stem != current or extension in members):
             yield current, members
             members = {}
-        current, members[extension] = stem, member
+        current = stem
+        members[extension] = member
     if current is not None:
         yield current, members

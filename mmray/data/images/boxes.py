@@ -81,7 +81,8 @@ def to_model_coords(
         crop: Rect = random_crop_box(size, augment, uniforms[CROP_SLICE])
     elif inputs.fit == "pad":  # the square is larger than the image
         x, y, w, h = letterbox_xywh(width, height, inputs.image_side)
-        scale_x, scale_y = width / w, height / h
+        scale_x = width / w
+        scale_y = height / h
         crop = (
             -x * scale_x,
             -y * scale_y,
@@ -91,10 +92,8 @@ def to_model_coords(
     else:
         crop = crop_box(width, height, inputs.fit)
     left, top, right, bottom = crop  # of the image, in its pixels
-    origin, extent = (
-        [left, top, left, top],
-        [right - left, bottom - top, right - left, bottom - top],
-    )
+    origin = [left, top, left, top]
+    extent = [right - left, bottom - top, right - left, bottom - top]
     out = (boxes * [width, height, width, height] - origin) / extent
     if augment is not None and uniforms is not None and uniforms[FLIP_INDEX] < augment.flip:
         out = np.stack([1 - out[:, 2], out[:, 1], 1 - out[:, 0], out[:, 3]], axis=1)

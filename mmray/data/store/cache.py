@@ -30,7 +30,8 @@ class ShardCache:
     """Entries in `folder` of at most `max_bytes` in total; cheap to pickle."""
 
     def __init__(self, folder: str, max_bytes: int) -> None:
-        self.folder, self.max_bytes = Path(folder).expanduser().absolute(), max_bytes
+        self.folder = Path(folder).expanduser().absolute()
+        self.max_bytes = max_bytes
         # the folder may hold entries of earlier processes
         self._bytes_since_count: float = max_bytes
         self._warned = False

@@ -23,7 +23,8 @@ TOKENIZER = "tokenizer.json"
 QUARANTINE = "quarantine.jsonl"
 # of a rerun that failed, next to the list of the older set
 REJECTED_QUARANTINE = "quarantine.rejected.jsonl"
-SHARDS, CHUNK_RECORDS = "shards", "parts"  # folders
+SHARDS = "shards"  # folder
+CHUNK_RECORDS = "parts"  # folder
 SCHEMA_VERSION = 3
 # few enough to read one random row, enough to keep the index of a shard short
 RECORD_BATCH_ROWS = 8

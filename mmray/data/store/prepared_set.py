@@ -168,7 +168,8 @@ class ShardReader:
     def _fetch(
         self, start: int, stop: int, requests: list[ReadRequest], consume: Consumer, refresh: bool
     ) -> None:
-        shard, offsets = requests[0].shard, requests[0].shard.batch_offsets
+        shard = requests[0].shard
+        offsets = requests[0].shard.batch_offsets
         fetch = partial(self._ranges.read, shard.file, start, stop)
         if self._cache is None:
             data = pa.py_buffer(fetch())
@@ -431,7 +432,8 @@ class PreparedMixture:
     """
 
     def __init__(self, sets: Sequence[PreparedSet], weights: Sequence[float]) -> None:
-        self.sets, self.weights = tuple(sets), tuple(weights)
+        self.sets = tuple(sets)
+        self.weights = tuple(weights)
         names = [each.folder.name for each in sets]
         self.names = [
             name if names.count(name) == 1 else f"{name}-{number}"

@@ -34,8 +34,10 @@ class ChatEncoder:
 
     def __init__(self, tokenizer_json: str, chat: Chat, max_tokens: int) -> None:
         encoder = TextEncoder(tokenizer_json, max_tokens)
-        self.pad_id, self.vocab_size = encoder.pad_id, encoder.vocab_size
-        self._chat, self.tokenizer = chat, encoder.tokenizer
+        self.pad_id = encoder.pad_id
+        self.vocab_size = encoder.vocab_size
+        self._chat = chat
+        self.tokenizer = encoder.tokenizer
         ids = (self.tokenizer.token_to_id(token) for token in (chat.image, chat.end))
         self.image_id, self.eos_id = (NO_TOKEN if index is None else index for index in ids)
         self._special_tokens = sorted(encoder.special_tokens, key=len, reverse=True)
@@ -66,7 +68,8 @@ class ChatEncoder:
         rows = self.tokenizer.encode_batch([text for text, _ in rendered])
         num_tokens = np.array([len(row.ids) for row in rows], np.int32)
         shape = len(rows), max(1, num_tokens.max(initial=0))
-        ids, loss_mask = np.full(shape, self.pad_id, np.int32), np.zeros(shape, bool)
+        ids = np.full(shape, self.pad_id, np.int32)
+        loss_mask = np.zeros(shape, bool)
         image_pos = np.full(len(rows), NO_TOKEN, np.int32)
         for number, (row, (_, spans)) in enumerate(zip(rows, rendered, strict=True)):
             ids[number, : len(row.ids)] = row.ids
@@ -97,15 +100,19 @@ class ChatEncoder:
 
     def render(self, conversation: list[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation and the character spans that contribute to the loss."""
-        chat, text, spans = self._chat, "", []
+        chat = self._chat
+        text = ""
+        spans = []
         image = f"{chat.image}\n"
         if not any(message["role"] == "user" for message in conversation):
-            text, image = image, ""
+            text = image
+            image = ""
         for message in conversation:
             before, _, after = getattr(chat, message["role"]).partition("{}")
             content = remove_tokens(message["content"], self._special_tokens)
             if message["role"] == "user":
-                content, image = image + content, ""
+                content = image + content
+                image = ""
             text += before
             if message["role"] == "assistant":
                 spans.append((len(text), len(text) + len(content) + len(chat.end)))

@@ -103,7 +103,10 @@ class Backbone(ImageEncoder):
 
     def __init__(self, net: Any, width: int, prefix_tokens: int, frozen: bool) -> None:
         super().__init__()
-        self.net, self.width, self.prefix_tokens, self.frozen = net, width, prefix_tokens, frozen
+        self.net = net
+        self.width = width
+        self.prefix_tokens = prefix_tokens
+        self.frozen = frozen
         timm_model = getattr(net, "timm_model", None)  # may have only registers
         self.has_class_token = prefix_tokens > 0 and getattr(timm_model, "cls_token", 0) is not None
 
@@ -213,7 +216,8 @@ def _resnet(spec: ImageTower, read_weights: bool) -> tuple[Any, int, int]:
             "or set it to `none`"
         ) from None
     width = net.fc.in_features
-    net.avgpool, net.fc = nn.Identity(), nn.Identity()
+    net.avgpool = nn.Identity()
+    net.fc = nn.Identity()
     return net, width, 0
 
 
@@ -263,7 +267,8 @@ class _Block(nn.Module):
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = _norm(channels_in), _norm(channels_out)
+        self.norm1 = _norm(channels_in)
+        self.norm2 = _norm(channels_out)
         self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=2, padding=1, bias=False)
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
         self.pool = nn.AvgPool2d(2, ceil_mode=True)

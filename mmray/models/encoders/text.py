@@ -66,7 +66,8 @@ def build_text_tower(
         config = AutoConfig.for_model(**saved)
     else:
         if architecture is None:
-            weights, config = spec.weights, load_config(WEIGHTS_SETTING, spec.weights, FAMILIES)
+            weights = spec.weights
+            config = load_config(WEIGHTS_SETTING, spec.weights, FAMILIES)
         else:
             values = transformer_config(spec) | {
                 "vocab_size": vocab_size,
@@ -129,11 +130,10 @@ class TextTransformer(TextEncoder):
     def __init__(self, spec: TextTower, vocab_size: int, max_tokens: int) -> None:
         super().__init__()
         self.width = spec.width
-        self.tokens, self.positions = (
-            nn.Embedding(vocab_size, spec.width),
-            nn.Embedding(max_tokens, spec.width),
-        )
-        self.norm, self.dropout = nn.LayerNorm(spec.width), nn.Dropout(spec.dropout)
+        self.tokens = nn.Embedding(vocab_size, spec.width)
+        self.positions = nn.Embedding(max_tokens, spec.width)
+        self.norm = nn.LayerNorm(spec.width)
+        self.dropout = nn.Dropout(spec.dropout)
         self.layers = nn.ModuleList(
             TransformerLayer(spec.width, spec.heads, spec.dropout) for _ in range(spec.depth)
         )
@@ -162,9 +162,12 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, nn.Dropout(dropout)
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads = heads
+        self.dropout = nn.Dropout(dropout)
+        self.attention_norm = nn.LayerNorm(width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )

@@ -24,9 +24,13 @@ from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, move_tree, staged_upload, to_path
 from mmray.version import VERSION
 
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+CARD = "README.md"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"
 EXPORT_FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, PROCESSOR, CARD}
 RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 FIT = {
@@ -112,7 +116,8 @@ def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | Non
         tokenizer = Tokenizer.from_str(tokenizer_json)
         tokenizer.no_padding()
         caption = tokenizer.encode("a")
-        ids, special = caption.ids, caption.special_tokens_mask
+        ids = caption.ids
+        special = caption.special_tokens_mask
         # at the end and nowhere else
         has_end = 0 in special and special[-1] and ids.index(ids[-1]) == len(ids) - 1
         return model.export_hf_config(
@@ -193,18 +198,18 @@ def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
 
 def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
     """Return README.md. spec: the `model` section as JSON values."""
-    inputs, side = spec["inputs"], spec["inputs"]["image_side"]
-    tags, purpose = (
-        "image-text, retrieval, zero-shot",
-        ("An image-text model; similarities are dot products."),
-    )
+    inputs = spec["inputs"]
+    side = spec["inputs"]["image_side"]
+    tags = "image-text, retrieval, zero-shot"
+    purpose = "An image-text model; similarities are dot products."
     call = (
         'scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", "a '
         'blue square"]).T'
     )
     texts = f"up to {inputs['max_tokens']} tokens; longer ones are truncated."
     if chat := inputs.get("chat"):
-        tags, purpose = "image-text-to-text", "A model that answers questions about an image."
+        tags = "image-text-to-text"
+        purpose = "A model that answers questions about an image."
         call = f'model.answer(["photo.jpg"], "{chat["question"]}")'
         turn = (
             f"{chat['user'].format(chat['image'] + '...').strip()} "

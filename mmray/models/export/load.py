@@ -73,7 +73,10 @@ class Embedder:
     """
 
     def __init__(self, model: Any, inputs: Inputs, encoder: TextEncoder, device: torch.device):
-        self.model, self.inputs, self.device, self._encoder = model, inputs, device, encoder
+        self.model = model
+        self.inputs = inputs
+        self.device = device
+        self._encoder = encoder
 
     def embed_images(self, images: Sequence[ImageInput], batch: int = 64) -> Tensor:
         """L2-normalized embeddings float32 [N, D] on the CPU."""
@@ -227,7 +230,10 @@ class Generator:
     """Answers questions about images by greedy decoding."""
 
     def __init__(self, model: Any, inputs: ChatInputs, encoder: ChatEncoder, device: torch.device):
-        self.model, self.inputs, self.device, self._encoder = model, inputs, device, encoder
+        self.model = model
+        self.inputs = inputs
+        self.device = device
+        self._encoder = encoder
 
     def answer(
         self,
@@ -268,7 +274,8 @@ def _decode_image(index: int, image: ImageInput) -> np.ndarray:
     """Upright RGB uint8 [H, W, 3], decoded as in training. Raises DataError with `index`."""
     try:
         if isinstance(image, Image.Image):
-            upright, file = ImageOps.exif_transpose(image), io.BytesIO()
+            upright = ImageOps.exif_transpose(image)
+            file = io.BytesIO()
             if upright.mode not in _PNG_MODES:
                 upright = upright.convert("RGBA" if upright.has_transparency_data else "RGB")
             # lossless; `decode` handles transparency and 16-bit images
