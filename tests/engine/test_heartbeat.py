@@ -128,6 +128,6 @@ def test_micro_batches_of_a_long_step_count_as_progress(tmp_path, monkeypatch):
 
     plan = SamplePlan(num_rows=8, global_rows=8, world_size=1, seed=1, steps=1)
     with beat.running(0):
-        toy.run(Slow(), plan, micro=2, count_progress=beat.count_progress, callbacks=(beat,))
+        toy.run(Slow(), plan, micro=2, heartbeat=beat, callbacks=(beat,))
     in_step = {message["progress"] for message in messages if message.get("step") == 0}
     assert len(in_step) >= 7  # four micro-batches, three of them in both passes
