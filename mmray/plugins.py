@@ -11,9 +11,15 @@ from mmray.errors import UsageError
 
 
 def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
-    """Import the class `name`.
+    """Import the class that a setting names as `package.module:Class`.
 
-    Raises UsageError with the setting and the built-in names (`known`).
+    Args:
+        name: Its name.
+        setting: Name of the setting, for errors.
+        known: Built-in names, for errors.
+
+    Raises:
+        UsageError: The name has another form, or the class cannot be imported.
     """
     module, _, attribute = name.partition(":")
     if not attribute:

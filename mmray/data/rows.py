@@ -10,7 +10,7 @@ from typing import Any
 from mmray.storage.address import is_url, redact_url, rejection_reason
 
 HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # not trained on
-MAX_MESSAGE_BYTES = 64 * 1024  # of one message; captions have the same limit
+MAX_MESSAGE_BYTES = 64 * 1024  # limit of a message, the same as of a caption
 _ROLES = {
     "system": "system",
     "user": "user",
@@ -68,9 +68,15 @@ class SourceRow:
 
 
 def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()) -> SourceRow:
-    """Parse a row, with `location` as key if it has none; image URLs must be on one of `hosts`.
+    """Validate the values of a row.
 
-    Raises BadRow.
+    Args:
+        values: Values by our column names; None is the same as a missing column.
+        location: Key of a row without one, such as `file:line`.
+        hosts: Hosts of allowed image URLs.
+
+    Raises:
+        BadRow: With the stage `columns` and a reason.
     """
     values = {name: value for name, value in values.items() if value is not None}
     key = values.get("id", values.get("key", location))

@@ -21,11 +21,17 @@ if TYPE_CHECKING:
 
 
 def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None) -> nn.Module:
-    """Build the model that `spec.kind` names, with random or pretrained weights, and LoRA adapters.
+    """Build a model with random or pretrained weights and LoRA adapters.
 
-    vocab_size: tokens of the tokenizer; a larger `model.vocab_size` sets the embedding rows.
-    architecture: see `Architecture`. A user's class is called with (spec, vocab_size). Raises
-    UsageError.
+    Args:
+        spec: The `model` section. A class that `kind` names as `package.module:Class` is called
+            with (spec, vocab_size).
+        vocab_size: Number of tokens of the tokenizer; a larger `model.vocab_size` sets the rows
+            of the embedding.
+        architecture: See `Architecture`.
+
+    Raises:
+        UsageError: The settings are not supported, or the weights cannot be read.
     """
     rows = spec.vocab_size or vocab_size
     if spec.kind in KINDS:

@@ -68,7 +68,14 @@ class Generative(HfModel, nn.Module):
     def answer(
         self, encoder: ChatEncoder, image: Tensor, questions: Sequence[str], max_new_tokens: int
     ) -> list[str]:
-        """Answer a question about each image, uint8 [B, 3, S, S], by greedy decoding."""
+        """Answer a question about each image by greedy decoding.
+
+        Args:
+            encoder: Encoder of the prompts, and decoder of the answers.
+            image: Pixels uint8 [B, 3, S, S].
+            questions: One for each image.
+            max_new_tokens: Maximum length of an answer.
+        """
         from transformers import LlavaForConditionalGeneration
 
         with torch.device("meta"):
@@ -134,7 +141,7 @@ class Generative(HfModel, nn.Module):
         return int(vision.image_size // vision.patch_size) ** 2
 
     def export_hf_config(self, eos_id: int, pad_id: int, image_id: int) -> dict[str, Any]:
-        """config.json for transformers."""
+        """Return config.json for transformers, with the ids of its special tokens."""
         values: dict[str, Any] = self._hf_config.to_dict()
         ends = {"eos_token_id": eos_id, "pad_token_id": pad_id}
         image = {"image_token_index": image_id, "image_seq_length": self.image.num_tokens}
@@ -209,7 +216,7 @@ class LanguageModel(nn.Module):
         hidden = self.tower(
             inputs_embeds=inputs, past_key_values=empty, use_cache=False
         ).last_hidden_state
-        # The prediction at the image token is that of the last image feature.
+        # At the image token, the prediction of the last image feature is returned.
         text = torch.arange(input_ids.shape[1], device=hidden.device)[None]
         image_start = image_pos.clamp(min=0)[:, None]
         num_extra = image.shape[1] - 1

@@ -58,10 +58,11 @@ _PROJECTIONS = {
 }
 _IMAGE_POSITIONS = "vision_model.embeddings.position_embedding.weight"
 _TEXT_POSITIONS = "text_model.embeddings.position_embedding.weight"
-_PROBE = "vision_model.head.probe"  # of attention pooling, which only SigLIP has
+_PROBE = "vision_model.head.probe"  # only SigLIP has attention pooling
 # further entries of OpenAI's files
 _OPENAI_ENTRIES = ("input_resolution", "context_length", "vocab_size")
-HEAD_WIDTH = 64  # of all published models up to width 1024; wider image encoders have 16 heads
+# All published models up to width 1024 have heads of this width; wider image encoders have 16.
+HEAD_WIDTH = 64
 TEXT_HEADS = 8  # open_clip's default
 FIT = {"shortest": "crop", "squash": "squash", "longest": "pad"}  # open_clip's resize_mode
 # Settings in open_clip's config that change a model, but not its weights -> values of transformers'
@@ -107,7 +108,7 @@ def rename_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename a state_dict for transformers; unknown names are kept."""
     out: dict[str, Tensor] = {}
     for given, tensor in state.items():
-        # of DDP; of custom text
+        # DDP adds the first prefix, open_clip's custom text encoders the second.
         name = given.removeprefix("module.").removeprefix("text.")
         tensor = tensor.float()
         if name in (*_OPENAI_ENTRIES, "attn_mask"):
@@ -133,7 +134,7 @@ def _to_siglip(hf: dict[str, Tensor]) -> dict[str, Tensor]:
         packed = torch.cat([hf.pop(name) for name in (kv.replace("kv", "q"), kv) if name in hf])
         hf[f"vision_model.head.attention.in_proj_{kv.rpartition('.')[2]}"] = packed
     width = hf[_TEXT_POSITIONS].shape[1] if _TEXT_POSITIONS in hf else 0
-    # of models without a projection, or without a bias
+    # Models without a projection or without a bias get an identity.
     head = {"weight": torch.eye(width), "bias": torch.zeros(width)}
     hf |= {
         f"text_model.head.{name}": hf.pop(f"text_projection.{name}", tensor)
@@ -179,7 +180,7 @@ def infer_sizes(weights: str, hf: dict[str, Tensor]) -> dict[str, int]:
             f"it has no {missing[0]} (its name in transformers). Give a model of transformers by "
             "its folder"
         )
-    # without the class token
+    # CLIP has a position for its class token too.
     num_patches = len(hf[_IMAGE_POSITIONS]) - (not is_siglip)
     patch = hf[patches].shape[-1]
     side = patch * math.isqrt(num_patches)
@@ -324,7 +325,7 @@ def _activation(
 
     Raises UsageError if nothing defines it, or the setting differs.
     """
-    stored = config.get("text_config", {}).get("hidden_act")  # of transformers
+    stored = config.get("text_config", {}).get("hidden_act")  # name in transformers
     if "vision_cfg" in model:
         stored = "quick_gelu" if model.get("quick_gelu") else "gelu"
     if all(name in state for name in _OPENAI_ENTRIES):
@@ -341,9 +342,7 @@ def _activation(
 
 
 def check_activation(spec: Any, stored: str | None) -> None:
-    """Raise UsageError if `model.activation` is set to another activation than that of the
-    weights.
-    """
+    """Raise UsageError if `model.activation` differs from the activation of the weights."""
     given = getattr(spec, "activation", None)
     if stored is not None and given not in (None, stored):
         raise UsageError(

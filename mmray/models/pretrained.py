@@ -19,7 +19,7 @@ from mmray.models.weights import load_config, load_local_or_hub, read_state_dict
 SETTING = "--weights"
 INTERPOLATIONS = {number: name for name, number in RESAMPLING.items()}
 SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")  # no hub name has one
-# in a repository of the hub
+# Names of weights in repositories of the hub.
 OPEN_CLIP_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 

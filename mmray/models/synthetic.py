@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 def synthetic_batch(
     inputs: Inputs, vocab_size: int, rows: int, device: torch.device | str, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Valid rows of random pixels and full-length random captions, with distinct keys and
+    """Return a batch of random pixels and full-length random captions, with distinct keys and
     positions.
 
-    Columns are those of data/stream/collate.py. Generated on the CPU, so every device gets the same
-    batch.
+    Args:
+        inputs: The `model.inputs` section, which defines the columns (data/stream/collate.py).
+        vocab_size: Token ids are below it.
+        rows: Number of rows, all valid.
+        device: Device of the result; the numbers come from the CPU, so they are equal on all.
+        seed: Seed of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     side = inputs.image_side

@@ -65,7 +65,7 @@ class TwoTower(DualEncoder):
 
     image: ImageBranch
     text: TextBranch
-    with_features = False  # of the branches
+    with_features = False  # argument of the branches
 
     def __init__(
         self, spec: TowerModel, vocab_size: int, architecture: Architecture = None

@@ -40,7 +40,14 @@ def save_weights(
 ) -> None:
     """Write a state_dict as safetensors; tied weights are copied.
 
-    Raises SafetensorError or OSError.
+    Args:
+        weights: Tensors by name.
+        file: The file to write.
+        metadata: Further entries of the header.
+
+    Raises:
+        SafetensorError: The tensors cannot be written.
+        OSError: The file cannot be written.
     """
     seen: set[int] = set()
     out: dict[str, Tensor] = {}
@@ -50,7 +57,7 @@ def save_weights(
         out[name] = whole.clone() if storage in seen else whole
         seen.add(storage)
     file.touch()
-    # of the umask; safetensors creates files that only the owner can read
+    # The mode of the umask, because safetensors creates files that only the owner can read.
     mode = file.stat().st_mode
     save_file(out, file, metadata={"format": "pt"} | (metadata or {}))
     file.chmod(mode)
@@ -116,7 +123,16 @@ def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
 
 
 def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **options: Any) -> Any:
-    """Call `read` for a directory, the hub cache, or the hub, in this order. Raises UsageError."""
+    """Read something from a directory, the hub cache, or the hub, in this order.
+
+    Args:
+        setting: Name of the setting, for errors.
+        name: A directory, or a name of the hub.
+        read: Called with the name, `local_files_only`, and the options.
+
+    Raises:
+        UsageError: It cannot be read.
+    """
     path = Path(name).expanduser()
     try:
         if path.is_dir():
@@ -186,7 +202,7 @@ def add_language_rows(net: Any, rows: int, language_token: str) -> None:
     """Add embedding rows for language tokens that a pretrained model lacks, initialized as the
     model does.
     """
-    text = getattr(net, "text_model", net)  # of CLIP and SigLIP
+    text = getattr(net, "text_model", net)  # CLIP and SigLIP have a part of this name
     if language_token and 0 < rows - text.config.vocab_size <= MAX_LANGUAGES:
         text.resize_token_embeddings(rows, mean_resizing=False)
 

@@ -62,8 +62,8 @@ def _merge_terms(terms: list[Term]) -> Objective | None:
 class WeightedSum:
     """A sum of objectives such as `contrastive + 0.5 * matching`.
 
-    It is computed in two `objective_parts`: the sum of its global and that of its local losses. In
-    a sum of K losses of one kind, loss sums and counts are vectors [K].
+    It is computed in two `objective_parts`: the sum of its global and the sum of its local losses.
+    In a sum of K losses of one kind, loss sums and counts are vectors [K].
     """
 
     def __init__(self, terms: list[Term]) -> None:

@@ -48,11 +48,15 @@ class Objective(Protocol):
     def compute_loss(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> LossSums:
-        """Loss summed over the valid rows of `batch`, its count, and the sums of further metrics.
+        """Return the loss summed over the valid rows of `batch`, its count, and the sums of further
+        metrics.
 
-        gathered (global losses only): each gathered output of all ranks [G, ...], `valid` bool [G],
-        and `offset`, the row of `gathered` where this rank's rows start. None: the batch is the
-        whole global batch.
+        Args:
+            outputs: Outputs of the model for the batch, by name.
+            batch: The rows of this rank, or of a micro-batch for a local loss.
+            gathered: For global losses: each gathered output of all ranks [G, ...], `valid` bool
+                [G], and `offset`, the row of `gathered` where this rank's rows start. None: the
+                batch is the whole global batch.
         """
 
 
@@ -75,12 +79,15 @@ class HardNegativeMining(Protocol):
     def sample_hard_negatives(
         self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]
     ) -> Batch:
-        """Further columns for the rows of a micro-batch, passed to the model with the batch.
+        """Return further columns for the rows of a micro-batch, passed to the model with the batch.
 
-        outputs: `score_outputs` and the scalar outputs, without gradient. gathered: `score_outputs`
-        and `gathered_inputs` of all ranks [G, ...], `valid` bool [G], and `offset`, where this
-        micro-batch starts. The result must not depend on how rows are split into micro-batches and
-        ranks.
+        The result must not depend on how rows are split into micro-batches and ranks.
+
+        Args:
+            outputs: `score_outputs` and the scalar outputs, without gradient.
+            batch: The micro-batch.
+            gathered: `score_outputs` and `gathered_inputs` of all ranks [G, ...], `valid` bool [G],
+                and `offset`, where this micro-batch starts.
         """
 
 
@@ -102,11 +109,16 @@ class PairwiseLoss(Protocol):
         remote_valid: Tensor,
         positive_row: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss summed over the pairs of local rows [B] and remote rows [V], and the sums of further
-        metrics.
+        """Return the loss summed over all pairs of a local and a remote row, and the sums of
+        further metrics.
 
-        positive_row: int64 [V], the local row that each remote row belongs to; none if it is not in
-        0..B-1.
+        Args:
+            outputs: Outputs of the local rows [B, ...], and the scalars.
+            valid: bool [B].
+            remote: `remote_outputs` of the remote rows [V, ...].
+            remote_valid: bool [V].
+            positive_row: int64 [V], the local row that each remote row belongs to; none if it is
+                not in 0..B-1.
         """
 
 

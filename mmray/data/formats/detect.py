@@ -93,7 +93,14 @@ def detect_source(address: str, source_format: str = "auto") -> SourceSpec:
 def open_source(
     spec: SourceSpec, prepared_folder: AnyPath, columns: dict[str, str], caption_template: str
 ) -> Source:
-    """Open the source without reading it. Listings are stored in `prepared_folder`."""
+    """Open a source without reading it.
+
+    Args:
+        spec: Format and location, from `detect_source`.
+        prepared_folder: Folder of the prepared set, where listings of the source are stored.
+        columns: Source column by our column name.
+        caption_template: Caption of a class, with `{}` for its name.
+    """
     folder = to_path(spec.address)
     return source_class(spec.format)(
         folder, spec.name, columns, prepared_folder, caption_template, spec.files

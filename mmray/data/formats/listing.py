@@ -46,7 +46,7 @@ class ListingSource(Source):
     ) -> Iterator[SourceChunk]:
         with open_output(self.prepared_folder / LISTING) as file:
             for row in self.list_rows():
-                # in ASCII, because names may contain lone surrogates
+                # JSON in ASCII, because names may contain lone surrogates.
                 file.write(json.dumps(row).encode() + b"\n")
         if (self.prepared_folder / LISTING).stat().st_size:
             yield from JsonlSource(self.prepared_folder, LISTING, {}).scan(

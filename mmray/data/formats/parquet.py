@@ -27,7 +27,8 @@ from mmray.storage.paths import open_sequential
 from mmray.storage.requests import TransientStorageError, iter_parallel
 
 _ROWS_PER_BATCH = 32  # inline images held as Python bytes
-_BUFFER_BYTES = 4 << 20  # of a column; without a buffer size pyarrow reads the whole column chunk
+# Read-ahead of a column; without a limit pyarrow reads the whole column chunk.
+_BUFFER_BYTES = 4 << 20
 # A reader cannot seek to a row, so n chunks read their row group (n + 1) / 2 times. With one chunk
 # per row group, the million rows of a pandas row group would be one task.
 MAX_CHUNKS_PER_ROW_GROUP = 16
@@ -67,7 +68,7 @@ class ParquetSource(Source):
             return _cumulative_rows(file), file.schema_arrow
 
     def batches(self, name: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """Yield the known columns of the rows start..stop of a file."""
+        """Yield the known columns of the rows `start` to `stop` (exclusive) of a file."""
         with open_sequential(self.folder / name) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
             ends = _cumulative_rows(file)

@@ -98,14 +98,20 @@ class Source:
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        """Yield the chunks in order;
+        """Split the source into chunks without decoding it, and yield them in order.
 
-        `previous_chunk_ends` are those of an earlier scan. Raises DataError.
+        Args:
+            rows_per_chunk: Number of rows of a chunk, where the format allows it.
+            previous_chunk_ends: Ends of the chunks of an earlier scan, in bytes; a format whose
+                files grow at the end keeps these chunks.
+
+        Raises:
+            DataError: A file cannot be read or has another format.
         """
         raise NotImplementedError
 
     def visible_files(self) -> list[str]:
-        """Return the files of `list_visible_files`; the first call takes those of the detection."""
+        """List the visible files; the first call reuses the listing of format detection."""
         return list(self._files) or list_visible_files(self.folder)
 
     def files_with_suffix(self, suffix: str) -> list[str]:
@@ -174,7 +180,11 @@ def check_unchanged(folder: AnyPath, chunk: SourceChunk) -> None:
 
 
 def read_head(folder: AnyPath, name: str, size: int = 64) -> bytes:
-    """Return the first bytes of a file. Raises DataError if it cannot be read."""
+    """Return the first `size` bytes of a file.
+
+    Raises:
+        DataError: The file does not exist or cannot be read.
+    """
     path = folder / name
     try:
         with open_sequential(path) as file:

@@ -22,9 +22,9 @@ from mmray.data.rows import BadRow
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential
 
-# longer lines are truncated, so memory does not depend on their length
+# Longer lines are truncated, so memory does not depend on their length.
 MAX_LINE_BYTES = 16 * 1024 * 1024
-# of a CSV, so that a missing quote does not consume the rest of the file
+# Limit of a field of a CSV, so that a missing quote does not consume the rest of the file.
 MAX_FIELD_BYTES = 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
 BOM = b"\xef\xbb\xbf"

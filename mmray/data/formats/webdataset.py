@@ -31,7 +31,7 @@ from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, open_sequential
 from mmray.storage.requests import iter_parallel
 
-TarMember = ImageRef  # with `data`; for members of all extensions
+TarMember = ImageRef  # has `data`; also used for texts and JSON
 Sample = dict[str, TarMember | BadRow]  # by extension; a bad member rejects its sample
 _TEXT_COLUMNS = ("text", "texts", "caption")
 _OTHER_COLUMNS = ("label", "split", "language", "boxes", "box_labels", "messages")

@@ -22,8 +22,9 @@ from mmray.data.images.transform import (
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
 
-MIN_VISIBLE_FRACTION = 0.1  # of a box's area; a box that is cropped further is dropped
-NO_LABEL = -1  # of a row or a box
+# A box is dropped if less than this fraction of its area is inside the square.
+MIN_VISIBLE_FRACTION = 0.1
+NO_LABEL = -1  # label of a row or a box without one
 
 
 def empty_box_columns(num_rows: int, max_boxes: int) -> dict[str, np.ndarray]:
@@ -47,8 +48,19 @@ def transform_boxes(
     augment: Augment | None = None,
     uniforms: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return the columns of one row: its visible boxes on the square, the largest
-    `inputs.max_boxes` of them.
+    """Return the box columns of one row: its largest visible boxes on the model's square.
+
+    Args:
+        boxes: (left, top, right, bottom) in fractions of the image; None without boxes.
+        labels: Label of each box, if the row has them.
+        size: (width, height) of the image in pixels.
+        inputs: The `model.inputs` section; `max_boxes` limits the number of boxes.
+        augment: The augmentation of the pixels; None for none.
+        uniforms: Its random numbers [NUM_UNIFORMS].
+
+    Returns:
+        boxes float32 [max_boxes, 4], box_labels int64 [max_boxes], num_boxes int32; empty if
+        `max_boxes` is 0.
     """
     columns = {name: column[0] for name, column in empty_box_columns(1, inputs.max_boxes).items()}
     if not columns or not boxes:
@@ -71,10 +83,10 @@ def to_model_coords(
     augment: Augment | None,
     uniforms: np.ndarray | None,
 ) -> np.ndarray:
-    """Map boxes [N, 4] of an image of (width, height) `size` to fractions of the model's square,
-    without clipping.
+    """Map boxes [N, 4] from fractions of an image to fractions of the model's square, without
+    clipping.
 
-    `augment` and `uniforms` are those of `transform`; None means no augmentation.
+    The arguments are the same as of `transform_boxes`.
     """
     width, height = size
     if augment is not None and augment.has_random_crop and uniforms is not None:
@@ -91,7 +103,7 @@ def to_model_coords(
         )
     else:
         crop = crop_box(width, height, inputs.fit)
-    left, top, right, bottom = crop  # of the image, in its pixels
+    left, top, right, bottom = crop  # in pixels of the image
     origin = [left, top, left, top]
     extent = [right - left, bottom - top, right - left, bottom - top]
     out = (boxes * [width, height, width, height] - origin) / extent

@@ -22,7 +22,7 @@ from mmray.errors import UsageError
 from mmray.storage.paths import TEMP_SUFFIX
 
 LOCKS = 1024
-# of the limit; a process lists the folder again after writing this fraction
+# A process lists the folder again after writing this fraction of the limit.
 RECOUNT_FRACTION = 1 / 256
 
 
@@ -39,10 +39,16 @@ class ShardCache:
     def get(
         self, name: str, size: int, fetch: Callable[[], bytes], refresh: bool = False
     ) -> pa.Buffer:
-        """Return the entry of `size` bytes; a missing one is fetched once per node.
+        """Return an entry; a missing one is fetched once per node.
 
-        `refresh` replaces a damaged entry; processes that mapped it keep their mapping. Raises the
-        errors of `fetch`, and UsageError if the folder cannot be created.
+        Args:
+            name: File name of the entry.
+            size: Its number of bytes; an entry of another size is fetched again.
+            fetch: Reads the bytes from the object store; its errors are raised.
+            refresh: Replace a damaged entry; processes that mapped it keep their mapping.
+
+        Raises:
+            UsageError: The folder cannot be created.
         """
         entry = None if refresh else self._mapped(name, size)
         if entry is None:

@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 FORMAT = "mmray prepared set"  # value of `format` in the manifest
 TOKENIZER = "tokenizer.json"
 QUARANTINE = "quarantine.jsonl"
-# of a rerun that failed, next to the list of the older set
+# List of a rerun that failed, next to the list of the older set.
 REJECTED_QUARANTINE = "quarantine.rejected.jsonl"
 SHARDS = "shards"  # folder
 CHUNK_RECORDS = "parts"  # folder
@@ -41,7 +41,7 @@ class Shard:
     split: str | None
     num_rows: int
     num_bytes: int
-    sha256: str  # of the rows, in order
+    sha256: str  # digest of the rows, in order
     dropped: tuple[int, ...] = ()
     batches: str = ""  # byte offset of each record batch, and of the end of the last one
 

@@ -73,7 +73,7 @@ class Row:
     split: str | None = None
     language: str | None = None
     source: str = ""
-    sha256: str = ""  # of the stored image
+    sha256: str = ""  # digest of the stored image
     boxes: list[list[float]] | None = None  # left, top, right, bottom as fractions of the image
     box_labels: list[int] | None = None
     # index-only set: file, offset, length in the folder of the source
@@ -133,10 +133,16 @@ class ShardReader:
     def for_each_record_batch(
         self, requests: Sequence[ReadRequest], consume: Consumer, refresh: bool = False
     ) -> None:
-        """Call `consume` with each request and its record batch; on a store from several threads.
+        """Call `consume` with each request and its record batch.
 
-        `refresh` replaces the entries of the cache. Raises OSError, or ValueError with the file
-        name if a shard is damaged.
+        Args:
+            requests: Record batches to read, in any order.
+            consume: Called from several threads on an object store.
+            refresh: Replace the entries of the cache.
+
+        Raises:
+            OSError: A file cannot be read.
+            ValueError: A shard is damaged; the message has its name.
         """
         if not isinstance(self._folder, RemotePath):
             for request in requests:
@@ -207,7 +213,7 @@ class ShardReader:
 def _open_mapped(folder: AnyPath, file: str) -> pa.RecordBatchFileReader:
     reader = pa.ipc.open_file(open_input(folder / file, mapped=True))
     if not reader.schema.equals(SCHEMA):
-        raise pa.ArrowInvalid("its schema is not that of a shard")
+        raise pa.ArrowInvalid("it has not the schema of a shard")
     return reader
 
 
@@ -500,8 +506,12 @@ def read_each(
     rows: np.ndarray,
     errors: tuple[type[Exception], ...] = ROW_ERRORS,
 ) -> list[Row | Exception]:
-    """Return the rows with these numbers; the error for a row whose record or image raises one of
-    `errors`.
+    """Return the rows with these numbers, or the error of a row that cannot be read.
+
+    Args:
+        prepared: A set or a mixture.
+        rows: Row numbers, int64 [N].
+        errors: Errors that belong to a row; others are raised.
     """
     try:
         return list(prepared.read(rows))

@@ -68,7 +68,7 @@ class ImageEncoder(nn.Module):
 
     width: int
     prefix_tokens = 0  # leading positions that are not patches (class token, registers)
-    has_class_token = False  # at the first position
+    has_class_token = False  # if true, it is the first position
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Normalized pixels [B, 3, S, S] -> features [B, width]."""

@@ -39,7 +39,7 @@ FAMILIES = (
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
 # position ids start at pad_token_id + 1
 POSITIONS_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")
-INIT_STD = 0.02  # of BERT
+INIT_STD = 0.02  # as in BERT
 
 
 def build_text_tower(
@@ -51,11 +51,18 @@ def build_text_tower(
 ) -> TextEncoder:
     """Build the text tower that `spec` names, with its weights.
 
-    vocab_size: tokens of the tokenizer. architecture: see `Architecture`. language_token:
-    model.inputs.language_token; pretrained weights get embedding rows for such tokens. Raises
-    UsageError.
+    Args:
+        spec: The `model.text` section.
+        vocab_size: Number of tokens of the tokenizer.
+        max_tokens: Maximum length of a text.
+        architecture: See `Architecture`.
+        language_token: `model.inputs.language_token`; pretrained weights get embedding rows for
+            such tokens.
+
+    Raises:
+        UsageError: The weights cannot be read, or do not suit the tokenizer.
     """
-    # of pretrained weights; runs of mmray 0.1 have one of a random BERT too
+    # The config of pretrained weights.
     saved = (architecture or {}).get("text")
     if spec.weights == "none" and saved is None:
         return TextTransformer(spec, vocab_size, max_tokens)

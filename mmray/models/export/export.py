@@ -42,12 +42,19 @@ EXPORT_MARKER = "mmray"  # key in config.json that marks a folder as an export
 
 
 def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | AnyPath) -> AnyPath:
-    """Write `model` to the folder `out` and return it; an earlier export there is replaced at the
-    end.
+    """Write a model to a folder that `mmray.load` opens; an earlier export is replaced at the end.
 
-    model: an nn.Module with embed_image and embed_text, or a generative one. spec: its `model`
-    section as JSON values, with vocab_size set. out: a path or URI (s3://...). Raises UsageError if
-    `out` contains anything else or is not writable.
+    Args:
+        model: A module with embed_image and embed_text, or a generative one.
+        spec: Its `model` section as JSON values, with vocab_size set.
+        tokenizer_json: Its tokenizer.
+        out: Path or URI of the folder.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UsageError: The folder contains something else, or is not writable.
     """
     out = to_path(out)
     staging = (
@@ -78,7 +85,7 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
                     else json.dumps(files[name], indent=2) + "\n"
                 )
                 (folder / name).write_text(text)
-            # without a rename: invalid until config.json, the last file, is uploaded
+            # A store has no rename: the folder is invalid until config.json is uploaded last.
             if isinstance(out, RemotePath):
                 (out / CONFIG).write_text(json.dumps({EXPORT_MARKER: "uploading"}))
                 for file in out.iterdir():
@@ -118,7 +125,7 @@ def transformers_config(model: Any, tokenizer_json: str) -> dict[str, Any] | Non
         caption = tokenizer.encode("a")
         ids = caption.ids
         special = caption.special_tokens_mask
-        # at the end and nowhere else
+        # An end token occurs only at the end.
         has_end = 0 in special and special[-1] and ids.index(ids[-1]) == len(ids) - 1
         return model.export_hf_config(
             ids[-1] if has_end else None, TextEncoder(tokenizer_json, 8).pad_id

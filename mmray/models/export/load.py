@@ -52,7 +52,7 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         spec = json.loads(
             json.dumps(config["model"]), object_hook=lambda values: SimpleNamespace(**values)
         )
-        spec.settings = config["model"].get("settings", {})  # of a user's own model
+        spec.settings = config["model"].get("settings", {})  # free settings of a user's own model
         encoder = build_encoder(tokenizer_json, spec.inputs)
     except Exception as error:  # the tokenizers package raises bare Exception
         reason = getattr(error, "strerror", None) or error
@@ -68,8 +68,8 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
 class Embedder:
     """Embeds images and texts in one space; the dot product of two embeddings is their similarity.
 
-    Images are PIL images, encoded bytes, or paths. `language` is that of the texts, for models with
-    language tokens. Methods raise DataError with the index of the first unreadable image or text.
+    Images are PIL images, encoded bytes, or paths. `language` is the language of the texts, for
+    models with language tokens. Methods raise DataError with the index of the first unreadable image or text.
     """
 
     def __init__(self, model: Any, inputs: Inputs, encoder: TextEncoder, device: torch.device):
@@ -103,9 +103,16 @@ class Embedder:
         batch: int = 64,
         language: str | None = None,
     ) -> Tensor:
-        """Probability float32 [N] that image i and text i match.
+        """Return the probability float32 [N] that image i and text i match.
 
-        Raises UsageError without a matching head.
+        Args:
+            images: N images.
+            texts: N texts.
+            batch: Number of pairs at a time.
+            language: Language of the texts.
+
+        Raises:
+            UsageError: The model has no matching head, or the numbers differ.
         """
         head = self._require_head("match_head", "model.matching True")
         return self._pair_logits(head, images, texts, batch, language).sigmoid().squeeze(1)
@@ -117,9 +124,10 @@ class Embedder:
         batch: int = 64,
         language: str | None = None,
     ) -> Tensor:
-        """Class probabilities float32 [N, C] of each pair.
+        """Return class probabilities float32 [N, C] of each pair; arguments as in `match`.
 
-        Raises UsageError without a classification head.
+        Raises:
+            UsageError: The model has no classification head, or the numbers differ.
         """
         head = self._require_head("class_head", "model.classes")
         return self._pair_logits(head, images, texts, batch, language).softmax(dim=1)
@@ -241,9 +249,16 @@ class Generator:
         question: str | Sequence[str] | None = None,
         max_new_tokens: int = 64,
     ) -> list[str]:
-        """Answer one question for all images, one for each, or (None) that of training.
+        """Answer a question about each image.
 
-        Raises DataError.
+        Args:
+            images: The images.
+            question: One question for all images, one for each, or None for the question of
+                training.
+            max_new_tokens: Maximum length of an answer.
+
+        Raises:
+            DataError: An image cannot be read.
         """
         question = self.inputs.chat.question if question is None else question
         questions = [question] * len(images) if isinstance(question, str) else question
