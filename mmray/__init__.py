@@ -7,21 +7,46 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mmray.version import VERSION as __version__
+
 if TYPE_CHECKING:
-    from mmray.api import Run, evaluate, export, prepare, train, tune
+    from mmray.api import (
+        Run,
+        evaluate,
+        evaluate_weights,
+        export,
+        export_weights,
+        prepare,
+        train,
+        tune,
+    )
     from mmray.config import Config
     from mmray.errors import MmrayError
     from mmray.models.export.load import load
 
-__all__ = ["Config", "MmrayError", "Run", "evaluate", "export", "load", "prepare", "train", "tune"]
-# of the others: api
+__all__ = [
+    "Config",
+    "MmrayError",
+    "Run",
+    "__version__",
+    "evaluate",
+    "evaluate_weights",
+    "export",
+    "export_weights",
+    "load",
+    "prepare",
+    "train",
+    "tune",
+]
+# Modules of the names that are not in mmray.api.
 _MODULES = {"Config": "config", "MmrayError": "errors", "load": "models.export.load"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use: importing torch and Ray takes seconds, and `--help` does
-    not need them.
+    """Import a public name on first use, because importing torch and Ray takes seconds and `--help`
+    does not need them.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'api')}"), name)
+    module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'api')}")
+    return getattr(module, name)

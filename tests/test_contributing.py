@@ -1,15 +1,22 @@
 """The examples of CONTRIBUTING.md work."""
 
 import re
+import sys
+from types import ModuleType
 
 import pytest
+import torch
 from pydantic import Field
+from torch.nn.functional import normalize
 
+from mmray import builtin, objectives
 from mmray.cli.args import parse_args, parse_config
-from mmray.config import recipes
+from mmray.config import Objective, recipes
 from mmray.config.base import Section
+from mmray.data.formats.detect import detect_source
 from mmray.errors import UsageError
 from mmray.models.build import build
+from mmray.objectives import protocol
 from tests.conftest import ROOT
 
 SECTIONS = (ROOT / "CONTRIBUTING.md").read_text().split("\n## ")
@@ -40,3 +47,42 @@ def test_recipe_is_found_by_name_and_builds_its_model(monkeypatch):
     config, _ = parse_config(["tiny-siglip", "--batch.micro", "16"], "train")
     assert (config.recipe, config.batch.micro, config.batch.global_) == ("tiny-siglip", 16, 64)
     assert sum(weight.numel() for weight in build(config.model, 512).parameters()) < 1_000_000
+
+
+def test_format_entry_is_detected(monkeypatch, tmp_path):
+    formats = {}
+    exec(example("Add a source format"), {"FORMATS": formats})
+    for name, target in formats.items():
+        monkeypatch.setitem(builtin.FORMATS, name, target)
+    (tmp_path / "my.captions").write_text("a.png | a caption\n")
+    assert detect_source(str(tmp_path / "my.captions")).format == "captions"
+
+
+def test_objective_of_micro_batches_adds_up_to_the_whole_batch(monkeypatch):
+    module = ModuleType("cosine")
+    vars(module).update(vars(protocol))
+    exec(example("Add an objective"), vars(module))
+    monkeypatch.setitem(sys.modules, "cosine", module)
+    monkeypatch.setitem(builtin.OBJECTIVES, "cosine", "cosine:CosineDistance")
+    objective = objectives.build(Objective(kind="cosine"))
+    embeddings = normalize(torch.randn(2, 6, 8, dtype=torch.float64), dim=-1)
+    valid = torch.tensor([True, True, False, True, True, True])
+
+    def loss_of(rows):
+        outputs = {"image_embed": embeddings[0][rows], "text_embed": embeddings[1][rows]}
+        loss, count, _ = objective.compute_loss(outputs, {"valid": valid[rows]})
+        return torch.stack([loss, count])
+
+    whole = loss_of(slice(6))
+    assert whole[1] == 5
+    torch.testing.assert_close(loss_of(slice(4)) + loss_of(slice(4, 6)), whole, rtol=1e-9, atol=0)
+
+
+def test_entry_of_a_model_kind_has_flags(monkeypatch):
+    kinds = {}
+    exec(example("Add a model kind"), {"KINDS": kinds, "ModelKind": builtin.ModelKind})
+    for name, kind in kinds.items():
+        monkeypatch.setitem(builtin.KINDS, name, kind)
+    words = ["sample", "--model.kind", "pixel_means", "--model.embed-dim", "8"]
+    config, _ = parse_config(words, "train")
+    assert config.model.embed_dim == 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -41,28 +41,54 @@ def _parse_bool(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | Non
 
 
 def split_args(argv: Sequence[str]) -> tuple[str, list[str], bool]:
-    """Return (recipe name, flags, whether --print-config is given)."""
-    rest = list(argv)
-    name = rest.pop(0) if rest and not rest[0].startswith("-") else "sample"
-    return name, [word for word in rest if word != "--print-config"], "--print-config" in rest
+    """Split the arguments of a command that takes a recipe.
+
+    Args:
+        argv: arguments after the command.
+
+    Returns:
+        The recipe (default: sample), the flags, and whether --print-config is given.
+    """
+    flags = list(argv)
+    name = "sample"
+    if flags and not flags[0].startswith("-"):
+        name = flags.pop(0)
+    print_config = "--print-config" in flags
+    return name, [flag for flag in flags if flag != "--print-config"], print_config
 
 
 def flag_values(flag: str, words: Sequence[str]) -> list[str]:
     """Return the values of `--flag value` and `--flag=value`, before the flags are parsed."""
-    pairs = [*pairwise(words), *(tuple(word.split("=", 1)) for word in words if "=" in word)]
-    return [value for given, value in pairs if given == flag]
+    values = []
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        name, equals, value = word.partition("=")
+        if name == flag and (equals or following):
+            values.append(value if equals else following)
+    return values
 
 
 def load_recipe(name: str, words: Sequence[str]) -> Config:
     """Return the recipe with the model kind of `--model.kind`, because it determines the other
     flags.
     """
-    recipe, kinds = recipes.load(name), flag_values("--model.kind", words)
+    recipe = recipes.load(name)
+    kinds = flag_values("--model.kind", words)
     return recipe.with_model_kind(kinds[-1]) if kinds else recipe
 
 
 def parse_config(argv: Sequence[str], command_name: str) -> tuple[Config, bool]:
-    """Return the config of a recipe name and flags, and whether --print-config is given."""
+    """Parse a recipe name and the flags of its settings.
+
+    Args:
+        argv: arguments after the command.
+        command_name: the command, for messages.
+
+    Returns:
+        The config, and whether --print-config is given.
+
+    Raises:
+        UsageError: the recipe or a setting is unknown or invalid.
+    """
     name, rest, print_config = split_args(argv)
     given = [
         word.removeprefix("--").partition("=")[0].replace("-", "_")
@@ -75,9 +101,8 @@ def parse_config(argv: Sequence[str], command_name: str) -> tuple[Config, bool]:
         "settings and exits."
     )
     recipe = load_recipe(name, rest).without_overridden_length_and_batch(given)
-    return parse_args(
-        Config, rest, f"mmray {command_name} {name}", recipe, description
-    ), print_config
+    config = parse_args(Config, rest, f"mmray {command_name} {name}", recipe, description)
+    return config, print_config
 
 
 def parse_args(
@@ -87,8 +112,21 @@ def parse_args(
     default: Command | None = None,
     description: str | None = None,
 ) -> Command:
-    """Parse the arguments as `command`; exits for --help and invalid flags, UsageError if --json is
-    not writable.
+    """Parse the arguments of a command.
+
+    Args:
+        command: dataclass with the arguments.
+        words: the arguments.
+        prog: the command, for messages.
+        default: defaults of the arguments; None: those of the class.
+        description: text of --help; None: the docstring of the class.
+
+    Returns:
+        An object of the class.
+
+    Raises:
+        SystemExit: --help is given, or an argument is invalid.
+        UsageError: the file of --json cannot be written.
     """
     given: dict[str, Any] = {} if default is None else {"default": default}
     parsed = tyro.cli(
@@ -101,19 +139,22 @@ def parse_args(
         **given,
     )
     file = vars(parsed).get("json")
-    if file is not None and not Path(file).parent.is_dir():
-        raise UsageError(
-            f"--json {file}: folder {Path(file).parent} does not exist; create it or "
-            "choose another file"
-        )
-    if file is not None and Path(file).is_dir():
-        raise UsageError(f"--json {file}: is a folder; give a file in it")
-    if file not in (None, "-") and not os.access(
-        file if Path(file).exists() else Path(file).parent, os.W_OK
-    ):
-        # before the work, not after it
-        raise UsageError(f"--json {file}: not writable; choose another file")
+    if file not in (None, "-"):
+        _check_writable(Path(file))
     return parsed
+
+
+def _check_writable(file: Path) -> None:
+    """Raise UsageError if the file of --json cannot be written; called before the work."""
+    folder = file.parent
+    if not folder.is_dir():
+        raise UsageError(
+            f"--json {file}: folder {folder} does not exist; create it or choose another file"
+        )
+    if file.is_dir():
+        raise UsageError(f"--json {file}: is a folder; give a file in it")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise UsageError(f"--json {file}: not writable; choose another file")
 
 
 def require_positive(command: Any, *names: str) -> None:
@@ -125,5 +166,6 @@ def require_positive(command: Any, *names: str) -> None:
 
 
 def write_json(file: str | None, value: dict[str, Any]) -> None:
+    """Write an object to the file of --json, if one is given."""
     if file is not None:
         Path(file).write_text(json.dumps(value, indent=2) + "\n")

@@ -24,9 +24,7 @@ class RunsCommand:
     """
 
     folder: Positional[Annotated[str, arg(metavar="[FOLDER]")]] = "runs"
-    """Folder (or address, s3://...) of the runs, as in run.storage; for the trials of a sweep,
-    runs/NAME/trials.
-    """
+    """Folder or address of the runs, as in run.storage; of the trials of a sweep: NAME/trials."""
     json: str | None = None
     """Write the list to this JSON file; `-`: print it instead of the table."""
 
@@ -50,32 +48,27 @@ def runs(argv: Sequence[str], console: ConsoleReporter) -> int:
         "state": ("state", ""),
         "steps": ("steps", ">"),
         "loss": ("loss", ".3f"),
+        "last": ("last", ".3f"),
+        "best": ("best", ""),
+        "age": ("active", ">"),
     }
-    columns |= {"last": ("last", ".3f"), "best": ("best", ""), "age": ("active", ">")}
     console.print(rows_table([row | _texts(row) for row in rows], columns))
     return 0
 
 
-def _texts(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the cells that are not numbers."""
+def _texts(row: dict[str, Any]) -> dict[str, str | None]:
+    """Return the cells that are not numbers: steps, best score and time since the last activity."""
     from mmray.report.summary import format_duration
 
-    where = row.get("best_trial") or (
-        None if row.get("best_step") is None else f"step {row['best_step']:,}"
-    )
-    score = (
-        None
-        if row["best"] is None
-        else (f"{row['metric'].removesuffix('/mean')} {row['best']:,.3f}")
-    )
-    steps = (
-        (f"{row['trials']} trials")
-        if row["kind"] == "sweep"
-        else row["steps"] and f"{row['steps']:,}"
-    )
-    age = f"{format_duration(row['age_s'])} ago"
-    return {
-        "best": score and (f"{score} ({where})" if where else score),
-        "steps": steps,
-        "age": age,
-    }
+    if row["kind"] == "sweep":
+        steps = f"{row['trials']} trials"
+    else:
+        steps = row["steps"] and f"{row['steps']:,}"
+    best = None
+    if row["best"] is not None:
+        best = f"{row['metric'].removesuffix('/mean')} {row['best']:,.3f}"
+        if row.get("best_trial"):
+            best += f" ({row['best_trial']})"
+        elif row.get("best_step") is not None:
+            best += f" (step {row['best_step']:,})"
+    return {"best": best, "steps": steps, "age": f"{format_duration(row['age_s'])} ago"}
