@@ -421,8 +421,7 @@ def tune(
         with _shown(reporter, "starting") as shown:
             from mmray.tuning.shape_probe import probe_shapes
 
-            folder, *_ = probe_shapes(base, axes, shown)
-            sweep = SweepRecord.read(folder)
+            sweep = probe_shapes(base, axes, shown)
     else:
         from mmray.tuning.request import Budget, SweepRequest
 

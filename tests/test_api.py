@@ -86,7 +86,7 @@ def sweeps(monkeypatch, tmp_path):
 
     def probe_shapes(base, space, reporter):
         received.append((base, space))
-        return tmp_path, {}, []
+        return SweepRecord.read(tmp_path)
 
     monkeypatch.setattr("mmray.tuning.search.search", search)
     monkeypatch.setattr("mmray.tuning.shape_probe.probe_shapes", probe_shapes)

@@ -13,7 +13,7 @@ from mmray import api
 from mmray.cli.args import flag_values, load_recipe, parse_args, split_args
 from mmray.config import Config, to_yaml
 from mmray.console.reporter import ConsoleReporter, shell_path
-from mmray.console.sweep import shapes_table, trials_table
+from mmray.console.sweep import trials_table
 from mmray.errors import INTERRUPTED
 from mmray.report.sweep import SweepRecord
 from mmray.version import VERSION
@@ -97,7 +97,7 @@ def tune(argv: Sequence[str], console: ConsoleReporter) -> int:
             reporter=console,
             **cast(api.Sections, sections),
         )
-    _print_outcome(sweep, trials.is_shape_probe(command.goal, axes), console)
+    _print_outcome(sweep, console)
     return INTERRUPTED if sweep.status == "stopped" else 0
 
 
@@ -121,18 +121,15 @@ def split_global_list(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words), []
 
 
-def _print_outcome(sweep: SweepRecord, is_shape_probe: bool, console: ConsoleReporter) -> None:
+def _print_outcome(sweep: SweepRecord, console: ConsoleReporter) -> None:
     """Print the table of trials or batch shapes, and the command that trains the best one."""
     best = sweep.recommendation
-    if is_shape_probe:
-        winners = set(best.per_global.values()) if best else set()
-        console.print(shapes_table(sweep.trials, winners))
-    elif sweep.trials:
-        goal = sweep.summary["goal"]
-        console.print(trials_table(sweep.trials, goal, best.best if best else None))
-        for row in sweep.trials:
-            if row.error:
-                console.log(f"{row.status.replace('_', ' ')}: {row.error}", row.trial)
+    winners = {best.best, *best.per_global.values()} if best else set[str]()
+    if sweep.trials:
+        console.print(trials_table(sweep.trials, sweep.summary["goal"], winners))
+    for row in sweep.trials:
+        if row.error:
+            console.log(f"{row.status.replace('_', ' ')}: {row.error}", row.trial)
     if best is not None:
         console.log(best.why, "best")
         console.log(f"mmray train {shell_path(sweep.folder / 'best.yaml')}", "next")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +81,14 @@ def format_progress(progress: SweepProgress) -> str:
     return ", ".join(parts)
 
 
-def trials_table(rows: Sequence[TrialRow], goal: str, best: str | None) -> Table:
-    """Return the table of trials; a star marks the best one."""
+def trials_table(rows: Sequence[TrialRow], goal: str, winners: Collection[str]) -> Table:
+    """Return the table of trials or measured batch shapes.
+
+    Args:
+        rows: at least one.
+        goal: a key of GOALS; its value is the last column but one, except samples/s.
+        winners: names of the rows with a star.
+    """
     columns = {
         "trial": ("trial", ""),
         # The batch has columns of its own.
@@ -92,14 +98,14 @@ def trials_table(rows: Sequence[TrialRow], goal: str, best: str | None) -> Table
         "samples_per_s": ("samples/s", COMPACT),
         "step_p50_s": ("step s", ".3f"),
         "peak_gib": ("GiB", ".2f"),
-        "samples": ("samples", ",d"),
-        "value": (GOALS[goal].title, ".3f"),
-        "status": ("status", ""),
     }
+    if GOALS[goal].eval_metric is not None:
+        columns |= {"samples": ("samples", ",d"), "value": (GOALS[goal].title, ".3f")}
+    columns["status"] = ("status", "")
     shown = [
         settings_cells(row.settings)
         | {
-            "trial": row.trial + ("*" if row.trial == best else ""),
+            "trial": row.trial + ("*" if row.trial in winners else ""),
             "batch": row.shape if row.global_rows else None,
             "global_rows": row.global_rows,
             "samples_per_s": row.samples_per_s,
@@ -111,35 +117,6 @@ def trials_table(rows: Sequence[TrialRow], goal: str, best: str | None) -> Table
         }
         for row in rows
     ]
-    return rows_table(shown, columns)
-
-
-def shapes_table(rows: Sequence[TrialRow], winners: set[str]) -> Table:
-    """Return the table of measured batch shapes; a star marks the best of each global batch.
-
-    Args:
-        rows: the shapes.
-        winners: names of the rows with a star.
-    """
-    shown = [
-        {
-            "global_rows": row.global_rows,
-            "shape": row.shape + ("*" if row.trial in winners else ""),
-            "samples_per_s": row.samples_per_s,
-            "step_p50_s": row.step_p50_s,
-            "peak_gib": row.peak_gib,
-            "details": row.error or "",
-        }
-        for row in rows
-    ]
-    columns = {
-        "global_rows": ("global", "d"),
-        "shape": ("micro x accumulation x workers", ""),
-        "samples_per_s": ("samples/s", COMPACT),
-        "step_p50_s": ("step s", ".3f"),
-        "peak_gib": ("GiB", ".2f"),
-        "details": ("", ""),
-    }
     return rows_table(shown, columns)
 
 

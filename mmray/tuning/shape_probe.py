@@ -25,6 +25,7 @@ from mmray.errors import (
     is_out_of_memory,
 )
 from mmray.processes import SPAWN, init_child, starting_children
+from mmray.report.sweep import SweepRecord
 from mmray.report.write import write_report_safely
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, remove_tree
@@ -67,13 +68,8 @@ def _batch(global_rows: Any) -> dict[str, Any]:
     return {GLOBAL: global_rows, "batch.micro": 1, "batch.accumulation": None}
 
 
-def probe_shapes(
-    base: Config, space: Space | None, reporter: RunReporter
-) -> tuple[AnyPath, dict[str, Any], list[TrialRow]]:
-    """Measure and recommend batch shapes.
-
-    Returns:
-        The folder, the content of sweep.json, and the rows of trials.jsonl.
+def probe_shapes(base: Config, space: Space | None, reporter: RunReporter) -> SweepRecord:
+    """Measure and recommend batch shapes; write the folder of the sweep.
 
     Raises:
         MmrayError: No shape can be measured.
@@ -109,7 +105,7 @@ def probe_shapes(
         folder.write_rows(rows)
         folder.write_json(SWEEP, summary)
         write_report_safely(folder.path, reporter.log)
-    return folder.path, summary, rows
+    return SweepRecord(folder.path, summary, rows)
 
 
 def _with_scaled_steps(

@@ -125,17 +125,17 @@ def test_command_writes_shapes_and_a_recipe_with_its_reason(tmp_path: Path) -> N
 def test_killed_worker_is_out_of_memory_at_that_size(tmp_path: Path, quick: None) -> None:
     """The next worker goes on with the sizes that the killed one measured."""
     reporter = Silent()
-    folder, summary, rows = probe_shapes(at(tmp_path, limited(killed=True)), None, reporter)
-    assert [(row.micro, row.status) for row in rows] == [
+    sweep = probe_shapes(at(tmp_path, limited(killed=True)), None, reporter)
+    assert [(row.micro, row.status) for row in sweep.trials] == [
         (1, "finished"),
         (2, "finished"),
         (4, "finished"),
         (8, "out_of_memory"),
     ]
     reason = "micro-batches of 8 do not fit: the worker process was ended by SIGKILL"
-    assert reason in (rows[-1].error or "")
-    best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
-    assert best.batch.micro in (1, 2, 4) and summary["status"] == "finished"
+    assert reason in (sweep.trials[-1].error or "")
+    best = from_yaml((sweep.folder / "best.yaml").read_text(), "best.yaml")
+    assert best.batch.micro in (1, 2, 4) and sweep.status == "finished"
     assert any("measuring shapes that need less memory" in text for _, text in reporter.notes)
 
 
@@ -287,8 +287,9 @@ def test_changed_number_of_steps_is_in_the_recommendation(
     measured = Measurements(1, 4.0, [Visit(size, 32, 0.1, 1.0)])
     monkeypatch.setattr(shape_probe, "measure", lambda *_: measured)
     space = build_space({"batch.global": [size]})
-    _, summary, _ = probe_shapes(at(tmp_path, recipes.load("sample")), space, Silent())
-    why = summary["recommendation"]["why"]
+    sweep = probe_shapes(at(tmp_path, recipes.load("sample")), space, Silent())
+    assert sweep.recommendation is not None
+    why = sweep.recommendation.why
     assert why.endswith(text) if text else "train.steps" not in why
 
 
@@ -317,9 +318,9 @@ def test_ray_workers_measure_and_are_replaced_after_out_of_memory(
         tmp_path,
         limited(killed=True, cluster=Cluster(workers=2, accelerator="cpu", cpus_per_worker=1)),
     )
-    folder, summary, rows = probe_shapes(base, None, Silent())
-    statuses = {row.micro: row.status for row in rows}
+    sweep = probe_shapes(base, None, Silent())
+    statuses = {row.micro: row.status for row in sweep.trials}
     assert statuses[8] == "out_of_memory" and "finished" in statuses.values()
-    assert summary["workers"] == 2
-    assert from_yaml((folder / "best.yaml").read_text(), "best.yaml").cluster.workers == 2
-    assert not (folder / "ray").exists()
+    assert sweep.summary["workers"] == 2
+    assert from_yaml((sweep.folder / "best.yaml").read_text(), "best.yaml").cluster.workers == 2
+    assert not (sweep.folder / "ray").exists()
