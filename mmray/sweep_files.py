@@ -72,7 +72,7 @@ class TrialRow:
         settings: The searched settings and their values.
         error: Why the trial did not finish.
         micro, accumulation, workers, global_rows: Batch shape in rows; `global` in the file.
-        step_p50_s, step_p95_s: Median and 95th percentile of the seconds of a step.
+        step_p50_s: Median of the seconds of a step.
         peak_gib: Largest peak memory of a worker.
         elapsed_s: Seconds with workers, over all starts of the trial.
         run: Folder of the run, relative to the sweep's.
@@ -89,7 +89,6 @@ class TrialRow:
     global_rows: int | None = None
     samples_per_s: float | None = None
     step_p50_s: float | None = None
-    step_p95_s: float | None = None
     peak_gib: float | None = None
     elapsed_s: float = 0.0
     run: str | None = None

@@ -240,7 +240,6 @@ def _rows_of(global_rows: int, measurements: Measurements) -> list[TrialRow]:
                 row,
                 samples_per_s=global_rows / step_s,
                 step_p50_s=step_s,
-                step_p95_s=max(times[micro]),
                 peak_gib=measurements.peak_gib(global_rows, micro),
             )
             rows.append(row)
