@@ -4,7 +4,6 @@ batch and steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -13,6 +12,7 @@ from mmray.config import Batch, Config, Prepare
 from mmray.config.data import format_mixture, is_mixture, parse_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
+from mmray.data.store.region_labels import with_region_labels
 from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
 from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import declared_pad_id
@@ -21,8 +21,6 @@ from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import UsageError
 from mmray.storage.paths import RemotePath, to_path
 from mmray.training.reporter import RunReporter
-
-MAX_LABELS = 20_000  # of boxes; the text tower embeds each label in every micro-batch
 
 
 @dataclass(frozen=True)
@@ -136,46 +134,3 @@ def batch_on_device(config: Config) -> Batch:
         if config.cluster.accelerator == "gpu" and can_probe and not given
         else batch
     )
-
-
-def with_region_labels(
-    model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None
-) -> Any:
-    """The `model` section with `region_labels`, by default those of the sets. Raises UsageError."""
-    if not getattr(model, "regions", False):
-        return model
-    names = model.region_labels
-    address = train_sets[0].folder
-    if not names:
-        labels = _merge_label_names(train_sets)
-        if not labels:
-            raise UsageError(
-                f"model.regions: {address} has no names of its box labels; set the names of labels "
-                "0, 1, ... with "
-                "--model.region-labels"
-            )
-        if (last := max(labels)) >= MAX_LABELS:
-            raise UsageError(
-                f"model.regions: {address} has a box label {last} ({labels[last]}); they count "
-                "from 0 and are fewer "
-                f"than {MAX_LABELS:,}: renumber them in the source"
-            )
-        names = tuple(labels.get(label, "") for label in range(last + 1))
-        if eval_set is not None:
-            # raises if the evaluation set names a label differently
-            _merge_label_names([*train_sets, eval_set])
-    return model.replace(region_labels=names)
-
-
-def _merge_label_names(sets: Sequence[PreparedSet]) -> dict[int, str]:
-    """Merge the label names of the sets. Raises UsageError if two sets name a label differently."""
-    labels: dict[int, str] = {}
-    for each in sets:
-        for label, name in each.manifest.box_names.items():
-            if labels.setdefault(int(label), name) != name:
-                raise UsageError(
-                    f"model.regions: box label {label} is `{labels[int(label)]}` in one set and "
-                    f"`{name}` in "
-                    f"{each.folder}; use the same label numbers in both sources"
-                )
-    return labels

@@ -332,11 +332,19 @@ class _ChunkPacker:
         text_digest, row_digest = (
             _sha256(orjson.dumps(each))[:32] for each in (captions, [image_digest, *captions])
         )
-        digests, shard = (
-            (image_digest[:32], row_digest, text_digest),
-            list(self.writers).index(row.split),
+        shard = list(self.writers).index(row.split)
+        self.rows.append(
+            (
+                item.line,
+                location,
+                row.key,
+                image_digest[:32],
+                row_digest,
+                text_digest,
+                shard,
+                row.language,
+            )
         )
-        self.rows.append((item.line, location, row.key, *digests, shard, row.language))
 
     def record(self) -> dict[str, Any]:
         return {

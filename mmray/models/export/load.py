@@ -69,7 +69,8 @@ class Embedder:
     """Embeds images and texts in one space; the dot product of two embeddings is their similarity.
 
     Images are PIL images, encoded bytes, or paths. `language` is the language of the texts, for
-    models with language tokens. Methods raise DataError with the index of the first unreadable image or text.
+    models with language tokens. Methods raise DataError with the index of the first unreadable
+    image or text.
     """
 
     def __init__(self, model: Any, inputs: Inputs, encoder: TextEncoder, device: torch.device):

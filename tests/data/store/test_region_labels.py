@@ -12,9 +12,9 @@ import pytest
 from mmray.config import Fusion, Inputs
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.region_labels import with_region_labels
 from mmray.engine.bad_rows import quarantine_bad_rows
 from mmray.errors import DataError, UsageError
-from mmray.training.resolve import with_region_labels
 from tests.made import make_set, row
 
 MODEL = Fusion(inputs=Inputs(max_boxes=4), regions=True)

@@ -1,0 +1,57 @@
+"""Names of box labels for models that classify boxes over label texts (`model.regions`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.errors import UsageError
+
+MAX_LABELS = 20_000  # the text tower embeds the name of each label in every micro-batch
+
+
+def with_region_labels(
+    model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None
+) -> Any:
+    """Fill in `model.region_labels` from the sets, unless it is given.
+
+    Args:
+        model: The `model` section; returned as it is without `regions`.
+        train_sets: Sets whose manifests have the names.
+        eval_set: A set that must not name a label differently.
+
+    Raises:
+        UsageError: The sets have no names, different ones, or too many labels.
+    """
+    if not getattr(model, "regions", False) or model.region_labels:
+        return model
+    labels = _merge_label_names(train_sets)
+    address = train_sets[0].folder
+    if not labels:
+        raise UsageError(
+            f"model.regions: {address} has no names of its box labels; set the names of labels "
+            "0, 1, ... with --model.region-labels"
+        )
+    last = max(labels)
+    if last >= MAX_LABELS:
+        raise UsageError(
+            f"model.regions: {address} has a box label {last} ({labels[last]}); they count from 0 "
+            f"and are fewer than {MAX_LABELS:,}: renumber them in the source"
+        )
+    if eval_set is not None:
+        _merge_label_names([*train_sets, eval_set])
+    return model.replace(region_labels=tuple(labels.get(label, "") for label in range(last + 1)))
+
+
+def _merge_label_names(sets: Sequence[PreparedSet]) -> dict[int, str]:
+    """Merge the label names of the sets. Raises UsageError if two sets name a label differently."""
+    labels: dict[int, str] = {}
+    for each in sets:
+        for label, name in each.manifest.box_names.items():
+            if labels.setdefault(int(label), name) != name:
+                raise UsageError(
+                    f"model.regions: box label {label} is `{labels[int(label)]}` in one set and "
+                    f"`{name}` in {each.folder}; use the same label numbers in both sources"
+                )
+    return labels
