@@ -38,10 +38,12 @@ def doctor(argv: Sequence[str], console: ConsoleReporter) -> int:
     with console.show_progress("checking"):
         for finding in run_checks(command.address, command.storage):
             findings.append(finding)
-            level, name, observed, fix = vars(finding).values()
-            icon, style = ICONS[level]
-            line = Text.assemble((f"{icon} ", style), (f"{name:<22} ", "bold"), observed)
-            console.print(line.append(f"\n{'':<25}{fix}" if fix else "", style="italic"))
+            icon, style = ICONS[finding.level]
+            name = f"{finding.name:<22} "
+            line = Text.assemble((f"{icon} ", style), (name, "bold"), finding.observed)
+            if finding.fix:
+                line.append(f"\n{'':<25}{finding.fix}", style="italic")
+            console.print(line)
     write_json(command.json, {"findings": [vars(finding) for finding in findings]})
     levels = [finding.level for finding in findings]
     console.log(f"{levels.count('error')} errors, {levels.count('warning')} warnings", "summary")
