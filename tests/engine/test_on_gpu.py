@@ -252,6 +252,21 @@ def test_branches_on_two_gpus_equal_one_device(monkeypatch, kind):
         device_checks.check_branches(kind, GPU)
 
 
+def test_worker_selects_its_gpu_before_anything_else(monkeypatch, tmp_path):
+    """Code that names no device would otherwise create a context on the first GPU."""
+    prepared, selected = make_prepared(tmp_path / "set"), []
+
+    def seed(*_):
+        raise KeyError(*selected)
+
+    with fake_gpus(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+        monkeypatch.setattr("mmray.engine.worker.seed_everything", seed)
+        with pytest.raises(KeyError) as raised:
+            run_worker(prepared, tmp_path / "run", 4, options={"device": DEVICES[1]})
+    assert raised.value.args == (DEVICES[1],)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "settings",

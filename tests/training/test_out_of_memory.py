@@ -5,6 +5,7 @@ import ray.exceptions
 import torch
 
 from mmray import errors
+from mmray.engine.batch import BatchShape
 from mmray.errors import is_out_of_memory
 
 
@@ -18,7 +19,7 @@ class OfLibrary(torch.OutOfMemoryError):
         torch.OutOfMemoryError(),
         OfLibrary("no block"),
         MemoryError(),
-        errors.OutOfMemoryError("no memory", 4),
+        errors.OutOfMemoryError("no memory", BatchShape(8, 4, world_size=1)),
         ray.exceptions.OutOfMemoryError("killed"),
         errors.TrainingError("Task was killed due to the node running low on memory."),
         errors.TrainingError("before any step was logged: OutOfMemoryError: allocation failed"),

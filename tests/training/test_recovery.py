@@ -340,5 +340,5 @@ def test_host_oom_restarts_with_smaller_micro_batches():
     ],
 )
 def test_oom_of_one_rank_outweighs_errors_of_others(other):
-    oom = OutOfMemoryError("NCCL error in: ncclUnhandledCudaError: out of memory", 2)
-    assert decide_recovery(failure_of(other, oom), None, 1, 3) == Restart(str(oom), 2)
+    oom = OutOfMemoryError("NCCL error in: ncclUnhandledCudaError: out of memory", SHAPE)
+    assert decide_recovery(failure_of(other, oom), None, 1, 3) == Restart(str(oom), SHAPE)
