@@ -1,5 +1,5 @@
-"""Child processes of this machine, for work that needs no Ray cluster: an ordered map that survives
-crashes.
+"""Child processes of this machine, for work that needs no Ray cluster: one protocol, and an ordered
+map that survives crashes.
 
 Children are spawned, not forked, because the parent has threads.
 """
@@ -8,114 +8,187 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+
+from mmray.errors import MmrayError
 
 SPAWN = multiprocessing.get_context("spawn")
 # For multiprocessing's cleanup process, which reports the semaphores of a killed process as leaked.
 sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+EXIT_TIMEOUT_S = 10.0  # for a process to exit after it has closed its connection
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-POLL_INTERVAL_S = 0.2
 _start_lock = threading.Lock()
 
 
-class _ProcessDied(Exception):
-    """A child process died before it had sent its result."""
+class ChildDied(Exception):
+    """A child process ended before it had sent its result.
 
-
-class _Processes:
-    """Child processes that run `work`, each called by one thread at a time.
-
-    Each has a pipe of its own, which ends with it. In the pipe that the processes of a
-    ProcessPoolExecutor share, the rest of a result is waited for forever if its sender is killed.
+    `exit_code` is negative for a signal, and None if the process closed its connection but did not
+    end.
     """
 
-    def __init__(self, work: Callable[..., Any], count: int) -> None:
-        self._threads = ThreadPoolExecutor(count, "mmray-map")
-        self._idle, self._children = SimpleQueue[Connection](), []
-        with starting_children():
-            for _ in range(count):
-                connection, theirs = SPAWN.Pipe()
-                child = SPAWN.Process(target=_serve, args=(theirs, work))
-                child.start()
-                theirs.close()
-                self._children.append((child, connection))
-                self._idle.put(connection)
+    def __init__(self, name: str, exit_code: int | None) -> None:
+        super().__init__(describe_exit(exit_code, name))
+        self.exit_code = exit_code
 
-    def submit(self, item: Any, after_crash: bool) -> Future[Any]:
-        return self._threads.submit(self._call, item, after_crash)
 
-    def _call(self, item: Any, after_crash: bool) -> Any:
-        connection = self._idle.get()
+def describe_exit(exit_code: int | None, name: str = "worker") -> str:
+    """Return how a process ended; None: it closed its connection and did not end."""
+    if exit_code is None:
+        return f"the {name} process closed its connection"
+    if exit_code >= 0:
+        return f"the {name} process exited with code {exit_code}"
+    return f"the {name} process was ended by {describe_signal(-exit_code)}"
+
+
+def describe_signal(number: int) -> str:
+    """Return the name of the signal that ended a process, and what sends it if that is not
+    obvious.
+    """
+    memory = " (the kernel sends it when the machine is out of memory)" * (number == signal.SIGKILL)
+    return f"{signal.Signals(number).name}{memory}"
+
+
+class Channel:
+    """The end of a child process's connection to its parent; several threads may use it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Send a message to the parent's `on_message`."""
+        with self._lock:
+            self.connection.send(("message", message))
+
+    def call(self, message: Any) -> Any:
+        """Send a message, and return what the parent's `on_message` returned."""
+        with self._lock:
+            self.connection.send(("call", message))
+            return self.connection.recv()
+
+    def send_outcome(self, work: Callable[[], Any]) -> None:
+        """Send what `work` returns or raises, which `ChildProcess.result` returns or raises."""
         try:
-            connection.send((item, after_crash))
-            error, result = connection.recv()
-        except (EOFError, OSError) as lost:
-            raise _ProcessDied from lost
-        finally:
-            self._idle.put(connection)
-        if error is not None:
-            raise error
-        return result
+            outcome = "returned", work()
+        except Exception as error:  # noqa: BLE001 - raised again in the parent
+            if not isinstance(error, MmrayError):
+                error.add_note(traceback.format_exc())
+            outcome = "raised", pickled(error)
+        with self._lock:
+            self.connection.send(outcome)
+
+
+class ChildProcess:
+    """A process that runs `target(channel, *args)`, a module-level function, and sends what it
+    returns or raises.
+
+    The process ignores Ctrl-C, which the parent handles, and exits with its parent, also if that is
+    killed. Its connection ends with it, so its death is noticed at once.
+
+    Args:
+        name: Of the process in messages: "the `name` process was ended by SIGKILL".
+        target: What the process runs. `channel` is a Channel to this process.
+        args: Pickled for the process.
+    """
+
+    def __init__(self, name: str, target: Callable[..., Any], *args: Any) -> None:
+        self.name = name
+        self.connection, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(
+            target=_run_target, args=(theirs, target, args), name=f"mmray-{name}"
+        )
+        with starting_children():
+            self.process.start()
+        theirs.close()  # so that the end of the process is read as EOF
+
+    def send(self, message: Any) -> None:
+        """Send an object that the process receives from `channel.connection`. Raises ChildDied."""
+        try:
+            self.connection.send(message)
+        except OSError:
+            raise self.death() from None
+
+    def result(self, on_message: Callable[[Any], Any] | None = None) -> Any:
+        """Wait until the process has sent its result, and return it.
+
+        Args:
+            on_message: Called with each message of the process; what it returns is the reply to
+                `channel.call`.
+
+        Raises:
+            ChildDied: The process ended before.
+            Exception: What the process raised. The traceback is a note, except of an MmrayError.
+        """
+        while True:
+            try:
+                kind, value = self.connection.recv()
+                if kind in ("message", "call"):
+                    assert on_message is not None, f"the {self.name} process sends no messages"
+                    reply = on_message(value)
+                    if kind == "call":
+                        self.connection.send(reply)
+            except (EOFError, OSError):
+                raise self.death() from None
+            if kind == "returned":
+                return value
+            if kind == "raised":
+                raise pickle.loads(value)
+
+    def death(self) -> ChildDied:
+        """Return how the process ended, after its connection was lost."""
+        self.process.join(EXIT_TIMEOUT_S)
+        return ChildDied(self.name, self.process.exitcode)
 
     def close(self) -> None:
-        """Wait until running calls return, and end the processes."""
-        self._threads.shutdown(cancel_futures=True)
-        for child, connection in self._children:
-            connection.close()
-            child.join()
+        """Close the connection, and wait until the process exits; kill it after EXIT_TIMEOUT_S."""
+        self.connection.close()
+        self.process.join(EXIT_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
-def map_in_processes(
-    work: Callable[[Item, bool], Result],
-    items: Iterable[Item],
-    num_processes: int,
-    max_in_flight: int,
-    on_crash: Callable[[int], None],
-    interrupted: threading.Event | None = None,
-) -> Generator[Result, None, None]:
-    """Yield `work(item, after_crash)` of each item, in order; `work` is pickled once per process.
+def _run_target(connection: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    channel = Channel(connection)
+    with suppress(EOFError, ConnectionError):  # the parent has closed the connection
+        channel.send_outcome(lambda: target(channel, *args))
 
-    After a process died all are replaced, and items without a result are repeated with after_crash
-    True. `on_crash` is called before with the number of crashes, and ends the repetition by
-    raising. `interrupted` ends the results within POLL_INTERVAL_S, also while one is awaited.
-    Raises what `work` raises.
-    """
-    unsent, pending, crashes = iter(items), deque[tuple[Item, Future[Result]]](), 0
-    processes = _Processes(work, num_processes)
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a child process"
+    parent.join()
+    os._exit(1)
+
+
+def pickled(error: Exception) -> bytes:
+    """Pickle an error, or its text if its class cannot be pickled."""
     try:
-        while True:
-            while len(pending) < max_in_flight and (item := next(unsent, None)) is not None:
-                pending.append((item, processes.submit(item, crashes > 0)))
-            if not pending:
-                return
-            try:
-                result = pending[0][1].result(None if interrupted is None else POLL_INTERVAL_S)
-            except TimeoutError:
-                if interrupted is not None and interrupted.is_set():
-                    return
-                continue
-            except _ProcessDied:
-                crashes += 1
-                on_crash(crashes)
-                processes.close()
-                processes = _Processes(work, num_processes)
-                pending = deque((item, processes.submit(item, True)) for item, _ in pending)
-                continue
-            pending.popleft()
-            yield result
-    finally:
-        processes.close()
+        data = pickle.dumps(error)
+        pickle.loads(data)
+        return data
+    except Exception:  # noqa: BLE001 - a user's class that cannot be pickled
+        plain = RuntimeError(f"{type(error).__name__}: {error}")
+        for note in getattr(error, "__notes__", ()):
+            plain.add_note(note)
+        return pickle.dumps(plain)
 
 
 @contextmanager
@@ -142,35 +215,125 @@ def starting_children() -> Iterator[None]:
                 signal.signal(signal.SIGINT, handler)
 
 
-def describe_signal(number: int) -> str:
-    """Return the name of the signal that ended a process, and what sends it if that is not
-    obvious.
+class _Pool:
+    """Child processes that run `work`, each called by one thread at a time.
+
+    Each has a pipe of its own. In the pipe that the processes of a ProcessPoolExecutor share, the
+    rest of a result is waited for forever if its sender is killed.
     """
-    memory = " (the kernel sends it when the machine is out of memory)" * (number == signal.SIGKILL)
-    return f"{signal.Signals(number).name}{memory}"
+
+    def __init__(self, work: Callable[..., Any], count: int) -> None:
+        self._threads = ThreadPoolExecutor(count, "mmray-map")
+        self._children = [ChildProcess("data", _serve, work) for _ in range(count)]
+        self._idle = SimpleQueue[ChildProcess]()
+        for child in self._children:
+            self._idle.put(child)
+
+    def submit(self, item: Any, after_crash: bool) -> Future[Any]:
+        return self._threads.submit(self._call, item, after_crash)
+
+    def _call(self, item: Any, after_crash: bool) -> Any:
+        child = self._idle.get()
+        try:
+            child.send((item, after_crash))
+            return child.result()
+        finally:
+            self._idle.put(child)
+
+    def kill(self) -> None:
+        """End the processes at once; running calls raise ChildDied."""
+        for child in self._children:
+            child.process.kill()
+
+    def close(self) -> None:
+        """Wait until running calls return, and end the processes."""
+        self._threads.shutdown(cancel_futures=True)
+        for child in self._children:
+            child.connection.close()
+        for child in self._children:
+            child.close()
 
 
-def init_child() -> None:
-    """Ignore Ctrl-C, and exit with the parent, also if it is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+def _serve(channel: Channel, work: Callable[..., Any]) -> None:
+    """Send the result or the error of each item, until the parent closes the pipe."""
+    while True:
+        item, after_crash = channel.connection.recv()
+        channel.send_outcome(lambda: work(item, after_crash))  # noqa: B023 - called at once
 
 
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "runs in a child process"
-    parent.join()
-    os._exit(1)
+class ProcessMap(Generic[Item, Result]):
+    """Iterates `work(item, after_crash)` of each item, in order, computed by child processes.
 
+    The processes start at once, and work on up to `max_in_flight` items ahead of the results that
+    were requested. After a process died all are replaced, and items without a result are repeated
+    with after_crash True. Iterating raises what `work` raises.
 
-def _serve(connection: Connection, work: Callable[..., Any]) -> None:
-    """Send the result or the error of each item, until the parent closes the pipe or dies."""
-    init_child()
-    with suppress(EOFError, ConnectionError):
+    Args:
+        work: Pickled once per process.
+        on_crash: Called with the number of crashes before items are repeated; raises to end the
+            repetition.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Item, bool], Result],
+        items: Iterable[Item],
+        num_processes: int,
+        max_in_flight: int,
+        on_crash: Callable[[int], None],
+    ) -> None:
+        self._work = work
+        self._num_processes = num_processes
+        self._max_in_flight = max_in_flight
+        self._on_crash = on_crash
+        self._unsent = iter(items)
+        self._pending = deque[tuple[Item, Future[Result]]]()
+        self._crashes = 0
+        self._interrupted = False
+        self._pool = _Pool(work, num_processes)
+        self._submit()
+
+    def __iter__(self) -> ProcessMap[Item, Result]:
+        return self
+
+    def __next__(self) -> Result:
         while True:
-            item, after_crash = connection.recv()
+            self._submit()
+            if self._interrupted or not self._pending:
+                raise StopIteration
             try:
-                connection.send((None, work(item, after_crash)))
-            except Exception as error:  # noqa: BLE001 - raised again in the parent
-                error.add_note(traceback.format_exc())
-                connection.send((error, None))
+                result = self._pending[0][1].result()
+            except ChildDied:
+                if not self._interrupted:
+                    self._replace_processes()
+                continue
+            self._pending.popleft()
+            return result
+
+    def _submit(self) -> None:
+        while len(self._pending) < self._max_in_flight and not self._interrupted:
+            item = next(self._unsent, None)
+            if item is None:
+                return
+            self._pending.append((item, self._pool.submit(item, self._crashes > 0)))
+
+    def _replace_processes(self) -> None:
+        self._crashes += 1
+        self._on_crash(self._crashes)
+        self._pool.close()
+        self._pool = _Pool(self._work, self._num_processes)
+        items = [item for item, _ in self._pending]
+        self._pending.clear()
+        if not self._interrupted:  # otherwise `interrupt` may have killed the processes before
+            self._pending.extend((item, self._pool.submit(item, True)) for item in items)
+
+    def interrupt(self) -> None:
+        """End the results, also for another thread that waits for the next one; ends the
+        processes.
+        """
+        self._interrupted = True
+        self._pool.kill()
+
+    def close(self) -> None:
+        """Wait until running work returns, and end the processes; no thread may be iterating."""
+        self._pool.close()

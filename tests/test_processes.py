@@ -4,11 +4,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from contextlib import closing
 from multiprocessing.connection import Connection
 
 import pytest
 
-from mmray.processes import SPAWN, map_in_processes
+from mmray.processes import SPAWN, ChildDied, ChildProcess, ProcessMap
+
+
+def run_map(*args):
+    """The results of a ProcessMap."""
+    with closing(ProcessMap(*args)) as results:
+        yield from results
 
 
 def square(number, after_crash):
@@ -23,7 +32,7 @@ def fail(number, after_crash):
 
 def test_results_are_in_order_and_survive_a_killed_process():
     crashes = []
-    results = list(map_in_processes(square, range(12), 2, 4, crashes.append))
+    results = list(run_map(square, range(12), 2, 4, crashes.append))
     assert [value for value, _ in results] == [number**2 for number in range(12)]
     assert crashes == [1] and results[5] == (25, True)
 
@@ -40,7 +49,7 @@ def die_while_sending(number, after_crash):
 
 def test_process_killed_while_it_sends_a_result_is_replaced():
     crashes = []
-    assert list(map_in_processes(die_while_sending, range(4), 1, 2, crashes.append)) == [0, 1, 2, 3]
+    assert list(run_map(die_while_sending, range(4), 1, 2, crashes.append)) == [0, 1, 2, 3]
     assert crashes == [1]
 
 
@@ -48,8 +57,10 @@ def test_script_without_a_guard_is_not_run_again_by_its_children(tmp_path):
     """In a spawned child it would start children too."""
     script = tmp_path / "mine.py"
     lines = [
-        "from mmray.processes import map_in_processes",
-        "print(list(map_in_processes(max, [1, 2], 1, 2, print)))",
+        "from mmray.processes import ProcessMap",
+        "results = ProcessMap(max, [1, 2], 1, 2, print)",
+        "print(list(results))",
+        "results.close()",
     ]
     script.write_text("\n".join([*lines, "print(__file__)"]))
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
@@ -73,7 +84,7 @@ def test_semaphores_of_a_killed_process_are_not_reported():
 
 def test_error_of_the_work_is_raised():
     with pytest.raises(KeyError, match="0"):
-        list(map_in_processes(fail, range(3), 1, 2, print))
+        list(run_map(fail, range(3), 1, 2, print))
 
 
 def test_crash_handler_can_end_the_map():
@@ -81,4 +92,54 @@ def test_crash_handler_can_end_the_map():
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        list(map_in_processes(square, [5], 1, 1, give_up))
+        list(run_map(square, [5], 1, 1, give_up))
+
+
+def sleep(number, after_crash):
+    if number:
+        time.sleep(600)
+    return number
+
+
+def test_interrupt_ends_a_map_whose_work_stalls():
+    results = ProcessMap(sleep, range(4), 2, 4, print)
+    ends = []
+    thread = threading.Thread(target=lambda: ends.append(list(results)))
+    thread.start()
+    time.sleep(1)
+    results.interrupt()
+    thread.join(30)
+    results.close()
+    assert not thread.is_alive() and ends in ([[0]], [[]])
+
+
+def talk(channel, name):
+    channel.send(f"{name} starts")
+    answer = channel.call("how many?")
+    if answer == 0:
+        raise KeyError(name)
+    if answer < 0:
+        os.kill(os.getpid(), -answer)
+    return answer * 2
+
+
+@pytest.mark.parametrize("answer", [21, 0, -signal.SIGSEGV])
+def test_child_calls_its_parent_and_returns_raises_or_dies(answer):
+    child, messages = ChildProcess("talking", talk, "child"), []
+
+    def on_message(message):
+        messages.append(message)
+        return answer
+
+    if answer > 0:
+        assert child.result(on_message) == 42
+    elif answer == 0:
+        with pytest.raises(KeyError, match="child") as raised:
+            child.result(on_message)
+        assert "in talk" in raised.value.__notes__[0]
+    else:
+        with pytest.raises(ChildDied, match="the talking process was ended by SIGSEGV") as died:
+            child.result(on_message)
+        assert died.value.exit_code == answer
+    assert messages == ["child starts", "how many?"]
+    child.close()

@@ -4,7 +4,6 @@ if it dies.
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ import psutil
 from mmray.config import Config
 from mmray.errors import DeviceError, MmrayError, ResourceError
 from mmray.machine import cores
-from mmray.processes import SPAWN, describe_signal, starting_children
+from mmray.processes import ChildDied, ChildProcess
 from mmray.training.backend import Attempt, Cause, format_counts, num_gpus, resume_point
 from mmray.training.coordinator import Coordinator
 from mmray.training.local_worker import run_worker
@@ -27,8 +26,10 @@ if TYPE_CHECKING:
     from mmray.training.worker_group import HeartbeatRecord
 
 POLL_INTERVAL_S = 0.1
+# Of a worker with a GPU: one for the thread that launches kernels, one for the thread that moves
+# rows and for those of the metrics.
+TRAINING_CORES = 2
 GPU_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of CUDA, of CUDA under WSL, of ROCm
-EXIT_TIMEOUT_S = 10.0  # after the result; then the process is killed
 
 
 class WorkerFailed(Exception):
@@ -49,7 +50,7 @@ class LocalBackend:
     errors: tuple[type[Exception], ...] = (WorkerFailed, MmrayError, OSError)
 
     def __init__(self) -> None:
-        self._next: _Process | None = _Process()
+        self._next: ChildProcess | None = _start_worker()
 
     def check(self, config: Config, reporter: RunReporter) -> None:
         check_gpus(config)
@@ -64,7 +65,8 @@ class LocalBackend:
         return 1
 
     def start(self, attempt: Attempt) -> LocalWorkers:
-        process, self._next = self._next or _Process(), None
+        process = self._next or _start_worker()
+        self._next = None
         return LocalWorkers(process, attempt)
 
     def exclude_node(self, config: Config, node: str) -> bool:
@@ -79,19 +81,9 @@ class LocalBackend:
             self._next.kill()
 
 
-class _Process:
-    """A worker process; it waits for its arguments after it has imported what it needs."""
-
-    def __init__(self) -> None:
-        self.connection, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=run_worker, args=(theirs,), name="mmray-worker")
-        with starting_children():
-            self.process.start()
-        theirs.close()  # so that the end of the process is read as EOF
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
+def _start_worker() -> ChildProcess:
+    """Start a process that waits for its arguments after it has imported what it needs."""
+    return ChildProcess("worker", run_worker)
 
 
 def count_gpus() -> int:
@@ -128,52 +120,47 @@ def resolve_on_this_machine(config: Config) -> Config:
 class LocalWorkers:
     """The worker process of an attempt, and the thread that receives its messages."""
 
-    def __init__(self, process: _Process, attempt: Attempt) -> None:
-        self._process, self._coordinator = process, Coordinator(attempt.bad_rows)
-        self._result: tuple[str, Any] | None = None
+    def __init__(self, process: ChildProcess, attempt: Attempt) -> None:
+        self._process = process
+        self._coordinator = Coordinator(attempt.bad_rows)
+        self._outcome: dict[str, Any] | Exception | None = None
         decoders = num_decode_processes(attempt.resolved.config, attempt.config.cluster.accelerator)
         start = resume_point(attempt.resolved, attempt.checkpoint, world=1)
-        arguments = pickle.dumps((attempt.worker_context(decoders), start, attempt.config))
+        arguments = attempt.worker_context(decoders), start, attempt.config
         self._receiver = threading.Thread(
             target=self._serve, args=(arguments,), name="mmray-receiver", daemon=True
         )
         self._receiver.start()
 
-    def _serve(self, arguments: bytes) -> None:
-        """Send the arguments, and serve the calls of the worker until it sends its result, or
-        ends.
-        """
-        connection = self._process.connection
+    def _serve(self, arguments: tuple[Any, ...]) -> None:
+        """Send the arguments, and serve the calls of the worker until it ends."""
         try:
             # here: it waits for the worker's imports, and fails if it has died
-            connection.send_bytes(arguments)
-            while self._result is None:
-                name, argument = connection.recv()
-                if name in ("returned", "raised"):
-                    self._result = name, argument
-                elif (reply := getattr(self._coordinator, name)(argument)) is not None:
-                    connection.send(reply)
-        except (EOFError, OSError):
-            return
+            self._process.send(arguments)
+            self._outcome = self._process.result(self._on_message)
+        except Exception as error:  # noqa: BLE001 - raised in `wait`
+            self._outcome = error
+
+    def _on_message(self, message: tuple[str, Any]) -> Any:
+        """Call the method of the coordinator that a message names."""
+        name, argument = message
+        return getattr(self._coordinator, name)(argument)
 
     def wait(self, poll: Callable[[], None]) -> dict[str, Any]:
         while self._receiver.is_alive():
             self._receiver.join(POLL_INTERVAL_S)
             poll()
-        self._process.process.join(EXIT_TIMEOUT_S)
-        if self._result is None:
-            code = self._process.process.exitcode  # None: alive after EXIT_TIMEOUT_S
-            # An import failed, or user code called exit: not a lost process, which is replaced
-            # several times.
-            kind = "lost" if code is None or code < 0 else "raised"
-            raise WorkerFailed(kind, RuntimeError(describe_exit(code)))
-        kind, value = self._result
-        if kind == "raised":
-            error = pickle.loads(value)
-            if isinstance(error, DeviceError):
-                raise WorkerFailed("device", error)
-            raise error if isinstance(error, MmrayError) else WorkerFailed("raised", error)
-        return dict(value)
+        outcome = self._outcome
+        if isinstance(outcome, ChildDied):
+            raise worker_failed(outcome)
+        if isinstance(outcome, DeviceError):
+            raise WorkerFailed("device", outcome)
+        if isinstance(outcome, MmrayError):
+            raise outcome
+        if isinstance(outcome, Exception):
+            raise WorkerFailed("raised", outcome)
+        self._process.close()
+        return dict(outcome or {})
 
     def drain(self, num_received: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         return self._coordinator.drain(num_received)
@@ -205,13 +192,14 @@ class LocalWorkers:
         self._process.kill()
 
 
-def describe_exit(code: int | None) -> str:
-    """Return how a worker process ended; code None: it closed its connection and did not end."""
-    if code is None:
-        return "the worker process closed its connection"
-    if code >= 0:
-        return f"the worker process exited with code {code}"
-    return f"the worker process was ended by {describe_signal(-code)}"
+def worker_failed(died: ChildDied) -> WorkerFailed:
+    """Return the failure of a worker process that ended without a result.
+
+    If it exited by itself, an import failed or user code called exit: it is not a lost process,
+    which would be replaced several times.
+    """
+    is_lost = died.exit_code is None or died.exit_code < 0
+    return WorkerFailed("lost" if is_lost else "raised", RuntimeError(str(died)))
 
 
 def num_decode_processes(config: Config, device: str) -> int:
@@ -220,4 +208,4 @@ def num_decode_processes(config: Config, device: str) -> int:
     """
     if isinstance(config.data.workers, int):
         return config.data.workers
-    return max(1, cores() - 1) if device == "gpu" else 1
+    return max(1, cores() - TRAINING_CORES) if device == "gpu" else 1

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil
-from multiprocessing.connection import Connection
 from typing import Any
 
 from mmray.cluster.connect import needs_ray, ray_session
@@ -24,15 +22,14 @@ from mmray.errors import (
     first_line,
     is_out_of_memory,
 )
-from mmray.processes import SPAWN, init_child, starting_children
+from mmray.processes import Channel, ChildDied, ChildProcess
 from mmray.report.sweep import SweepRecord
 from mmray.report.write import write_report_safely
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, remove_tree
 from mmray.sweep_files import SWEEP, Recommendation, TrialRow
 from mmray.training.driver import check_classes
-from mmray.training.local import WorkerFailed, check_gpus, describe_exit, resolve_on_this_machine
-from mmray.training.local_worker import pickled
+from mmray.training.local import WorkerFailed, check_gpus, resolve_on_this_machine
 from mmray.training.reporter import RunReporter
 from mmray.training.run_dir import collect_environment
 from mmray.training.validate import unsupported_reasons
@@ -244,31 +241,21 @@ def _run_locally(task: ShapeTask, on_message: OnMessage) -> Measurements:
 
     Raises WorkerFailed if it dies.
     """
-    connection, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_run_worker, args=(theirs, task), name="mmray-shapes")
-    with starting_children():
-        process.start()
-    theirs.close()  # so that the end of the process is read as EOF
+    child = ChildProcess("worker", _run_worker, task)
     try:
-        while True:
-            name, value = connection.recv()
-            if name == "returned":
-                return value
-            if name == "raised":
-                error = pickle.loads(value)
-                raise error if isinstance(error, MmrayError) else WorkerFailed("raised", error)
-            on_message(value)
-    except EOFError:
-        process.join()
-        raise WorkerFailed("lost", TrainingError(describe_exit(process.exitcode or 0))) from None
+        return child.result(on_message)
+    except ChildDied as died:
+        raise WorkerFailed("lost", TrainingError(str(died))) from None
+    except MmrayError:
+        raise
+    except Exception as error:  # noqa: BLE001 - raised with its kind
+        raise WorkerFailed("raised", error) from None
     finally:
-        process.kill()
-        process.join()
+        child.kill()
 
 
-def _run_worker(connection: Connection, task: ShapeTask) -> None:
-    """Measure in this process, and send messages, then the result or the error."""
-    init_child()
+def _run_worker(channel: Channel, task: ShapeTask) -> Measurements:
+    """Measure in this process, and send messages."""
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as in training/local_worker.py
     import torch
 
@@ -278,10 +265,4 @@ def _run_worker(connection: Connection, task: ShapeTask) -> None:
     device = (
         torch.device("cuda", 0) if task.config.cluster.accelerator == "gpu" else torch.device("cpu")
     )
-    try:
-        measurements = measure_shapes(
-            task, Group(device=device), lambda message: connection.send(("message", message))
-        )
-        connection.send(("returned", measurements))
-    except Exception as error:  # noqa: BLE001 - raised again in the driver
-        connection.send(("raised", pickled(error)))
+    return measure_shapes(task, Group(device=device), channel.send)

@@ -5,13 +5,13 @@ fail.
 import multiprocessing
 import shutil
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from mmray.config import from_yaml
 from mmray.errors import TrainingError
+from mmray.processes import ChildDied
 from mmray.training import driver, local
 from tests.training.runs import (
     STEPS,
@@ -193,13 +193,9 @@ def test_worker_that_dies_before_its_attempt_is_replaced(data, tmp_path, monkeyp
     ("code", "kind"), [(-11, "lost"), (0, "raised"), (1, "raised"), (None, "lost")]
 )
 def test_worker_that_exits_has_a_bug_and_one_that_is_killed_is_lost(code, kind):
-    workers = object.__new__(local.LocalWorkers)
-    workers._result, workers._receiver = None, SimpleNamespace(is_alive=lambda: False)
-    workers._process = SimpleNamespace(process=SimpleNamespace(join=lambda _: None, exitcode=code))
     ended = {-11: "SIGSEGV", None: "closed its connection"}.get(code, f"exited with code {code}")
-    with pytest.raises(local.WorkerFailed, match=ended) as failed:
-        workers.wait(lambda: None)
-    assert failed.value.kind == kind
+    failed = local.worker_failed(ChildDied("worker", code))
+    assert failed.kind == kind and ended in str(failed.cause)
 
 
 class KillingDataProcess(Stopping):

@@ -5,8 +5,8 @@ import pytest
 from mmray.config import recipes
 from mmray.engine.batch import BatchShape
 from mmray.errors import ResourceError, TrainingError, UsageError
+from mmray.processes import describe_exit
 from mmray.sweep_files import Rung, TrialRow
-from mmray.training.local import describe_exit
 from mmray.tuning.results import (
     TrialOutcome,
     classify_error,

@@ -39,8 +39,9 @@ from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.errors import OutOfMemoryError, TrainingError, UsageError
 from mmray.models.two_tower import TwoTower
+from mmray.processes import describe_exit
 from mmray.sweep_files import TrialRow
-from mmray.training.local import WorkerFailed, describe_exit
+from mmray.training.local import WorkerFailed
 from mmray.tuning import shape_group, shape_probe, shape_worker
 from mmray.tuning.shape import Failure, Measurements, ShapeTask, Visit
 from mmray.tuning.shape_probe import best_recipe, measure_in_groups, plan_task, probe_shapes

@@ -19,7 +19,7 @@ from mmray import errors
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.errors import MmrayError, ResourceError
 from mmray.machine import cores
-from mmray.processes import map_in_processes
+from mmray.processes import ProcessMap
 from mmray.storage.paths import AnyPath, file_size, write_atomic
 
 MAX_TASKS = 2000  # with more items, several share a task
@@ -67,7 +67,8 @@ def _map_in_processes(
             )
 
     processes = min(len(items), cores())
-    yield from map_in_processes(run_item, items, processes, 2 * processes, on_crash)
+    with closing(ProcessMap(run_item, items, processes, 2 * processes, on_crash)) as results:
+        yield from results
 
 
 def _map_on_ray(run_item: Work, items: Sequence[Any]) -> Generator[Result, None, None]:

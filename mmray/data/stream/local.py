@@ -4,14 +4,13 @@ sample order.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.stream.order import BlockPlan, ResumePoint
 from mmray.data.stream.reader import CRASH_NOTE, Block, RowReader
 from mmray.errors import ResourceError
-from mmray.processes import map_in_processes
+from mmray.processes import ProcessMap
 
 # at most: blocks are copied through a pipe, which a larger one would occupy for long
 BLOCK_MB = 8.0
@@ -48,7 +47,6 @@ class LocalBlocks:
     ) -> None:
         assert start.plan.world_size == 1, "the ranks of a group need Ray"
         blocks = BlockPlan.sized(start.plan, start.step, reader.row_bytes, min(block_mb, BLOCK_MB))
-        self._interrupted = threading.Event()
 
         def on_crash(crashes: int) -> None:
             if crashes > MAX_CRASHES:
@@ -58,13 +56,12 @@ class LocalBlocks:
                 )
             warn(CRASH_NOTE.format(process="a data process"))
 
-        self._blocks = map_in_processes(
+        self._blocks = ProcessMap(
             BlockReader(reader, blocks),
             range(blocks.count),
             min(num_processes, blocks.count),
             2 * num_processes + 1,
             on_crash,
-            self._interrupted,
         )
 
     def __iter__(self) -> Iterator[Block]:
@@ -72,8 +69,9 @@ class LocalBlocks:
 
     def interrupt(self) -> None:
         """End the blocks, also for a thread that waits for the next one."""
-        self._interrupted.set()
+        self._blocks.interrupt()
 
     def close(self) -> None:
         """End the data processes; no thread may be iterating."""
+        self._blocks.interrupt()
         self._blocks.close()
