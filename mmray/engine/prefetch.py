@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -62,14 +63,7 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
     sizes = tuple(len(micro_batch["valid"]) for micro_batch in micro_batches)
     is_dummy = tuple(not bool(micro_batch["valid"].any()) for micro_batch in micro_batches)
     if not bool(valid.all()):
-        dummy = torch.tensor([0])
-        micro_batches = [
-            {
-                name: tensor[dummy if empty else micro_batch["valid"]]
-                for name, tensor in micro_batch.items()
-            }
-            for micro_batch, empty in zip(micro_batches, is_dummy, strict=True)
-        ]
+        micro_batches = [_without_invalid_rows(micro_batch) for micro_batch in micro_batches]
     real = [
         micro_batch for micro_batch, empty in zip(micro_batches, is_dummy, strict=True) if not empty
     ]
@@ -83,6 +77,17 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
         lengths = torch.cat([mask.sum(dim=1) for mask in masks])[order]
         unbucketed = sum(int(part.max()) * len(part) for part in lengths.split(max(sizes)))
     return LocalBatch(micro_batches, is_dummy, keys, sizes, TokenCounts(tokens, padded, unbucketed))
+
+
+def _without_invalid_rows(micro_batch: Batch) -> Batch:
+    """Return the valid rows, or one dummy row if there are none.
+
+    The columns are views if invalid rows come last.
+    """
+    valid = micro_batch["valid"]
+    num_valid = int(valid.sum())
+    rows = slice(0, max(1, num_valid)) if bool(valid[:num_valid].all()) else valid
+    return {name: tensor[rows] for name, tensor in micro_batch.items()}
 
 
 def split_micro_batches(batch: LocalBatch, micro_batch_size: int) -> LocalBatch:
@@ -139,7 +144,7 @@ class Prefetcher:
         self._thread: _BackgroundIterator | None = None
         self._batches: Iterator[LocalBatch] = batches
         if device.type == "cuda":
-            copied = map(DeviceCopier(device, timers), batches)
+            copied = _copied_batches(batches, DeviceCopier(device, timers))
             receive = partial(_receive, device=device)
             self._thread = _BackgroundIterator(copied, receive, device, interrupt_stream)
             self._batches = self._thread
@@ -186,15 +191,44 @@ def check_positions(actual: np.ndarray, expected: np.ndarray, step: int, rank: i
     )
 
 
+@contextmanager
+def register_pinned(pixels: np.ndarray, notify: Callable[[str, str], None]) -> Iterator[None]:
+    """Let the GPU read the memory of this array directly, within the block."""
+    memory = torch.from_numpy(pixels)
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error) != 0:
+        notify(
+            "data",
+            f"{memory.nbytes / 1e6:,.0f} MB of pixels cannot be pinned (cudaHostRegister: "
+            f"{error}), so each step is copied once more on the CPU; raise `ulimit -l`",
+        )
+        yield
+        return
+    try:
+        yield
+    finally:
+        # The last copy may still be running. An error of the device is raised where it occurred.
+        with suppress(RuntimeError):
+            torch.cuda.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
 class Copied(NamedTuple):
     batch: LocalBatch  # whose columns are views of `memory`
-    memory: Tensor  # on the device
+    memory: list[Tensor]  # on the device
     event: torch.cuda.Event  # of the copy's completion
 
 
+def _copied_batches(batches: Iterator[LocalBatch], copier: DeviceCopier) -> Iterator[Copied]:
+    for batch in batches:
+        yield copier(batch)
+        # The stream may overwrite the rows of a step when the next one is requested.
+        copier.wait()
+
+
 class DeviceCopier:
-    """Copies a rank's rows of a step to the device at once, on a side stream, through pinned memory
-    that is reused.
+    """Copies a rank's rows of a step to the device on a side stream: pixels in pinned memory at
+    once from where they are, other columns at once through pinned memory that is reused.
     """
 
     def __init__(self, device: torch.device, timers: PhaseTimers):
@@ -203,27 +237,57 @@ class DeviceCopier:
         self._last_copy: torch.cuda.Event | None = None
 
     def __call__(self, batch: LocalBatch) -> Copied:
-        """Start copying a batch; waits for the copy of the previous one, a step before, which uses
-        the same memory.
-        """
-        columns = [tensor for micro_batch in batch.micro_batches for tensor in micro_batch.values()]
+        """Start copying a batch; `wait` must be called before the next one."""
+        self.wait()
+        pixels = _pinned_pixels(batch.micro_batches)
+        staged = [
+            {
+                name: tensor
+                for name, tensor in micro_batch.items()
+                if pixels is None or name != "image"
+            }
+            for micro_batch in batch.micro_batches
+        ]
+        columns = [tensor for micro_batch in staged for tensor in micro_batch.values()]
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in columns]
         starts = [0, *accumulate(sizes)]
-        if self._last_copy is not None:
-            self._last_copy.synchronize()
         if starts[-1] > len(self._pinned):
             # captions vary in length
             self._pinned = torch.empty(starts[-1] * 5 // 4, dtype=torch.uint8).pin_memory()
         for tensor, start in zip(columns, starts, strict=False):
             _view_at(self._pinned, start, tensor).copy_(tensor)
         with torch.cuda.stream(self._stream), self._timers("transfer"):
-            memory = self._pinned[: starts[-1]].to(self._device, non_blocking=True)
-            self._last_copy = self._stream.record_event()
-        views = map(partial(_view_at, memory), starts, columns)
-        micro_batches = [
-            {name: next(views) for name in micro_batch} for micro_batch in batch.micro_batches
-        ]
+            memory = [self._pinned[: starts[-1]].to(self._device, non_blocking=True)]
+            if pixels is not None:
+                memory.append(pixels.to(self._device, non_blocking=True))
+            self._last_copy = torch.cuda.Event(blocking=True)
+            self._last_copy.record(self._stream)
+        views = map(partial(_view_at, memory[0]), starts, columns)
+        micro_batches = [{name: next(views) for name in micro_batch} for micro_batch in staged]
+        if pixels is not None:
+            rows = [len(micro_batch["image"]) for micro_batch in batch.micro_batches]
+            for micro_batch, image in zip(micro_batches, memory[1].split(rows), strict=True):
+                micro_batch["image"] = image
         return Copied(replace(batch, micro_batches=micro_batches), memory, self._last_copy)
+
+    def wait(self) -> None:
+        """Wait until the copy has read its memory."""
+        if self._last_copy is not None:
+            self._last_copy.synchronize()
+
+
+def _pinned_pixels(micro_batches: list[Batch]) -> Tensor | None:
+    """Return a view of the pixels of all micro-batches, if they are adjacent in pinned memory."""
+    images = [micro_batch["image"] for micro_batch in micro_batches if "image" in micro_batch]
+    if not images or not images[0].is_pinned():
+        return None
+    end = images[0].data_ptr()
+    for image in images:
+        if image.data_ptr() != end or not image.is_contiguous():
+            return None
+        end += image.nbytes
+    num_rows = sum(len(image) for image in images)
+    return images[0].as_strided((num_rows, *images[0].shape[1:]), images[0].stride())
 
 
 def _view_at(memory: Tensor, start: int, like: Tensor) -> Tensor:
@@ -235,7 +299,8 @@ def _receive(copied: Copied, device: torch.device) -> LocalBatch:
     """Make a batch usable on the compute stream."""
     current = torch.cuda.current_stream(device)
     current.wait_event(copied.event)
-    copied.memory.record_stream(current)  # otherwise the allocator would reuse it too early
+    for memory in copied.memory:
+        memory.record_stream(current)  # otherwise the allocator would reuse it too early
     return copied.batch
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray import objectives, plugins
-from mmray.data.stream.collate import iter_micro_batches
+from mmray.data.stream.collate import PixelMemory, iter_micro_batches
 from mmray.data.stream.order import ResumePoint
 from mmray.data.stream.reader import Block
 from mmray.data.text.chat import build_encoder
@@ -42,6 +42,7 @@ from mmray.engine.parallel.transforms import (
     force_eager,
 )
 from mmray.engine.precision import seed_everything
+from mmray.engine.prefetch import register_pinned
 from mmray.engine.run_state import CheckpointState, DestinationFn, TrainSpec
 from mmray.engine.worker_context import (
     DataBoundHint,
@@ -74,7 +75,9 @@ def train_worker(
 
     Args:
         blocks: The rows of this rank. If they have a method `interrupt`, it is called from another
-            thread than the one that iterates: it must end a `next` that waits for rows.
+            thread than the one that iterates: it must end a `next` that waits for rows. Their
+            arrays are used until the next block is requested. If they have `pixels`, an array that
+            contains the pixels of all blocks, a GPU reads them there.
     """
     if device.type == "cuda":
         # The current GPU of the process is otherwise the first, and code that names no device
@@ -156,7 +159,9 @@ def train_worker(
     )
     if context.batch_shape.auto:
         driver.notify("memory", f"micro-batches of {batch_shape.micro_batch_size} rows fit")
-    with _closing(log, checkpoints, driver.heartbeat):
+    pixels = getattr(blocks, "pixels", None) if device.type == "cuda" else None
+    pinned = nullcontext() if pixels is None else register_pinned(pixels, driver.notify)
+    with _closing(log, checkpoints, driver.heartbeat), pinned:
         rows = quarantine_bad_rows(
             blocks, config, context.folder, context.reader, plan, driver.count_bad_row
         )
@@ -171,6 +176,7 @@ def train_worker(
             group_by_length=config.batch.group_by_length,
             token_multiple=multiple,
             max_tokens=config.model.inputs.max_tokens,
+            memory=PixelMemory(pin=device.type == "cuda"),
         )
         if checkpoint is not None:
             driver.stage("loading the checkpoint")

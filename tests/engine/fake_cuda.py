@@ -312,7 +312,7 @@ class ThreadWithModes(ThreadPoolExecutor):
         return super().submit(work_with_modes)
 
 
-def make_event(enable_timing: bool = False) -> Any:
+def make_event(enable_timing: bool = False, blocking: bool = False) -> Any:
     """An event; consecutive events are a millisecond apart."""
     return SimpleNamespace(record=ignore, synchronize=ignore, elapsed_time=lambda other: 1.0)
 

@@ -4,11 +4,14 @@ caption.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
+
+from mmray.data.stream.blocks import join_blocks, pad_columns
 
 Batch = dict[str, torch.Tensor]
 NumpyBatch = dict[str, np.ndarray]
@@ -22,6 +25,7 @@ def iter_micro_batches(
     group_by_length: bool = False,
     token_multiple: int = 1,
     max_tokens: int = sys.maxsize,
+    memory: PixelMemory | None = None,
 ) -> Iterator[list[Batch]]:
     """Yield a rank's micro-batches of each step; the last of a step may be smaller.
 
@@ -32,20 +36,47 @@ def iter_micro_batches(
         group_by_length: Sort the rows of a step, longest caption first.
         token_multiple: Captions are padded to the longest of the micro-batch, rounded up to this.
         max_tokens: The most tokens to which captions are padded.
+        memory: For pixels that must be moved; then those of a step are valid until the next step is
+            requested. None: new memory for each step.
     """
-    for rows in _iter_step_rows(blocks, rank_rows):
+    for rows in _iter_step_rows(blocks, rank_rows, memory):
         # the order within one micro-batch has no effect
         if group_by_length and rank_rows > micro_batch_size:
-            order = np.argsort(-rows["num_tokens"], kind="stable")
-            rows = {name: column[order] for name, column in rows.items()}
+            rows = _sort_by_length(rows, memory)
+        # One tensor for the step: micro-batches are adjacent views, which one copy moves to a GPU.
+        image = torch.from_numpy(rows["image"])
         yield [
             _batch(_slice(rows, first, micro_batch_size), token_multiple, max_tokens)
+            | {"image": image[first : first + micro_batch_size]}
             for first in range(0, rank_rows, micro_batch_size)
         ]
 
 
-def _iter_step_rows(blocks: Iterable[NumpyBatch], rank_rows: int) -> Iterator[NumpyBatch]:
-    """Yield the rows of each step: a slice of one block, or several blocks concatenated.
+class PixelMemory:
+    """Memory for the pixels of one step, used again by the next; pinned for copies to a GPU.
+
+    New memory for each step would cost a page fault every 4 KiB.
+    """
+
+    def __init__(self, pin: bool) -> None:
+        self._pin = pin
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def get(self, use: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the memory of a use, uint8 in this shape."""
+        num_bytes = math.prod(shape)
+        memory = self._memory.get(use)
+        if memory is None or len(memory) < num_bytes:
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+            memory = memory.pin_memory() if self._pin else memory
+            self._memory[use] = memory
+        return memory[:num_bytes].numpy().reshape(shape)
+
+
+def _iter_step_rows(
+    blocks: Iterable[NumpyBatch], rank_rows: int, memory: PixelMemory | None
+) -> Iterator[NumpyBatch]:
+    """Yield the rows of each step: a slice of one block, or several blocks joined.
 
     Raises RuntimeError for blocks that cross the end of a step.
     """
@@ -62,24 +93,22 @@ def _iter_step_rows(blocks: Iterable[NumpyBatch], rank_rows: int) -> Iterator[Nu
             sizes = ", ".join(str(len(part["pos"])) for part in parts)
             raise RuntimeError(
                 f"the data stream returned blocks of {sizes} rows for a step of {rank_rows} rows: "
-                "blocks were cut or "
-                "assigned to another rank"
+                "blocks were cut or assigned to another rank"
             )
         if num_rows == rank_rows:
-            yield {name: _concatenate([part[name] for part in parts]) for name in parts[0]}
-            parts, num_rows = [], 0
+            shape = (rank_rows, *block["image"].shape[1:])
+            yield join_blocks(parts, None if memory is None else memory.get("joined", shape))
+            parts = []
+            num_rows = 0
 
 
-def _concatenate(columns: list[np.ndarray]) -> np.ndarray:
-    if columns[0].ndim == 2:  # tokens: zero-padded to the same width
-        longest = max(column.shape[1] for column in columns)
-        columns = [_pad(column, longest) for column in columns]
-    return np.concatenate(columns)
-
-
-def _pad(column: np.ndarray, width: int) -> np.ndarray:
-    """[R, T] -> [R, width] by appending zeros, if it is narrower."""
-    return np.pad(column, ((0, 0), (0, max(0, width - column.shape[1]))))
+def _sort_by_length(rows: NumpyBatch, memory: PixelMemory | None) -> NumpyBatch:
+    """Return the rows, longest caption first."""
+    order = np.argsort(-rows["num_tokens"], kind="stable")
+    image = rows["image"]
+    out = None if memory is None else memory.get("sorted", image.shape)
+    sorted_rows = {name: column[order] for name, column in rows.items() if name != "image"}
+    return sorted_rows | {"image": np.take(image, order, axis=0, out=out, mode="clip")}
 
 
 def _slice(rows: NumpyBatch, first: int, size: int) -> NumpyBatch:
@@ -87,15 +116,16 @@ def _slice(rows: NumpyBatch, first: int, size: int) -> NumpyBatch:
 
 
 def _batch(rows: NumpyBatch, token_multiple: int, max_tokens: int) -> Batch:
+    """Return the columns of a micro-batch, except `image`."""
     longest = int(rows["num_tokens"].max())
     longest = min(-(-longest // token_multiple) * token_multiple, max_tokens)
     rows = rows | {
-        name: _pad(rows[name], longest) for name in ("input_ids", "loss_mask") if name in rows
+        name: pad_columns(rows[name], longest)
+        for name in ("input_ids", "loss_mask")
+        if name in rows
     }
     tokens = token_columns(rows["input_ids"][:, :longest], rows["num_tokens"])
-    others = {
-        name: torch.from_numpy(rows[name]) for name in ("image", "key", "label", "valid", "pos")
-    }
+    others = {name: torch.from_numpy(rows[name]) for name in ("key", "label", "valid", "pos")}
     return lm_columns(rows, longest) | box_columns(rows) | tokens | others
 
 

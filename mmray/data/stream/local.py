@@ -1,19 +1,28 @@
 """The stream of one worker without Ray: child processes of this machine decode its blocks, in
 sample order.
+
+They write pixels into memory that they share with the training process, at the place of the row in
+its step. The training process receives only the small columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
+from mmray.data.stream.blocks import join_blocks
 from mmray.data.stream.order import BlockPlan, ResumePoint
 from mmray.data.stream.reader import CRASH_NOTE, Block, RowReader
+from mmray.data.stream.slots import PixelSlots
 from mmray.errors import ResourceError
 from mmray.processes import ProcessMap
 
-# at most: blocks are copied through a pipe, which a larger one would occupy for long
+# at most: smaller blocks of a step are divided more evenly between the processes
 BLOCK_MB = 8.0
+# of the shared memory, unless two slots need more; then fewer blocks are read ahead
+MAX_SLOTS_MB = 2000.0
 MAX_CRASHES = 5
 
 
@@ -22,19 +31,34 @@ class BlockReader:
     names the image.
     """
 
-    def __init__(self, reader: RowReader, blocks: BlockPlan) -> None:
-        self.reader, self.blocks = reader, blocks
+    def __init__(self, reader: RowReader, blocks: BlockPlan, slots: PixelSlots) -> None:
+        self.reader = reader
+        self.blocks = blocks
+        self.slots = slots
 
     def __call__(self, number: int, after_crash: bool) -> Block:
+        """Return the columns of a block without `image`, which is in its part of its slot."""
         if after_crash and self.reader.subprocess_decoder is None:
             self.reader.subprocess_decoder = SubprocessDecoder()
-        return self.reader.read_block(self.blocks.plan, self.blocks.positions(number))
+        positions = self.blocks.positions(number)
+        group, part = divmod(number, self.blocks.blocks_per_step)
+        slot = self.slots.pixels[group % len(self.slots.pixels)]
+        first = part * len(positions)
+        pixels = slot[first : first + len(positions)]
+        block = self.reader.read_block(self.blocks.plan, positions, pixels)
+        del block["image"]
+        return block
 
 
 class LocalBlocks:
-    """The blocks of the only worker, in order.
+    """The blocks of the only worker, in order; each has all rows of its steps.
 
-    Raises ResourceError if data processes keep dying.
+    The pixels of a block are valid until the next one is requested: then a data process may
+    overwrite them. The processes start at once. Iterating raises ResourceError if they keep dying.
+
+    Args:
+        block_mb: Size of a part of a step that one process decodes at a time.
+        warn: Called with a line for the log if a process died.
     """
 
     def __init__(
@@ -47,6 +71,16 @@ class LocalBlocks:
     ) -> None:
         assert start.plan.world_size == 1, "the ranks of a group need Ray"
         blocks = BlockPlan.sized(start.plan, start.step, reader.row_bytes, min(block_mb, BLOCK_MB))
+        self._blocks_per_step = blocks.blocks_per_step
+        rows = start.plan.rank_rows * blocks.steps_per_block
+        # One block that is awaited, and two of each process: one in work, one that follows.
+        in_flight = 2 * num_processes + 1
+        num_slots = 1 + -(-2 * num_processes // self._blocks_per_step)
+        slot_mb = rows * reader.row_bytes / 1e6
+        num_slots = max(2, min(num_slots, int(MAX_SLOTS_MB / slot_mb)))
+        # The slot of a block that is awaited must not be given to a later block.
+        in_flight = min(in_flight, (num_slots - 1) * self._blocks_per_step + 1)
+        self._slots = PixelSlots(num_slots, rows, reader.pixel_shape)
 
         def on_crash(crashes: int) -> None:
             if crashes > MAX_CRASHES:
@@ -56,22 +90,38 @@ class LocalBlocks:
                 )
             warn(CRASH_NOTE.format(process="a data process"))
 
-        self._blocks = ProcessMap(
-            BlockReader(reader, blocks),
+        self._parts = ProcessMap(
+            BlockReader(reader, blocks, self._slots),
             range(blocks.count),
             min(num_processes, blocks.count),
-            2 * num_processes + 1,
+            in_flight,
             on_crash,
         )
 
+    @property
+    def pixels(self) -> np.ndarray:
+        """The memory that contains the pixels of all blocks."""
+        return self._slots.pixels
+
     def __iter__(self) -> Iterator[Block]:
-        return self._blocks
+        parts: list[Block] = []
+        num_blocks = 0
+        for part in self._parts:
+            parts.append(part)
+            if len(parts) < self._blocks_per_step:
+                continue
+            block = join_blocks(parts)
+            slot = self._slots.pixels[num_blocks % len(self._slots.pixels)]
+            block["image"] = slot[: len(block["pos"])]
+            yield block
+            parts = []
+            num_blocks += 1
 
     def interrupt(self) -> None:
         """End the blocks, also for a thread that waits for the next one."""
-        self._blocks.interrupt()
+        self._parts.interrupt()
 
     def close(self) -> None:
         """End the data processes; no thread may be iterating."""
-        self._blocks.interrupt()
-        self._blocks.close()
+        self._parts.interrupt()
+        self._parts.close()

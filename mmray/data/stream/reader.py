@@ -19,6 +19,7 @@ from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import NUM_UNIFORMS, transform
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, hash_key, read_each
+from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import PADDING, SamplePlan, hash_choice, hash_uniform
 from mmray.data.text.chat import build_encoder
 
@@ -32,7 +33,6 @@ CRASH_NOTE = (
     "cause, the machine may "
     "have run out of memory: lower --data.workers or --data.block-mb"
 )
-Block = dict[str, np.ndarray]
 T = TypeVar("T")
 
 
@@ -68,7 +68,14 @@ class RowReader:
         """Approximate bytes of a row in a block."""
         return 3 * self.inputs.image_side**2 + 4 * self.inputs.max_tokens
 
-    def read_block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
+    @property
+    def pixel_shape(self) -> tuple[int, int, int]:
+        """Shape of the pixels of a row."""
+        return (3, self.inputs.image_side, self.inputs.image_side)
+
+    def read_block(
+        self, plan: SamplePlan, positions: np.ndarray, pixels: np.ndarray | None = None
+    ) -> Block:
         """Return the arrays of the rows at `positions` [R] of the sample order.
 
         image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R]; key int64 [R] (hash
@@ -78,6 +85,11 @@ class RowReader:
         int64 [R, M], num_boxes int32 [R]. A row with a bad image keeps its label, input_ids and
         loss_mask but has valid=False, key 0, num_tokens 1, zero pixels and no boxes. Padding and
         unreadable rows also have label -1 and an empty text.
+
+        Args:
+            plan: The sample order.
+            positions: int64 [R], PADDING for no row.
+            pixels: Memory for `image`; None: new memory.
         """
         row_ids, pass_index = plan.row_ids_and_pass_indices_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
@@ -92,8 +104,9 @@ class RowReader:
             if self.augment
             else [None] * len(rows)
         )
-        side = self.inputs.image_side
-        pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
+        if pixels is None:
+            pixels = np.empty((len(rows), *self.pixel_shape), np.uint8)
+        valid = np.zeros(len(rows), bool)
         box_columns = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
         for index, row in enumerate(rows):
             if row is not None and row.checksum_ok:
@@ -104,6 +117,7 @@ class RowReader:
                     valid[index] = True
                     for name, value in values.items():
                         box_columns[name][index] = value
+        pixels[~valid] = 0
         texts = [
             self.encoder.format_texts(row) if row else [self.encoder.EMPTY_TEXT] for row in rows
         ]
