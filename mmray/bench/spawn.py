@@ -4,29 +4,28 @@ torch.distributed.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from mmray.engine.collectives import BACKENDS, Group
 from mmray.engine.memory_probe import keep_freed_memory
 from mmray.errors import ResourceError, TrainingError, is_out_of_memory
 from mmray.machine import LOOPBACK, cores, set_network_interface
-from mmray.processes import describe_signal
+from mmray.processes import Channel, ChildDied, ChildProcess
 
 if TYPE_CHECKING:
     from mmray.config import Config
 
-# called on every rank; the result of rank 0 must be JSON
+# called on every rank
 Measure = Callable[["Config", Group, Path], Any]
 
 
@@ -73,65 +72,69 @@ def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> An
     Raises WorkerFailed.
     """
     device_type = device_type or select_device(config).type
-    with tempfile.TemporaryDirectory(prefix="mmray-bench-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
+        args = measure, config, device_type, Path(folder)
+        workers = [
+            ChildProcess("worker", _run_worker, rank, *args)
+            for rank in range(config.cluster.max_workers)
+        ]
         try:
-            torch.multiprocessing.spawn(
-                _run_worker,
-                (measure, config, device_type, folder),
-                nprocs=config.cluster.max_workers,
-            )
-        except torch.multiprocessing.ProcessExitedException as error:
-            code = error.exit_code
-            raise WorkerFailed(
-                "a process ended with "
-                f"{describe_signal(-code) if code < 0 else f'exit code {code}'}"
-            ) from None
-        except torch.multiprocessing.ProcessRaisedException:
-            # Out of memory first, because the other ranks only see a broken connection.
-            failures = [
-                json.loads(file.read_text()) for file in sorted(folder.glob("fault-*.json"))
-            ]
-            failure = max(failures, key=lambda failure: failure["out_of_memory"])
-            raise WorkerFailed(failure["reason"].splitlines()[0]) from None
-        return json.loads((folder / "answer.json").read_text())
+            return _wait_for_results(workers)[0]
+        finally:
+            for worker in workers:
+                worker.kill()
+
+
+def _wait_for_results(workers: list[ChildProcess]) -> list[Any]:
+    """Return the results of all ranks. Raises WorkerFailed as soon as one has failed."""
+    results: list[Any] = [None] * len(workers)
+    ranks = {worker.connection: rank for rank, worker in enumerate(workers)}
+    failures: list[Exception] = []
+    while ranks and not failures:
+        for connection in wait(list(ranks)):
+            rank = ranks.pop(connection)  # type: ignore[call-overload]
+            try:
+                results[rank] = workers[rank].result()
+            except Exception as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+    if failures:
+        # Out of memory first, because the other ranks only see a broken connection.
+        failure = max(failures, key=is_out_of_memory)
+        reason = str(failure)
+        if not isinstance(failure, ChildDied):
+            reason = f"{type(failure).__name__}: {failure}"
+        raise WorkerFailed(reason.splitlines()[0])
+    return results
 
 
 def _run_worker(
-    rank: int, measure: Measure, config: Config, device_type: str, folder: Path
+    channel: Channel, rank: int, measure: Measure, config: Config, device_type: str, folder: Path
 ) -> None:
-    try:
-        torch.set_num_threads(max(1, int(config.cluster.resolve_cpus(cores()))))
-        device = (
-            torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
-        )
-        if device_type == "cuda":
-            torch.cuda.set_device(device)
-        else:
-            keep_freed_memory()  # as in a training worker
-        set_network_interface(LOOPBACK)
-        dist.init_process_group(
-            BACKENDS[device_type],
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=config.cluster.max_workers,
-            timeout=timedelta(seconds=config.cluster.group_timeout_s),
-        )
-        group = Group.current(device)
-        result = measure(config, group, folder)
-    except BaseException as error:
-        failure = {
-            "reason": f"{type(error).__name__}: {error}",
-            "out_of_memory": is_out_of_memory(error),
-        }
-        unfinished = folder / f"{rank}.unfinished"
-        unfinished.write_text(json.dumps(failure))
-        # In one step, because the parent terminates this process as soon as another rank fails.
-        unfinished.rename(folder / f"fault-{rank}.json")
-        raise
-    if rank == 0:
-        (folder / "answer.json").write_text(json.dumps(result))
-    group.barrier()
+    channel.send_outcome(lambda: _measure_rank(rank, measure, config, device_type, folder))
     # Skip interpreter shutdown, during which a gloo thread may release a tensor and abort the
     # process.
     os._exit(0)
+
+
+def _measure_rank(
+    rank: int, measure: Measure, config: Config, device_type: str, folder: Path
+) -> Any:
+    """Join the group of workers, and return the measurement of this rank."""
+    torch.set_num_threads(max(1, int(config.cluster.resolve_cpus(cores()))))
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()  # as in a training worker
+    set_network_interface(LOOPBACK)
+    dist.init_process_group(
+        BACKENDS[device_type],
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=config.cluster.max_workers,
+        timeout=timedelta(seconds=config.cluster.group_timeout_s),
+    )
+    group = Group.current(device)
+    result = measure(config, group, folder)
+    group.barrier()
+    return result

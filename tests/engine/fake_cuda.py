@@ -330,6 +330,25 @@ def make_stream(device: Any = None) -> Any:
 def ignore(*_: Any, **__: Any) -> None: ...
 
 
+class HostRegistry:
+    """Memory registered with cudaHostRegister: its size by address."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.sizes[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.sizes[address]
+        return 0
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        address = tensor.data_ptr()
+        return any(start <= address < start + size for start, size in self.sizes.items())
+
+
 def cuda_functions() -> dict[str, Any]:
     """Replacements of functions of torch.cuda, by name."""
     state = torch.zeros(16, dtype=torch.uint8)
@@ -376,6 +395,9 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SyncCounter]]:
     with monkeypatch.context() as patch:
         for name, replacement in cuda_functions().items():
             patch.setattr(f"torch.cuda.{name}", replacement)
+        registry = HostRegistry()
+        patch.setattr("torch.cuda.cudart", lambda: registry)
+        patch.setattr(Tensor, "is_pinned", lambda tensor: registry.is_pinned(tensor))
         patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(nn.Module, "to", _move_module)

@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves
 from mmray.bench import device_checks
 from mmray.bench.device_checks import MODELS
 from mmray.data.stream.order import SamplePlan
+from mmray.data.stream.slots import PixelSlots
 from mmray.engine import loop
 from mmray.engine.checkpoint.state_io import HostStager
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
-from mmray.engine.prefetch import DeviceCopier, make_local_batch
+from mmray.engine.prefetch import DeviceCopier, make_local_batch, register_pinned
 from mmray.engine.step import accumulate_gradients, optimizer_step
 from mmray.errors import OutOfMemoryError
 from tests.engine import toy
@@ -180,6 +181,31 @@ def test_stream_can_be_closed_when_the_loop_ends(monkeypatch, end):
             result = loop.train_loop(spec, steps)
             assert result.status == {"success": "finished", "stop": "stopped"}[end]
     steps.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("invalid", [(), (8,), (2,)])
+def test_pixels_are_copied_from_the_shared_memory_that_holds_them(monkeypatch, invalid):
+    """At once, unless an unreadable row is between others: then the step is gathered first."""
+    slots = PixelSlots(2, 9, (3, toy.SIDE, toy.SIDE))
+    rows = toy.rows(9, 0, invalid)
+    slots.pixels[1] = rows["image"].numpy()
+    shared = rows | {"image": torch.from_numpy(slots.pixels[1])}
+    expected = make_local_batch(toy.cut(rows, 4)).micro_batches
+    notes = []
+    with gpus(monkeypatch), register_pinned(slots.pixels, lambda *note: notes.append(note)):
+        copier = DeviceCopier(GPU, PhaseTimers(GPU))
+        copied = copier(make_local_batch(toy.cut(shared, 4)))
+        copier.wait()
+        slots.pixels[:] = 0
+        on_cpu = [
+            {name: tensor.cpu() for name, tensor in micro_batch.items()}
+            for micro_batch in copied.batch.micro_batches
+        ]
+    assert len(copied.memory) == (1 if invalid == (2,) else 2) and not notes
+    for micro_batch, plain in zip(on_cpu, expected, strict=True):
+        assert micro_batch.keys() == plain.keys()
+        assert all(torch.equal(micro_batch[name], plain[name]) for name in plain)
 
 
 def test_step_is_copied_at_once_through_memory_that_is_reused(monkeypatch):

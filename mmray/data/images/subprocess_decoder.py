@@ -8,18 +8,15 @@ thumbnails, to explain a bad row, and for held-out images that `mmray prepare` h
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
 from mmray.data.images.transform import resize_to_square, thumbnail, transform
+from mmray.processes import Channel, ChildProcess
 
-COMMAND = (sys.executable, "-m", "mmray.data.images.subprocess_decoder")
 CRASH = "decoder-crash"  # reason of an image that killed its decoder
 
 
@@ -30,7 +27,7 @@ class SubprocessDecoder:
 
     def __init__(self) -> None:
         self.num_crashes = 0
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
 
     def check(
         self, data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None = None
@@ -40,21 +37,18 @@ class SubprocessDecoder:
 
         Raises BadImage, with reason `decoder-crash` if the image kills the child.
         """
-        args = b"" if transform_args is None else pickle.dumps(transform_args)
-        child = self._child = self._child or subprocess.Popen(
-            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        line = b""
-        assert child.stdin is not None
-        assert child.stdout is not None
-        with suppress(BrokenPipeError):  # detected by the missing reply
-            child.stdin.write(b"%d %d %d\n" % (len(args), len(data), max_pixels) + args + data)
-            child.stdin.flush()
-            line = child.stdout.readline()
-        if not line:
-            self._child, self.num_crashes = None, self.num_crashes + 1
-            raise BadImage(CRASH, f"the decoder process died (exit status {child.wait()})")
-        reply = orjson.loads(line)
+        if self._child is None:
+            self._child = ChildProcess("decoder", serve)
+        connection = self._child.connection
+        try:
+            connection.send((data, max_pixels, transform_args))
+            # Not a pickled object: the image may have taken over the child.
+            reply = orjson.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            died = self._child.death()
+            self._child = None
+            self.num_crashes += 1
+            raise BadImage(CRASH, str(died)) from None
         if "reason" in reply:
             raise BadImage(reply["reason"], reply["detail"])
         return reply["width"], reply["height"]
@@ -70,34 +64,33 @@ class SubprocessDecoder:
     def close(self) -> None:
         """Stop the child; the next image starts another one."""
         if self._child is not None:
-            self._child.communicate()
+            self._child.close()
             self._child = None
 
-    __del__ = close
+    def __del__(self) -> None:
+        if self._child is not None:
+            with suppress(OSError):
+                self._child.connection.close()  # the child ends then
 
 
-def serve(source: BinaryIO, out: BinaryIO) -> None:
-    """Main loop of the child: reads a line of lengths and the bytes of an image, writes a line of
-    JSON, until EOF.
-    """
-    while head := source.readline():
-        args_bytes, data_bytes, max_pixels = map(int, head.split())
-        args, data = source.read(args_bytes), source.read(data_bytes)
-        reply: dict[str, int | str]
-        try:
-            rgb = decode(data, max_pixels)
-            if args:
-                transform(rgb, *pickle.loads(args))  # from the parent process
-            else:
-                resize_to_square(rgb, 1, "squash", "bilinear")
-            reply = {"width": rgb.shape[1], "height": rgb.shape[0]}
-        except BadImage as bad:
-            reply = {"reason": bad.reason, "detail": bad.detail}
-        except MemoryError:  # nothing else allocates here, so the image caused it
-            reply = {"reason": "memory", "detail": "no memory to decode it"}
-        out.write(orjson.dumps(reply) + b"\n")
-        out.flush()
+def serve(channel: Channel) -> None:
+    """Main loop of the child: receives images, and sends replies in JSON."""
+    while True:
+        data, max_pixels, transform_args = channel.connection.recv()
+        channel.connection.send_bytes(orjson.dumps(_check(data, max_pixels, transform_args)))
 
 
-if __name__ == "__main__":
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+def _check(
+    data: bytes, max_pixels: int, transform_args: tuple[Any, ...] | None
+) -> dict[str, int | str]:
+    try:
+        rgb = decode(data, max_pixels)
+        if transform_args is None:
+            resize_to_square(rgb, 1, "squash", "bilinear")
+        else:
+            transform(rgb, *transform_args)
+        return {"width": rgb.shape[1], "height": rgb.shape[0]}
+    except BadImage as bad:
+        return {"reason": bad.reason, "detail": bad.detail}
+    except MemoryError:  # nothing else allocates here, so the image caused it
+        return {"reason": "memory", "detail": "no memory to decode it"}

@@ -1,12 +1,10 @@
 """Images that crash the process that decodes them, like a native decoder with a bug.
 
-Tests patch `open_image` in workers; run as a program, this module is the child process of
-SubprocessDecoder.
+Tests patch `open_image` in workers, and run `serve` in the child process of SubprocessDecoder.
 """
 
 import os
 import signal
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -15,8 +13,8 @@ from mmray.data.images import decode as image
 from mmray.data.images import subprocess_decoder
 
 MARK = b"this kills its decoder, which is written down in "
-COMMAND = (sys.executable, "-m", "tests.data.images.crashing_images")
 _open = image._open
+_serve = subprocess_decoder.serve
 NEED = b"this needs more memory than there is"
 
 
@@ -54,11 +52,11 @@ def decoder_dies():
     """Crash on marked images, in this process and its children."""
     with (
         patch.object(image, "_open", open_image),
-        patch.object(subprocess_decoder, "COMMAND", COMMAND),
+        patch.object(subprocess_decoder, "serve", serve),
     ):
         yield
 
 
-if __name__ == "__main__":
+def serve(channel):
     with patch.object(image, "_open", open_image):
-        subprocess_decoder.serve(sys.stdin.buffer, sys.stdout.buffer)
+        _serve(channel)
