@@ -1,7 +1,7 @@
-"""Validate, deduplicate and pack image-text rows on the CPU nodes of the cluster.
+r"""Validate, deduplicate and pack image-text rows on the CPU nodes of the cluster.
 
-    ray job submit --working-dir . -- python jobs/prepare.py /shared/my/my.jsonl /shared/prepared/my
-    --holdout 0.05
+    ray job submit --working-dir . -- python jobs/prepare.py /shared/my/my.jsonl \
+      /shared/prepared/my --holdout 0.05
 
 Source and target must be visible to all nodes. After a kill, the same command resumes.
 """
