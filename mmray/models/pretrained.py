@@ -25,64 +25,87 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def pretrained_settings(weights: str) -> dict[str, Any]:
-    """Return `kind`, `weights`, `vocab_size` (embedding rows) and `inputs` for a folder, hub name
-    or open_clip file.
+    """Return the settings of the `model` section that pretrained weights define.
 
-    Settings that the weights do not define are absent. Raises UsageError.
+    Args:
+        weights: A folder, a name of the hub, or a checkpoint file of open_clip.
+
+    Returns:
+        `kind`, `weights`, `vocab_size` (rows of the token embedding) and `inputs`. Settings that
+        the weights do not define are absent.
+
+    Raises:
+        UsageError: The weights cannot be read, or define no model of a built-in kind.
     """
     path = Path(weights).expanduser()
     given = open_clip.read_config(path / "config.json", ("config.json",))
-    if EXPORT_MARKER in given and "model_type" not in given:
-        if (kind := given.get("model", {}).get("kind")) is None:
-            raise UsageError(
-                f"{SETTING}: {path / 'config.json'} has no model.kind, so the export is "
-                "incomplete; export the run "
-                "again: mmray export RUN OUT"
-            )
-        raise UsageError(
-            f"{SETTING}: {weights} is an export of kind {kind}, which only mmray.load opens; "
-            "evaluate its run instead: mmray evaluate RUN --data SET"
-        )
-    if "model_type" not in given and (
-        files := [path / name for name in OPEN_CLIP_FILES if (path / name).is_file()]
-    ):
-        path = files[0]
-        weights = str(path)
+    if "model_type" not in given:
+        _refuse_export(path, given)
+        files = [path / name for name in OPEN_CLIP_FILES if (path / name).is_file()]
+        if files:
+            path = files[0]
+            weights = str(path)
     if path.is_file() or (path.suffix in SUFFIXES and not path.is_dir()):
-        shapes = {
-            name: tensor.to("meta") for name, tensor in read_state_dict(SETTING, weights).items()
-        }
-        hf = open_clip.rename_to_hf(shapes)
-        size = open_clip.infer_sizes(weights, hf)
-        kind = open_clip.model_kind(hf)
-        inputs = {
-            name: size[name] for name in ("image_side", "max_tokens")
-        } | open_clip.preprocessing(path)
+        settings = _checkpoint_settings(path)
         folder = path.parent
-        rows = size["vocab_size"]
     else:
-        kinds = {part.hf_type: kind for kind, part in KINDS.items() if part.hf_type}
-        config = load_config(SETTING, weights, (*kinds, *HF_TYPES))
-        if config.model_type in HF_TYPES:
-            raise UsageError(
-                f"{SETTING}: {weights} is an image encoder ({config.model_type}) without a text "
-                "encoder; train a model "
-                f"with it: --model.image.name transformers --model.image.weights {weights}"
-            )
+        settings = _hf_settings(weights)
         folder = path
-        kind = kinds[config.model_type]
-        rows = config.text_config.vocab_size
-        if hasattr(config, EXPORT_MARKER):
-            inputs = dict(config.model["inputs"])
-        else:
-            inputs = {"image_side": config.vision_config.image_size} | _preprocessing(weights)
-            if kind != "generative":
-                inputs["max_tokens"] = config.text_config.max_position_embeddings
-    if not folder.is_dir():
-        inputs["tokenizer"] = weights  # a hub name
-    elif (file := tokenizer_file(folder)) is not None:
-        inputs["tokenizer"] = str(file.resolve())
-    return {"kind": kind, "weights": weights, "vocab_size": rows, "inputs": inputs}
+    file = tokenizer_file(folder) if folder.is_dir() else None
+    if file is not None:
+        settings["inputs"]["tokenizer"] = str(file.resolve())
+    elif not folder.is_dir():
+        settings["inputs"]["tokenizer"] = weights  # a hub name
+    return {"weights": weights} | settings
+
+
+def _refuse_export(path: Path, given: dict[str, Any]) -> None:
+    """Raise UsageError if config.json is of an export that transformers cannot open."""
+    if EXPORT_MARKER not in given:
+        return
+    kind = given.get("model", {}).get("kind")
+    if kind is None:
+        raise UsageError(
+            f"{SETTING}: {path / 'config.json'} has no model.kind, so the export is incomplete; "
+            "export the run again: mmray export RUN OUT"
+        )
+    raise UsageError(
+        f"{SETTING}: {path} is an export of kind {kind}, which only mmray.load opens; evaluate its "
+        "run instead: mmray evaluate RUN --data SET"
+    )
+
+
+def _checkpoint_settings(file: Path) -> dict[str, Any]:
+    """Return the settings that a checkpoint file of open_clip defines."""
+    state = read_state_dict(SETTING, str(file))
+    hf = open_clip.rename_to_hf({name: tensor.to("meta") for name, tensor in state.items()})
+    size = open_clip.infer_sizes(str(file), hf)
+    inputs = {"image_side": size["image_side"], "max_tokens": size["max_tokens"]}
+    return {
+        "kind": open_clip.model_kind(hf),
+        "vocab_size": size["vocab_size"],
+        "inputs": inputs | open_clip.preprocessing(file),
+    }
+
+
+def _hf_settings(weights: str) -> dict[str, Any]:
+    """Return the settings that a model of transformers defines, in a folder or on the hub."""
+    kinds = {part.hf_type: kind for kind, part in KINDS.items() if part.hf_type}
+    config = load_config(SETTING, weights, (*kinds, *HF_TYPES))
+    if config.model_type in HF_TYPES:
+        raise UsageError(
+            f"{SETTING}: {weights} is an image encoder ({config.model_type}) without a text "
+            "encoder; train a model "
+            f"with it: --model.image.name transformers --model.image.weights {weights}"
+        )
+    kind = kinds[config.model_type]
+    if hasattr(config, EXPORT_MARKER):
+        inputs = dict(config.model["inputs"])
+    else:
+        inputs = {"image_side": config.vision_config.image_size} | _preprocessing(weights)
+        if kind != "generative":
+            inputs["max_tokens"] = config.text_config.max_position_embeddings
+    return {"kind": kind, "vocab_size": config.text_config.vocab_size, "inputs": inputs}
 
 
 def _preprocessing(weights: str) -> dict[str, Any]:
