@@ -8,8 +8,10 @@ runs in a notebook, under torchrun and under Ray Train.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -113,6 +115,20 @@ class Group:
         """Copy to the host, which waits for the device and its collectives."""
         return tensor.cpu()
 
+    def read_later(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return a function that copies to the host and waits only for what is queued by now."""
+        if self.device.type != "cuda":
+            return lambda: self.to_host(tensor)
+        event = torch.cuda.current_stream(self.device).record_event()
+
+        def read() -> Tensor:
+            stream = _side_stream(self.device)
+            stream.wait_event(event)
+            with torch.cuda.stream(stream):
+                return self.to_host(tensor)
+
+        return read
+
     def barrier(self) -> None:
         """Return when all ranks have called it."""
         if self.world_size > 1:
@@ -158,3 +174,8 @@ class Group:
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     """Return True for a DTensor, of which each rank has a shard."""
     return hasattr(tensor, "placements")
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -35,6 +35,7 @@ BUILT_IN = {  # class, the settings that it takes, and its extra of pip
     "lion": ("timm.optim:Lion", ("betas",), "timm"),
     "adamw8bit": ("bitsandbytes.optim:AdamW8bit", ("betas", "eps"), "bitsandbytes"),
 }
+NORM_EPSILON = 1e-6  # of torch's clip_grads_with_norm_
 COOLDOWN_FRACTION = 0.2  # of the steps after warm-up, in which the schedule `cooldown` decays
 
 
@@ -197,6 +198,37 @@ def clip_gradients(weights: list[nn.Parameter], norm: Tensor, max_norm: float) -
     """Scale the gradients down to `max_norm`."""
     for part in _by_tensor_type(weights):
         clip_grads_with_norm_(part, max_norm, norm)
+
+
+def steps_on_device(optimizer: Optimizer, weights: list[nn.Parameter]) -> bool:
+    """Return True if `step_on_device` supports the optimizer: fused AdamW of unsharded weights."""
+    is_fused = isinstance(optimizer, EagerAdamW) and optimizer.defaults["fused"]
+    return is_fused and not any(is_dtensor(weight) for weight in weights)
+
+
+def step_on_device(
+    optimizer: Optimizer, weights: list[nn.Parameter], norm: Tensor, max_norm: float
+) -> None:
+    """Take a step with clipped gradients, or none if their norm is not finite, without the host.
+
+    Skipping leaves weights, moments and step counts unchanged.
+
+    Args:
+        optimizer: Fused AdamW, whose kernel clips in float32 while it reads the gradients.
+        weights: All weights of the model.
+        norm: Scalar on the device, the norm of all gradients.
+        max_norm: Of the clipped gradients; 0: they are not clipped.
+    """
+    fused: Any = optimizer
+    fused.found_inf = norm.isfinite().logical_not().float()
+    if max_norm > 0 and norm.dtype == torch.float32:
+        fused.grad_scale = ((norm + NORM_EPSILON) / max_norm).clamp(min=1)
+    elif max_norm > 0:
+        clip_gradients(weights, norm, max_norm)
+    try:
+        fused.step()
+    finally:
+        fused.found_inf = fused.grad_scale = None
 
 
 def _by_tensor_type(weights: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmray.engine.grad_cache import GradCache, build_grad_cache
-from mmray.engine.optimizer import clip_gradients, grad_norm
+from mmray.engine.optimizer import clip_gradients, grad_norm, step_on_device, steps_on_device
 from mmray.engine.parallel import strategy
 from mmray.engine.precision import fork_seeded_rng
 from mmray.engine.prefetch import LocalBatch
@@ -144,16 +144,22 @@ def apply_update(state: TrainState, cache: GradCache) -> StepResult:
         weights = list(state.model.parameters())
         device_norm = grad_norm(weights)
         # The only place in a step where the host waits for the device.
-        norm, stop_requests = state.group.to_host(
+        read = state.group.read_later(
             torch.cat([device_norm[None], cache.stop_requests.to(device_norm)])
-        ).tolist()
-        if math.isfinite(norm):
-            if 0 < state.clip_norm < norm:
-                clip_gradients(weights, device_norm, state.clip_norm)
-            state.scaler.step(state.optimizer)
-            clamp_parameters = getattr(strategy.unwrap(state.model), "clamp_parameters", None)
-            if clamp_parameters is not None:
-                clamp_parameters()
+        )
+        if steps_on_device(state.optimizer, weights) and not state.scaler.is_enabled():
+            # queued before the wait, so that the device has work meanwhile
+            step_on_device(state.optimizer, weights, device_norm, state.clip_norm)
+            norm, stop_requests = read().tolist()
+        else:
+            norm, stop_requests = read().tolist()
+            if math.isfinite(norm):
+                if 0 < state.clip_norm < norm:
+                    clip_gradients(weights, device_norm, state.clip_norm)
+                state.scaler.step(state.optimizer)
+        clamp_parameters = getattr(strategy.unwrap(state.model), "clamp_parameters", None)
+        if math.isfinite(norm) and clamp_parameters is not None:
+            clamp_parameters()
         state.scaler.update()
         zero_gradients(state)
     return StepResult(cache.means, cache.scalars, norm, stop_requests > 0)

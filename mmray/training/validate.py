@@ -84,6 +84,15 @@ def unsupported_reasons(config: Config) -> list[str]:
             "model.batch_norm: `synced` needs GPUs; take `local` or `frozen` with "
             "--cluster.accelerator cpu"
         )
+    if (
+        train.deterministic
+        and getattr(model, "regions", False)
+        and config.cluster.accelerator != "cpu"
+    ):
+        reasons.append(
+            "train.deterministic: on a GPU the gradient of regions (roi_align) is not "
+            "deterministic; set --model.regions False, or --cluster.accelerator cpu"
+        )
     recomputed = [setting.partition("=")[0] for setting in train.activation_checkpointing]
     unknown = [name for name in recomputed if name not in model.branches]
     if model.branches and unknown:

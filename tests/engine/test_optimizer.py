@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections import Counter
@@ -13,6 +14,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmray.engine import optimizer, run_state
+from mmray.engine.optimizer import (
+    EagerAdamW,
+    clip_gradients,
+    grad_norm,
+    step_on_device,
+    steps_on_device,
+)
 from mmray.errors import UsageError
 from tests.engine import toy
 
@@ -277,3 +285,53 @@ def test_clipping_equals_torch():
     optimizer.clip_gradients(list(ours.parameters()), norm, 1.0)
     assert torch.equal(nn.utils.clip_grad_norm_(theirs.parameters(), 1.0), norm)
     torch.testing.assert_close(toy.flat_gradient(ours), toy.flat_gradient(theirs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
+def test_step_on_device_clips_as_the_plain_step(dtype: torch.dtype, max_norm: float) -> None:
+    weights = []
+    for on_device in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 4).to(dtype)
+        adam = EagerAdamW([{"params": list(model.parameters())}], lr=0.1)
+        for step in range(4):
+            for weight in model.parameters():
+                weight.grad = torch.randn_like(weight) * 10**step
+            parameters = list(model.parameters())
+            norm = grad_norm(parameters)
+            if on_device:
+                assert steps_on_device(adam, parameters)
+                step_on_device(adam, parameters, norm, max_norm)
+                continue
+            if 0 < max_norm < norm:
+                clip_gradients(parameters, norm, max_norm)
+            adam.step()
+        weights.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(*weights, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_step_on_device_skips_gradients_that_are_not_finite(value: float) -> None:
+    model = nn.Linear(5, 4)
+    parameters = list(model.parameters())
+    adam = EagerAdamW([{"params": parameters}], lr=0.1)
+    states = []
+    for bad in (1.0, value, 1.0):
+        for weight in parameters:
+            weight.grad = torch.ones_like(weight)
+        parameters[0].grad[0, 0] = bad
+        step_on_device(adam, parameters, grad_norm(parameters), 1.0)
+        states.append(copy.deepcopy([adam.state_dict()["state"], model.state_dict()]))
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+    assert states[2][0][0]["step"] == 2 and not torch.equal(
+        states[2][1]["weight"], states[1][1]["weight"]
+    )
+
+
+def test_only_fused_adamw_steps_on_the_device() -> None:
+    weights = [nn.Parameter(torch.ones(2, 2))]
+    assert steps_on_device(EagerAdamW([{"params": weights}], lr=0.1), weights)
+    assert not steps_on_device(EagerAdamW([{"params": weights}], lr=0.1, fused=False), weights)
+    assert not steps_on_device(torch.optim.SGD(weights, lr=0.1), weights)

@@ -98,6 +98,10 @@ LLAVA = {"recipe": "llava", "workers": 2}
             "has no branch `vision`; it has image, text",
         ),
         (
+            REGIONS | {"train": {"deterministic": True}},
+            "(roi_align) is not deterministic; set --model.regions False, or --cluster",
+        ),
+        (
             RESNET | {"model": {"batch_norm": "synced"}, "cluster": {"accelerator": "cpu"}},
             "`synced` needs GPUs",
         ),
