@@ -13,6 +13,7 @@ import os
 import platform
 import statistics
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,9 +34,10 @@ from mmray.bench.device_checks import (
     compile_backend,
     count_syncs,
 )
+from mmray.bench.gpu_distributed import nccl
+from mmray.bench.gpu_run import run
 from mmray.bench.spawn import describe_machine
 from mmray.bench.step import WARMUP_STEPS, Bench, StepTimer, build_bench, measure_loops
-from mmray.bench.strategies import bench_strategies
 from mmray.config import Batch, Config, TwoTower, recipes
 from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
@@ -44,15 +46,25 @@ from mmray.machine import free_memory
 
 # several rows: each has its `case`
 Case = tuple[str, Callable[[], dict[str, Any] | list[dict[str, Any]]]]
-RECIPES = ("resnet50-bert", "clip")  # of the stages about speed
-GLOBAL_ROWS, MICROS = 1024, (1024, 256, 64)
-TINY_GLOBAL_ROWS, TINY_MICROS = 8, (8, 4)
+GLOBAL_ROWS, SMALL_ROWS = 1024, 128  # 128 is the share of eight GPUs in 1,024
+TINY_GLOBAL_ROWS, TINY_ROWS = 8, 4
+ROUNDS = 2  # of each measurement of a rate
 TINY = {kind: model for kind, (model, _) in MODELS.items()} | {
     "two_tower": TwoTower(inputs=INPUTS, **TOWERS, embed_dim=8)
 }
 SMALLER = {"llava": 2}  # rows of a micro-batch; others take 16
 PROFILED_STEPS = 5
-NUM_GAPS = 10
+NUM_GAPS = 5
+NUM_KERNELS = 25
+# parts of the names of kernels -> their kind; the first that matches
+KERNEL_KINDS = {
+    "attention": ("sdpa", "flash", "fmha", "compute_dot_do_o", "convert_dq"),
+    "convolution": ("conv", "cudnn", "implicit_gemm", "wgrad", "dgrad"),
+    "matrix product": ("gemm", "nvjet", "cutlass", "cublas", "addmm", "bmm"),
+    "compiled": ("triton",),
+    "copy": ("memcpy", "memset", "copy"),
+    "optimizer": ("multi_tensor", "fused_adam"),
+}
 
 
 def recipe(name: str, device: torch.device, **train: Any) -> Config:
@@ -73,7 +85,7 @@ def recipe(name: str, device: torch.device, **train: Any) -> Config:
 
 
 def environment(device: torch.device) -> Iterator[Case]:
-    """Versions, devices, and the speed of a large matrix product."""
+    """Versions, devices, and the rates that bound a step: products, copies in memory and to it."""
 
     def machine() -> dict[str, Any]:
         packages = {
@@ -108,17 +120,39 @@ def environment(device: torch.device) -> Iterator[Case]:
     def matrix_product() -> dict[str, Any]:
         side, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
         one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-        timer = StepTimer((device,))
-        for step in range(1, WARMUP_STEPS + 101):  # 0.2 s on an H100, in which its clock rises
-            one @ other
-            timer.on_step(step)
-        tflops = 2 * side**3 / statistics.median(timer.times_s) / 1e12
-        return {"side": side, "dtype": str(dtype), "tflops": tflops}
+        return {"side": side, "dtype": str(dtype)} | rates(
+            "tflops", 2 * side**3 / 1e12, lambda: one @ other
+        )
 
+    def memory_copy() -> dict[str, Any]:
+        source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        copy = torch.empty_like(source)
+        return rates("gb_per_s_read_and_written", 2 * num_bytes / 1e9, lambda: copy.copy_(source))
+
+    def copy_from_host() -> dict[str, Any]:
+        source = torch.empty(num_bytes // 8, dtype=torch.uint8)
+        source = source.pin_memory() if device.type == "cuda" else source
+        copy = torch.empty_like(source, device=device)
+        work = source.nbytes / 1e9
+        return rates("gb_per_s", work, lambda: copy.copy_(source, non_blocking=True))
+
+    def rates(name: str, work: float, function: Callable[[], Any]) -> dict[str, Any]:
+        """Work in a second: median, lowest and highest of rounds of ten calls."""
+        timer = StepTimer((device,))
+        for step in range(1, WARMUP_STEPS + 13):
+            for _ in range(10):
+                function()
+            timer.on_step(step)
+        values = sorted(10 * work / time_s for time_s in timer.times_s)
+        return {name: statistics.median(values), "lowest": values[0], "highest": values[-1]}
+
+    num_bytes = 2**31 if device.type == "cuda" else 2**24
     yield "machine", machine
     for index in range(torch.cuda.device_count() if device.type == "cuda" else 0):
         yield f"gpu {index}", partial(gpu, index)
     yield "matrix product", matrix_product
+    yield "copy in the device's memory", memory_copy
+    yield "copy from pinned memory of the host", copy_from_host
 
 
 def free_gib(device: torch.device) -> float:
@@ -126,8 +160,8 @@ def free_gib(device: torch.device) -> float:
 
 
 def checks(device: torch.device) -> Iterator[Case]:
-    """Runs on the device equal those of a CPU: accumulated, resumed, compiled, in half precision,
-    on two GPUs.
+    """Runs on the device equal those of a CPU: accumulated, resumed, in half precision, with CUDA
+    graphs, on two GPUs, and compiled.
     """
     for check, kinds in CHECKS:
         name = check.__name__.removeprefix("check_")
@@ -150,7 +184,7 @@ class StepLog(StepTimer):
 
 
 def models(device: torch.device) -> Iterator[Case]:
-    """The model of every recipe takes two steps: eager and compiled, in each precision."""
+    """The model of every recipe takes two steps: eager in each precision, and compiled in bf16."""
     eager_losses: dict[str, float] = {}
 
     def two_steps(name: str, precision: str, backend: str) -> dict[str, Any]:
@@ -178,11 +212,11 @@ def models(device: torch.device) -> Iterator[Case]:
             {"loss_vs_fp32_eager": loss / eager_losses[name] - 1} if name in eager_losses else {}
         )
 
-    for backend in ("none", compile_backend(device)):
-        for precision in ("fp32", "bf16", "fp16"):
-            for name in recipes.RECIPES:
-                label = f"{name} {precision} {'eager' if backend == 'none' else backend}"
-                yield label, partial(two_steps, name, precision, backend)
+    settings = [(precision, "none") for precision in ("fp32", "bf16", "fp16")]
+    for precision, backend in [*settings, ("bf16", compile_backend(device))]:
+        for name in recipes.RECIPES:
+            label = f"{name} {precision} {'eager' if backend == 'none' else backend}"
+            yield label, partial(two_steps, name, precision, backend)
 
 
 def memory(device: torch.device) -> Iterator[Case]:
@@ -211,34 +245,44 @@ def memory(device: torch.device) -> Iterator[Case]:
             row["total_gib"] = torch.cuda.mem_get_info(device)[1] / 2**30
         return row
 
-    # first, because they run eagerly: a run compiles, which may exceed the limit of the stage
-    for name in RECIPES:
-        yield f"{name}, probe", partial(probe, name)
-    for name in RECIPES:
-        yield f"{name}, run", partial(run, name)
+    yield "clip, probe", partial(probe, "clip")
+    yield "clip, run", partial(run, "clip")
 
 
 def step(device: torch.device) -> Iterator[Case]:
-    """`mmray bench step`: mmray's loop, the same by hand, and the best by hand on the whole global
-    batch.
+    """`mmray bench step` for `clip`: mmray's loop, the same by hand, and the best by hand."""
+    for rows in rows_of(device):
+        yield f"clip, {rows} rows", partial(measure_step, device, "clip", rows)
+
+
+def resnet(device: torch.device) -> Iterator[Case]:
+    """`mmray bench step` for `resnet50-bert`, whose blocks take longest to compile."""
+    rows = rows_of(device)[0]
+    yield f"resnet50-bert, {rows} rows", partial(measure_step, device, "resnet50-bert", rows)
+
+
+def rows_of(device: torch.device) -> tuple[int, int]:
+    """Rows of a step in which the device computes most of the time, and in which the host limits
+    it.
     """
-    global_rows, micros = (
-        (GLOBAL_ROWS, MICROS) if device.type == "cuda" else (TINY_GLOBAL_ROWS, TINY_MICROS)
-    )
+    cuda = device.type == "cuda"
+    return (GLOBAL_ROWS, SMALL_ROWS) if cuda else (TINY_GLOBAL_ROWS, TINY_ROWS)
 
-    def measure(name: str, micro: int) -> dict[str, Any]:
-        bench = build_bench(
-            recipe(name, device), Group(device=device), micro, rank_rows=global_rows
-        )
-        window_s = 2.0 if device.type == "cuda" else 0.2
-        result = measure_loops(bench, 1, window_s)
-        flops = {f"{arm}_tflops": value for arm, value in result["tflops"].items()}
-        mfu = {f"{arm}_mfu": value for arm, value in result["mfu"].items()}
-        return result["ratios"] | mfu | flops | result["rows"][0]
 
-    for micro in micros:
-        for name in RECIPES:
-            yield f"{name}, micro {micro} of {global_rows}", partial(measure, name, micro)
+def measure_step(device: torch.device, name: str, rows: int) -> dict[str, Any]:
+    """Rates of the loops of `bench step`, with their lowest and highest in the rounds."""
+    bench = build_bench(recipe(name, device), Group(device=device), rows)
+    result = measure_loops(bench, ROUNDS, 2.0 if device.type == "cuda" else 0.1)
+    row: dict[str, Any] = {}
+    for ratio, value in result["ratios"].items():
+        spread = result["spread"][ratio]
+        row |= {ratio: value, f"{ratio}_lowest": spread["min"], f"{ratio}_highest": spread["max"]}
+    for arm in ("loop", "bare", "best"):
+        rates = [each[f"{arm}_samples_per_s"] for each in result["rows"]]
+        row |= {f"{arm}_samples_per_s": statistics.median(rates)}
+        row |= {f"{arm}_lowest": min(rates), f"{arm}_highest": max(rates)}
+    row |= {f"{arm}_tflops": value for arm, value in result["tflops"].items()}
+    return row | {f"{arm}_mfu": value for arm, value in result["mfu"].items()}
 
 
 class ProfiledSteps:
@@ -257,38 +301,68 @@ class ProfiledSteps:
             (self.profile.start if step == WARMUP_STEPS else self.profile.stop)()
 
 
-def gaps(device: torch.device) -> Iterator[Case]:
-    """The share of time in kernels, and the largest gaps between them, where the device waits for
-    the host.
+def kernels(device: torch.device) -> Iterator[Case]:
+    """Kernels by time and kind, and the largest gaps between them, where the device waits for the
+    host; host synchronizations of a step.
     """
 
-    def profile_loop(name: str) -> list[dict[str, Any]]:
-        rows = 64 if device.type == "cuda" else 4
-        bench, recorder = (
-            build_bench(recipe(name, device), Group(device=device), rows),
-            ProfiledSteps(device),
-        )
-        bench.train(
-            bench.model,
-            BatchShape(rows, rows, world_size=1),
-            WARMUP_STEPS + PROFILED_STEPS,
-            recorder,
-        )
+    def profile_loop(rows: int) -> list[dict[str, Any]]:
+        case = f"clip, {rows} rows"
+        bench = build_bench(recipe("clip", device), Group(device=device), rows)
+        recorder = ProfiledSteps(device)
+        steps = WARMUP_STEPS + PROFILED_STEPS
+        bench.train(bench.copy_of_model(), BatchShape(rows, rows, world_size=1), steps, recorder)
         spans = kernel_spans(recorder.profile.events(), device)
         assert spans, "the profiler recorded no kernel"
         busy_share, largest = largest_gaps(spans, NUM_GAPS)
+        span_ms = (max(end for _, end, _ in spans) - min(start for start, _, _ in spans)) / 1e3
         row = {
-            "case": name,
-            "kernels_per_step": len(spans) / PROFILED_STEPS,
+            "case": case,
+            "step_ms": span_ms / PROFILED_STEPS,
             "busy_share": busy_share,
+            "kernels_per_step": len(spans) / PROFILED_STEPS,
         }
         return [
-            row,
-            *({"case": f"{name}, gap {rank}"} | gap for rank, gap in enumerate(largest, 1)),
+            row | kernel_kinds(spans),
+            *({"case": f"{case}, kernel {rank}"} | row for rank, row in top_kernels(spans)),
+            *({"case": f"{case}, gap {rank}"} | gap for rank, gap in enumerate(largest, 1)),
         ]
 
-    for name in RECIPES:
-        yield name, partial(profile_loop, name)
+    for rows in rows_of(device):
+        yield f"clip, {rows} rows", partial(profile_loop, rows)
+    yield "host synchronizations", partial(count_synchronizations, device)
+
+
+def top_kernels(spans: list[Span]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rank, name, milliseconds and launches in a step of the kernels that take most time."""
+    total_us: dict[str, float] = defaultdict(float)
+    launches: Counter[str] = Counter()
+    for start, end, name in spans:
+        total_us[name] += end - start
+        launches[name] += 1
+    by_time = sorted(total_us.items(), key=lambda item: -item[1])
+    for rank, (name, us) in enumerate(by_time[:NUM_KERNELS], 1):
+        yield (
+            rank,
+            {
+                "kernel": name[:100],
+                "ms_per_step": us / PROFILED_STEPS / 1e3,
+                "launches_per_step": launches[name] / PROFILED_STEPS,
+            },
+        )
+
+
+def kernel_kinds(spans: list[Span]) -> dict[str, float]:
+    """Milliseconds of a step in kernels of each kind, by their names."""
+    total_us: dict[str, float] = defaultdict(float)
+    for start, end, name in spans:
+        kinds = (
+            kind
+            for kind, words in KERNEL_KINDS.items()
+            if any(word in name.lower() for word in words)
+        )
+        total_us[next(kinds, "other")] += end - start
+    return {f"{kind}_ms": us / PROFILED_STEPS / 1e3 for kind, us in total_us.items()}
 
 
 Span = tuple[float, float, str]  # start and end in microseconds, name
@@ -332,52 +406,22 @@ def largest_gaps(spans: list[Span], count: int) -> tuple[float, list[dict[str, A
     return 1 - idle_us / max(covered_until - start_us, 1e-9), rows
 
 
-def syncs(device: torch.device) -> Iterator[Case]:
+def count_synchronizations(device: torch.device) -> dict[str, Any]:
     """How often the host waits for the device in a step that is not logged, and where."""
-
-    def count(name: str) -> dict[str, Any]:
-        rows = 16 if device.type == "cuda" else 4
-        bench = build_bench(recipe(name, device, log_every=100), Group(device=device), rows)
-        with count_syncs() as counter:
-            callback = SyncsPerStep(counter)
-            bench.train(bench.model, BatchShape(2 * rows, rows, world_size=1), 6, callback)
-        row: dict[str, Any] = {"per_step": max(callback.per_step()[2:-1])}
-        if device.type != "cuda":
-            return row | {"skipped": "counts those of CUDA"}
-        return row | {"places": dict(counter.places.most_common(8))}
-
-    for name in RECIPES:
-        yield name, partial(count, name)
-
-
-def distributed(device: torch.device) -> Iterator[Case]:
-    """DDP, FSDP2 and branches on two devices, with NCCL or gloo: `mmray bench strategies`."""
-
-    def strategies() -> list[dict[str, Any]]:
-        micro, steps = (64, 5) if device.type == "cuda" else (2, 2)
-        config = recipe("clip", device, parallel="ddp").replace(
-            batch=Batch(micro=micro, global_=4 * micro)
-        )
-        only = (
-            ("ddp bf16", "fsdp fp32", "fsdp bf16", "branches fp32")
-            if device.type == "cuda"
-            else ("fsdp fp32",)
-        )
-        rows = bench_strategies(config.with_cluster(workers=2), steps, only)["rows"]
-        return [
-            {"case": row.pop("strategy")} | {k: v for k, v in row.items() if v is not None}
-            for row in rows
-        ]
-
-    if device.type == "cuda" and torch.cuda.device_count() < 2:
-        yield "two devices", lambda: {"skipped": "needs two GPUs"}
-    else:
-        yield "two devices", strategies
+    rows = 16 if device.type == "cuda" else 4
+    bench = build_bench(recipe("clip", device, log_every=100), Group(device=device), rows)
+    with count_syncs() as counter:
+        callback = SyncsPerStep(counter)
+        bench.train(bench.model, BatchShape(2 * rows, rows, world_size=1), 6, callback)
+    if device.type != "cuda":
+        return {"skipped": "counts those of CUDA"}
+    places = dict(counter.places.most_common(8))
+    return {"per_step": max(callback.per_step()[2:-1]), "places": places}
 
 
 STAGES: dict[str, Callable[[torch.device], Iterator[Case]]] = {
     stage.__name__: stage
-    for stage in (environment, checks, step, memory, models, gaps, syncs, distributed)
+    for stage in (environment, run, step, kernels, nccl, checks, memory, resnet, models)
 }
 
 
@@ -396,6 +440,7 @@ def run_stage(
             rows.append({"case": case, "skipped": "time limit of the stage"})
             write(rows)
             continue
+        write([*rows, {"case": case, "running": True}])
         try:
             result = measure()
         except Exception as error:  # noqa: BLE001 - any failure is a line of the result

@@ -312,7 +312,7 @@ class Bench:
         world, rows = self.group.world_size, self.rank_rows if accumulated else self.micro
         shape = BatchShape(rows * world, self.micro, world)
         timer = StepTimer((self.group.device,), total_until=steps)
-        metrics = self.train(self._copy(), shape, steps, timer, log=self.log).metrics
+        metrics = self.train(self.copy_of_model(), shape, steps, timer, log=self.log).metrics
         # the other loops have not changed theirs
         if (micro := metrics["batch/micro"]) < self.micro:
             problem = f"out of memory with micro-batches of {self.micro} rows, {micro:.0f} fit"
@@ -325,9 +325,9 @@ class Bench:
         """
         device = self.group.device
         precision = select_precision(self.config.train.precision, device)
-        return self._window_by_hand(
-            self._copy().to(device), copy_to(device, self._rows(self.micro)), precision, steps
-        )
+        batches = copy_to(device, self._rows(self.micro))
+        model = self.copy_of_model().to(device)
+        return self._window_by_hand(model, batches, precision, steps)
 
     def best_window(self, steps: int, rows: int) -> tuple[float, float]:
         """Return (seconds, last loss) of a window of the best loop on a copy of the model, `rows`
@@ -404,7 +404,8 @@ class Bench:
             steps=steps,
         )
 
-    def _copy(self) -> nn.Module:
+    def copy_of_model(self) -> nn.Module:
+        """Return a copy of the model with compiled blocks and CUDA graphs, for one window."""
         model = compile_branches(deepcopy(self.model), self.config.train)
         self._use_graphs(model)
         return model

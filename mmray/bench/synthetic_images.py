@@ -1,6 +1,5 @@
-"""Seeded noise with the spectrum of photographs (1/f;
-
-Field 1987) and captions, for benchmarks without user data.
+"""Seeded noise with the spectrum of photographs (1/f; Field 1987) and captions, for benchmarks
+without user data.
 """
 
 from __future__ import annotations
@@ -28,8 +27,10 @@ WORDS = (
 )
 
 
-def synthetic_photos(num: int) -> Iterator[tuple[bytes, str]]:
-    """Yield `num` JPEG images with captions of 5 to 30 words; image i does not depend on `num`."""
+def synthetic_photos(num: int, start: int = 0) -> Iterator[tuple[bytes, str]]:
+    """Yield the JPEG images `start` to `num` with captions of 5 to 30 words; image i depends on i
+    only.
+    """
     height, width = 4 * HEIGHT, 4 * WIDTH
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
     frequency[0, 0] = np.inf
@@ -37,7 +38,7 @@ def synthetic_photos(num: int) -> Iterator[tuple[bytes, str]]:
     # mean 0
     field = np.fft.irfft2(np.fft.rfft2(noise) / frequency**SPECTRUM_EXPONENT, (height, width))
     field = np.asarray(field / field.std(), np.float32)
-    for number in range(num):
+    for number in range(start, num):
         rng = np.random.default_rng((1, number))
         layers = []  # luma and two chroma channels: random crops, flipped, of deviation 1
         for _ in range(3):

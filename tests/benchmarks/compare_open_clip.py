@@ -3,6 +3,7 @@ and gradients.
 
     python -m venv VENV && VENV/bin/pip install -e . open_clip_torch==3.3.0
     VENV/bin/python tests/benchmarks/compare_open_clip.py [--data FILE.jsonl] [--json RESULT.json]
+        [--device cuda]
 
 mmray/bench/README.md describes how each figure is measured.
 """
@@ -49,35 +50,44 @@ WARMUP_STEPS = 5  # not in the rate
 POLL_S, MEMORY_EVERY_S = 0.05, 0.5
 GENERATED_ROWS = 1024
 GRADIENT_ROWS, MICRO_BATCHES = 32, 4
-SIDE, VOCAB_SIZE = 112, 49408
+VOCAB_SIZE = 49408
+MODELS = {  # by device: open_clip's config without the vocabulary, ViT-B/32 on a GPU
+    "cpu": {
+        "embed_dim": 256,
+        "vision_cfg": {"image_size": 112, "patch_size": 16, "layers": 4, "width": 256},
+        "text_cfg": {"layers": 4, "width": 256, "heads": 4},
+    },
+    "cuda": {
+        "embed_dim": 512,
+        "vision_cfg": {"image_size": 224, "patch_size": 32, "layers": 12, "width": 768},
+        "text_cfg": {"layers": 12, "width": 512, "heads": 8},
+    },
+}
+PRECISIONS = {"cpu": ("fp32", "fp32"), "cuda": ("amp_bf16", "bf16")}  # of open_clip and of mmray
+BATCH = {"cpu": 128, "cuda": 1024}
 OPENAI = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 WEIGHTS = "open_clip_pytorch_model.bin"  # a name that `local-dir:` looks for
 # relative to the largest; the biases of attention keys have none, because softmax cancels them
 NO_GRADIENT = 1e-12
 
 
-def create_model(folder: Path, context_length: int) -> int:
+def create_model(folder: Path, device: str, context_length: int) -> int:
     """Write open_clip's config and random weights, with which both start; return the number of
     parameters.
     """
-    vision = {"image_size": SIDE, "patch_size": 16, "layers": 4, "width": 256}
-    text = {
-        "context_length": context_length,
-        "vocab_size": VOCAB_SIZE,
-        "layers": 4,
-        "width": 256,
-        "heads": 4,
-    }
-    config = {
-        "model_cfg": {"embed_dim": 256, "vision_cfg": vision, "text_cfg": text},
-        "preprocess_cfg": OPENAI,
-    }
+    model = MODELS[device]
+    text = {"context_length": context_length, "vocab_size": VOCAB_SIZE, **model["text_cfg"]}
+    config = {"model_cfg": model | {"text_cfg": text}, "preprocess_cfg": OPENAI}
     folder.mkdir()
     (folder / "open_clip_config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
-    model = open_clip.create_model(f"local-dir:{folder}")
-    torch.save(model.state_dict(), folder / WEIGHTS)
-    return sum(weight.numel() for weight in model.parameters())
+    net = open_clip.create_model(f"local-dir:{folder}")
+    torch.save(net.state_dict(), folder / WEIGHTS)
+    return sum(weight.numel() for weight in net.parameters())
+
+
+def image_side(device: str) -> int:
+    return int(MODELS[device]["vision_cfg"]["image_size"])
 
 
 def read_rows(file: Path) -> list[tuple[str, str]]:
@@ -90,7 +100,8 @@ def read_rows(file: Path) -> list[tuple[str, str]]:
 def open_clip_command(args: argparse.Namespace, work: Path, name: str) -> list[str]:
     flags = f"""--model local-dir:{work / "model"} --train-data {work / "rows.tsv"}
         --dataset-type csv --epochs 1 --batch-size {args.batch} --workers {args.loaders}
-        --device cpu --precision fp32 --aug-cfg scale=(0.9,1.0) --lr 5e-4 --warmup 10 --wd 0.2
+        --device {args.device} --precision {PRECISIONS[args.device][0]}
+        --aug-cfg scale=(0.9,1.0) --lr 5e-4 --warmup 10 --wd 0.2
         --grad-clip-norm 1 --log-every-n-steps 1 --logs {work} --name {name}"""
     return [sys.executable, "-m", "open_clip_train.main", *flags.split()]
 
@@ -103,10 +114,13 @@ def mmray_command(args: argparse.Namespace, work: Path, name: str) -> list[str]:
 def train_flags(args: argparse.Namespace, work: Path) -> list[str]:
     """Recipe and settings of `mmray train` that equal those of `open_clip_command`."""
     tokenizer = Path(open_clip.__file__).with_name("bpe_simple_vocab_16e6.txt.gz")
+    device = args.device
+    backend = "inductor" if device == "cuda" else "none"
     return f"""clip --model.weights {work / "model" / WEIGHTS} --model.inputs.tokenizer {tokenizer}
-        --model.inputs.image-side {SIDE} --model.inputs.max-tokens {args.context_length}
+        --model.inputs.image-side {image_side(device)}
+        --model.inputs.max-tokens {args.context_length} --train.compile {backend}
         --augment.crop-scale 0.9 1 --batch.micro {args.batch} --batch.global {args.batch}
-        --train.steps {args.steps} --train.precision fp32 --train.log-every 1
+        --train.steps {args.steps} --train.precision {PRECISIONS[device][1]} --train.log-every 1
         --train.checkpoint-every 0 --optimizer.lr 5e-4 --optimizer.warmup-steps 10
         --optimizer.weight-decay 0.2 --evaluate.every 0 --cluster.workers 1
         --cluster.cpus-per-worker {args.threads} --data.workers {args.loaders}""".split()
@@ -179,8 +193,9 @@ def compare_gradients(
     Each project is compared with itself, in float64, on random pixels and the captions.
     """
     ids = open_clip.get_tokenizer(f"local-dir:{work / 'model'}")(captions)
+    side = image_side("cpu")
     image = torch.randint(
-        0, 256, (len(ids), 3, SIDE, SIDE), dtype=torch.uint8, generator=torch.manual_seed(0)
+        0, 256, (len(ids), 3, side, side), dtype=torch.uint8, generator=torch.manual_seed(0)
     )
     results = {}
     both = {
@@ -287,7 +302,12 @@ def format_table(result: dict[str, Any]) -> str:
             )
         )
     rows.append(("seconds to prepare the set, once", "", f"{result['prepare_s']:.3g}", ""))
-    for label, key in (("the temperature", "temperature"), ("all other weights, largest", "other")):
+    # measured on a CPU
+    for label, key in (
+        (("the temperature", "temperature"), ("all other weights, largest", "other"))
+        if result["gradients"]
+        else ()
+    ):
         cells = (f"{result['gradients'][name][key]:.1e}" for name in names)
         rows.append(
             (
@@ -315,16 +335,25 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=2, help="runs of each project, in ABBA order")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of a run")
-    parser.add_argument("--batch", type=int, default=128, help="rows per step")
+    parser.add_argument("--device", choices=tuple(MODELS), default="cpu", help="cuda: ViT-B/32")
+    parser.add_argument(
+        "--batch", type=int, help="rows per step; None: 128 on a CPU, 1024 on a GPU"
+    )
     parser.add_argument(
         "--context-length", type=int, default=32, help="maximum tokens of a caption"
     )
     parser.add_argument(
         "--threads", type=int, default=cores(), help="threads of the training process"
     )
-    parser.add_argument("--loaders", type=int, default=1, help="processes that decode images")
+    parser.add_argument(
+        "--loaders",
+        type=int,
+        help="processes that decode images; None: 1, on a GPU all cores but one",
+    )
     parser.add_argument("--json", type=Path, help="file for all figures")
     args = parser.parse_args()
+    args.batch = args.batch or BATCH[args.device]
+    args.loaders = args.loaders or (1 if args.device == "cpu" else max(1, cores() - 1))
     with tempfile.TemporaryDirectory(prefix="compare-open-clip-") as folder:
         result = compare(args, Path(folder))
     print(format_table(result))
@@ -334,11 +363,15 @@ def main() -> None:
 
 def compare(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Run both projects; return what --json writes."""
-    machine, source = spawn.describe_machine(torch.device("cpu")), args.data
+    machine = spawn.describe_machine(torch.device(args.device))
+    source = args.data
     if source is None:
         photos = synthetic_images.synthetic_photos(GENERATED_ROWS)
         source = synthetic_images.write_files(photos, work / "photos") / synthetic_images.CAPTIONS
-    parameters, rows = create_model(work / "model", args.context_length), read_rows(source)
+    parameters, rows = (
+        create_model(work / "model", args.device, args.context_length),
+        read_rows(source),
+    )
     with (work / "rows.tsv").open("w", newline="", encoding="utf-8") as file:
         # one epoch of open_clip has all steps, so that none waits for a new DataLoader
         endless = cycle(rows)
@@ -366,6 +399,7 @@ def compare(args: argparse.Namespace, work: Path) -> dict[str, Any]:
             measured[name] = measure(args, command(args, work, run), work / run / log, step_logged)
             print(f"round {number + 1}, {name}: {measured[name]}", file=sys.stderr)
         rounds.append(measured)
+    captions = [caption for _, caption in islice(cycle(rows), GRADIENT_ROWS)]
     versions = {name: version(name) for name in ("mmray", "torch", "ray", "transformers", "timm")}
     return {
         "date": datetime.now(UTC).date().isoformat(),
@@ -377,9 +411,7 @@ def compare(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         "rows": len(rows),
         "parameters": parameters,
         "prepare_s": prepare_s,
-        "gradients": compare_gradients(
-            args, work, [caption for _, caption in islice(cycle(rows), GRADIENT_ROWS)]
-        ),
+        "gradients": {} if args.device == "cuda" else compare_gradients(args, work, captions),
         "rounds": rounds,
     }
 
