@@ -561,7 +561,7 @@ def _override(recipe: Config, sections: Mapping[str, Any]) -> Config:
 def _plain(value: Any) -> Any:
     """Return settings as in a recipe file; `global_` is `global`, which is a keyword of Python."""
     if isinstance(value, Section):
-        return value.model_dump(mode="json", by_alias=True)
+        return value.to_json()
     if isinstance(value, Mapping):
         return {
             "global" if name == "global_" else name: _plain(item) for name, item in value.items()

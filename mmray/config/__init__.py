@@ -101,9 +101,7 @@ class Config(Section):
 
 def to_yaml(config: Section) -> str:
     """Return YAML that `from_yaml` reads back to an equal config."""
-    return yaml.safe_dump(
-        config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True
-    )
+    return yaml.safe_dump(config.to_json(), sort_keys=False, allow_unicode=True)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -186,4 +184,4 @@ def override(recipe: Config, values: dict[str, Any]) -> Config:
             else new
         )
 
-    return Config.model_validate(merge(base.model_dump(mode="json", by_alias=True), values))
+    return Config.model_validate(merge(base.to_json(), values))

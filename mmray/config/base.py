@@ -38,6 +38,10 @@ class Section(BaseModel):
         """
         return type(self).model_validate(dict(self) | settings)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as JSON values, by their names in config.yaml."""
+        return self.model_dump(mode="json", by_alias=True)
+
     @model_validator(mode="wrap")
     @classmethod
     def _raise_usage_error(cls, value: Any, handler: Any) -> Any:

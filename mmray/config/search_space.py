@@ -148,7 +148,7 @@ def build_space(
 
 def override_settings(base: Config, settings: dict[str, Any]) -> Config:
     """Return `base` with these settings changed and validated. Raises UsageError."""
-    values = base.model_dump(mode="json", by_alias=True)
+    values = base.to_json()
     for key, value in settings.items():
         *sections, name = key.split(".")
         group = values
@@ -162,7 +162,7 @@ def override_settings(base: Config, settings: dict[str, Any]) -> Config:
 
 def setting_value(config: Config, key: str) -> Any:
     """Return the value of `section.field` as JSON data."""
-    value: Any = config.model_dump(mode="json", by_alias=True)
+    value: Any = config.to_json()
     for part in key.split("."):
         value = value[part]
     return value

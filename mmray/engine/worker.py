@@ -53,7 +53,7 @@ from mmray.engine.worker_context import (
 )
 from mmray.errors import MmrayError, UsageError
 from mmray.evaluation import EXAMPLES
-from mmray.evaluation.build import build_evaluator, check_evaluable
+from mmray.evaluation.build import best_metric, build_evaluator, check_evaluable
 from mmray.models.build import build, build_without_weights
 from mmray.models.protocol import Architecture
 from mmray.models.synthetic import synthetic_batch
@@ -318,16 +318,25 @@ def _checkpoint_manager(
     """Return the checkpoint manager: on rank 0, and under FSDP on every rank, because each writes
     its shard.
     """
-    sharded = context.config.train.parallel in strategy.SHARDED and group.world_size > 1
-    cpu_group = (
-        group.new_cpu_group(context.config.cluster.state_limits_s["saving"]) if sharded else None
-    )
+    config = context.config
+    sharded = config.train.parallel in strategy.SHARDED and group.world_size > 1
+    cpu_group = group.new_cpu_group(config.cluster.state_limits_s["saving"]) if sharded else None
     if group.rank != 0 and not sharded:
         return None
-    extra = {"world": group.world_size, "architecture": _architecture(model)}  # to resume from
-    fencing_token = context.fencing_token if group.rank == 0 else None
+    waits_for_others = group.world_size > 1 and not sharded
     return CheckpointManager(
-        context.folder, fencing_token, context.config, extra, driver.notify, cpu_group, sharded
+        context.folder,
+        context.fencing_token if group.rank == 0 else None,
+        meta={
+            "world": group.world_size,
+            "architecture": _architecture(model),
+            "config": config.to_json(),
+        },
+        notify=driver.notify,
+        keep=config.train.keep_checkpoints,
+        metric=best_metric(config),
+        max_wait_s=config.cluster.group_timeout_s / 2 if waits_for_others else None,
+        cpu_group=cpu_group,
     )
 
 

@@ -176,9 +176,7 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
 
 def settings_table(config: dict[str, Any]) -> list[dict[str, str]]:
     """Return name, value and recipe value of all settings."""
-    recipe = flatten(
-        RECIPES.get(str(config.get("recipe")), Config)().model_dump(mode="json", by_alias=True)
-    )
+    recipe = flatten(RECIPES.get(str(config.get("recipe")), Config)().to_json())
     return [
         {
             "name": name,

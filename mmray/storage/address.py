@@ -14,7 +14,8 @@ _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 # addresses.
 _HOST = re.compile(rf"((?:{_LABEL}\.)*(?=[a-z]){_LABEL})(?::([0-9]{{1,5}}))?")
 _HTTPS_PORT = 443
-_UNICAST, _NAT64 = IPv6Network("2000::/3"), IPv6Network("64:ff9b::/96")
+_UNICAST = IPv6Network("2000::/3")
+_NAT64 = IPv6Network("64:ff9b::/96")
 
 
 def has_credentials(address: str) -> bool:
@@ -24,8 +25,7 @@ def has_credentials(address: str) -> bool:
 
 CREDENTIALS_REFUSED = (
     "an address must not contain credentials, because it is written to config.yaml, manifests and "
-    "logs. Set "
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment."
+    "logs. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment."
 )
 
 
@@ -36,7 +36,8 @@ def is_url(name: str) -> bool:
 def redact_url(url: str) -> str:
     """Return a URL without login, query and fragment, for logs (a signed URL is a secret)."""
     redacted = re.split(r"[?#]", re.sub(r"//[^/]*@", "//", url), maxsplit=1)[0][:200]
-    return redacted.encode(errors="backslashreplace").decode()  # a redirect may be invalid UTF-8
+    # The URL of a redirect may be invalid UTF-8.
+    return redacted.encode(errors="backslashreplace").decode()
 
 
 def parse_host(name: str) -> str:
@@ -54,8 +55,9 @@ def parse_host(name: str) -> str:
 
 
 def rejection_reason(url: str, hosts: Collection[str]) -> str:
-    """Return why a URL must not be fetched and which setting would allow it; empty if it may be
-    fetched.
+    """Return why a URL must not be fetched and which setting would allow it.
+
+    Returns an empty string if it may be fetched.
     """
     scheme, _, rest = url.partition("://")
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
@@ -67,17 +69,13 @@ def rejection_reason(url: str, hosts: Collection[str]) -> str:
         host = parse_host(authority)
     except ValueError:
         return "it has no valid host name (numeric addresses are never fetched)"
-    return (
-        ""
-        if host in hosts
-        else (f"its host is not allowed; prepare.allow_urls (--allow-urls {host}) would allow it")
-    )
+    if host in hosts:
+        return ""
+    return f"its host is not allowed; prepare.allow_urls (--allow-urls {host}) would allow it"
 
 
 def is_public_ip(text: str) -> bool:
-    """Return whether an IP address, or the IPv4 address embedded in it, is on the public
-    internet.
-    """
+    """Return whether an IP address, or the IPv4 address in it, is on the public internet."""
     try:
         ip = ip_address(text)
     except ValueError:

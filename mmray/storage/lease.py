@@ -1,10 +1,14 @@
 """A lease on a directory: one writer at a time, even if a writer that was considered dead resumes.
 
 The file `lease/N` has the fencing token N, which grows with every take-over and attempt; a writer
-that finds a higher number stops (Kleppmann 2017, chapter 8). On disks N is claimed by exclusive
-create. pyarrow has no conditional put: on an object store each contender writes `lease/N-UUID`, and
-owns N if a listing has no other object of N or more. No clocks are compared: an owner on another
-machine is dead if its file does not change for `stale_after_s`.
+that finds a higher number stops (Kleppmann 2017, chapter 8). No clocks are compared: an owner on
+another machine is dead if its file does not change for `stale_after_s`.
+
+On a disk, N is claimed by exclusive create. On a store, each contender writes `lease/N-UUID`, and
+owns N if a listing then has no other object of N or more. This needs a store whose listings show
+every finished write, as those of S3, GCS, Azure and HDFS do. Conditional put would replace it, but
+pyarrow has none: `put(mode="create")` of obstore works, but it does not have hdfs:// and does not
+find the credentials of an AWS profile, so both protocols would be needed.
 """
 
 from __future__ import annotations
@@ -24,18 +28,25 @@ from typing import Any
 import psutil
 
 from mmray.errors import ForceExit, StorageError, TrainingError, UsageError
-from mmray.storage.paths import AnyPath, RemotePath, write_atomic
+from mmray.storage.paths import AnyPath, RemotePath, list_names, write_atomic
 
 _log = logging.getLogger(__name__)
 FOLDER = "lease"
-STALE_AFTER_S = 60.0  # several heartbeats
-MAX_PAUSE_S = 1.0  # before a contender on an object store retries
+# Several heartbeats.
+STALE_AFTER_S = 60.0
+# Longest pause before a contender on an object store retries.
+MAX_PAUSE_S = 1.0
 
 
 class Lease:
-    """The right to write into `directory`, renewed by a thread;
+    """The right to write into a directory, renewed by a thread. Use it as a context manager.
 
-    `activity` and `advice` are for error messages.
+    Args:
+        directory: local folder or folder on a store.
+        heartbeat_s: seconds between two heartbeats.
+        stale_after_s: seconds without a heartbeat after which an owner on another machine is dead.
+        activity: what an owner does with the directory, for the error of a second process.
+        advice: what the user of the second process can do, for the same error.
     """
 
     def __init__(
@@ -46,11 +57,15 @@ class Lease:
         activity: str = "being trained",
         advice: str = "choose another --run.name or --run.storage",
     ):
-        self._directory, self._folder = directory, directory / FOLDER
-        self._heartbeat_s, self._stale_after_s = heartbeat_s, stale_after_s
-        self._activity, self._advice = activity, advice
+        self._directory = directory
+        self._folder = directory / FOLDER
+        self._heartbeat_s = heartbeat_s
+        self._stale_after_s = stale_after_s
+        self._activity = activity
+        self._advice = advice
         self._suffix = f"-{uuid.uuid4().hex[:12]}" if isinstance(directory, RemotePath) else ""
-        self.fencing_token = 0  # 0: not held
+        # 0: not held.
+        self.fencing_token = 0
         self._released = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -60,30 +75,28 @@ class Lease:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is not None and issubclass(error_type, ForceExit):
-            # at once, without the storage, which may not answer; the lease expires
+            # At once, without the storage, which may not answer; the lease expires.
             self._released.set()
         else:
             self.release()
 
     def acquire(self) -> int:
-        """Acquire the lease and return the fencing token.
+        """Acquire the lease.
 
-        Raises UsageError if it is held or not writable.
+        Returns:
+            The fencing token.
+
+        Raises:
+            UsageError: another process holds the lease, or the directory is not writable.
         """
         try:
             while not self.fencing_token:
                 newest, file = _newest_claim(self._folder)
                 if file is not None and self._is_held(file):
-                    owner = _read_owner(file) or {}
-                    who = (
-                        (f"process {owner['pid']} on {owner['host']}")
-                        if "pid" in owner
-                        else "another process"
-                    )
                     raise UsageError(
-                        f"{self._directory} is {self._activity} by {who}. Wait until it ends, stop "
-                        "it, or "
-                        f"{self._advice}. If it is killed, the same command takes over."
+                        f"{self._directory} is {self._activity} by {_name(_read_owner(file))}. "
+                        f"Wait until it ends, stop it, or {self._advice}. If it is killed, the "
+                        "same command takes over."
                     )
                 if self._claim(newest + 1):
                     self.fencing_token = newest + 1
@@ -93,8 +106,7 @@ class Lease:
         except OSError as error:
             raise UsageError(
                 f"Cannot write the lease {self._folder}: {error.strerror or error}. Make the "
-                "folder writable, free "
-                f"disk space, or {self._advice}."
+                f"folder writable, free disk space, or {self._advice}."
             ) from error
         self._released.clear()
         self._thread = threading.Thread(target=self._renew, name="mmray-lease", daemon=True)
@@ -104,7 +116,12 @@ class Lease:
     def claim_next_token(self) -> int:
         """Claim the next token, so that earlier workers cannot write.
 
-        Raises TrainingError if lost, StorageError.
+        Returns:
+            The new fencing token.
+
+        Raises:
+            TrainingError: another process has taken over the lease.
+            StorageError: the storage failed.
         """
         before = self.fencing_token
         try:
@@ -117,8 +134,9 @@ class Lease:
         return self.fencing_token
 
     def check(self) -> None:
-        """Raise TrainingError if another process has taken over the lease, OSError if the storage
-        fails.
+        """Raise TrainingError if another process has taken over the lease.
+
+        Raises OSError if the storage fails.
         """
         check_fencing_token(self._directory, self.fencing_token)
 
@@ -129,10 +147,12 @@ class Lease:
         self._released.set()
         self._thread.join()
         self._thread = None
-        file, self.fencing_token = self._file(self.fencing_token), 0
-        with suppress(OSError):  # an unreleased lease expires; the error of the run matters more
+        file = self._file(self.fencing_token)
+        self.fencing_token = 0
+        # An unreleased lease expires, and the error of the run matters more.
+        with suppress(OSError):
             if file.exists():
-                # kept: the next fencing token must be higher
+                # The file is kept, because the next fencing token must be higher.
                 write_atomic(file, json.dumps({"released": True}))
 
     def _file(self, fencing_token: int) -> AnyPath:
@@ -141,7 +161,8 @@ class Lease:
 
     def _claim(self, fencing_token: int) -> bool:
         """Try to become the only owner of a fencing token. Raises OSError."""
-        file, pid = self._file(fencing_token), os.getpid()
+        file = self._file(fencing_token)
+        pid = os.getpid()
         owner = {
             "host": socket.gethostname(),
             "pid": pid,
@@ -156,7 +177,8 @@ class Lease:
             except FileExistsError:
                 return False
             except OSError:
-                file.unlink(missing_ok=True)  # an empty claim would block the next attempt
+                # An empty claim would block the next attempt.
+                file.unlink(missing_ok=True)
                 raise
         else:
             file.write_text(json.dumps(owner))
@@ -164,25 +186,28 @@ class Lease:
         if fencing_tokens.count(fencing_token) == 1 and max(fencing_tokens) == fencing_token:
             return True
         file.unlink(missing_ok=True)
-        if isinstance(file, RemotePath):  # all contenders withdrew
+        if isinstance(file, RemotePath):
+            # Two contenders that see each other both withdraw.
             time.sleep(random.uniform(0, MAX_PAUSE_S))
         return False
 
     def _is_held(self, file: AnyPath) -> bool:
-        """Return whether the owner of a claim is alive; waits for heartbeats of an owner on another
-        machine.
+        """Return whether the owner of a claim is alive.
+
+        Waits up to `stale_after_s` for a heartbeat of an owner on another machine.
         """
-        last_heartbeat_s, owner = _modified_s(file), _read_owner(file)
+        last_heartbeat_s = _modified_s(file)
+        owner = _read_owner(file)
         if owner is None or owner.get("released"):
             return False
-        if (alive := _is_alive_here(owner)) is not None:
-            return alive
-        who = f"process {owner.get('pid')} on {owner.get('host')}"
+        is_alive = _is_alive_here(owner)
+        if is_alive is not None:
+            return is_alive
         _log.warning(
             "%s: waiting up to %g s for a heartbeat of %s",
             self._directory,
             self._stale_after_s,
-            who,
+            _name(owner),
         )
         deadline = time.monotonic() + self._stale_after_s
         while time.monotonic() < deadline:
@@ -192,16 +217,19 @@ class Lease:
         return False
 
     def _renew(self) -> None:
-        """Write heartbeats until the lease is released or lost; a failed write is retried at the
-        next heartbeat.
+        """Write heartbeats until the lease is released or lost.
+
+        A write that fails is retried at the next heartbeat.
         """
         while not self._released.wait(self._heartbeat_s):
             fencing_token = self.fencing_token
             try:
                 self._write_heartbeat(fencing_token)
             except FileNotFoundError:
-                if fencing_token == self.fencing_token:  # not replaced by `claim_next_token`
-                    return  # lost: `check` reports it
+                # Otherwise `claim_next_token` has replaced the file.
+                if fencing_token == self.fencing_token:
+                    # The lease is lost, and `check` reports it.
+                    return
             except OSError:
                 continue
 
@@ -210,32 +238,32 @@ class Lease:
         file = self._file(fencing_token)
         if isinstance(file, Path):
             with file.open("r+b") as stream:
-                # unlike utime, a write reaches the server of every network mount
+                # Unlike utime, a write reaches the server of every network mount.
                 stream.write(b"{")
         else:
             file.write_bytes(file.read_bytes())
 
 
 def check_fencing_token(directory: AnyPath, fencing_token: int) -> None:
-    """Raise TrainingError if the lease with this fencing token was taken over, OSError if the
-    storage fails.
+    """Raise TrainingError if the lease with this fencing token was taken over.
+
+    Raises OSError if the storage fails.
     """
     fencing_tokens = [number for number, _ in _claims(directory / FOLDER)]
     newest = max(fencing_tokens, default=0)
     if newest > fencing_token or fencing_token not in fencing_tokens:
         raise TrainingError(
             f"{directory} was taken over by another process or a later attempt (fencing token "
-            f"{newest}, this "
-            f"process has {fencing_token}). It stops writing; nothing is lost. Give each run and "
-            "set its own folder."
+            f"{newest}, this process has {fencing_token}). It stops writing; nothing is lost. Give "
+            "each run and set its own folder."
         )
 
 
 def is_live(directory: AnyPath, stale_after_s: float = STALE_AFTER_S) -> bool:
-    """Return whether a process holds the lease, without waiting: on another machine, by the age of
-    its heartbeat.
+    """Return whether a process holds the lease, without waiting.
 
-    The age is by the clock of this machine, so use it for display only.
+    A process on another machine does if its heartbeat is recent by the clock of this machine, so
+    use the result for display only.
     """
     _, file = _newest_claim(directory / FOLDER)
     owner = None if file is None else _read_owner(file)
@@ -252,23 +280,18 @@ def _newest_claim(folder: AnyPath) -> tuple[int, AnyPath | None]:
 
 def _claims(folder: AnyPath) -> list[tuple[int, AnyPath]]:
     """Return (fencing token, file) of all claims."""
-    try:
-        return [
-            (int(number), file)
-            for file in folder.iterdir()
-            if (number := file.name.partition("-")[0]).isdecimal()
-        ]
-    except FileNotFoundError:
-        return []
+    names = [(name.partition("-")[0], name) for name in list_names(folder)]
+    return [(int(number), folder / name) for number, name in names if number.isdecimal()]
 
 
 def _modified_s(file: AnyPath) -> float:
-    """Return the time of the last heartbeat by the clock of the storage; -1 if the claim was
-    deleted.
+    """Return the time of the last heartbeat by the clock of the storage, in seconds.
+
+    Returns -1 if the claim was deleted.
     """
     try:
         if isinstance(file, Path):
-            # opening makes a network mount revalidate its attributes
+            # Opening makes a network mount revalidate its attributes.
             with file.open("rb") as stream:
                 return os.fstat(stream.fileno()).st_mtime
         return file.stat().st_mtime
@@ -287,9 +310,17 @@ def _read_owner(file: AnyPath) -> dict[str, Any] | None:
     return owner if isinstance(owner, dict) else {}
 
 
+def _name(owner: dict[str, Any] | None) -> str:
+    """Return a description of an owner for messages."""
+    if not owner or "pid" not in owner:
+        return "another process"
+    return f"process {owner['pid']} on {owner['host']}"
+
+
 def _machine_id() -> str:
-    """Return an id of this boot and PID namespace (each container has one); without /proc, of
-    machine and boot.
+    """Return an id of this boot and PID namespace, because each container has a namespace.
+
+    Without /proc it is an id of machine and boot.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -299,19 +330,20 @@ def _machine_id() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the start time of a process, which a later process of the same PID does not have;
+    """Return the start time of a process; None if it is dead.
 
-    None if it is dead.
+    A later process with the same PID has another start time.
     """
-    if not Path("/proc/self/stat").exists():  # macOS
+    # macOS has no /proc.
+    if not Path("/proc/self/stat").exists():
         with suppress(psutil.Error):
             return str(psutil.Process(pid).create_time())
         return None
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None  # the process is dead
-    # proc(5): field 3 (state) first; field 22 is the start time
+        return None
+    # proc(5): the first is field 3, the state; field 22 is the start time.
     return None if fields[0] == "Z" else fields[19]
 
 

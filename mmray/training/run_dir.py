@@ -24,18 +24,36 @@ from mmray.storage import lease
 from mmray.storage.paths import AnyPath, to_path, write_atomic
 from mmray.version import VERSION
 
-# Settings that may change on resume: they change neither the sample order nor, except as README.md
-# lists, the steps.
-_RESUMABLE = {
-    "batch": "micro accumulation",
-    "data": "workers block_mb cache local_cache local_cache_gb max_bad_rows eval eval_split",
-    "train": "steps samples epochs log_every checkpoint_every keep_checkpoints callbacks profile "
-    "parallel "
-    "activation_checkpointing compile channels_last",
-}
+# Settings and sections that may change on resume: they change neither the sample order nor, except
+# as README.md lists, the steps.
 RESUMABLE_CHANGES = (
-    *("recipe", "cluster", "run", "prepare", "evaluate"),
-    *(f"{section}.{name}" for section, names in _RESUMABLE.items() for name in names.split()),
+    "recipe",
+    "cluster",
+    "run",
+    "prepare",
+    "evaluate",
+    "batch.micro",
+    "batch.accumulation",
+    "data.workers",
+    "data.block_mb",
+    "data.cache",
+    "data.local_cache",
+    "data.local_cache_gb",
+    "data.max_bad_rows",
+    "data.eval",
+    "data.eval_split",
+    "train.steps",
+    "train.samples",
+    "train.epochs",
+    "train.log_every",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.callbacks",
+    "train.profile",
+    "train.parallel",
+    "train.activation_checkpointing",
+    "train.compile",
+    "train.channels_last",
 )
 FILES_BEFORE_CONFIG = (
     lease.FOLDER,
@@ -49,9 +67,7 @@ PACKAGES = ("ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", 
 
 
 def has_other_files(path: AnyPath, names: Sequence[str]) -> bool:
-    """Return whether the folder has entries other than `names` and the hidden temporary files of
-    write_atomic.
-    """
+    """Return whether the folder has entries other than `names` and hidden temporary files."""
     return path.exists() and any(
         file.name not in names and file.name[0] != "." for file in path.iterdir()
     )
@@ -60,10 +76,18 @@ def has_other_files(path: AnyPath, names: Sequence[str]) -> bool:
 def forbidden_changes(
     before: dict[str, Any], after: dict[str, Any], may_change: Sequence[str] = RESUMABLE_CHANGES
 ) -> list[str]:
-    """Lines `setting: old -> new` of differences outside the settings and sections in
-    `may_change`.
+    """Return the differences outside the settings and sections in `may_change`.
+
+    Args:
+        before: settings of an existing run.
+        after: settings of this command.
+        may_change: names of settings and sections.
+
+    Returns:
+        A line `setting: old -> new` for each difference.
     """
-    old, new = flatten(before), flatten(after)
+    old = flatten(before)
+    new = flatten(after)
     return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())
@@ -105,8 +129,15 @@ class RunSelection:
 
 
 def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection:
-    """The folder for this command; raises UsageError with the differences if resuming would change
-    the run.
+    """Return the folder for this command.
+
+    Args:
+        config: settings of this command.
+        data: identity of the data, as in data.json.
+        steps: steps that the run should have taken at its end.
+
+    Raises:
+        UsageError: resuming would change the run. The message lists the differences.
     """
 
     def inspect(path: AnyPath) -> tuple[list[str], bool] | None:
@@ -116,13 +147,15 @@ def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection
                     f"{path} exists and is not an mmray run; choose another --run.name"
                 )
             return None
-        run, before = RunDir(path), yaml.safe_load((path / "config.yaml").read_text())
+        run = RunDir(path)
+        before = yaml.safe_load((path / "config.yaml").read_text())
         schedules = (flatten(before).get("optimizer.schedule"), config.optimizer.schedule)
-        # equal until the rate decays
+        # These two schedules are equal until the rate decays.
         cooldown = ("optimizer.schedule",) * (schedules == ("constant", "cooldown"))
-        after = config.model_dump(mode="json", by_alias=True)
+        after = config.to_json()
         changes = forbidden_changes(before, after, RESUMABLE_CHANGES + cooldown)
-        old, result = run.read_json("data.json") or {}, run.read_json("result.json") or {}
+        old = run.read_json("data.json") or {}
+        result = run.read_json("result.json") or {}
         changes += [
             f"data {key}: {old.get(key)!r} -> {new!r}"
             for key, new in data.items()
@@ -139,12 +172,20 @@ def select_folder(
     inspect: Callable[[AnyPath], tuple[list[str], bool] | None],
     kind: str = "run",
 ) -> RunSelection:
-    """The folder of a run or sweep: `run.name`, or the first suitable of STEM, STEM-2, STEM-3, ...
+    """Return the folder of a run or sweep.
 
-    `inspect` returns the changes since an existing one, and whether it has finished; None without
-    one.
+    Args:
+        run: settings of storage, name and resuming.
+        stem: without `run.name`, the first suitable of STEM, STEM-2, STEM-3, ... is used.
+        inspect: returns the forbidden changes of an existing run or sweep in a folder and whether
+            it has finished; None if the folder has none.
+        kind: `run` or `sweep`, for messages.
+
+    Raises:
+        UsageError: the folder of `run.name` cannot be used as `run.resume` demands.
     """
-    storage, skipped = to_path(run.storage), list[str]()
+    storage = to_path(run.storage)
+    skipped: list[str] = []
     for number in itertools.count(1):
         path = storage / (run.name or (stem if number == 1 else f"{stem}-{number}"))
         existing = inspect(path)
@@ -178,8 +219,12 @@ def select_folder(
 def write_run_files(
     path: AnyPath, config: Config, data: dict[str, Any], tokenizer_json: str
 ) -> RunDir:
-    """Create the run's folder, or update it on resume. config.yaml is last: an incomplete folder is
-    not a run.
+    """Create the run's folder, or update it on resume.
+
+    config.yaml is written last, because a folder without it is not a run.
+
+    Raises:
+        UsageError: the folder is not writable.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -188,8 +233,9 @@ def write_run_files(
         run.write("tokenizer.json", tokenizer_json)
         run.write_json("data.json", data)
         run.write_json("environment.json", collect_environment())
-        # the supervisor adds to its counts
-        if (earlier := run.read_json("result.json")) is not None:
+        # The supervisor adds to the counts of an earlier command.
+        earlier = run.read_json("result.json")
+        if earlier is not None:
             run.write_json("result.json", earlier | {"status": "unfinished"})
         run.write("config.yaml", to_yaml(config))
     except OSError as error:
@@ -200,7 +246,7 @@ def write_run_files(
 
 
 def collect_environment() -> dict[str, Any]:
-    """Versions and machine, for environment.json."""
+    """Return versions and machine, for environment.json."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -219,7 +265,7 @@ _MIN_SECRET_CHARS = 6  # shorter values occur in ordinary text
 
 
 def redact(value: Any) -> Any:
-    """The value with every string redacted, and values of settings named like secrets replaced."""
+    """Return the value with redacted strings, and without settings named like secrets."""
     if isinstance(value, dict):
         return {
             name: HIDDEN
@@ -233,9 +279,7 @@ def redact(value: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """The text without logins in URLs and without values of environment variables named like
-    secrets.
-    """
+    """Return the text without logins in URLs and values of secret environment variables."""
     text = _LOGIN.sub(f"{HIDDEN}@", text)
     for name, value in os.environ.items():
         if _SECRET.search(name) and len(value) >= _MIN_SECRET_CHARS:

@@ -89,7 +89,7 @@ class TrackingReporter:
     """
 
     def __init__(self, config: Config, folder: AnyPath, reporter: RunReporter) -> None:
-        settings = redact(config.model_dump(mode="json", by_alias=True))
+        settings = redact(config.to_json())
         run_info = {"name": folder.name, "folder": str(folder), "config": settings}
         self.threads = [TrackerThread(name, folder, run_info) for name in config.run.trackers]
         self.reporter = reporter

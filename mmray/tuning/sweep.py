@@ -90,8 +90,8 @@ def resolve_sweep_dir(
             if before.get(key) != now
         ]
         recipe = from_yaml((path / "recipe.yaml").read_text(), str(path / "recipe.yaml"))
-        old = recipe.model_dump(mode="json", by_alias=True)
-        new = base.model_dump(mode="json", by_alias=True)
+        old = recipe.to_json()
+        new = base.to_json()
         changes += forbidden_changes(old, new, RESUMABLE_CHANGES)
         return changes, before["status"] == "finished" and not restart
 

@@ -57,9 +57,8 @@ def train_twice(
 
     def save(step: int, state: dict[str, Any], metrics: dict[str, Any], last: bool) -> None:
         if sharded or group.rank == 0:
-            state_io.save_async(
-                folder / f"step-{step}", state, {"step": step}, cpu_group, sharded
-            ).result()
+            path = folder / f"step-{step}"
+            state_io.save_async(path, state, {"step": step}, cpu_group).result()
 
     log, whole, resumed = toy.Lines(), toy.Branched().double(), toy.Branched().double()
     toy.run(whole, plan, group, micro=4, save=save, log=log, **options)

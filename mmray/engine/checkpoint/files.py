@@ -1,10 +1,11 @@
 """The folder of a run's checkpoints: which of them are complete and intact, the newest, the best,
 and which to delete.
 
-    checkpoints/step-N/ shard-1-of-1.safetensors tensors (state_io.py); one file per rank under FSDP
-                         state.json other values of the state meta.json step, rows consumed, config,
-                         metrics, world, versions SHA256SUMS written last; `sha256sum -c SHA256SUMS`
-                         verifies by hand
+    checkpoints/step-N/
+        shard-1-of-1.safetensors   tensors (state_io.py); one file per rank under FSDP
+        state.json                 other values of the state
+        meta.json                  step, rows consumed, config, metrics, world, versions
+        SHA256SUMS                 written last; `sha256sum -c SHA256SUMS` verifies by hand
 
 A folder without SHA256SUMS is incomplete and ignored. This also holds on an object store, which has
 no rename: files are written locally first, and SHA256SUMS is uploaded after all others.
@@ -28,8 +29,11 @@ from mmray.errors import StorageError, TrainingError, first_line
 from mmray.storage.paths import CHUNK_BYTES, AnyPath, local_copy, move_tree, remove_tree
 from mmray.storage.requests import iter_parallel, with_retries
 
-STATE, META, SUMS = "state.json", "meta.json", "SHA256SUMS"
-LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that should fall
+STATE = "state.json"
+META = "meta.json"
+SUMS = "SHA256SUMS"
+# Parts of the names of metrics that should fall.
+LOWER_IS_BETTER = ("loss", "median_rank")
 
 
 def latest_valid_checkpoint(
@@ -40,17 +44,22 @@ def latest_valid_checkpoint(
 ) -> AnyPath | None:
     """Return the newest checkpoint whose checksums match; None without one.
 
-    Newer invalid ones are passed to `log` with the reason. A damaged one is renamed to
-    step-N.damaged; pass rename=False if another process may be training in the folder. Checksums of
-    checkpoints from step `trusted_from` on are not computed. Raises StorageError if the storage
-    cannot be read.
+    Args:
+        folder: folder of the checkpoints.
+        log: called with a message for each newer checkpoint that is invalid.
+        rename: rename a damaged one to step-N.damaged. Pass False if another process may be
+            training in the folder.
+        trusted_from: checksums of checkpoints from this step on are not computed.
+
+    Raises:
+        StorageError: the storage cannot be read.
     """
     for path in reversed(_step_folders(folder)):
         fault = verify(path, checksums=step_of(path) < trusted_from)
         if fault is None:
             return path
         if rename and (path / SUMS).exists():
-            # an older damaged one of the same step is replaced
+            # An older damaged one of the same step is replaced.
             target = path.with_name(f"{path.name}.damaged")
             try:
                 move_tree(path, target)
@@ -65,8 +74,9 @@ def latest_valid_checkpoint(
 
 
 def latest_complete_step(folder: AnyPath) -> int:
-    """Return the step of the newest complete checkpoint, unverified; 0 without one, or if the
-    storage fails.
+    """Return the step of the newest complete checkpoint, without verifying it.
+
+    Returns 0 if there is none, or if the storage fails.
     """
     with suppress(StorageError):
         return max(map(step_of, _step_folders(folder, complete=True)), default=0)
@@ -74,29 +84,30 @@ def latest_complete_step(folder: AnyPath) -> int:
 
 
 def list_checkpoint_names(folder: AnyPath) -> list[str]:
-    """Names of all checkpoints by step, also incomplete and damaged ones, for messages."""
+    """Return the names of all checkpoints by step, also incomplete and damaged ones."""
     try:
         names = [path.name for path in folder.iterdir() if path.name.startswith("step-")]
     except OSError:
         return []
-    # step-9 before step-10
+    # By length first, so that step-9 is before step-10.
     return sorted(names, key=lambda name: (len(name.partition(".")[0]), name))
 
 
 def step_of(path: AnyPath) -> int:
-    """The step in the name of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
 def best_checkpoint(folder: AnyPath, metric: str) -> AnyPath | None:
-    """Return the complete checkpoint with the best recorded `metric`, the newest of equals;
+    """Return the complete checkpoint with the best recorded `metric`, the newest of equals.
 
-    None if none has it.
+    Returns None if no checkpoint has the metric.
     """
     sign = -1 if any(part in metric.split("/") for part in LOWER_IS_BETTER) else 1
     scored: list[tuple[float, int, AnyPath]] = []
     for path in _step_folders(folder, complete=True):
-        with suppress(TrainingError):  # a damaged record is never the best
+        # A checkpoint with a damaged meta.json is never the best.
+        with suppress(TrainingError):
             value = load_meta(path).get("metrics", {}).get(metric)
             if isinstance(value, int | float):
                 scored.append((sign * value, step_of(path), path))
@@ -106,11 +117,12 @@ def best_checkpoint(folder: AnyPath, metric: str) -> AnyPath | None:
 def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
     """Delete all checkpoints but the newest `keep` complete ones and the best by `metric`.
 
-    Raises TrainingError.
+    Raises TrainingError if one cannot be deleted.
     """
     protected = set(_step_folders(folder, complete=True)[-keep:])
-    if metric is not None and (top := best_checkpoint(folder, metric)) is not None:
-        protected.add(top)
+    best = best_checkpoint(folder, metric) if metric is not None else None
+    if best is not None:
+        protected.add(best)
     old = [path for path in _step_folders(folder) if path not in protected]
     try:
         for path in old:
@@ -122,8 +134,9 @@ def prune(folder: AnyPath, keep: int, metric: str | None = None) -> None:
 
 
 def discard(path: AnyPath) -> None:
-    """Delete a checkpoint, its checksums first: an interrupted deletion leaves an incomplete
-    checkpoint.
+    """Delete a checkpoint.
+
+    The checksums are deleted first, so an interrupted deletion leaves an incomplete checkpoint.
     """
     (path / SUMS).unlink(missing_ok=True)
     remove_tree(path)
@@ -143,7 +156,7 @@ def _step_folders(folder: AnyPath, complete: bool = False) -> list[AnyPath]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        # not the same as empty: a run must not restart because its folder cannot be read
+        # Not the same as empty: a run must not restart because its folder cannot be read.
         raise StorageError(
             f"cannot list the checkpoints in {folder}: {error.strerror or error}"
         ) from error
@@ -167,25 +180,25 @@ def verify(path: AnyPath, checksums: bool = True) -> str | None:
         if not (path / SUMS).exists():
             return f"it is incomplete (no {SUMS})"
         expected = read_checksums(path)
-        shards = shard_names(len(expected) - 2)
+        shards = tensor_file_names(len(expected) - 2)
         if set(expected) != {STATE, META, *shards} or not shards:
             return f"its {SUMS} is damaged"
         return next(filter(None, iter_parallel(fault_of, list(expected.items()))), None)
     except OSError as error:
         raise StorageError(
             f"cannot read the checkpoint {path}: {error.strerror or error}. Check the storage and "
-            "rerun the same "
-            "command; to resume from an older checkpoint, move this one out of the folder"
+            "rerun the same command; to resume from an older checkpoint, move this one out of the "
+            "folder"
         ) from error
 
 
-def shard_names(num_shards: int) -> tuple[str, ...]:
-    """File names of the shards, by rank."""
+def tensor_file_names(num_shards: int) -> tuple[str, ...]:
+    """Return the names of the tensor files, by rank."""
     return tuple(f"shard-{rank + 1}-of-{num_shards}.safetensors" for rank in range(num_shards))
 
 
-def shards_of(path: AnyPath) -> int:
-    """The number of shards of a checkpoint.
+def num_tensor_files(path: AnyPath) -> int:
+    """Return the number of tensor files of a checkpoint: of ranks that wrote it.
 
     Raises TrainingError if its checksums cannot be read.
     """
@@ -194,13 +207,15 @@ def shards_of(path: AnyPath) -> int:
 
 
 def write_checksums(path: Path, names: tuple[str, ...], others: dict[str, str]) -> None:
-    """Sync the files `names`, then write SHA256SUMS of them and of `others` (name to digest,
-    already synced).
+    """Write SHA256SUMS after all other files of a checkpoint.
+
+    Args:
+        path: local folder of the checkpoint.
+        names: files in it, which are synced first.
+        others: digests by name of files that are already synced.
     """
-    lines = [
-        f"{digest}  {name}\n"
-        for name, digest in (others | {name: sha256(path / name) for name in names}).items()
-    ]
+    digests = others | {name: sha256(path / name) for name in names}
+    lines = [f"{digest}  {name}\n" for name, digest in digests.items()]
     for name in names:
         fsync(path / name)
     fsync(path)
@@ -213,16 +228,16 @@ def write_checksums(path: Path, names: tuple[str, ...], others: dict[str, str]) 
 
 
 def read_checksums(path: AnyPath) -> dict[str, str]:
-    """Name to digest of SHA256SUMS, without malformed lines. Raises OSError."""
-    lines = (
-        line.partition("  ") for line in (path / SUMS).read_text(errors="replace").splitlines()
-    )
-    return {name: digest for digest, _, name in lines if len(digest) == 64}
+    """Return the digests by name in SHA256SUMS, without malformed lines. Raises OSError."""
+    lines = (path / SUMS).read_text(errors="replace").splitlines()
+    pairs = [line.partition("  ") for line in lines]
+    return {name: digest for digest, _, name in pairs if len(digest) == 64}
 
 
 def sha256(file: AnyPath) -> str:
-    """The digest of a file in hexadecimal; one on an object store is not copied, because it may not
-    fit on the disk.
+    """Return the digest of a file in hexadecimal.
+
+    An object is streamed, because it may not fit on the local disk.
     """
 
     def digest() -> str:
@@ -241,7 +256,7 @@ def fsync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        # some network mounts: files only
+        # Some network mounts can sync files only.
         if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
     finally:
@@ -264,15 +279,12 @@ def read_json(file: AnyPath) -> dict[str, Any]:
 
 @contextmanager
 def as_user_error(file: AnyPath) -> Iterator[None]:
-    """Turn a read error into TrainingError with what to do; into StorageError if the storage may
-    recover.
-    """
+    """Turn a read error into TrainingError, or into StorageError if the storage may recover."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         is_storage = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
         raise (StorageError if is_storage else TrainingError)(
             f"cannot read {file}: {first_line(error)}. Rerun the same command: it verifies the "
-            "checkpoints and resumes "
-            "from the newest valid one"
+            "checkpoints and resumes from the newest valid one"
         ) from error

@@ -14,12 +14,10 @@ from mmray.engine.checkpoint import files
 from mmray.engine.metrics.writers import LogUploader, Metrics, MetricsLog
 from mmray.engine.run_state import CheckpointState
 from mmray.errors import StorageError, TrainingError
-from mmray.evaluation.build import best_metric
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
-    from mmray.config import Config
     from mmray.engine.checkpoint.state_io import HostStager
 
 MAX_WAIT_S = 10.0  # for the save in progress, while other ranks wait in a collective
@@ -29,44 +27,51 @@ RETRY = "Training continues; the next checkpoint is saved as scheduled"
 class CheckpointManager:
     """Saves the checkpoints of a run; at most one save is in progress.
 
-    Under DDP only rank 0 has a manager; under FSDP (`sharded`) every rank has one and writes its
-    own shard. `fencing_token` is that of rank 0's lease, None on other ranks. `extra` is added to
-    each meta.json and must have `world`, the number of ranks. `notify` takes a label and a message.
-    Nothing else uses `cpu_group`, a gloo group of all ranks for sharded saves.
+    Under DDP only rank 0 has a manager. Under FSDP every rank has one and writes its own file.
 
     A storage error is logged, and training continues with the previous checkpoint; only the last
     save has to succeed. Any other error, such as a lost lease, is raised by the next call.
+
+    Args:
+        folder: folder of the run.
+        fencing_token: token of rank 0's lease; None on other ranks.
+        meta: values that meta.json of each checkpoint has besides step, rows and metrics.
+        notify: takes a label and a message for the console.
+        keep: number of newest checkpoints to keep, in addition to the best one by `metric`.
+        metric: name of the metric that selects the best checkpoint.
+        max_wait_s: longest wait of a save for the previous one; None: no limit.
+        cpu_group: gloo group of all ranks for sharded saves, which nothing else uses; None if
+            this process saves alone.
     """
 
     def __init__(
         self,
         folder: AnyPath,
         fencing_token: int | None,
-        config: Config,
-        extra: dict[str, Any],
+        meta: dict[str, Any],
         notify: Callable[[str, str], None],
+        keep: int,
+        metric: str,
+        max_wait_s: float | None = None,
         cpu_group: Any = None,
-        sharded: bool = False,
     ):
-        self._folder, self._fencing_token, self._config, self._extra = (
-            folder,
-            fencing_token,
-            config,
-            extra,
-        )
-        self._cpu_group, self._sharded = cpu_group, sharded
-        self._save_wait_limit_s = (
-            None if sharded or extra["world"] == 1 else config.cluster.group_timeout_s / 2
-        )
+        self._folder = folder
+        self._fencing_token = fencing_token
+        self._meta = meta
         self._notify = notify
+        self._keep = keep
+        self._metric = metric
+        self._max_wait_s = max_wait_s
+        self._cpu_group = cpu_group
         if fencing_token is not None:
             self.uploader = LogUploader(folder, notify, self._check_lease)
         self._log: MetricsLog | None = None
         self._stager: HostStager | None = None
         self._thread = ThreadPoolExecutor(1, "mmray-checkpoint")
         self._pending: Future[None] | None = None
-        self._error: StorageError | None = None  # of the last save
-        # last save: wait for the previous one, copy to the host, write
+        # Error of the last save.
+        self._error: StorageError | None = None
+        # Duration of the last save: wait for the previous one, copy to the host, write.
         self.save_duration_s: float | None = None
 
     def log_from(self, step: int) -> MetricsLog:
@@ -77,19 +82,32 @@ class CheckpointManager:
     def save(
         self, step: int, rows_consumed: int, state: CheckpointState, metrics: Metrics, last: bool
     ) -> float | None:
-        """Copy the state to the host and write it in the background; return the seconds that the
-        previous save took.
+        """Copy the state to the host and write it in the background.
 
-        If that one is still in progress after a while, as on a stalled storage, this save is
-        skipped unless it is the `last`: other ranks wait in their next collective. Ranks that write
-        shards wait for each other anyway.
+        If the previous save is still in progress after a while, as on a stalled storage, this save
+        is skipped unless it is the `last`, because other ranks wait in their next collective. Ranks
+        that all write wait for each other anyway.
+
+        Args:
+            step: the step after which the state was taken.
+            rows_consumed: rows of the sample order up to this step.
+            state: nested dicts of tensors and JSON values.
+            metrics: metrics of this step.
+            last: whether no save follows.
+
+        Returns:
+            Seconds that the previous save took; None if no save has ended.
+
+        Raises:
+            TrainingError: another process has taken over the run.
         """
         from mmray.engine.checkpoint import state_io  # late: it imports DCP
 
         start_s = time.perf_counter()
-        max_wait_s = self._save_wait_limit_s
-        if max_wait_s is not None and not any(name.startswith("evaluate/") for name in metrics):
-            # longer for an evaluated step, which may be the best
+        max_wait_s = self._max_wait_s
+        is_evaluated = any(name.startswith("evaluate/") for name in metrics)
+        # An evaluated step may be the best, so its save waits longer.
+        if max_wait_s is not None and not is_evaluated:
             max_wait_s = min(MAX_WAIT_S, max_wait_s)
         if self._pending and not wait([self._pending], None if last else max_wait_s).done:
             text = (
@@ -102,17 +120,20 @@ class CheckpointManager:
         meta = {
             "step": step,
             "rows_consumed": rows_consumed,
-            **self._extra,
-            "config": self._config.model_dump(mode="json", by_alias=True),
+            **self._meta,
             "metrics": metrics,
         }
-        path, before_write = (
-            self._folder / "checkpoints" / f"step-{step}",
-            partial(self._before_write, step),
-        )
+        path = self._folder / "checkpoints" / f"step-{step}"
         self._stager = self._stager or state_io.HostStager()
-        io = (self._cpu_group, self._sharded, self._stager)
-        saved = state_io.save_async(path, state, meta, *io, before_write, on_complete=self._prune)
+        saved = state_io.save_async(
+            path,
+            state,
+            meta,
+            cpu_group=self._cpu_group,
+            stager=self._stager,
+            before_write=partial(self._before_write, step),
+            on_complete=self._prune,
+        )
 
         def finish() -> None:
             with state_io.as_storage_error(path, discards=self._fencing_token is not None):
@@ -149,7 +170,8 @@ class CheckpointManager:
     def _wait_pending(self) -> None:
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         try:
             pending.result()
             self._error = None
@@ -174,33 +196,37 @@ class CheckpointManager:
 
     def _prune(self) -> None:
         try:
-            files.prune(
-                self._folder / "checkpoints",
-                self._config.train.keep_checkpoints,
-                best_metric(self._config),
-            )
-        except TrainingError as error:  # the new checkpoint is complete, which is what counts
+            files.prune(self._folder / "checkpoints", self._keep, self._metric)
+        except TrainingError as error:
+            # The new checkpoint is complete, which is what counts.
             self._notify("checkpoint", str(error))
 
 
 # When to save: after a fixed number of steps, or so rarely that training stalls for a small share
 # of the time. Every rank must decide the same, so loop.py broadcasts what rank 0 measured.
-COST_FRACTION = 0.02  # of the training time, at most, for checkpoints
-# until a save is measured: after so many steps, then after twice as many, and so on
+
+# Largest share of the training time for checkpoints.
+COST_FRACTION = 0.02
+# Until a save is measured: after so many steps, then after twice as many, and so on.
 FIRST_STEPS = 10
 
 
 def steps_between_checkpoints(
     step_s: float | None, stall_s: float, save_duration_s: float | None, steps_taken: int
 ) -> int:
-    """Steps to the next checkpoint from the seconds of a step, of the stall of training for the
-    last save, and of a whole save, which the next one must not wait for; None: not measured yet.
+    """Return the number of steps to the next checkpoint.
+
+    Args:
+        step_s: seconds of a step; None: not measured yet.
+        stall_s: seconds for which training waited for the last save.
+        save_duration_s: seconds of a whole save, for which the next one must not wait; None: not
+            measured yet.
+        steps_taken: steps since the start or the resume.
     """
     if not step_s or save_duration_s is None:
         return max(FIRST_STEPS, steps_taken)
-    return max(
-        1, math.ceil(stall_s / (COST_FRACTION * step_s)), math.ceil(save_duration_s / step_s)
-    )
+    affordable = math.ceil(stall_s / (COST_FRACTION * step_s))
+    return max(1, affordable, math.ceil(save_duration_s / step_s))
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from mmray.config import Batch, Clip, Config, Run, Train
+from mmray.config import Batch, Clip, Config, Train
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import memory_probe
@@ -92,13 +92,16 @@ def manager_of(group: Group, run: AnyPath) -> tuple[CheckpointManager, Lease | N
     if group.rank == 0:
         run.mkdir(parents=True)
     lease = Lease(run) if group.rank == 0 else None
-    train = Train(parallel="fsdp", keep_checkpoints=3, steps=8)
-    config = Config(recipe="sample", run=Run(storage=str(run.parent), name=run.name), train=train)
-    fencing_token = lease.acquire() if lease else None
-    about, cpu_group = {"world": group.world_size}, group.new_cpu_group(60)
-    return CheckpointManager(
-        run, fencing_token, config, about, lambda *_: None, cpu_group, sharded=True
-    ), lease
+    manager = CheckpointManager(
+        run,
+        lease.acquire() if lease else None,
+        {"world": group.world_size},
+        lambda *_: None,
+        keep=3,
+        metric="evaluate/recall_at_1/mean",
+        cpu_group=group.new_cpu_group(60),
+    )
+    return manager, lease
 
 
 def plan_of(group: Group) -> SamplePlan:

@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 
-from mmray.config import Config, Run
 from mmray.engine.checkpoint import files, manager, state_io
 from mmray.engine.checkpoint.manager import (
     CheckpointManager,
@@ -28,13 +27,14 @@ class Checkpoints:
 
     def __init__(self, run, world=1):
         self.run, self.logged, self.lease = run, [], Lease(run)
-        config = Config(recipe="sample", run=Run(storage=str(run.parent), name=run.name))
         self.manager = CheckpointManager(
             run,
             self.lease.acquire(),
-            config,
             {"world": world},
             lambda *line: self.logged.append(line),
+            keep=2,
+            metric="evaluate/recall_at_1/mean",
+            max_wait_s=60 if world > 1 else None,
         )
 
     def save(self, step, last=False, metrics=None):
@@ -61,9 +61,9 @@ def stored(s3, monkeypatch):
 @pytest.fixture
 def gate(monkeypatch):
     """Blocks all writes until set."""
-    event, write = threading.Event(), state_io.ShardWriter.write_data
+    event, write = threading.Event(), state_io.CheckpointWriter.write_data
     monkeypatch.setattr(
-        state_io.ShardWriter, "write_data", lambda *args: event.wait(60) and write(*args)
+        state_io.CheckpointWriter, "write_data", lambda *args: event.wait(60) and write(*args)
     )
     return event
 

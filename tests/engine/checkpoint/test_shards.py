@@ -81,7 +81,7 @@ def test_replicas_of_hsdp_write_each_shard_once(ranks, expected):
         )
         for run in ("run", "hybrid")
     }
-    assert files.shards_of(ranks[0] / "hybrid" / "checkpoints" / "step-4") == 4
+    assert files.num_tensor_files(ranks[0] / "hybrid" / "checkpoints" / "step-4") == 4
     assert sizes["hybrid"] == pytest.approx(sizes["run"], rel=0.2)  # more headers
     load = partial(state_io.load, ranks[0] / "hybrid" / "checkpoints" / "step-4")
     toy.assert_equal_weights(shard_ranks.train(Group(), "single", load, first=4), expected)
@@ -101,7 +101,7 @@ def test_error_of_the_rank_that_reads_weights_is_raised_on_all(ranks):
 
 def test_workers_resume_from_shards_like_an_uninterrupted_run(ranks):
     """Bitwise when sharded again, within float32 rounding as replicas; with dropout."""
-    assert files.shards_of(ranks[0] / "worker" / "checkpoints" / "step-3") == 2
+    assert files.num_tensor_files(ranks[0] / "worker" / "checkpoints" / "step-3") == 2
     for result in ranks[2][:2]:
         for kind, tolerance in (("fsdp", 0.0), ("ddp", 1e-4)):
             for name, weight in result[f"worker, {kind}"].items():
@@ -154,16 +154,16 @@ def test_folder_describes_its_format_and_has_full_weights(ranks, expected):
     """Each rank writes about half of the bytes."""
     path = ranks[0] / "run" / "checkpoints" / "step-8"
     meta = files.load_meta(path)
-    assert (files.shards_of(path), meta["world"], meta["step"], meta["rows_consumed"]) == (
+    assert (files.num_tensor_files(path), meta["world"], meta["step"], meta["rows_consumed"]) == (
         2,
         2,
         8,
         96,
     )
-    names = [*files.shard_names(2), "state.json", "meta.json", "SHA256SUMS"]
+    names = [*files.tensor_file_names(2), "state.json", "meta.json", "SHA256SUMS"]
     assert sorted(file.name for file in path.iterdir()) == sorted(names)
     assert files.list_checkpoint_names(path.parent) == ["step-4", "step-6", "step-8"]
-    sizes = [(path / name).stat().st_size for name in files.shard_names(2)]
+    sizes = [(path / name).stat().st_size for name in files.tensor_file_names(2)]
     assert max(sizes) < 0.75 * sum(sizes)
     model = toy.Branched().double()
     model.load_state_dict(state_io.load_weights(path))
@@ -175,7 +175,7 @@ def test_object_store_has_the_same_files_as_a_disk(ranks):
     latest = files.latest_valid_checkpoint(run / "checkpoints")
     assert latest == run / "checkpoints" / "step-4"
     tensors = [
-        state_io.split(state_io.load(path))[1]
+        state_io.separate_tensors(state_io.load(path))[1]
         for path in (folder / "run" / "checkpoints" / "step-4", latest)
     ]
     assert len(tensors[0]) > 20 and tensors[0].keys() == tensors[1].keys()
@@ -184,7 +184,7 @@ def test_object_store_has_the_same_files_as_a_disk(ranks):
 
 def test_headers_are_read_in_parallel(checkpoint, monkeypatch):
     """Each waits for the other."""
-    names, both, read = files.shard_names(2), threading.Barrier(2), RangeReader.read
+    names, both, read = files.tensor_file_names(2), threading.Barrier(2), RangeReader.read
 
     def wait_and_read(reader, file, start, stop):
         if start == 0:
@@ -192,7 +192,7 @@ def test_headers_are_read_in_parallel(checkpoint, monkeypatch):
         return read(reader, file, start, stop)
 
     monkeypatch.setattr(RangeReader, "read", wait_and_read)
-    metadata = state_io.ShardReader(checkpoint, lambda: None).read_metadata()
+    metadata = state_io.CheckpointReader(checkpoint, lambda: None).read_metadata()
     assert {chunk.file for chunk in metadata.storage_data.values()} == set(names)
 
 
@@ -208,7 +208,7 @@ def test_pickles_are_never_loaded(checkpoint):
     for name in (".metadata", "__0.metadata"):
         (checkpoint / name).write_bytes(pickle.dumps(Bomb()))
     state_io.load(checkpoint)
-    (checkpoint / files.shard_names(2)[0]).write_bytes(pickle.dumps(Bomb()))
+    (checkpoint / files.tensor_file_names(2)[0]).write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(TrainingError, match=r"cannot read .*step-8"):
         state_io.load(checkpoint)
 
@@ -225,7 +225,7 @@ def remove_with_checksum(file: Path) -> None:
 
 @pytest.mark.parametrize("damage", [truncate, Path.unlink, remove_with_checksum])
 def test_damaged_shard_falls_back_to_previous_checkpoint(checkpoint, damage):
-    damage(checkpoint / files.shard_names(2)[1])
+    damage(checkpoint / files.tensor_file_names(2)[1])
     messages: list[str] = []
     assert files.latest_valid_checkpoint(
         checkpoint.parent, messages.append
@@ -236,8 +236,8 @@ def test_damaged_shard_falls_back_to_previous_checkpoint(checkpoint, damage):
 def test_files_of_another_world_size_are_not_mixed_in(checkpoint):
     expected = state_io.load_weights(checkpoint)
     shutil.copy(
-        checkpoint.with_name("step-6") / files.shard_names(2)[1],
-        checkpoint / files.shard_names(4)[3],
+        checkpoint.with_name("step-6") / files.tensor_file_names(2)[1],
+        checkpoint / files.tensor_file_names(4)[3],
     )
     weights = state_io.load_weights(checkpoint)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())

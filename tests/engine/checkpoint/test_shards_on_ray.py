@@ -26,7 +26,7 @@ def test_sharded_run_survives_kill_and_resumes_as_replicas(local_ray, tmp_path):
     kill = ("tests.training.faults:KillRankOneOnce",)
     killed = train(config(tmp_path / "set", tmp_path, "killed", callbacks=kill, **FSDP), Silent())
     assert killed.result["restarts"] == 1 and marks(killed.path) == marks(calm.path)
-    assert files.shards_of(killed.path / "checkpoints" / f"step-{STEPS}") == 2
+    assert files.num_tensor_files(killed.path / "checkpoints" / f"step-{STEPS}") == 2
     ours, theirs = weights(killed, STEPS), weights(calm, STEPS)
     assert ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours
@@ -46,4 +46,4 @@ def test_sharded_run_survives_kill_and_resumes_as_replicas(local_ray, tmp_path):
         assert (further.result["status"], further.result["steps"]) == ("finished", STEPS + 3)
         assert marks(further.path)[:STEPS] == marks(calm.path)[:STEPS]
         newest = further.path / "checkpoints" / f"step-{STEPS + 3}"
-        assert files.shards_of(newest) == (3 if parallel == "fsdp" else 1)
+        assert files.num_tensor_files(newest) == (3 if parallel == "fsdp" else 1)

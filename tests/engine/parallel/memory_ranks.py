@@ -49,7 +49,7 @@ def main(rank: int, folder: str, scenario: str) -> None:
     if scenario == "start":
         state = {"model": dict(model.state_dict())}
         state_io.save_async(
-            checkpoint, state, {"architecture": {}}, group.new_cpu_group(60), sharded=True
+            checkpoint, state, {"architecture": {}}, group.new_cpu_group(60)
         ).result()
     else:
         before, reads = reset_peak(), []
