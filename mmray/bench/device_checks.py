@@ -208,6 +208,9 @@ def check_graphs(kind: str, device: torch.device) -> dict[str, float]:
             assert device.type != "cuda" or line.startswith("CUDA graphs for image"), line
             loop.train_loop(spec, steps_of(kind, plan=plan, micro_batch_size=micro))
             assert not notes, notes
+            for branch in branches.values() if device.type == "cuda" else ():
+                graphs: Any = branch._compiled_call_impl
+                assert graphs.num_graphs > 0, "nothing was captured"
             name = f"micro_{micro}_{backend}"
             differences |= compare(tolerance(kind, device), **{name: (flat(spec.model), eager)})
     return differences

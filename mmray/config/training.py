@@ -132,8 +132,8 @@ class Train(Section, settings_prefix="train"):
     compile: Literal["auto", "none", "inductor", "aot_eager", "eager"] = Field(
         "auto",
         description="Backend of torch.compile for the blocks of the towers; aot_eager, eager: to "
-        "debug; auto: inductor "
-        "on GPUs of compute capability 8.0 or newer, otherwise none.",
+        "debug; auto: inductor for runs of some minutes on GPUs of compute capability 8.0 or "
+        "newer, otherwise none.",
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",

@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from mmray.config import CustomModel
-from mmray.engine import memory_probe
+from mmray.config import CustomModel, Train, recipes
+from mmray.engine import memory_probe, worker
 from mmray.engine.checkpoint import state_io
+from mmray.engine.collectives import Group
 from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.worker import _report_first
 from mmray.engine.worker_context import DriverHandle
 from mmray.errors import UsageError
+from mmray.models.build import build
+from tests.engine import recipe_models
 from tests.engine.single_worker import make_prepared, run_worker
 from tests.training import runs
 
@@ -136,3 +139,40 @@ def test_first_batch_is_reported_and_not_kept_in_memory():
     assert [message["stage"] for message in seen] == ["waiting for the first batch", "first step"]
     assert list(steps) == [[1], [2]] and first() is None and len(seen) == 2
     assert list(_report_first([], driver)) == []
+
+
+class ReadsValues(nn.Module):
+    """A user's model that cannot run on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"image_embed": self.weight * batch["image"].float().mean().item()}
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_length_of_a_run_decides_whether_it_is_compiled(monkeypatch, pays):
+    seen = []
+
+    def compile_pays(*counts):
+        seen.append(counts)
+        return pays
+
+    monkeypatch.setattr(worker, "compile_pays", compile_pays)
+    monkeypatch.setattr(worker, "peak_flops", lambda *_: 1e15)
+    model, _ = recipe_models.MODELS["clip"]
+    config = recipes.load("clip").replace(
+        model=model.replace(vocab_size=recipe_models.VOCAB), train=Train(compile="inductor")
+    )
+    network = build(config.model, recipe_models.VOCAB)
+    before = [weight.clone() for weight in network.parameters()]
+    assert worker._earns_compile(config, network, Group(), 8, 100) == pays
+    (flops, rows, steps, peak) = seen.pop()
+    assert flops > 1e4 and (rows, steps, peak) == (8, 100, 1e15)
+    assert all(map(torch.equal, before, network.parameters()))
+    assert worker._earns_compile(config, ReadsValues(), Group(), 8, 100)
+    sharded = config.replace(train=Train(compile="inductor", parallel="fsdp"))
+    assert worker._earns_compile(sharded, network, Group(), 8, 100)
+    assert not seen

@@ -126,6 +126,11 @@ class BranchGraphs:
         self._failed = False
         self._pending: Callable[[], PendingBackward | None] = lambda: None
 
+    @property
+    def num_graphs(self) -> int:
+        """Shapes, with and without gradients, that have been captured."""
+        return len(self._graphs)
+
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         weights = [weight for weight in self._branch.parameters() if weight.requires_grad]
         if not torch.is_grad_enabled():
