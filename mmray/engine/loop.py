@@ -109,6 +109,7 @@ class Trainer:
             compiles=train.compile != "none",
         )
         self.schedule = CheckpointSchedule(train.checkpoint_every, self.progress.step)
+        self.saved_step = self.progress.step
 
     def train(self, steps: Iterable[list[Batch]]) -> LoopResult:
         """Take the remaining steps."""
@@ -133,6 +134,9 @@ class Trainer:
         ):
             while progress.step < plan.steps and not stop:
                 batch = self._next_batch(batches)
+                if batch is None:
+                    self._save_if_new()
+                    break
                 set_lr(self.state.optimizer, lr_at(progress.step, spec.optimizer, plan.steps))
                 result = self._take_step(batch)
                 progress.step += 1
@@ -155,9 +159,12 @@ class Trainer:
             metrics=metrics,
         )
 
-    def _next_batch(self, batches: Iterator[LocalBatch]) -> LocalBatch:
+    def _next_batch(self, batches: Iterator[LocalBatch]) -> LocalBatch | None:
+        """Return the next batch, None if a stop was requested while the only rank waited for it."""
         with self.spec.heartbeat.state("waiting_for_data"):
             batch = next(batches, None)
+        if batch is None and self.spec.group.world_size == 1 and self.spec.stop():
+            return None
         if batch is None:
             raise TrainingError(
                 f"the data stream ended after step {self.progress.step} of {self.spec.plan.steps}. "
@@ -291,6 +298,12 @@ class Trainer:
         metrics = {f"evaluate/{name}": score for name, score in scores.items()}
         return metrics | {"time/evaluate_s": self.meter.rates.lap("evaluate")}
 
+    def _save_if_new(self) -> None:
+        """Save the last checkpoint of a run that stops between two steps."""
+        if self.spec.save is not None and self.progress.step > self.saved_step:
+            with self.spec.heartbeat.state("saving"):
+                self._save({}, last=True)
+
     def _save(self, metrics: Metrics, last: bool) -> None:
         """Save a checkpoint. With `auto`, the interval is derived from the stall of training
         measured on rank 0.
@@ -301,6 +314,7 @@ class Trainer:
         """
         spec, step, schedule, rates = self.spec, self.progress.step, self.schedule, self.meter.rates
         assert spec.save is not None
+        self.saved_step = step
         model_state = dict(spec.model.state_dict())
         buffers = spec.model.named_buffers(remove_duplicate=False)
         model_state |= {name: buffer.clone() for name, buffer in buffers if name in model_state}

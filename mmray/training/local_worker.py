@@ -44,6 +44,9 @@ def run_worker(channel: Channel) -> dict[str, Any]:
 
     def send_heartbeat(record: dict[str, Any]) -> bool:
         stop_requested, stacks_requested = channel.call(("heartbeat", record))
+        # In the heartbeat after the request: otherwise the loop stops after its step.
+        if stop.is_set() and record.get("state") == "waiting_for_data":
+            blocks.interrupt()
         if stop_requested:
             stop.set()
         return bool(stacks_requested)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import subprocess
 import sys
 import time
@@ -257,6 +258,21 @@ def test_stopped_run_saves_a_checkpoint():
     outcome = train(toy.Toy(), plan_of(100), save=checkpoints.save, stop=lambda: next(polls) == 4)
     assert (outcome.status, outcome.steps, list(checkpoints)) == ("stopped", 5, [3, 5])
     assert checkpoints.load(5)["progress"]["step"] == 5
+
+
+@pytest.mark.parametrize("after", [0, 3, 5])
+def test_run_that_waits_for_rows_when_it_is_stopped_saves_a_checkpoint(after):
+    """The stream ends because it is interrupted; step 3 has been saved before."""
+    plan, checkpoints, stops = plan_of(100), Checkpoints(), []
+
+    def steps():
+        yield from itertools.islice(toy.steps_of(plan, 0), after)
+        stops.append(True)
+
+    spec = toy.train_spec(toy.Toy(), plan, save=checkpoints.save, stop=lambda: bool(stops))
+    outcome = loop.train_loop(spec, steps())
+    assert (outcome.status, outcome.steps) == ("stopped", after)
+    assert list(checkpoints) == {0: [], 3: [3], 5: [3, 5]}[after]
 
 
 def test_non_finite_steps_are_skipped_and_counted():

@@ -3,16 +3,20 @@ fail.
 """
 
 import multiprocessing
+import os
 import shutil
+import signal
+import threading
 import time
 
 import psutil
 import pytest
 
 from mmray.config import from_yaml
+from mmray.data.stream.reader import RowReader
 from mmray.errors import TrainingError
 from mmray.processes import ChildDied
-from mmray.training import driver, local
+from mmray.training import backend, driver, local
 from tests.training.runs import (
     STEPS,
     Silent,
@@ -230,6 +234,37 @@ def test_run_replaces_killed_data_process_and_resumes_after_stop_with_equal_weig
     reporter = Silent()
     done = driver.train(one_worker(data, tmp_path, "run"), reporter)
     assert done.result["status"] == "finished" and notes(reporter, "resume")
+    assert same_weights(weights(done.path), weights(calm.path))
+
+
+class Stalled(RowReader):
+    """Reads nothing from step 6 on, like a file system that does not respond."""
+
+    def read_block(self, plan, positions, pixels=None):
+        if positions.max() >= 5 * 16:
+            time.sleep(600)
+        return super().read_block(plan, positions, pixels)
+
+
+class StoppingWhenStalled(Silent):
+    """Stops the run by SIGINT two seconds after step 5."""
+
+    def step(self, metrics, total_steps):
+        super().step(metrics, total_steps)
+        if metrics["step"] == 5:
+            threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def test_run_that_waits_for_a_stalled_file_system_stops_with_a_checkpoint(
+    data, tmp_path, calm, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "RowReader", Stalled)
+        wanted = one_worker(data, tmp_path, "run")
+        stopped = driver.train(wanted, StoppingWhenStalled())
+    assert (stopped.result["status"], stopped.result["steps"]) == ("stopped", 5)
+    done = driver.train(one_worker(data, tmp_path, "run"), Silent())
+    assert done.result["status"] == "finished"
     assert same_weights(weights(done.path), weights(calm.path))
 
 
