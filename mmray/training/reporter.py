@@ -12,14 +12,25 @@ if TYPE_CHECKING:
 
 
 class RunReporter(Protocol):
-    """Receives the progress of a run (the console); called on the driver's main thread."""
+    """Receives the progress of a run, such as `mmray.console`, or an object of a user.
 
-    def log(self, text: str, label: str = "") -> None: ...
-    def status(self, title: str) -> None: ...  # a stage of a start, the last is TRAINING
-    # what follows or interrupts the steps, such as an evaluation
-    def phase(self, title: str) -> None: ...
-    def prepare_progress(self, progress: PrepareProgress) -> None: ...
-    def step(self, metrics: dict[str, Any], total_steps: int) -> None: ...
+    Called on the driver's main thread.
+    """
+
+    def log(self, text: str, label: str = "") -> None:
+        """Receive a message; the label is a word such as `data`."""
+
+    def status(self, title: str) -> None:
+        """Receive the stage of a start; the last is TRAINING."""
+
+    def phase(self, title: str) -> None:
+        """Receive what follows or interrupts the steps, such as an evaluation."""
+
+    def prepare_progress(self, progress: PrepareProgress) -> None:
+        """Receive the rows that `prepare` or an evaluation has done."""
+
+    def step(self, metrics: dict[str, Any], total_steps: int) -> None:
+        """Receive a line of metrics.jsonl, and the number of steps of the run."""
 
 
 class StartTimeline:
