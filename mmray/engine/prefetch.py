@@ -202,6 +202,9 @@ def register_pinned(pixels: np.ndarray, notify: Callable[[str, str], None]) -> I
             f"{memory.nbytes / 1e6:,.0f} MB of pixels cannot be pinned (cudaHostRegister: "
             f"{error}), so each step is copied once more on the CPU; raise `ulimit -l`",
         )
+        with suppress(RuntimeError):
+            # CUDA keeps the error until an operation raises it.
+            torch.zeros(1, device="cuda")
         yield
         return
     try:

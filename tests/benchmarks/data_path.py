@@ -98,7 +98,7 @@ def main() -> None:
                 callbacks=("tests.benchmarks.data_path:CpuTime",),
             ),
             evaluate=Evaluate(every=0),
-            cluster=Cluster(workers=1, wait_for_nodes=options.ray),
+            cluster=Cluster(workers=1, cpus_per_worker=1, wait_for_nodes=options.ray),
             run=Run(name="run", storage=folder),
         )
         driver.train(config, Quiet())
