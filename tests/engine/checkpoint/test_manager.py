@@ -14,7 +14,7 @@ from mmray.engine.checkpoint.manager import (
     CheckpointSchedule,
     steps_between_checkpoints,
 )
-from mmray.engine.heartbeat import Heartbeat
+from mmray.engine.heartbeat import Heartbeat, HeartbeatState
 from mmray.engine.worker import _closing
 from mmray.errors import StorageError, TrainingError
 from mmray.storage import requests
@@ -180,7 +180,7 @@ def test_failed_save_does_not_hide_what_ended_the_run(stored, s3):
     stored.save(1)
     with (
         pytest.raises(RuntimeError, match="connection closed by peer"),
-        _closing(None, stored.manager),
+        _closing(None, stored.manager, HeartbeatState()),
     ):
         raise RuntimeError("connection closed by peer")
     assert not stored.manager.uploader.local_folder.exists()
