@@ -7,6 +7,7 @@ the loop alone have the shapes of those of a run.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ SKIPPED_LINES = 2  # of metrics.jsonl: the first steps compile and capture CUDA 
 LOG_EVERY = 5  # steps
 LOOP_WINDOWS = 3
 WORDS = 80  # added to each caption
+ROOT = Path(__file__).parents[2]  # of the package
 TRAIN = [sys.executable, "-m", "mmray", "train"]
 TINY = {"width": 16, "depth": 1, "heads": 2}
 NUMBERS = {
@@ -109,7 +111,7 @@ def prepare_photos(folder: Path, num: int) -> dict[str, Any]:
     source = synthetic_images.write_files(items, folder / "photos")
     file = source / synthetic_images.CAPTIONS
     command = [sys.executable, "-m", "mmray", "prepare", str(file), str(folder / "prepared")]
-    run_command([*command, "--image-side", "256", "--duplicates", "keep"])
+    run_command([*command, "--image-side", "256", "--duplicates", "keep"], folder)
     return {"rows": num}
 
 
@@ -127,7 +129,7 @@ def train_command(folder: Path, name: str, config: Path) -> dict[str, Any]:
     Raises RuntimeError if it fails, and AssertionError if it restarted.
     """
     place = ["--run.storage", str(folder), "--run.name", name]
-    run_command([*TRAIN, str(config), *place])
+    run_command([*TRAIN, str(config), *place], folder)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").open()]
     result = json.loads((folder / name / "result.json").read_text())
     assert result["status"] == "finished" and result["restarts"] == 0, result
@@ -147,10 +149,18 @@ def train_command(folder: Path, name: str, config: Path) -> dict[str, Any]:
     return row | scores
 
 
-def run_command(command: list[str]) -> None:
-    """Run a command. Raises RuntimeError with the end of its output if it fails."""
+def run_command(command: list[str], folder: Path) -> None:
+    """Run a command in a folder. Raises RuntimeError with the end of its output if it fails."""
+    # of this process, also if mmray is not installed
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
     print(done.stdout, flush=True)  # into the log of the stage
     if done.returncode:
