@@ -157,7 +157,7 @@ def test_waiting_for_a_save_is_a_state_without_progress(local, gate, tmp_path, m
     heartbeat = Heartbeat(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path)
     local.save(3)
     threading.Timer(0.9, gate.set).start()
-    with heartbeat.running(4):
+    with heartbeat.running(4), heartbeat.state("saving"):
         local.save(6)
     local.manager.close()
     waits = [message["progress"] for message in sent[:-1] if message["state"] == "saving"]
