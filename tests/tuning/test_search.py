@@ -169,15 +169,12 @@ def test_each_trial_has_a_row_with_its_end(finished):
     assert good.samples_per_s > 0 and good.peak_gib > 0 and good.elapsed_s > 0
 
 
-def test_error_of_user_code_ends_the_run_with_its_message(finished):
-    """In result.json and in the report of the run; the error is raised by a callback on every
-    rank.
-    """
+def test_out_of_memory_ends_the_run_with_its_message(finished):
+    """In result.json and in the report of the run; a callback raises the error on every rank."""
     rows = rows_of(finished[2]).values()
     failed = finished[2] / next(row.run for row in rows if row.status == "out_of_memory")
     result = json.loads((failed / "result.json").read_text())
     assert result["status"] == "failed" and "CUDA out of memory" in result["error"]
-    assert "Traceback" in result["error"] and "in on_step" in result["error"]
     assert "CUDA out of memory" in (failed / "report.html").read_text()
 
 
