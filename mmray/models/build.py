@@ -14,6 +14,7 @@ from mmray.builtin import KINDS
 from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.attention import fuse_projections
+from mmray.models.pixels import use_patch_products
 from mmray.models.protocol import Architecture
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def build(spec: ModelConfig, vocab_size: int, architecture: Architecture = None)
             raise UsageError("\n".join(reasons))
         model_class = plugins.load_class(KINDS[spec.kind].model, "model.kind")
         model: nn.Module = model_class(spec, rows, architecture)
+        use_patch_products(model)
     else:
         model = plugins.load_class(spec.kind, "model.kind", tuple(KINDS))(spec, rows)
         if not isinstance(model, nn.Module):

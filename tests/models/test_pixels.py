@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from mmray.config import Lora
+from mmray.config import ImageTower, Lora
 from mmray.models import build as models_build
 from mmray.models.attention import FusedAttention, fuse_projections
+from mmray.models.build import build
 from mmray.models.pixels import PatchConv2d, residual_stream, use_patch_products
+from tests.engine.recipe_models import MODELS, VOCAB
 from tests.models.test_clip import SPECS, batch_of, model_of
 
 
@@ -37,6 +39,16 @@ def test_only_convolutions_of_images_into_separate_patches_become_products() -> 
     layers = nn.Sequential(*other, nn.Conv2d(3, 8, 4, stride=4, padding="valid"))
     use_patch_products(layers)
     assert [type(layer) for layer in layers] == [nn.Conv2d, nn.Conv2d, nn.Conv2d, PatchConv2d]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_built_models_have_no_convolution_of_patches(kind: str) -> None:
+    spec = MODELS[kind][0]
+    if kind == "fusion":
+        tower = ImageTower(name="vit", width=16, depth=1, heads=2, patch=8)
+        spec = spec.model_copy(update={"image": tower})
+    layers = [layer for layer in build(spec, VOCAB).modules() if isinstance(layer, nn.Conv2d)]
+    assert [type(layer) for layer in layers] == [PatchConv2d]
 
 
 @pytest.mark.parametrize("kind", SPECS)
