@@ -21,8 +21,6 @@ from mmray.bench.device_checks import compare, tolerance
 from mmray.engine.checkpoint.state_io import HostStager
 from mmray.engine.collectives import BACKENDS, Group, is_dtensor
 from mmray.engine.parallel import strategy
-from mmray.engine.parallel.cuda_graphs import EAGER_CALLS, graph_branches
-from mmray.engine.parallel.transforms import branches_of
 from mmray.models.synthetic import synthetic_batch
 
 Case = tuple[str, Callable[[], dict[str, Any]]]
@@ -32,13 +30,12 @@ BYTES = 2**28
 
 
 def nccl(device: torch.device) -> Iterator[Case]:
-    """Process group, DDP with and without compressed gradients, FSDP2, CUDA graphs under DDP, and
-    the copy of a checkpoint into pinned memory.
+    """Process group, DDP with and without compressed gradients, FSDP2, and the copy of a checkpoint
+    into pinned memory.
     """
     yield "process group", partial(process_group, device)
     for compression in ("none", "bf16"):
         yield f"ddp, gradients {compression}", partial(ddp, device, compression)
-    yield "ddp with CUDA graphs", partial(ddp_with_graphs, device)
     yield "fsdp", partial(fsdp, device)
     yield "checkpoint staging", partial(staging, device)
 
@@ -86,21 +83,6 @@ def ddp(device: torch.device, compression: str) -> dict[str, float]:
     largest = expected.abs().max()
     limit = tolerance(KIND, device) if compression == "none" else 1e-2
     return compare(limit, from_module=(gradients(device, model) / largest, expected / largest))
-
-
-def ddp_with_graphs(device: torch.device) -> dict[str, Any]:
-    """Gradients of branches that run as CUDA graphs inside DDP equal those of the module alone."""
-    expected = gradients(device, model_of(device))
-    module = model_of(device)
-    train = device_checks.spec_of(KIND, device).train
-    notes: list[str] = []
-    line = graph_branches(branches_of(module), train, device, lambda _, text: notes.append(text))
-    model = strategy._replicate(module, "none")
-    for _ in range(EAGER_CALLS + 2):
-        model.zero_grad(set_to_none=False)
-        actual = gradients(device, model)
-    assert not notes, notes
-    return {"line": line, **compare(tolerance(KIND, device), from_module=(actual, expected))}
 
 
 def fsdp(device: torch.device) -> dict[str, float]:

@@ -45,7 +45,7 @@ def run(device: torch.device) -> Iterator[Case]:
     """`mmray train` with a tiny and with a real model, and the loop alone at the same shape."""
     numbers = NUMBERS[device.type]
     folder = Path(tempfile.mkdtemp(prefix="mmray-bench-"))
-    config = clip_config(device, str(folder / "prepared"))
+    config = clip_config(device, str(folder / "photos-prepared"))
     files = {name: folder / f"{name}.yaml" for name in ("sample", "clip", "clip-ray")}
     files["clip"].write_text(to_yaml(config))
     files["clip-ray"].write_text(to_yaml(config.with_cluster(wait_for_nodes=True)))
@@ -110,7 +110,7 @@ def prepare_photos(folder: Path, num: int) -> dict[str, Any]:
         items = [item for part in parts for item in part]
     source = synthetic_images.write_files(items, folder / "photos")
     file = source / synthetic_images.CAPTIONS
-    command = [sys.executable, "-m", "mmray", "prepare", str(file), str(folder / "prepared")]
+    command = [sys.executable, "-m", "mmray", "prepare", str(file), str(folder / "photos-prepared")]
     run_command([*command, "--image-side", "256", "--duplicates", "keep"], folder)
     return {"rows": num}
 

@@ -311,7 +311,8 @@ def kernels(device: torch.device) -> Iterator[Case]:
         bench = build_bench(recipe("clip", device), Group(device=device), rows)
         recorder = ProfiledSteps(device)
         steps = WARMUP_STEPS + PROFILED_STEPS
-        bench.train(bench.copy_of_model(), BatchShape(rows, rows, world_size=1), steps, recorder)
+        shape = BatchShape(rows, rows, world_size=1)
+        bench.train(bench.copy_of_model(shape), shape, steps, recorder)
         spans = kernel_spans(recorder.profile.events(), device)
         assert spans, "the profiler recorded no kernel"
         busy_share, largest = largest_gaps(spans, NUM_GAPS)
@@ -455,7 +456,7 @@ def run_stage(
         write(rows)
         del result, results
         gc.collect()
-        if device.type == "cuda":
+        if device.type == "cuda" and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
 

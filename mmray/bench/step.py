@@ -312,7 +312,7 @@ class Bench:
         world, rows = self.group.world_size, self.rank_rows if accumulated else self.micro
         shape = BatchShape(rows * world, self.micro, world)
         timer = StepTimer((self.group.device,), total_until=steps)
-        metrics = self.train(self.copy_of_model(), shape, steps, timer, log=self.log).metrics
+        metrics = self.train(self.copy_of_model(shape), shape, steps, timer, log=self.log).metrics
         # the other loops have not changed theirs
         if (micro := metrics["batch/micro"]) < self.micro:
             problem = f"out of memory with micro-batches of {self.micro} rows, {micro:.0f} fit"
@@ -326,7 +326,9 @@ class Bench:
         device = self.group.device
         precision = select_precision(self.config.train.precision, device)
         batches = copy_to(device, self._rows(self.micro))
-        model = self.copy_of_model().to(device)
+        world = self.group.world_size
+        shape = BatchShape(self.micro * world, self.micro, world)
+        model = self.copy_of_model(shape).to(device)
         return self._window_by_hand(model, batches, precision, steps)
 
     def best_window(self, steps: int, rows: int) -> tuple[float, float]:
@@ -342,7 +344,8 @@ class Bench:
         model.to(memory_format=torch.channels_last)
         batches = (copy_ahead if device.type == "cuda" else copy_to)(device, self._rows(rows))
         compile_blocks(model, device)
-        self._use_graphs(model)
+        world = self.group.world_size
+        self._use_graphs(model, BatchShape(rows * world, rows, world))
         with fast_kernels():
             return self._window_by_hand(model, batches, select_precision("auto", device), steps)
 
@@ -404,15 +407,19 @@ class Bench:
             steps=steps,
         )
 
-    def copy_of_model(self) -> nn.Module:
+    def copy_of_model(self, shape: BatchShape) -> nn.Module:
         """Return a copy of the model with compiled blocks and CUDA graphs, for one window."""
         model = compile_branches(deepcopy(self.model), self.config.train)
-        self._use_graphs(model)
+        self._use_graphs(model, shape)
         return model
 
-    def _use_graphs(self, model: nn.Module) -> None:
-        device = self.group.device
-        graph_branches(branches_of(model), self.config.train, device, lambda *_: None)
+    def _use_graphs(self, model: nn.Module, shape: BatchShape) -> None:
+        # of an earlier window: a branch and its graphs are a reference cycle
+        gc.collect()
+        if self.group.device.type == "cuda":
+            torch.cuda.empty_cache()
+        branches = branches_of(model)
+        graph_branches(branches, self.config.train, shape, self.group.device, lambda *_: None)
 
 
 def micro_batches(

@@ -137,9 +137,9 @@ class Train(Section, settings_prefix="train"):
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
-        description="CUDA graphs of the towers, so that the host does not limit small "
-        "micro-batches; auto: on GPUs, for towers without dropout and updated BatchNorm, without "
-        "activation checkpointing, under `ddp` and `single`, if memory allows.",
+        description="CUDA graphs of the towers, so that the host does not limit small batches; "
+        "auto: on one GPU with one micro-batch per step, for towers without dropout and updated "
+        "BatchNorm, without activation checkpointing, if memory allows.",
     )
     channels_last: bool | Literal["auto"] = Field(
         "auto",

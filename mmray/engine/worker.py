@@ -109,7 +109,8 @@ def train_worker(
         config, model, objective, group, context.batch_shape, plan.steps
     )
     driver.report({"batch_shape": batch_shape})
-    if text := graph_branches(branches_of(model), config.train, device, driver.notify):
+    branches = branches_of(model)
+    if text := graph_branches(branches, config.train, batch_shape, device, driver.notify):
         driver.notify("device", text)
     checkpoints = _checkpoint_manager(context, group, model, driver)
     rank0_checkpoints = checkpoints if group.rank == 0 else None

@@ -142,7 +142,7 @@ def test_largest_gaps_are_between_spans_that_do_not_overlap() -> None:
     [
         ([], list(gpu.LIMITS_S.values())),
         (["models"], [480]),
-        (["kernels", "nccl"], [480 * 3 / 5, 480]),
+        (["kernels", "nccl"], [480 * 2 / 3, 480]),
     ],
 )
 def test_chosen_stages_share_eight_minutes(

@@ -27,6 +27,7 @@ from mmray.config import (
     TwoTower,
 )
 from mmray.engine import loop
+from mmray.engine.batch import BatchShape
 from mmray.engine.collectives import Group
 from mmray.engine.prefetch import LocalBatch
 from mmray.errors import OutOfMemoryError, ResourceError, UsageError
@@ -246,7 +247,7 @@ def test_model_is_configured_as_in_a_worker() -> None:
         if weight.requires_grad
     }
     assert learning == {"text", "log_scale"}
-    copy = bench._copy()
+    copy = bench.copy_of_model(BatchShape(bench.micro, bench.micro, world_size=1))
     blocks = [part for part in copy.text.modules() if "forward" in vars(part)]
     compiled = [*copy.image.tower.stages, *blocks]
     # only deepcopy drops it

@@ -2,8 +2,10 @@
 
 With few rows a GPU computes faster than the host launches kernels; a graph removes that limit. It
 reads and writes fixed addresses, so each shape of the inputs has graphs of its own, and the memory
-of their activations stays allocated. The rest of a step is unchanged: loss, accumulation,
-collectives and optimizer.
+of their activations stays allocated. The rest of a step is unchanged: loss and optimizer.
+
+Only for steps of one pass on one rank. On an H200 replays in several micro-batches gave wrong
+gradients, and captures inside DDP failed.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mmray.engine.parallel.strategy import SHARDED
+from mmray.engine.batch import BatchShape
 from mmray.engine.parallel.transforms import is_forced_eager, may_draw_random_numbers
 from mmray.errors import first_line
 
 if TYPE_CHECKING:
     from mmray.config import Train
 
-MAX_GRAPHS = 8  # of a branch with gradients, and as many without: captions have few padded lengths
+MAX_GRAPHS = 8  # of a branch: captions have few padded lengths
 EAGER_CALLS = 2  # of a shape before its capture: they compile, and many shapes come only once
 FREE_FRACTION = 0.4  # of a GPU's memory that graphs leave to evaluation and other shapes
-HOST_SHARE = 2 / 3  # of the time of a forward, from which on graphs are used
+HOST_SHARE = 0.95  # of the time of a forward, from which on graphs are used
 Notify = Callable[[str, str], None]  # label, text: a console line
 
 
@@ -50,7 +52,11 @@ class Recorder(Protocol):
 
 
 def graph_branches(
-    branches: dict[str, nn.Module], train: Train, device: torch.device, notify: Notify
+    branches: dict[str, nn.Module],
+    train: Train,
+    batch_shape: BatchShape,
+    device: torch.device,
+    notify: Notify,
 ) -> str:
     """Let branches of the model run as CUDA graphs if `train.cuda_graphs` allows it.
 
@@ -59,6 +65,7 @@ def graph_branches(
     Args:
         branches: parts of the model by name, with the transforms of `train`.
         train: the settings, without `auto` in `precision` and `compile`.
+        batch_shape: of all steps.
         device: of the model.
         notify: called if a capture fails; the branch then runs without graphs.
 
@@ -67,25 +74,28 @@ def graph_branches(
     """
     if device.type != "cuda" or not branches:
         return ""
-    reason = unsupported_setting(train)
+    reason = unsupported_setting(train, batch_shape)
     if reason:
         return f"no CUDA graphs: {reason}"
     reasons = {name: unsupported_layer(branch) for name, branch in branches.items()}
     for name, branch in branches.items():
         if not reasons[name]:
-            recorders = CudaRecorder(device), CudaRecorder(device)
-            branch._compiled_call_impl = BranchGraphs(name, branch, recorders, notify)
+            branch._compiled_call_impl = BranchGraphs(name, branch, CudaRecorder(device), notify)
     with_graphs = ", ".join(name for name, reason in reasons.items() if not reason)
     without = [f"not for {name}: {reason}" for name, reason in reasons.items() if reason]
     return "; ".join([f"CUDA graphs for {with_graphs or 'no branch'}", *without])
 
 
-def unsupported_setting(train: Train) -> str:
+def unsupported_setting(train: Train, batch_shape: BatchShape) -> str:
     """Return why no branch can run as graphs with these settings; empty if some can."""
     if train.cuda_graphs == "off":
         return "train.cuda_graphs is off"
-    if train.parallel in (*SHARDED, "branches"):
-        return f"with train.parallel {train.parallel} a forward communicates"
+    if train.parallel == "branches":
+        return "train.parallel branches copies between devices in a forward"
+    if batch_shape.world_size > 1:
+        return f"several workers (train.parallel {train.parallel})"
+    if batch_shape.accumulation > 1:
+        return "several micro-batches a step"
     if train.activation_checkpointing:
         return "train.activation_checkpointing is set"
     return ""
@@ -105,18 +115,12 @@ def unsupported_layer(branch: nn.Module) -> str:
 class BranchGraphs:
     """The call of a branch: eager at first, and from the third call of a shape on as graphs."""
 
-    def __init__(
-        self, name: str, branch: nn.Module, recorders: tuple[Recorder, Recorder], notify: Notify
-    ) -> None:
-        """Recorders: of forwards without gradients, and of forwards with their backward.
-
-        They do not share memory, because forwards without gradients come between the two.
-        """
+    def __init__(self, name: str, branch: nn.Module, recorder: Recorder, notify: Notify) -> None:
         self._name = name
         self._branch = branch
         # a branch without blocks is compiled as a whole
         self._eager: Callable[..., Any] = branch._compiled_call_impl or branch._call_impl
-        self._recorders = recorders
+        self._recorder = recorder
         self._notify = notify
         # A scope of preserve_buffers has copies, which are freed at its end.
         self._buffers = [(layer, dict(layer._buffers)) for layer in branch.modules()]
@@ -128,53 +132,50 @@ class BranchGraphs:
 
     @property
     def num_graphs(self) -> int:
-        """Shapes, with and without gradients, that have been captured."""
+        """Shapes that have been captured."""
         return len(self._graphs)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         weights = [weight for weight in self._branch.parameters() if weight.requires_grad]
-        if not torch.is_grad_enabled():
-            weights = []
-        if options or not self._can_replay(inputs, bool(weights)):
+        if options or not self._can_replay(inputs, weights):
             return self._eager(*inputs, **options)
         device_type = inputs[0].device.type
         autocast = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        sizes = tuple((value.shape, value.dtype) for value in inputs)
-        key = bool(weights), autocast, sizes
+        key = autocast, tuple((value.shape, value.dtype) for value in inputs)
         if key not in self._graphs:
             self._calls[key] += 1
             if self._calls[key] == EAGER_CALLS:
-                timed = self._recorders[bool(weights)].timed(lambda: self._eager(*inputs))
-                output, self._host_shares[key] = timed
+                output, self._host_shares[key] = self._recorder.timed(lambda: self._eager(*inputs))
                 return output
             if self._calls[key] == EAGER_CALLS + 1:
                 self._capture(key, inputs, weights)
         if key not in self._graphs:
             return self._eager(*inputs)
-        if not weights:
-            return self._graphs[key].replay(inputs)
         pending = PendingBackward()
         self._pending = weakref.ref(pending)
         return _Replay.apply(self._graphs[key], pending, *inputs, *weights)
 
-    def _can_replay(self, inputs: tuple[Any, ...], with_backward: bool) -> bool:
+    def _can_replay(self, inputs: tuple[Any, ...], weights: list[nn.Parameter]) -> bool:
         if self._failed or is_forced_eager() or not self._branch.training:
             return False
-        if with_backward and self._pending() is not None:
+        if not torch.is_grad_enabled() or not weights:
+            return False
+        if self._pending() is not None:
             return False  # it would overwrite the activations that the backward still needs
+        if any(weight.grad is not None for weight in weights):
+            return False  # accumulation: they may be in the memory that a backward overwrites
         return all(isinstance(value, Tensor) and not value.requires_grad for value in inputs)
 
     def _capture(self, key: Any, inputs: tuple[Tensor, ...], weights: list[nn.Parameter]) -> None:
-        if sum(bool(weights) == key[0] for key in self._graphs) >= MAX_GRAPHS:
+        if self.num_graphs >= MAX_GRAPHS:
             return
         if self._host_shares.pop(key)() < HOST_SHARE:
             return  # the device is busy anyway
-        recorder = self._recorders[bool(weights)]
         problem = ""
         try:
             with _fixed_buffers(self._buffers):
-                graph = BranchGraph(self._eager, inputs, weights, recorder)
-            if recorder.free_fraction() < FREE_FRACTION:
+                graph = BranchGraph(self._eager, inputs, weights, self._recorder)
+            if self._recorder.free_fraction() < FREE_FRACTION:
                 problem = f"they would leave less than {FREE_FRACTION:.0%} of the memory free"
             self._graphs[key] = graph
         except (RuntimeError, TypeError, AttributeError) as error:
@@ -212,7 +213,7 @@ class BranchGraph:
         weights: list[nn.Parameter],
         recorder: Recorder,
     ) -> None:
-        """Capture `call`, and if there are trainable weights its backward.
+        """Capture the forward and the backward of `call`.
 
         Raises RuntimeError if it has operators that cannot be captured or memory runs out, and
         TypeError if it does not return one tensor.
@@ -227,12 +228,11 @@ class BranchGraph:
             # The graph must cast weights itself, and only it may read the results. (Without the
             # cache of autocast torch would compile all blocks again.)
             torch.clear_autocast_cache()
-            result = call(*self._inputs)
+            output = call(*self._inputs)
             torch.clear_autocast_cache()
-            if not isinstance(result, Tensor):
-                raise TypeError(f"it returns a {type(result).__name__} instead of a tensor")
-            output = result if weights else None
-            return result.detach()
+            if not isinstance(output, Tensor):
+                raise TypeError(f"it returns a {type(output).__name__} instead of a tensor")
+            return output.detach()
 
         def backward() -> tuple[Tensor | None, ...]:
             assert output is not None
@@ -243,15 +243,12 @@ class BranchGraph:
 
         def both() -> None:
             self._output_gradient = torch.zeros_like(forward())
-            if weights:
-                backward()
+            backward()
 
         recorder.warm_up(both)
         output = None
         self._output, self._replay_forward = recorder.record(forward)
-        self._gradients: tuple[Tensor | None, ...] = ()
-        if weights:
-            self._gradients, self._replay_backward = recorder.record(backward)
+        self._gradients, self._replay_backward = recorder.record(backward)
         output = None  # graphs of other shapes may use the memory of the activations
 
     def replay(self, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -264,14 +261,8 @@ class BranchGraph:
     def replay_backward(self, output_gradient: Tensor) -> list[Tensor | None]:
         """Run the backward; return the gradients of the weights, which its next run overwrites.
 
-        Autograd takes them as `grad` of the weights. In accumulation a later backward adds to
-        `grad`, so it gets memory of its own first.
+        Autograd takes them as `grad` of the weights.
         """
-        for weight, gradient in zip(self.weights, self._gradients, strict=True):
-            if gradient is None or weight.grad is None:
-                continue
-            if weight.grad.data_ptr() == gradient.data_ptr():
-                weight.grad = weight.grad.clone()
         self._output_gradient.copy_(output_gradient)
         self._replay_backward()
         return [None if value is None else value.detach() for value in self._gradients]

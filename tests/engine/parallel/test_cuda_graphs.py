@@ -15,6 +15,7 @@ from mmray.bench import device_checks
 from mmray.config import ImageTower, Train
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
+from mmray.engine.batch import BatchShape
 from mmray.engine.parallel import cuda_graphs
 from mmray.engine.parallel.cuda_graphs import EAGER_CALLS, BranchGraphs, graph_branches
 from mmray.engine.parallel.strategy import preserve_buffers
@@ -60,11 +61,11 @@ class CpuRecorder:
 
 def use_graphs(
     name: str, branch: nn.Module, notes: list[tuple[str, str]], **options: Any
-) -> tuple[CpuRecorder, CpuRecorder]:
-    recorders = CpuRecorder(**options), CpuRecorder(**options)
+) -> CpuRecorder:
+    recorder = CpuRecorder(**options)
     notify = lambda label, text: notes.append((label, text))  # noqa: E731
-    branch._compiled_call_impl = BranchGraphs(name, branch, recorders, notify)  # type: ignore[assignment]
-    return recorders
+    branch._compiled_call_impl = BranchGraphs(name, branch, recorder, notify)  # type: ignore[assignment]
+    return recorder
 
 
 class Tower(nn.Module):
@@ -82,34 +83,55 @@ def rows(seed: int, count: int = 2) -> Tensor:
     return torch.randn(count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def test_replayed_gradients_equal_eager_ones_in_accumulation() -> None:
-    """Also after an update, with a forward without gradients between a forward and its backward."""
+def take_step(tower: nn.Module, inputs: Tensor) -> Any:
+    """Forward and backward without earlier gradients; return the output."""
+    tower.zero_grad(set_to_none=True)
+    output = tower(inputs)
+    loss = output[0].sum() if isinstance(output, tuple) else output.sum()
+    loss.backward()
+    return output
+
+
+def test_replayed_gradients_equal_eager_ones() -> None:
+    """Also after an update; forwards without gradients run eagerly."""
     plain, tower = Tower(), Tower()
     notes: list[tuple[str, str]] = []
-    without_gradients, with_gradients = use_graphs("image", tower, notes)
+    recorder = use_graphs("image", tower, notes)
     for step in range(EAGER_CALLS + 4):
         for model in (plain, tower):
             model.zero_grad(set_to_none=True)
-            for micro in range(2):
-                output = model(rows(10 * step + micro))
-                with torch.no_grad():
-                    model(rows(99))
-                output.square().sum().backward()
+            output = model(rows(step))
+            with torch.no_grad():
+                model(rows(99))
+            output.square().sum().backward()
             with torch.no_grad():
                 model.layer.weight -= 0.1 * model.layer.weight.grad
         torch.testing.assert_close(tower.layer.weight.grad, plain.layer.weight.grad, rtol=0, atol=0)
     torch.testing.assert_close(tower.layer.weight, plain.layer.weight, rtol=0, atol=0)
-    calls = 2 * (EAGER_CALLS + 4) - EAGER_CALLS
-    assert (without_gradients.replays, with_gradients.replays) == (calls, 2 * calls)
+    assert recorder.replays == 2 * 4  # forward and backward
     assert tower.frozen.weight.grad is None and notes == []
+
+
+def test_accumulation_runs_eagerly_and_keeps_earlier_gradients() -> None:
+    """The second forward of a step finds gradients, which may be in the memory of the graph."""
+    plain, tower = Tower(), Tower()
+    recorder = use_graphs("image", tower, [])
+    for step in range(EAGER_CALLS + 3):
+        for model in (plain, tower):
+            model.zero_grad(set_to_none=True)
+            for micro in range(2):
+                model(rows(10 * step + micro)).square().sum().backward()
+        torch.testing.assert_close(tower.layer.weight.grad, plain.layer.weight.grad, rtol=0, atol=0)
+    assert recorder.replays == 2 * 3
 
 
 def test_forward_runs_eagerly_until_the_backward_of_the_previous_one() -> None:
     tower = Tower()
-    _, recorder = use_graphs("image", tower, [])
+    recorder = use_graphs("image", tower, [])
     for step in range(EAGER_CALLS + 1):
-        tower(rows(step)).sum().backward()
+        take_step(tower, rows(step))
     before = recorder.replays
+    tower.zero_grad()
     first, second = tower(rows(7)), tower(rows(8))
     assert recorder.replays == before + 1
     torch.testing.assert_close(second, Tower()(rows(8)), rtol=0, atol=0)
@@ -121,25 +143,28 @@ def test_forward_runs_eagerly_until_the_backward_of_the_previous_one() -> None:
 
 def test_rare_shapes_evaluation_and_forced_eager_code_have_no_graphs() -> None:
     tower = Tower()
-    recorders = use_graphs("image", tower, [])
+    recorder = use_graphs("image", tower, [])
     for count in range(1, 6):
         for _ in range(EAGER_CALLS):
-            tower(rows(0, count)).sum().backward()
+            take_step(tower, rows(0, count))
     tower.eval()
     for _ in range(5):
-        tower(rows(0))
+        take_step(tower, rows(0))
     tower.train()
     with force_eager():
         for _ in range(5):
-            tower(rows(0)).sum().backward()
+            take_step(tower, rows(0))
     inner = rows(0).requires_grad_()
     for _ in range(5):
-        tower(inner).sum().backward()
-    assert [recorder.replays for recorder in recorders] == [0, 0]
+        take_step(tower, inner)
+    for _ in range(5):
+        with torch.no_grad():
+            tower(rows(0))
+    assert recorder.replays == 0
 
 
 def test_captured_forward_reads_the_buffers_that_outlive_the_scope_of_their_copies() -> None:
-    """GradCache's first pass forwards with copies of the buffers, which are then freed."""
+    """A dummy row is forwarded with copies of the buffers, which are then freed."""
 
     class WithBuffer(Tower):
         def __init__(self) -> None:
@@ -153,34 +178,34 @@ def test_captured_forward_reads_the_buffers_that_outlive_the_scope_of_their_copi
 
     tower = WithBuffer()
     original = tower.offset
-    recorder, _ = use_graphs("image", tower, [])
+    recorder = use_graphs("image", tower, [])
     for step in range(EAGER_CALLS + 1):
         tower.seen.clear()
-        with torch.no_grad(), preserve_buffers(tower):
-            tower(rows(step))
+        tower.zero_grad()
+        with preserve_buffers(tower):
+            tower(rows(step)).sum().backward()
             assert tower.offset is not original
     # warm-up and capture; the recorder's replay calls the forward again
-    assert tower.seen[0] is original and tower.seen[1] is original and recorder.replays == 1
+    assert tower.seen[0] is original and tower.seen[1] is original and recorder.replays == 2
     assert tower.offset is original
 
 
 def test_forward_that_keeps_the_device_busy_has_no_graphs() -> None:
     tower, notes = Tower(), []
-    recorders = use_graphs("image", tower, notes, host_share=0.5)
+    recorder = use_graphs("image", tower, notes, host_share=0.5)
     for step in range(EAGER_CALLS + 3):
-        tower(rows(step)).sum().backward()
-    assert [recorder.replays for recorder in recorders] == [0, 0] and notes == []
+        take_step(tower, rows(step))
+    assert recorder.replays == 0 and notes == []
 
 
 def test_number_of_graphs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
     tower = Tower()
-    _, recorder = use_graphs("image", tower, [])
+    recorder = use_graphs("image", tower, [])
     for count in (1, 2):
         for _ in range(EAGER_CALLS + 1):
-            output = tower(rows(0, count))
+            output = take_step(tower, rows(0, count))
             torch.testing.assert_close(output, Tower()(rows(0, count)), rtol=0, atol=0)
-            output.sum().backward()
     assert recorder.replays == 2
 
 
@@ -199,7 +224,7 @@ def test_branch_that_cannot_be_captured_stays_eager(problem: str, text: str) -> 
 
     tower, notes = Pair() if problem == "tuple" else Tower(), []
     options = {"free": 0.1} if problem == "memory" else {}
-    _, recorder = use_graphs("image", tower, notes, **options)
+    recorder = use_graphs("image", tower, notes, **options)
     if problem == "error":
 
         def fail(function: Any) -> None:
@@ -207,73 +232,81 @@ def test_branch_that_cannot_be_captured_stays_eager(problem: str, text: str) -> 
 
         recorder.record = fail  # type: ignore[method-assign]
     for step in range(EAGER_CALLS + 3):
-        output = tower(rows(step))
+        output = take_step(tower, rows(step))
         output = output[0] if problem == "tuple" else output
         torch.testing.assert_close(output, Tower()(rows(step)), rtol=0, atol=0)
-        output.sum().backward()
     assert notes == [("device", text)] and recorder.replays == 0
 
 
 def test_copy_of_a_branch_has_no_graphs() -> None:
     tower = Tower()
-    _, recorder = use_graphs("image", tower, [])
+    recorder = use_graphs("image", tower, [])
     average = copy.deepcopy(tower)
     for step in range(EAGER_CALLS + 3):
-        average(rows(step)).sum().backward()
+        take_step(average, rows(step))
     assert recorder.replays == 0
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
-@pytest.mark.parametrize("micro", [2, 8])
-def test_run_with_graphs_equals_eager_run(kind: str, micro: int) -> None:
-    """In one pass, and in micro-batches with GradCache's first pass without gradients."""
+def test_run_with_graphs_equals_eager_run(kind: str) -> None:
     plan = SamplePlan(num_rows=48, global_rows=8, world_size=1, seed=1, steps=6)
     weights = []
     for with_graphs in (False, True):
-        spec = device_checks.spec_of(kind, torch.device("cpu"), plan=plan, micro_batch_size=micro)
-        recorders = []
-        if with_graphs:
-            for name, branch in spec.model.branches().items():  # type: ignore[operator]
-                recorders += use_graphs(name, branch, [])
-        steps = device_checks.steps_of(kind, plan=plan, micro_batch_size=micro)
-        loop.train_loop(spec, steps)
+        spec = device_checks.spec_of(kind, torch.device("cpu"), plan=plan, micro_batch_size=8)
+        branches = spec.model.branches() if with_graphs else {}  # type: ignore[operator]
+        recorders = [use_graphs(name, branch, []) for name, branch in branches.items()]
+        loop.train_loop(spec, device_checks.steps_of(kind, plan=plan, micro_batch_size=8))
         weights.append(toy.flat(spec.model))
-        if with_graphs:
-            replays = [recorder.replays > 0 for recorder in recorders]
-            assert replays == [micro < 8, True] * 2
+        assert all(recorder.replays == 2 * (6 - EAGER_CALLS) for recorder in recorders)
     toy.assert_equal_weights(weights[1], weights[0])
 
 
+ONE_PASS = BatchShape(8, 8, world_size=1)
+
+
 @pytest.mark.parametrize(
-    ("settings", "line"),
+    ("settings", "shape", "line"),
     [
-        ({}, "CUDA graphs for image, text"),
-        ({"cuda_graphs": "off"}, "no CUDA graphs: train.cuda_graphs is off"),
+        ({}, ONE_PASS, "CUDA graphs for image, text"),
+        ({"cuda_graphs": "off"}, ONE_PASS, "no CUDA graphs: train.cuda_graphs is off"),
+        ({}, BatchShape(8, 4, 1), "no CUDA graphs: several micro-batches a step"),
+        # after an out-of-memory error
+        ({}, ONE_PASS.halved(), "no CUDA graphs: several micro-batches a step"),
+        ({}, BatchShape(8, 4, 2), "no CUDA graphs: several workers (train.parallel ddp)"),
         (
             {"parallel": "fsdp"},
-            "no CUDA graphs: with train.parallel fsdp a forward communicates",
+            BatchShape(8, 4, 2),
+            "no CUDA graphs: several workers (train.parallel fsdp)",
+        ),
+        (
+            {"parallel": "branches"},
+            ONE_PASS,
+            "no CUDA graphs: train.parallel branches copies between devices in a forward",
         ),
         (
             {"activation_checkpointing": ("text",)},
+            ONE_PASS,
             "no CUDA graphs: train.activation_checkpointing is set",
         ),
     ],
 )
 def test_line_names_what_has_no_graphs(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], line: str
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], shape: BatchShape, line: str
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "CudaRecorder", lambda device: CpuRecorder())
     branches = build(MODELS["clip"][0], VOCAB).train().branches()
     train = Train(**settings)
-    assert graph_branches(branches, train, GPU, lambda *_: None) == line
-    assert graph_branches(branches, train, torch.device("cpu"), lambda *_: None) == ""
+    assert graph_branches(branches, train, shape, GPU, lambda *_: None) == line
+    has_graphs = {isinstance(b._compiled_call_impl, BranchGraphs) for b in branches.values()}
+    assert has_graphs == {line.startswith("CUDA graphs for image")}
+    assert graph_branches(branches, train, shape, torch.device("cpu"), lambda *_: None) == ""
 
 
 def test_dropout_and_running_statistics_have_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "CudaRecorder", lambda device: CpuRecorder())
     spec = WITH_DROPOUT.model_copy(update={"image": ImageTower(name="resnet18")})
     branches = build(spec, VOCAB).train().branches()
-    line = graph_branches(branches, Train(), GPU, lambda *_: None)
+    line = graph_branches(branches, Train(), ONE_PASS, GPU, lambda *_: None)
     assert line == (
         "CUDA graphs for no branch; not for image: BatchNorm2d updates running statistics; "
         "not for text: it has dropout, or layers of other packages"
