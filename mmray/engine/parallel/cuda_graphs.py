@@ -4,8 +4,9 @@ With few rows a GPU computes faster than the host launches kernels; a graph remo
 reads and writes fixed addresses, so each shape of the inputs has graphs of its own, and the memory
 of their activations stays allocated. The rest of a step is unchanged: loss and optimizer.
 
-Only for steps of one pass on one rank. On an H200 replays in several micro-batches gave wrong
-gradients, and captures inside DDP failed.
+Only for steps of one pass on one rank. Gradients stay in the memory of the graph, which its next
+forward overwrites, so they must be used before it: with several micro-batches they would be wrong.
+DDP keeps autograd nodes of another stream, which ends a capture.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class BranchGraphs:
         if self._pending() is not None:
             return False  # it would overwrite the activations that the backward still needs
         if any(weight.grad is not None for weight in weights):
-            return False  # accumulation: they may be in the memory that a backward overwrites
+            return False  # accumulation: they may be in memory that the forward overwrites
         return all(isinstance(value, Tensor) and not value.requires_grad for value in inputs)
 
     def _capture(self, key: Any, inputs: tuple[Tensor, ...], weights: list[nn.Parameter]) -> None:
@@ -259,7 +260,7 @@ class BranchGraph:
         return self._output.clone()
 
     def replay_backward(self, output_gradient: Tensor) -> list[Tensor | None]:
-        """Run the backward; return the gradients of the weights, which its next run overwrites.
+        """Run the backward; return the gradients of the weights, which the next forward overwrites.
 
         Autograd takes them as `grad` of the weights.
         """
