@@ -92,7 +92,7 @@ def test_image_that_kills_the_decoder_is_skipped(
         for _ in range(2):
             assert [number for batch in reading for number in batch["row"].tolist()] == [0, 1, 2, 4]
             assert reading.skipped[0].startswith(
-                "row 3: decoder-crash: row-3: the decoder process died"
+                "row 3: decoder-crash: row-3: the decoder process was ended by"
             )
     assert len(log.read_text().splitlines()) == 1 and "row-3" in caplog.text
 

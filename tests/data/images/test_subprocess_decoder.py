@@ -155,7 +155,7 @@ def test_prepare_quarantines_crashing_image_and_packs_the_rest(
     assert [(fault["key"], fault["source"]) for fault in faults] == [
         (f"k{n}", f"rows.jsonl:{n + 1}") for n in bad
     ]
-    assert all("the decoder process died" in fault["detail"] for fault in faults)
+    assert all("the decoder process was ended by" in fault["detail"] for fault in faults)
     assert PreparedSet.open(out).keys() == [
         f"k{number}" for number in range(32) if number not in bad
     ]

@@ -49,9 +49,8 @@ def taken(iterator, plan, pause_s):
     """Keys and positions of each step of one rank, with a pause after each like a training
     worker.
     """
-    for step in iter_micro_batches(
-        iterator.iter_batches(batch_size=None, batch_format="numpy"), plan
-    ):
+    blocks = iterator.iter_batches(batch_size=None, batch_format="numpy")
+    for step in iter_micro_batches(blocks, plan.rank_rows, plan.rank_rows):
         columns = (torch.cat([micro[name] for micro in step]) for name in ("key", "pos", "valid"))
         yield [
             (k, p) for k, p, v in zip(*(column.tolist() for column in columns), strict=True) if v
@@ -191,7 +190,7 @@ def test_block_holds_pixels_tokens_and_padding(reader):
     assert block["valid"].tolist() == [True, True, False]
     assert block["key"].tolist() == [hash_key("row-3"), hash_key("row-4"), 0]
     assert (block["image"][0] == 3).all() and (block["image"][2] == 0).all()
-    (micro,) = next(iter_micro_batches([block], plan))
+    (micro,) = next(iter_micro_batches([block], plan.rank_rows, plan.rank_rows))
     assert micro["attention_mask"].sum(1).tolist() == block["num_tokens"].tolist()
     assert micro["input_ids"].shape[1] == block["num_tokens"].max()
 
@@ -207,7 +206,7 @@ def test_data_worker_does_not_import_pydantic(tmp_path):
     code = f"""
 import pickle, sys
 from mmray.data.stream.order import SamplePlan
-plan = SamplePlan(1, 1, 1, 1, seed=0, steps=1)
+plan = SamplePlan(1, 1, 1, seed=0, steps=1)
 block = pickle.load(sys.stdin.buffer).read_block(plan, plan.positions(0, 0))
 print(block["image"].shape, block["valid"], [name for name in {heavy} if name in sys.modules])
 """
@@ -225,7 +224,7 @@ def test_unreadable_row_and_damaged_record_invalidate_only_themselves(tmp_path):
     data = bytearray(shard.read_bytes())
     data[data.index(prepared.read(np.array([11]))[0].image) + 40] ^= 1
     shard.write_bytes(data)
-    block = reader.read_block(SamplePlan(40, 40, 1, 0, 1, shuffle=False), np.arange(40))
+    block = reader.read_block(SamplePlan(40, 40, 1, seed=0, steps=1, shuffle=False), np.arange(40))
     assert np.flatnonzero(~block["valid"]).tolist() == [2, 11] and block["pos"].tolist() == list(
         range(40)
     )

@@ -17,7 +17,7 @@ from mmray.errors import UsageError
 from tests.engine import ranks, toy
 from tests.engine.conftest import spawn_ranks
 
-OBJECTIVES = tuple(ranks.OOM_OBJECTIVES)
+OBJECTIVES = tuple(ranks.OBJECTIVES)
 TOLERANCE = {"bf16 gradients": 3e-2, "fp16 gradients": 3e-3}  # relative to the update
 
 

@@ -179,7 +179,9 @@ def test_selective_checkpointing_keeps_memory_between_none_and_full() -> None:
         del outputs
         state = toy.train_state(model)
         _, table = probe_memory(
-            state, lambda rows: synthetic_batch(SPECS["clip"].inputs, VOCAB, rows, CPU), 6, 6
+            state,
+            lambda rows: synthetic_batch(SPECS["clip"].inputs, VOCAB, rows, CPU),
+            BatchShape(6, 6, 1),
         )
         probed[name] = table["memory/activations_gib"]
     assert live["full"] < 0.8 * live["selective"] < 0.8 * 0.8 * live["none"]
