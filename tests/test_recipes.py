@@ -25,7 +25,7 @@ def test_resnet50_bert_takes_a_step(monkeypatch):
     inputs = recipe.model.inputs.model_copy(update={"image_side": 64})
     text = recipe.model.text.model_copy(update={"depth": 2})
     model = recipe.model.model_copy(update={"inputs": inputs, "text": text})
-    monkeypatch.setattr(Bench, "copy_of_model", lambda bench: bench.model)
+    monkeypatch.setattr(Bench, "copy_of_model", lambda bench, shape: bench.model)
     bench = build_bench(recipe.model_copy(update={"model": model}), Group(), micro=2)
     before = {name: value.clone() for name, value in bench.model.state_dict().items()}
     _, loss = bench.loop_window(1)
