@@ -77,6 +77,11 @@ class Prepare(Section, settings_prefix="prepare"):
     caption: str = Field(
         "a photo of a {}", description="Caption of a class, for sources with classes and no text."
     )
+    repair_text: bool = Field(
+        False,
+        description="Repair wrongly decoded captions with ftfy (extra `ftfy`) and unescape "
+        "HTML, as open_clip does.",
+    )
     check: Literal["full", "header", "none"] = Field(
         "full", description="Validate images fully, by header, or not."
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmray.config import (
+    Augment,
     Batch,
     ChatInputs,
     Clip,
@@ -88,10 +89,7 @@ def resnet50_bert() -> Config:
 
 
 def clip() -> Config:
-    """Fine-tune OpenAI's CLIP ViT-B/32.
-
-    To train from scratch: --model.weights none --optimizer.lr 5e-4.
-    """
+    """Fine-tune OpenAI's CLIP ViT-B/32; `clip-scratch` trains it from random weights."""
     return Config(
         recipe="clip",
         model=Clip(
@@ -103,6 +101,26 @@ def clip() -> Config:
         optimizer=Optimizer(lr=1e-5, warmup_steps=200),
         train=Train(epochs=5, log_every=20, checkpoint_every=500),
         evaluate=Evaluate(every=500),
+    )
+
+
+def clip_scratch() -> Config:
+    """Train CLIP ViT-B/32 from random weights with the settings of OpenAI and open_clip.
+
+    Images keep their original size (`prepare.image_side` 0), since training crops them at random.
+    """
+    return Config(
+        recipe="clip-scratch",
+        model=Clip(
+            activation="gelu",
+            inputs=Inputs(tokenizer="openai/clip-vit-base-patch32", max_tokens=77, **OPENAI),
+        ),
+        prepare=Prepare(repair_text=True),
+        augment=Augment(crop_scale=(0.9, 1.0)),
+        batch=Batch(micro="auto", global_=4096),
+        optimizer=Optimizer(lr=5e-4, warmup_steps=10_000, weight_decay=0.2, clip_norm=0),
+        train=Train(epochs=32, log_every=100),
+        evaluate=Evaluate(every=2000),
     )
 
 
@@ -185,7 +203,7 @@ def llava() -> Config:
     )
 
 
-_FUNCTIONS = (sample, resnet50_bert, clip, siglip, fusion, llava)
+_FUNCTIONS = (sample, resnet50_bert, clip, clip_scratch, siglip, fusion, llava)
 RECIPES: dict[str, Callable[[], Config]] = {
     recipe.__name__.replace("_", "-"): recipe for recipe in _FUNCTIONS
 }

@@ -68,9 +68,9 @@ class DualEncoder(nn.Module):
 
     @torch.no_grad()
     def clamp_parameters(self) -> None:
-        """Keep the temperature at 0.01 or above."""
+        """Keep the temperature between 0.01 and 1."""
         if self.max_log_scale is not None:
-            self.log_scale.clamp_(max=self.max_log_scale)
+            self.log_scale.clamp_(min=0.0, max=self.max_log_scale)
 
 
 def l2_normalize(embedding: Tensor) -> Tensor:
@@ -99,6 +99,8 @@ class Clip(HfModel, DualEncoder):
         self, spec: ClipModelConfig, vocab_size: int, architecture: Architecture = None
     ) -> None:
         net = self.build_hf(spec, vocab_size, architecture)
+        if architecture is None and spec.weights == "none":
+            initialize_clip(net)
         image = VisionBranch(
             net.vision_model, net.visual_projection, spec.inputs, spec.patch_dropout
         )
@@ -124,6 +126,51 @@ class Clip(HfModel, DualEncoder):
         if eos_id in (None, LEGACY_EOS_ID) or self.logit_bias is not None:
             return None
         return self._updated_hf_config({"eos_token_id": eos_id, "pad_token_id": pad_id})
+
+
+@torch.no_grad()
+def initialize_clip(net: Any) -> None:
+    """Draw the weights of a CLIPModel of transformers anew, as OpenAI's and open_clip's code does.
+
+    transformers scales the two towers alike. OpenAI scales only the text tower by its depth, and
+    leaves the layers of the vision transformer at torch's defaults. In both, biases of attention
+    are 0, and those of the MLPs are torch's default.
+
+    Args:
+        net: A CLIPModel with random weights, also on the meta device.
+    """
+    vision = net.vision_model
+    text = net.text_model
+    vision_width = vision.config.hidden_size
+    text_width = text.config.hidden_size
+    depth = text.config.num_hidden_layers
+    for layer in net.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d | nn.LayerNorm):
+            layer.reset_parameters()
+    for layer in [*vision.encoder.layers, *text.encoder.layers]:
+        attention = layer.self_attn
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            # Xavier's bound of the matrix [3 W, W] for q, k and v in torch's attention.
+            bound = math.sqrt(6 / (4 * projection.in_features))
+            nn.init.uniform_(projection.weight, -bound, bound)
+            nn.init.zeros_(projection.bias)
+        nn.init.zeros_(attention.out_proj.bias)
+    scale = vision_width**-0.5
+    nn.init.normal_(vision.embeddings.class_embedding, std=scale)
+    nn.init.normal_(vision.embeddings.position_embedding.weight, std=scale)
+    nn.init.normal_(net.visual_projection.weight, std=scale)
+
+    nn.init.normal_(text.embeddings.token_embedding.weight, std=0.02)
+    nn.init.normal_(text.embeddings.position_embedding.weight, std=0.01)
+    residual_std = (text_width * 2 * depth) ** -0.5  # of layers that add to the residual stream
+    for layer in text.encoder.layers:
+        attention = layer.self_attn
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            nn.init.normal_(projection.weight, std=text_width**-0.5)
+        nn.init.normal_(attention.out_proj.weight, std=residual_std)
+        nn.init.normal_(layer.mlp.fc1.weight, std=(2 * text_width) ** -0.5)
+        nn.init.normal_(layer.mlp.fc2.weight, std=residual_std)
+    nn.init.normal_(net.text_projection.weight, std=text_width**-0.5)
 
 
 class Siglip(HfModel, DualEncoder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -309,3 +310,61 @@ def test_incompatible_weights_raise(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             build(spec_with("clip", weights=str(tmp_path / name)), VOCAB)
+
+
+def test_random_clip_has_the_standard_deviations_of_openais_code() -> None:
+    """Normal and uniform weights alike; the names are those of this package."""
+    width, text_width, depth, patch = 96, 64, 3, 8
+    image = ClipImage(width=width, depth=2, heads=2, patch=patch)
+    text = ClipText(width=text_width, depth=depth, heads=2)
+    model = build(Clip(inputs=INPUTS, image=image, text=text, embed_dim=80), 600)
+    uniform = 3**-0.5  # standard deviation of the uniform distribution in [-1, 1]
+    residual = (2 * depth * text_width) ** -0.5
+    expected = {
+        "image.tower.embeddings.class_embedding": width**-0.5,
+        "image.tower.embeddings.position_embedding.weight": width**-0.5,
+        "image.tower.embeddings.patch_embedding.weight": uniform * (3 * patch**2) ** -0.5,
+        "image.project.weight": width**-0.5,
+        "image.tower.*.q_proj.weight": (2 * width) ** -0.5,
+        "image.tower.*.k_proj.weight": (2 * width) ** -0.5,
+        "image.tower.*.v_proj.weight": (2 * width) ** -0.5,
+        "image.tower.*.out_proj.weight": uniform * width**-0.5,
+        "image.tower.*.fc1.weight": uniform * width**-0.5,
+        "image.tower.*.fc2.weight": uniform * (4 * width) ** -0.5,
+        "text.tower.embeddings.token_embedding.weight": 0.02,
+        "text.tower.embeddings.position_embedding.weight": 0.01,
+        "text.project.weight": text_width**-0.5,
+        "text.tower.*.q_proj.weight": text_width**-0.5,
+        "text.tower.*.k_proj.weight": text_width**-0.5,
+        "text.tower.*.v_proj.weight": text_width**-0.5,
+        "text.tower.*.out_proj.weight": residual,
+        "text.tower.*.fc1.weight": (2 * text_width) ** -0.5,
+        "text.tower.*.fc2.weight": residual,
+        "*.fc1.bias": uniform * width**-0.5,
+        "*.fc2.bias": uniform * (4 * width) ** -0.5,
+        "*_proj.bias": 0.0,
+        "*norm*.bias": 0.0,
+    }
+    seen: set[str] = set()
+    for name, weight in model.named_parameters():
+        patterns = [pattern for pattern in expected if fnmatchcase(name, pattern)]
+        for pattern in patterns:
+            want = expected[pattern]
+            if name.startswith("text.tower") and pattern in ("*.fc1.bias", "*.fc2.bias"):
+                want *= (width / text_width) ** 0.5
+            got = float(weight.detach().square().mean().sqrt())
+            # 4 standard errors of the estimate
+            assert got == pytest.approx(want, rel=4 / (2 * weight.numel()) ** 0.5), name
+        seen.update(patterns)
+        if not patterns:
+            assert name == "log_scale" or ("norm" in name and bool((weight == 1).all())), name
+    assert seen == set(expected)
+    assert model.log_scale.item() == pytest.approx(np.log(1 / 0.07))
+
+
+def test_temperature_stays_between_a_hundredth_and_one() -> None:
+    model = model_of(SPECS["clip"])
+    for value, bound in ((-1.0, 0.0), (9.0, np.log(100))):
+        model.log_scale.data.fill_(value)
+        model.clamp_parameters()
+        assert model.log_scale.item() == pytest.approx(bound)

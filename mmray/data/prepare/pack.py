@@ -57,6 +57,7 @@ _PACK_SETTINGS = (
     "columns",
     "caption",
     "check",
+    "repair_text",
     "index_only",
     "allow_urls",
 )
@@ -368,7 +369,7 @@ class _ChunkPacker:
         same file is its duplicate.
         """
         settings, image = self.job.settings, parsed.image
-        texts = [clean_caption(text) for text in parsed.texts]
+        texts = [clean_caption(text, settings.repair_text) for text in parsed.texts]
         if settings.index_only and (image.url or image.file is None):
             what = "a URL" if image.url else "inside the row"
             raise BadRow(

@@ -49,6 +49,7 @@ from mmray.data.store.manifest import (
     read_manifest,
 )
 from mmray.errors import DataError, ResourceError, UsageError
+from mmray.plugins import check_installed
 from mmray.storage import lease
 from mmray.storage.paths import (
     TEMP_SUFFIX,
@@ -143,6 +144,8 @@ def prepare(
         )
     try:
         contamination.validate(settings, out)
+        if settings.repair_text:
+            check_installed("ftfy", "prepare.repair_text", "ftfy")
         folder = to_path(out)
         job = PrepareJob(detect_source(source, settings.format), str(folder), settings, retry)
         _create_folders(folder)

@@ -7,6 +7,7 @@ several times.
 
 from __future__ import annotations
 
+import html
 import re
 import unicodedata
 from collections import Counter
@@ -29,11 +30,17 @@ _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
 RESERVED_TOKENS = {*SPECIAL_TOKENS, *_PAD_NAMES, "<s>", "<unk>", "<mask>", "<|startoftext|>"}
 
 
-def clean_caption(text: str) -> str:
+def clean_caption(text: str, repair: bool = False) -> str:
     """Remove control characters from a caption and collapse runs of whitespace.
 
-    Raises BadRow with reason `type`, `encoding` (a lone surrogate), `too-long` (64 KiB of UTF-8) or
-    `blank`.
+    Args:
+        text: A caption as the source has it.
+        repair: First repair text that was decoded wrongly (package ftfy) and replace HTML
+            entities, also doubly escaped ones, as OpenAI's and open_clip's tokenizers do.
+
+    Raises:
+        BadRow: With reason `type`, `encoding` (a lone surrogate), `too-long` (64 KiB of UTF-8) or
+            `blank`.
     """
     if not isinstance(text, str):
         raise BadRow("text", "type", f"a caption must be text, not {type(text).__name__}")
@@ -43,6 +50,10 @@ def clean_caption(text: str) -> str:
         raise BadRow("text", "encoding", f"character {error.start} is a lone surrogate") from None
     if num_bytes > MAX_CAPTION_BYTES:
         raise BadRow("text", "too-long", f"{num_bytes} bytes are over {MAX_CAPTION_BYTES}")
+    if repair:
+        import ftfy  # an extra, which the start of `mmray prepare` checks
+
+        text = html.unescape(html.unescape(ftfy.fix_text(text)))
     words = " ".join(text.split())  # first, because tab and newline are also control characters
     kept = " ".join(_CONTROLS.sub("", words).split())
     # invisible characters
