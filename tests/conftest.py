@@ -223,3 +223,12 @@ def shared_data():
     if not SHARED.is_dir():
         pytest.skip("needs the data folder beside the checkout (or MMRAY_SHARED)")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def shared_cases():
+    """Folder of inputs as people have them, next to the shared data; skip without one."""
+    cases = SHARED.parent / "cases"
+    if not cases.is_dir():
+        pytest.skip("needs the folder of cases next to the shared data (or MMRAY_SHARED)")
+    return cases

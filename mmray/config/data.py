@@ -60,6 +60,12 @@ class Prepare(Section, settings_prefix="prepare"):
     holdout: float = Field(
         0.0, ge=0, lt=1, description="Fraction of the rows without a split that becomes `test`."
     )
+    split: str = Field(
+        "auto",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="Split of the rows: auto by the column `split`, otherwise by the names of "
+        "files and folders; none; or a split for all rows.",
+    )
     vocab_size: int = Field(
         8192, ge=0, description="Size of the tokenizer trained on the captions; 0: train none."
     )

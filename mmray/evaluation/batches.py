@@ -71,14 +71,14 @@ class EvalDataset:
         """Raise BadImage for an image that crashes its decoder, unless `prepare` decoded it; each
         is checked once.
         """
-        if not self.prepared.manifest.images_verified and row.key not in self._check_results:
+        if not self.prepared.manifest.images_verified and row.source not in self._check_results:
             decoder, error = self._threads.__dict__.setdefault("decoder", SubprocessDecoder()), None
             try:
                 decoder.check(row.image, self.max_pixels)
             except BadImage as bad:
                 error = BadImage(bad.reason, f"{row.key}: {bad.detail}")
-            self._check_results[row.key] = error
-        if error := self._check_results.get(row.key):
+            self._check_results[row.source] = error
+        if error := self._check_results.get(row.source):
             raise error
 
 

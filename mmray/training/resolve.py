@@ -11,6 +11,7 @@ from typing import Any
 from mmray.config import Batch, Config, Prepare
 from mmray.config.data import format_mixture, is_mixture, parse_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
+from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
 from mmray.data.store.region_labels import with_region_labels
 from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
@@ -59,6 +60,12 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         )
     elif split in train_sets[0].manifest.splits:
         eval_set = PreparedSet.open(mixture[0][0], split)
+    elif held_out := sorted(set(HELD_OUT_SPLITS) & train_sets[0].manifest.splits.keys()):
+        reporter.log(
+            f"{mixture[0][0]} has no split {split}: nothing is evaluated. To evaluate on its split "
+            f"{held_out[0]}: --data.eval-split {held_out[0]}",
+            "evaluate",
+        )
     batch = batch_on_device(config)
     shape = resolve_batch_shape(batch, config.cluster.max_workers)
     rows_per_block, blocks_per_window = shuffle_block_and_window(

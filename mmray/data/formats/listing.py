@@ -14,19 +14,16 @@ from typing import Any
 import orjson
 
 from mmray.data.formats.source import IMAGE_SUFFIXES, RawRow, Source, SourceChunk, read_head
+from mmray.data.formats.splits import split_of_folder, splits_of_files
 from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, JsonlSource
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
-from mmray.data.rows import HELD_OUT_SPLITS, BadRow, is_safe_path, is_valid_name
+from mmray.data.rows import BadRow, is_safe_path, is_valid_name
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, RemotePath, open_output
 from mmray.storage.requests import iter_parallel
 
 LISTING = "listing.jsonl"
 Rows = Iterator[dict[str, Any]]
-_SPLIT_FOLDERS = {name: name for name in ("train", *HELD_OUT_SPLITS)} | {
-    "training": "train",
-    "testing": "test",
-}
 
 
 class ListingSource(Source):
@@ -46,6 +43,8 @@ class ListingSource(Source):
     ) -> Iterator[SourceChunk]:
         with open_output(self.prepared_folder / LISTING) as file:
             for row in self.list_rows():
+                if split := row.get("split"):
+                    self.split_rows[split] += 1
                 # JSON in ASCII, because names may contain lone surrogates.
                 file.write(json.dumps(row).encode() + b"\n")
         if (self.prepared_folder / LISTING).stat().st_size:
@@ -87,15 +86,23 @@ def split_and_class_of(names: Sequence[str]) -> list[tuple[str | None, str | Non
     images next to them. Otherwise test images would become training rows of a class `test`.
     """
     folders = [name.split("/")[:-1] for name in names]
-    splits = [_SPLIT_FOLDERS.get(folder[0].lower()) if folder else None for folder in folders]
-    all_in_splits = all(
+    splits = [split_of_folder(folder[0]) if folder else None for folder in folders]
+    are_splits = len(set(splits) - {None}) > 1 or all(
         split and len(folder) > 1 for split, folder in zip(splits, folders, strict=True)
     )
-    if not all_in_splits and len(set(splits) - {None}) < 2:
-        return [(None, folder[0] if folder else None) for folder in folders]
-    return [
-        (split, folder[1] if split and len(folder) > 1 else None)
+    if not are_splits:
+        splits = [None] * len(names)
+    below = [
+        (folder[1:] if split else folder) if split or not are_splits else []
         for split, folder in zip(splits, folders, strict=True)
+    ]
+    # photos/cat and photos/dog: the one folder `photos` is not a class
+    while len({folder[0] if folder else "" for folder in below}) == 1 and all(
+        len(folder) > 1 for folder in below
+    ):
+        below = [folder[1:] for folder in below]
+    return [
+        (split, folder[0] if folder else None) for split, folder in zip(splits, below, strict=True)
     ]
 
 
@@ -156,10 +163,16 @@ class ImageTextPairs(ListingSource):
                 images[stem].append(name)
             elif name.lower().endswith(".txt"):
                 texts[stem] = name
+        # Folders only: photos of trains may be named train-12.jpg.
+        splits = splits_of_files([f"{stem.rpartition('/')[0]}/" for stem in images | texts])
         for stem in sorted(images.keys() | texts.keys()):
             # With size and modification time, so that an edited text changes the signature of its
             # chunk.
-            row = {"text_file": stat_signature(self.folder, texts[stem])} if stem in texts else {}
+            row: dict[str, Any] = {}
+            if stem in texts:
+                row["text_file"] = stat_signature(self.folder, texts[stem])
+            if split := splits[f"{stem.rpartition('/')[0]}/"]:
+                row["split"] = split
             for name in images.get(stem, []):
                 yield {"origin": name, "id": name, "image": name} | row
             if stem not in images:

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from mmray.builtin import COLUMNS
 from mmray.data.formats.listing import ImageTextPairs, is_image
 from mmray.data.formats.source import Source, SourceChunk, check_unchanged, file_signature
+from mmray.data.formats.splits import splits_of_files
 from mmray.data.rows import BadRow, is_safe_path, rename_columns
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential
@@ -57,9 +58,9 @@ class ParquetSource(Source):
     def names(self) -> list[str]:
         return self.files_with_suffix(".parquet")
 
-    def split_of(self, name: str) -> str | None:
-        """Return the split of a file, if the layout defines it."""
-        return None
+    def splits(self, names: list[str]) -> dict[str, str | None]:
+        """Return the split of each file by the layout; None: the layout defines none."""
+        return splits_of_files(names) if not self.name else dict.fromkeys(names)
 
     def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
         """Return (number of rows up to the end of each row group or record batch, schema)."""
@@ -83,6 +84,7 @@ class ParquetSource(Source):
     ) -> Iterator[SourceChunk]:
         index = 0
         names = self.names()
+        splits = self.splits(names)
         for name, (ends, signature) in zip(
             names, iter_parallel(self._check_file, names), strict=True
         ):
@@ -93,7 +95,10 @@ class ParquetSource(Source):
                 step = max(rows_per_chunk, -(-(end - start) // MAX_CHUNKS_PER_ROW_GROUP))
                 for first in range(start, end, step):
                     stop = min(first + step, end)
-                    yield SourceChunk(index, name, first, stop, first + 1, stop - first, signature)
+                    num_rows = stop - first
+                    yield SourceChunk(
+                        index, name, first, stop, first + 1, num_rows, signature, splits[name]
+                    )
                     index += 1
                 start = end
 
@@ -120,7 +125,7 @@ class ParquetSource(Source):
                     yield (
                         row_number,
                         f"{chunk.file}:{row_number}",
-                        (batch.slice(number, 1), self.split_of(chunk.file)),
+                        batch.slice(number, 1),
                     )
                     row_number += 1
         except TransientStorageError:
@@ -137,17 +142,15 @@ class ParquetSource(Source):
                 yield rest, f"{chunk.file}:{rest}", BadRow("read", reason, detail)
         check_unchanged(self.folder, chunk)
 
-    def parse(self, record: tuple[pa.RecordBatch, str | None]) -> dict[str, Any]:
+    def parse(self, record: pa.RecordBatch) -> dict[str, Any]:
         """Convert one row, so that invalid UTF-8 affects only this row. Raises BadRow."""
-        batch, split = record
-        column = self.columns.get("split", "split")
         try:
-            values: dict[str, Any] = batch.to_pylist()[0]
+            values: dict[str, Any] = record.to_pylist()[0]
         except UnicodeDecodeError as error:
             raise BadRow(
                 "parse", "encoding", f"a text is not UTF-8 at byte {error.start}"
             ) from None
-        return values | {column: split} if split and values.get(column) is None else values
+        return values
 
     def _known_columns(self, schema: pa.Schema, name: str) -> list[str]:
         """Return the columns to read. Raises DataError if no column has images or none has text."""
@@ -221,8 +224,8 @@ class HFSavedSource(ParquetSource):
             raise DataError(f"{path} names files outside its folder")
         return names
 
-    def split_of(self, name: str) -> str | None:
-        return name.partition("/")[0] if "/" in name else None
+    def splits(self, names: list[str]) -> dict[str, str | None]:
+        return {name: name.partition("/")[0] if "/" in name else None for name in names}
 
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
@@ -234,8 +237,10 @@ class HFSavedSource(ParquetSource):
             yield from super().scan(rows_per_chunk, previous_chunk_ends)
             return
         names = self.names()
+        splits = self.splits(names)
         for index, (_, signature) in enumerate(iter_parallel(self._check_file, names)):
-            yield SourceChunk(index, names[index], 0, sys.maxsize, 1, None, signature)
+            name = names[index]
+            yield SourceChunk(index, name, 0, sys.maxsize, 1, None, signature, splits[name])
 
     def cumulative_rows(self, name: str) -> tuple[list[int], pa.Schema]:
         with (

@@ -9,6 +9,7 @@ parsed is a BadRow.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -33,6 +34,7 @@ class SourceChunk:
     first_line: int  # number of its first line or row in the file
     num_rows: int | None  # None: only known after reading (a tar)
     signature: str  # digest of its bytes (text), or of name, size and time of the file
+    split: str | None = None  # of its rows without one, by the name of the file or its folder
 
 
 class RawRow(NamedTuple):
@@ -54,7 +56,8 @@ class Source:
     `columns` maps our column names to those of the source. Listings are stored in
     `prepared_folder`. `files` are the visible files of the folder, if it was listed to detect its
     format. `scan` sets the names of box labels (`box_names`) and of the labels 0, 1, ...
-    (`class_names`), if known.
+    (`class_names`), if known, and `split_rows`, the rows by split that the layout of listed files
+    defines.
     """
 
     title: ClassVar[str]  # format name in messages
@@ -82,6 +85,7 @@ class Source:
         self._files = files
         self.box_names: dict[str, str] = {}
         self.class_names: tuple[str, ...] = ()
+        self.split_rows: Counter[str] = Counter()
 
     @classmethod
     def matches_file(cls, folder: AnyPath, name: str) -> bool:
@@ -144,7 +148,10 @@ class Source:
 
     def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
         """Yield the rows of a chunk. Raises DataError if the chunk differs from the scanned one."""
-        return map(self.parse_item, self.records(chunk))
+        for row in map(self.parse_item, self.records(chunk)):
+            if chunk.split and not isinstance(row.values, BadRow):
+                row.values["split"] = row.values.get("split") or chunk.split
+            yield row
 
     def parse_item(self, item: tuple[int, str, Any]) -> RawRow:
         """Return the row of an item of `records`."""

@@ -24,6 +24,7 @@ from mmray.data.formats.source import (
     file_signature,
     read_head,
 )
+from mmray.data.formats.splits import splits_of_files
 from mmray.data.formats.text_lines import parse_json
 from mmray.data.images.read import MAX_IMAGE_BYTES
 from mmray.data.rows import BadRow, ImageRef, is_safe_path
@@ -56,8 +57,10 @@ class WebDatasetSource(Source):
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
         names = self.files_with_suffix(".tar")
+        splits = splits_of_files(names) if not self.name else dict.fromkeys(names)
         for index, (size, signature) in enumerate(iter_parallel(self._check_tar, names)):
-            yield SourceChunk(index, names[index], 0, size, 1, None, signature)
+            name = names[index]
+            yield SourceChunk(index, name, 0, size, 1, None, signature, splits[name])
 
     def _check_tar(self, name: str) -> tuple[int, str]:
         """Return the size and the signature of a tar. Raises DataError if it is compressed."""

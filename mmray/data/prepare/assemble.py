@@ -149,7 +149,7 @@ class PackedRows:
     their shards.
     """
 
-    keys: np.ndarray
+    keys: np.ndarray  # of the split and the key: keys are unique within a split
     contents: np.ndarray  # images, or under the rule `row` images with captions
     texts: np.ndarray
     shard_of: np.ndarray  # int32 [N]: index in `shards`
@@ -174,7 +174,12 @@ def read_packed_rows(out: AnyPath, chunks: Sequence[int], rule: DuplicateRule) -
     num_bad = 0
     for _, record in iter_chunk_records(out, chunks):
         rows = record["rows"]
-        hashes = [hashlib.blake2b(key.encode(), digest_size=16).hexdigest() for key in rows["key"]]
+        # Rows without a split become training rows if others have one.
+        splits = [shard["split"] or "train" for shard in record["shards"]]
+        names = [
+            f"{splits[shard]}/{key}" for shard, key in zip(rows["shard"], rows["key"], strict=True)
+        ]
+        hashes = [hashlib.blake2b(name.encode(), digest_size=16).hexdigest() for name in names]
         for file, digests in zip(files, (hashes, rows[content], rows["text_digest"]), strict=True):
             file.write(parse_digests(digests).data)
         shard_of.append(np.array(rows["shard"], np.int32) + len(shards))
@@ -198,8 +203,8 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
     """Find the rows that repeat another one: of equal rows a held-out one is kept, otherwise the
     earliest.
 
-    This also holds for rows with the same key. A duplicate key is an error under each rule, and no
-    row is a duplicate of such a row.
+    A key that is repeated within its split is an error under each rule, and no row is a duplicate
+    of such a row.
     """
     is_training = ~np.array([shard.split in HELD_OUT_SPLITS for shard in packed.shards], bool)[
         packed.shard_of
@@ -311,7 +316,7 @@ def _drop_reason(
         f"duplicate of row {key}",
         f"same captions as row {key}",
     )[reason]
-    if split != original_split:
+    if split != original_split and reason != SAME_KEY:
         detail += f" (in split {original_split})"
     return {"stage": "duplicates", "reason": REASONS[reason], "detail": detail}
 

@@ -48,11 +48,12 @@ RETRYABLE_STAGES = ("read", "decode")  # stages whose rows --retry-quarantined p
 PREFETCH_ROWS = 32
 PREFETCH_BYTES = 64 << 20  # of these images, if more than MIN_PREFETCH_ROWS
 MIN_PREFETCH_ROWS, READ_THREADS = 8, 16
-_RECORD_VERSION = 7
+_RECORD_VERSION = 8
 _PACK_SETTINGS = (
     "image_side",
     "max_pixels",
     "holdout",
+    "split",
     "rows_per_shard",
     "columns",
     "caption",
@@ -395,7 +396,7 @@ class _ChunkPacker:
             image_bytes,
             texts,
             parsed.label,
-            parsed.split,
+            {"auto": parsed.split, "none": None}.get(settings.split, settings.split),
             parsed.language,
             location,
             sha256,

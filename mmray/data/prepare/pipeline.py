@@ -66,6 +66,11 @@ if TYPE_CHECKING:
     from mmray.config import Prepare
 
 _TOKENIZER_SETTINGS = ("vocab_size", "columns", "caption", "holdout", "duplicates", "drop_overlap")
+_SPLIT_HINTS = {
+    "auto": "(by the names of files and folders; --split none ignores them)",
+    "none": "are ignored (--split none)",
+}
+_OTHER_SPLIT_HINT = "are replaced (--split)"
 _UNSAFE_CHARS = re.compile(r"[^\w.-]+")
 
 
@@ -189,6 +194,8 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None
     size = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
     log(f"{source_path}: {size} of {source.title}", "source")
+    if layout := _format_layout_splits(source, chunks):
+        log(f"{layout} {_SPLIT_HINTS.get(settings.split, _OTHER_SPLIT_HINT)}", "splits")
     if settings.allow_urls:
         log(f"images by URL, only from {', '.join(settings.allow_urls)}", "download")
     if before is not None:
@@ -322,6 +329,20 @@ def _scan(
         rows += chunk.num_rows or 0
         progress(PrepareProgress("scan", rows, 0))
     return chunks
+
+
+def _format_layout_splits(source: Source, chunks: list[SourceChunk]) -> str:
+    """Return the splits that file and folder names define, with their numbers of rows or files."""
+    rows = Counter(source.split_rows)
+    files: Counter[str] = Counter()
+    for chunk in chunks:
+        if chunk.split and chunk.num_rows is None:
+            files[chunk.split] += 1
+        elif chunk.split:
+            rows[chunk.split] += chunk.num_rows or 0
+    counts = [f"{name} {count:,} rows" for name, count in sorted(rows.items())]
+    counts += [f"{name} {count:,} files" for name, count in sorted(files.items())]
+    return ", ".join(counts)
 
 
 def _pack(
