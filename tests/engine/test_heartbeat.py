@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.flight_recorder.components.loader import read_dump
 
 from mmray.config import Cluster
 from mmray.data.stream.collate import iter_micro_batches
@@ -131,3 +132,24 @@ def test_micro_batches_of_a_long_step_count_as_progress(tmp_path, monkeypatch):
         toy.run(Slow(), plan, micro=2, heartbeat=beat, callbacks=(beat,))
     in_step = {message["progress"] for message in messages if message.get("step") == 0}
     assert len(in_step) >= 7  # four micro-batches, three of them in both passes
+
+
+def test_hang_writes_stacks_and_the_latest_collectives(tmp_path, monkeypatch):
+    """torch's own analyzer reads the record: `torchfrtrace`."""
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        torch.distributed.all_reduce(torch.ones(3))
+        with Heartbeat(lambda message: True, {"rank": 0}, tmp_path).running(5):
+            time.sleep(0.2)
+    finally:
+        torch.distributed.destroy_process_group()
+    stacks = (tmp_path / "stacks" / "step-5-rank-0.txt").read_text()
+    assert "test_heartbeat.py" in stacks
+    record = read_dump(
+        "step-5-collectives-rank-", str(tmp_path / "stacks" / "step-5-collectives-rank-0")
+    )
+    names = [entry["profiling_name"] for entry in record["entries"]]
+    assert "gloo:all_reduce" in names

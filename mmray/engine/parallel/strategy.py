@@ -281,16 +281,19 @@ def _device_mesh(group: Group, hybrid: bool) -> DeviceMesh:
     """
     shards = group.world_size
     if hybrid:
-        ranks_on_node = group.all_gather_objects(
-            int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
-        )
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", group.world_size))
+        local_rank = int(os.environ.get("LOCAL_RANK", group.rank % size))
+        # The first rank and the number of ranks of each rank's node.
+        nodes = group.all_gather_objects((group.rank - local_rank, size))
+        _check_contiguous(nodes)
+        ranks_on_node = [number for _, number in nodes]
         shards = math.gcd(*ranks_on_node)
         if shards == 1:
             text = ", ".join(map(str, sorted(set(ranks_on_node))))
             raise UsageError(
                 "train.parallel hsdp shards within a node: the numbers of workers on the nodes "
-                f"({text}) need a common "
-                "divisor of 2 or more; use fsdp, or other --cluster.workers"
+                f"({text}) need a common divisor of 2 or more; use fsdp, or other "
+                "--cluster.workers"
             )
     if shards == group.world_size:
         return init_device_mesh(group.device.type, (shards,))
@@ -299,6 +302,27 @@ def _device_mesh(group: Group, hybrid: bool) -> DeviceMesh:
     for process_group in mesh.get_all_groups():
         group.set_timeout(process_group)
     return mesh
+
+
+def _check_contiguous(nodes: list[tuple[int, int]]) -> None:
+    """Raise UsageError unless the ranks of each node follow one another.
+
+    The mesh has consecutive ranks in one replica. Otherwise a replica would span nodes, and the
+    collectives of each block would cross the network.
+
+    Args:
+        nodes: First rank and number of ranks of each rank's node.
+    """
+    first = 0
+    while first < len(nodes):
+        size = nodes[first][1]
+        if nodes[first : first + size] != [(first, size)] * size:
+            raise UsageError(
+                f"train.parallel hsdp needs consecutive ranks on each node, but the node of rank "
+                f"{first} does not have the ranks {first} to {first + size - 1}; use fsdp, or "
+                "start the ranks node by node"
+            )
+        first += size
 
 
 def _copy_from_rank0(weight: Tensor, full: Tensor, group: Group) -> None:

@@ -97,7 +97,9 @@ class Nodes(Group):
     ranks: tuple[int, ...] = (4, 4, 2)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        return [number for number in self.ranks for _ in range(number)]
+        first = [sum(self.ranks[:node]) for node in range(len(self.ranks))]
+        nodes = zip(first, self.ranks, strict=True)
+        return [(rank, number) for rank, number in nodes for _ in range(number)]
 
 
 def test_hsdp_shards_over_ranks_of_one_node(monkeypatch):
@@ -116,6 +118,17 @@ def test_hsdp_shards_over_ranks_of_one_node(monkeypatch):
         UsageError, match=r"the numbers of workers on the nodes \(2, 3\) need a common divisor"
     ):
         strategy._device_mesh(Nodes(0, 5), hybrid=True)
+
+
+def test_hsdp_refuses_ranks_that_alternate_between_nodes():
+    """A replica would span two nodes."""
+
+    class Alternating(Group):
+        def all_gather_objects(self, value: Any) -> list[Any]:
+            return [(0, 2), (1, 2), (1, 2), (2, 2)]  # ranks 0 and 2 on one node, 1 and 3 on another
+
+    with pytest.raises(UsageError, match="consecutive ranks on each node"):
+        strategy._device_mesh(Alternating(0, 4), hybrid=True)
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("vit_b_16", 12), ("resnet50", 16), ("resnet18", 8)])
