@@ -144,7 +144,7 @@ def test_hung_stopped_and_oom_ranks_are_named_and_replaced(nodes, data, tmp_path
     hung, stopped = notes(reporter, "hang")
     assert "rank 1 (" in hung and "is at" in hung and "faults.py" in hung and "rank 0" not in hung
     assert "rank 1 (" in stopped and "has not responded for" in stopped and "rank 0" not in stopped
-    stacks = {file.name: file.read_text() for file in (outcome.path / "stacks").iterdir()}
+    stacks = {file.name: file.read_text() for file in (outcome.path / "stacks").glob("*.txt")}
     assert any(name.endswith("rank-1.txt") and "on_step" in text for name, text in stacks.items())
     assert any(name.endswith("rank-0.txt") and "step.py" in text for name, text in stacks.items())
     assert any(
