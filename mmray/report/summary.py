@@ -25,6 +25,7 @@ from mmray.report.run import (
 from mmray.storage.paths import AnyPath, to_path
 
 DATA_WAIT_WARNING = 0.2  # fraction of the step time
+GPU_IDLE_WARNING = 0.2  # fraction of the time
 # measured by the memory dry run
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -72,6 +73,9 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         figures.append(("Samples/s, median", format_number(median(rates), 0), note))
     if waits := run.values("time/data_wait_share"):
         figures.append(("Data wait, median", f"{median(waits):.1%}", "of a step's time"))
+    idle = gpu_idle_fraction(run)
+    if idle is not None:
+        figures.append(("GPU idle, median", f"{idle:.0%}", "no kernel ran, as NVML measures"))
     if peaks := run.values("memory/peak_gib"):
         total_gib = run.result.get("all_processes_peak_gib")
         note = (
@@ -84,6 +88,12 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         steps = f"{run.lines[-1]['step']:,} steps" if run.lines else ""
         figures.append(("Duration", format_duration(run.result["elapsed_s"]), steps))
     return figures
+
+
+def gpu_idle_fraction(run: RunRecord) -> float | None:
+    """Return the median fraction of the time in which the GPU ran no kernel; None without NVML."""
+    busy_percent = run.values("gpu/busy_percent")
+    return 1 - median(busy_percent) / 100 if busy_percent else None
 
 
 def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
@@ -127,6 +137,7 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
     )
     bad, data_wait = run.newest("evaluate/").get("bad_rows") or 0, median(waits or [0.0])
     waits_often = data_wait > DATA_WAIT_WARNING
+    idle = gpu_idle_fraction(run) or 0.0
     rules = (
         (
             run.status == "failed",
@@ -169,6 +180,13 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
             waits_often,
             "note",
             f"Data-bound: the workers waited for data {data_wait:.0%} of the time.",
+        ),
+        (
+            idle > GPU_IDLE_WARNING and not waits_often,
+            "note",
+            f"Host-bound: the GPU was idle {idle:.0%} of the time, but the workers waited for data "
+            f"only {data_wait:.0%}: the training process launches kernels or moves rows too slowly. "
+            "Larger micro-batches (batch.micro), train.cuda_graphs and train.compile help.",
         ),
     )
     return [(kind, sentence) for shown, kind, sentence in rules if shown]
