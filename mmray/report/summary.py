@@ -185,8 +185,8 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
             idle > GPU_IDLE_WARNING and not waits_often,
             "note",
             f"Host-bound: the GPU was idle {idle:.0%} of the time, but the workers waited for data "
-            f"only {data_wait:.0%}: the training process launches kernels or moves rows too slowly. "
-            "Larger micro-batches (batch.micro), train.cuda_graphs and train.compile help.",
+            f"only {data_wait:.0%}: the training process launches kernels or moves rows too slowly."
+            " Larger micro-batches (batch.micro), train.cuda_graphs and train.compile help.",
         ),
     )
     return [(kind, sentence) for shown, kind, sentence in rules if shown]
