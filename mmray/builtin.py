@@ -40,6 +40,7 @@ COLUMNS = (
     "boxes",
     "box_labels",
     "messages",
+    "conversations",
 )
 """Columns of a source row; `mmray.data.rows` validates their values."""
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
+from mmray.data.images.decode import detect_format, header_size
 from mmray.data.prepare.pack import open_shard
 from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, fingerprint
-from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.store.prepared_set import Media, PreparedSet, Row
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.paths import to_path, write_atomic
 
@@ -37,10 +38,16 @@ def row(number, data=None, texts=None, language=None):
     """Row `number`: an image of that gray level and one of three captions."""
     data = png(number) if data is None else data
     texts = texts or [CAPTIONS[number % 3]]
-    sha256 = hashlib.sha256(data).hexdigest()
     return Row(
-        f"row-{number}", data, texts, language=language, source=f"made:{number}", sha256=sha256
+        f"row-{number}", [image_media(data)], texts, language=language, source=f"made:{number}"
     )
+
+
+def image_media(data):
+    """An image of a row, as `mmray prepare` stores it."""
+    sha256 = hashlib.sha256(data).hexdigest()
+    size = header_size(data) if detect_format(data) else (0, 0)
+    return Media("image", data, sha256=sha256, width=size[0], height=size[1])
 
 
 def write_shard(rows, storage, name, split=None):
@@ -61,6 +68,10 @@ def write_set(folder, shards, tokenizer=None, languages=()):
             replace(write_shard(rows, folder, f"shards/{number}.arrow", split), dropped=dropped)
         )
         splits.update({split: entries[-1].num_kept} if split else {})
+    num_images: dict[str, Counter] = {}
+    for rows, split, dropped in shards:
+        kept = [len(each.media) for number, each in enumerate(rows) if number not in dropped]
+        num_images.setdefault(split or "", Counter()).update(map(str, kept))
     count = sum(entry.num_kept for entry in entries)
     name = TOKENIZER if tokenizer else None
     manifest = Manifest(
@@ -68,7 +79,11 @@ def write_set(folder, shards, tokenizer=None, languages=()):
     )
     if tokenizer:
         write_atomic(folder / TOKENIZER, tokenizer)
-    write_atomic(folder / MANIFEST, replace(manifest, languages=dict(Counter(languages))).to_json())
+    counts = {
+        "languages": dict(Counter(languages)),
+        "num_images": {split: dict(each) for split, each in num_images.items()},
+    }
+    write_atomic(folder / MANIFEST, replace(manifest, **counts).to_json())
     return str(folder)
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from mmray.data.messages import Message, insert_images, message_text, parse_messages
 from mmray.storage.address import is_url, redact_url, rejection_reason
 
 HELD_OUT_SPLITS = ("test", "val", "valid", "validation", "dev", "eval")  # not trained on
-MAX_MESSAGE_BYTES = 64 * 1024  # limit of a message, the same as of a caption
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
-# common image placeholder in datasets; the chat settings of the model define the actual position
-_IMAGE = "<image>"
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DATA_URI = "data:"
+IMAGE_COLUMNS = ("image_path", "image", "images")
+MESSAGE_COLUMNS = ("messages", "conversations")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -54,17 +50,23 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class SourceRow:
-    """A validated source row; boxes are (x, y, width, height) in pixels of the image."""
+    """A validated source row.
+
+    Args:
+        images: Its images in order; without `messages` at least one.
+        boxes: (x, y, width, height) in pixels of the only image.
+        messages: A conversation; its image parts are the `images` in order.
+    """
 
     key: str
-    image: ImageRef
+    images: tuple[ImageRef, ...]
     texts: tuple[Any, ...]
     label: int | None
     split: str | None
     language: str | None
     boxes: tuple[tuple[float, ...], ...] = ()
     box_labels: tuple[int, ...] = ()
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[Message, ...] = ()
 
 
 def parse_row(values: dict[str, Any], location: str, hosts: tuple[str, ...] = ()) -> SourceRow:
@@ -109,14 +111,10 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
         raise BadRow(
             "columns", "boxes", f"box_labels must be an integer for each of {len(boxes)} boxes"
         )
-    messages = parse_messages(values["messages"]) if "messages" in values else ()
-    images = _single_column(values, ("image_path", "image", "images"), "no-image")
-    if len(images) > 1:
-        detail = f"the row has {len(images)} images, models take one: write one row per image"
-        raise BadRow("columns", "multiple-images", detail)
-    texts: tuple[Any, ...] = tuple(
-        turn["content"] for turn in messages if turn["role"] == "assistant"
-    )
+    messages, images = _parse_conversation(values, hosts)
+    if boxes and len(images) != 1:
+        raise BadRow("columns", "boxes", f"boxes need one image, and the row has {len(images)}")
+    texts = tuple(message_text(turn) for turn in messages if turn["role"] == "assistant")
     if not messages or {"text", "texts"} & values.keys():
         texts = _single_column(values, ("text", "texts"), "no-text")
     if label is not None and not _is_label(label):
@@ -133,7 +131,7 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
             raise BadRow("columns", column, detail)
     return SourceRow(
         key=key,
-        image=_parse_image(images[0], hosts),
+        images=images,
         texts=texts,
         label=label,
         split=values.get("split"),
@@ -142,6 +140,40 @@ def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> 
         box_labels=tuple(box_labels),
         messages=messages,
     )
+
+
+def _parse_conversation(
+    values: dict[str, Any], hosts: tuple[str, ...]
+) -> tuple[tuple[Message, ...], tuple[ImageRef, ...]]:
+    """Return the messages of a row, if it has any, and its images in the order of their parts.
+
+    Raises BadRow.
+    """
+    if not values.keys() & set(MESSAGE_COLUMNS):
+        images = _single_column(values, IMAGE_COLUMNS, "no-image")
+        return (), tuple(_parse_image(image, hosts) for image in images)
+    try:
+        messages, in_parts = parse_messages(_single_value(values, MESSAGE_COLUMNS))
+    except ValueError as error:
+        if isinstance(error, BadRow):
+            raise
+        raise BadRow("columns", "messages", str(error)) from None
+    in_column: tuple[Any, ...] = ()
+    if values.keys() & set(IMAGE_COLUMNS):
+        in_column = _as_items(_single_value(values, IMAGE_COLUMNS))
+    if in_column and not in_parts:
+        messages = insert_images(messages, len(in_column))
+        in_parts = [None] * len(in_column)
+    num_marks = in_parts.count(None)
+    if num_marks != len(in_column):
+        detail = (
+            f"{num_marks} places for an image in the messages (`<image>`, or a part of type "
+            f"image), and {len(in_column)} images in the row"
+        )
+        raise BadRow("columns", "image-count", detail)
+    rest = iter(in_column)
+    in_order = [next(rest) if image is None else image for image in in_parts]
+    return tuple(messages), tuple(_parse_image(image, hosts) for image in in_order)
 
 
 def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
@@ -173,7 +205,9 @@ def is_valid_name(text: str) -> bool:
 
 
 def _parse_image(value: Any, hosts: tuple[str, ...]) -> ImageRef:
-    """Parse a path, bytes, the {path, bytes} struct of Hugging Face, or a URL at one of `hosts`."""
+    """Parse a path, bytes, the {path, bytes} struct of Hugging Face, a data URI, or a URL at one of
+    `hosts`.
+    """
     if isinstance(value, ImageRef):
         return value
     name = value
@@ -181,6 +215,8 @@ def _parse_image(value: Any, hosts: tuple[str, ...]) -> ImageRef:
     if isinstance(value, dict):
         name = value.get("path")
         data = value.get("bytes")
+    if isinstance(data, str) and data.startswith(_DATA_URI):
+        return ImageRef("the image", data=_decode_data_uri(data))
     if isinstance(data, bytes):
         return ImageRef(name if isinstance(name, str) and name else "the image", data=data)
     if not isinstance(name, str) or not name.strip():
@@ -200,23 +236,43 @@ def _parse_image(value: Any, hosts: tuple[str, ...]) -> ImageRef:
     return ImageRef(name, file=name)
 
 
+def _decode_data_uri(uri: str) -> bytes:
+    """Return the bytes of a data URI such as `data:image/png;base64,...`. Raises BadRow."""
+    header, _, text = uri.partition(",")
+    if not header.endswith(";base64"):
+        raise BadRow("columns", "image", f"the data URI is not base64 (it starts {uri[:40]!r})")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRow("columns", "image", f"the data URI is not base64: {error}") from None
+
+
 def _single_column(
     values: dict[str, Any], columns: tuple[str, ...], missing: str
 ) -> tuple[Any, ...]:
     """Return the value of the only present column of these, as a tuple of at least one item."""
-    given = [column for column in columns if column in values]
-    if not given:
+    if not values.keys() & set(columns):
         has = ", ".join(sorted(map(str, values))[:10]) or "nothing"
         raise BadRow(
             "columns", missing, f"none of the columns {', '.join(columns)} (the row has {has})"
         )
+    items = _as_items(_single_value(values, columns))
+    if not items:
+        given = next(column for column in columns if column in values)
+        raise BadRow("columns", missing, f"{given} is an empty list")
+    return items
+
+
+def _single_value(values: dict[str, Any], columns: tuple[str, ...]) -> Any:
+    """Return the value of the only present column of these; at least one must be present."""
+    given = [column for column in columns if column in values]
     if len(given) > 1:
         raise BadRow("columns", "ambiguous", f"both {given[0]} and {given[1]}: give one")
-    value = values[given[0]]
-    items = tuple(value) if isinstance(value, list) else (value,)
-    if not items:
-        raise BadRow("columns", missing, f"{given[0]} is an empty list")
-    return items
+    return values[given[0]]
+
+
+def _as_items(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def _is_label(value: Any) -> bool:
@@ -230,75 +286,3 @@ def _is_box(box: Any) -> bool:
         and all(isinstance(number, (int, float)) for number in box)
     )
     return is_numbers and all(abs(number) < 2**63 for number in box) and box[2] >= 0 and box[3] >= 0
-
-
-def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
-    """Parse the messages {role, content} of a row; roles are system (first only), user, assistant.
-    Raises BadRow.
-
-    Accepts {role, content}, where content is a string or a list of parts of type `text` and
-    `image`, and LLaVA's {from: human | gpt, value}. `<image>` is removed from the text.
-    """
-    try:
-        if not isinstance(value, list) or not value:
-            raise ValueError(f"must be a list of {{role, content}} (got {str(value)[:80]!r})")
-        parsed = [_parse_message(item) for item in value]
-        roles = [role for role, _ in parsed]
-        num_images = sum(content.count(_IMAGE) for _, content in parsed)
-        messages = tuple(
-            {"role": role, "content": content.replace(_IMAGE, "").strip()}
-            for role, content in parsed
-        )
-        if num_images > 1:
-            raise ValueError(f"the conversation has {num_images} images, models take one")
-        if "system" in roles[1:]:
-            raise ValueError("only the first message may be that of the system")
-        if "assistant" not in roles:
-            raise ValueError("no message is the assistant's: there is nothing to learn")
-        for message in messages:
-            # a user turn may consist of the image only
-            if not message["content"] and message["role"] != "user":
-                raise ValueError(f"a message of the {message['role']} is empty")
-    except ValueError as error:
-        raise BadRow("columns", "messages", str(error)) from None
-    return messages
-
-
-def _parse_message(item: Any) -> tuple[str, str]:
-    """Return role and text of a message. Raises ValueError."""
-    if not isinstance(item, dict):
-        raise ValueError(f"a message must be {{role, content}} (got {str(item)[:80]!r})")
-    name = item.get("role") or item.get("from")
-    role = _ROLES.get(name) if isinstance(name, str) else None
-    if role is None:
-        raise ValueError(
-            f"the role of a message must be one of {', '.join(_ROLES)} (got {str(name)[:40]!r})"
-        )
-    content = item.get("content")  # an Arrow struct has both keys, one of them null
-    content = _join_parts(item.get("value") if content is None else content)
-    # a lone surrogate raises a ValueError
-    if (num_bytes := len(content.encode())) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a message of {num_bytes} bytes is over {MAX_MESSAGE_BYTES}")
-    return role, "".join(
-        character for character in content if character >= " " or character in "\t\n"
-    )
-
-
-def _join_parts(content: Any) -> str:
-    """Return the text of a content, or of its parts. Raises ValueError."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        kinds = [part.get("type") for part in content]
-        texts = [part.get("text") for part in content if part.get("type") == "text"]
-        if (
-            set(kinds) <= {"text", "image"}
-            and kinds.count("image") <= 1
-            and all(isinstance(t, str) for t in texts)
-        ):
-            text = "\n".join(texts)  # an image part counts as the image placeholder
-            return text if _IMAGE in text or "image" not in kinds else text + _IMAGE
-    raise ValueError(
-        "content must be text, or a list of texts and at most one image (got "
-        f"{str(content)[:80]!r})"
-    )

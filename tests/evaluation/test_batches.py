@@ -28,7 +28,7 @@ def prepared(tmp_path: Path) -> PreparedSet:
     """
     rows = [row(number, texts=CAPTIONS[: 1 + number % 3]) for number in range(23)]
     rows[5] = row(5, data=b"nothing")
-    rows[6].sha256 = "0" * 64
+    rows[6].media[0].sha256 = "0" * 64
     return make_set(tmp_path / "set", rows)
 
 

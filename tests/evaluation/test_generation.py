@@ -27,7 +27,9 @@ MODEL = model_of()  # initialize once: ranks are threads here and share one gene
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
     """Nine rows: captions, a conversation, and an unreadable row."""
     rows = [row(number, texts=TEXTS[number % 3]) for number in range(9)]
-    rows[3].messages = CONVERSATIONS[2]
+    rows[3].messages = [
+        turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in CONVERSATIONS[2]
+    ]
     rows[5] = row(5, data=b"nothing")
     return make_set(tmp_path_factory.mktemp("language") / "set", rows)
 

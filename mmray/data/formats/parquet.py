@@ -22,7 +22,7 @@ from mmray.builtin import COLUMNS
 from mmray.data.formats.listing import ImageTextPairs, is_image
 from mmray.data.formats.source import Source, SourceChunk, check_unchanged, file_signature
 from mmray.data.formats.splits import splits_of_files
-from mmray.data.rows import BadRow, is_safe_path, rename_columns
+from mmray.data.rows import IMAGE_COLUMNS, MESSAGE_COLUMNS, BadRow, is_safe_path, rename_columns
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential
 from mmray.storage.requests import TransientStorageError, iter_parallel
@@ -159,9 +159,10 @@ class ParquetSource(Source):
         if len(set(known)) < len(known):
             raise DataError(f"{self.folder / name}: duplicate column name: {', '.join(known)}")
         renamed = rename_columns(dict.fromkeys(known, True), self.columns)
+        # The images of a conversation may be in its parts.
         for kind, columns in (
-            ("image", ("image", "image_path", "images")),
-            ("text", ("text", "texts", "messages")),
+            ("image", (*IMAGE_COLUMNS, *MESSAGE_COLUMNS)),
+            ("text", ("text", "texts", *MESSAGE_COLUMNS)),
         ):
             if not renamed.keys() & columns:
                 raise DataError(

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from mmray.data.formats.source import Source, SourceChunk, changed_error, read_head
-from mmray.data.rows import BadRow
+from mmray.data.rows import MESSAGE_COLUMNS, BadRow
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential
 
@@ -29,7 +29,7 @@ MAX_FIELD_BYTES = 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
 BOM = b"\xef\xbb\xbf"
 # JSON lists in a field of a CSV
-_LIST_COLUMNS = ("images", "texts", "boxes", "box_labels", "messages")
+_LIST_COLUMNS = ("images", "texts", "boxes", "box_labels", *MESSAGE_COLUMNS)
 _OTHER_FORMATS = (
     (b"\x1f\x8b", "is gzip: unpack it first"),
     (b"PK\x03\x04", "is a zip archive: unpack it first"),

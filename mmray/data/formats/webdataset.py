@@ -1,19 +1,21 @@
 """WebDataset tars: files with the same base name form one row. A tar is read in a single pass and
 never extracted.
 
-The base name ends at the first dot, the rest is the extension: `a.jpg` is the image of `a`,
-`a.mask.png` is not. A tar is one chunk, so one task reads it sequentially; img2dataset splits its
-output in the same way. Special files, paths that leave the folder and truncated members are
-reported with the member name.
+The base name ends at the first dot, the rest is the extension: `a.jpg` is the image of `a`, and
+`a.0.jpg`, `a.1.jpg` are its images by number; `a.mask.png` is not an image of it. A tar is one
+chunk, so one task reads it sequentially; img2dataset splits its output in the same way. Special
+files, paths that leave the folder and truncated members are reported with the member name.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import tarfile
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from mmray.data.formats.source import (
@@ -27,7 +29,7 @@ from mmray.data.formats.source import (
 from mmray.data.formats.splits import splits_of_files
 from mmray.data.formats.text_lines import parse_json
 from mmray.data.images.read import MAX_IMAGE_BYTES
-from mmray.data.rows import BadRow, ImageRef, is_safe_path
+from mmray.data.rows import MESSAGE_COLUMNS, BadRow, ImageRef, is_safe_path
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, open_sequential
 from mmray.storage.requests import iter_parallel
@@ -35,7 +37,8 @@ from mmray.storage.requests import iter_parallel
 TarMember = ImageRef  # has `data`; also used for texts and JSON
 Sample = dict[str, TarMember | BadRow]  # by extension; a bad member rejects its sample
 _TEXT_COLUMNS = ("text", "texts", "caption")
-_OTHER_COLUMNS = ("label", "split", "language", "boxes", "box_labels", "messages")
+_OTHER_COLUMNS = ("label", "split", "language", "boxes", "box_labels", *MESSAGE_COLUMNS)
+_NUMBER = re.compile(r"[0-9]{1,4}")  # of an image of several in a sample
 _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
 
@@ -103,17 +106,25 @@ class WebDatasetSource(Source):
             values["label"] = _decode_text("cls", members["cls"])
             with suppress(ValueError):  # parse_row rejects a text
                 values["label"] = int(values["label"])
-        if images := [
-            members[extension] for extension in members if f".{extension}" in IMAGE_SUFFIXES
-        ]:
+        if images := _image_members(members):
             values["images"] = images
         elif others := [extension for extension in members if extension.endswith(IMAGE_SUFFIXES)]:
             detail = (
-                f"it has {', '.join(others)[:200]}; its image is the member named up to the "
-                "first dot, as KEY.jpg"
+                f"it has {', '.join(others)[:200]}; its images are the members named up to the "
+                "first dot, as KEY.jpg or KEY.0.jpg, KEY.1.jpg"
             )
             raise BadRow("columns", "no-image", detail)
         return values
+
+
+def _image_members(members: dict[str, TarMember]) -> list[TarMember]:
+    """Return the images of a sample: those without a number, then the others by number."""
+    numbered: list[tuple[int, TarMember]] = []
+    for extension, member in members.items():
+        number, _, suffix = extension.rpartition(".")
+        if f".{suffix}" in IMAGE_SUFFIXES and (not number or _NUMBER.fullmatch(number)):
+            numbered.append((int(number) if number else -1, member))
+    return [member for _, member in sorted(numbered, key=itemgetter(0))]
 
 
 def _decode_text(extension: str, member: TarMember) -> str:

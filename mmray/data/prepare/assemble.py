@@ -231,7 +231,7 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
 @dataclass
 class PrepareResult:
     """The shards with their dropped rows; counts by quarantine reason, with an example; kept rows
-    by language.
+    by language, and by split and number of images.
     """
 
     shards: list[Shard]
@@ -239,6 +239,7 @@ class PrepareResult:
     reasons: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     languages: Counter[str] = field(default_factory=Counter)
+    num_images: Counter[tuple[str | None, int]] = field(default_factory=Counter)
 
 
 def quarantine_rows(
@@ -279,6 +280,12 @@ def quarantine_rows(
                 result.examples.setdefault(
                     entry["reason"], f"{entry['source']}: {entry['detail'][:160]}"
                 )
+            for shard, number in zip(
+                packed.shard_of[start : start + len(drops)][~drops].tolist(),
+                np.array(rows["num_images"], np.int64)[~drops].tolist(),
+                strict=True,
+            ):
+                result.num_images[packed.shards[shard].split, number] += 1
             languages = zip(rows["language"], drops, strict=True)
             result.languages.update(
                 name for name, is_dropped in languages if name and not is_dropped

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from importlib.util import find_spec
-from itertools import chain, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -49,6 +49,8 @@ IMAGE_HASH_DTYPE = np.dtype(
         ("phash", "<u8", 4),
         ("colors", "u1", 3 * CELLS * CELLS),
         ("has_phash", "?"),
+        ("row", "<i8"),
+        ("image", "<i4"),  # number in the row
     ]
 )
 READ_BATCH_ROWS = 64
@@ -59,12 +61,14 @@ _NO_MATCH = np.iinfo(np.int64).max
 
 
 class ContaminatedRow(NamedTuple):
-    """A contaminated row, and the row that it matches."""
+    """A contaminated row, and the row that it matches with one of its images."""
 
     row: int
     set_index: int  # index of the other set; SAME_SET: another split of this set
     match: int  # row in that set
     hamming_distance: int  # differing bits of 256; EXACT: same bytes
+    image: int  # number of the matching image in the row
+    match_image: int  # number of the image that it matches
 
 
 def is_enabled(settings: Prepare) -> bool:
@@ -108,7 +112,9 @@ def check_contamination(
     own = _undeduplicated_set(str(out), image_folder, packed.shards, checks)
     _hash_shards(out, [own, *others], settings, on_rows)
     use_phash = settings.phash_distance >= 0
-    own_hashes = _load_hashes(out, own, use_phash)[shard_row_of]
+    own_hashes = _load_hashes(out, own, use_phash)
+    own_hashes["row"] = packed.by_shard[own_hashes["row"]]
+    own_hashes = own_hashes[np.argsort(own_hashes["row"], kind="stable")]
     other_hashes = [_load_hashes(out, each, use_phash) for each in others]
     contaminated = find_contaminated_rows(
         own_hashes, ~dedup.dropped, packed, other_hashes, settings.phash_distance
@@ -145,20 +151,27 @@ def _hash_file(prepared: PreparedSet, shard: Shard, use_phash: bool) -> str:
         digest = hashlib.sha256(
             f"{prepared.manifest.source['address']} {digest}".encode()
         ).hexdigest()
-    return f"{HASHES_DIR}/{digest[:32]}{'' if use_phash else '-exact'}.npy"
+    return f"{HASHES_DIR}/{digest[:32]}-{'images' if use_phash else 'exact'}.npy"
 
 
 def _load_hashes(out: AnyPath, prepared: PreparedSet, use_phash: bool) -> np.ndarray:
-    """Return the hashes of the rows of a set; 97 bytes each."""
+    """Return the hashes of the images of a set, with the number of their row; 109 bytes each."""
 
     def load(shard: Shard) -> np.ndarray:
         data = (out / _hash_file(prepared, shard, use_phash)).read_bytes()
-        hashes = np.load(io.BytesIO(data), allow_pickle=False)
-        return np.delete(hashes, shard.dropped) if shard.dropped else hashes
+        hashes: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
+        hashes = hashes[~np.isin(hashes["row"], shard.dropped)]
+        hashes["row"] -= np.searchsorted(np.array(shard.dropped, np.int64), hashes["row"])
+        return hashes
 
-    return np.concatenate(
-        [np.zeros(0, IMAGE_HASH_DTYPE), *iter_parallel(load, prepared.manifest.shards)]
-    )
+    parts = [np.zeros(0, IMAGE_HASH_DTYPE)]
+    start = 0
+    shards = prepared.manifest.shards
+    for shard, hashes in zip(shards, iter_parallel(load, shards), strict=True):
+        hashes["row"] += start
+        start += shard.num_kept
+        parts.append(hashes)
+    return np.concatenate(parts)
 
 
 def find_contaminated_rows(
@@ -168,41 +181,50 @@ def find_contaminated_rows(
     others: Sequence[np.ndarray],
     phash_distance: int,
 ) -> list[ContaminatedRow]:
-    """Return the rows of `own` [N] that match a row of the sets `others` or of another split, in
-    source order.
+    """Return the rows with an image that is in the sets `others` or in another split, in source
+    order.
 
-    Rows that are not in `kept` [N] are ignored. `phash_distance` below 0 finds exact matches only.
-    A row is reported once, for the first set that contains it.
+    A row is reported once, for the first set that contains one of its images.
+
+    Args:
+        own: IMAGE_HASH_DTYPE records of the images of the rows, in source order.
+        kept: bool [N]: the rows to compare.
+        packed: The N rows.
+        others: Records of the images of each other set.
+        phash_distance: Differing bits of near-duplicates; below 0: find exact matches only.
     """
-    rows, is_contaminated = np.flatnonzero(kept), np.zeros(len(own), bool)
+    is_contaminated = np.zeros(len(kept), bool)
     # Held-out splits first, training last: the later row counts as contaminated.
     splits = [shard.split or "train" for shard in packed.shards]
     names = sorted(
         set(splits), key=lambda name: (name == "train", name not in HELD_OUT_SPLITS, name)
     )
-    priority = np.array([names.index(name) for name in splits], np.int64)[packed.shard_of[rows]]
-    # Each search: set index, rows to search for, and the rows and hashes to search in.
-    in_others = (
-        (number, rows, np.arange(len(hashes)), hashes) for number, hashes in enumerate(others)
-    )
-    earlier_rows = (rows[priority < each] for each in range(1, len(names)))
-    in_splits = (
-        (SAME_SET, rows[priority == each], earlier, own[earlier])
-        for each, earlier in enumerate(earlier_rows, 1)
-    )
+    priority = np.array([names.index(name) for name in splits], np.int64)[packed.shard_of]
+    own = own[kept[own["row"]]]
+    own_priority = priority[own["row"]]
+    # Each search: set index, images to search for, and images to search in.
+    searches = [(number, own, hashes) for number, hashes in enumerate(others)]
+    searches += [
+        (SAME_SET, own[own_priority == each], own[own_priority < each])
+        for each in range(1, len(names))
+    ]
     contaminated: list[ContaminatedRow] = []
-    for set_index, queries, references, hashes in chain(in_others, in_splits):
-        queries = queries[~is_contaminated[queries]]
-        index, distances = _matches(own[queries], hashes, phash_distance)
+    for set_index, queries, references in searches:
+        queries = queries[~is_contaminated[queries["row"]]]
+        index, distances = _matches(queries, references, phash_distance)
         hits = np.flatnonzero(index != NO_ROW)
-        is_contaminated[queries[hits]] = True
-        columns = (
-            queries[hits].tolist(),
+        hits = hits[np.unique(queries["row"][hits], return_index=True)[1]]
+        is_contaminated[queries["row"][hits]] = True
+        matches = references[index[hits]]
+        contaminated += map(
+            ContaminatedRow,
+            queries["row"][hits].tolist(),
             repeat(set_index),
-            references[index[hits]].tolist(),
+            matches["row"].tolist(),
             distances[hits].tolist(),
+            queries["image"][hits].tolist(),
+            matches["image"].tolist(),
         )
-        contaminated += map(ContaminatedRow, *columns)
     return sorted(contaminated)
 
 
@@ -219,8 +241,7 @@ def _matches(
     first = first_occurrence(np.concatenate([references["sha256"], queries["sha256"]]))[
         len(references) :
     ]
-    # A hash of zeros means that the image could not be read.
-    exact = (first != NO_ROW) & (first < len(references)) & queries["sha256"].any(axis=1)
+    exact = (first != NO_ROW) & (first < len(references))
     index[exact] = first[exact]
     if phash_distance >= 0:
         index[~exact], distances[~exact] = nearest(queries[~exact], references, phash_distance)
@@ -371,12 +392,16 @@ def _write_leaks(
             )
             if number in examples:
                 line["thumbnails"] = [None, None]
-                for index, (prepared, row) in enumerate(
-                    ((sets[-1], rows), (sets[each.set_index], matches))
+                for index, (prepared, row, image) in enumerate(
+                    (
+                        (sets[-1], rows, each.image),
+                        (sets[each.set_index], matches, each.match_image),
+                    )
                 ):
                     with suppress(OSError, ValueError):
                         [stored] = prepared.read(row[[number]])
-                        line["thumbnails"][index] = subprocess_decoder.thumbnail(stored.image)
+                        data = stored.media[image].data
+                        line["thumbnails"][index] = subprocess_decoder.thumbnail(data)
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
     return descriptions
 
@@ -429,22 +454,29 @@ def _hash_task(item: dict[str, Any]) -> Result:
     name = str(prepared.folder / shard.file)
 
     def hash_rows(subprocess_decoder: SubprocessDecoder | None) -> None:
-        hashes = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE)
+        parts = [np.zeros(0, IMAGE_HASH_DTYPE)]
         for start in range(0, shard.num_rows, READ_BATCH_ROWS):
             numbers = np.arange(start, min(start + READ_BATCH_ROWS, shard.num_rows))
-            for entry, row in zip(
-                hashes[start:], read_each(prepared, numbers, (BadRow,)), strict=False
-            ):
+            rows = read_each(prepared, numbers, (BadRow,))
+            for number, row in zip(numbers.tolist(), rows, strict=True):
                 if isinstance(row, Exception):
                     continue
-                entry["sha256"] = np.frombuffer(hashlib.sha256(row.image).digest()[:16], "<u8")
-                if item["use_phash"]:
+                hashes = np.zeros(len(row.media), IMAGE_HASH_DTYPE)
+                hashes["row"] = number
+                hashes["image"] = np.arange(len(row.media))
+                for entry, media in zip(hashes, row.media, strict=True):
+                    sha256 = hashlib.sha256(media.data).digest()
+                    entry["sha256"] = np.frombuffer(sha256[:16], "<u8")
+                    if not item["use_phash"]:
+                        continue
                     with suppress(BadImage):  # exact matching still uses its bytes
                         if subprocess_decoder is not None:
-                            subprocess_decoder.check(row.image, item["max_pixels"])
-                        image = Image.fromarray(decode(row.image, item["max_pixels"]))
+                            subprocess_decoder.check(media.data, item["max_pixels"])
+                        image = Image.fromarray(decode(media.data, item["max_pixels"]))
                         entry["phash"], entry["colors"] = perceptual_hash(image)
                         entry["has_phash"] = True
+                parts.append(hashes)
+        hashes = np.concatenate(parts)
         file = io.BytesIO()
         np.save(file, hashes)
         write_atomic(out / item["file"], file.getvalue())

@@ -29,7 +29,7 @@ from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import reencode
 from mmray.data.rows import BadRow, ImageRef, SourceRow, parse_row
 from mmray.data.store.manifest import CHUNK_RECORDS, RECORD_BATCH_ROWS, SHARDS, Shard
-from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, Row
+from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, Media, Row
 from mmray.data.text.tokenizer import clean_caption
 from mmray.storage.paths import (
     AnyPath,
@@ -48,7 +48,9 @@ RETRYABLE_STAGES = ("read", "decode")  # stages whose rows --retry-quarantined p
 PREFETCH_ROWS = 32
 PREFETCH_BYTES = 64 << 20  # of these images, if more than MIN_PREFETCH_ROWS
 MIN_PREFETCH_ROWS, READ_THREADS = 8, 16
-_RECORD_VERSION = 8
+# of the sides of an image in a conversation; the processors of Qwen-VL raise an error above it
+MAX_ASPECT_RATIO = 200
+_RECORD_VERSION = 9
 _PACK_SETTINGS = (
     "image_side",
     "max_pixels",
@@ -70,13 +72,12 @@ _DIGEST_COLUMNS = (
     "label",
     "split",
     "language",
-    "sha256",
     "boxes",
     "box_labels",
-    "ref",
 )
 
 
+Requests = list[Future[bytes] | None]  # of the images of a row
 Fetch = Callable[[ImageRef], Future[bytes] | None]
 
 
@@ -99,9 +100,9 @@ class ShardWriter:
     def append(self, row: Row) -> None:
         self._batch.append(row)
         self._num_rows += 1
-        values = [getattr(row, name) for name in _DIGEST_COLUMNS] + (
-            [row.messages] if row.messages else []
-        )
+        values = [getattr(row, name) for name in _DIGEST_COLUMNS]
+        values += [[media.kind, media.sha256, media.ref] for media in row.media]
+        values += [row.messages] if row.messages else []
         self._digest.update(orjson.dumps(values))
         if len(self._batch) == RECORD_BATCH_ROWS:
             self.flush()
@@ -109,7 +110,10 @@ class ShardWriter:
     def flush(self) -> None:
         if self._batch:
             self._writer.write_batch(
-                pa.RecordBatch.from_pylist([vars(row) for row in self._batch], schema=SCHEMA)
+                pa.RecordBatch.from_pylist(
+                    [vars(row) | {"media": [*map(vars, row.media)]} for row in self._batch],
+                    schema=SCHEMA,
+                )
             )
             self._offsets.append(self._stream.tell())
             self._batch.clear()
@@ -172,6 +176,7 @@ RECORD_COLUMNS = (
     "text_digest",
     "shard",
     "language",
+    "num_images",
 )
 
 
@@ -195,8 +200,8 @@ def pack_chunk(
         packer, items = _ChunkPacker(job, chunk, subprocess_decoder), job.open().read(chunk)
         with ExitStack() as exit_stack:
             fetch = _open_fetch(job, exit_stack)
-            for item, row, image in prefetch_rows(items, job.settings.allow_urls, fetch):
-                packer.pack(item, row, image, exit_stack)
+            for item, row, images in prefetch_rows(items, job.settings.allow_urls, fetch):
+                packer.pack(item, row, images, exit_stack)
         record = packer.record()  # after the shard files are closed
         write_atomic(out / record_path(chunk.index), orjson.dumps(record))
     num_bad = len(record["bad_rows"])
@@ -229,12 +234,13 @@ def _open_fetch(job: PrepareJob, exit_stack: ExitStack) -> Fetch:
 
 def prefetch_rows(
     items: Iterable[RawRow], hosts: tuple[str, ...], fetch: Fetch
-) -> Iterator[tuple[RawRow, SourceRow | BadRow, Future[bytes] | None]]:
-    """Yield each item, in order, with its row or error and its image, if `fetch` requests it.
+) -> Iterator[tuple[RawRow, SourceRow | BadRow, Requests]]:
+    """Yield each item, in order, with its row or error and its images: those that `fetch` requests.
 
     Up to PREFETCH_ROWS images are requested ahead, fewer if the last one was large.
     """
-    pending: deque[tuple[RawRow, SourceRow | BadRow, Future[bytes] | None]] = deque()
+    pending: deque[tuple[RawRow, SourceRow | BadRow, Requests]] = deque()
+    num_requested = 0  # images of the pending rows
     ahead = MIN_PREFETCH_ROWS
     for item in chain(items, [None]):
         if item is not None:
@@ -247,15 +253,19 @@ def prefetch_rows(
                 )
             except BadRow as bad:
                 row = bad
-            pending.append((item, row, fetch(row.image) if isinstance(row, SourceRow) else None))
-        while pending and (item is None or len(pending) > ahead or pending[0][2] is None):
-            first, row, image = pending.popleft()
-            yield first, row, image
-            if image is not None and image.done() and image.exception() is None:
-                ahead = min(
-                    PREFETCH_ROWS,
-                    max(MIN_PREFETCH_ROWS, PREFETCH_BYTES // (len(image.result()) or 1)),
-                )
+            images = [*map(fetch, row.images)] if isinstance(row, SourceRow) else []
+            num_requested += len(images)
+            pending.append((item, row, images))
+        while pending and (item is None or num_requested > ahead or not any(pending[0][2])):
+            first, row, images = pending.popleft()
+            num_requested -= len(images)
+            yield first, row, images
+            for image in images:
+                if image is not None and image.done() and image.exception() is None:
+                    ahead = min(
+                        PREFETCH_ROWS,
+                        max(MIN_PREFETCH_ROWS, PREFETCH_BYTES // (len(image.result()) or 1)),
+                    )
 
 
 def _read(folder: AnyPath, image: ImageRef) -> bytes:
@@ -312,14 +322,14 @@ class _ChunkPacker:
         self,
         item: RawRow,
         parsed: SourceRow | BadRow,
-        image: Future[bytes] | None,
+        images: Requests,
         exit_stack: ExitStack,
     ) -> None:
         location, key = _to_utf8(item.location), _to_utf8(parsed.key or item.location)
         try:
             if isinstance(parsed, BadRow):
                 raise parsed
-            row, image_digest = self._build_row(parsed, image, location)
+            row, image_digest = self._build_row(parsed, images, location)
         except BadRow as bad:
             entry = {"stage": bad.stage, "reason": bad.reason, "detail": _to_utf8(bad.detail)}
             self.bad_rows.append({"line": item.line, "key": key, "source": location} | entry)
@@ -345,6 +355,7 @@ class _ChunkPacker:
                 text_digest,
                 shard,
                 row.language,
+                len(row.media),
             )
         )
 
@@ -360,17 +371,45 @@ class _ChunkPacker:
             "files": self.image_signatures,
         }
 
-    def _build_row(
-        self, parsed: SourceRow, requested: Future[bytes] | None, location: str
-    ) -> tuple[Row, str]:
-        """Return the validated row and the digest of its image as read, or as `requested` earlier.
+    def _build_row(self, parsed: SourceRow, requested: Requests, location: str) -> tuple[Row, str]:
+        """Return the validated row and the digest of its images as read, or as `requested` earlier.
+
+        Rows with equal images have the same digest; of a row without images it covers the messages.
         Raises BadRow.
+        """
+        settings = self.job.settings
+        texts = [clean_caption(text, settings.repair_text) for text in parsed.texts]
+        split = {"auto": parsed.split, "none": None}.get(settings.split, settings.split)
+        row = Row(parsed.key, [], texts, parsed.label, split, parsed.language, location)
+        row.messages = list(parsed.messages) or None
+        digests = []
+        size = (0, 0)
+        for image, request in zip(parsed.images, requested, strict=True):
+            media, digest, size = self._read_media(image, request)
+            if row.messages:
+                _check_aspect_ratio(image.name, size)
+            row.media.append(media)
+            digests.append(digest)
+        image_digest = digests[0] if len(digests) == 1 else _sha256("".join(digests).encode())
+        if not digests:
+            image_digest = _sha256(orjson.dumps(row.messages))
+        if parsed.boxes:
+            row.boxes, row.box_labels = _relative_boxes(parsed, size), list(parsed.box_labels)
+        if row.split is None and settings.holdout > 0:
+            # By content hash, so that duplicates share a split and a row keeps its split when the
+            # set grows.
+            row.split = "test" if int(image_digest[:16], 16) / 2**64 < settings.holdout else "train"
+        return row, image_digest
+
+    def _read_media(
+        self, image: ImageRef, requested: Future[bytes] | None
+    ) -> tuple[Media, str, tuple[int, int]]:
+        """Return an image to store, and digest and size (width, height) of the image as read.
 
         With `--index-only --check none` the image is not read: it has no checksum, and only the
-        same file is its duplicate.
+        same file is its duplicate. Raises BadRow.
         """
-        settings, image = self.job.settings, parsed.image
-        texts = [clean_caption(text, settings.repair_text) for text in parsed.texts]
+        settings = self.job.settings
         if settings.index_only and (image.url or image.file is None):
             what = "a URL" if image.url else "inside the row"
             raise BadRow(
@@ -384,31 +423,14 @@ class _ChunkPacker:
             else None
         )
         if settings.index_only and settings.check == "none":
-            stored, size, sha256, image_digest = b"", (0, 0), "", _sha256(orjson.dumps(ref))
-        else:
-            data = requested.result() if requested else _read(self.source, image)
-            stored, size = self._decode(image.name, data)
-            image_digest = _sha256(data)
-            sha256 = image_digest if stored is data else _sha256(stored)
-        image_bytes = b"" if ref else stored
-        row = Row(
-            parsed.key,
-            image_bytes,
-            texts,
-            parsed.label,
-            {"auto": parsed.split, "none": None}.get(settings.split, settings.split),
-            parsed.language,
-            location,
-            sha256,
-        )
-        row.ref, row.messages = ref, list(parsed.messages) or None
-        if parsed.boxes:
-            row.boxes, row.box_labels = _relative_boxes(parsed, size), list(parsed.box_labels)
-        if row.split is None and settings.holdout > 0:
-            # By content hash, so that duplicates share a split and a row keeps its split when the
-            # set grows.
-            row.split = "test" if int(image_digest[:16], 16) / 2**64 < settings.holdout else "train"
-        return row, image_digest
+            return Media("image", b"", ref), _sha256(orjson.dumps(ref)), (0, 0)
+        data = requested.result() if requested else _read(self.source, image)
+        stored, size = self._decode(image.name, data)
+        digest = _sha256(data)
+        sha256 = digest if stored is data else _sha256(stored)
+        width, height = size if stored is data else header_size(stored)
+        media = Media("image", b"" if ref else stored, ref, sha256, width, height)
+        return media, digest, size
 
     def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
         """Return the bytes to store for an image and its size;
@@ -432,6 +454,17 @@ class _ChunkPacker:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _check_aspect_ratio(name: str, size: tuple[int, int]) -> None:
+    """Raise BadRow for an image of a conversation that no vision-language model accepts."""
+    if max(size) > MAX_ASPECT_RATIO * min(size):
+        raise BadRow(
+            "decode",
+            "aspect-ratio",
+            f"{name} has {size[0]} x {size[1]} pixels; vision-language models accept a ratio of "
+            f"up to {MAX_ASPECT_RATIO}",
+        )
 
 
 def _to_utf8(text: str) -> str:

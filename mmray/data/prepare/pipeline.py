@@ -243,6 +243,10 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     # rows without a split are training rows if others have one
     if any(shard.split for shard in shards):
         shards = [replace(shard, split=shard.split or "train") for shard in shards]
+    default_split = "train" if any(shard.split for shard in shards) else ""
+    num_images: dict[str, Counter[str]] = {}
+    for (split, number), count in sorted(result.num_images.items(), key=lambda item: item[0][1]):
+        num_images.setdefault(split or default_split, Counter())[str(number)] += count
     splits: Counter[str] = Counter()
     for shard in shards:
         splits.update({shard.split: shard.num_kept} if shard.split else {})
@@ -264,6 +268,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
         box_names=source.box_names,
         class_names=source.class_names,
         languages=dict(sorted(result.languages.items())),
+        num_images={split: dict(counts) for split, counts in num_images.items()},
     )
     progress(PrepareProgress("tokenize", num_rows + num_bad, total, num_bad))
     # A set that only grew keeps its tokenizer, because models were trained with it.

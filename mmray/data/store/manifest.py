@@ -25,7 +25,9 @@ QUARANTINE = "quarantine.jsonl"
 REJECTED_QUARANTINE = "quarantine.rejected.jsonl"
 SHARDS = "shards"  # folder
 CHUNK_RECORDS = "parts"  # folder
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
+# older versions whose rows can be read (store/version3.py)
+READABLE_VERSIONS = (3, SCHEMA_VERSION)
 # few enough to read one random row, enough to keep the index of a shard short
 RECORD_BATCH_ROWS = 8
 
@@ -82,6 +84,8 @@ class Manifest:
     class_names: tuple[str, ...] = ()  # names of labels 0, 1, ..., if the source has them
     # rows by language; rows without one are not counted
     languages: dict[str, int] = field(default_factory=dict)
+    # rows by number of images, for each split (`""` if rows have no splits)
+    num_images: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def images_verified(self) -> bool:
@@ -136,11 +140,12 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         return None
     try:
         values = orjson.loads((folder / MANIFEST).read_bytes())
-        if values["schema_version"] != SCHEMA_VERSION:
+        if values["schema_version"] not in READABLE_VERSIONS:
             raise DataError(
                 f"{folder} has schema version {values['schema_version']}, this version of "
                 "mmray reads "
-                f"{SCHEMA_VERSION}. Prepare the source again into another folder."
+                f"{' and '.join(map(str, READABLE_VERSIONS))}. Prepare the source again into "
+                "another folder."
             )
         values = {
             name: value for name, value in values.items() if name in Manifest.__dataclass_fields__

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,8 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from mmray.data.images.decode import BadImage
 from mmray.data.images.read import read_images
+from mmray.data.messages import Message
 from mmray.data.rows import ImageRef
+from mmray.data.store import version3
 from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import (
     CHUNK_RECORDS,
@@ -42,52 +46,106 @@ MAX_OPEN = 256  # memory-mapped shards; each uses a file descriptor
 MAGIC_BYTES = 8  # padded magic at the start of an Arrow IPC file
 # errors of a row; any other error is a storage failure
 ROW_ERRORS = (FileNotFoundError, ValueError)
+_REF = pa.struct([("file", pa.string()), ("offset", pa.int64()), ("length", pa.int64())])
+_MEDIA = pa.struct(
+    [
+        pa.field("kind", pa.string(), nullable=False),
+        pa.field("data", pa.binary(), nullable=False),
+        ("ref", _REF),
+        pa.field("sha256", pa.string(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("height", pa.int32(), nullable=False),
+        ("duration", pa.float64()),
+        ("rate", pa.float64()),
+    ]
+)
+_PART = pa.struct([pa.field("type", pa.string(), nullable=False), ("text", pa.string())])
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.list_(_PART))])
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
-        pa.field("image", pa.binary(), nullable=False),
         pa.field("texts", pa.list_(pa.string()), nullable=False),
         ("label", pa.int64()),
         ("split", pa.string()),
         ("language", pa.string()),
         pa.field("source", pa.string(), nullable=False),
-        pa.field("sha256", pa.string(), nullable=False),
         ("boxes", pa.list_(pa.list_(pa.float32(), 4))),
         ("box_labels", pa.list_(pa.int64())),
-        ("ref", pa.struct([("file", pa.string()), ("offset", pa.int64()), ("length", pa.int64())])),
-        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        pa.field("media", pa.list_(_MEDIA), nullable=False),
+        ("messages", pa.list_(_MESSAGE)),
     ]
 )
 
 
 @dataclass
+class Media:
+    """An image of a row; the schema can also hold audio and video.
+
+    Args:
+        kind: `image`, `audio` or `video`.
+        data: The encoded bytes; empty in an index-only set until it is read.
+        ref: Index-only set: file, offset and length in the folder of the source.
+        sha256: Digest of the bytes; empty if an index-only set was prepared without a check.
+        width: Upright size in pixels, 0 if the set was prepared without a check.
+        height: As `width`.
+        duration: Seconds, of audio and video.
+        rate: Samples or frames per second, of audio and video.
+    """
+
+    kind: str
+    data: bytes
+    ref: dict[str, Any] | None = None
+    sha256: str = ""
+    width: int = 0
+    height: int = 0
+    duration: float | None = None
+    rate: float | None = None
+
+    @property
+    def checksum_ok(self) -> bool:
+        """Whether the bytes are the validated ones (a damaged JPEG often decodes); true for an
+        unvalidated reference.
+        """
+        is_unvalidated = not self.sha256 and self.ref is not None
+        return is_unvalidated or self.sha256 == hashlib.sha256(self.data).hexdigest()
+
+
+@dataclass
 class Row:
-    """A stored sample: an encoded image, its captions, and its location in the source
+    """A stored sample: its media, captions or messages, and its location in the source
     (`file:line`).
     """
 
     key: str
-    image: bytes  # encoded; empty in an index-only set until it is read
+    media: list[Media]
     texts: list[str]
     label: int | None = None
     split: str | None = None
     language: str | None = None
     source: str = ""
-    sha256: str = ""  # digest of the stored image
     boxes: list[list[float]] | None = None  # left, top, right, bottom as fractions of the image
     box_labels: list[int] | None = None
-    # index-only set: file, offset, length in the folder of the source
-    ref: dict[str, Any] | None = None
-    messages: list[dict[str, str]] | None = None  # conversation: role and content of each turn
+    # A conversation; each part of type `image` takes the next of the media (data/messages.py).
+    messages: list[Message] | None = None
 
     @property
     def checksum_ok(self) -> bool:
-        """Whether the image is the validated one (a damaged JPEG often decodes); true for an
-        unvalidated reference.
-        """
-        return (not self.sha256 and self.ref is not None) or self.sha256 == hashlib.sha256(
-            self.image
-        ).hexdigest()
+        """Whether all media are the validated ones."""
+        return all(media.checksum_ok for media in self.media)
+
+    @property
+    def image(self) -> bytes:
+        """Encoded bytes of the only image, for models that take one. Raises BadImage."""
+        if len(self.media) != 1:
+            raise BadImage("image-count", f"the row has {len(self.media)} images, not one")
+        return self.media[0].data
+
+
+def _to_row(values: dict[str, Any]) -> Row:
+    """Return the row of stored values."""
+    if "image" in values:
+        values = version3.upgrade(values)
+    return Row(**values | {"media": [Media(**media) for media in values["media"]]})
 
 
 def hash_key(key: str) -> int:
@@ -120,15 +178,18 @@ class ShardReader:
     fetched once and kept on the local disk.
     """
 
-    def __init__(self, folder: AnyPath, cache: ShardCache | None = None) -> None:
+    def __init__(
+        self, folder: AnyPath, cache: ShardCache | None = None, schema: pa.Schema = SCHEMA
+    ) -> None:
         self._folder = folder
         self._cache = cache
+        self._schema = schema
         self._ranges = RangeReader(folder)
         self._lock = threading.Lock()
-        self._open_mapped = lru_cache(MAX_OPEN)(partial(_open_mapped, folder))
+        self._open_mapped = lru_cache(MAX_OPEN)(partial(_open_mapped, folder, schema))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardReader, (self._folder, self._cache)
+        return ShardReader, (self._folder, self._cache, self._schema)
 
     def for_each_record_batch(
         self, requests: Sequence[ReadRequest], consume: Consumer, refresh: bool = False
@@ -186,7 +247,7 @@ class ShardReader:
         for request in requests:
             message = data[offsets[request.batch] - start : offsets[request.batch + 1] - start]
             with self._name_damaged_shard(shard.file, request.batch):
-                record_batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), SCHEMA)
+                record_batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), self._schema)
                 record_batch.validate(full=True)  # damaged offsets would crash the process later
             consume(request, record_batch)
 
@@ -210,9 +271,9 @@ class ShardReader:
             raise ValueError(f"{self._folder / file}, record batch {batch}: {error}") from None
 
 
-def _open_mapped(folder: AnyPath, file: str) -> pa.RecordBatchFileReader:
+def _open_mapped(folder: AnyPath, schema: pa.Schema, file: str) -> pa.RecordBatchFileReader:
     reader = pa.ipc.open_file(open_input(folder / file, mapped=True))
-    if not reader.schema.equals(SCHEMA):
+    if not reader.schema.equals(schema):
         raise pa.ArrowInvalid("it has not the schema of a shard")
     return reader
 
@@ -246,7 +307,9 @@ class PreparedSet:
         self._starts = np.concatenate(
             [[0], np.cumsum([shard.num_kept for shard in self._shards])]
         ).astype(np.int64)
-        self._shard_reader = ShardReader(folder, cache)
+        is_version3 = manifest.schema_version == version3.VERSION
+        schema = version3.SCHEMA if is_version3 else SCHEMA
+        self._shard_reader = ShardReader(folder, cache, schema)
         is_cached = cache is not None and isinstance(folder, RemotePath)
         self._cached_block_rows = shuffle_block if is_cached else 0
 
@@ -304,6 +367,17 @@ class PreparedSet:
         return fingerprint(self._shards)
 
     @property
+    def rows_by_num_images(self) -> dict[int, int]:
+        """Number of rows by their number of images."""
+        if self.manifest.schema_version == version3.VERSION:
+            return {1: self.num_rows}
+        counts: Counter[int] = Counter()
+        for split, by_number in self.manifest.num_images.items():
+            if self.split in (None, split):
+                counts.update({int(number): rows for number, rows in by_number.items()})
+        return dict(counts)
+
+    @property
     def languages(self) -> frozenset[str]:
         """Languages of the rows of the full set."""
         return frozenset(self.manifest.languages)
@@ -325,13 +399,19 @@ class PreparedSet:
         name if a file is missing or damaged.
         """
         out: list[Row] = self._read_batches(rows)
-        with_refs = [(row, row.ref) for row in out if row.ref]
+        with_refs = [(media, media.ref) for row in out for media in row.media if media.ref]
         if with_refs:
             image_refs = [ImageRef(ref["file"], **ref) for _, ref in with_refs]
             images = read_images(self.image_folder, image_refs, self._image_reader)
-            for (row, _), image in zip(with_refs, images, strict=True):
-                row.image = image
+            for (media, _), image in zip(with_refs, images, strict=True):
+                media.data = image
         return out
+
+    def read_without_references(self, rows: np.ndarray) -> list[Row]:
+        """Return these rows as `read` does, but without the bytes of the images of an index-only
+        set.
+        """
+        return self._read_batches(rows)
 
     @property
     def image_folder(self) -> AnyPath:
@@ -350,10 +430,6 @@ class PreparedSet:
         """Return the captions of these rows."""
         return self._read_batches(rows, "texts")
 
-    def refs(self, rows: np.ndarray) -> list[dict[str, Any] | None]:
-        """Return file, offset and length of the images of these rows; does not read images."""
-        return self._read_batches(rows, "ref")
-
     def _read_batches(self, rows: np.ndarray, column: str | None = None) -> list[Any]:
         """Return these rows, or one column of them, in their order."""
         rows = np.asarray(rows, np.int64)
@@ -366,7 +442,7 @@ class PreparedSet:
             except (UnicodeDecodeError, pa.ArrowException) as error:
                 raise ValueError(f"{request.shard.file}: {error}") from None
             for index, value in zip(request.indices, values, strict=True):
-                out[index] = Row(**value) if column is None else value[column]
+                out[index] = _to_row(value) if column is None else value[column]
 
         requests = list(self._requests(rows))
         try:

@@ -71,12 +71,15 @@ def _average_row_bytes(prepared: PreparedSet) -> float:
         return in_set
     rows = np.unique(np.linspace(0, max(0, prepared.num_rows - 1), SAMPLE_ROWS).astype(np.int64))
     lengths: list[int | None] = []
+    num_read = 0
     for row in rows[: prepared.num_rows]:
         with suppress(*ROW_ERRORS):  # damaged rows are reported when they are read
-            lengths += [ref["length"] for ref in prepared.refs(np.array([row])) if ref]
+            [stored] = prepared.read_without_references(np.array([row]))
+            lengths += [media.ref["length"] for media in stored.media if media.ref]
+            num_read += 1
     known = [length for length in lengths if length is not None]
     # An image that is a file costs one request in any order.
-    return float(in_set + np.mean(known)) if known and len(known) == len(lengths) else 0.0
+    return in_set + sum(known) / num_read if known and len(known) == len(lengths) else 0.0
 
 
 def with_local_cache(data: Data, prepared: PreparedSet, shuffle_block: int) -> PreparedSet:

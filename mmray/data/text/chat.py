@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from mmray.data.messages import message_text
 from mmray.data.text.languages import LanguageTextEncoder, add_language_tokens
 from mmray.data.text.tokenizer import TextEncoder, add_special_tokens, remove_tokens
 
@@ -46,9 +47,14 @@ class ChatEncoder:
         """Return the conversation of a row, or for each caption one with it as the answer to
         `chat.question`.
         """
-        return (
-            [row.messages] if row.messages else [self.as_conversation(text) for text in row.texts]
-        )
+        if row.messages:
+            return [
+                [
+                    {"role": message["role"], "content": message_text(message)}
+                    for message in row.messages
+                ]
+            ]
+        return [self.as_conversation(text) for text in row.texts]
 
     def as_conversation(self, caption: str) -> list[Message]:
         return [

@@ -126,6 +126,14 @@ IMAGES = {
     ),
 }
 GOOD = {"image": "good.png", "text": "x"}
+
+
+def chat(content="What?", **columns):
+    """A row with a question and its answer."""
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]
+    return columns | {"messages": turns}
+
+
 FIRST = {
     "a byte order mark": (b'\xef\xbb\xbf{"id": "bom", "image": "good.png", "text": "x"}', KEPT, "")
 }
@@ -164,9 +172,56 @@ LINES = {
     "a blank caption": (GOOD | {"text": " \n"}, "text blank", ""),
     "a caption of 1 MB": (GOOD | {"text": "x" * 1_000_000}, "text too-long", "the limit is 64 KiB"),
     "several images in one row": (
-        GOOD | {"image": ["good.png"] * 2},
-        "columns multiple-images",
-        "models take one",
+        GOOD | {"id": "several", "image": ["good.png"] * 2},
+        KEPT,
+        "models that take one image are refused at the start of a run",
+    ),
+    "a missing image among three": (
+        chat(content="<image><image><image>", images=["good.png", "gone.png", "good.png"]),
+        "read missing-image",
+        "",
+    ),
+    "a truncated image among three": (
+        chat(content="<image><image><image>", images=["good.png", "good.png", "0.jpg"]),
+        "decode truncated",
+        "",
+    ),
+    "more `<image>` marks than images": (
+        chat(content="<image><image>", images=["good.png"]),
+        "columns image-count",
+        "",
+    ),
+    "fewer `<image>` marks than images": (
+        chat(content="<image>", images=["good.png"] * 2),
+        "columns image-count",
+        "",
+    ),
+    "images and messages without a mark": (
+        chat(id="unmarked", images=["good.png"] * 2),
+        KEPT,
+        "the images are before the first user's text",
+    ),
+    "a conversation without images": (chat(id="text alone"), KEPT, ""),
+    "an image of 1 x 4000 in a conversation": (
+        chat(images=["narrow.png"]),
+        "decode aspect-ratio",
+        "the limit is 1 to 200",
+    ),
+    "a conversation that begins with the assistant": (
+        {"messages": [{"role": "assistant", "content": "x"}]},
+        "columns messages",
+        "",
+    ),
+    "an empty turn": (chat(content=" "), "columns messages", ""),
+    "an image part of an unknown type": (
+        chat(content=[{"type": "video", "video": "a.mp4"}]),
+        "columns messages",
+        "",
+    ),
+    "a data URI that is not base64": (
+        chat(content=[{"type": "image_url", "image_url": "data:image/png;base64,??"}]),
+        "columns image",
+        "",
     ),
     "a duplicate id": (GOOD | {"id": "crlf"}, "duplicates duplicate-key", ""),
 }
@@ -215,6 +270,7 @@ def write_source(folder):
     (folder / "in").mkdir()
     (folder / "secret.png").write_bytes(encoded())
     (folder / "in" / "good.png").write_bytes(encoded(color=(1, 1, 1)))
+    (folder / "in" / "narrow.png").write_bytes(encoded(size=(1, 4000)))
     (folder / "in" / "link.png").symlink_to(folder / "secret.png")
     os.mkfifo(folder / "in" / "pipe.png")
     (folder / "in" / "tars").mkdir()

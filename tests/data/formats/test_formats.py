@@ -16,6 +16,7 @@ import pytest
 
 from mmray.config import Prepare
 from mmray.data.formats.detect import detect_source
+from mmray.data.messages import message_text
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
@@ -534,7 +535,7 @@ def test_csv_may_hold_messages(tmp_path):
     with (tmp_path / "a.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["image", "messages"], ["a.png", said]])
     _, rows, _ = prepared(tmp_path / "a.csv", tmp_path / "out")
-    assert [turn["content"] for turn in rows[0].messages] == ["What?", "A color."]
+    assert [message_text(turn) for turn in rows[0].messages] == ["What?", "A color."]
 
 
 def test_folder_walk_follows_links_without_cycles(tmp_path):

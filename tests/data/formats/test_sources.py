@@ -122,7 +122,7 @@ def test_valid_row_is_parsed():
         b'{"id": 7, "images": ["b/c.jpg"], "texts": ["x", "y"], "label": 3, "split": "train"}\r\n',
         "f:1",
     )
-    assert (row.key, row.image.name, row.texts, row.label, row.split) == (
+    assert (row.key, row.images[0].name, row.texts, row.label, row.split) == (
         "7",
         "b/c.jpg",
         ("x", "y"),
@@ -133,7 +133,7 @@ def test_valid_row_is_parsed():
         b'{"image_path": "a.png", "text": "x", "label": null, "emoji": "#", "language": "pt-BR"}',
         "f:9",
     )
-    assert (row.key, row.image.name, row.texts, row.label, row.language) == (
+    assert (row.key, row.images[0].name, row.texts, row.label, row.language) == (
         "f:9",
         "a.png",
         ("x",),

@@ -125,7 +125,7 @@ def test_messages_contain_no_secret_of_a_url():
         for hosts in ((), ("other.org",), ("a.b",)):
             row = {"image": address, "text": "x"}
             try:
-                found = parse_row(row, "o", hosts).image
+                found = parse_row(row, "o", hosts).images[0]
                 assert (found.name, found.url, found.file) == (redact_url(address), address, None)
             except BadRow as bad:
                 assert "hush" not in bad.detail
@@ -232,13 +232,13 @@ def test_downloads_overlap_and_rows_keep_their_order(server, fetching):
         return None
 
     with fetching() as fetcher:
-        for number, (item, raw, image) in enumerate(prefetch_rows(items, fetcher.hosts, fetch)):
+        for number, (item, raw, images) in enumerate(prefetch_rows(items, fetcher.hosts, fetch)):
             most = max(most, len(seen) - number)
             assert item.line == number
             if number in (5, 7):
                 assert isinstance(raw, BadRow)
             elif number != 9:
-                assert image.result() == color_image(number)
+                assert images[0].result() == color_image(number)
     assert number == 39
     assert 4 < server.max_active <= HOST_CONNECTIONS
     assert most <= PREFETCH_ROWS + 1

@@ -9,7 +9,7 @@ import pytest
 from mmray.config import Inputs
 from mmray.data.rows import BadRow
 from mmray.data.store.manifest import MANIFEST, Manifest
-from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.store.prepared_set import Media, PreparedSet, Row
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
@@ -117,7 +117,8 @@ def test_check_full_finds_more_than_header_and_none(tmp_path):
 def foreign_set(folder, source, **ref):
     """An index-only set that somebody else wrote: one row, which refers to a file of `source`."""
     folder.mkdir(exist_ok=True)
-    stored = Row("row", b"", ["text"], ref={"file": "a.png", "offset": 0, "length": None} | ref)
+    reference = {"file": "a.png", "offset": 0, "length": None} | ref
+    stored = Row("row", [Media("image", b"", reference)], ["text"])
     shard = write_shard([stored], folder, "0.arrow", None)
     settings, origin = {"index_only": True}, {"address": str(source)}
     manifest = Manifest(1, 1, 0, {}, {}, "", None, origin, settings, (shard,))

@@ -9,14 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from mmray.data.prepare.pack import open_shard
-from mmray.data.store import prepared_set
-from mmray.data.store.manifest import MANIFEST
-from mmray.data.store.prepared_set import PreparedSet, Row, hash_key
+from mmray.data.store import prepared_set, version3
+from mmray.data.store.manifest import MANIFEST, Manifest, Shard
+from mmray.data.store.prepared_set import MAGIC_BYTES, PreparedSet, Row, hash_key
 from mmray.errors import DataError
-from mmray.storage.paths import list_names, to_path, write_atomic
+from mmray.storage.paths import list_names, open_output, to_path, write_atomic
+from tests.made import image_media, png
 from tests.made import write_set as make_set
 
 
@@ -26,14 +28,14 @@ def make_rows(count, split=None, start=0):
         image = bytes([number % 251]) * (number + 1)
         row = Row(
             f"key-{number}",
-            image,
+            [image_media(image)],
             [f"caption {number}", "zwei"],
             number,
             split,
             "en",
             f"x.jsonl:{number}",
         )
-        rows.append(replace(row, sha256=hashlib.sha256(image).hexdigest()))
+        rows.append(row)
     return rows
 
 
@@ -115,7 +117,7 @@ def test_unusable_set_is_a_data_error_with_the_fix(tmp_path):
     with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(str(tmp_path / "half"))
     manifest = Path(make_set(tmp_path / "set", [(make_rows(2), None, ())])) / MANIFEST
-    newer = manifest.read_bytes().replace(b'"schema_version": 3', b'"schema_version": 7')
+    newer = manifest.read_bytes().replace(b'"schema_version": 4', b'"schema_version": 7')
     damaged = [
         (data, "damaged") for data in (b"", b"{", b"[]", b"{}", b'{"schema_version": 3}', b"\xff")
     ]
@@ -196,3 +198,38 @@ def test_hashed_keys_do_not_depend_on_the_process():
     assert hash_key("") != hash_key("a")
     assert all(-(2**63) <= hash_key(f"k{number}") < 2**63 for number in range(100))
     assert min(hash_key(f"k{number}") for number in range(100)) < 0
+
+
+def test_set_of_version_3_is_read_as_one_image_a_row(tmp_path, memory):
+    turns = [
+        {"role": "user", "content": "what"},
+        {"role": "assistant", "content": "a circle"},
+    ]
+    image = png(3)
+    values = dict.fromkeys(version3.SCHEMA.names) | {
+        "key": "k",
+        "image": image,
+        "texts": ["a circle"],
+        "source": "x:1",
+        "sha256": hashlib.sha256(image).hexdigest(),
+        "messages": turns,
+    }
+    batch = pa.RecordBatch.from_pylist([values], schema=version3.SCHEMA)
+    for folder in (to_path(str(tmp_path)), to_path(memory)):
+        with open_output(folder / "0.arrow") as file, pa.ipc.new_file(file, batch.schema) as writer:
+            writer.write_batch(batch)
+            offsets = f"{MAGIC_BYTES + len(batch.schema.serialize())} "
+            offsets += str(file.tell())
+        size = (folder / "0.arrow").stat().st_size
+        shard = Shard("0.arrow", None, 1, size, "digest", batches=offsets)
+        manifest = Manifest(1, 1, 0, {}, {}, "", None, {}, {}, (shard,), schema_version=3)
+        write_atomic(folder / MANIFEST, manifest.to_json())
+        prepared = PreparedSet.open(str(folder))
+        [row] = prepared.read(np.array([0]))
+        assert row.image == image and row.checksum_ok
+        assert row.messages[0]["content"] == [
+            {"type": "image", "text": None},
+            {"type": "text", "text": "what"},
+        ]
+        assert row.messages[1]["content"] == [{"type": "text", "text": "a circle"}]
+        assert prepared.rows_by_num_images == {1: 1}

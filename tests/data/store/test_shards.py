@@ -2,7 +2,6 @@
 cache.
 """
 
-import hashlib
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +25,8 @@ from mmray.storage import ranges
 from mmray.storage.paths import to_path, write_atomic
 from mmray.storage.ranges import RangeReader, coalesce_ranges
 from tests.data.store.test_prepared_set import make_rows
+from tests.made import image_media, write_shard
 from tests.made import write_set as make_set
-from tests.made import write_shard
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 500), st.integers(0, 60)).map(lambda s: (s[0], s[0] + s[1])),
@@ -45,7 +44,7 @@ def random_rows(first, count, size=300):
     data = np.random.default_rng(first).bytes(count * size)
     images = [data[number * size : (number + 1) * size] for number in range(count)]
     return [
-        Row(f"row-{first + number}", image, ["a caption"], sha256=hashlib.sha256(image).hexdigest())
+        Row(f"row-{first + number}", [image_media(image)], ["a caption"])
         for number, image in enumerate(images)
     ]
 
@@ -59,7 +58,7 @@ def make_index_only_set(store, images, rows, size=300, per_tar=512):
         (images / f"{tar}.tar").write_bytes(data)
         for number, row in enumerate(here):
             ref = {"file": f"{tar}.tar", "offset": number * (size + 1536) + 512, "length": size}
-            row.image, row.ref = b"", ref
+            row.media[0].data, row.media[0].ref = b"", ref
         shards.append(write_shard(here, store, f"shards/{tar}.arrow", None))
     settings, source = {"index_only": True}, {"address": str(images)}
     manifest = Manifest(rows, rows, 0, {}, {}, "", None, source, settings, tuple(shards))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmray.config import Data
-from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.prepared_set import Media, PreparedSet
 from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
 from mmray.errors import UsageError
 from mmray.storage.paths import copy_file, list_files, to_path
@@ -34,7 +34,7 @@ def with_row_bytes(prepared, row_bytes):
 def with_refs(prepared, address, length=None):
     """The set as if its rows referred to images at an address."""
     rows = [
-        replace(row, image=b"", ref={"file": "a", "offset": 0, "length": length})
+        replace(row, media=[Media("image", b"", {"file": "a", "offset": 0, "length": length})])
         for row in make_rows(20)
     ]
     entry = write_shard(rows, prepared.folder, prepared.manifest.shards[0].file, None)

@@ -4,21 +4,20 @@ text.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mmray.config import Chat, ChatInputs
-from mmray.data.rows import BadRow, parse_row
-from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.collate import IGNORE_INDEX, lm_columns
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import NO_TOKEN, ChatEncoder, extend_tokenizer
 from mmray.data.text.tokenizer import train_tokenizer
-from tests.made import make_set, png, row
+from tests.made import make_set, row
 
 CHAT = Chat()
 WORDPIECE = extend_tokenizer(
@@ -31,6 +30,13 @@ SAID = [
     {"role": "user", "content": "what"},
     {"role": "assistant", "content": "a circle"},
 ]
+
+
+IMAGE = {"type": "image", "text": None}
+
+
+def text(value: str) -> dict:
+    return {"type": "text", "text": value}
 
 
 def words(encoder: ChatEncoder, ids: np.ndarray) -> str:
@@ -96,68 +102,16 @@ def test_conversation_with_truncated_image_has_no_targets() -> None:
 
 
 def test_prepared_conversations_reach_the_block(tmp_path: Any) -> None:
-    talking = Row(
-        "talk", png(5), ["a red circle"], source="made", sha256=row(5).sha256, messages=SAID[1:3]
-    )
+    asked = {"role": "user", "content": [IMAGE, text("what is it")]}
+    answered = {"role": "assistant", "content": [text("a red circle")]}
+    talking = replace(row(5), texts=["a red circle"], messages=[asked, answered])
     make_set(tmp_path, [talking, row(7, texts=["a circle"])])
     prepared = PreparedSet.open(str(tmp_path))
-    assert [found.messages for found in prepared.read(np.array([0, 1]))] == [SAID[1:3], None]
+    found = [each.messages for each in prepared.read(np.array([0, 1]))]
+    assert found == [[asked, answered], None]
     reader = RowReader(prepared, ChatInputs(image_side=16, max_tokens=40), WORDPIECE, 10**6)
     block = reader.read_block(SamplePlan(2, 2, 1, 0, 1, shuffle=False), np.array([0, 1, -1]))
     labels = lm_columns(block, block["input_ids"].shape[1])["labels"].numpy()
     said = [words(reader.encoder, line[line != IGNORE_INDEX]) for line in labels]
     assert said == ["a red circle </s>", "a circle </s>", ""]
     assert block["valid"].tolist() == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        [{"role": "user", "content": "what"}, {"role": "assistant", "content": "a\nb"}],
-        [
-            {"from": "human", "value": "<image>\nwhat", "role": None},
-            {"from": "gpt", "value": "a\nb"},
-        ],
-        [
-            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "a\nb"}]},
-        ],
-    ],
-)
-def test_common_conversation_formats_are_accepted(value: list) -> None:
-    found = parse_row({"image": "a.png", "messages": value}, "made:1")
-    assert found.messages == (
-        {"role": "user", "content": "what"},
-        {"role": "assistant", "content": "a\nb"},
-    )
-    assert found.texts == ("a\nb",)
-
-
-@pytest.mark.parametrize(
-    ("value", "detail"),
-    [
-        ("hello", "must be a list"), ([], "must be a list"), (["hello"], "must be {role, content}"),
-        ([{"role": "user", "content": "what"}], "nothing to learn"),
-        ([{"role": "teacher", "content": "what"}], "the role of a message"),
-        ([{"role": "assistant", "content": " "}], "is empty"),
-        ([{"role": "assistant", "content": [{"type": "video"}]}], "content must be text"),
-        (
-            [{"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}],
-            "only the first",
-        ),
-        ([{"role": "assistant", "content": "\ud83d"}], "surrogate"),
-        ([{"role": "assistant", "content": "a" * 70000}], "is over"),
-        (
-            [{"role": "user", "content": "<image> <image>"}, {"role": "assistant", "content": "a"}],
-            "has 2 images",
-        ),
-        (
-            [{"role": role, "content": [{"type": "image"}]} for role in ("user", "assistant")],
-            "has 2 images",
-        ),
-    ],
-)  # fmt: skip
-def test_invalid_conversation_is_quarantined(value: Any, detail: str) -> None:
-    with pytest.raises(BadRow, match=detail) as bad:
-        parse_row({"image": "a.png", "messages": value}, "made:1")
-    assert (bad.value.stage, bad.value.reason, bad.value.key) == ("columns", "messages", "made:1")

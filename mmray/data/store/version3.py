@@ -1,0 +1,47 @@
+"""Read the rows of prepared sets of schema version 3, which have one image a row and messages of
+plain text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+VERSION = 3
+_REF = pa.struct([("file", pa.string()), ("offset", pa.int64()), ("length", pa.int64())])
+SCHEMA = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("image", pa.binary(), nullable=False),
+        pa.field("texts", pa.list_(pa.string()), nullable=False),
+        ("label", pa.int64()),
+        ("split", pa.string()),
+        ("language", pa.string()),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("sha256", pa.string(), nullable=False),
+        ("boxes", pa.list_(pa.list_(pa.float32(), 4))),
+        ("box_labels", pa.list_(pa.int64())),
+        ("ref", _REF),
+        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+    ]
+)
+
+
+def upgrade(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row of the current schema: the image is a medium of unknown size, and
+    is before the first user's turn of a conversation.
+    """
+    image, ref, sha256 = (values.pop(name) for name in ("image", "ref", "sha256"))
+    media = {"kind": "image", "data": image, "ref": ref, "sha256": sha256}
+    messages = values.pop("messages")
+    is_placed = False
+    for message in messages or ():
+        text = message["content"]
+        message["content"] = [{"type": "text", "text": text}] if text else []
+        if message["role"] == "user" and not is_placed:
+            message["content"].insert(0, {"type": "image", "text": None})
+            is_placed = True
+    if messages and not is_placed:  # a conversation of the assistant alone
+        messages.insert(0, {"role": "user", "content": [{"type": "image", "text": None}]})
+    return values | {"media": [media], "messages": messages}

@@ -1,0 +1,178 @@
+"""Conversations of common datasets are recognized by shape and converted to content parts."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+
+from mmray.data.rows import BadRow, SourceRow, parse_row
+from tests.made import png
+
+IMAGE = {"type": "image"}
+IMAGE_PART = {"type": "image", "text": None}
+ANSWER = {"role": "assistant", "content": "a\nb"}
+
+
+def text(value: str) -> dict[str, Any]:
+    return {"type": "text", "text": value}
+
+
+def parsed(values: dict[str, Any]) -> tuple[list[Any], list[str]]:
+    """Content of the first message, and names of the images."""
+    row = parse_row(values, "made:1")
+    assert row.texts == ("a\nb",)
+    assert row.messages[1] == {"role": "assistant", "content": [text("a\nb")]}
+    return row.messages[0]["content"], [image.name for image in row.images]
+
+
+@pytest.mark.parametrize(
+    ("values", "content", "images"),
+    [
+        # messages without a place for the image
+        (
+            {"image": "a.png", "messages": [{"role": "user", "content": "what"}, ANSWER]},
+            [IMAGE_PART, text("what")],
+            ["a.png"],
+        ),
+        # LLaVA; an Arrow struct has the keys of both forms
+        (
+            {
+                "image": "a.png",
+                "conversations": [
+                    {"from": "human", "value": "<image>\nwhat", "role": None},
+                    {"from": "gpt", "value": "a\nb"},
+                ],
+            },
+            [IMAGE_PART, text("what")],
+            ["a.png"],
+        ),
+        (
+            {
+                "images": ["a.png", "b.png"],
+                "messages": [
+                    {"role": "user", "content": "Is <image> like <image>?\n"}, ANSWER
+                ],
+            },
+            [text("Is "), IMAGE_PART, text(" like "), IMAGE_PART, text("?")],
+            ["a.png", "b.png"],
+        ),
+        # TRL, with the null values of Arrow structs
+        (
+            {
+                "images": [{"path": "a.png"}, {"path": "b.png"}],
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            IMAGE | {"text": None},
+                            text("what") | {"image_url": None},
+                            IMAGE,
+                        ],
+                    },
+                    {"role": "assistant", "content": [text("a\nb")]},
+                ],
+            },
+            [IMAGE_PART, text("what"), IMAGE_PART],
+            ["a.png", "b.png"],
+        ),
+        # an image part and a mark for the same image
+        (
+            {
+                "image": "a.png",
+                "messages": [{"role": "user", "content": [IMAGE, text("<image>\nwhat")]}, ANSWER],
+            },
+            [IMAGE_PART, text("what")],
+            ["a.png"],
+        ),
+        # OpenAI and transformers: the parts have the images, one takes that of the column
+        (
+            {
+                "image": "b.png",
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}},
+                            IMAGE,
+                            IMAGE | {"path": "c.png"},
+                            text("what"),
+                        ],
+                    },
+                    ANSWER,
+                ],
+            },
+            [IMAGE_PART, IMAGE_PART, IMAGE_PART, text("what")],
+            ["a.png", "b.png", "c.png"],
+        ),
+        # text alone
+        ({"messages": [{"role": "user", "content": "what"}, ANSWER]}, [text("what")], []),
+        (
+            {"images": [], "messages": [{"role": "user", "content": "what"}, ANSWER]},
+            [text("what")],
+            [],
+        ),
+    ],
+)  # fmt: skip
+def test_conversations_are_converted(values: Any, content: Any, images: Any) -> None:
+    assert parsed(values) == (content, images)
+
+
+def test_data_uri_becomes_bytes() -> None:
+    uri = "data:image/png;base64," + base64.b64encode(png(3)).decode()
+    part = {"type": "image_url", "image_url": {"url": uri}}
+    row = parse_row({"messages": [{"role": "user", "content": [part]}, ANSWER]}, "made:1")
+    assert [image.data for image in row.images] == [png(3)]
+    for bad in ("data:image/png;base64,???", "data:image/png,abc"):
+        with pytest.raises(BadRow, match=r"columns image: .*not base64"):
+            parse_row({"image": bad, "text": "x"}, "made:1")
+
+
+def row_with_marks(num_marks: int, num_images: int) -> SourceRow:
+    content = "<image>" * num_marks + "what"
+    images = [f"{number}.png" for number in range(num_images)]
+    messages = [{"role": "user", "content": content}, ANSWER]
+    return parse_row({"images": images, "messages": messages}, "made:1")
+
+
+@pytest.mark.parametrize(("num_marks", "num_images"), [(1, 0), (2, 1), (1, 2), (2, 3)])
+def test_marks_and_images_must_agree(num_marks: int, num_images: int) -> None:
+    with pytest.raises(BadRow, match=f"{num_marks} places .* and {num_images} images") as bad:
+        row_with_marks(num_marks, num_images)
+    assert (bad.value.stage, bad.value.reason) == ("columns", "image-count")
+    assert len(row_with_marks(max(num_marks, num_images), max(num_marks, num_images)).images)
+
+
+def test_boxes_need_one_image() -> None:
+    values = {"image": ["a.png", "b.png"], "text": "x", "boxes": [[0, 0, 1, 1]]}
+    with pytest.raises(BadRow, match="boxes need one image"):
+        parse_row(values, "made:1")
+
+
+@pytest.mark.parametrize(
+    ("value", "detail"),
+    [
+        ("hello", "must be a list"), ([], "must be a list"), (["hello"], "must be {role, content}"),
+        ([{"role": "user", "content": "what"}], "nothing to learn"),
+        ([{"role": "teacher", "content": "what"}], "the role of a message"),
+        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}], "is empty"),
+        ([{"role": "user", "content": [text(" ")]}, ANSWER], "message of the user is empty"),
+        ([{"role": "user", "content": "x"}, ANSWER | {"content": [IMAGE]}], "is empty"),
+        ([ANSWER], "begins with the assistant"),
+        ([{"role": "system", "content": "x"}, ANSWER], "begins with the assistant"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "has no url"),
+        ([{"role": "assistant", "content": [{"type": "video"}]}], "must be of type text"),
+        ([{"role": "assistant", "content": 5}], "content must be text"),
+        (
+            [{"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}],
+            "only the first",
+        ),
+        ([{"role": "assistant", "content": "\ud83d"}], "surrogate"),
+        ([{"role": "assistant", "content": "a" * 70000}], "is over"),
+    ],
+)  # fmt: skip
+def test_invalid_conversation_is_quarantined(value: Any, detail: str) -> None:
+    with pytest.raises(BadRow, match=detail) as bad:
+        parse_row({"image": "a.png", "messages": value}, "made:1")
+    assert (bad.value.stage, bad.value.reason, bad.value.key) == ("columns", "messages", "made:1")
