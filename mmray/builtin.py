@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 FORMATS = {
-    "jsonl": "mmray.data.formats.text_lines:JsonlSource",
-    "csv": "mmray.data.formats.text_lines:CsvSource",
-    "tsv": "mmray.data.formats.text_lines:TsvSource",
+    "json": "mmray.data.formats.listing:JsonArraySource",
     "coco": "mmray.data.formats.listing:CocoSource",
     "saved": "mmray.data.formats.parquet:HFSavedSource",
     "webdataset": "mmray.data.formats.webdataset:WebDatasetSource",
     "parquet": "mmray.data.formats.parquet:ParquetSource",
+    "jsonl": "mmray.data.formats.text_lines:JsonlSource",
+    "csv": "mmray.data.formats.delimited:CsvSource",
+    "tsv": "mmray.data.formats.delimited:TsvSource",
     "pairs": "mmray.data.formats.listing:ImageTextPairs",
     "folders": "mmray.data.formats.listing:ClassFolders",
 }

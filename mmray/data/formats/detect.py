@@ -13,6 +13,7 @@ from mmray import plugins
 from mmray.builtin import FORMATS
 from mmray.data.formats.listing import is_image, split_and_class_of
 from mmray.data.formats.source import Source, list_visible_files, read_head
+from mmray.data.formats.text_lines import BOM
 from mmray.data.rows import is_valid_name
 from mmray.data.store.manifest import is_prepared
 from mmray.errors import DataError, UsageError
@@ -108,7 +109,9 @@ def open_source(
 
 
 def _detect_file_format(folder: AnyPath, name: str) -> str:
-    """Detect the format by magic number, otherwise by suffix; the default is JSON lines."""
+    """Detect the format by magic number, otherwise by suffix, otherwise by the first character of
+    the text: JSON, or CSV.
+    """
     head = read_head(folder, name, _HEAD_BYTES)
     classes = {known: source_class(known) for known in FORMATS}
     for known, source in classes.items():
@@ -118,7 +121,10 @@ def _detect_file_format(folder: AnyPath, name: str) -> str:
     for known, source in classes.items():
         if suffix in source.suffixes and source.matches_file(folder, name):
             return known
-    return "jsonl"
+    start = head.removeprefix(BOM).lstrip()[:1]
+    if suffix == ".json" or start == b"{":
+        return "jsonl"
+    return "json" if start == b"[" else "csv"
 
 
 def _detect_folder_format(folder: AnyPath, names: list[str]) -> str:

@@ -5,7 +5,9 @@ The list is written as JSON lines to the folder of the prepared set; each task r
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import PurePosixPath
@@ -19,10 +21,12 @@ from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, JsonlSource
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
 from mmray.data.rows import BadRow, is_safe_path, is_valid_name
 from mmray.errors import DataError
-from mmray.storage.paths import AnyPath, RemotePath, open_output
+from mmray.storage.paths import AnyPath, RemotePath, open_output, open_sequential
 from mmray.storage.requests import iter_parallel
 
 LISTING = "listing.jsonl"
+_PIECE_BYTES = 1 << 20  # of a JSON array
+_BETWEEN_ITEMS = re.compile(r"[\s,]*")
 Rows = Iterator[dict[str, Any]]
 
 
@@ -185,6 +189,60 @@ class ImageTextPairs(ListingSource):
         if isinstance(self.folder, RemotePath):
             return iter_parallel(self.parse_item, self.records(chunk))
         return super().read(chunk)
+
+
+class JsonArraySource(ListingSource):
+    """The objects of a JSON array, over any number of lines; images are paths relative to the file.
+
+    The array is read one object at a time.
+    """
+
+    title = "JSON array"
+    suffixes = (".json",)
+
+    @classmethod
+    def matches_file(cls, folder: AnyPath, name: str) -> bool:
+        return read_head(folder, name).removeprefix(BOM).lstrip().startswith(b"[")
+
+    def list_rows(self) -> Rows:
+        for number, item in enumerate(self._items(), 1):
+            values = item if isinstance(item, dict) else {}
+            yield values | {"origin": f"{self.name}:item {number}"}
+
+    def parse(self, record: dict[str, Any]) -> dict[str, Any]:
+        return record  # an item may have any column, also `text_file`
+
+    def _items(self) -> Iterator[Any]:
+        """Yield the items of the array. Raises DataError."""
+        decoder = json.JSONDecoder()
+        decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+        path = self.folder / self.name
+        text = ""
+        position = count = 0
+        try:
+            with open_sequential(path) as file:
+                while True:
+                    position = _BETWEEN_ITEMS.match(text, position).end()  # type: ignore[union-attr]
+                    if count == 0 and text[position : position + 1] == "[":
+                        position += 1
+                        continue
+                    if text[position : position + 1] == "]":
+                        return
+                    try:
+                        item, position = decoder.raw_decode(text, position)
+                        count += 1
+                    except ValueError as error:
+                        piece = file.read(_PIECE_BYTES)
+                        if not piece or len(text) - position > MAX_LINE_BYTES:
+                            raise DataError(
+                                f"{path}: item {count + 1} of the array is not JSON: {error}"
+                            ) from None
+                        text = text[position:] + decode(piece)
+                        position = 0
+                        continue
+                    yield item
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8 after item {count}: {error}") from None
 
 
 class CocoSource(ListingSource):

@@ -18,11 +18,17 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mmray.builtin import COLUMNS
 from mmray.data.formats.listing import ImageTextPairs, is_image
-from mmray.data.formats.source import Source, SourceChunk, check_unchanged, file_signature
+from mmray.data.formats.source import (
+    Source,
+    SourceChunk,
+    check_columns,
+    check_unchanged,
+    file_signature,
+    known_columns,
+)
 from mmray.data.formats.splits import splits_of_files
-from mmray.data.rows import IMAGE_COLUMNS, MESSAGE_COLUMNS, BadRow, is_safe_path, rename_columns
+from mmray.data.rows import BadRow, is_safe_path
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential
 from mmray.storage.requests import TransientStorageError, iter_parallel
@@ -154,22 +160,11 @@ class ParquetSource(Source):
 
     def _known_columns(self, schema: pa.Schema, name: str) -> list[str]:
         """Return the columns to read. Raises DataError if no column has images or none has text."""
-        names = {self.columns.get(column, column) for column in COLUMNS}
+        names = known_columns(self.columns)
         known = [column for column in schema.names if column in names]
         if len(set(known)) < len(known):
             raise DataError(f"{self.folder / name}: duplicate column name: {', '.join(known)}")
-        renamed = rename_columns(dict.fromkeys(known, True), self.columns)
-        # The images of a conversation may be in its parts.
-        for kind, columns in (
-            ("image", (*IMAGE_COLUMNS, *MESSAGE_COLUMNS)),
-            ("text", ("text", "texts", *MESSAGE_COLUMNS)),
-        ):
-            if not renamed.keys() & columns:
-                raise DataError(
-                    f"{self.folder / name} has the columns "
-                    f"{', '.join(schema.names)[:300]}: none is "
-                    f"`{kind}`; name one with --columns {kind}=NAME"
-                )
+        check_columns(schema.names, self.columns, str(self.folder / name))
         return known
 
 

@@ -10,15 +10,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from mmray.data.rows import BadRow, is_valid_name, rename_columns
+from mmray.builtin import COLUMNS
+from mmray.data.rows import IMAGE_COLUMNS, MESSAGE_COLUMNS, BadRow, is_valid_name, rename_columns
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, list_files, open_sequential
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
+# Common names of columns in public data sets, to suggest one in a message.
+_COMMON_NAMES = {
+    "image": "img image_file file_name filename file filepath file_path path image_url url "
+    "image_path image_bytes jpg png photo",
+    "text": "caption captions title sentence sentences description alt alt_text raw "
+    "conversation prompt txt label",
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,11 @@ class Source:
         """List the visible files; the first call reuses the listing of format detection."""
         return list(self._files) or list_visible_files(self.folder)
 
-    def files_with_suffix(self, suffix: str) -> list[str]:
+    def describe(self) -> str:
+        """Return the format as it was found, for a message."""
+        return self.title
+
+    def files_with_suffix(self, suffix: str | tuple[str, ...]) -> list[str]:
         """Return the file of the source, or the visible files with this suffix, ignoring case.
 
         Raises DataError.
@@ -166,6 +178,41 @@ class Source:
         except BadRow as bad:
             values = bad
         return RawRow(line, location, values)
+
+
+def known_columns(columns: Mapping[str, str]) -> set[str]:
+    """Return the names in the source of the columns that are read; `columns` maps ours to theirs.
+
+    A mapped column replaces the others of its kind.
+    """
+    return {columns.get(column, column) for column in COLUMNS}
+
+
+def check_columns(names: Sequence[str], columns: Mapping[str, str], place: str) -> None:
+    """Raise DataError if no column of a source has images, or none has text.
+
+    Args:
+        names: Columns of the source.
+        columns: Their name by our name.
+        place: File, and what was found in it.
+    """
+    advice = []
+    missing = []
+    # The images of a conversation may be in its parts.
+    for kind, ours in (
+        ("image", (*IMAGE_COLUMNS, *MESSAGE_COLUMNS)),
+        ("text", ("text", "texts", *MESSAGE_COLUMNS, "label")),
+    ):
+        if not any(columns.get(column, column) in names for column in ours):
+            common = _COMMON_NAMES[kind].split()
+            guess = next((name for name in names if name.lower() in common), "NAME")
+            missing.append(f"none is `{kind}`")
+            advice.append(f"{kind}={guess}")
+    if missing:
+        raise DataError(
+            f"{place} has the columns {', '.join(names)[:300]}: {' and '.join(missing)}; name "
+            f"{'one' if len(missing) == 1 else 'them'} with --columns {' '.join(advice)}"
+        )
 
 
 def changed_error(file: str) -> DataError:

@@ -1,45 +1,39 @@
-"""JSON lines, CSV (RFC 4180) and TSV (tabs, no quoting), cut into chunks of complete records with
-line numbers.
-
-The parsers are Python's, made strict: others have no line numbers for records with quoted newlines,
-cannot start inside a file, and reject a whole file for one bad line.
+"""JSON lines, and lines of other text formats, cut into chunks of complete records with line
+numbers.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
 import json
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import suppress
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from mmray.data.formats.source import Source, SourceChunk, changed_error, read_head
-from mmray.data.rows import MESSAGE_COLUMNS, BadRow
+from mmray.data.formats.source import (
+    RawRow,
+    Source,
+    SourceChunk,
+    changed_error,
+    read_head,
+)
+from mmray.data.formats.splits import split_of_file, splits_of_files
+from mmray.data.rows import IMAGE_COLUMNS, BadRow, is_safe_path
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential
 
 # Longer lines are truncated, so memory does not depend on their length.
 MAX_LINE_BYTES = 16 * 1024 * 1024
-# Limit of a field of a CSV, so that a missing quote does not consume the rest of the file.
-MAX_FIELD_BYTES = 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
 BOM = b"\xef\xbb\xbf"
-# JSON lists in a field of a CSV
-_LIST_COLUMNS = ("images", "texts", "boxes", "box_labels", *MESSAGE_COLUMNS)
 _OTHER_FORMATS = (
     (b"\x1f\x8b", "is gzip: unpack it first"),
     (b"PK\x03\x04", "is a zip archive: unpack it first"),
     (b"PAR1", "is Parquet: prepare it with --format parquet"),
-    (b"\xff\xfe", "is UTF-16: convert it to UTF-8"),
-    (b"\xfe\xff", "is UTF-16: convert it to UTF-8"),
-    (
-        b"[",
-        "is a JSON array: write one object a line, without brackets around them (jq -c '.[]' does)",
-    ),
+    (b"\xff\xfe", "is UTF-16: convert it with `iconv -f UTF-16 -t UTF-8 FILE > NEW`"),
+    (b"\xfe\xff", "is UTF-16: convert it with `iconv -f UTF-16 -t UTF-8 FILE > NEW`"),
 )
 
 
@@ -72,10 +66,26 @@ class LineReader(Iterator[bytes]):
 
 
 class JsonlSource(Source):
-    """A .jsonl file; images are paths relative to it."""
+    """A .jsonl file, or a folder of such files whose names define splits; images are paths relative
+    to their file.
+    """
 
     title = "JSON lines"
+    reads_folder = True
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._layouts: dict[str, Any] = {}
+
+    @classmethod
+    def matches_folder(cls, names: list[str]) -> bool:
+        """Return whether the folder has several files of this format, and each names a split."""
+        files = [name for name in names if name.lower().endswith(cls.suffixes)]
+        return len(files) > 1 and None not in set(map(split_of_file, files))
+
+    def names(self) -> list[str]:
+        return self.files_with_suffix(self.suffixes)
 
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
@@ -83,153 +93,88 @@ class JsonlSource(Source):
         """Yield chunks of `rows_per_chunk` records, or up to a previous end: a file that grew keeps
         its chunks.
         """
-        self.check()
-        index = start = records = rows = 0
+        names = self.names()
+        splits = {} if self.name else splits_of_files(names)
+        index = 0
+        for name in names:
+            self.check(name)
+            ends = previous_chunk_ends if self.name else ()
+            for chunk in self._scan_file(name, rows_per_chunk, ends):
+                yield replace(chunk, index=index, split=splits.get(name))
+                index += 1
+
+    def _scan_file(
+        self, name: str, rows_per_chunk: int, previous_chunk_ends: Collection[int]
+    ) -> Iterator[SourceChunk]:
+        start = records = rows = 0
         first_line = 1
-        with open_sequential(self.folder / self.name) as file:
+        with open_sequential(self.folder / name) as file:
             lines = LineReader(file)
-            for record in self.iter_records(lines):
+
+            def chunk() -> SourceChunk:
+                digest = lines.digest.hexdigest()
+                return SourceChunk(0, name, start, lines.offset, first_line, rows, digest)
+
+            for record in self.iter_records(name, lines):
                 records += 1
                 rows += bool(record)
                 if records == rows_per_chunk or lines.offset in previous_chunk_ends:
-                    yield SourceChunk(
-                        index,
-                        self.name,
-                        start,
-                        lines.offset,
-                        first_line,
-                        rows,
-                        lines.digest.hexdigest(),
-                    )
-                    index += 1
+                    yield chunk()
                     start = lines.offset
                     first_line = lines.num_lines + 1
                     records = 0
                     rows = 0
                     lines.digest = hashlib.sha256()
             if lines.offset > start:
-                yield SourceChunk(
-                    index,
-                    self.name,
-                    start,
-                    lines.offset,
-                    first_line,
-                    rows,
-                    lines.digest.hexdigest(),
-                )
+                yield chunk()
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         line = chunk.first_line
-        with open_sequential(self.folder / self.name) as file:
+        with open_sequential(self.folder / chunk.file) as file:
             lines = LineReader(file, chunk.start, chunk.stop)
-            for record in self.iter_records(lines):
+            for record in self.iter_records(chunk.file, lines):
                 if record:
-                    yield line, f"{self.name}:{line}", record
+                    yield line, f"{chunk.file}:{line}", record
                 line = chunk.first_line + lines.num_lines
         if lines.digest.hexdigest() != chunk.signature:
             raise changed_error(chunk.file)
 
-    def check(self) -> None:
+    def check(self, name: str) -> None:
         """Raise DataError if the file is missing or clearly of another format."""
-        head = read_head(self.folder, self.name)
-        path = self.folder / self.name
+        head = read_head(self.folder, name)
         for mark, advice in _OTHER_FORMATS:
             if head.removeprefix(BOM).lstrip().startswith(mark):
-                raise DataError(f"{path} {advice}")
+                raise DataError(f"{self.folder / name} {advice}")
 
-    def iter_records(self, lines: LineReader) -> Iterator[Any]:
-        """Yield the records of lines; a blank record is empty."""
+    def iter_records(self, name: str, lines: LineReader) -> Iterator[Any]:
+        """Yield the records of the lines of a file; a blank record is empty."""
         return (line if line.strip() else b"" for line in lines)
 
     def parse(self, record: Any) -> dict[str, Any]:
         return parse_json(record)
 
-
-class CsvSource(JsonlSource):
-    """A .csv file; images are paths relative to it."""
-
-    title = "CSV"
-    suffixes: ClassVar[tuple[str, ...]] = (".csv",)
-    dialect: ClassVar[dict[str, Any]] = {"strict": True}
-
-    def iter_records(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
-        """Yield the fields of each record, each UTF-8 byte as one character; the header is
-        empty.
-        """
-        return (
-            [] if lines.offset <= self._header[1] else record for record in self._read_fields(lines)
-        )
-
-    def _read_fields(self, lines: LineReader) -> Iterator[list[str] | BadRow]:
-        csv.field_size_limit(MAX_FIELD_BYTES)
-        rows = csv.reader((line.decode("latin-1") for line in lines), **self.dialect)
-        while True:
-            try:
-                fields = next(rows)
-                yield fields if len(fields) > 1 or "".join(fields).strip() else []
-            except StopIteration:
-                return
-            except csv.Error as error:
-                problem = str(error).partition(" - ")[0]  # after it, Python's advice to programmers
-                detail = (
-                    f"not {self.title}: {problem} (quote fields with a newline or a carriage "
-                    "return)"
-                )
-                yield BadRow("parse", "csv", detail)
-
-    @cached_property
-    def _header(self) -> tuple[list[str], int]:
-        """Column names, and the byte offset of the end of their record. Raises DataError."""
-        path = self.folder / self.name
-        with open_sequential(path) as file:
-            lines = LineReader(file)
-            record = next((record for record in self._read_fields(lines) if record), [])
-        if not record:
-            raise DataError(
-                f"{path} is empty: its first line must name the columns, such as image,text"
-            )
-        try:
-            names = [name.strip() for name in _decode_fields(record)]
-        except BadRow as bad:
-            raise DataError(f"{path}: the line of column names: {bad.detail}") from None
-        if len(set(names)) < len(names):
-            raise DataError(f"{path}: duplicate column name: {', '.join(names)[:200]}")
-        return names, lines.offset
-
-    def parse(self, record: list[str] | BadRow) -> dict[str, Any]:
-        fields = _decode_fields(record)
-        names, _ = self._header
-        if len(fields) != len(names):
-            raise BadRow(
-                "parse", "columns", f"{len(fields)} fields, the first line names {len(names)}"
-            )
-        values: dict[str, Any] = {
-            name: field for name, field in zip(names, fields, strict=True) if field != ""
-        }
-        for column in _LIST_COLUMNS:
-            if (name := self.columns.get(column, column)) in values:
-                values[name] = load_json(values[name].encode())
-        if (name := self.columns.get("label", "label")) in values:
-            with suppress(ValueError):  # parse_row rejects a text
-                values[name] = int(values[name])
-        return values
+    def read(self, chunk: SourceChunk) -> Iterator[RawRow]:
+        folder = chunk.file.rpartition("/")[0]
+        for row in super().read(chunk):
+            if folder and not self.name and isinstance(row.values, dict):
+                row.values.update(_move_images(row.values, folder))
+            yield row
 
 
-class TsvSource(CsvSource):
-    """A .tsv file: tabs, no quoting; images are paths relative to it."""
+def _move_images(values: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Return the image columns with paths relative to the source instead of a folder in it."""
 
-    title = "TSV"
-    suffixes: ClassVar[tuple[str, ...]] = (".tsv",)
-    dialect: ClassVar[dict[str, Any]] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    def move(path: Any) -> Any:
+        is_path = isinstance(path, str) and is_safe_path(path)
+        return f"{folder}/{path}" if is_path else path
 
-
-def _decode_fields(record: list[str] | BadRow) -> list[str]:
-    if isinstance(record, BadRow):
-        raise record
-    try:
-        return [field.encode("latin-1").decode() for field in record]
-    except UnicodeDecodeError as error:
-        raise BadRow("parse", "encoding", f"not UTF-8 at byte {error.start} of a field") from None
+    return {
+        column: list(map(move, values[column]))
+        if isinstance(values[column], list)
+        else move(values[column])
+        for column in IMAGE_COLUMNS
+        if column in values
+    }
 
 
 def parse_json(data: bytes, strict: bool = True) -> dict[str, Any]:

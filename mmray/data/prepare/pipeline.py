@@ -193,7 +193,7 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     # None: only known after reading
     total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None
     size = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
-    log(f"{source_path}: {size} of {source.title}", "source")
+    log(f"{source_path}: {size} of {source.describe()}", "source")
     if layout := _format_layout_splits(source, chunks):
         log(f"{layout} {_SPLIT_HINTS.get(settings.split, _OTHER_SPLIT_HINT)}", "splits")
     if settings.allow_urls:

@@ -1,0 +1,242 @@
+"""CSV and TSV: the delimiter, the names of the columns and the quoting are found in the first line.
+
+The parser is Python's, made strict: others have no line numbers for records with quoted newlines,
+cannot start inside a file, and reject a whole file for one bad line.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, ClassVar, NamedTuple
+
+from mmray.data.formats.source import IMAGE_SUFFIXES, SourceChunk, check_columns, known_columns
+from mmray.data.formats.text_lines import JsonlSource, LineReader, load_json
+from mmray.data.rows import MESSAGE_COLUMNS, BadRow
+from mmray.errors import DataError
+from mmray.storage.paths import open_sequential
+
+# Limit of a field of a CSV, so that a missing quote does not consume the rest of the file.
+MAX_FIELD_BYTES = 1024 * 1024
+DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
+# JSON lists in a field of a CSV
+_LIST_COLUMNS = ("images", "texts", "boxes", "box_labels", *MESSAGE_COLUMNS)
+_SEPARATOR_LINE = re.compile(rb'"?sep=(.)"?\s*', re.I)  # of Excel
+# an image, also one with the number of its caption (Flickr8k), or an address
+_DATA = re.compile(rf"(\w+://.*|.*({'|'.join(map(re.escape, IMAGE_SUFFIXES))})(#\d+)?)", re.I)
+
+
+class _Layout(NamedTuple):
+    """Columns of a file and how it is written; its rows start at the byte `start`."""
+
+    names: list[str]
+    start: int
+    dialect: dict[str, Any]
+
+    @property
+    def delimiter(self) -> str:
+        return DELIMITERS.get(self.dialect["delimiter"], repr(self.dialect["delimiter"]))
+
+
+class CsvSource(JsonlSource):
+    """A .csv file with commas, tabs, semicolons or bars; images are paths relative to it."""
+
+    title = "CSV"
+    suffixes: ClassVar[tuple[str, ...]] = (".csv",)
+    delimiter: ClassVar[str] = ","
+
+    def check(self, name: str) -> None:
+        super().check(name)
+        layout = self._layout(name)
+        check_columns(layout.names, self.columns, f"{self.folder / name} ({self.describe()})")
+
+    def describe(self) -> str:
+        return f"{self.title} with the delimiter {self._layout(self.names()[0]).delimiter}"
+
+    def iter_records(self, name: str, lines: LineReader) -> Iterator[list[str] | BadRow]:
+        """Yield the fields of each record, each UTF-8 byte as one character; the header is
+        empty.
+        """
+        _, start, dialect = self._layout(name)
+        return (
+            [] if lines.offset <= start else record for record in self._read_fields(lines, dialect)
+        )
+
+    def _read_fields(
+        self, lines: LineReader, dialect: dict[str, Any]
+    ) -> Iterator[list[str] | BadRow]:
+        csv.field_size_limit(MAX_FIELD_BYTES)
+        rows = csv.reader((line.decode("latin-1") for line in lines), **dialect)
+        while True:
+            try:
+                fields = next(rows)
+                yield fields if len(fields) > 1 or "".join(fields).strip() else []
+            except StopIteration:
+                return
+            except csv.Error as error:
+                problem = str(error).partition(" - ")[0]  # after it, Python's advice to programmers
+                detail = (
+                    f"not {self.title}: {problem} (quote fields with a newline or a carriage "
+                    'return; within quotes, write a quote twice "", not with a backslash)'
+                )
+                yield BadRow("parse", "csv", detail)
+
+    def _layout(self, name: str) -> _Layout:
+        """Return the columns and the dialect of a file. Raises DataError."""
+        if name not in self._layouts:
+            self._layouts[name] = self._read_layout(name)
+        return self._layouts[name]
+
+    def _read_layout(self, name: str) -> _Layout:
+        path = self.folder / name
+        with open_sequential(path) as file:
+            lines = LineReader(file)
+            start = 0
+            first = next((line for line in lines if line.strip()), b"")
+            separator = _SEPARATOR_LINE.fullmatch(first)
+            if separator:
+                start = lines.offset
+                first = next((line for line in lines if line.strip()), b"")
+        _check_line_ends(first, str(path))
+        text = first.decode(errors="replace")
+        delimiter = separator[1].decode("latin-1") if separator else self._find_delimiter(text)
+        dialect = self._dialect(delimiter, text)
+        with open_sequential(path) as file:
+            lines = LineReader(file, start)
+            record = next((each for each in self._read_fields(lines, dialect) if each), [])
+        if not record:
+            raise DataError(
+                f"{path} is empty: its first line must name the columns, such as image,text"
+            )
+        try:
+            names = [name.strip() for name in _decode_fields(record)]
+        except BadRow as bad:
+            raise DataError(f"{path}: the line of column names: {bad.detail}") from None
+        theirs = set(self.columns.values())
+        numbers = [str(number) for number in range(1, len(names) + 1)]
+        if theirs and theirs <= set(numbers) and not theirs & set(names):
+            return _Layout(numbers, start, dialect)
+        self._check_names(names, str(path))
+        return _Layout(names, lines.offset, dialect)
+
+    def _find_delimiter(self, line: str) -> str:
+        """Return the delimiter with which most fields of the first line are known columns,
+        otherwise that of the format, otherwise the one with most fields.
+        """
+        known = known_columns(self.columns)
+
+        def rank(delimiter: str) -> tuple[int, bool, int]:
+            fields = next(csv.reader([line], delimiter=delimiter), [])
+            is_default = delimiter == self.delimiter and len(fields) > 1
+            return sum(field.strip() in known for field in fields), is_default, len(fields)
+
+        return max((self.delimiter, *DELIMITERS), key=rank)
+
+    def _dialect(self, delimiter: str, line: str) -> dict[str, Any]:
+        """Return the options of `csv.reader`; a header `image, text` has spaces to skip."""
+        return {
+            "delimiter": delimiter,
+            "strict": True,
+            "skipinitialspace": f"{delimiter} " in line,
+        }
+
+    def _check_names(self, names: list[str], place: str) -> None:
+        """Raise DataError if a name is repeated, or the first line has no names but a row."""
+        if len(set(names)) < len(names):
+            raise DataError(f"{place}: duplicate column name: {', '.join(names)[:200]}")
+        if known_columns(self.columns).isdisjoint(names):
+            data = [number for number, name in enumerate(names, 1) if _DATA.fullmatch(name)]
+            if data:
+                text = next((n for n in range(1, len(names) + 1) if n not in data), data[0])
+                raise DataError(
+                    f"{place}: the first line has no names of columns but a row "
+                    f"({', '.join(names)[:200]}). Number the columns: "
+                    f"--columns image={data[0]} text={text}"
+                )
+
+    def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
+        layout = self._layout(chunk.file)
+        for line, location, record in super().records(chunk):
+            yield line, location, (layout, record)
+
+    def parse(self, record: tuple[_Layout, list[str] | BadRow]) -> dict[str, Any]:
+        layout, fields_or_error = record
+        fields = _decode_fields(fields_or_error)
+        names = layout.names
+        if len(fields) != len(names):
+            hint = (
+                f" (a field that contains the delimiter, {layout.delimiter}, needs quotes)"
+                if len(fields) > len(names)
+                else ""
+            )
+            raise BadRow(
+                "parse", "columns", f"{len(fields)} fields, but {len(names)} columns{hint}"
+            )
+        values: dict[str, Any] = {
+            column: field for column, field in zip(names, fields, strict=True) if field != ""
+        }
+        for column in _LIST_COLUMNS:
+            if (theirs := self.columns.get(column, column)) in values:
+                values[theirs] = _parse_list(values[theirs])
+        if (theirs := self.columns.get("label", "label")) in values:
+            with suppress(ValueError):  # a name of a class
+                values[theirs] = float(values[theirs])
+                values[theirs] = int(values[theirs])
+        return values
+
+
+class TsvSource(CsvSource):
+    """A .tsv file: tabs, no quoting; images are paths relative to it."""
+
+    title = "TSV"
+    suffixes: ClassVar[tuple[str, ...]] = (".tsv",)
+    delimiter: ClassVar[str] = "\t"
+
+    def _dialect(self, delimiter: str, line: str) -> dict[str, Any]:
+        if delimiter == "\t":
+            return {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+        return super()._dialect(delimiter, line)
+
+
+def _check_line_ends(line: bytes, place: str) -> None:
+    """Raise DataError for text of which Python's csv gives no useful error."""
+    if b"\0" in line:
+        raise DataError(
+            f"{place} has zero bytes, as UTF-16 without a byte order mark has: convert it with "
+            "`iconv -f UTF-16LE -t UTF-8 FILE > NEW`"
+        )
+    if b"\r" in line.rstrip(b"\r\n"):
+        raise DataError(
+            f"{place}: lines end with a carriage return only (old Macs): convert them with "
+            "`tr '\\r' '\\n' < FILE > NEW`"
+        )
+
+
+def _parse_list(text: str) -> Any:
+    """Return the list of a field: JSON, or Python's notation, which pandas writes.
+
+    Raises BadRow.
+    """
+    try:
+        return load_json(text.encode())
+    except BadRow:
+        if text.startswith("["):
+            with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+                return ast.literal_eval(text)
+        raise
+
+
+def _decode_fields(record: list[str] | BadRow) -> list[str]:
+    if isinstance(record, BadRow):
+        raise record
+    try:
+        return [field.encode("latin-1").decode() for field in record]
+    except UnicodeDecodeError as error:
+        detail = (
+            f"not UTF-8 at byte {error.start} of a field (byte {error.object[error.start]:#x}; "
+            "a file of Windows is converted with `iconv -f CP1252 -t UTF-8 FILE > NEW`)"
+        )
+        raise BadRow("parse", "encoding", detail) from None

@@ -1,0 +1,128 @@
+"""CSV as spreadsheets and other programs write it, and folders of text files with splits."""
+
+import json
+
+import pytest
+
+from mmray.data.formats import listing
+from mmray.data.formats.detect import detect_source
+from mmray.errors import DataError
+from tests.data.formats.test_formats import prepared
+from tests.data.prepare.test_pipeline import color_image
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a file next to two images."""
+    for number in range(2):
+        (tmp_path / f"{number}.png").write_bytes(color_image(number))
+
+    def write(data, name="rows.csv"):
+        (tmp_path / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+        return tmp_path / name
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("data", "delimiter"),
+    [
+        ("image\ttext\n0.png\tone, two\n1.png\tthree\n", "tab"),
+        ("image;text\r\n0.png;one, two\r\n1.png;three\r\n", "semicolon"),
+        ("image|text\n0.png|one, two\n1.png|three\n", "bar"),
+        ("sep=;\r\nimage;text\r\n0.png;one, two\r\n1.png;three\r\n", "semicolon"),
+        ('"sep=|"\nimage|text\n0.png|one, two\n1.png|three\n', "bar"),
+        ('image, text\n0.png, "one, two"\n1.png, three\n', "comma"),
+        ('\ufeffimage,text\n0.png,"one, two"\n1.png,three\n', "comma"),
+        # the delimiter with the known names, not the one with most fields
+        ("image;text;a,b,c,d\n0.png;one, two;x\n1.png;three;x\n", "semicolon"),
+    ],
+)
+def test_delimiter_is_found_and_logged(write, tmp_path, data, delimiter):
+    source = write(data)
+    logs = []
+    _, rows, faults = prepared(source, tmp_path / "out", log=lambda text, _: logs.append(text))
+    assert [row.texts for row in rows] == [["one, two"], ["three"]] and faults == {}
+    assert f"2 rows of CSV with the delimiter {delimiter}" in logs[0]
+
+
+def test_csv_with_another_suffix_is_read(write, tmp_path):
+    source = write("image,caption\n0.png,one\n1.png,two\n", "captions.txt")
+    with pytest.raises(DataError, match=r"none is `text`; name one with --columns text=caption"):
+        prepared(source, tmp_path / "none")
+    manifest, _, _ = prepared(source, tmp_path / "out", columns=("text=caption",))
+    assert manifest.num_rows == 2
+    rows = write('{"image": "0.png", "text": "x"}\n', "rows.txt")
+    assert detect_source(str(rows)).format == "jsonl"
+
+
+def test_file_without_names_of_columns_is_refused_until_they_are_numbered(write, tmp_path):
+    source = write("one\t0.png\ntwo\t1.png\n", "rows.tsv")
+    with pytest.raises(DataError, match=r"no names.*row \(one, 0\.png\).*image=2 text=1"):
+        prepared(source, tmp_path / "none")
+    _, rows, _ = prepared(source, tmp_path / "out", columns=("image=2", "text=1"))
+    assert [(row.texts, row.source) for row in rows] == [
+        (["one"], "rows.tsv:1"),
+        (["two"], "rows.tsv:2"),
+    ]
+    flickr = write("0.png#0\tone\n1.png#1\ttwo\n", "token.txt")
+    with pytest.raises(DataError, match=r"image=1 text=2"):
+        prepared(flickr, tmp_path / "flickr")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("image,text\n0.png,x\n".encode("utf-16"), "is UTF-16: convert it with `iconv"),
+        ("image,text\n0.png,x\n".encode("utf-16-le"), "zero bytes.*iconv -f UTF-16LE"),
+        (b"image,text\r0.png,x\r1.png,y\r", "carriage return only"),
+        (b"file_name,title\n0.png,x\n", r"--columns image=file_name text=title"),
+        (b"path;x\n0.png;y\n", r"\(CSV with the delimiter semicolon\) has the columns path, x"),
+        (b"image,text\n0.png,caf\xe9\n", "iconv -f CP1252"),
+        (b"image,text\n0.png,one, two\n", "the delimiter, comma, needs quotes"),
+        (b'image,text\n0.png,"a \\"big\\" one"\n', "not with a backslash"),
+    ],
+)
+def test_refusal_names_what_was_found_and_the_fix(write, tmp_path, data, message):
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        prepared(write(data), tmp_path / "out")
+
+
+def test_python_lists_in_a_field_are_captions(write, tmp_path):
+    source = write("image,texts\n0.png,\"['one', 'two']\"\n1.png,\"['it''s', x]\"\n")
+    _, rows, faults = prepared(source, tmp_path / "out")
+    assert rows[0].texts == ["one", "two"] and faults == {"rows.csv:3": "json"}
+
+
+def test_json_array_is_streamed(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(listing, "_PIECE_BYTES", 7)
+    items = [
+        {"image": f"{n}.png", "text": "café [x], {y}", "text_file": ["/etc/passwd"]}
+        for n in range(2)
+    ]
+    for number, text in enumerate(
+        (json.dumps(items, ensure_ascii=False), json.dumps(items, indent=1))
+    ):
+        source = write(f"\ufeff {text}\n", f"{number}.json")
+        _, rows, faults = prepared(source, tmp_path / f"out{number}")
+        assert [row.texts for row in rows] == [["café [x], {y}"]] * 2 and not faults
+        assert rows[1].source == f"{number}.json:item 2"
+    with pytest.raises(DataError, match="item 3 of the array is not JSON"):
+        prepared(write(text[:-2] + ", {broken", "bad.json"), tmp_path / "bad")
+
+
+def test_folder_of_text_files_with_splits_is_one_source(tmp_path):
+    for split, numbers in (("train", range(3)), ("val", range(3, 5))):
+        folder = tmp_path / "raw" / split
+        folder.mkdir(parents=True)
+        lines = []
+        for number in numbers:
+            (folder / f"{number}.png").write_bytes(color_image(number))
+            lines.append(json.dumps({"image": f"{number}.png", "text": f"color {number}"}))
+        (folder / "metadata.jsonl").write_text("\n".join(lines))
+    manifest, rows, _ = prepared(tmp_path / "raw", tmp_path / "out")
+    assert manifest.splits == {"train": 3, "val": 2}
+    assert rows[0].source == "train/metadata.jsonl:1"
+    assert detect_source(str(tmp_path / "raw")).format == "jsonl"
