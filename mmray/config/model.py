@@ -158,6 +158,8 @@ class Model(Section, settings_prefix="model"):
     branches: ClassVar[tuple[str, ...]] = ()
     # Whether the branches share nothing but the loss, as `train.parallel branches` needs.
     shares_only_loss: ClassVar[bool] = False
+    # Whether a row must have exactly one image.
+    takes_one_image: ClassVar[bool] = True
     # Built-in objectives that can train the model, the usual one first; empty: as above.
     objectives: ClassVar[tuple[str, ...]] = ()
 

@@ -4,6 +4,7 @@ batch and steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -19,7 +20,7 @@ from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
-from mmray.errors import UsageError
+from mmray.errors import DataError, UsageError
 from mmray.storage.paths import RemotePath, to_path
 from mmray.training.reporter import RunReporter
 
@@ -66,6 +67,8 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
             f"{held_out[0]}: --data.eval-split {held_out[0]}",
             "evaluate",
         )
+    if config.model.takes_one_image:
+        _check_one_image_a_row(config, [*train_sets, *([eval_set] if eval_set else [])], reporter)
     batch = batch_on_device(config)
     shape = resolve_batch_shape(batch, config.cluster.max_workers)
     rows_per_block, blocks_per_window = shuffle_block_and_window(
@@ -114,6 +117,31 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     return ResolvedRun(
         resolved_config, train_set, eval_set, tokenizer_json, shape, steps, data_identity
     )
+
+
+def _check_one_image_a_row(
+    config: Config, sets: Sequence[PreparedSet], reporter: RunReporter
+) -> None:
+    """Log the rows of each set that have not exactly one image.
+
+    Raises DataError if they are more than the run may quarantine.
+    """
+    for prepared in sets:
+        by_number = prepared.rows_by_num_images
+        without = by_number.get(0, 0)
+        several = sum(by_number.values()) - without - by_number.get(1, 0)
+        if not without and not several:
+            continue
+        counts = (
+            f"{prepared.folder} has {without:,} rows without an image and {several:,} with several "
+            f"among {prepared.num_rows:,}, and model.kind {config.model.kind} takes one image a row"
+        )
+        if without + several > config.data.max_bad_rows:
+            raise DataError(
+                f"{counts}. Train a vision-language model, or write one row per image and prepare "
+                "the source again"
+            )
+        reporter.log(f"{counts}: they are not used", "images")
 
 
 def eval_prepare_settings(config: Config, source: str) -> Prepare:

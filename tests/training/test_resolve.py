@@ -8,7 +8,7 @@ import pytest
 from mmray.config import Evaluate, Prepare
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.text.chat import build_encoder
-from mmray.errors import UsageError
+from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import build_evaluator
 from mmray.training.backend import Attempt, resume_point
 from mmray.training.resolve import resolve_run
@@ -112,3 +112,34 @@ def test_language_tokens_are_those_of_the_sets(tmp_path):
         UsageError, match="no token for language 'en'; its language tokens are de, fr"
     ):
         resolve_run(asked, Silent())
+
+
+def test_models_of_one_image_refuse_sets_with_another_number(tmp_path):
+    rows = [row(number) for number in range(20)]
+    rows[3].media = []
+    rows[5].media = rows[5].media * 2
+    rows[9].media = rows[9].media * 3
+    make_set(tmp_path / "set", rows)
+    wanted = config(tmp_path / "set", tmp_path, "run")
+    strict = wanted.replace(data=wanted.data.replace(max_bad_rows=2))
+    with pytest.raises(
+        DataError, match=r"1 rows without an image and 2 with several among 20.*takes one image"
+    ):
+        resolve_run(strict, Silent())
+    lenient = wanted.replace(data=wanted.data.replace(max_bad_rows=3))
+    resolved = resolve_run(lenient, Silent())
+    attempt = Attempt(
+        resolved,
+        tmp_path,
+        0,
+        resolved.config,
+        resolved.batch_shape,
+        checkpoint=None,
+        bad_rows=set(),
+    )
+    reader = attempt.worker_context(1).reader
+    plan = resume_point(resolved, None, 1).plan
+    block = reader.read_block(plan, np.arange(20))
+    unused = plan.row_ids_at(block["pos"][~block["valid"]])
+    assert sorted(unused.tolist()) == [3, 5, 9]
+    assert reader.explain_bad_row(5)[1:] == ("image-count", "the row has 2 images, not one")
