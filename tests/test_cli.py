@@ -71,10 +71,6 @@ OWN = ["--model.kind", "mine:Net", "--model.settings"]
             ["--data.shuffle=false", "--batch.group-by-length"],
             {"data.shuffle": False, "batch.group_by_length": True},
         ),
-        *(
-            (["--train.channels-last", *word], {"train.channels_last": value})
-            for word, value in (([], True), (["False"], False), (["auto"], "auto"))
-        ),
         # `true` is a class name here
         (["--evaluate.classes", "true", "null"], {"evaluate.classes": ["true", "null"]}),
         (

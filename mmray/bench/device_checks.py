@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[config.Model, str]] = {
         "contrastive + 0.5 * matching + classification",
     ),
     "generative": (
-        config.Generative(inputs=CHAT, image=IMAGE, text=config.Decoder(**SHAPE)),
+        config.Generative(inputs=CHAT, image=IMAGE, text=config.ClipText(**SHAPE)),
         "language_modelling",
     ),
 }
@@ -98,7 +98,6 @@ def spec_of(
         **{
             "precision": "fp32",
             "compile": "none",
-            "channels_last": False,
             "log_every": 2,
             "checkpoint_every": 0,
         }
@@ -154,9 +153,7 @@ def compare(limit: float, **pairs: tuple[Tensor, Tensor]) -> dict[str, float]:
 
 
 def check_run(kind: str, device: torch.device) -> dict[str, float]:
-    """A run equals that of a CPU, with EMA, activation checkpointing and channels-last, and when it
-    is resumed.
-    """
+    """A run equals that of a CPU, with EMA and activation checkpointing, and when it is resumed."""
     states: dict[int, Any] = {}
 
     def save(step: int, state: dict[str, Any], _metrics: Any, _last: bool) -> None:
@@ -166,7 +163,6 @@ def check_run(kind: str, device: torch.device) -> dict[str, float]:
 
     settings: dict[str, Any] = {
         "activation_checkpointing": ("image", "text"),
-        "channels_last": True,
         "ema": 0.9,
     }
     whole = train(kind, device, options={"save": save}, checkpoint_every=2, **settings)

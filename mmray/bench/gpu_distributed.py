@@ -34,8 +34,7 @@ def nccl(device: torch.device) -> Iterator[Case]:
     into pinned memory.
     """
     yield "process group", partial(process_group, device)
-    for compression in ("none", "bf16"):
-        yield f"ddp, gradients {compression}", partial(ddp, device, compression)
+    yield "ddp", partial(ddp, device)
     yield "fsdp", partial(fsdp, device)
     yield "checkpoint staging", partial(staging, device)
 
@@ -76,13 +75,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def ddp(device: torch.device, compression: str) -> dict[str, float]:
+def ddp(device: torch.device) -> dict[str, float]:
     """Accumulated gradients of DDP's reducer equal those of the module alone."""
     expected = gradients(device, model_of(device))
-    model = strategy._replicate(model_of(device), compression)
+    model = strategy._replicate(model_of(device))
     largest = expected.abs().max()
-    limit = tolerance(KIND, device) if compression == "none" else 1e-2
-    return compare(limit, from_module=(gradients(device, model) / largest, expected / largest))
+    return compare(
+        tolerance(KIND, device),
+        from_module=(gradients(device, model) / largest, expected / largest),
+    )
 
 
 def fsdp(device: torch.device) -> dict[str, float]:

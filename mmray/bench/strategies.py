@@ -43,16 +43,6 @@ MEASUREMENTS = (
 # Name: settings of `train`. The kinds in ONE_WORKER run with one worker.
 STRATEGIES: dict[str, dict[str, Any]] = {
     BASELINE: {"parallel": "ddp", "precision": "fp32"},
-    "ddp fp32, bf16 gradients": {
-        "parallel": "ddp",
-        "precision": "fp32",
-        "grad_compression": "bf16",
-    },
-    "ddp fp32, fp16 gradients": {
-        "parallel": "ddp",
-        "precision": "fp32",
-        "grad_compression": "fp16",
-    },
     "ddp bf16": {"parallel": "ddp", "precision": "bf16"},
     "ddp fp16": {"parallel": "ddp", "precision": "fp16"},
     "fsdp fp32": {"parallel": "fsdp", "precision": "fp32"},
@@ -111,7 +101,7 @@ def _time_row(
     if train["parallel"] in ONE_WORKER:
         config = config.with_cluster(workers=1)
     config = config.replace(
-        train=config.train.replace(**{"grad_compression": "none", "profile": 0, **train}),
+        train=config.train.replace(**{"profile": 0} | train),
         batch=config.batch.replace(
             global_=shape.global_batch_size, micro=shape.micro_batch_size, accumulation=None
         ),

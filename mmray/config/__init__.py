@@ -24,7 +24,6 @@ from mmray.config.model import (
     ClipText,
     CrossAttention,
     CustomModel,
-    Decoder,
     Fusion,
     Generative,
     ImageTower,

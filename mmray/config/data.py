@@ -97,13 +97,6 @@ class Prepare(Section, settings_prefix="prepare"):
     check_contamination: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = Field(
         (), description="Count rows whose image is also in this prepared set, such as a benchmark."
     )
-    phash_distance: int = Field(
-        7,
-        ge=-1,
-        le=31,
-        description="Maximum distance of near-duplicates' 256-bit perceptual "
-        "hashes; -1: exact only.",
-    )
     drop_overlap: bool = Field(
         False,
         description="Quarantine rows found by `check_contamination`, and training rows also "
@@ -193,9 +186,6 @@ class Data(Section, settings_prefix="data"):
     local_cache_gb: float = Field(20.0, gt=0, description="Size limit of the local cache in GB.")
     block_mb: float = Field(
         24.0, gt=0, le=512, description="Maximum size of a Ray Data block in MB."
-    )
-    max_bad_rows: int = Field(
-        16, ge=0, description="Maximum number of unreadable rows before training fails."
     )
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from pydantic import (
     PositiveFloat,
     SerializeAsAny,
     field_validator,
+    model_validator,
 )
 
 from mmray import plugins
@@ -23,9 +24,6 @@ from mmray.errors import UsageError
 
 Fit = Literal["squash", "crop", "pad"]
 Interpolation = Literal["bilinear", "bicubic"]
-Width = Annotated[int, Field(ge=8, description="Hidden size.")]
-Depth = Annotated[int, Field(ge=1, description="Number of layers.")]
-Heads = Annotated[int, Field(ge=1, description="Attention heads.")]
 Patch = Annotated[int, Field(ge=1, description="Side of a patch in pixels.")]
 Dropout = Annotated[float, Field(ge=0, lt=1, description="Dropout of hidden states and attention.")]
 EmbedDim = Annotated[int, Field(ge=2, description="Size of the shared embedding.")]
@@ -151,6 +149,14 @@ class Lora(Section, settings_prefix="model.lora"):
     )
 
 
+class Transformer(Section):
+    """Shape of a transformer; each model kind has its own default."""
+
+    width: int = Field(128, ge=8, description="Hidden size.")
+    depth: int = Field(2, ge=1, description="Number of layers.")
+    heads: int = Field(4, ge=1, description="Attention heads.")
+
+
 class Model(Section, settings_prefix="model"):
     """Settings common to all model kinds; data, evaluation and export use only these."""
 
@@ -169,6 +175,24 @@ class Model(Section, settings_prefix="model"):
         0, ge=0, description="Rows of the token embedding; 0: the tokenizer's vocabulary size."
     )
     lora: Lora = Lora()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_sections(cls, values: Any) -> Any:
+        """Complete sections that are given in part, such as `text: {depth: 6}`, with the defaults
+        of this model kind, because the same section has other defaults in another kind.
+        """
+        if not isinstance(values, dict):
+            return values
+        completed = dict(values)
+        for name, field in cls.model_fields.items():
+            default = field.default
+            given = values.get(name)
+            if isinstance(default, Section) and type(given) is type(default):
+                given = {key: getattr(given, key) for key in given.model_fields_set}
+            if isinstance(default, Section) and isinstance(given, dict):
+                completed[name] = dict(default) | given
+        return completed
 
     def with_vocab(self, vocab_size: int, pad_id: int | None) -> Self:
         """Return the model with vocabulary size and padding token of its tokenizer, unless set.
@@ -227,8 +251,8 @@ class EmbeddingModel(Model):
     logit_bias: LogitBias = None
 
 
-class ImageTower(Section, settings_prefix="model.image"):
-    """Image tower."""
+class ImageTower(Transformer, settings_prefix="model.image"):
+    """Image tower; `width` is the channels of the first stage of a convnet, `depth` its stages."""
 
     name: Literal[
         "convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101", "transformers"
@@ -242,15 +266,10 @@ class ImageTower(Section, settings_prefix="model.image"):
         description="`none`, `pretrained`, or a weights file; `transformers`: a saved "
         "folder or a hub name.",
     )
-    width: int = Field(
-        48, ge=8, description="Channels of the first stage (convnet) or hidden size (vit)."
-    )
-    depth: int = Field(4, ge=1, description="Stages (convnet) or layers (vit).")
-    heads: Heads = 4
     patch: Patch = 16
 
 
-class TextTower(Section, settings_prefix="model.text"):
+class TextTower(Transformer, settings_prefix="model.text"):
     """Text tower: a transformer, or a pretrained one such as BERT, whose weights define its
     shape.
     """
@@ -258,16 +277,13 @@ class TextTower(Section, settings_prefix="model.text"):
     weights: Weights = Field(
         "none", description="`none`, a folder saved by transformers, or a hub name (BERT etc.)."
     )
-    width: Width = 128
-    depth: Depth = 2
-    heads: Heads = 4
     dropout: Dropout = 0.0
 
 
 class TowerModel(EmbeddingModel):
     """Base of models with an image tower and a text tower."""
 
-    image: ImageTower = ImageTower()
+    image: ImageTower = ImageTower(width=48, depth=4)
     text: TextTower = TextTower()
     embed_dim: EmbedDim = 256
     batch_norm: Literal["local", "frozen", "synced"] = Field(
@@ -328,12 +344,9 @@ class TwoTower(TowerModel):
     kind: Annotated[Literal["two_tower"], _KIND] = "two_tower"
 
 
-class CrossAttention(Section, settings_prefix="model.cross"):
+class CrossAttention(Transformer, settings_prefix="model.cross"):
     """Cross-attention layers between text tokens and image features."""
 
-    width: Width = 256
-    depth: Depth = 4
-    heads: Heads = 8
     dropout: Dropout = 0.0
 
 
@@ -345,7 +358,7 @@ class Fusion(TowerModel):
     objectives = ("contrastive", "sigmoid", "matching", "classification", "region_text")
 
     kind: Annotated[Literal["fusion"], _KIND] = "fusion"
-    cross: CrossAttention = CrossAttention()
+    cross: CrossAttention = CrossAttention(width=256, depth=4, heads=8)
     matching: bool = Field(True, description="Image-text matching head (objective `matching`).")
     classes: int = Field(
         0, ge=0, description="Classes of the classification head (`classification`); 0: none."
@@ -361,21 +374,14 @@ class Fusion(TowerModel):
         return super().unsupported_reasons() + _head_reasons(self.cross)
 
 
-class ClipImage(Section, settings_prefix="model.image"):
+class ClipImage(Transformer, settings_prefix="model.image"):
     """Image encoder of CLIP or SigLIP; pretrained weights define its shape."""
 
-    width: Width = 768
-    depth: Depth = 12
-    heads: Heads = 12
-    patch: Patch = 32
+    patch: Patch = 16
 
 
-class ClipText(Section, settings_prefix="model.text"):
-    """Text encoder of CLIP or SigLIP; pretrained weights define its shape."""
-
-    width: Width = 512
-    depth: Depth = 12
-    heads: Heads = 8
+class ClipText(Transformer, settings_prefix="model.text"):
+    """Text encoder of CLIP or SigLIP, or a language model; pretrained weights define its shape."""
 
 
 class HfModel(Model):
@@ -405,8 +411,8 @@ class HfModel(Model):
 class ClipFamily(HfModel, EmbeddingModel):
     """Base of transformers' CLIP and SigLIP."""
 
-    image: ClipImage = ClipImage()
-    text: ClipText = ClipText()
+    image: ClipImage = ClipImage(width=768, depth=12, heads=12, patch=32)
+    text: ClipText = ClipText(width=512, depth=12, heads=8)
     patch_dropout: float = Field(
         0.0, ge=0, lt=1, description="Fraction of image patches dropped in training."
     )
@@ -429,8 +435,8 @@ class Siglip(ClipFamily):
 
     kind: Annotated[Literal["siglip"], _KIND] = "siglip"
     inputs: Inputs = Inputs(fit="squash", mean=(0.5,) * 3, std=(0.5,) * 3)
-    image: ClipImage = ClipImage(patch=16)
-    text: ClipText = ClipText(width=768, heads=12)
+    image: ClipImage = ClipImage(width=768, depth=12, heads=12)
+    text: ClipText = ClipText(width=768, depth=12, heads=12)
     temperature: Temperature = 0.1
     logit_bias: LogitBias = -10.0
     pad_id: int | None = Field(
@@ -445,12 +451,6 @@ class Siglip(ClipFamily):
         )
 
 
-class Decoder(ClipText):
-    """Language model; pretrained weights define its shape."""
-
-    depth: Depth = 8
-
-
 class Generative(HfModel):
     """transformers' LLaVA: image features in Llama's token sequence; the loss covers the
     assistant's messages.
@@ -461,8 +461,8 @@ class Generative(HfModel):
 
     kind: Annotated[Literal["generative"], _KIND] = "generative"
     inputs: ChatInputs = ChatInputs()
-    image: ClipImage = ClipImage(patch=16)
-    text: Decoder = Decoder()
+    image: ClipImage = ClipImage(width=768, depth=12, heads=12)
+    text: ClipText = ClipText(width=512, depth=8, heads=8)
 
     def unsupported_reasons(self) -> list[str]:
         if not self.is_checkpoint_file:

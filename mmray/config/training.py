@@ -52,7 +52,7 @@ class Optimizer(Section, settings_prefix="optimizer"):
         "`package.module:Class`, such as `torch.optim:SGD`.",
     )
     settings: dict[str, bool | int | float | str] = Field(
-        {}, description="Further arguments of the optimizer's class."
+        {}, description="Further arguments of the optimizer's class, such as `eps 1e-8`."
     )
     lr: float = Field(5e-4, gt=0, description="Peak learning rate.")
     final_lr_fraction: float = Field(
@@ -65,7 +65,6 @@ class Optimizer(Section, settings_prefix="optimizer"):
     betas: tuple[Fraction, Fraction] = Field(
         (0.9, 0.98), description="Betas of the built-in optimizers."
     )
-    eps: float = Field(1e-6, gt=0, description="Epsilon of the built-in optimizers.")
     clip_norm: float = Field(1.0, ge=0, description="Maximum gradient norm; 0: no clipping.")
     schedule: str = Field(
         "cosine",
@@ -141,11 +140,6 @@ class Train(Section, settings_prefix="train"):
         "auto: on one GPU with one micro-batch per step, for towers without dropout and updated "
         "BatchNorm, without activation checkpointing, if memory allows.",
     )
-    channels_last: bool | Literal["auto"] = Field(
-        "auto",
-        description="Channels-last memory format (faster convolutions); auto: on GPUs, not "
-        "if sharded.",
-    )
     deterministic: bool = Field(
         False, description="Use torch's deterministic algorithms (slower on a GPU)."
     )
@@ -153,14 +147,6 @@ class Train(Section, settings_prefix="train"):
         "ddp",
         description="DDP; FSDP2 over all workers or (hsdp) within a node; a worker with a GPU per "
         "branch; one process.",
-    )
-    fsdp_sync: Literal["micro_batch", "step"] = Field(
-        "micro_batch",
-        description="When fsdp and hsdp reduce gradients; once per step is faster, but needs "
-        "memory for all of them.",
-    )
-    grad_compression: Literal["none", "bf16", "fp16"] = Field(
-        "none", description="Dtype of DDP's gradient all-reduce."
     )
     profile: int = Field(
         0, ge=0, description="Steps to record with torch.profiler into the run's folder."

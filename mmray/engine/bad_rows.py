@@ -22,6 +22,9 @@ from mmray.storage.paths import AnyPath, append_line
 if TYPE_CHECKING:
     from mmray.config import Config
 
+# `prepare` decoded all rows. More that cannot be read are a fault of the storage or of the source.
+MAX_BAD_ROWS = 16
+
 
 def quarantine_bad_rows(
     blocks: Iterable[Block],
@@ -32,7 +35,7 @@ def quarantine_bad_rows(
     count_bad_row: Callable[[int], int],
 ) -> Iterator[Block]:
     """Yield the blocks; write rows that could not be read to quarantine.jsonl, up to
-    `data.max_bad_rows`.
+    MAX_BAD_ROWS.
 
     Each row is written and counted once, over all ranks, epochs and attempts.
     """
@@ -54,13 +57,11 @@ def quarantine_bad_rows(
                 "detail": detail,
             }
             append_line(folder / QUARANTINE, orjson.dumps(entry))
-            if num_bad > config.data.max_bad_rows:
+            if num_bad > MAX_BAD_ROWS:
                 raise DataError(
-                    f"{num_bad} rows could not be read (data.max_bad_rows "
-                    f"{config.data.max_bad_rows}), the last: row "
+                    f"{num_bad} rows could not be read, more than {MAX_BAD_ROWS}, the last: row "
                     f"{row} ({key}, {source}): {reason}: {detail}. All are listed in "
-                    f"{folder / QUARANTINE}; run "
-                    "`mmray prepare` again from the source"
+                    f"{folder / QUARANTINE}; run `mmray prepare` again from the source"
                 )
         yield block
 

@@ -147,9 +147,7 @@ def probe_memory(
         torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
     weights = list(state.model.parameters())
     moments = tree_leaves(state.optimizer.state_dict()["state"])
-    gradients: list[Tensor] = [weight for weight in weights if weight.requires_grad]
-    if not getattr(state.model, "sync_once", False):
-        gradients = [strategy.to_local(weight) for weight in gradients]
+    gradients = [strategy.to_local(weight) for weight in weights if weight.requires_grad]
     # Of sharded tensors, this rank's shard; rank 0, whose table is logged, has the largest.
     sizes = {
         "parameters": sum(strategy.to_local(weight).nbytes for weight in weights),

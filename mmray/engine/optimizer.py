@@ -29,11 +29,14 @@ if TYPE_CHECKING:
 Groups = list[dict[str, Any]]
 LR_SCALE = "lr_scale"  # key of a parameter group: its multiplier of the learning rate
 IS_HIDDEN = "is_hidden"  # key of a parameter group: its weights are matrices between hidden states
-BUILT_IN = {  # class, the settings that it takes, and its extra of pip
-    "adamw": (f"{__name__}:EagerAdamW", ("betas", "eps"), ""),
-    "muon": (f"{__name__}:MuonAndAdamW", ("betas", "eps"), ""),
-    "lion": ("timm.optim:Lion", ("betas",), "timm"),
-    "adamw8bit": ("bitsandbytes.optim:AdamW8bit", ("betas", "eps"), "bitsandbytes"),
+EPSILON: dict[str, Any] = {
+    "eps": 1e-6
+}  # CLIP's for ViTs; torch's 1e-8 is too small for gradients in bf16
+BUILT_IN = {  # class, its default arguments, and its extra of pip
+    "adamw": (f"{__name__}:EagerAdamW", EPSILON, ""),
+    "muon": (f"{__name__}:MuonAndAdamW", EPSILON, ""),
+    "lion": ("timm.optim:Lion", {}, "timm"),
+    "adamw8bit": ("bitsandbytes.optim:AdamW8bit", EPSILON, "bitsandbytes"),
 }
 NORM_EPSILON = 1e-6  # of torch's clip_grads_with_norm_
 COOLDOWN_FRACTION = 0.2  # of the steps after warm-up, in which the schedule `cooldown` decays
@@ -135,16 +138,15 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 def _construct(config: OptimizerConfig, groups: Groups) -> Optimizer:
-    name, settings, extra = BUILT_IN.get(config.kind, (config.kind, (), ""))
+    name, arguments, extra = BUILT_IN.get(config.kind, (config.kind, {}, ""))
+    betas = {"betas": config.betas} if config.kind in BUILT_IN else {}
     try:
         build = plugins.load_class(name, "optimizer.kind", tuple(BUILT_IN))
     except UsageError as error:
         install = f'. Install it on every node: pip install "mmray[{extra}]"' if extra else ""
         raise UsageError(f"{error}{install}") from error
     try:
-        optimizer = build(
-            groups, **{name: getattr(config, name) for name in ("lr", *settings)} | config.settings
-        )
+        optimizer = build(groups, **{"lr": config.lr} | betas | arguments | config.settings)
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"optimizer.kind: cannot build `{config.kind}`: {error}; see optimizer.settings"

@@ -227,10 +227,8 @@ def _prepare_model(context: WorkerContext, group: Group, model: nn.Module) -> nn
     if context.eval_set is not None:
         check_evaluable(config, model)
     if train.parallel in strategy.SHARDED:
-        dtype, sync_once = precision.DTYPES[train.precision], train.fsdp_sync == "step"
-        model = strategy.wrap_model(
-            model, group, train.parallel, shard_dtype=dtype, sync_once=sync_once
-        )
+        dtype = precision.DTYPES[train.precision]
+        model = strategy.wrap_model(model, group, train.parallel, shard_dtype=dtype)
     return model
 
 

@@ -39,7 +39,6 @@ RESUMABLE_CHANGES = (
     "data.cache",
     "data.local_cache",
     "data.local_cache_gb",
-    "data.max_bad_rows",
     "data.eval",
     "data.eval_split",
     "train.steps",
@@ -53,7 +52,6 @@ RESUMABLE_CHANGES = (
     "train.parallel",
     "train.activation_checkpointing",
     "train.compile",
-    "train.channels_last",
 )
 FILES_BEFORE_CONFIG = (
     lease.FOLDER,

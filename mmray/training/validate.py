@@ -26,11 +26,6 @@ def unsupported_reasons(config: Config) -> list[str]:
     model: Any = config.model
     reasons, batch_norm = config.model.unsupported_reasons(), getattr(model, "batch_norm", "frozen")
     reasons += evaluation_reasons(config) + objective_reasons(config)
-    if train.grad_compression != "none" and train.parallel != "ddp":
-        reasons.append(
-            f"train.grad_compression {train.grad_compression} needs `ddp`, not --train.parallel "
-            f"{train.parallel}"
-        )
     if train.parallel in ("single", "branches") and workers != 1:
         reasons.append(
             f"train.parallel {train.parallel} uses one worker; set --cluster.workers 1 "
@@ -46,11 +41,6 @@ def unsupported_reasons(config: Config) -> list[str]:
             reasons.append(
                 "optimizer.kind adamw8bit cannot update sharded weights; use adamw, or "
                 "--train.parallel ddp"
-            )
-        if train.channels_last is True:
-            reasons.append(
-                f"{train.parallel} needs the default layout; set --train.channels-last "
-                "False, or use `ddp`"
             )
         if train.ema:
             reasons.append(

@@ -128,9 +128,7 @@ class Stepper:
             model,
             group,
             train.parallel,
-            train.grad_compression,
             shard_dtype=mixed.dtype,
-            sync_once=train.fsdp_sync == "step",
         )
         optimizer = build_optimizer(strategy.unwrap(wrapped), config.optimizer)
         # Random rows must not lead to infinite weights, whose updates are skipped.

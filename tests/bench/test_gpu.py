@@ -59,9 +59,8 @@ def test_distributed_code_runs_in_a_group_of_one(tmp_path: Path) -> None:
     output = subprocess.check_output([sys.executable, "-c", code], text=True)
     rows = {row["case"]: row for row in json.loads(output.splitlines()[-1])}
     assert not any("error" in row for row in rows.values()), rows
-    assert rows["ddp, gradients none"]["from_module"] < 1e-9 and rows["fsdp"]["from_module"] < 1e-9
+    assert rows["ddp"]["from_module"] < 1e-9 and rows["fsdp"]["from_module"] < 1e-9
     assert rows["checkpoint staging"]["largest_difference"] == 0
-    assert 0 < rows["ddp, gradients bf16"]["from_module"] < 1e-2
 
 
 @pytest.mark.slow

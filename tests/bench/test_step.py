@@ -201,7 +201,7 @@ def test_windows_alternate_and_ratios_pair_them(monkeypatch: pytest.MonkeyPatch)
 
 def test_two_workers_end_to_end() -> None:
     # eps: gradient scale matters
-    sensitive = Optimizer(lr=1.0, eps=1.0, warmup_steps=0, clip_norm=0)
+    sensitive = Optimizer(lr=1.0, settings={"eps": 1.0}, warmup_steps=0, clip_norm=0)
     result = bench_step(tiny(workers=2, optimizer=sensitive), pairs=2, window_s=0.05)
     for name in ("loop_vs_bare", "loop_vs_best"):
         ratios = [row[name] for row in result["rows"]]

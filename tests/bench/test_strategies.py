@@ -23,7 +23,7 @@ def test_rows_are_measured(forked_workers):
     """With a large Adam epsilon the gradient scale changes the loss, so wrong gradient scaling is
     detected.
     """
-    sensitive = Optimizer(lr=1.0, eps=1.0, warmup_steps=0, clip_norm=0)
+    sensitive = Optimizer(lr=1.0, settings={"eps": 1.0}, warmup_steps=0, clip_norm=0)
     config = tiny(workers=2, optimizer=sensitive, batch=Batch(micro=3, global_=12))
     notes = []
     result = bench_strategies(config, steps=2, only=("branches fp32",), notify=notes.append)

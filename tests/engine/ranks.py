@@ -176,7 +176,6 @@ TWO_RANKS: dict[str, tuple[Train, Train]] = {
     "sigmoid, gathered in parts": IN_PARTS,
     **{kind: variant(train_objective(kind), micro=4) for kind in KINDS},
     **{f"clipped, {way}": variant(CLIPPED, parallel=way) for way in ("ddp", "fsdp")},
-    "fsdp, reduced once per step": variant(CLIPPED, parallel="fsdp", sync_once=True),
     "resnet18, fsdp": variant(
         partial(recipe_models.train_kind, "resnet18", parallel="single", steps=1), parallel="fsdp"
     ),
@@ -208,14 +207,10 @@ FOUR_RANKS: dict[str, tuple[Train, Train]] = {
         for key in KINDS
     },
     **{
-        f"{key}, hsdp{', reduced once per step' * once}": variant(
-            partial(train_objective(key), model=toy.Branched),
-            micro=2,
-            parallel="hsdp",
-            sync_once=once,
+        f"{key}, hsdp": variant(
+            partial(train_objective(key), model=toy.Branched), micro=2, parallel="hsdp"
         )
         for key in ("contrastive", "sigmoid")
-        for once in (False, True)
     },
     "clip, hsdp": variant(
         partial(recipe_models.train_kind, "clip", parallel="single"), parallel="hsdp"
@@ -403,8 +398,6 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
         for kind in OBJECTIVES
     },
     SMALL_BUCKETS: ("contrastive", {}),
-    "bf16 gradients": ("contrastive", {"grad_compression": "bf16"}),
-    "fp16 gradients": ("sigmoid", {"grad_compression": "fp16"}),
 }
 
 

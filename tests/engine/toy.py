@@ -51,7 +51,6 @@ def optimizer_settings(**changes) -> SimpleNamespace:
         "kind": "adamw",
         "settings": {},
         "betas": (0.9, 0.98),
-        "eps": 1e-6,
         "clip_norm": 1.0,
     }
     return SimpleNamespace(**settings | {"freeze": (), "lr_multipliers": ()} | changes)
@@ -63,11 +62,9 @@ def train_settings(**changes) -> SimpleNamespace:
     settings |= {
         "ema": 0.0,
         "parallel": "ddp",
-        "grad_compression": "none",
-        "fsdp_sync": "micro_batch",
         "profile": 0,
     }
-    settings |= {"activation_checkpointing": (), "compile": "none", "channels_last": False}
+    settings |= {"activation_checkpointing": (), "compile": "none"}
     return SimpleNamespace(**settings | changes)
 
 
@@ -271,12 +268,11 @@ def train_state(
     scaler=None,
     parallel="ddp",
     precision=FP32,
-    sync_once=False,
 ) -> TrainState:
     """A TrainState as loop.py creates it."""
     group = group or Group()
     return TrainState(
-        model=strategy.wrap_model(model, group, parallel, sync_once=sync_once),
+        model=strategy.wrap_model(model, group, parallel),
         objective=objective or Contrastive(),
         group=group,
         precision=precision,

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import mmray
-from mmray.config import Chat, ChatInputs, ClipImage, Decoder, Generative
+from mmray.config import Chat, ChatInputs, ClipImage, ClipText, Generative
 from mmray.data.stream.collate import lm_columns
 from mmray.data.text.chat import ChatEncoder, extend_tokenizer
 from mmray.data.text.tokenizer import train_tokenizer
@@ -44,7 +44,7 @@ INPUTS = ChatInputs(
 SPEC = Generative(
     inputs=INPUTS,
     image=ClipImage(width=16, depth=2, heads=2, patch=8),
-    text=Decoder(width=24, depth=2, heads=2),
+    text=ClipText(width=24, depth=2, heads=2),
     vocab_size=ENCODER.vocab_size,
 )
 CONVERSATIONS = (
@@ -196,7 +196,7 @@ def test_untrained_language_model_has_positions_for_long_texts() -> None:
     [
         ({"weights": "/nowhere"}, "cannot load `/nowhere` from a directory"),
         ({"image": ClipImage(width=16, depth=1, heads=2, patch=7)}, "do not tile"),
-        ({"text": Decoder(width=24, depth=1, heads=5)}, "5 heads do not divide the width"),
+        ({"text": ClipText(width=24, depth=1, heads=5)}, "5 heads do not divide the width"),
     ],
 )
 def test_invalid_setting_raises(change: dict, complaint: str) -> None:

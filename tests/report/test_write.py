@@ -149,7 +149,7 @@ def test_changed_settings_are_listed_first(tmp_path):
     page = page_of(make_run(tmp_path / "run", optimizer={"lr": 0.25}))
     changed, everything = page.split("<details>", 1)
     assert "optimizer.lr" in changed and '<td>0.25</td><td class="soft">0.002</td>' in changed
-    assert "optimizer.eps" not in changed and "optimizer.eps" in everything
+    assert "optimizer.betas" not in changed and "optimizer.betas" in everything
     folder = make_run(tmp_path / "of_another_version")
     (folder / "config.yaml").write_text("recipe: sample\nbatch: {of_old: 3}\n")
     assert "batch.of_old" in page_of(folder)

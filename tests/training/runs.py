@@ -101,7 +101,7 @@ def config(data, storage, name, callbacks=(), address=None, **train_settings):
             text=TEXT,
             embed_dim=16,
         ),
-        data=Data(train=str(data), block_mb=0.02, workers=1, max_bad_rows=2),
+        data=Data(train=str(data), block_mb=0.02, workers=1),
         batch=Batch(micro=4, global_=16),
         optimizer=Optimizer(lr=1e-3, warmup_steps=2),
         train=Train(

@@ -20,11 +20,11 @@ ALLOWED = parse(
     """recipe=mine batch.micro=8 batch.accumulation=2 cluster.workers=3
     cluster.resources_per_worker={slot:1.0}
     run.resume=must prepare.image_side=64 data.workers=3 data.block_mb=6.0 data.cache=elsewhere
-    data.local_cache=cache data.local_cache_gb=5.0 data.max_bad_rows=0 data.eval=another
+    data.local_cache=cache data.local_cache_gb=5.0 data.eval=another
     data.eval_split=val evaluate.every=5 train.steps=20 train.samples=500 train.epochs=2.0
     train.log_every=1 train.checkpoint_every=7 train.keep_checkpoints=5
     train.callbacks=[my.module:Class] train.profile=3 train.parallel=single
-    train.activation_checkpointing=[text] train.compile=inductor train.channels_last=true"""
+    train.activation_checkpointing=[text] train.compile=inductor"""
 )
 FORBIDDEN = parse(
     """batch.global=32 batch.group_by_length=true data.train=another data.limit=10

@@ -14,7 +14,6 @@ from mmray.config import (
     ClipText,
     Config,
     CrossAttention,
-    Decoder,
     Fusion,
     Generative,
     ImageTower,
@@ -68,8 +67,6 @@ LLAVA = {"recipe": "llava", "workers": 2}
             fsdp(parallel="hsdp", precision="fp16"),
             "hsdp supports fp32 and bf16; set --train.precision bf16",
         ),
-        (fsdp(channels_last=True), "set --train.channels-last False"),
-        (fsdp(grad_compression="bf16"), "train.grad_compression bf16 needs `ddp`"),
         (
             {"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}},
             "an image and a text tower",
@@ -258,7 +255,7 @@ def test_validation_and_dry_run_support_the_same_objectives(kind, settings, supp
     towers = {"image": ImageTower(name="vit", **VIT), "text": TEXT, "embed_dim": 8}
     if kind == "generative":
         spec = Generative(
-            image=ClipImage(**VIT), text=Decoder(width=16, depth=1, heads=2), vocab_size=20
+            image=ClipImage(**VIT), text=ClipText(width=16, depth=1, heads=2), vocab_size=20
         )
         spec = spec.replace(inputs=spec.inputs.replace(image_side=32, max_tokens=8))
     elif kind == "fusion":

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 LEAKS, HASHES_DIR = "leaks.jsonl", "hashes"
 SAME_SET, EXACT = -1, -1
+PHASH_DISTANCE = 7  # of 256 bits: images whose hashes differ in more are different images
 MAX_EXAMPLES = 12  # maximum rows with thumbnails
 CELLS = 4
 MAX_COLOR_DISTANCE = 4.0  # of 255, mean over the cells; JPEG with quality 30 changes them by 2
@@ -77,11 +78,10 @@ def is_enabled(settings: Prepare) -> bool:
 
 def validate(settings: Prepare, out: str) -> None:
     """Validate the settings before any row is read. Raises UsageError or DataError."""
-    if is_enabled(settings) and settings.phash_distance >= 0 and find_spec("imagehash") is None:
+    if is_enabled(settings) and find_spec("imagehash") is None:
         raise UsageError(
-            "near-duplicate search needs the package imagehash: pip install 'mmray[leakage]', or "
-            "find only exact "
-            "duplicates with --phash-distance -1"
+            "--check-contamination and --drop-overlap need the package imagehash: "
+            "pip install 'mmray[leakage]'"
         )
     for address in settings.check_contamination:
         if to_path(address) == to_path(out):
@@ -111,21 +111,18 @@ def check_contamination(
     checks = {"index_only": settings.index_only, "check": settings.check}
     own = _undeduplicated_set(str(out), image_folder, packed.shards, checks)
     _hash_shards(out, [own, *others], settings, on_rows)
-    use_phash = settings.phash_distance >= 0
-    own_hashes = _load_hashes(out, own, use_phash)
+    own_hashes = _load_hashes(out, own)
     own_hashes["row"] = packed.by_shard[own_hashes["row"]]
     own_hashes = own_hashes[np.argsort(own_hashes["row"], kind="stable")]
-    other_hashes = [_load_hashes(out, each, use_phash) for each in others]
-    contaminated = find_contaminated_rows(
-        own_hashes, ~dedup.dropped, packed, other_hashes, settings.phash_distance
-    )
+    other_hashes = [_load_hashes(out, each) for each in others]
+    contaminated = find_contaminated_rows(own_hashes, ~dedup.dropped, packed, other_hashes)
     exact = sum(each.hamming_distance == EXACT for each in contaminated)
     names = (*settings.check_contamination, "splits")
     by_set = Counter(names[each.set_index] for each in contaminated)  # SAME_SET is the last index
     return _write_leaks(out, contaminated, shard_row_of, [*others, own]), {
         "exact": exact,
         "near": len(contaminated) - exact,
-        "phash_distance": settings.phash_distance,
+        "phash_distance": PHASH_DISTANCE,
         "dropped": settings.drop_overlap,
         "found_in": {name: by_set[name] for name in names},
     }
@@ -142,7 +139,7 @@ def _undeduplicated_set(
     )
 
 
-def _hash_file(prepared: PreparedSet, shard: Shard, use_phash: bool) -> str:
+def _hash_file(prepared: PreparedSet, shard: Shard) -> str:
     """Return the hash file of a shard of the set, also named by the source if the digest covers no
     images.
     """
@@ -151,14 +148,14 @@ def _hash_file(prepared: PreparedSet, shard: Shard, use_phash: bool) -> str:
         digest = hashlib.sha256(
             f"{prepared.manifest.source['address']} {digest}".encode()
         ).hexdigest()
-    return f"{HASHES_DIR}/{digest[:32]}-{'images' if use_phash else 'exact'}.npy"
+    return f"{HASHES_DIR}/{digest[:32]}.npy"
 
 
-def _load_hashes(out: AnyPath, prepared: PreparedSet, use_phash: bool) -> np.ndarray:
+def _load_hashes(out: AnyPath, prepared: PreparedSet) -> np.ndarray:
     """Return the hashes of the images of a set, with the number of their row; 109 bytes each."""
 
     def load(shard: Shard) -> np.ndarray:
-        data = (out / _hash_file(prepared, shard, use_phash)).read_bytes()
+        data = (out / _hash_file(prepared, shard)).read_bytes()
         hashes: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
         hashes = hashes[~np.isin(hashes["row"], shard.dropped)]
         hashes["row"] -= np.searchsorted(np.array(shard.dropped, np.int64), hashes["row"])
@@ -179,7 +176,6 @@ def find_contaminated_rows(
     kept: np.ndarray,
     packed: PackedRows,
     others: Sequence[np.ndarray],
-    phash_distance: int,
 ) -> list[ContaminatedRow]:
     """Return the rows with an image that is in the sets `others` or in another split, in source
     order.
@@ -191,7 +187,6 @@ def find_contaminated_rows(
         kept: bool [N]: the rows to compare.
         packed: The N rows.
         others: Records of the images of each other set.
-        phash_distance: Differing bits of near-duplicates; below 0: find exact matches only.
     """
     is_contaminated = np.zeros(len(kept), bool)
     # Held-out splits first, training last: the later row counts as contaminated.
@@ -211,7 +206,7 @@ def find_contaminated_rows(
     contaminated: list[ContaminatedRow] = []
     for set_index, queries, references in searches:
         queries = queries[~is_contaminated[queries["row"]]]
-        index, distances = _matches(queries, references, phash_distance)
+        index, distances = _matches(queries, references)
         hits = np.flatnonzero(index != NO_ROW)
         hits = hits[np.unique(queries["row"][hits], return_index=True)[1]]
         is_contaminated[queries["row"][hits]] = True
@@ -228,9 +223,7 @@ def find_contaminated_rows(
     return sorted(contaminated)
 
 
-def _matches(
-    queries: np.ndarray, references: np.ndarray, phash_distance: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _matches(queries: np.ndarray, references: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the matching reference of each query, or NO_ROW, and the Hamming distance (EXACT: same
     bytes).
     """
@@ -243,8 +236,9 @@ def _matches(
     ]
     exact = (first != NO_ROW) & (first < len(references))
     index[exact] = first[exact]
-    if phash_distance >= 0:
-        index[~exact], distances[~exact] = nearest(queries[~exact], references, phash_distance)
+    near_index, near_distances = nearest(queries[~exact], references, PHASH_DISTANCE)
+    index[~exact] = near_index
+    distances[~exact] = near_distances
     return index, distances
 
 
@@ -414,17 +408,13 @@ def _hash_shards(
 ) -> None:
     """Hash the shards without a hash file; delete the hash files of shards that no longer exist."""
     (out / HASHES_DIR).mkdir(parents=True, exist_ok=True)
-    use_phash = settings.phash_distance >= 0
     wanted = {
-        _hash_file(each, shard, use_phash): (each, shard)
-        for each in sets
-        for shard in each.manifest.shards
+        _hash_file(each, shard): (each, shard) for each in sets for shard in each.manifest.shards
     }
     existing = {f"{HASHES_DIR}/{name}" for name in list_names(out / HASHES_DIR)}
     parallel_map(lambda file: (out / file).unlink(), existing - wanted.keys())
     job: dict[str, Any] = {
         "out": str(out),
-        "use_phash": use_phash,
         "max_pixels": settings.max_pixels,
     }
     items = [
@@ -467,8 +457,6 @@ def _hash_task(item: dict[str, Any]) -> Result:
                 for entry, media in zip(hashes, row.media, strict=True):
                     sha256 = hashlib.sha256(media.data).digest()
                     entry["sha256"] = np.frombuffer(sha256[:16], "<u8")
-                    if not item["use_phash"]:
-                        continue
                     with suppress(BadImage):  # exact matching still uses its bytes
                         if subprocess_decoder is not None:
                             subprocess_decoder.check(media.data, item["max_pixels"])

@@ -42,7 +42,6 @@ class DeviceDefaults:
 
     precision: str  # of train.precision auto
     compile: str  # of train.compile auto
-    channels_last: bool  # of train.channels_last auto: tensor cores convolve in this layout
     tf32: bool  # in float32 matrix products and convolutions
     cudnn_benchmark: bool
     # of torch's allocator: batches of different caption lengths fragment fixed ones
@@ -52,10 +51,10 @@ class DeviceDefaults:
 def device_defaults(capability: Capability | None) -> DeviceDefaults:
     """Return the defaults of a GPU of this compute capability; None: of a CPU."""
     if capability is None:
-        return DeviceDefaults("fp32", "none", False, False, False, False)
+        return DeviceDefaults("fp32", "none", False, False, False)
     ampere = capability >= (8, 0)  # the first with bf16 and TF32
     return DeviceDefaults(
-        "bf16" if ampere else "fp16", "inductor" if ampere else "none", True, ampere, True, True
+        "bf16" if ampere else "fp16", "inductor" if ampere else "none", ampere, True, True
     )
 
 
@@ -92,7 +91,6 @@ def resolve_auto(
     resolved = {
         "precision": defaults.precision,
         "compile": backend,
-        "channels_last": defaults.channels_last and train.parallel not in ("fsdp", "hsdp"),
     }
     return train.replace(
         **{name: value for name, value in resolved.items() if getattr(train, name) == "auto"}
@@ -157,9 +155,5 @@ def configure_torch(train: Train, device: torch.device) -> str:
             warnings.simplefilter("ignore", FutureWarning)
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     memory_gib = torch.cuda.mem_get_info(device)[1] / 2**30
-    layout = "channels-last" if train.channels_last else "contiguous"
     name = torch.cuda.get_device_name(device)
-    return (
-        f"{name}, {memory_gib:.0f} GiB: {train.precision}, compile {train.compile}, {layout} "
-        "convolutions"
-    )
+    return f"{name}, {memory_gib:.0f} GiB: {train.precision}, compile {train.compile}"

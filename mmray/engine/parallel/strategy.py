@@ -13,10 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    bf16_compress_hook,
-    fp16_compress_hook,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -30,39 +26,42 @@ if TYPE_CHECKING:
 
 SHARDED = ("fsdp", "hsdp")  # values of train.parallel
 BUCKET_MB = 25.0  # MiB of gradients per all-reduce (DDP)
-HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
 
 def wrap_model(
     module: nn.Module,
     group: Group,
     parallel: str = "ddp",
-    grad_compression: str = "none",
     shard_dtype: torch.dtype | None = None,
-    sync_once: bool = False,
 ) -> nn.Module:
     """Wrap the module for training on all ranks, with rank 0's weights; in a group of one, return
     the module itself.
 
-    A module that is already sharded is returned. shard_dtype, sync_once: of `shard`. Raises
-    UsageError for `fsdp` and `hsdp` in fp16.
+    A module that is already sharded is returned.
+
+    Args:
+        module: The model; on ranks other than 0 its weights are overwritten.
+        group: All ranks.
+        parallel: Value of `train.parallel`.
+        shard_dtype: Dtype of the gathered weights under `fsdp` and `hsdp`.
+
+    Raises:
+        UsageError: `fsdp` or `hsdp` in fp16.
     """
     if parallel in SHARDED and group.world_size > 1:
         if shard_dtype == torch.float16:
             problem = f"train.precision is fp16, which {parallel} does not support"
             raise UsageError(f"{problem}: set --train.precision bf16 or fp32")
-        return (
-            module
-            if is_sharded(module)
-            else shard(module, group, shard_dtype, parallel == "hsdp", sync_once)
-        )
+        if is_sharded(module):
+            return module
+        return shard(module, group, shard_dtype, hybrid=parallel == "hsdp")
     if parallel == "branches":
         return module  # apply_transforms moved its branches to their devices
     module.to(group.device)
-    return module if group.world_size == 1 else _replicate(module, grad_compression)
+    return module if group.world_size == 1 else _replicate(module)
 
 
-def _replicate(module: nn.Module, grad_compression: str) -> DistributedDataParallel:
+def _replicate(module: nn.Module) -> DistributedDataParallel:
     """Wrap in DDP without broadcasting buffers, so each worker has its own running statistics.
 
     `static_graph` is off, because together with `no_sync` it fails an assertion in torch.
@@ -76,12 +75,9 @@ def _replicate(module: nn.Module, grad_compression: str) -> DistributedDataParal
     with warnings.catch_warnings():
         # torch 2.11 does not have the replacement yet.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        model = DistributedDataParallel(
+        return DistributedDataParallel(
             module, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=BUCKET_MB
         )
-    if grad_compression != "none":
-        model.register_comm_hook(None, HOOKS[grad_compression])
-    return model
 
 
 def has_inner_collectives(model: nn.Module) -> bool:
@@ -103,12 +99,10 @@ def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     one.
 
     FSDP reduces them in each, because unreduced gradients would be unsharded and need the memory
-    that sharding saves; `train.fsdp_sync step` accepts that. HSDP adds up the shards of other nodes
-    only in the last one.
+    that sharding saves. HSDP adds up the shards of other nodes only in the last one.
     """
     if is_sharded(model):
         sharded: Any = model
-        sharded.set_requires_gradient_sync(last or not sharded.sync_once)
         sharded.set_requires_all_reduce(last)
         return nullcontext()
     return (
@@ -213,16 +207,14 @@ def shard(
     group: Group,
     dtype: torch.dtype | None,
     hybrid: bool = False,
-    sync_once: bool = False,
 ) -> nn.Module:
     """Shard the module in place (Zhao et al. 2023), by block, by branch, and the rest; gather
     weights in `dtype`.
 
     The weights are rank 0's, sent part by part, so parameters of other ranks may be on the meta
-    device. If those of rank 0 are too, the weights become zeros, to load a checkpoint into. hybrid:
-    shard within a node, replicate across nodes. sync_once: reduce gradients once per step.
+    device. If those of rank 0 are too, the weights become zeros, to load a checkpoint into.
     Gradients are averaged in float32. Scalars such as the temperature cannot be sharded and are
-    replicated.
+    replicated. hybrid: shard within a node, replicate across nodes.
     """
     from torch.distributed.fsdp import (
         MixedPrecisionPolicy,
@@ -270,8 +262,6 @@ def shard(
     for name in EMBEDDING_METHODS:  # called by evaluation instead of forward
         if hasattr(module, name):
             register_fsdp_forward_method(module, name)
-    root: Any = module
-    root.sync_once = sync_once
     return module
 
 

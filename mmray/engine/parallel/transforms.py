@@ -66,7 +66,8 @@ def apply_transforms(
         model.to(device)
     if train.parallel == "branches":
         place_branches(model, device)
-    if train.channels_last:
+    # Tensor cores convolve in this layout; FSDP needs the default one.
+    if device.type == "cuda" and train.parallel not in SHARDED:
         model.to(memory_format=torch.channels_last)
     branches = branches_of(model)
     for name, _, mode in (setting.partition("=") for setting in train.activation_checkpointing):

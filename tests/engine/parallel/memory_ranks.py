@@ -34,7 +34,7 @@ def config_of(depth: int, width: int) -> Config:
     }
     return Config(
         model=TwoTower(inputs=inputs, **towers, embed_dim=8, vocab_size=64),
-        train=Train(parallel="fsdp", compile="none", channels_last=False),
+        train=Train(parallel="fsdp", compile="none"),
     )
 
 

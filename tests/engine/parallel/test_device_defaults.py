@@ -22,8 +22,8 @@ from mmray.engine.parallel.device_defaults import (
 )
 from mmray.engine.precision import select_precision
 
-OLDER = DeviceDefaults("fp16", "none", True, False, True, True)
-AMPERE = DeviceDefaults("bf16", "inductor", True, True, True, True)
+OLDER = DeviceDefaults("fp16", "none", False, True, True)
+AMPERE = DeviceDefaults("bf16", "inductor", True, True, True)
 GPU = torch.device("cuda", 0)
 GPUS = [  # name, compute capability, GiB, defaults
     ("V100", (7, 0), 16, OLDER),
@@ -66,16 +66,10 @@ def gpu(monkeypatch):
 def test_defaults_of_gpus(gpu, name, capability, gib, defaults):
     flags = gpu(name, capability, gib)
     train = resolve_auto(Train(), Group(device=GPU))
-    assert (train.precision, train.compile, train.channels_last) == (
-        defaults.precision,
-        defaults.compile,
-        True,
-    )
+    assert (train.precision, train.compile) == (defaults.precision, defaults.compile)
     assert select_precision("auto", GPU).name == defaults.precision
     text = configure_torch(train, GPU)
-    assert text == (
-        f"{name}, {gib} GiB: {train.precision}, compile {train.compile}, channels-last convolutions"
-    )
+    assert text == f"{name}, {gib} GiB: {train.precision}, compile {train.compile}"
     assert (
         flags.matmul == ("high" if defaults.tf32 else "highest") and torch.backends.cudnn.benchmark
     )
@@ -86,12 +80,12 @@ def test_defaults_of_gpus(gpu, name, capability, gib, defaults):
 def test_defaults_of_a_cpu(gpu):
     flags, cpu = gpu(), torch.device("cpu")
     train = resolve_auto(Train(), Group())
-    assert (train.precision, train.compile, train.channels_last) == ("fp32", "none", False)
+    assert (train.precision, train.compile) == ("fp32", "none")
     assert configure_torch(train, cpu) == "" and flags == SimpleNamespace(allocator=[], matmul=None)
 
 
 def test_given_settings_win(gpu, monkeypatch):
-    given = {"precision": "fp32", "compile": "none", "channels_last": False, "deterministic": True}
+    given = {"precision": "fp32", "compile": "none", "deterministic": True}
     flags = gpu()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     train = resolve_auto(Train(**given), Group(device=GPU))
@@ -101,9 +95,8 @@ def test_given_settings_win(gpu, monkeypatch):
     assert not torch.backends.cudnn.benchmark and not torch.backends.cudnn.allow_tf32
 
 
-def test_gpu_without_a_compiler_or_under_fsdp_keeps_what_works(gpu, monkeypatch):
+def test_gpu_without_a_compiler_is_not_compiled(gpu, monkeypatch):
     gpu()
-    assert resolve_auto(Train(parallel="fsdp"), Group(device=GPU)).channels_last is False
     monkeypatch.setattr(device_defaults, "compile_problem", lambda _: "gcc: command not found")
     notes = []
     train = resolve_auto(Train(), Group(device=GPU), lambda *note: notes.append(note))

@@ -1,6 +1,4 @@
-"""Activation checkpointing, compiled branches and channels-last weights take the steps of the plain
-model.
-"""
+"""Activation checkpointing and compiled branches take the steps of the plain model."""
 
 from __future__ import annotations
 
