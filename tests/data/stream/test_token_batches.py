@@ -1,0 +1,104 @@
+"""Rows of a step by tokens: each row once, the bound held, equally many micro-batches a rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmray.data.stream.order import SamplePlan
+from mmray.data.stream.token_batches import Assignment, TokenBatches, assign_rows
+from mmray.errors import DataError
+
+STEPS = st.lists(st.integers(0, 900), min_size=1, max_size=120).map(np.array)
+
+
+def sizes(assignment: Assignment, tokens: np.ndarray, padded: bool) -> np.ndarray:
+    """Tokens of each micro-batch, int [ranks, micro-batches]."""
+    return np.array(
+        [
+            [
+                tokens[rows].max(initial=0) * len(rows) if padded else tokens[rows].sum()
+                for rows in micro_batches
+            ]
+            for micro_batches in assignment
+        ]
+    )
+
+
+def mixed_lengths(rows: int, seed: int) -> np.ndarray:
+    """Token counts of rows with 0 to 3 images of 64 to 1,200 tokens, and short or long texts."""
+    draw = np.random.default_rng(seed)
+    images = draw.choice([0, 1, 2, 3], rows, p=[0.2, 0.6, 0.15, 0.05])
+    per_image = draw.integers(64, 1200, rows)
+    text = np.minimum(draw.lognormal(4.5, 0.9, rows), 1500).astype(int)
+    return np.minimum(images * per_image + text + 20, 4096)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    tokens=STEPS,
+    world_size=st.integers(1, 9),
+    max_tokens=st.integers(900, 4000),
+    padded=st.booleans(),
+    ranks_per_group=st.sampled_from([None, 1, 2, 3]),
+)
+def test_each_row_is_taken_once_and_micro_batches_fit(
+    tokens: np.ndarray, world_size: int, max_tokens: int, padded: bool, ranks_per_group: int | None
+) -> None:
+    found = assign_rows(tokens, world_size, max_tokens, padded, ranks_per_group)
+    rows = [row for rank in found for micro_batch in rank for row in micro_batch.tolist()]
+    assert sorted(rows) == list(range(len(tokens)))
+    assert len(found) == world_size and len({len(rank) for rank in found}) == 1
+    assert sizes(found, tokens, padded).max() <= max_tokens
+    assert all((np.diff(micro_batch) > 0).all() for rank in found for micro_batch in rank)
+    if ranks_per_group:
+        # The ranks of a group share the columns that the order gives them.
+        plan = SamplePlan(len(tokens), len(tokens), world_size, seed=0, steps=1)
+        for first in range(0, world_size, ranks_per_group):
+            group = range(first, min(first + ranks_per_group, world_size))
+            columns = np.concatenate([plan.positions(0, rank) for rank in group])
+            taken = np.concatenate([part for rank in group for part in found[rank]])
+            assert sorted(taken.tolist()) == sorted(columns[columns >= 0].tolist())
+
+
+def test_row_over_the_bound_is_an_error_with_its_size() -> None:
+    with pytest.raises(DataError, match=r"row 1 of the step has 4,097 tokens, over .* 4,096"):
+        assign_rows(np.array([5, 4097, 3]), 2, 4096)
+
+
+@pytest.mark.parametrize(
+    ("padded", "world_size", "imbalance", "padding"),
+    [(False, 8, 1.01, 0.0), (False, 64, 1.01, 0.0), (True, 8, 1.06, 0.08)],
+)
+def test_realistic_lengths_are_balanced(
+    padded: bool, world_size: int, imbalance: float, padding: float
+) -> None:
+    """Ranks differ little in the size of each micro-batch, so they wait little for each other."""
+    shares = []
+    for seed in range(5):
+        tokens = mixed_lengths(32 * world_size, seed)
+        found = assign_rows(tokens, world_size, 8192, padded)
+        each = sizes(found, tokens, padded)
+        # A collective of each micro-batch waits for the largest of them.
+        waiting = each.max(axis=0).sum() / each.mean(axis=0).sum()
+        shares.append((waiting, 1 - tokens.sum() / each.sum(), each.mean() / 8192))
+    worst = np.max(shares, axis=0)
+    filled = np.mean(shares, axis=0)[2]
+    print(
+        f"padded {padded}, {world_size} ranks: imbalance {worst[0]:.3f}, padding {worst[1]:.3f}, "
+        f"micro-batches {filled:.2f} full"
+    )
+    assert worst[0] <= imbalance and worst[1] <= padding and filled > 0.75
+
+
+def test_positions_of_steps_are_those_of_the_order_at_any_world_size() -> None:
+    tokens = mixed_lengths(100, 3).astype(np.uint32)
+    tokens[[4, 40]] = 50_000  # not used
+    for world_size in (1, 3, 4):
+        plan = SamplePlan(100, 24, world_size, seed=5, steps=9)
+        batches = TokenBatches(plan, tokens, max_row_tokens=4096, max_tokens=6000)
+        for step in (0, 4, 8):
+            taken = [part for rank in batches.positions(step) for part in rank]
+            assert sorted(np.concatenate(taken).tolist()) == list(range(step * 24, step * 24 + 24))
