@@ -368,6 +368,7 @@ def cuda_functions() -> dict[str, Any]:
         "get_device_properties": SimpleNamespace(major=9),
         "mem_get_info": (2**30, 2**31),
         "utilization": 50,
+        "is_current_stream_capturing": False,
         "current_stream": make_stream(),
         "stream": nullcontext(),
     }
