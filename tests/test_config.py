@@ -69,7 +69,8 @@ from mmray.errors import UsageError
             f"train: {{seed: {2**63}}}",
             "train.seed: input should be less than or equal to 9223372036854775807",
         ),
-        ("data: {shuffle_blocks: 0}", "data.shuffle_blocks: must be `auto`, rows per block"),
+        ("data: {shuffle_blocks: 0}", "data.shuffle_blocks: must be `auto`, 1, or lanes x rows"),
+        ("data: {shuffle_blocks: 8x16}", "shuffle of an earlier version, which must finish"),
         (
             "data: {train: 'a + 0 * b'}",
             r"data.train: .* is neither a set nor a sum of different sets, at `0 \* b`",

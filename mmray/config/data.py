@@ -14,6 +14,9 @@ from mmray.errors import UsageError
 from mmray.storage.address import parse_host
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+FULL_SHUFFLE = "1x1"  # value of data.shuffle_blocks in the config.yaml of a run
+# Values of data.shuffle_blocks in a config.yaml; those of earlier versions had two numbers.
+STORED_SHUFFLE = rf"{FULL_SHUFFLE}|[1-9]\d*x[1-9]\d*x[1-9]\d*"
 
 
 def parse_mixture(text: str) -> list[tuple[str, float]]:
@@ -176,9 +179,9 @@ class Data(Section, settings_prefix="data"):
     )
     shuffle_blocks: str | int = Field(
         "auto",
-        description="ROWSxBLOCKS: rows read contiguously x blocks shuffled together; 1: shuffle "
-        "single rows; auto: "
-        "by row size on object stores, single rows on disks.",
+        description="LANESxROWSxBLOCKS: lanes of the global batch, each with its share of the "
+        "epoch x adjacent rows of a block x blocks shuffled together; 1: shuffle single rows; "
+        "auto: single rows on disks; on object stores by the size of rows and cache.",
     )
     local_cache: str | None = Field(
         None, description="Folder on each data node that caches reads from object stores."
@@ -205,17 +208,22 @@ class Data(Section, settings_prefix="data"):
     @field_validator("shuffle_blocks")
     @classmethod
     def _check_shuffle_blocks(cls, value: str | int) -> str | int:
-        if not re.fullmatch(r"auto|[1-9]\d*(x[1-9]\d*)?", str(value)):
+        text = FULL_SHUFFLE if str(value) == "1" else str(value)
+        if not re.fullmatch(f"auto|{STORED_SHUFFLE}", text):
             raise ValueError(
-                f"must be `auto`, rows per block as 32, or rows x blocks as 32x16 (got {value!r})"
+                "must be `auto`, 1, or lanes x rows per block x blocks per window as 64x1024x4 "
+                f"(got {value!r}; rows x blocks was the shuffle of an earlier version, which must "
+                "finish the runs that it started)"
             )
-        return value
+        return text
 
     @property
-    def shuffle_shape(self) -> tuple[int | None, int | None]:
-        """(rows per block, blocks per window); None: chosen automatically."""
-        rows, _, blocks = str(self.shuffle_blocks).partition("x")
-        return None if rows == "auto" else int(rows), int(blocks) if blocks else None
+    def block_shuffle(self) -> tuple[int, int, int] | None:
+        """(lanes, rows per block, blocks per window); None for a full shuffle or `auto`."""
+        if self.shuffle_blocks in ("auto", FULL_SHUFFLE):
+            return None
+        lanes, rows, blocks = str(self.shuffle_blocks).split("x")
+        return int(lanes), int(rows), int(blocks)
 
 
 class Augment(Section, settings_prefix="augment"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mmray.config import Config
 from mmray.data.store.prepared_set import PreparedMixture
-from mmray.data.stream.order import ResumePoint, SamplePlan
+from mmray.data.stream.order import BlockShuffle, ResumePoint, SamplePlan
 from mmray.data.stream.reader import IMAGE_CACHE_MB, RowReader
 from mmray.engine.batch import BatchShape
 from mmray.engine.checkpoint import files
@@ -68,11 +68,8 @@ def num_gpus(config: Config) -> int:
 
 def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) -> ResumePoint:
     """Return the resume point of `world` workers, the same for every rank."""
-    config, (rows_per_block, blocks_per_window) = (
-        resolved.config,
-        resolved.config.data.shuffle_shape,
-    )
-    assert rows_per_block and blocks_per_window, "resolve_run leaves no `auto`"
+    config = resolved.config
+    shuffle = config.data.block_shuffle
     plan = SamplePlan(
         num_rows=resolved.data_identity["num_rows"],
         global_rows=resolved.batch_shape.global_batch_size,
@@ -83,8 +80,7 @@ def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) 
         components=resolved.train_set.components
         if isinstance(resolved.train_set, PreparedMixture)
         else (),
-        shuffle_block=rows_per_block,
-        blocks_per_window=blocks_per_window,
+        block_shuffle=None if shuffle is None else BlockShuffle(*shuffle),
     )
     return (
         ResumePoint(plan, 0)

@@ -110,7 +110,14 @@ def _train(
     saved = resolved.config.with_cluster(
         accelerator=given.accelerator, cpus_per_worker=given.cpus_per_worker
     )
-    selection = run_dir.select_run(saved, resolved.data_identity, resolved.steps)
+    is_auto = config.data.shuffle_blocks == "auto"
+    selection = run_dir.select_run(saved, resolved.data_identity, resolved.steps, is_auto)
+    if is_auto and selection.action == "resume":
+        # `auto` depends on the number of workers and the size of the cache, which may change.
+        stored = run_dir.stored_shuffle(selection.path)
+        if stored != saved.data.shuffle_blocks:
+            kept = config.replace(data=config.data.replace(shuffle_blocks=stored))
+            return _train(kept, reporter, backend, should_stop)
     if selection.skipped:
         more = f" (and {len(selection.skipped) - 1:,} more)" if len(selection.skipped) > 1 else ""
         advice = "use its settings or raise --train.steps to resume it"
@@ -166,10 +173,10 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: RunReport
             reporter.log(
                 f"{part.per_epoch:,} rows of {name} per epoch (it has {part.num_rows:,})", "mixture"
             )
-    rows_per_block, blocks_per_window = resolved.config.data.shuffle_shape
-    if rows_per_block != 1:
+    if resolved.config.data.block_shuffle is not None:
+        lanes, rows, blocks = resolved.config.data.block_shuffle
         reporter.log(
-            f"{rows_per_block:,} adjacent rows per block, {blocks_per_window:,} blocks per window",
+            f"{lanes:,} lanes, {rows:,} adjacent rows per block, {blocks:,} blocks per window",
             "shuffle",
         )
     epochs = resolved.steps * resolved.batch_shape.global_batch_size / num_rows

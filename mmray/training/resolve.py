@@ -10,12 +10,12 @@ from hashlib import sha256
 from typing import Any
 
 from mmray.config import Batch, Config, Prepare
-from mmray.config.data import format_mixture, is_mixture, parse_mixture
+from mmray.config.data import FULL_SHUFFLE, format_mixture, is_mixture, parse_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.rows import HELD_OUT_SPLITS
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
 from mmray.data.store.region_labels import with_region_labels
-from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
+from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
@@ -71,11 +71,11 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
         _check_one_image_a_row(config, [*train_sets, *([eval_set] if eval_set else [])], reporter)
     batch = batch_on_device(config)
     shape = resolve_batch_shape(batch, config.cluster.max_workers)
-    rows_per_block, blocks_per_window = shuffle_block_and_window(
-        config.data, train_sets, shape.global_batch_size
+    shuffle = resolve_block_shuffle(
+        config.data, train_sets, shape.global_batch_size, config.cluster.max_workers
     )
-    train_sets = [with_local_cache(config.data, each, rows_per_block) for each in train_sets]
-    eval_set = eval_set and with_local_cache(config.data, eval_set, rows_per_block)
+    train_sets = [with_local_cache(config.data, each, shuffle) for each in train_sets]
+    eval_set = eval_set and with_local_cache(config.data, eval_set, shuffle)
     if config.data.local_cache and not any(
         isinstance(each.folder, RemotePath) for each in [*train_sets, eval_set] if each
     ):
@@ -103,7 +103,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     model = with_region_labels(config.model, train_sets, eval_set)
     resolved_config = config.replace(
         model=model.with_vocab(encoder.vocab_size, declared_pad_id(tokenizer_json)),
-        data=config.data.replace(shuffle_blocks=f"{rows_per_block}x{blocks_per_window}"),
+        data=config.data.replace(shuffle_blocks=FULL_SHUFFLE if shuffle is None else str(shuffle)),
         batch=batch.replace(
             global_=shape.global_batch_size, micro="auto" if shape.auto else shape.micro_batch_size
         ),

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import yaml
 
 from mmray.config import Config, Run, flatten, to_yaml
+from mmray.config.data import STORED_SHUFFLE
 from mmray.errors import UsageError
 from mmray.machine import cores
 from mmray.storage import lease
@@ -126,13 +127,16 @@ class RunSelection:
     skipped: tuple[str, ...] = ()
 
 
-def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection:
+def select_run(
+    config: Config, data: dict[str, Any], steps: int, keep_shuffle: bool = False
+) -> RunSelection:
     """Return the folder for this command.
 
     Args:
         config: settings of this command.
         data: identity of the data, as in data.json.
         steps: steps that the run should have taken at its end.
+        keep_shuffle: whether a run may have another `data.shuffle_blocks`, which it then keeps.
 
     Raises:
         UsageError: resuming would change the run. The message lists the differences.
@@ -149,9 +153,10 @@ def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection
         before = yaml.safe_load((path / "config.yaml").read_text())
         schedules = (flatten(before).get("optimizer.schedule"), config.optimizer.schedule)
         # These two schedules are equal until the rate decays.
-        cooldown = ("optimizer.schedule",) * (schedules == ("constant", "cooldown"))
-        after = config.to_json()
-        changes = forbidden_changes(before, after, RESUMABLE_CHANGES + cooldown)
+        may_change = ("optimizer.schedule",) * (schedules == ("constant", "cooldown"))
+        if keep_shuffle and re.fullmatch(STORED_SHUFFLE, stored_shuffle(path)):
+            may_change += ("data.shuffle_blocks",)
+        changes = forbidden_changes(before, config.to_json(), RESUMABLE_CHANGES + may_change)
         old = run.read_json("data.json") or {}
         result = run.read_json("result.json") or {}
         changes += [
@@ -162,6 +167,11 @@ def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection
         return changes, result.get("status") == "finished" and result["steps"] >= steps
 
     return select_folder(config.run, config.recipe, inspect)
+
+
+def stored_shuffle(path: AnyPath) -> str:
+    """Return `data.shuffle_blocks` of a run."""
+    return str(flatten(yaml.safe_load((path / "config.yaml").read_text()))["data.shuffle_blocks"])
 
 
 def select_folder(

@@ -28,16 +28,16 @@ def data(tmp_path_factory):
     return make_data(tmp_path_factory.mktemp("set"))
 
 
-def in_chunks(config, cache=None):
-    """The same chunked row order on a disk as on the store."""
-    chosen = {"shuffle_blocks": "8x2", "local_cache": cache}
+def in_blocks(config, cache=None):
+    """The same shuffle of blocks on a disk as on the store."""
+    chosen = {"shuffle_blocks": "2x8x2", "local_cache": cache}
     return config.model_copy(update={"data": config.data.model_copy(update=chosen)})
 
 
 @pytest.fixture(scope="module")
 def calm(local_ray, data, tmp_path_factory):
     """An undisturbed run on a disk."""
-    return train(in_chunks(config(data, tmp_path_factory.mktemp("runs"), "calm")), Silent())
+    return train(in_blocks(config(data, tmp_path_factory.mktemp("runs"), "calm")), Silent())
 
 
 def copied(run, folder):
@@ -74,7 +74,7 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
         copy_file(data / name, place / name)
     faults = ("tests.training.faults:KillRankOneOnce", "tests.training.faults:Slower")
     cache = str(tmp_path / "cache")
-    slowly = in_chunks(config(str(place), s3.address, "remote", callbacks=faults), cache)
+    slowly = in_blocks(config(str(place), s3.address, "remote", callbacks=faults), cache)
     stopped = train(slowly, Stopping(6))
     assert (
         stopped.result["restarts"] == 1
@@ -82,7 +82,7 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
         and stopped.result["steps"] < STEPS
     )
     reporter = FailingLoad(s3)
-    outcome = train(in_chunks(config(str(place), s3.address, "remote"), cache), reporter)
+    outcome = train(in_blocks(config(str(place), s3.address, "remote"), cache), reporter)
     assert outcome.result["status"] == "finished" and str(outcome.path) == f"{s3.address}/remote"
     checkpoint = f"{s3.address}/remote/checkpoints/step-{stopped.result['steps']}"
     assert [text for label, text in reporter.notes if label == "resume"] == [
@@ -92,7 +92,7 @@ def test_run_on_object_store_resumes_after_kill_stop_and_failing_load(calm, data
     assert (
         f"storage failed after step {stopped.result['steps']}: cannot read {checkpoint}/state.json"
     ) in failure
-    assert ("shuffle", "8 adjacent rows per block, 2 blocks per window") in reporter.notes
+    assert ("shuffle", "2 lanes, 8 adjacent rows per block, 2 blocks per window") in reporter.notes
     assert len([file for file in Path(cache).iterdir() if file.is_file()]) >= 50 // 8 + 20 // 8
     copy = copied(outcome.path, tmp_path / "copy")
     assert marks(copy) == marks(calm.path) and same_weights(weights(copy), weights(calm.path))

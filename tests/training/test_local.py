@@ -112,7 +112,10 @@ def test_each_evaluation_is_made_once(calm_run):
 def test_run_whose_command_died_after_the_last_checkpoint_finishes_with_equal_result(
     data, tmp_path, calm
 ):
+    """The run keeps the shuffle of its config.yaml, which `auto` would not choose."""
     shutil.copytree(calm.path, tmp_path / "run")
+    saved = tmp_path / "run" / "config.yaml"
+    saved.write_text(saved.read_text().replace("shuffle_blocks: 1x1", "shuffle_blocks: 4x8x2"))
     (tmp_path / "run" / "result.json").unlink()
     reporter = Silent()
     done = driver.train(one_worker(data, tmp_path, "run"), reporter)
@@ -122,6 +125,8 @@ def test_run_whose_command_died_after_the_last_checkpoint_finishes_with_equal_re
     )
     assert done.result["scores"] and marks(done.path) == marks(calm.path)
     assert notes(reporter, "resume") and "starting 1 worker" not in notes(reporter, "status")
+    assert notes(reporter, "shuffle") == ["4 lanes, 8 adjacent rows per block, 2 blocks per window"]
+    assert "shuffle_blocks: 4x8x2" in saved.read_text()
 
 
 def worker():

@@ -28,7 +28,7 @@ ALLOWED = parse(
 )
 FORBIDDEN = parse(
     """batch.global=32 batch.group_by_length=true data.train=another data.limit=10
-    data.shuffle=false data.shuffle_blocks=8x16 augment.flip=0.5 objective.kind=sigmoid
+    data.shuffle=false data.shuffle_blocks=8x16x2 augment.flip=0.5 objective.kind=sigmoid
     optimizer.lr=0.5 model.embed_dim=64 model.image.depth=2 model.inputs.image_side=32
     train.seed=1 train.precision=bf16 train.ema=0.9"""
 )
@@ -73,6 +73,19 @@ def test_unnamed_run_takes_next_name_if_done_or_different(tmp_path):
     finish(tmp_path / "sample", 10)
     assert select_run(config(tmp_path), DATA, 10).path == tmp_path / "sample-2"
     assert select_run(config(tmp_path), DATA, 20).action == "resume"  # more steps than before
+
+
+def test_run_keeps_its_shuffle_but_not_one_of_an_earlier_version(tmp_path):
+    before = config(tmp_path, name="mine")
+    before = before.replace(data=before.data.replace(shuffle_blocks="4x8x2"))
+    write_run_files(tmp_path / "mine", before, DATA, "{}")
+    now = before.replace(data=before.data.replace(shuffle_blocks="8x8x2"))
+    assert select_run(now, DATA, 10, keep_shuffle=True).action == "resume"
+    for stored in ("4x8x2", "8x2"):
+        with pytest.raises(UsageError, match=f"data.shuffle_blocks: '{stored}' -> '8x8x2'"):
+            select_run(now, DATA, 10, keep_shuffle=stored == "8x2")
+        saved = tmp_path / "mine" / "config.yaml"
+        saved.write_text(saved.read_text().replace("4x8x2", "8x2"))
 
 
 def test_named_run_is_resumed_refused_or_done(tmp_path):

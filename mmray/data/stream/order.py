@@ -30,76 +30,63 @@ def splitmix64(value: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def permute(index: np.ndarray, size: int, shuffle_key: np.ndarray) -> np.ndarray:
+def permute(index: np.ndarray, size: int | np.ndarray, shuffle_key: np.ndarray) -> np.ndarray:
     """Keyed bijection of 0..size-1 by a Feistel network over Z_a x Z_b with a*b >= size; uint64 of
-    equal shape.
+    equal shape. `size` may differ by index.
     """
-    return _cycle_walk(lambda index, keys: _feistel(index, size, keys), index, size, shuffle_key)
+    return _cycle_walk(_feistel, index, size, shuffle_key)
 
 
-def block_shuffle(
-    index: np.ndarray, size: int, shuffle_key: np.ndarray, shuffle_block: int, window: int
+def permute_blocks(
+    index: np.ndarray, size: int, shuffle_key: np.ndarray, rows_per_block: int
 ) -> np.ndarray:
-    """Keyed bijection of 0..size-1 that shuffles blocks of adjacent rows, and rows within windows
-    of blocks.
+    """Keyed bijection of 0..size-1 that permutes blocks of adjacent rows; rows keep their place in
+    a block.
 
-    Adjacent rows stay close, so that few large reads fetch them. A window has `window` to 2 *
-    window - 1 blocks.
+    The last block may be shorter. Indices of the rows that it lacks are mapped again, so they
+    become the rows of one other block.
     """
-    if shuffle_block == 1:
+    if rows_per_block == 1:
         return permute(index, size, shuffle_key)
-    shuffle_block = min(shuffle_block, size)  # otherwise most of the cycle walk would be outside
-    num_blocks = -(-size // shuffle_block)
+    rows = np.uint64(min(rows_per_block, size))  # longer blocks would only make the walk longer
+    num_blocks = -(-size // int(rows))
 
-    def shuffle_both(index: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        in_windows = windowed_permutation(index, num_blocks, keys, window, shuffle_block)
-        block, row = np.divmod(in_windows, np.uint64(shuffle_block))
-        return permute(block, num_blocks, keys) * np.uint64(shuffle_block) + row
+    def move_blocks(index: np.ndarray, _: int | np.ndarray, keys: np.ndarray) -> np.ndarray:
+        block, row = np.divmod(index, rows)
+        return permute(block, num_blocks, keys) * rows + row
 
-    return _cycle_walk(shuffle_both, index, size, shuffle_key)
-
-
-def windowed_permutation(
-    index: np.ndarray,
-    num_blocks: int,
-    shuffle_key: np.ndarray,
-    window: int,
-    rows_per_block: int = 1,
-) -> np.ndarray:
-    """Keyed bijection that shuffles rows within consecutive windows of at least `window` blocks (or
-    all).
-    """
-    num_windows = max(1, num_blocks // window)
-    # the longer ones have one more block
-    blocks_per_window, num_longer_windows = divmod(num_blocks, num_windows)
-    longer, shorter = (blocks_per_window + 1) * rows_per_block, blocks_per_window * rows_per_block
-    edge = num_longer_windows * longer
-    out = np.empty_like(index)
-    for first, size, selected in ((0, longer, index < edge), (edge, shorter, index >= edge)):
-        number, row = np.divmod(index[selected] - np.uint64(first), np.uint64(size))
-        salt = splitmix64(shuffle_key[selected] ^ splitmix64(number + np.uint64(first)))
-        out[selected] = permute(row, size, salt) + number * np.uint64(size) + np.uint64(first)
-    return out
+    return _cycle_walk(move_blocks, index, size, shuffle_key)
 
 
 def _cycle_walk(
-    bijection: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    bijection: Callable[[np.ndarray, Any, np.ndarray], np.ndarray],
     index: np.ndarray,
-    size: int,
+    size: int | np.ndarray,
     shuffle_key: np.ndarray,
 ) -> np.ndarray:
-    """Restrict a bijection of a larger domain to 0..size-1 (Black and Rogaway 2002)."""
-    out = bijection(index, shuffle_key)
+    """Restrict a bijection of a larger domain to 0..size-1 (Black and Rogaway 2002).
+
+    Args:
+        bijection: Called with index, size and key; must map 0..size-1 into a domain that it
+            permutes.
+        index: uint64.
+        size: One size, or uint64 in the shape of `index`.
+        shuffle_key: uint64 in the shape of `index`.
+    """
+    out = bijection(index, size, shuffle_key)
     outside = np.flatnonzero(out >= size)
     while outside.size:
-        out[outside] = bijection(out[outside], shuffle_key[outside])
-        outside = outside[out[outside] >= size]
+        sizes = size[outside] if isinstance(size, np.ndarray) else size
+        walked = bijection(out[outside], sizes, shuffle_key[outside])
+        out[outside] = walked
+        outside = outside[walked >= sizes]
     return out
 
 
-def _feistel(index: np.ndarray, size: int, shuffle_key: np.ndarray) -> np.ndarray:
-    a: Any = np.uint64(int(np.ceil(np.sqrt(size))))
-    b: Any = np.uint64(-(-size // int(a)))
+def _feistel(index: np.ndarray, size: int | np.ndarray, shuffle_key: np.ndarray) -> np.ndarray:
+    sizes = np.asarray(size, np.uint64)
+    a: Any = np.ceil(np.sqrt(sizes)).astype(np.uint64)
+    b: Any = (sizes + a - np.uint64(1)) // a
     left, right = index // b, index % b
     for number in range(_ROUNDS):
         salt = shuffle_key + np.uint64(number)
@@ -108,6 +95,73 @@ def _feistel(index: np.ndarray, size: int, shuffle_key: np.ndarray) -> np.ndarra
         else:
             left = (left + splitmix64(right ^ splitmix64(salt)) % a) % a
     return left * b + right
+
+
+@dataclass(frozen=True)
+class BlockShuffle:
+    """Shuffle of blocks of adjacent rows that gives each node a share of the set, so that nodes
+    read few and large ranges.
+
+    The columns of the global batch are divided evenly into lanes. The blocks of an epoch are
+    permuted, and each lane takes a contiguous slice of that list. In a slice, the rows of a window
+    of blocks are permuted. So the ranks of a node, whose columns are adjacent, read their own
+    slices, whatever the number of workers is.
+    """
+
+    lanes: int
+    rows_per_block: int
+    blocks_per_window: int
+
+    def __str__(self) -> str:
+        """The value of `data.shuffle_blocks`."""
+        return f"{self.lanes}x{self.rows_per_block}x{self.blocks_per_window}"
+
+    def epoch_index(
+        self, positions: np.ndarray, num_rows: int, global_rows: int, shuffle_key: np.ndarray
+    ) -> np.ndarray:
+        """Return the index [P] int64 of positions in the list of permuted blocks of their epoch.
+
+        Args:
+            positions: int64 [P], not negative.
+            num_rows: Rows of an epoch.
+            global_rows: Rows of a step; position p is in column p % global_rows.
+            shuffle_key: uint64 [P], one key for each epoch.
+        """
+        lane, first_column, num_columns = _even_part(
+            positions % global_rows, self.lanes, global_rows
+        )
+
+        def rows_before(position: np.ndarray, column: np.ndarray, columns: np.ndarray) -> Any:
+            """Return the positions before `position` in columns column..column+columns-1."""
+            step, in_step = np.divmod(position, global_rows)
+            return step * columns + np.clip(in_step - column, 0, columns)
+
+        start = positions // num_rows * num_rows
+        # An epoch may end within a step, so the lanes of an epoch may differ by a few rows.
+        slice_start = rows_before(start + num_rows, np.zeros_like(lane), first_column)
+        slice_start -= rows_before(start, np.zeros_like(lane), first_column)
+        rows_at_start = rows_before(start, first_column, num_columns)
+        slice_rows = rows_before(start + num_rows, first_column, num_columns) - rows_at_start
+        index = rows_before(positions, first_column, num_columns) - rows_at_start
+
+        window_rows = self.rows_per_block * self.blocks_per_window
+        _, first, size = _even_part(index, -(-slice_rows // window_rows), slice_rows)
+        window_start = slice_start + first
+        salt = splitmix64(shuffle_key ^ splitmix64(window_start.astype(np.uint64)))
+        in_window = (index - first).astype(np.uint64)
+        return window_start + permute(in_window, size.astype(np.uint64), salt).astype(np.int64)
+
+
+def _even_part(
+    index: np.ndarray, num_parts: int | np.ndarray, size: int | np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (number, first index, length) of the part that contains an index, if 0..size-1 is
+    divided into parts of about equal length.
+    """
+    number = index * num_parts // size
+    first = -(-number * size // num_parts)
+    end = -(-(number + 1) * size // num_parts)
+    return number, first, end - first
 
 
 def hash_choice(
@@ -169,8 +223,7 @@ class SamplePlan:
     shuffle: bool = True
     # sets of a mixture; their `per_epoch` add up to num_rows
     components: tuple[MixtureComponent, ...] = ()
-    shuffle_block: int = 1  # rows; see `block_shuffle`; 1: full shuffle
-    blocks_per_window: int = 1
+    block_shuffle: BlockShuffle | None = None  # None: full shuffle
 
     @property
     def rank_rows(self) -> int:
@@ -196,23 +249,43 @@ class SamplePlan:
         """Return `row_ids_at`, and how often each row was seen before its position, which seeds
         augmentation.
         """
-        epoch, offset = np.divmod(np.maximum(positions, 0), self.num_rows)
-        if self.shuffle:
-            shuffle_key = splitmix64(splitmix64(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
-            index = offset.astype(np.uint64)
-            # indices of a mixture's epoch sorted by set
-            if self.components and self.shuffle_block > 1:
-                shuffled = windowed_permutation(
-                    index, self.num_rows, shuffle_key, self.shuffle_block * self.blocks_per_window
-                )
-                offset = interleave(self.components, shuffled.astype(np.int64))
-            else:
-                shuffled = block_shuffle(
-                    index, self.num_rows, shuffle_key, self.shuffle_block, self.blocks_per_window
-                )
-                offset = shuffled.astype(np.int64)
-        rows, pass_index = self._mixture_rows(offset, epoch) if self.components else (offset, epoch)
+        known = np.maximum(positions, 0)
+        epoch, index = np.divmod(known, self.num_rows)
+        key = self._shuffle_key(epoch)
+        if self.shuffle and self.block_shuffle is not None:
+            index = self.block_shuffle.epoch_index(known, self.num_rows, self.global_rows, key)
+            index = interleave(self.components, index) if self.components else index
+        elif self.shuffle and self.components:
+            index = permute(index.astype(np.uint64), self.num_rows, key).astype(np.int64)
+        rows, pass_index = index, epoch
+        if self.components:
+            rows, pass_index = self._mixture_rows(index, epoch)
+        elif self.shuffle:
+            rows = self._permute_set(index, self.num_rows, key)
         return np.where(positions >= 0, rows, PADDING), np.where(positions >= 0, pass_index, 0)
+
+    def one_window_later(self, positions: np.ndarray) -> np.ndarray:
+        """Return the positions one window later in the same lanes, as far as the run has them.
+
+        Their rows are in the blocks of the next window, which a reader fetches ahead. Empty for a
+        full shuffle, because all of its rows are far apart.
+        """
+        if self.block_shuffle is None or not self.shuffle:
+            return positions[:0]
+        shape = self.block_shuffle
+        rows_in_windows = shape.lanes * shape.rows_per_block * shape.blocks_per_window
+        steps = -(-rows_in_windows // self.global_rows)
+        later = positions[positions != PADDING] + steps * self.global_rows
+        return later[later < self.steps * self.global_rows]
+
+    def _shuffle_key(self, epoch: np.ndarray) -> np.ndarray:
+        return splitmix64(splitmix64(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
+
+    def _permute_set(self, index: np.ndarray, num_rows: int, key: np.ndarray) -> np.ndarray:
+        """Return the rows int64 of indices in the permuted rows, or blocks of rows, of a set."""
+        rows_per_block = 1 if self.block_shuffle is None else self.block_shuffle.rows_per_block
+        shuffled = permute_blocks(index.astype(np.uint64), num_rows, key, rows_per_block)
+        return shuffled.astype(np.int64)
 
     def _mixture_rows(
         self, epoch_index: np.ndarray, epoch: np.ndarray
@@ -235,16 +308,8 @@ class SamplePlan:
                 epoch[selected] * per_epoch + epoch_index[selected] - first_index, num_rows
             )
             if self.shuffle:
-                seeded = splitmix64(splitmix64(seen.astype(np.uint64)) ^ np.uint64(self.seed))
-                shuffle_key = splitmix64(seeded ^ np.uint64(number + 1))
-                shuffled = block_shuffle(
-                    row.astype(np.uint64),
-                    num_rows,
-                    shuffle_key,
-                    self.shuffle_block,
-                    self.blocks_per_window,
-                )
-                row = shuffled.astype(np.int64)
+                key = splitmix64(self._shuffle_key(seen) ^ np.uint64(number + 1))
+                row = self._permute_set(row, num_rows, key)
             rows[selected], pass_index[selected] = row + first_row, seen
             first_index, first_row = first_index + per_epoch, first_row + num_rows
         return rows, pass_index

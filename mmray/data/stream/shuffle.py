@@ -1,5 +1,5 @@
-"""Shuffle shape on object stores: rows of a block, which share a request, and blocks of a window,
-which are mixed.
+"""Default shuffle of a run: full on disks and for sets that fit into the cache of a node, otherwise
+in blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet
+from mmray.data.stream.order import BlockShuffle
 from mmray.errors import UsageError
 from mmray.storage.paths import RemotePath
 
@@ -21,41 +22,70 @@ if TYPE_CHECKING:
     from mmray.config import Data
 
 # Without a cache: small blocks, 16 of them mixed, so that a stream block has all rows of a request.
-# With a cache, a block is read once for its full window, so a window may be as large as the cache
-# allows.
 REQUEST_BYTES, MAX_ROWS, WINDOW = 512 << 10, 32, 16
-CACHED_BYTES, MAX_CACHED_ROWS, MIN_CACHED_WINDOW = 4 << 20, 64, 256
+# With a cache: blocks as large as a request should be, of at least MIN_CACHED_ROWS if these fit.
+MIN_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_CACHED_ROWS = 32e6, 64e6, 640
+# The window in use and the next one are in the cache, and held-out rows.
+WINDOW_FRACTION = 0.4
+MIN_BLOCKS_PER_WINDOW = 8  # of a node; smaller blocks if its cache is small
+# Workers of a node, at most: their lanes share its cache.
+WORKERS_PER_NODE = 8
+# Lanes of a worker, at most. With several, the lanes that two nodes share after the number of
+# workers changed are few of their lanes.
+LANES_PER_WORKER = 8
+# Blocks of a lane in an epoch, at least, because two lanes read the block in which one ends.
+BLOCKS_PER_LANE = 16
+# Blocks of each set in a window of a lane, at least, because two windows read the block in between.
+MIN_BLOCKS_OF_LANE = 4
 # rows of an index-only set that are read to estimate the image size; one request each
 SAMPLE_ROWS = 8
-# of the cache for one window; two are in use at a time, and held-out rows are cached too
-CACHE_FRACTION = 1 / 4
 
 
-def shuffle_block_and_window(
-    data: Data, sets: Sequence[PreparedSet], global_rows: int
-) -> tuple[int, int]:
-    """Return rows of a shuffle block and blocks of a window for these sets; (1, 1) for a full
-    shuffle.
+def resolve_block_shuffle(
+    data: Data, sets: Sequence[PreparedSet], global_rows: int, num_workers: int
+) -> BlockShuffle | None:
+    """Return the shuffle of a run over these sets; None for a full shuffle.
+
+    Args:
+        data: Settings of the run.
+        sets: The sets of its mixture.
+        global_rows: Rows of a step.
+        num_workers: Largest number of workers.
     """
-    row_bytes = [size for each in sets if (size := _average_row_bytes(each))]
-    is_cached = data.local_cache is not None and bool(row_bytes)
-    shuffle_block, window = data.shuffle_shape
-    if shuffle_block is None:  # the rows of one request, in whole record batches
-        request_bytes, max_rows = (
-            (CACHED_BYTES, MAX_CACHED_ROWS) if is_cached else (REQUEST_BYTES, MAX_ROWS)
-        )
-        batches = (
-            round(min(request_bytes / size, max_rows) / RECORD_BATCH_ROWS) for size in row_bytes
-        )
-        shuffle_block = max((RECORD_BATCH_ROWS * max(1, count) for count in batches), default=1)
-    if shuffle_block == 1 or not data.shuffle:
-        return 1, 1
-    if window is not None:
-        return shuffle_block, window
-    if not is_cached:
-        return shuffle_block, WINDOW
-    fitting = int(data.local_cache_gb * 1e9 * CACHE_FRACTION / (shuffle_block * max(row_bytes)))
-    return shuffle_block, max(1, min(max(MIN_CACHED_WINDOW, global_rows), fitting))
+    if not data.shuffle:
+        return None
+    if data.shuffle_blocks != "auto":
+        return None if data.block_shuffle is None else BlockShuffle(*data.block_shuffle)
+    row_bytes = max(_average_row_bytes(each) for each in sets)
+    if not row_bytes:
+        return None
+    if data.local_cache is None:
+        rows = _in_record_batches(min(REQUEST_BYTES / row_bytes, MAX_ROWS))
+        return BlockShuffle(min(num_workers, global_rows), rows, WINDOW)
+    window_bytes = WINDOW_FRACTION * 1e9 * data.local_cache_gb
+    if sum(each.num_bytes for each in sets) <= window_bytes:
+        return None
+    rows = cached_block_rows(row_bytes, data.local_cache_gb)
+    num_nodes = -(-num_workers // WORKERS_PER_NODE)
+    window_blocks = int(num_nodes * window_bytes / (rows * row_bytes))
+    most_lanes = min(
+        window_blocks // (MIN_BLOCKS_OF_LANE * len(sets)),
+        sum(each.num_rows for each in sets) // (BLOCKS_PER_LANE * rows),
+        global_rows,
+    )
+    lanes = num_workers * max(1, min(LANES_PER_WORKER, most_lanes // num_workers))
+    return BlockShuffle(lanes, rows, max(1, window_blocks // lanes))
+
+
+def cached_block_rows(row_bytes: float, local_cache_gb: float) -> int:
+    """Return the rows that the cache of a node reads at once, in whole record batches."""
+    wanted = min(max(MIN_BLOCK_BYTES, MIN_CACHED_ROWS * row_bytes), MAX_BLOCK_BYTES)
+    most = WINDOW_FRACTION * 1e9 * local_cache_gb / MIN_BLOCKS_PER_WINDOW
+    return _in_record_batches(min(wanted, most) / row_bytes)
+
+
+def _in_record_batches(rows: float) -> int:
+    return RECORD_BATCH_ROWS * max(1, round(rows / RECORD_BATCH_ROWS))
 
 
 def _average_row_bytes(prepared: PreparedSet) -> float:
@@ -82,7 +112,9 @@ def _average_row_bytes(prepared: PreparedSet) -> float:
     return in_set + sum(known) / num_read if known and len(known) == len(lengths) else 0.0
 
 
-def with_local_cache(data: Data, prepared: PreparedSet, shuffle_block: int) -> PreparedSet:
+def with_local_cache(
+    data: Data, prepared: PreparedSet, shuffle: BlockShuffle | None
+) -> PreparedSet:
     """Return the set with `data.local_cache` for reads from an object store. Raises UsageError."""
     folders = [prepared.folder]
     if prepared.manifest.is_index_only:
@@ -97,4 +129,5 @@ def with_local_cache(data: Data, prepared: PreparedSet, shuffle_block: int) -> P
             "without --index-only, or leave data.local_cache out."
         )
     cache = ShardCache(data.local_cache, int(data.local_cache_gb * 1e9))
-    return prepared.with_cache(cache, max(shuffle_block, RECORD_BATCH_ROWS))
+    rows = cached_block_rows(_average_row_bytes(prepared), data.local_cache_gb)
+    return prepared.with_cache(cache, rows if shuffle is None else shuffle.rows_per_block)

@@ -19,8 +19,8 @@ from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import MANIFEST, Manifest
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
 from mmray.data.stream import shuffle
-from mmray.data.stream.order import SamplePlan
-from mmray.data.stream.shuffle import shuffle_block_and_window
+from mmray.data.stream.order import BlockShuffle, SamplePlan
+from mmray.data.stream.shuffle import resolve_block_shuffle
 from mmray.storage import ranges
 from mmray.storage.paths import to_path, write_atomic
 from mmray.storage.ranges import RangeReader, coalesce_ranges
@@ -115,17 +115,9 @@ def test_rows_on_a_store_equal_rows_on_a_disk(memory, tmp_path, cached):
 BLOCK_ROWS = 128
 
 
-def cost_of(s3, prepared, chunk, window, blocks=2):
+def cost_of(s3, prepared, shuffle=None, blocks=2):
     """(requests, bytes read / bytes of the rows) per block, averaged over blocks of two ranks."""
-    plan = SamplePlan(
-        prepared.num_rows,
-        2 * BLOCK_ROWS,
-        2,
-        0,
-        100,
-        shuffle_block=chunk,
-        blocks_per_window=window,
-    )
+    plan = SamplePlan(prepared.num_rows, 2 * BLOCK_ROWS, 2, 0, 100, block_shuffle=shuffle)
     with s3.requests() as made:
         for block in range(blocks):
             rows = prepared.read(plan.row_ids_at(plan.positions(*divmod(block, 2))))
@@ -143,10 +135,9 @@ def test_requests_per_block_by_shuffle_shape_and_cache(s3, tmp_path, monkeypatch
     )
     cached = prepared.with_cache(ShardCache(str(tmp_path), 10**9), 32)
     cost = {
-        "any order": cost_of(s3, prepared, 1, 1),
-        "8 x 16": cost_of(s3, prepared, 8, 16),
-        "32 x 64": cost_of(s3, prepared, 32, 64),
-        "32 x 64, cached": cost_of(s3, cached, 32, 64, blocks=16),
+        "full": cost_of(s3, prepared),
+        "2x8x16": cost_of(s3, prepared, BlockShuffle(2, 8, 16)),
+        "2x32x32, cached": cost_of(s3, cached, BlockShuffle(2, 32, 32), blocks=16),
     }
     print(
         "\n"
@@ -154,9 +145,9 @@ def test_requests_per_block_by_shuffle_shape_and_cache(s3, tmp_path, monkeypatch
             f"{name:>16}: {n:.1f} requests, {b:.1f} x the bytes" for name, (n, b) in cost.items()
         )
     )
-    assert cost["any order"][0] > 100 and cost["any order"][1] > 6
-    assert cost["8 x 16"][0] <= 16.5 and cost["8 x 16"][1] < 1.2
-    assert cost["32 x 64, cached"][0] < 4.6 and cost["32 x 64, cached"][1] < 1.2
+    assert cost["full"][0] > 100 and cost["full"][1] > 6
+    assert cost["2x8x16"][0] <= 16.5 and cost["2x8x16"][1] < 1.2
+    assert cost["2x32x32, cached"][0] < 4.6 and cost["2x32x32, cached"][1] < 1.2
 
 
 @pytest.mark.parametrize("index", ["store", "disk"])
@@ -166,13 +157,11 @@ def test_index_only_block_reads_tar_members_in_few_requests(s3, tmp_path, monkey
     store = to_path(f"{s3.address}/index" if index == "store" else str(tmp_path / "index"))
     (store / "shards").mkdir(parents=True)
     prepared = make_index_only_set(store, to_path(f"{s3.address}/raw"), 4096)
-    by_default = shuffle_block_and_window(Data(), [prepared], 64)
-    assert by_default == (8, 16)
-    any_order, in_chunks = (
-        cost_of(s3, prepared, *order, blocks=1)[0] for order in ((1, 1), by_default)
-    )
-    print(f"\nindex on a {index}: any order {any_order:.1f} requests, in chunks {in_chunks:.1f}")
-    assert any_order > 100 and in_chunks <= (33 if index == "store" else 16.5)
+    by_default = resolve_block_shuffle(Data(), [prepared], 64, 2)
+    assert by_default == BlockShuffle(2, 8, 16)
+    full, in_blocks = (cost_of(s3, prepared, each, blocks=1)[0] for each in (None, by_default))
+    print(f"\nindex on a {index}: full shuffle {full:.1f} requests, in blocks {in_blocks:.1f}")
+    assert full > 100 and in_blocks <= (33 if index == "store" else 16.5)
     with s3.requests() as made:  # the files are already open
         assert all(row.checksum_ok for row in prepared.read(np.arange(2000, 2008)))
     assert len(made) == (2 if index == "store" else 1)

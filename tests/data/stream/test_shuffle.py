@@ -7,7 +7,8 @@ import pytest
 
 from mmray.config import Data
 from mmray.data.store.prepared_set import Media, PreparedSet
-from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
+from mmray.data.stream.order import BlockShuffle
+from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.errors import UsageError
 from mmray.storage.paths import copy_file, list_files, to_path
 from mmray.training.backend import resume_point
@@ -57,55 +58,57 @@ def here(tmp_path):
     return PreparedSet.open(make_set(tmp_path / "disk", [(make_rows(20), None, ())]))
 
 
+def resolved(data, sets, global_rows=64, workers=1):
+    shuffle = resolve_block_shuffle(data, sets, global_rows, workers)
+    return shuffle and str(shuffle)
+
+
 @pytest.mark.parametrize(
-    ("row_bytes", "cached", "expected"),
-    [
-        (1_000_000, False, (8, 16)), (66_000, False, (8, 16)), (20_000, False, (24, 16)),
-        (300, False, (32, 16)),
-        (1_000_000, True, (8, 256)), (110_000, True, (40, 256)), (66_000, True, (64, 256)),
-        (300, True, (64, 256)),
-    ],
-)  # fmt: skip
-def test_block_size_follows_row_bytes_on_a_store_and_is_one_on_a_disk(
-    there, here, row_bytes, cached, expected
-):
-    data = Data(local_cache="/somewhere" if cached else None)
+    ("row_bytes", "expected"),
+    [(1_000_000, "1x8x16"), (66_000, "1x8x16"), (20_000, "1x24x16"), (300, "1x32x16")],
+)
+def test_blocks_without_a_cache_follow_row_bytes(there, here, row_bytes, expected):
     on_store, on_disk = with_row_bytes(there, row_bytes), with_row_bytes(here, row_bytes)
-    assert shuffle_block_and_window(data, [on_store], 64) == expected
-    assert shuffle_block_and_window(data, [on_disk, on_store], 64) == expected
-    assert shuffle_block_and_window(data, [on_disk], 64) == (1, 1)
+    assert resolved(Data(), [on_store]) == resolved(Data(), [on_disk, on_store]) == expected
+    assert resolved(Data(), [on_store], workers=8) == expected.replace("1x", "8x", 1)
+    assert resolved(Data(), [on_disk]) is None
 
 
 @pytest.mark.parametrize(
-    ("settings", "global_rows", "expected"),
+    ("row_bytes", "workers", "settings", "expected"),
     [
-        ({"local_cache": "/c"}, 1000, (40, 1000)), ({"local_cache": "/c"}, 10**6, (40, 1250)),
-        ({"local_cache": "/c", "local_cache_gb": 0.8}, 64, (40, 50)), ({}, 10**6, (8, 16)),
-        ({"shuffle_blocks": 1}, 64, (1, 1)), ({"shuffle_blocks": "1x9"}, 64, (1, 1)),
-        ({"shuffle_blocks": "5x9"}, 64, (5, 9)), ({"shuffle_blocks": 5}, 64, (5, 16)),
-        ({"shuffle_blocks": 5, "shuffle": False}, 64, (1, 1)),
+        # 8 GB of the default cache hold blocks of 32 to 64 MB
+        (30_000, 1, {}, "8x1064x31"), (30_000, 8, {}, "56x1064x4"),
+        (30_000, 64, {}, "448x1064x4"), (100_000, 8, {}, "24x640x5"), (1_000_000, 8, {}, "24x64x5"),
+        (30_000, 8, {"local_cache_gb": 200.0}, "64x1064x39"),
+        (30_000, 8, {"local_cache_gb": 1.0}, "8x1064x1"),
+        (80, 8, {}, None),  # every node caches the set
+        (30_000, 8, {"shuffle_blocks": 1}, None), (30_000, 8, {"shuffle_blocks": "1x1"}, None),
+        (30_000, 8, {"shuffle_blocks": "5x9x2"}, "5x9x2"),
+        (30_000, 8, {"shuffle_blocks": "5x9x2", "shuffle": False}, None),
     ],
 )  # fmt: skip
-def test_window_follows_settings_global_batch_and_cache_size(
-    there, settings, global_rows, expected
+def test_blocks_with_a_cache_follow_rows_workers_and_cache(
+    there, row_bytes, workers, settings, expected
 ):
-    assert (
-        shuffle_block_and_window(Data(**settings), [with_row_bytes(there, 100_000)], global_rows)
-        == expected
-    )
+    (shard,) = with_row_bytes(there, row_bytes).manifest.shards
+    shards = (replace(shard, num_rows=10**8, num_bytes=row_bytes * 10**8),)
+    large = PreparedSet(there.folder, replace(there.manifest, shards=shards))
+    data = Data(**{"local_cache": "/c"} | settings)
+    assert resolved(data, [large], 32_768, workers) == expected
 
 
 def test_index_only_set_uses_blocks_if_its_images_are_contiguous_on_a_store(there, here, tmp_path):
     for prepared, address, length, expected in (
-        (here, STORE, 66_000, (8, 16)), (here, STORE, 20_000, (24, 16)),
-        (here, str(tmp_path), 20_000, (1, 1)),
+        (here, STORE, 66_000, "1x8x16"), (here, STORE, 20_000, "1x24x16"),
+        (here, str(tmp_path), 20_000, None),
         # only the index is on the store
-        (there, STORE, 20_000, (24, 16)), (there, str(tmp_path), None, (32, 16)),
-        (here, STORE, None, (1, 1)), (there, STORE, None, (1, 1)),  # each image is a file
+        (there, STORE, 20_000, "1x24x16"), (there, str(tmp_path), None, "1x32x16"),
+        (here, STORE, None, None), (there, STORE, None, None),  # each image is a file
     ):  # fmt: skip
         indexed = with_refs(prepared, address, length)
-        assert shuffle_block_and_window(Data(), [indexed], 64) == expected
-        assert shuffle_block_and_window(Data(shuffle_blocks=16), [indexed], 64) == (16, 16)
+        assert resolved(Data(), [indexed]) == expected
+        assert resolved(Data(shuffle_blocks="2x16x4"), [indexed]) == "2x16x4"
 
 
 def test_cache_is_for_sets_on_a_store_that_contain_their_images(there, here, tmp_path):
@@ -116,26 +119,26 @@ def test_cache_is_for_sets_on_a_store_that_contain_their_images(there, here, tmp
         with_refs(there, str(tmp_path)),
     ):
         with pytest.raises(UsageError, match=r"data\.local_cache cannot cache .* only refers"):
-            with_local_cache(data, indexed, 16)
+            with_local_cache(data, indexed, None)
     on_disks = with_refs(here, str(tmp_path))
-    assert (
-        with_local_cache(data, on_disks, 16) is on_disks
-        and with_local_cache(Data(), there, 16) is there
-    )
+    blocks = BlockShuffle(1, 16, 1)
+    assert with_local_cache(data, on_disks, None) is on_disks
+    assert with_local_cache(Data(), there, blocks) is there
     there = put("memory://set", [(make_rows(20), None, ())])
-    assert with_local_cache(data, there, 16).read(np.arange(20)) == make_rows(20)
+    assert with_local_cache(data, there, blocks).read(np.arange(20)) == make_rows(20)
     assert len([file for file in (tmp_path / "cache").iterdir() if file.is_file()]) == 2
 
 
-def test_run_on_a_store_resolves_to_shuffle_blocks(memory, tmp_path):
+def test_run_on_a_store_resolves_to_a_shuffle(memory, tmp_path):
     made.make_set(tmp_path / "set", [made.row(number) for number in range(30)])
     store = to_path(f"{memory}/run")
     for name in list_files(tmp_path / "set"):
         copy_file(tmp_path / "set" / name, store / name)
     asked = config(str(store), tmp_path, "r")
-    data = asked.data.model_copy(update={"local_cache": str(tmp_path / "cache")})
-    run = resolve_run(asked.model_copy(update={"data": data}), Silent())
-    assert run.config.data.shuffle_shape == (64, 256)
-    plan = resume_point(run, None, 2).plan
-    assert (plan.shuffle_block, plan.blocks_per_window, plan.num_rows) == (64, 256, 30)
-    assert len(run.train_set.read(np.arange(30))) == 30 and (tmp_path / "cache").exists()
+    for cache, expected in ((None, BlockShuffle(2, 32, 16)), (str(tmp_path / "cache"), None)):
+        data = asked.data.model_copy(update={"local_cache": cache})
+        run = resolve_run(asked.model_copy(update={"data": data}), Silent())
+        plan = resume_point(run, None, 2).plan
+        assert (plan.block_shuffle, plan.num_rows) == (expected, 30)
+        assert len(run.train_set.read(np.arange(30))) == 30
+    assert (tmp_path / "cache").exists()
