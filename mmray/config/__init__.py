@@ -34,6 +34,8 @@ from mmray.config.model import (
     Siglip,
     TextTower,
     TwoTower,
+    Vlm,
+    VlmInputs,
     model_section,
 )
 from mmray.config.training import Batch, EvalSettings, Evaluate, Optimizer, Train

@@ -473,6 +473,55 @@ class Generative(HfModel):
         ]
 
 
+class VlmInputs(Section, settings_prefix="model.inputs"):
+    """Inputs of a vision-language model, which its own processor computes."""
+
+    # Settings of other models that these do not have.
+    language_token: ClassVar[str] = ""
+    max_boxes: ClassVar[int] = 0
+
+    max_tokens: int = Field(
+        4096,
+        ge=4,
+        description="Maximum number of tokens of a row with its images; longer rows are "
+        "quarantined, because a cut may go through an image.",
+    )
+    max_pixels: int | None = Field(
+        None, ge=1, description="Most pixels of an image after resizing; None: the processor's."
+    )
+    min_pixels: int | None = Field(
+        None, ge=1, description="Fewest pixels of an image after resizing; None: the processor's."
+    )
+    question: str = Field(
+        "Describe the image.", description="User message for rows that only have captions."
+    )
+
+
+class Vlm(Model):
+    """Any supported vision-language model of transformers; the loss covers the assistant's
+    messages.
+    """
+
+    branches = ("vision", "language")
+    objectives = ("language_modelling",)
+
+    kind: Annotated[Literal["vlm"], _KIND] = "vlm"
+    inputs: VlmInputs = VlmInputs()  # type: ignore[assignment]
+    weights: Weights = Field(
+        "none",
+        description="A folder saved by transformers with its processor, or a hub name; a folder "
+        "without weight files is a model with random weights.",
+    )
+
+    def unsupported_reasons(self) -> list[str]:
+        if self.weights == "none":
+            return [
+                "model.weights: model.kind `vlm` takes its architecture and its processor from "
+                "weights; set a folder saved by transformers, or a hub name"
+            ]
+        return []
+
+
 class CustomModel(Model):
     """A user-defined model class, constructed from this section and the vocabulary size."""
 

@@ -62,7 +62,8 @@ def make_local_batch(micro_batches: list[Batch], group_by_length: bool = False) 
     keys = torch.cat([micro_batch["key"] for micro_batch in micro_batches])[valid]
     sizes = tuple(len(micro_batch["valid"]) for micro_batch in micro_batches)
     is_dummy = tuple(not bool(micro_batch["valid"].any()) for micro_batch in micro_batches)
-    if not bool(valid.all()):
+    # Flat columns (data/vlm/collate.py) have only valid rows.
+    if not bool(valid.all()) and "target_index" not in micro_batches[0]:
         micro_batches = [_without_invalid_rows(micro_batch) for micro_batch in micro_batches]
     real = [
         micro_batch for micro_batch, empty in zip(micro_batches, is_dummy, strict=True) if not empty

@@ -230,7 +230,11 @@ def shard(
     # Without single layers, such as a BatchNorm in a Sequential: too small for collectives of their
     # own.
     blocks = [block for block in find_blocks(module) if next(block.children(), None) is not None]
-    branches = module.branches().values() if hasattr(module, "branches") else ()  # type: ignore[operator]
+    branches = (
+        module.branches().values()  # type: ignore[operator]
+        if hasattr(module, "branches") and getattr(module, "shards_branches", True)
+        else ()
+    )
     # inner ones first: fully_shard skips sharded weights
     for part in [*reversed(blocks), *branches, module]:
         full = {

@@ -1,0 +1,150 @@
+"""Encoded rows as the tensors of a micro-batch: rows end to end in one sequence, or right-padded.
+
+Both keep rows apart without a mask: in a packed sequence by `cu_seqlens` (models/vlm/attention.py),
+in a padded one because attention is causal and the padding comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmray.data.stream.collate import Batch
+from mmray.data.vlm.encoder import EncodedRow
+from mmray.data.vlm.families import Family
+
+# Positions of a row [3, T] from its ids and its inputs of the vision encoder.
+RopeFn = Callable[[Tensor, dict[str, Tensor]], Tensor]
+
+
+class RowCollator:
+    """Builds micro-batches of a model.
+
+    Args:
+        family: Names and layouts of the model's inputs.
+        image_token_id: Token that image features replace.
+        dummy: Row with an image and without targets, appended to a micro-batch without images: the
+            vision encoder runs in each, its gradient is zero, and no rank waits for another.
+        packed: Rows end to end in one sequence; otherwise right-padded.
+        rope_index: Positions of a row, for models with several planes of them.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        image_token_id: int,
+        dummy: EncodedRow,
+        packed: bool,
+        rope_index: RopeFn | None = None,
+    ) -> None:
+        self.family = family
+        self.image_token_id = image_token_id
+        self.dummy = dummy
+        self.packed = packed
+        self.rope_index = rope_index
+
+    def __call__(self, rows: Sequence[EncodedRow]) -> Batch:
+        """Return the model's inputs for rows in this order; without rows, those of the dummy.
+
+        input_ids int64 [1, T] or [B, T]; targets int64 [N], the tokens to predict, and target_index
+        int64 [N], the positions in the flattened ids that predict them; cu_seqlens int32 [R + 1],
+        where rows start, if packed; position_ids int64 [1, T], or [4, B, T] with the planes text,
+        time, height, width; the inputs of the vision encoder.
+        """
+        rows = list(rows)
+        if not any(row.images for row in rows):
+            rows.append(self.dummy)
+        lengths = [len(row.input_ids) for row in rows]
+        ids = [torch.from_numpy(row.input_ids.astype(np.int64)) for row in rows]
+        images = _join_images([row.images for row in rows if row.images])
+        batch: Batch = {}
+        if self.packed:
+            starts = np.concatenate([[0], np.cumsum(lengths)])
+            batch["input_ids"] = torch.cat(ids)[None]
+            batch["cu_seqlens"] = torch.from_numpy(starts.astype(np.int32))
+            positions = torch.cat([self._positions(row) for row in rows], dim=1)
+            batch["position_ids"] = positions[:, None] if len(positions) > 1 else positions
+        else:
+            width = max(lengths)
+            starts = np.arange(len(rows)) * width
+            batch["input_ids"] = torch.stack([_pad(row, width) for row in ids])
+            if self.family.mrope:
+                planes = [self._positions(row, width) for row in rows]
+                batch["position_ids"] = torch.stack(planes, dim=1)
+        # The token at a position is predicted at the one before; the first of a row at none.
+        predicted = [np.flatnonzero(row.loss_mask[1:]) for row in rows]
+        batch["targets"] = torch.cat(
+            [row[1:][torch.from_numpy(at)] for row, at in zip(ids, predicted, strict=True)]
+        )
+        batch["target_index"] = torch.from_numpy(
+            np.concatenate([at + start for at, start in zip(predicted, starts, strict=False)])
+        )
+        if self.family.token_types:
+            is_image = batch["input_ids"] == self.image_token_id
+            batch[self.family.token_types] = is_image.long()
+        return batch | images
+
+    def _positions(self, row: EncodedRow, width: int | None = None) -> Tensor:
+        """Positions of a row [1, T], or [4, T] with the planes text, time, height, width.
+
+        width: Pad them to this length.
+        """
+        length = len(row.input_ids)
+        text = torch.arange(width or length)[None]
+        if self.rope_index is None:
+            return text
+        ids = torch.from_numpy(row.input_ids.astype(np.int64))
+        columns = {name: torch.from_numpy(value) for name, value in row.images.items()}
+        planes = self.rope_index(ids, columns)
+        padded = torch.zeros(3, text.shape[1], dtype=torch.long)
+        padded[:, :length] = planes
+        return torch.cat([text, padded])
+
+
+def _pad(row: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(row, (0, width - len(row)))
+
+
+def _join_images(rows: Sequence[dict[str, np.ndarray]]) -> Batch:
+    """Concatenate the inputs of the vision encoder, padding all dimensions but the first."""
+    return {name: torch.from_numpy(_concatenate([row[name] for row in rows])) for name in rows[0]}
+
+
+def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
+    shape = np.max([array.shape[1:] for array in arrays], axis=0)
+    padded = []
+    for array in arrays:
+        widths = [(0, 0)] + [
+            (0, int(size) - own) for size, own in zip(shape, array.shape[1:], strict=True)
+        ]
+        padded.append(np.pad(array, widths) if any(after for _, after in widths) else array)
+    return np.concatenate(padded)
+
+
+def rope_index_of(config: Any) -> RopeFn:
+    """Return the function that computes the positions of a row as the model of this config does.
+
+    It runs on the CPU, because it reads the sizes of images.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    model_class: Any = MODEL_MAPPING[type(config)]
+    # The method reads only the config; a model would have to be built.
+    model = model_class.__new__(model_class)
+    model.__dict__["config"] = config
+
+    def rope_index(ids: Tensor, images: dict[str, Tensor]) -> Tensor:
+        is_image = (ids == config.image_token_id).long()
+        planes, _ = model_class.get_rope_index(
+            model,
+            ids[None],
+            mm_token_type_ids=is_image[None],
+            image_grid_thw=images.get("image_grid_thw"),
+        )
+        return planes[:, 0]
+
+    return rope_index

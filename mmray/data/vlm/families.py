@@ -1,0 +1,167 @@
+"""Supported families of vision-language models, each a small descriptor.
+
+Without torch, because the driver and the data processes import it. A further family is one entry
+of FAMILIES, and one of tests/models/vlm/folders.py, whose tests it must pass.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mmray.errors import UsageError
+
+WEIGHTS_SETTING = "model.weights"
+MODEL_CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Family:
+    """How transformers represents the inputs of a `model_type`.
+
+    Args:
+        pixels: Layout of `pixel_values` of a row, whose first dimension can be concatenated:
+            `patches` [patches, channels x values], `images` [images or tiles, 3, H, W], `tiles`
+            [images, most tiles, 3, H, W], `row_tiles` [1, tiles, 3, H, W].
+        budget: Arguments of the image processor by `max_pixels` and `min_pixels`: `size`
+            (pixels of an image), `edge` (pixels of the longest edge), `tiles` (number of tiles),
+            or empty if the size of its images is fixed.
+        projector: Name suffixes of the modules between the vision encoder and the language model.
+        packable: Whether rows can be laid end to end in one sequence.
+        mrope: Whether positions have the planes time, height and width, of `get_rope_index`.
+        token_types: Name of the input that is 1 at image tokens, if the model needs one.
+        count_is_exact: Whether the processor computes the number of tokens of an image from its
+            size, and images of equal numbers have the same text.
+    """
+
+    pixels: str
+    projector: tuple[str, ...]
+    budget: str = ""
+    packable: bool = True
+    mrope: bool = False
+    token_types: str = ""
+    count_is_exact: bool = False
+
+
+_QWEN = Family(
+    pixels="patches",
+    projector=("merger", "deepstack_merger_list"),
+    budget="size",
+    mrope=True,
+    token_types="mm_token_type_ids",
+    count_is_exact=True,
+)
+_IDEFICS = Family(pixels="row_tiles", projector=("connector",), budget="edge")
+_LLAVA = ("multi_modal_projector", "image_newline")
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "qwen2_5_vl": _QWEN,
+        "qwen3_vl": _QWEN,
+        "internvl": Family(
+            pixels="images",
+            projector=("multi_modal_projector",),
+            budget="tiles",
+            count_is_exact=True,
+        ),
+        "idefics3": _IDEFICS,
+        "smolvlm": _IDEFICS,
+        # Its mask of blocks of image tokens is wrong for packed rows (transformers 5.24).
+        "gemma3": Family(
+            pixels="images",
+            projector=("multi_modal_projector",),
+            packable=False,
+            token_types="token_type_ids",
+        ),
+        "llava": Family(pixels="images", projector=_LLAVA, count_is_exact=True),
+        "llava_next": Family(pixels="tiles", projector=_LLAVA, count_is_exact=True),
+        "llava_onevision": Family(pixels="tiles", projector=_LLAVA),
+    }
+)
+"""Families by `model_type` of config.json."""
+
+
+def read_config(weights: str) -> dict[str, Any]:
+    """Return config.json of a folder or of a model of the hub.
+
+    Raises:
+        UsageError: It cannot be read.
+    """
+    path = Path(weights).expanduser() / MODEL_CONFIG
+    try:
+        if not path.parent.is_dir():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(weights, MODEL_CONFIG))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RuntimeError) as error:
+        problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(
+            f"{WEIGHTS_SETTING}: cannot read {MODEL_CONFIG} of `{weights}`: {problem}. Set a "
+            "folder saved by transformers, or a name of the hub; without a network, run "
+            f"`hf download {weights} --local-dir DIR` elsewhere and set {WEIGHTS_SETTING} to DIR"
+        ) from None
+
+
+def find_family(config: dict[str, Any], weights: str) -> Family:
+    """Return the family of a config.json.
+
+    Raises:
+        UsageError: The model is not supported.
+    """
+    model_type = str(config.get("model_type"))
+    if model_type not in FAMILIES:
+        raise UsageError(
+            f"{WEIGHTS_SETTING}: {weights} holds a model of type `{model_type}`, which "
+            f"model.kind `vlm` does not support; supported are {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model_type]
+
+
+def is_packable(config: dict[str, Any], family: Family) -> bool:
+    """Return whether the rows of a model can be packed: full causal attention in all layers.
+
+    The function for packed rows (models/vlm/attention.py) has neither windows nor soft caps.
+    """
+    text = config.get("text_config") or {}
+    layers = text.get("layer_types") or ()
+    has_window = any(layer != "full_attention" for layer in layers)
+    if text.get("model_type") == "mistral":
+        has_window = text.get("sliding_window") is not None
+    return family.packable and not has_window and not text.get("attn_logit_softcapping")
+
+
+def budget_arguments(
+    family: Family, image_processor: Any, max_pixels: int | None, min_pixels: int | None
+) -> dict[str, Any]:
+    """Return the arguments of the image processor for these numbers of pixels of an image.
+
+    Raises:
+        UsageError: The family has no such setting.
+    """
+    given = {"max_pixels": max_pixels, "min_pixels": min_pixels}
+    given = {name: value for name, value in given.items() if value is not None}
+    supported = {"size": ("max_pixels", "min_pixels"), "tiles": ("max_pixels",)}
+    supported["edge"] = supported["tiles"]
+    for name in given:
+        if name not in supported.get(family.budget, ()):
+            raise UsageError(
+                f"model.inputs.{name}: the images of this model have a fixed size; leave it empty"
+            )
+    if not given:
+        return {}
+    size = image_processor.size
+    if family.budget == "size":
+        least = min_pixels or size["shortest_edge"]
+        most = max_pixels or size["longest_edge"]
+        return {"size": {"shortest_edge": min(least, most), "longest_edge": most}}
+    assert max_pixels is not None
+    if family.budget == "edge":
+        tile = image_processor.max_image_size["longest_edge"]
+        edge = max(tile, int(max_pixels**0.5) // tile * tile)
+        return {"size": {"longest_edge": edge}}
+    tiles = max(1, max_pixels // (size["height"] * size["width"]))
+    return {"max_patches": tiles, "min_patches": min(image_processor.min_patches, tiles)}

@@ -1,0 +1,86 @@
+"""Cross-entropy over the positions with a target, in chunks, so that the logits of all of them are
+never in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_BYTES = 64 << 20  # of the float32 logits of a chunk
+
+
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss summed over the targets, and how many were the argmax.
+
+    The gradients are computed in the forward, chunk by chunk: otherwise the logits would have to
+    be kept or computed twice.
+
+    Args:
+        hidden: Hidden states [N, H] that predict the targets; N may be 0.
+        weight: Output embedding [V, H].
+        targets: int64 [N].
+    """
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+    chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    needs_grad = torch.is_grad_enabled()
+    loss, correct = _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk, dtype, needs_grad)
+    return loss, correct
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int,
+        dtype: torch.dtype,
+        needs_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        matrix = weight.to(dtype)
+        loss = hidden.new_zeros((), dtype=precise)
+        correct = torch.zeros((), dtype=torch.long, device=hidden.device)
+        grad_hidden = torch.zeros_like(hidden) if needs_grad and ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if needs_grad and ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, precise))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for first in range(0, len(targets), chunk):
+                rows = slice(first, first + chunk)
+                states = hidden[rows].to(dtype)
+                logits = (states @ matrix.T).to(precise)
+                loss += F.cross_entropy(logits, targets[rows], reduction="sum")
+                correct += (logits.argmax(dim=1) == targets[rows]).sum()
+                if grad_hidden is None and grad_weight is None:
+                    continue
+                grad = torch.softmax(logits, dim=1)
+                grad.scatter_add_(
+                    1, targets[rows, None], grad.new_full((1, 1), -1.0).expand(len(grad), 1)
+                )
+                grad = grad.to(dtype)
+                if grad_hidden is not None:
+                    grad_hidden[rows] = (grad @ matrix).to(hidden.dtype)
+                if grad_weight is not None:
+                    grad_weight += (grad.T @ states).to(grad_weight.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grad_loss).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None, None

@@ -1,0 +1,295 @@
+"""Any supported vision-language model of transformers: rows with any number of images in, the
+next-token loss out.
+
+Every module, weight name and the arithmetic of a row are those of transformers. mmray adds packed
+rows, the normalization of uint8 pixels on the device, and a loss without a matrix of all logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mmray.data.stream.collate import Batch
+from mmray.data.vlm.collate import RowCollator, rope_index_of
+from mmray.data.vlm.encoder import EncodedRow, Message, ProcessorEncoder
+from mmray.data.vlm.families import FAMILIES, WEIGHTS_SETTING, is_packable
+from mmray.errors import UsageError
+from mmray.models.protocol import Architecture
+from mmray.models.vlm.attention import PACKED_ATTENTION
+from mmray.models.vlm.loss import chunked_cross_entropy
+from mmray.models.weights import load_config, load_pretrained
+
+if TYPE_CHECKING:
+    from mmray.config import Vlm as VlmConfig
+
+# Columns that describe the rows of a batch, and those that this module reads itself.
+ROW_COLUMNS = ("valid", "key", "pos", "label", "cu_seqlens", "targets", "target_index")
+
+
+class Vlm(nn.Module):
+    """A model of transformers' AutoModelForMultimodalLM.
+
+    Args:
+        spec: The `model` section.
+        vocab_size: Not used; the weights define it.
+        architecture: See `Architecture`.
+
+    Raises:
+        UsageError: The weights cannot be loaded, or are not supported.
+    """
+
+    # Its embeddings are called outside the decoder, so the decoder cannot be gathered by itself.
+    shards_branches = False
+    # Parts that are trained as a whole next to low-rank adapters, which the decoder gets.
+    adapted_part = "language"
+    trained_with_adapters = ("projector",)
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self, spec: VlmConfig, vocab_size: int = 0, architecture: Architecture = None
+    ) -> None:
+        super().__init__()
+        inputs = spec.inputs
+        self.encoder = ProcessorEncoder(
+            spec.weights, inputs.max_tokens, inputs.max_pixels, inputs.min_pixels
+        )
+        self.net = _build(spec.weights, None if architecture is None else architecture["config"])
+        self.family = FAMILIES[self.net.config.model_type]
+        self.text_config = self.net.config.get_text_config()
+        self.dummy = self.encoder.encode_dummy()
+        self.packed = is_packable(self.net.config.to_dict(), self.family)
+        image_processor = self.encoder.processor.image_processor
+        scale = 1 / image_processor.rescale_factor
+        # Of pixels 0 to 255; settings, not weights.
+        for name in ("mean", "std"):
+            values = torch.tensor(getattr(image_processor, f"image_{name}"), dtype=torch.float64)
+            self.register_buffer(name, scale * values, persistent=False)
+        if self.net.get_output_embeddings().bias is not None:
+            raise UsageError(
+                f"{WEIGHTS_SETTING}: {spec.weights} has an output layer with a bias, which is not "
+                "supported"
+            )
+        if architecture is None:
+            self.unused = self._unused_parameters()
+        else:
+            self.unused = architecture["unused"]
+        for name in self.unused:
+            self.net.get_parameter(name).requires_grad_(False)
+
+    def architecture(self) -> dict[str, Any]:
+        """The transformers config and the names of unused weights, as JSON values."""
+        return {"config": self.net.config.to_dict(), "unused": self.unused}
+
+    @property
+    def packed(self) -> bool:
+        """Whether micro-batches are rows end to end in one sequence."""
+        return self._packed
+
+    @packed.setter
+    def packed(self, packed: bool) -> None:
+        self._packed = packed
+        self.text_config._attn_implementation = PACKED_ATTENTION if packed else "sdpa"
+
+    def collator(self) -> RowCollator:
+        """Return the function that turns encoded rows into a batch of this model."""
+        rope_index = rope_index_of(self.net.config) if self.family.mrope else None
+        return RowCollator(
+            self.family, self.net.config.image_token_id, self.dummy, self.packed, rope_index
+        )
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Return `loss_sum`, the loss summed over the targets, and `num_correct`, how many of them
+        were the argmax; both are scalars. batch: of `collator`.
+        """
+        hidden = self.hidden_states(batch).flatten(0, 1)[batch["target_index"]]
+        loss_sum, num_correct = chunked_cross_entropy(
+            hidden,
+            self.net.get_output_embeddings().weight,
+            batch["targets"],
+        )
+        return {"loss_sum": loss_sum, "num_correct": num_correct}
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """Return the last hidden states [B, T, H] of a batch of `collator`."""
+        inputs: dict[str, Any] = {
+            name: column for name, column in batch.items() if name not in ROW_COLUMNS
+        }
+        inputs |= self._image_inputs(inputs)
+        if "cu_seqlens" in batch:
+            inputs["cu_seq_lens_q"] = batch["cu_seqlens"]
+            # Reading the longest row would wait for the device.
+            inputs["max_length_q"] = batch["input_ids"].shape[1]
+        output: Tensor = self.net.model(**inputs, use_cache=False).last_hidden_state
+        return output
+
+    def branches(self) -> dict[str, nn.Module]:
+        return {
+            "vision": self.net.get_encoder(modality="image"),
+            "language": self.net.get_decoder(),
+        }
+
+    def parameter_parts(self) -> dict[str, list[str]]:
+        """Return the names of the parameters of each part: `vision`, `projector`, `language`."""
+        vision = {id(weight) for weight in self.branches()["vision"].parameters()}
+        parts: dict[str, list[str]] = {"vision": [], "projector": [], "language": []}
+        for name, weight in self.named_parameters():
+            if set(self.family.projector) & set(name.split(".")):
+                parts["projector"].append(name)
+            elif id(weight) in vision:
+                parts["vision"].append(name)
+            else:
+                parts["language"].append(name)
+        return parts
+
+    @torch.no_grad()
+    def answer(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        images: Sequence[Sequence[Any]],
+        max_new_tokens: int,
+    ) -> list[str]:
+        """Write the assistant's next message of each conversation by greedy decoding.
+
+        Args:
+            conversations: Messages that end with the user's.
+            images: Images of each conversation, RGB of PIL or uint8 [H, W, 3].
+            max_new_tokens: Maximum length of an answer.
+        """
+        rows = [
+            self.encoder.encode_prompt(messages, each)
+            for messages, each in zip(conversations, images, strict=True)
+        ]
+        inputs = self._left_padded(rows)
+        eos_ids = _as_list(self.net.generation_config.eos_token_id)
+        eos_ids += _as_list(self.encoder.tokenizer.eos_token_id)
+        # A compiled block has graphs for each layer of the cache.
+        with self._attention_with_cache(), torch.compiler.set_stance("force_eager"):
+            output = self.net.generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=sorted(set(eos_ids)),
+                pad_token_id=self._pad_id,
+            )
+        answers = output[:, inputs["input_ids"].shape[1] :].tolist()
+        return [self.encoder.decode(row) for row in answers]
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write model, processor and chat template, which transformers and vLLM load."""
+        from transformers import AutoProcessor
+
+        with self._attention_with_cache():
+            self.net.save_pretrained(folder)
+        # The processor of the data has no video processor.
+        AutoProcessor.from_pretrained(self.encoder.weights).save_pretrained(folder)
+
+    @property
+    def _pad_id(self) -> int:
+        pad_id = self.encoder.tokenizer.pad_token_id
+        return int(self.encoder.tokenizer.eos_token_id if pad_id is None else pad_id)
+
+    def _image_inputs(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the normalized pixels in the layout that the model takes."""
+        pixels = inputs["pixel_values"].to(self.mean.dtype)
+        if self.family.pixels == "patches":
+            # [N, channels x values]
+            channels = pixels.unflatten(1, (3, -1))
+            pixels = ((channels - self.mean[:, None]) / self.std[:, None]).flatten(1)
+        else:
+            pixels = (pixels - self.mean.view(3, 1, 1)) / self.std.view(3, 1, 1)
+        columns = {"pixel_values": pixels}
+        if self.family.pixels == "row_tiles":
+            columns["pixel_values"] = pixels[None]
+            columns["pixel_attention_mask"] = inputs["pixel_attention_mask"][None]
+        return columns
+
+    def _left_padded(self, rows: list[EncodedRow]) -> dict[str, Any]:
+        """Return the inputs of `generate`."""
+        collator = self.collator()
+        device = self.mean.device
+        width = max(len(row.input_ids) for row in rows)
+        with_images = [row for row in rows if row.images]
+        inputs: dict[str, Any] = {}
+        if with_images:
+            batch = collator(with_images)
+            names = [name for name in batch if name in with_images[0].images]
+            inputs = {name: batch[name].to(device) for name in names}
+            inputs |= self._image_inputs(inputs)
+        ids = torch.full((len(rows), width), self._pad_id)
+        mask = torch.zeros(len(rows), width, dtype=torch.long)
+        for index, row in enumerate(rows):
+            length = len(row.input_ids)
+            ids[index, width - length :] = torch.from_numpy(row.input_ids)
+            mask[index, width - length :] = 1
+        if self.family.token_types:
+            types = (ids == self.net.config.image_token_id).long()
+            inputs[self.family.token_types] = types.to(device)
+        return inputs | {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+    @contextmanager
+    def _attention_with_cache(self) -> Iterator[None]:
+        """Scope with the attention of transformers, for generation and for saved configs."""
+        packed = self.packed
+        self.packed = False
+        try:
+            yield
+        finally:
+            self.packed = packed
+
+    def _unused_parameters(self) -> list[str]:
+        """Return the weights that never get a gradient, such as pooling heads.
+
+        DDP waits for the gradient of each weight, so they have to be frozen. The names are those
+        of `net`.
+        """
+        names = {weight: name for name, weight in self.net.named_parameters()}
+        used: set[nn.Parameter] = set()
+
+        def count(weight: nn.Parameter) -> None:
+            used.add(weight)
+            weight.grad = None
+
+        hooks = [
+            weight.register_post_accumulate_grad_hook(count)
+            for weight in names
+            if weight.requires_grad
+        ]
+        row = EncodedRow(self.dummy.input_ids, self.dummy.loss_mask | True, self.dummy.images)
+        self.forward(self.collator()([row]))["loss_sum"].backward()
+        for hook in hooks:
+            hook.remove()
+        return [name for weight, name in names.items() if weight not in used]
+
+
+def _as_list(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _build(weights: str, config: dict[str, Any] | None) -> Any:
+    """Build the transformers model: of a config with random weights, or the saved one.
+
+    A folder with a config but no weights is a model with random weights.
+    """
+    from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
+
+    folder = Path(weights).expanduser()
+    if config is not None:
+        hf_config = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    else:
+        hf_config = load_config(WEIGHTS_SETTING, weights, tuple(FAMILIES))
+        has_weights = not folder.is_dir() or any(
+            file.suffix in (".safetensors", ".bin") for file in folder.iterdir()
+        )
+        if has_weights:
+            return load_pretrained(WEIGHTS_SETTING, weights, AutoModelForMultimodalLM, hf_config)
+    return AutoModelForMultimodalLM.from_config(hf_config, dtype=torch.float32)

@@ -1,0 +1,291 @@
+"""Folders of tiny vision-language models: random weights, a processor, a tokenizer trained on the
+spot. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+TEXTS = [
+    "Which shape is in the image? How many circles are there? What color is the square?",
+    "The image has two red circles and a blue triangle. It is green. There are three shapes.",
+    "You are a helpful assistant that answers in one word. yes no one two three zero",
+]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}IMAGE"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+IDEFICS = (
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% else %}<image>{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% set role = 'model' if message['role'] == 'assistant' else 'user' %}"
+    "<start_of_turn>{{ role }}\n{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<start_of_image>{% else %}{{ part['text'] | trim }}"
+    "{% endif %}{% endfor %}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+# The only one with generation marks: the other templates need prefix rendering.
+LLAVA = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}ASSISTANT: "
+    "{% generation %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}</s>"
+    "{% endgeneration %}{% else %}USER: {% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>\n{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %} {% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+TOKENS = {
+    "qwen2_5_vl": "<|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>",
+    "qwen3_vl": "<|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>",
+    "internvl": "<img> </img> <IMG_CONTEXT> <video>",
+    "idefics3": "<image> <fake_token_around_image> <global-img> <end_of_utterance> "
+    + " ".join(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    "gemma3": "<start_of_image> <end_of_image> <image_soft_token> <start_of_turn> <end_of_turn>",
+    "llava": "<image> </s>",
+    "llava_next": "<image> </s>",
+    "llava_onevision": "<image> <video>",
+}
+TOKENS["smolvlm"] = TOKENS["idefics3"]
+FAMILIES = tuple(TOKENS)
+ROLES = {  # names of tokens that the processor reads from the tokenizer
+    "internvl": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
+    "gemma3": {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    },
+}
+TEMPLATES = {
+    "qwen2_5_vl": CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"),
+    "internvl": CHATML.replace("IMAGE", "<IMG_CONTEXT>\n"),
+    "idefics3": IDEFICS,
+    "gemma3": GEMMA,
+    "llava": LLAVA,
+    "llava_onevision": CHATML.replace("IMAGE", "<image>"),
+}
+TEMPLATES |= {
+    "qwen3_vl": TEMPLATES["qwen2_5_vl"],
+    "smolvlm": IDEFICS,
+    "llava_next": LLAVA,
+}
+
+
+def make_tokenizer(family: str) -> Any:
+    """Return a byte-level BPE tokenizer with the special tokens of a family."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    special = ["<pad>", "<bos>", "<|im_start|>", "<|im_end|>", *TOKENS[family].split()]
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    ends = {"gemma3": "<end_of_turn>", "idefics3": "<end_of_utterance>", "llava": "</s>"}
+    ends |= {"smolvlm": ends["idefics3"], "llava_next": ends["llava"]}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token=ends.get(family, "<|im_end|>"),
+        chat_template=TEMPLATES[family],
+        extra_special_tokens=ROLES.get(family, {}),
+    )
+
+
+def make_folder(family: str, folder: Path, seed: int = 0, dtype: Any = None) -> Path:
+    """Save a tiny random model with its processor."""
+    import torch
+    from transformers import AutoModelForMultimodalLM
+
+    tokenizer = make_tokenizer(family)
+    processor = make_processor(family, tokenizer)
+    torch.manual_seed(seed)
+    model = AutoModelForMultimodalLM.from_config(make_config(family, tokenizer))
+    with torch.no_grad():
+        for weight in model.parameters():
+            # Large enough for gradients to depend on each token.
+            weight.normal_(0, 0.1)
+    model.to(dtype or torch.float32).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def make_processor(family: str, tokenizer: Any) -> Any:
+    import transformers as hf
+
+    template = {"chat_template": TEMPLATES[family]}
+    if family.startswith("qwen"):
+        patch = 14 if family == "qwen2_5_vl" else 16
+        size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": 16 * (2 * patch) ** 2}
+        image = hf.Qwen2VLImageProcessor(patch_size=patch, size=size)
+        if family == "qwen2_5_vl":
+            video = hf.Qwen2VLVideoProcessor(patch_size=patch)
+            return hf.Qwen2_5_VLProcessor(image, tokenizer, video, **template)
+        return hf.Qwen3VLProcessor(image, tokenizer, hf.Qwen3VLVideoProcessor(), **template)
+    if family == "internvl":
+        image = hf.GotOcr2ImageProcessor(
+            size={"height": 28, "width": 28}, crop_to_patches=True, max_patches=4
+        )
+        video = hf.InternVLVideoProcessor()
+        return hf.InternVLProcessor(image, tokenizer, video, image_seq_length=4, **template)
+    if family in ("idefics3", "smolvlm"):
+        sizes: dict[str, Any] = {
+            "size": {"longest_edge": 64},
+            "max_image_size": {"longest_edge": 32},
+        }
+        if family == "idefics3":
+            image = hf.Idefics3ImageProcessor(**sizes)
+            return hf.Idefics3Processor(image, tokenizer, image_seq_len=4, **template)
+        image = hf.SmolVLMImageProcessor(**sizes)
+        video = hf.SmolVLMVideoProcessor()
+        return hf.SmolVLMProcessor(image, tokenizer, video, image_seq_len=4, **template)
+    if family == "gemma3":
+        image = hf.Gemma3ImageProcessor(size={"height": 32, "width": 32})
+        return hf.Gemma3Processor(image, tokenizer, image_seq_length=4, **template)
+    if family == "llava_onevision":
+        pinpoints = [[28, 28], [28, 56], [56, 28], [56, 56]]
+        image = hf.LlavaOnevisionImageProcessor(
+            size={"height": 28, "width": 28}, image_grid_pinpoints=pinpoints
+        )
+        video = hf.LlavaOnevisionVideoProcessor(size={"height": 28, "width": 28})
+        return hf.LlavaOnevisionProcessor(
+            image,
+            tokenizer,
+            video,
+            num_image_tokens=4,
+            vision_feature_select_strategy="full",
+            **template,
+        )
+    settings: dict[str, Any] = {
+        "patch_size": 14,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    } | template
+    crop = {"height": 28, "width": 28}
+    if family == "llava":
+        image = hf.LlavaImageProcessor(size={"shortest_edge": 28}, crop_size=crop)
+        return hf.LlavaProcessor(image, tokenizer, **settings)
+    image = hf.LlavaNextImageProcessor(
+        size={"shortest_edge": 28},
+        crop_size=crop,
+        image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]],
+    )
+    return hf.LlavaNextProcessor(image, tokenizer, **settings)
+
+
+def make_config(family: str, tokenizer: Any) -> Any:
+    import transformers as hf
+
+    def token(text: str) -> int:
+        return int(tokenizer.convert_tokens_to_ids(text))
+
+    text: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    if family.startswith("qwen"):
+        vision = {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+        }
+        rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+        ids = {
+            "image_token_id": token("<|image_pad|>"),
+            "video_token_id": token("<|video_pad|>"),
+            "vision_start_token_id": token("<|vision_start|>"),
+            "vision_end_token_id": token("<|vision_end|>"),
+        }
+        if family == "qwen2_5_vl":
+            vision |= {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
+            return hf.Qwen2_5_VLConfig(
+                text_config=text | {"rope_parameters": rope}, vision_config=vision, **ids
+            )
+        vision |= {
+            "patch_size": 16,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        }
+        return hf.Qwen3VLConfig(
+            text_config=text
+            | {"head_dim": 16, "rope_parameters": rope | {"mrope_interleaved": True}},
+            vision_config=vision,
+            tie_word_embeddings=True,
+            **ids,
+        )
+    if family == "internvl":
+        return hf.InternVLConfig(
+            text_config=text | {"model_type": "qwen2"},
+            vision_config=vision | {"image_size": [28, 28], "patch_size": [7, 7]},
+            image_token_id=token("<IMG_CONTEXT>"),
+            image_seq_length=4,
+        )
+    if family in ("idefics3", "smolvlm"):
+        config = hf.Idefics3Config if family == "idefics3" else hf.SmolVLMConfig
+        return config(
+            text_config=text | {"model_type": "llama"},
+            vision_config=vision | {"image_size": 32, "patch_size": 8},
+            image_token_id=token("<image>"),
+            scale_factor=2,
+        )
+    if family == "gemma3":
+        return hf.Gemma3Config(
+            text_config=text | {"head_dim": 16, "sliding_window": 16},
+            vision_config=vision | {"image_size": 32, "patch_size": 8},
+            mm_tokens_per_image=4,
+            image_token_index=token("<image_soft_token>"),
+            boi_token_index=token("<start_of_image>"),
+            eoi_token_index=token("<end_of_image>"),
+        )
+    if family == "llava_onevision":
+        return hf.LlavaOnevisionConfig(
+            text_config=text | {"model_type": "qwen2"},
+            vision_config=vision | {"model_type": "siglip_vision_model"},
+            image_token_index=token("<image>"),
+            video_token_index=token("<video>"),
+            image_grid_pinpoints=[[28, 28], [28, 56], [56, 28], [56, 56]],
+            vision_aspect_ratio="anyres_max_9",
+        )
+    shared: dict[str, Any] = {
+        "text_config": text | {"model_type": "llama"},
+        "vision_config": vision | {"model_type": "clip_vision_model"},
+        "image_token_index": token("<image>"),
+    }
+    if family == "llava":
+        return hf.LlavaConfig(image_seq_length=4, **shared)
+    return hf.LlavaNextConfig(image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]], **shared)

@@ -1,0 +1,132 @@
+"""Loss masks, refused rows and models, pixel budgets, and the memory of a data process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mmray.data.vlm.encoder import ProcessorEncoder, RowError
+from mmray.errors import UsageError
+from tests.models.vlm.folders import TEMPLATES
+from tests.models.vlm.rows import IMAGE, ROWS, encode_rows, photo, text
+
+QUESTION = {"role": "user", "content": [IMAGE, text("Which shape?")]}
+ANSWER = {"role": "assistant", "content": "circle"}
+
+
+@pytest.fixture(scope="module")
+def copy_of(folder_of, tmp_path_factory):
+    """Return a copy of the files of a processor, with another chat template."""
+
+    def copy(family: str, template: str):
+        folder = tmp_path_factory.mktemp("copy")
+        for file in folder_of(family).glob("*.json"):
+            (folder / file.name).write_bytes(file.read_bytes())
+        (folder / "chat_template.jinja").write_text(template)
+        return folder
+
+    return copy
+
+
+def test_marks_of_a_template_and_its_prefixes_give_the_same_targets(folder_of, copy_of):
+    marked = ProcessorEncoder(str(folder_of("llava")), 500)
+    template = TEMPLATES["llava"]
+    for mark in ("{% generation %}", "{% endgeneration %}"):
+        template = template.replace(mark, "")
+    by_prefix = ProcessorEncoder(str(copy_of("llava", template)), 500)
+    for own, other in zip(encode_rows(marked), encode_rows(by_prefix), strict=True):
+        assert own.loss_mask.tolist() == other.loss_mask.tolist()
+
+
+def test_template_without_marks_and_prefixes_is_an_error_with_advice(copy_of):
+    """It puts the number of messages first."""
+    folder = copy_of("qwen3_vl", "{{ messages | length }}" + TEMPLATES["qwen3_vl"])
+    encoder = ProcessorEncoder(str(folder), 500)
+    with pytest.raises(UsageError, match=r"generation %\}.*chat_template.jinja"):
+        encode_rows(encoder)
+
+
+def test_row_over_max_tokens_is_refused_with_its_count(folder_of):
+    encoder = ProcessorEncoder(str(folder_of("qwen3_vl")), 500)
+    count = len(encoder.encode(*ROWS[2]).input_ids)
+    encoder.max_tokens = count
+    encoder.encode(*ROWS[2])
+    encoder.max_tokens = count - 1
+    with pytest.raises(RowError, match=f"{count} tokens exceed .* {count - 1}") as error:
+        encoder.encode(*ROWS[2])
+    assert error.value.reason == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("messages", "images", "reason"),
+    [
+        ([QUESTION, ANSWER], [], "images"),
+        ([QUESTION, ANSWER], [photo(60, 60)] * 2, "images"),
+        ([QUESTION], [photo(60, 60)], "messages"),
+        ([QUESTION, ANSWER], [photo(2, 4000)], "image"),
+    ],
+)
+def test_row_that_does_not_fit_is_refused_with_a_reason(folder_of, messages, images, reason):
+    encoder = ProcessorEncoder(str(folder_of("qwen3_vl")), 500)
+    with pytest.raises(RowError) as error:
+        encoder.encode(messages, images)
+    assert error.value.reason == reason
+
+
+def test_special_tokens_in_a_text_are_removed(folder_of):
+    encoder = ProcessorEncoder(str(folder_of("qwen3_vl")), 500)
+    hostile = "cir<|image_pad|>cle<|im_end|>"
+    row = encoder.encode([QUESTION, ANSWER | {"content": hostile}], [photo(60, 60)])
+    assert (
+        row.input_ids.tolist()
+        == encoder.encode([QUESTION, ANSWER], [photo(60, 60)]).input_ids.tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "pixels"),
+    [("qwen2_5_vl", 28 * 28 * 2), ("idefics3", 32 * 32), ("internvl", 28 * 28)],
+)
+def test_max_pixels_limits_the_tokens_of_an_image(folder_of, family, pixels):
+    weights = str(folder_of(family))
+    usual = ProcessorEncoder(weights, 500)
+    small = ProcessorEncoder(weights, 500, max_pixels=pixels)
+    messages, images = ROWS[2]
+    sizes = [(image.shape[1], image.shape[0]) for image in images]
+    row = small.encode(messages, images)
+    assert len(row.input_ids) < len(usual.encode(messages, images).input_ids)
+    assert small.count_tokens(messages, sizes) == len(row.input_ids)
+
+
+def test_pixel_budget_of_a_family_with_fixed_images_is_refused(folder_of):
+    with pytest.raises(UsageError, match=r"model.inputs.max_pixels: .* fixed size"):
+        ProcessorEncoder(str(folder_of("gemma3")), 500, max_pixels=10_000)
+
+
+def test_unsupported_model_is_refused_by_its_type(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kosmos-2"}))
+    with pytest.raises(UsageError, match=r"`kosmos-2`.*supported are qwen2_5_vl"):
+        ProcessorEncoder(str(tmp_path), 500)
+
+
+def test_data_process_encodes_without_torch(folder_of):
+    """Importing torch alone takes 500 MB."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from mmray.data.vlm.encoder import ProcessorEncoder\n"
+        "from tests.models.vlm.rows import encode_rows\n"
+        "encode_rows(ProcessorEncoder(sys.argv[1], 500))\n"
+        "status = Path('/proc/self/status').read_text()\n"
+        "print(sys.modules.get('torch'), status.split('VmHWM:')[1].split()[0])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder_of("qwen3_vl"))], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    torch_module, peak_kib = done.stdout.split()
+    assert torch_module == "None"
+    assert int(peak_kib) < 300_000

@@ -1,0 +1,164 @@
+"""Each supported family against transformers: inputs, loss, and gradients for any batching of rows.
+
+In float64 with random weights and a tokenizer trained on the spot.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mmray.data.stream.collate import IGNORE_INDEX
+from mmray.data.vlm.families import FAMILIES
+from mmray.models.vlm.model import Vlm
+from tests.models.vlm import folders
+from tests.models.vlm.rows import ROWS, encode_rows, settings, text
+
+ALL = pytest.mark.parametrize("family", folders.FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def model_of(folder_of):
+    models: dict[str, Vlm] = {}
+
+    def build(family: str) -> Vlm:
+        if family not in models:
+            models.clear()
+            models[family] = Vlm(settings(folder_of(family))).double()
+        model = models[family]
+        model.packed = model.family.packable
+        model.zero_grad()
+        return model
+
+    return build
+
+
+def gradients(model: Vlm, batches: list[Any], packed: bool) -> tuple[float, int, torch.Tensor]:
+    """Loss sum, number of targets and the gradient of all weights of these micro-batches."""
+    model.packed = packed
+    model.zero_grad()
+    collator = model.collator()
+    loss = 0.0
+    num_targets = 0
+    for rows in batches:
+        batch = collator(rows)
+        output = model(batch)["loss_sum"]
+        output.backward()
+        loss += output.item()
+        num_targets += len(batch["targets"])
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    assert all(weight.grad is not None for weight in weights)
+    return loss, num_targets, torch.cat([weight.grad.flatten() for weight in weights])
+
+
+def test_every_family_is_tested():
+    assert set(folders.FAMILIES) == set(FAMILIES)
+
+
+@ALL
+def test_gradients_do_not_depend_on_how_rows_are_batched(family, model_of):
+    model = model_of(family)
+    rows = encode_rows(model.encoder)
+    loss, num_targets, alone = gradients(model, [[row] for row in rows], packed=False)
+    # Norms of Gemma are float32, and its masks change the order of sums before them.
+    tolerance = 1e-7 if family == "gemma3" else 1e-9
+    ways = {"padded": ([rows], False), "reordered": ([rows[::-1]], False)}
+    if model.family.packable:
+        ways |= {"packed": ([rows], True), "accumulated": ([rows[:2], rows[2:]], True)}
+        # The first micro-batch is the dummy row.
+        ways |= {"without rows": ([[], rows], True)}
+    for name, (batches, packed) in ways.items():
+        result = gradients(model, batches, packed)
+        assert result[0] == pytest.approx(loss, rel=tolerance), name
+        assert result[1] == num_targets, name
+        assert (result[2] - alone).abs().max() < tolerance * alone.abs().max(), name
+
+
+@ALL
+def test_inputs_and_loss_equal_those_of_transformers(family, model_of):
+    from transformers import AutoProcessor
+
+    model = model_of(family)
+    model.packed = False
+    rows = encode_rows(model.encoder)
+    loss, num_targets, _ = gradients(model, [rows], packed=False)
+    processor = AutoProcessor.from_pretrained(model.encoder.weights)
+    expected = 0.0
+    for row, (messages, images) in zip(rows, ROWS, strict=True):
+        conversation = [
+            message | {"content": [text(message["content"])]}
+            if isinstance(message["content"], str)
+            else message
+            for message in messages
+        ]
+        prompt = processor.apply_chat_template(conversation)
+        inputs = processor(
+            text=[prompt],
+            images=[images] if images else None,
+            return_tensors="pt",
+            add_special_tokens=not prompt.startswith(processor.tokenizer.bos_token),
+        )
+        assert inputs["input_ids"][0].tolist() == row.input_ids.tolist()
+        columns = {name: torch.from_numpy(column) for name, column in row.images.items()}
+        assert set(columns) <= set(inputs)
+        columns |= model._image_inputs(columns) if columns else {}
+        for name in columns:
+            own = columns[name].double()
+            levels = 2 / 255 / 0.22 if name == "pixel_values" else 0
+            assert own.shape == inputs[name].shape, name
+            # Tiles of zeros are padding, which the model does not read.
+            difference = (own - inputs[name]).where(inputs[name] != 0, 0)
+            assert difference.abs().max() <= levels + 1e-6, name
+        labels = torch.where(torch.from_numpy(row.loss_mask), inputs["input_ids"], IGNORE_INDEX)
+        num_items = torch.tensor(num_targets)
+        output = model.net(**inputs | columns, labels=labels, num_items_in_batch=num_items)
+        expected += output.loss.item()
+    # Losses of transformers are float32.
+    assert loss / num_targets == pytest.approx(expected, rel=1e-6)
+
+
+@ALL
+def test_targets_are_the_answers_with_their_end(family, model_of):
+    encoder = model_of(family).encoder
+    tokens = [
+        encoder.tokenizer.decode(row.input_ids[row.loss_mask]) for row in encode_rows(encoder)
+    ]
+    end = encoder.tokenizer.eos_token
+    answers = ["two red", "a circle and a triangle", f"circle{end}blue"]
+    assert [each.replace(" ", "") for each in tokens] == [
+        f"{answer}{end}".replace(" ", "") for answer in answers
+    ]
+
+
+@ALL
+def test_tokens_are_counted_without_pixels(family, model_of):
+    encoder = model_of(family).encoder
+    for row, (messages, images) in zip(encode_rows(encoder), ROWS, strict=True):
+        sizes = [(image.shape[1], image.shape[0]) for image in images]
+        assert encoder.count_tokens(messages, sizes) == len(row.input_ids)
+
+
+@ALL
+def test_answers_of_a_batch_equal_those_of_single_rows(family, model_of):
+    model = model_of(family)
+    prompts = [messages[:1] for messages, _ in ROWS]
+    images = [[], ROWS[1][1], ROWS[2][1][:2]]
+    together = model.answer(prompts, images, 4)
+    alone = [model.answer([row], [each], 4)[0] for row, each in zip(prompts, images, strict=True)]
+    assert together == alone
+    assert model.packed == model.family.packable
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_saved_model_opens_in_transformers(family, model_of, tmp_path):
+    from transformers import AutoModelForMultimodalLM, AutoProcessor
+
+    model = model_of(family)
+    model.save_pretrained(str(tmp_path))
+    saved = AutoModelForMultimodalLM.from_pretrained(tmp_path).state_dict()
+    for name, weight in model.net.state_dict().items():
+        assert torch.equal(saved[name].double(), weight), name
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    assert processor.chat_template == folders.TEMPLATES[family]

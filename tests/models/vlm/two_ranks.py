@@ -1,0 +1,73 @@
+"""Steps of vision-language models on two gloo ranks; test_ranks.py checks the results.
+
+Rank 0 often has no image, so without the dummy row it would skip the vision encoder's collectives.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mmray.data.stream.collate import Batch
+from mmray.engine.collectives import Group
+from mmray.engine.prefetch import make_local_batch
+from mmray.engine.step import accumulate_gradients, zero_gradients
+from mmray.models.vlm.model import Vlm
+from mmray.objectives.language_modelling import LanguageModelling
+from tests.engine import toy
+from tests.engine.ranks import join_group
+from tests.models.vlm.rows import encode_rows, settings
+
+FAMILIES = ("qwen3_vl", "gemma3")
+RANDOM_STEPS = 20
+# Rows of each micro-batch of each rank: rank 0 has no image at all.
+SPLIT = (([0], [0, 0]), ([2], [1]))
+
+
+def main(rank: int, folder: str, models: dict[str, str]) -> None:
+    group = join_group(folder, "vlm", rank, 2)
+    results: dict[str, Any] = {}
+    for family, weights in models.items():
+        for parallel in ("ddp", "fsdp"):
+            results[f"{family} {parallel}"] = gradient(weights, group, parallel)
+    torch.save(results, f"{folder}/rank-{rank}.pt")
+    os._exit(0)  # see tests/engine/ranks.py
+
+
+def gradient(weights: str, group: Group, parallel: str) -> torch.Tensor:
+    """The gradient of a step, after some random ones."""
+    model = Vlm(settings(weights)).double()
+    rows = encode_rows(model.encoder)
+    collator = model.collator()
+    state = toy.train_state(model, group, LanguageModelling(), parallel=parallel)
+
+    def step(split: list[list[list[int]]]) -> None:
+        micro_batches: list[Batch] = []
+        for numbers in split[group.rank]:
+            columns = {
+                "valid": torch.ones(len(numbers), dtype=torch.bool),
+                "key": torch.tensor(numbers),
+                "pos": torch.tensor(numbers),
+            }
+            micro_batches.append(collator([rows[number] for number in numbers]) | columns)
+        accumulate_gradients(state, make_local_batch(micro_batches), lambda index: index)
+
+    draw = random.Random(0)
+    for _ in range(RANDOM_STEPS if group.world_size > 1 else 0):
+        step([[[draw.choice((0, 0, 1, 2))] for _ in range(2)] for _ in range(2)])
+        zero_gradients(state)
+    if group.world_size > 1:
+        step([list(micro_batches) for micro_batches in SPLIT])
+    else:
+        step([[[number] for rank in SPLIT for numbers in rank for number in numbers]])
+    gradients = []
+    for weight in model.parameters():
+        if weight.requires_grad:
+            grad = weight.grad
+            assert grad is not None
+            gradients.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).flatten())
+    return torch.cat(gradients)
