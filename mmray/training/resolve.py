@@ -19,6 +19,7 @@ from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
 from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import declared_pad_id
 from mmray.data.text.tokenizer_files import load_tokenizer
+from mmray.engine.bad_rows import MAX_BAD_ROWS
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import DataError, UsageError
 from mmray.storage.paths import RemotePath, to_path
@@ -136,7 +137,7 @@ def _check_one_image_a_row(
             f"{prepared.folder} has {without:,} rows without an image and {several:,} with several "
             f"among {prepared.num_rows:,}, and model.kind {config.model.kind} takes one image a row"
         )
-        if without + several > config.data.max_bad_rows:
+        if without + several > MAX_BAD_ROWS:
             raise DataError(
                 f"{counts}. Train a vision-language model, or write one row per image and prepare "
                 "the source again"

@@ -10,6 +10,7 @@ from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.text.chat import build_encoder
 from mmray.errors import DataError, UsageError
 from mmray.evaluation.build import build_evaluator
+from mmray.training import resolve
 from mmray.training.backend import Attempt, resume_point
 from mmray.training.resolve import resolve_run
 from tests.data.prepare.test_pipeline import make_source, run_here
@@ -114,20 +115,20 @@ def test_language_tokens_are_those_of_the_sets(tmp_path):
         resolve_run(asked, Silent())
 
 
-def test_models_of_one_image_refuse_sets_with_another_number(tmp_path):
+def test_models_of_one_image_refuse_sets_with_another_number(tmp_path, monkeypatch):
     rows = [row(number) for number in range(20)]
     rows[3].media = []
     rows[5].media = rows[5].media * 2
     rows[9].media = rows[9].media * 3
     make_set(tmp_path / "set", rows)
     wanted = config(tmp_path / "set", tmp_path, "run")
-    strict = wanted.replace(data=wanted.data.replace(max_bad_rows=2))
+    monkeypatch.setattr(resolve, "MAX_BAD_ROWS", 2)
     with pytest.raises(
         DataError, match=r"1 rows without an image and 2 with several among 20.*takes one image"
     ):
-        resolve_run(strict, Silent())
-    lenient = wanted.replace(data=wanted.data.replace(max_bad_rows=3))
-    resolved = resolve_run(lenient, Silent())
+        resolve_run(wanted, Silent())
+    monkeypatch.undo()
+    resolved = resolve_run(wanted, Silent())
     attempt = Attempt(
         resolved,
         tmp_path,
