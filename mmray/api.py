@@ -201,6 +201,28 @@ def prepare(
     return manifest
 
 
+def check_source(
+    source: str | Path, *, reporter: RunReporter | None = None, **settings: Any
+) -> None:
+    """Show how `prepare` understands a source, and check its first 100 rows; nothing is written.
+
+    Args:
+        source: file or folder, in a format of mmray/data/README.md, or its address.
+        reporter: receives messages; None: they are shown.
+        **settings: fields of `mmray.config.Prepare`, such as `holdout=0.1`.
+
+    Raises:
+        UsageError: a setting or an address is invalid.
+        DataError: the source is invalid.
+        ResourceError: storage failed, maybe temporarily.
+    """
+    checked = Prepare.model_validate(_plain(settings))
+    with _shown(reporter, "checking") as shown:
+        from mmray.data.prepare import pipeline
+
+        pipeline.check_source(str(source), checked, shown.log)
+
+
 def evaluate(
     run: Run | str | AnyPath,
     data: str | Path | None = None,

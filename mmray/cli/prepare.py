@@ -24,6 +24,8 @@ class PrepareCommand:
     settings: OmitArgPrefixes[Prepare] = field(default_factory=Prepare)
     retry_quarantined: bool = False
     """Retry rows that could not be read or decoded, with the other rows of their shards."""
+    dry_run: bool = False
+    """Print the format, splits, columns and an example, check the first 100 rows, write nothing."""
     address: str | None = None
     """Ray address; None: RAY_ADDRESS if set, otherwise this machine."""
     wait_for_nodes: bool = False
@@ -35,6 +37,10 @@ def prepare(argv: Sequence[str], console: ConsoleReporter) -> int:
     SET] ...
     """
     command = parse_args(PrepareCommand, argv, "mmray prepare")
+    if command.dry_run:
+        with console.show_progress("checking"):
+            api.check_source(command.source, reporter=console, **dict(command.settings))
+        return 0
     with console.show_progress("starting"):
         api.prepare(
             command.source,

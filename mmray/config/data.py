@@ -58,7 +58,7 @@ class Prepare(Section, settings_prefix="prepare"):
         "image",
         description="Quarantine rows that repeat an earlier row's images, its images and captions "
         "(row), its images or "
-        "captions (text), or keep all.",
+        "captions (text), or keep all, even rows with the id of another.",
     )
     holdout: float = Field(
         0.0, ge=0, lt=1, description="Fraction of the rows without a split that becomes `test`."

@@ -17,6 +17,11 @@ _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DATA_URI = "data:"
 IMAGE_COLUMNS = ("image_path", "image", "images")
 MESSAGE_COLUMNS = ("messages", "conversations")
+# Columns of which a row has one.
+_KINDS = (("id", "key"), IMAGE_COLUMNS, ("text", "texts"), MESSAGE_COLUMNS)
+# The first characters of images in base64: JPEG, PNG, GIF, WebP.
+_BASE64_IMAGES = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
+_MIN_BASE64_LENGTH = 64
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -177,10 +182,16 @@ def _parse_conversation(
 
 
 def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    """Rename source columns to our names; `columns` maps ours to theirs."""
+    """Rename source columns to our names; `columns` maps ours to theirs.
+
+    A mapped column replaces all columns of its kind: with text=title, also `texts`.
+    """
     theirs = {their: value for their, value in values.items() if their in columns.values()}
+    replaced = {
+        name for kind in _KINDS if not columns.keys().isdisjoint(kind) for name in kind
+    } | columns.keys()
     rest = {
-        name: value for name, value in values.items() if name not in theirs and name not in columns
+        name: value for name, value in values.items() if name not in theirs and name not in replaced
     }
     return rest | {our: theirs[their] for our, their in columns.items() if their in theirs}
 
@@ -217,8 +228,17 @@ def _parse_image(value: Any, hosts: tuple[str, ...]) -> ImageRef:
         data = value.get("bytes")
     if isinstance(data, str) and data.startswith(_DATA_URI):
         return ImageRef("the image", data=_decode_data_uri(data))
+    if isinstance(data, str) and data.startswith(_BASE64_IMAGES) and len(data) > _MIN_BASE64_LENGTH:
+        return ImageRef("the image", data=_decode_base64(data, "the image"))
     if isinstance(data, bytes):
         return ImageRef(name if isinstance(name, str) and name else "the image", data=data)
+    if isinstance(data, (list, int, float)):
+        raise BadRow(
+            "columns",
+            "image",
+            "an image is an array of numbers (pixels?): store the encoded bytes of a PNG or JPEG "
+            f"file, or its path (got {str(data)[:40]})",
+        )
     if not isinstance(name, str) or not name.strip():
         raise BadRow("columns", "image", f"an image must be a path (got {str(name)[:80]!r})")
     if hosts and is_url(name) and is_valid_name(name):
@@ -241,10 +261,15 @@ def _decode_data_uri(uri: str) -> bytes:
     header, _, text = uri.partition(",")
     if not header.endswith(";base64"):
         raise BadRow("columns", "image", f"the data URI is not base64 (it starts {uri[:40]!r})")
+    return _decode_base64(text, "the data URI")
+
+
+def _decode_base64(text: str, what: str) -> bytes:
+    """Return the bytes of a base64 text, which may have line breaks. Raises BadRow."""
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise BadRow("columns", "image", f"the data URI is not base64: {error}") from None
+        raise BadRow("columns", "image", f"{what} is not base64: {error}") from None
 
 
 def _single_column(
@@ -253,8 +278,13 @@ def _single_column(
     """Return the value of the only present column of these, as a tuple of at least one item."""
     if not values.keys() & set(columns):
         has = ", ".join(sorted(map(str, values))[:10]) or "nothing"
+        hint = ""
+        if missing == "no-text" and "label" in values:
+            hint = "; a label gives a caption only if it is the name of a class"
         raise BadRow(
-            "columns", missing, f"none of the columns {', '.join(columns)} (the row has {has})"
+            "columns",
+            missing,
+            f"none of the columns {', '.join(columns)} (the row has {has}{hint})",
         )
     items = _as_items(_single_value(values, columns))
     if not items:
@@ -267,7 +297,12 @@ def _single_value(values: dict[str, Any], columns: tuple[str, ...]) -> Any:
     """Return the value of the only present column of these; at least one must be present."""
     given = [column for column in columns if column in values]
     if len(given) > 1:
-        raise BadRow("columns", "ambiguous", f"both {given[0]} and {given[1]}: give one")
+        raise BadRow(
+            "columns",
+            "ambiguous",
+            f"both {given[0]} and {given[1]}: choose one, for example "
+            f"--columns {given[-1].removesuffix('s')}={given[-1]}",
+        )
     return values[given[0]]
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from mmray.data.formats.source import (
     known_columns,
 )
 from mmray.data.formats.splits import splits_of_files
+from mmray.data.formats.values import class_name
 from mmray.data.rows import BadRow, is_safe_path
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential
@@ -74,12 +76,16 @@ class ParquetSource(Source):
             file = pq.ParquetFile(raw)
             return _cumulative_rows(file), file.schema_arrow
 
-    def batches(self, name: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """Yield the known columns of the rows `start` to `stop` (exclusive) of a file."""
+    def batches(
+        self, name: str, start: int, stop: int, only: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the known columns, or `only` these, of the rows `start` to `stop` (exclusive) of a
+        file.
+        """
         with open_sequential(self.folder / name) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
             ends = _cumulative_rows(file)
-            columns = self._known_columns(file.schema_arrow, name)
+            columns = only or self._known_columns(file.schema_arrow, name)
             first = bisect_right(ends, start)
             groups = list(range(first, bisect_left(ends, stop) + 1))
             rows = file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns)
@@ -120,7 +126,26 @@ class ParquetSource(Source):
                 f"{self.folder / name} cannot be read as {self.title}: {error}"
             ) from None
         self._known_columns(schema, name)
+        with suppress(ValueError, KeyError, TypeError, OSError):
+            feature = self.features(name, schema)[self._label]
+            if feature["_type"] == "ClassLabel" and not self.class_names:
+                self.class_names = tuple(class_name(str(each)) for each in feature["names"])
         return ends, file_signature(self.folder, name)
+
+    @property
+    def _label(self) -> str:
+        return self.columns.get("label", "label")
+
+    def features(self, name: str, schema: pa.Schema) -> dict[str, Any]:
+        """Return the types of the columns that `datasets` stored for a file; {} if it did not."""
+        metadata = orjson.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        features: dict[str, Any] = metadata.get("info", {}).get("features", {})
+        return features
+
+    def labels(self, chunks: Sequence[SourceChunk]) -> Iterator[Any]:
+        for chunk in chunks:
+            for batch in self.batches(chunk.file, chunk.start, chunk.stop, [self._label]):
+                yield from batch.column(0).drop_null().to_pylist()
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
         check_unchanged(self.folder, chunk)
@@ -220,6 +245,13 @@ class HFSavedSource(ParquetSource):
             raise DataError(f"{path} names files outside its folder")
         return names
 
+    def features(self, name: str, schema: pa.Schema) -> dict[str, Any]:
+        info = self.folder / f"{name.rpartition('/')[0]}/dataset_info.json".lstrip("/")
+        stored: dict[str, Any] = {}
+        with suppress(OSError):
+            stored = orjson.loads(info.read_bytes()).get("features") or {}
+        return super().features(name, schema) | stored
+
     def splits(self, names: list[str]) -> dict[str, str | None]:
         return {name: name.partition("/")[0] if "/" in name else None for name in names}
 
@@ -247,12 +279,14 @@ class HFSavedSource(ParquetSource):
             batches = reader if isinstance(self.folder, Path) else ()
             return list(accumulate(batch.num_rows for batch in batches)), reader.schema
 
-    def batches(self, name: str, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+    def batches(
+        self, name: str, start: int, stop: int, only: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
         with (
             open_sequential(self.folder / name, mapped=True) as raw,
             pa.ipc.open_stream(raw) as reader,
         ):
-            columns = self._known_columns(reader.schema, name)
+            columns = only or self._known_columns(reader.schema, name)
             yield from _slice_rows((batch.select(columns) for batch in reader), start, stop - start)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from mmray.builtin import COLUMNS
+from mmray.data.formats.values import normalize_values
 from mmray.data.rows import IMAGE_COLUMNS, MESSAGE_COLUMNS, BadRow, is_valid_name, rename_columns
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, list_files, open_sequential
@@ -154,6 +155,13 @@ class Source:
         """
         raise NotImplementedError
 
+    def labels(self, chunks: Sequence[SourceChunk]) -> Iterator[Any]:
+        """Yield the labels of the rows that have one."""
+        for chunk in chunks:
+            for row in self.read(chunk):
+                if isinstance(row.values, dict) and "label" in row.values:
+                    yield row.values["label"]
+
     def parse(self, record: Any) -> dict[str, Any]:
         """Return the values of a record by the source's column names. Raises BadRow."""
         raise NotImplementedError
@@ -173,7 +181,11 @@ class Source:
             values = (
                 record
                 if isinstance(record, BadRow)
-                else rename_columns(self.parse(record), self.columns)
+                else normalize_values(
+                    rename_columns(self.parse(record), self.columns),
+                    self.class_names,
+                    self.caption_template,
+                )
             )
         except BadRow as bad:
             values = bad

@@ -203,13 +203,14 @@ def find_duplicates(packed: PackedRows, rule: DuplicateRule) -> DedupResult:
     """Find the rows that repeat another one: of equal rows a held-out one is kept, otherwise the
     earliest.
 
-    A key that is repeated within its split is an error under each rule, and no row is a duplicate
-    of such a row.
+    A key that is repeated within its split is an error under each rule but `keep`, and no row is a
+    duplicate of such a row.
     """
     is_training = ~np.array([shard.split in HELD_OUT_SPLITS for shard in packed.shards], bool)[
         packed.shard_of
     ]
-    duplicate_of = first_occurrence(packed.keys, None, is_training)
+    none = np.zeros(len(is_training), bool) if rule == "keep" else None
+    duplicate_of = first_occurrence(packed.keys, none, is_training)
     reason = (duplicate_of != NO_ROW).astype(np.uint8) * np.uint8(SAME_KEY)
     if rule != "keep":
         reason_code: np.ndarray | np.uint8
@@ -363,7 +364,7 @@ def rejection_error(
         limit = f"the limit is {100 * max_bad_fraction:.3g} %{early} (prepare.max_bad_fraction)"
         keep = (
             (", keep duplicates with --duplicates keep")
-            if {"duplicate", "duplicate-text"} & reasons.keys()
+            if {"duplicate", "duplicate-text", "duplicate-key"} & reasons.keys()
             else ""
         )
         accept = f"accept them with --max-bad-fraction {-(-1000 * bad // total) / 1000:g}"

@@ -50,7 +50,7 @@ PREFETCH_BYTES = 64 << 20  # of these images, if more than MIN_PREFETCH_ROWS
 MIN_PREFETCH_ROWS, READ_THREADS = 8, 16
 # of the sides of an image in a conversation; the processors of Qwen-VL raise an error above it
 MAX_ASPECT_RATIO = 200
-_RECORD_VERSION = 9
+_RECORD_VERSION = 10
 _PACK_SETTINGS = (
     "image_side",
     "max_pixels",
@@ -147,6 +147,7 @@ class PrepareJob:
     out: str
     settings: Prepare
     retry: bool = False  # pack chunks with rows that could not be read or decoded again
+    class_names: tuple[str, ...] = ()  # of the labels 0, 1, ..., known after the scan
 
     def digest(self) -> str:
         """Return a hash of what determines how a chunk is packed; without addresses, so that a set
@@ -161,9 +162,11 @@ class PrepareJob:
 
     def open(self) -> Source:
         """Open the source, on the driver or in a task."""
-        return open_source(
+        source = open_source(
             self.source, to_path(self.out), self.settings.column_names, self.settings.caption
         )
+        source.class_names = self.class_names
+        return source
 
 
 # Columns of the rows in a record; `row_digest` is of image and texts, `shard` is an index.
@@ -196,7 +199,11 @@ def pack_chunk(
     out = to_path(job.out)
     record = read_chunk_record(out, record_path(chunk.index))
     # otherwise an earlier attempt has packed it
-    if record is None or not is_current(record, job, chunk):
+    if (
+        record is None
+        or record["class_names"] != list(job.class_names)
+        or not is_current(record, job, chunk)
+    ):
         packer, items = _ChunkPacker(job, chunk, subprocess_decoder), job.open().read(chunk)
         with ExitStack() as exit_stack:
             fetch = _open_fetch(job, exit_stack)
@@ -362,6 +369,7 @@ class _ChunkPacker:
     def record(self) -> dict[str, Any]:
         return {
             "job": self.job.digest(),
+            "class_names": list(self.job.class_names),
             "chunk": asdict(self.chunk),
             "shards": [asdict(writer.entry()) for writer in self.writers.values()],
             "rows": {

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mmray.data.formats.detect import detect_source
 from mmray.data.formats.source import Source, SourceChunk
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
-from mmray.data.prepare import assemble, contamination, sample
+from mmray.data.prepare import assemble, contamination, preview, sample
 from mmray.data.prepare.pack import (
     PrepareJob,
     is_current,
@@ -66,11 +66,6 @@ if TYPE_CHECKING:
     from mmray.config import Prepare
 
 _TOKENIZER_SETTINGS = ("vocab_size", "columns", "caption", "holdout", "duplicates", "drop_overlap")
-_SPLIT_HINTS = {
-    "auto": "(by the names of files and folders; --split none ignores them)",
-    "none": "are ignored (--split none)",
-}
-_OTHER_SPLIT_HINT = "are replaced (--split)"
 _UNSAFE_CHARS = re.compile(r"[^\w.-]+")
 
 
@@ -164,6 +159,19 @@ def prepare(
         raise ResourceError(f"prepare failed: {error}. {RESUME_HINT}") from error
 
 
+def check_source(source: str, settings: Prepare, log: Log) -> None:
+    """Log how `prepare` understands a source, and check its first rows; write nothing.
+
+    Raises DataError, UsageError, and ResourceError for failures that may be temporary.
+    """
+    try:
+        job = PrepareJob(detect_source(source, settings.format), "", settings)
+        for text, heading in preview.dry_run(job):
+            log(text, heading)
+    except OSError as error:
+        raise ResourceError(f"{source} cannot be read: {error}") from error
+
+
 def _create_folders(out: AnyPath) -> None:
     """Create the folders of a prepared set.
 
@@ -192,12 +200,11 @@ def _prepare(job: PrepareJob, write_lease: lease.Lease, progress: OnProgress, lo
     is_counted = all(chunk.num_rows is not None for chunk in chunks)
     # None: only known after reading
     total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None
-    size = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
-    log(f"{source_path}: {size} of {source.describe()}", "source")
-    if layout := _format_layout_splits(source, chunks):
-        log(f"{layout} {_SPLIT_HINTS.get(settings.split, _OTHER_SPLIT_HINT)}", "splits")
-    if settings.allow_urls:
-        log(f"images by URL, only from {', '.join(settings.allow_urls)}", "download")
+    first_rows = preview.read_first_rows(source, chunks)
+    source.class_names = source.class_names or preview.find_class_names(source, chunks, first_rows)
+    job = replace(job, class_names=source.class_names)
+    for text, heading in preview.describe_source(job, source, chunks, first_rows):
+        log(text, heading)
     if before is not None:
         previous_identity = _source_identity(job, chunks[: before.source["num_chunks"]])
         # not that source with rows appended
@@ -296,6 +303,7 @@ class _EarlierChunk(NamedTuple):
     is_current: bool  # see pack.is_current
     num_rows: int  # of them `num_bad` bad ones
     num_bad: int
+    class_names: list[str]
 
 
 def _read_earlier_chunks(job: PrepareJob) -> dict[int, _EarlierChunk]:
@@ -311,7 +319,11 @@ def _read_earlier_chunks(job: PrepareJob) -> dict[int, _EarlierChunk]:
             return None
         chunk, num_bad = SourceChunk(**record["chunk"]), len(record["bad_rows"])
         return _EarlierChunk(
-            chunk, is_current(record, job, chunk), len(record["rows"]["key"]) + num_bad, num_bad
+            chunk,
+            is_current(record, job, chunk),
+            len(record["rows"]["key"]) + num_bad,
+            num_bad,
+            record["class_names"],
         )
 
     return {
@@ -336,20 +348,6 @@ def _scan(
     return chunks
 
 
-def _format_layout_splits(source: Source, chunks: list[SourceChunk]) -> str:
-    """Return the splits that file and folder names define, with their numbers of rows or files."""
-    rows = Counter(source.split_rows)
-    files: Counter[str] = Counter()
-    for chunk in chunks:
-        if chunk.split and chunk.num_rows is None:
-            files[chunk.split] += 1
-        elif chunk.split:
-            rows[chunk.split] += chunk.num_rows or 0
-    counts = [f"{name} {count:,} rows" for name, count in sorted(rows.items())]
-    counts += [f"{name} {count:,} files" for name, count in sorted(files.items())]
-    return ", ".join(counts)
-
-
 def _pack(
     job: PrepareJob,
     chunks: list[SourceChunk],
@@ -367,7 +365,12 @@ def _pack(
     rows = bad = 0
     for chunk in chunks:
         before = earlier.get(chunk.index)
-        if before is None or before.chunk != chunk or not before.is_current:
+        if (
+            before is None
+            or before.chunk != chunk
+            or not before.is_current
+            or before.class_names != list(job.class_names)
+        ):
             todo.append(chunk)
         else:
             done.append(chunk.index)

@@ -43,7 +43,10 @@ def clean_caption(text: str, repair: bool = False) -> str:
             `blank`.
     """
     if not isinstance(text, str):
-        raise BadRow("text", "type", f"a caption must be text, not {type(text).__name__}")
+        kind = type(text).__name__
+        if isinstance(text, dict):
+            kind = f"an object with {', '.join(map(str, text))[:80]}"
+        raise BadRow("text", "type", f"a caption must be text, not {kind}")
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:

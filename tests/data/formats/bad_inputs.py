@@ -223,7 +223,11 @@ LINES = {
         "columns image",
         "",
     ),
-    "a duplicate id": (GOOD | {"id": "crlf"}, "duplicates duplicate-key", ""),
+    "a duplicate id": (
+        GOOD | {"id": "crlf"},
+        KEPT,
+        "by `--duplicates keep`; otherwise quarantined: `duplicates duplicate-key`",
+    ),
 }
 TEXT = ("m.txt", b"x")
 MASKED = tar(("m.mask.png", b"?"), ("m.png", encoded()), TEXT)

@@ -417,17 +417,17 @@ def test_bad_tar_members_reject_their_rows_only(tmp_path):
     photo = color_image(0)
     members = [("/abs.png", photo), ("latin.png", photo), ("latin.txt", b"caf\xe9")]
     members += [("latin-class.png", photo), ("latin-class.cls", b"\xe9")]
-    members += [("cls.png", photo), ("cls.cls", b"cat"), ("cls.txt", b"x")]
+    members += [("cls.png", color_image(1)), ("cls.cls", b"cat"), ("cls.txt", b"x")]
     members += [("only.txt", b"no image"), ("only.depth.png", photo)]
     members += [("json.png", photo), ("json.json", b'{"caption": NaN}')]
     members += [("good.PNG", photo), ("good.json", b'{"caption": "from the json"}')]
     _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
     assert [(row.key, row.texts, row.source) for row in rows] == [
-        ("A.TAR/good", ["from the json"], "A.TAR/good")
+        ("A.TAR/cls", ["x"], "A.TAR/cls"),
+        ("A.TAR/good", ["from the json"], "A.TAR/good"),
     ]
     assert faults == {
         "A.TAR/abs": "path", "A.TAR/latin": "encoding", "A.TAR/latin-class": "encoding",
-        "A.TAR/cls": "label",
         "A.TAR/only": "no-image", "A.TAR/json": "type",
     }  # fmt: skip
     quarantined = quarantine(tmp_path / "out")

@@ -44,7 +44,9 @@ def plain_duplicates(packed, rule):
     duplicate_of, reason = [NO_ROW] * count, [0] * count
     by_key, by_content, by_text = {}, {}, {}
     for row in sorted(range(count), key=lambda row: (SPLITS[packed.shard_of[row]] != "test", row)):
-        original, code = by_key.setdefault(keys[row], row), SAME_KEY
+        original, code = row, SAME_KEY
+        if rule != "keep":
+            original = by_key.setdefault(keys[row], row)
         if original == row and rule != "keep":
             original, code = by_content.get(contents[row], row), SAME_CONTENT
             if original == row and rule == "text":

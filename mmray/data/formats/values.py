@@ -1,0 +1,108 @@
+"""Values of a row as pandas, spreadsheets and other programs store them, in the types of a row."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from mmray.data.rows import MESSAGE_COLUMNS
+
+
+def normalize_values(
+    values: dict[str, Any], class_names: Sequence[str], caption_template: str
+) -> dict[str, Any]:
+    """Return the values of a row in the types that `rows.parse_row` expects.
+
+    Missing numbers become missing values, whole floats integers, names of classes their numbers,
+    and conversations in JSON lists. Of `text` and `texts`, `texts` is taken. Missing and blank
+    captions are dropped if others are left. A row with a class and no text gets the template.
+
+    Args:
+        values: Values by our column names.
+        class_names: Names of the labels 0, 1, ...; empty: unknown.
+        caption_template: Caption of a class, with `{}` for its name.
+    """
+    values = {name: value for name, value in values.items() if not _is_missing(value)}
+    for name in ("id", "key", "label"):
+        if name in values:
+            values[name] = _as_identifier(values[name])
+    for name in MESSAGE_COLUMNS:
+        if isinstance(values.get(name), str):
+            with suppress(ValueError, RecursionError):  # parse_row rejects the text
+                values[name] = json.loads(values[name])
+    if "texts" in values:
+        values.pop("text", None)
+    for name in ("text", "texts"):
+        if isinstance(values.get(name), list):
+            values[name] = _drop_blank(values[name])
+    if _is_question_and_answer(values.get("texts")) and not values.keys() & set(MESSAGE_COLUMNS):
+        values["messages"] = [
+            {"role": role, "content": turn[role]}
+            for turn in values.pop("texts")
+            for role in ("user", "assistant")
+        ]
+    label = values.get("label")
+    if isinstance(label, bool):
+        values["label"] = int(label)
+    elif isinstance(label, str) and class_name(label) in class_names:
+        values["label"] = class_names.index(class_name(label))
+    elif isinstance(label, str) and not is_class(label):
+        values["label"] = int(label)
+    return _with_class_caption(values, class_names, caption_template)
+
+
+def is_class(label: str) -> bool:
+    """Return whether a label is the name of a class and not a number."""
+    digits = label.strip().removeprefix("-")
+    return not (digits.isascii() and digits.isdigit())
+
+
+def class_name(label: str) -> str:
+    """Return the name of a class for captions: the label with spaces instead of underscores."""
+    return label.strip().replace("_", " ").encode(errors="backslashreplace").decode()
+
+
+def _with_class_caption(
+    values: dict[str, Any], class_names: Sequence[str], caption_template: str
+) -> dict[str, Any]:
+    label = values.get("label")
+    has_text = not values.keys().isdisjoint(("text", "texts", *MESSAGE_COLUMNS))
+    if has_text or not isinstance(label, int) or not 0 <= label < len(class_names):
+        return values
+    return values | {"text": caption_template.replace("{}", class_names[label])}
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _as_identifier(value: Any) -> Any:
+    """Return a whole float as an integer, and bytes as text or in hexadecimal."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bytes):
+        text = value.decode(errors="replace")
+        return text if text.isprintable() and "\ufffd" not in text else value.hex()
+    return value
+
+
+def _drop_blank(captions: list[Any]) -> list[Any]:
+    """Return the captions without missing and blank ones; all of them if no other is left."""
+    kept = [
+        caption
+        for caption in captions
+        if not _is_missing(caption) and not (isinstance(caption, str) and not caption.strip())
+    ]
+    return kept or captions
+
+
+def _is_question_and_answer(texts: Any) -> bool:
+    """Return whether these are turns {user, assistant}, as The Cauldron has."""
+    return (
+        isinstance(texts, list)
+        and bool(texts)
+        and all(isinstance(turn, dict) and {"user", "assistant"} <= turn.keys() for turn in texts)
+    )

@@ -1,0 +1,180 @@
+"""What `prepare` understood of a source before it packs it: format, splits, columns, an example."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from itertools import chain, islice
+from typing import Any
+
+from mmray.builtin import COLUMNS
+from mmray.data.formats.source import RawRow, Source, SourceChunk
+from mmray.data.formats.values import class_name, is_class
+from mmray.data.images.decode import BadImage
+from mmray.data.images.read import os_error_as_bad_row, read_image
+from mmray.data.images.subprocess_decoder import SubprocessDecoder
+from mmray.data.prepare.pack import PrepareJob
+from mmray.data.rows import BadRow, ImageRef, parse_row
+from mmray.errors import DataError
+from mmray.storage.paths import to_path
+
+NUM_FIRST_ROWS = 100
+MAX_CLASSES = 100_000
+_SPLIT_HINTS = {
+    "auto": "(by the names of files and folders; --split none ignores them)",
+    "none": "are ignored (--split none)",
+}
+_OTHER_SPLIT_HINT = "are replaced (--split)"
+
+
+def read_first_rows(source: Source, chunks: Sequence[SourceChunk]) -> list[RawRow]:
+    """Return the first rows of a source, at most NUM_FIRST_ROWS."""
+    return list(islice(chain.from_iterable(map(source.read, chunks)), NUM_FIRST_ROWS))
+
+
+def find_class_names(
+    source: Source, chunks: Sequence[SourceChunk], first_rows: Sequence[RawRow]
+) -> tuple[str, ...]:
+    """Return the sorted names of classes in the column `label`; () if it has a number.
+
+    All rows are read only if a label of the first rows is a name. Raises DataError.
+    """
+    first = [row.values.get("label") for row in first_rows if isinstance(row.values, dict)]
+    if not any(isinstance(label, str) for label in first):
+        return ()
+    names: set[str] = set()
+    for label in source.labels(chunks):
+        if not isinstance(label, str) or not is_class(label):
+            return ()  # the names are bad rows, because their numbers would be those of others
+        names.add(class_name(label))
+        if len(names) > MAX_CLASSES:
+            raise DataError(
+                f"{source.folder}: the column label has over {MAX_CLASSES:,} different texts, so "
+                "they are no classes: rename it"
+            )
+    return tuple(sorted(names))
+
+
+def describe_source(
+    job: PrepareJob, source: Source, chunks: Sequence[SourceChunk], first_rows: Sequence[RawRow]
+) -> Iterator[tuple[str, str]]:
+    """Yield lines and their headings: the format, splits, columns and an example row."""
+    total = sum(chunk.num_rows or 0 for chunk in chunks)
+    is_counted = all(chunk.num_rows is not None for chunk in chunks)
+    size = f"{total:,} rows" if is_counted else f"{len(chunks):,} files"
+    path = to_path(job.source.address) / job.source.name
+    yield f"{path}: {size} of {source.describe()}", "source"
+    if layout := _format_layout_splits(source, chunks):
+        yield f"{layout} {_SPLIT_HINTS.get(job.settings.split, _OTHER_SPLIT_HINT)}", "splits"
+    if columns := _format_columns(source, chunks, first_rows):
+        yield columns, "columns"
+    for row in first_rows:
+        if isinstance(row.values, dict):
+            yield _format_example(row), "example"
+            break
+    if job.settings.allow_urls:
+        yield f"images by URL, only from {', '.join(job.settings.allow_urls)}", "download"
+
+
+def _format_layout_splits(source: Source, chunks: Sequence[SourceChunk]) -> str:
+    """Return the splits that file and folder names define, with their numbers of rows or files."""
+    rows = Counter(source.split_rows)
+    files: Counter[str] = Counter()
+    for chunk in chunks:
+        if chunk.split and chunk.num_rows is None:
+            files[chunk.split] += 1
+        elif chunk.split:
+            rows[chunk.split] += chunk.num_rows or 0
+    counts = [f"{name} {count:,} rows" for name, count in sorted(rows.items())]
+    counts += [f"{name} {count:,} files" for name, count in sorted(files.items())]
+    return ", ".join(counts)
+
+
+def _format_columns(
+    source: Source, chunks: Sequence[SourceChunk], first_rows: Sequence[RawRow]
+) -> str:
+    """Return the columns that are used, with their names in the source, and the ignored ones."""
+    found: dict[str, None] = {}
+    with suppress(BadRow):
+        for chunk in chunks[:1]:
+            for _, _, record in islice(source.records(chunk), 1):
+                found |= dict.fromkeys(source.parse(record))
+    rows = [row.values for row in first_rows if isinstance(row.values, dict)]
+    used = {name: None for values in rows for name in values if name in COLUMNS}
+    theirs = {source.columns.get(name, name) for name in used}
+    ignored = [name for name in found if name not in theirs and name != "text_file"]
+    text = ", ".join(
+        f"{name}={source.columns[name]}" if name in source.columns else name for name in used
+    )
+    if ignored:
+        text += f" (ignored: {', '.join(ignored)[:200]})"
+    return text
+
+
+def _format_example(row: RawRow) -> str:
+    """Return the values of a row in one short line."""
+    values = row.values if isinstance(row.values, dict) else {}
+    shown = {name: _shorten(value) for name, value in values.items() if name in COLUMNS}
+    return f"{row.location}: " + ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def _shorten(value: Any) -> str:
+    if isinstance(value, ImageRef):
+        return value.name
+    if isinstance(value, list):
+        parts = ", ".join(map(_shorten, value[:2]))
+        return f"[{parts}{', ...' if len(value) > 2 else ''}]"
+    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
+        return f"{value.get('path') or ''} ({len(value['bytes']):,} bytes)".lstrip()
+    if isinstance(value, bytes):
+        return f"({len(value):,} bytes)"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def dry_run(job: PrepareJob) -> Iterator[tuple[str, str]]:
+    """Yield what `prepare` would do with a source: its description, and the first rows checked.
+
+    Nothing is written but a list of files in a temporary folder. Raises DataError.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        job = replace(job, out=folder)
+        source = job.open()
+        chunks = list(source.scan(job.settings.rows_per_shard, ()))
+        first_rows = read_first_rows(source, chunks)
+        names = source.class_names or find_class_names(source, chunks[:1], first_rows)
+        source.class_names = names
+        yield from describe_source(job, source, chunks, first_rows)
+        problems: Counter[str] = Counter()
+        examples: dict[str, str] = {}
+        with closing(SubprocessDecoder()) as decoder:
+            for row in read_first_rows(source, chunks):
+                try:
+                    _check_row(job, row, decoder)
+                except BadRow as bad:
+                    problems[bad.reason] += 1
+                    examples.setdefault(bad.reason, f"{row.location}: {bad.detail[:200]}")
+    yield (
+        f"{len(first_rows) - problems.total()} of the first {len(first_rows)} rows are good",
+        "dry run",
+    )
+    for reason, count in problems.most_common():
+        yield f"{count} {reason}, for example {examples[reason]}", "bad"
+
+
+def _check_row(job: PrepareJob, row: RawRow, decoder: SubprocessDecoder) -> None:
+    """Raise BadRow if `prepare` would quarantine the row; images by URL are not read."""
+    if isinstance(row.values, BadRow):
+        raise row.values
+    for image in parse_row(row.values, row.location, job.settings.allow_urls).images:
+        if image.url:
+            continue
+        with os_error_as_bad_row(image.name):
+            data = read_image(to_path(job.source.address), image)
+        try:
+            decoder.check(data, job.settings.max_pixels)
+        except BadImage as bad:
+            raise BadRow("decode", bad.reason, f"{image.name}: {bad.detail}") from None

@@ -1,0 +1,138 @@
+"""Types of columns that pandas, spreadsheets and other programs write."""
+
+import base64
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mmray.data.formats.values import normalize_values
+from mmray.data.rows import BadRow, parse_row, rename_columns
+from mmray.errors import DataError
+from tests.data.formats.test_formats import COUNT, images, prepared
+from tests.data.prepare.test_pipeline import color_image
+
+CHAT = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A color."}]
+TURN = {"user": "What?", "assistant": "A color.", "source": "x"}
+
+
+def normalized(**values):
+    return normalize_values(values, ("cat", "red fox"), "a photo of a {}")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"id": 3.0, "label": float("nan")}, {"id": 3}),
+        ({"id": 1.5}, {"id": 1.5}),  # parse_row refuses it
+        ({"id": b"k1", "key": bytes(16)}, {"id": "k1", "key": "00" * 16}),
+        ({"label": 1.0, "text": "x"}, {"label": 1, "text": "x"}),
+        ({"label": "red_fox", "text": "x"}, {"label": 1, "text": "x"}),
+        ({"label": "12", "text": "x"}, {"label": 12, "text": "x"}),
+        ({"label": True, "text": "x"}, {"label": 1, "text": "x"}),
+        ({"label": "dog", "text": "x"}, {"label": "dog", "text": "x"}),
+        ({"label": 1}, {"label": 1, "text": "a photo of a red fox"}),
+        ({"label": 2}, {"label": 2}),
+        ({"texts": ["one", None, " ", float("nan"), "two"]}, {"texts": ["one", "two"]}),
+        ({"texts": [None]}, {"texts": [None]}),
+        ({"text": "x", "texts": ["y"]}, {"texts": ["y"]}),
+        ({"text": "x", "texts": None}, {"text": "x"}),
+        ({"messages": json.dumps(CHAT)}, {"messages": CHAT}),
+        ({"conversations": "[broken"}, {"conversations": "[broken"}),
+        (
+            {"texts": [TURN]},
+            {
+                "messages": [
+                    {"role": "user", "content": "What?"},
+                    {"role": "assistant", "content": "A color."},
+                ]
+            },
+        ),
+    ],
+)
+def test_values_get_the_types_of_a_row(values, expected):
+    assert normalized(**values) == expected
+
+
+def test_mapped_column_replaces_others_of_its_kind():
+    values = {"title": "x", "text": "y", "texts": ["z"], "image": b"", "image_path": "a"}
+    assert rename_columns(values, {"text": "title", "image": "image"}) == {
+        "text": "x",
+        "image": b"",
+    }
+
+
+@pytest.mark.parametrize("encoding", ["base64", "lines", "data URI"])
+def test_images_in_base64_are_read(encoding):
+    data = color_image(7)
+    text = base64.b64encode(data).decode()
+    if encoding == "lines":
+        text = base64.encodebytes(data).decode()
+    if encoding == "data URI":
+        text = f"data:image/png;base64,{text}"
+    row = parse_row({"image": text, "text": "x"}, "f:1")
+    assert row.images[0].data == data
+
+
+def test_pixels_are_refused_with_what_was_found():
+    with pytest.raises(BadRow, match="array of numbers"):
+        parse_row({"image": [[[0, 1, 2]]], "text": "x"}, "f:1")
+    with pytest.raises(BadRow, match=r"the name of a class"):
+        parse_row({"image": "a.png", "label": 1}, "f:1")
+
+
+def test_names_of_classes_are_numbered_and_stored(tmp_path, in_process):
+    folder = images(tmp_path / "raw")
+    names = ["red_fox", "cat", "cat", "dog", "cat", "dog", "red_fox"]
+    table = {"image": [f"{n}.png" for n in range(COUNT)], "label": names}
+    pq.write_table(pa.table(table), folder / "rows.parquet")
+    manifest, rows, _ = prepared(folder / "rows.parquet", tmp_path / "out", caption="the {}")
+    assert manifest.class_names == ("cat", "dog", "red fox")
+    assert [row.label for row in rows] == [2, 0, 0, 1, 0, 1, 2]
+    assert rows[0].texts == ["the red fox"]
+    # a new class changes the numbers of all
+    in_process.clear()
+    table["label"] = ["ant", *names[1:]]
+    pq.write_table(pa.table(table), folder / "rows.parquet")
+    manifest, rows, _ = prepared(folder / "rows.parquet", tmp_path / "out", caption="the {}")
+    assert manifest.class_names == ("ant", "cat", "dog", "red fox")
+    assert [row.label for row in rows] == [0, 1, 1, 2, 1, 2, 3]
+
+
+def test_names_next_to_numbers_are_no_classes(tmp_path, in_process):
+    folder = images(tmp_path / "raw", 3)
+    (folder / "a.csv").write_text("image,text,label\n0.png,x,3\n1.png,y,cat\n2.png,z,\n")
+    manifest, rows, faults = prepared(folder / "a.csv", tmp_path / "out")
+    assert [row.label for row in rows] == [3, None] and manifest.class_names == ()
+    assert faults == {"a.csv:3": "label"}
+
+
+def test_class_labels_of_datasets_give_captions(tmp_path, in_process):
+    from datasets import ClassLabel, Dataset, Features, Image, Value
+
+    features = Features(
+        {"image": Image(), "label": ClassLabel(names=["cat", "red_fox"]), "id": Value("int64")}
+    )
+    pictures = [{"bytes": color_image(n), "path": None} for n in range(2)]
+    rows = {"image": pictures, "label": [1, 0], "id": [0, 1]}
+    dataset = Dataset.from_dict(rows, features)
+    dataset.save_to_disk(tmp_path / "saved")
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    for source in ("saved", "rows.parquet"):
+        manifest, read, _ = prepared(tmp_path / source, tmp_path / f"{source}-out")
+        assert manifest.class_names == ("cat", "red fox")
+        assert [(row.label, row.texts) for row in read] == [
+            (1, ["a photo of a red fox"]),
+            (0, ["a photo of a cat"]),
+        ]
+
+
+def test_repeated_ids_are_kept_on_request(tmp_path, in_process):
+    folder = images(tmp_path / "raw")
+    lines = [{"id": "same", "image": f"{n}.png", "conversations": CHAT} for n in range(3)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(DataError, match=r"2 duplicate-key.*(?s:.*)--duplicates keep"):
+        prepared(folder / "rows.jsonl", tmp_path / "none", max_bad_fraction=0.1)
+    _, rows, _ = prepared(folder / "rows.jsonl", tmp_path / "out", duplicates="keep")
+    assert [row.key for row in rows] == ["same"] * 3
