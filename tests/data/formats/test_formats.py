@@ -428,7 +428,7 @@ def test_bad_tar_members_reject_their_rows_only(tmp_path):
     ]
     assert faults == {
         "A.TAR/abs": "path", "A.TAR/latin": "encoding", "A.TAR/latin-class": "encoding",
-        "A.TAR/only": "no-image", "A.TAR/json": "type",
+        "A.TAR/only": "no-image", "A.TAR/json": "no-text",
     }  # fmt: skip
     quarantined = quarantine(tmp_path / "out")
     assert all(entry["key"] == entry["source"] for entry in quarantined)
