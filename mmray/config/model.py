@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -213,6 +214,13 @@ class Model(Section, settings_prefix="model"):
         """
         return []
 
+    def label_checks(self) -> dict[str, Callable[[int], str]]:
+        """Functions by column of labels in a batch that the model has classes for.
+
+        Each returns why the model has no class for a label, or nothing if it has one.
+        """
+        return {}
+
 
 def _head_reasons(*parts: Any) -> list[str]:
     return [
@@ -372,6 +380,34 @@ class Fusion(TowerModel):
 
     def unsupported_reasons(self) -> list[str]:
         return super().unsupported_reasons() + _head_reasons(self.cross)
+
+    def label_checks(self) -> dict[str, Callable[[int], str]]:
+        checks: dict[str, Callable[[int], str]] = {}
+        if self.classes:
+            checks["label"] = self._class_problem
+        if self.regions and self.region_labels:
+            checks["box_labels"] = self._region_problem
+        return checks
+
+    def _class_problem(self, label: int) -> str:
+        if 0 <= label < self.classes:
+            return ""
+        fix = "number the classes from 0"
+        if label > 0:
+            fix = f"set --model.classes to {label + 1} or more"
+        return (
+            f"label {label}, but model.classes is {self.classes}, so labels are 0 to "
+            f"{self.classes - 1}: {fix}"
+        )
+
+    def _region_problem(self, label: int) -> str:
+        names = self.region_labels
+        if 0 <= label < len(names) and names[label]:
+            return ""
+        return (
+            f"a box with label {label}, which has no name in model.region_labels: list one for "
+            "each label, starting at 0"
+        )
 
 
 class ClipImage(Transformer, settings_prefix="model.image"):

@@ -178,6 +178,7 @@ def train_worker(
             token_multiple=multiple,
             max_tokens=config.model.inputs.max_tokens,
             memory=PixelMemory(pin=device.type == "cuda"),
+            extra=context.reader.extra_columns,
         )
         if checkpoint is not None:
             driver.stage("loading the checkpoint")

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from mmray.data.images import boxes
 from mmray.data.images.boxes import NO_LABEL
 from mmray.data.images.decode import MAX_PIXELS, BadImage
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, hash_key, read_each
-from mmray.data.stream.collate import Batch, box_columns, lm_columns, token_columns
+from mmray.data.stream.blocks import Block
+from mmray.data.stream.collate import Batch, extra_tensors, lm_columns, token_columns
 from mmray.data.stream.reader import RowReader
 from mmray.machine import cores
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 class EvalRow(NamedTuple):
     pixels: np.ndarray
-    boxes: dict[str, np.ndarray]  # box columns [1, N, ...]
+    columns: Block  # [1, ...], further columns of the model
     texts: list[Any]
     label: int  # -1: none
 
@@ -88,9 +88,9 @@ class EvalBatches:
 
     A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids,
     attention_mask int64 [C, T], all captions of these rows; caption_row int64 [C], the row of each;
-    text_hash int64 [C], equal for equal captions; labels and image_pos for generative models, boxes
-    with `inputs.max_boxes` (data/stream/collate.py). Unreadable rows are listed in `skipped`; a
-    failing object store raises OSError.
+    text_hash int64 [C], equal for equal captions; labels and image_pos for generative models
+    (data/stream/collate.py); further columns of the model (data/columns.py). Unreadable rows are
+    listed in `skipped`; a failing object store raises OSError.
     """
 
     data: EvalDataset
@@ -153,25 +153,27 @@ class EvalBatches:
                     f"{record.key} ({record.source}): image digest does not match the prepared set"
                 )
             data.check_decodable(record)
-            pixels, values = data.reader.decode_row(0, record, None)  # no cache, no augmentation
+            image = data.reader.decode_row(0, record, None)  # no cache, no augmentation
         except ROW_ERRORS as error:
             return error
-        columns = boxes.empty_box_columns(1, data.inputs.max_boxes)
-        for name, value in values.items():
-            columns[name][0] = value
+        columns: Block = {}
+        for extra in data.reader.extra_columns:
+            columns |= extra.empty(1)
+            extra.set_row(columns, 0, record, image.image_size, None)
         label = NO_LABEL if record.label is None else record.label
-        return EvalRow(pixels, columns, data.encoder.format_texts(record), label)
+        return EvalRow(image.pixels, columns, data.encoder.format_texts(record), label)
 
     def _collate(self, readable: list[tuple[int, EvalRow]]) -> Batch:
         rows = [row for _, row in readable]
         texts = [text for row in rows for text in row.texts]
-        columns = self.data.encoder.encode_batch(texts)
+        tokens = self.data.encoder.encode_batch(texts)
+        columns = {
+            name: np.concatenate([row.columns[name] for row in rows]) for name in rows[0].columns
+        }
         return (
-            lm_columns(columns, columns["input_ids"].shape[1])
-            | token_columns(columns["input_ids"], columns["num_tokens"])
-            | box_columns(
-                {name: np.concatenate([row.boxes[name] for row in rows]) for name in rows[0].boxes}
-            )
+            lm_columns(tokens, tokens["input_ids"].shape[1])
+            | token_columns(tokens["input_ids"], tokens["num_tokens"])
+            | extra_tensors(columns, self.data.reader.extra_columns)
             | {
                 "image": torch.from_numpy(np.stack([row.pixels for row in rows])),
                 "row": torch.tensor([number for number, _ in readable]),

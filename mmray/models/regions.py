@@ -6,16 +6,20 @@ A model without regions has none of these parts, and its batches have no box col
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from mmray.data.images.boxes import NO_LABEL
-from mmray.errors import UsageError
+from mmray.data.images.boxes import NO_LABEL, clip_boxes, to_model_coords
+from mmray.errors import DataError, UsageError
 from mmray.models.clip import l2_normalize
 from mmray.models.protocol import HeadScores
+
+if TYPE_CHECKING:
+    from mmray.config import Inputs
 
 SAMPLES_PER_SIDE = 7  # sampling points of RoIAlign per side of a box
 UNNAMED_LOGIT = -1e4  # logit of a label without a name: zero in any softmax, but finite
@@ -61,6 +65,35 @@ def region_features(grid: Tensor, boxes: Tensor) -> Tensor:
         aligned=True,
     )
     return features.flatten(1).to(grid.dtype)
+
+
+def boxes_on_square(
+    boxes: Sequence[Sequence[float]], image_size: tuple[int, int], inputs: Inputs
+) -> Tensor:
+    """Return boxes of an image as the model takes them.
+
+    Args:
+        boxes: N boxes (left, top, width, height) in pixels of the image.
+        image_size: (width, height) of the image in pixels.
+        inputs: The `model.inputs` section.
+
+    Returns:
+        float32 [N, 4], (left, top, right, bottom) in fractions of the model's square.
+
+    Raises:
+        DataError: A box is outside the part of the image that the model gets.
+    """
+    width, height = image_size
+    corners = np.reshape([[x, y, x + w, y + h] for x, y, w, h in boxes], (-1, 4))
+    fractions = corners / [width, height, width, height]
+    square, is_visible = clip_boxes(to_model_coords(fractions, image_size, inputs, None, None))
+    if not is_visible.all():
+        first = int(np.flatnonzero(~is_visible)[0])
+        raise DataError(
+            f"box {first} {tuple(boxes[first])} is outside the part of the {width} x {height} "
+            f"image that the model gets (model.inputs.fit {inputs.fit})"
+        )
+    return torch.from_numpy(square.astype(np.float32))
 
 
 class LabelTexts(nn.Module):

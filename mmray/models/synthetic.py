@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mmray.data.columns import extra_columns
+
 if TYPE_CHECKING:
     from mmray.config import Inputs
 
@@ -43,8 +45,7 @@ def synthetic_batch(
             "labels": batch["input_ids"].clone(),
             "image_pos": torch.zeros(rows, dtype=torch.long),
         }
-    if inputs.max_boxes:
-        batch["boxes"] = torch.tensor([0.0, 0.0, 1.0, 1.0]).expand(rows, inputs.max_boxes, 4)
-        batch["box_labels"] = torch.zeros(rows, inputs.max_boxes, dtype=torch.long)
-        batch["box_mask"] = torch.ones(rows, inputs.max_boxes, dtype=torch.bool)
+    for extra in extra_columns(inputs):
+        columns = extra.to_batch(extra.synthetic(rows))
+        batch |= {name: torch.from_numpy(column) for name, column in columns.items()}
     return {name: column.to(device) for name, column in batch.items()}

@@ -21,59 +21,77 @@ from mmray.data.images.transform import (
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
+    from mmray.data.store.prepared_set import Row
 
 # A box is dropped if less than this fraction of its area is inside the square.
 MIN_VISIBLE_FRACTION = 0.1
 NO_LABEL = -1  # label of a row or a box without one
 
 
-def empty_box_columns(num_rows: int, max_boxes: int) -> dict[str, np.ndarray]:
-    """Return columns boxes, box_labels, num_boxes of a block without a box; no columns if
-    `max_boxes` is 0.
-    """
-    if not max_boxes:
-        return {}
-    return {
-        "boxes": np.zeros((num_rows, max_boxes, 4), np.float32),
-        "box_labels": np.full((num_rows, max_boxes), NO_LABEL, np.int64),
-        "num_boxes": np.zeros(num_rows, np.int32),
-    }
+class BoxColumns:
+    """Boxes of a row's image on the model's square, padded to a fixed number (data/columns.py).
 
-
-def transform_boxes(
-    boxes: list[list[float]] | None,
-    labels: list[int] | None,
-    size: tuple[int, int],
-    inputs: Inputs,
-    augment: Augment | None = None,
-    uniforms: np.ndarray | None = None,
-) -> dict[str, np.ndarray]:
-    """Return the box columns of one row: its largest visible boxes on the model's square.
+    A block has boxes float32 [R, M, 4] in fractions of the square, box_labels int64 [R, M] and
+    num_boxes int32 [R]. A batch has boxes [B, N, 4], box_labels [B, N] and box_mask bool [B, N]
+    (False for padding), where N is the largest number of boxes of a row.
 
     Args:
-        boxes: (left, top, right, bottom) in fractions of the image; None without boxes.
-        labels: Label of each box, if the row has them.
-        size: (width, height) of the image in pixels.
-        inputs: The `model.inputs` section; `max_boxes` limits the number of boxes.
+        inputs: The `model.inputs` section; M is its `max_boxes`.
         augment: The augmentation of the pixels; None for none.
-        uniforms: Its random numbers [NUM_UNIFORMS].
-
-    Returns:
-        boxes float32 [max_boxes, 4], box_labels int64 [max_boxes], num_boxes int32; empty if
-        `max_boxes` is 0.
     """
-    columns = {name: column[0] for name, column in empty_box_columns(1, inputs.max_boxes).items()}
-    if not columns or not boxes:
+
+    def __init__(self, inputs: Inputs, augment: Augment | None = None) -> None:
+        self.inputs = inputs
+        self.augment = augment
+
+    def empty(self, num_rows: int) -> dict[str, np.ndarray]:
+        """Return the columns of rows without boxes."""
+        most = self.inputs.max_boxes
+        return {
+            "boxes": np.zeros((num_rows, most, 4), np.float32),
+            "box_labels": np.full((num_rows, most), NO_LABEL, np.int64),
+            "num_boxes": np.zeros(num_rows, np.int32),
+        }
+
+    def set_row(
+        self,
+        columns: dict[str, np.ndarray],
+        index: int,
+        row: Row,
+        image_size: tuple[int, int],
+        uniforms: np.ndarray | None,
+    ) -> None:
+        """Write the largest visible boxes of a row; see `ExtraColumns.set_row`."""
+        if not row.boxes:
+            return
+        boxes = np.array(row.boxes, np.float64)
+        on_square = to_model_coords(boxes, image_size, self.inputs, self.augment, uniforms)
+        clipped, is_visible = clip_boxes(on_square)
+        visible = np.flatnonzero(is_visible)
+        largest_first = np.argsort(-_area(clipped[visible]), kind="stable")
+        keep = np.sort(visible[largest_first[: self.inputs.max_boxes]])
+        columns["boxes"][index, : len(keep)] = clipped[keep]
+        if row.box_labels:
+            columns["box_labels"][index, : len(keep)] = np.array(row.box_labels)[keep]
+        columns["num_boxes"][index] = len(keep)
+
+    def to_batch(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the columns of a batch, trimmed to the largest number of boxes of a row."""
+        num_boxes = rows["num_boxes"]
+        most = int(num_boxes.max())
+        return {
+            "boxes": rows["boxes"][:, :most],
+            "box_labels": rows["box_labels"][:, :most],
+            "box_mask": np.arange(most) < num_boxes[:, None],
+        }
+
+    def synthetic(self, num_rows: int) -> dict[str, np.ndarray]:
+        """Return columns in which each row has `max_boxes` boxes of the whole square."""
+        columns = self.empty(num_rows)
+        columns["boxes"][:] = [0, 0, 1, 1]
+        columns["box_labels"][:] = 0
+        columns["num_boxes"][:] = self.inputs.max_boxes
         return columns
-    moved, visible = clip_boxes(
-        to_model_coords(np.array(boxes, np.float64), size, inputs, augment, uniforms)
-    )
-    keep = np.flatnonzero(visible)
-    keep = np.sort(keep[np.argsort(-_area(moved[keep]), kind="stable")[: inputs.max_boxes]])
-    columns["boxes"][: len(keep)] = moved[keep]
-    if labels:
-        columns["box_labels"][: len(keep)] = np.array(labels)[keep]
-    return columns | {"num_boxes": np.int32(len(keep))}
 
 
 def to_model_coords(
@@ -86,7 +104,12 @@ def to_model_coords(
     """Map boxes [N, 4] from fractions of an image to fractions of the model's square, without
     clipping.
 
-    The arguments are the same as of `transform_boxes`.
+    Args:
+        boxes: (left, top, right, bottom) float64.
+        size: (width, height) of the image in pixels.
+        inputs: The `model.inputs` section.
+        augment: The augmentation of the pixels; None for none.
+        uniforms: Its random numbers [NUM_UNIFORMS].
     """
     width, height = size
     if augment is not None and augment.has_random_crop and uniforms is not None:

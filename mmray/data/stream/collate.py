@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
+from mmray.data.columns import ExtraColumns
 from mmray.data.stream.blocks import join_blocks, pad_columns
 
 Batch = dict[str, torch.Tensor]
@@ -26,6 +27,7 @@ def iter_micro_batches(
     token_multiple: int = 1,
     max_tokens: int = sys.maxsize,
     memory: PixelMemory | None = None,
+    extra: Sequence[ExtraColumns] = (),
 ) -> Iterator[list[Batch]]:
     """Yield a rank's micro-batches of each step; the last of a step may be smaller.
 
@@ -38,6 +40,7 @@ def iter_micro_batches(
         max_tokens: The most tokens to which captions are padded.
         memory: For pixels that must be moved; then those of a step are valid until the next step is
             requested. None: new memory for each step.
+        extra: The columns of the blocks besides those of every model.
     """
     for rows in _iter_step_rows(blocks, rank_rows, memory):
         # the order within one micro-batch has no effect
@@ -46,7 +49,7 @@ def iter_micro_batches(
         # One tensor for the step: micro-batches are adjacent views, which one copy moves to a GPU.
         image = torch.from_numpy(rows["image"])
         yield [
-            _batch(_slice(rows, first, micro_batch_size), token_multiple, max_tokens)
+            _batch(_slice(rows, first, micro_batch_size), token_multiple, max_tokens, extra)
             | {"image": image[first : first + micro_batch_size]}
             for first in range(0, rank_rows, micro_batch_size)
         ]
@@ -115,7 +118,9 @@ def _slice(rows: NumpyBatch, first: int, size: int) -> NumpyBatch:
     return {name: column[first : first + size] for name, column in rows.items()}
 
 
-def _batch(rows: NumpyBatch, token_multiple: int, max_tokens: int) -> Batch:
+def _batch(
+    rows: NumpyBatch, token_multiple: int, max_tokens: int, extra: Sequence[ExtraColumns]
+) -> Batch:
     """Return the columns of a micro-batch, except `image`."""
     longest = int(rows["num_tokens"].max())
     longest = min(-(-longest // token_multiple) * token_multiple, max_tokens)
@@ -126,7 +131,16 @@ def _batch(rows: NumpyBatch, token_multiple: int, max_tokens: int) -> Batch:
     }
     tokens = token_columns(rows["input_ids"][:, :longest], rows["num_tokens"])
     others = {name: torch.from_numpy(rows[name]) for name in ("key", "label", "valid", "pos")}
-    return lm_columns(rows, longest) | box_columns(rows) | tokens | others
+    return lm_columns(rows, longest) | extra_tensors(rows, extra) | tokens | others
+
+
+def extra_tensors(rows: NumpyBatch, extra: Sequence[ExtraColumns]) -> Batch:
+    """Return the columns of a batch that only some models have (data/columns.py)."""
+    return {
+        name: torch.from_numpy(column)
+        for columns in extra
+        for name, column in columns.to_batch(rows).items()
+    }
 
 
 def token_columns(ids: np.ndarray, num_tokens: np.ndarray) -> Batch:
@@ -149,21 +163,4 @@ def lm_columns(rows: dict[str, np.ndarray], longest: int) -> Batch:
     return {
         "labels": torch.from_numpy(labels),
         "image_pos": torch.from_numpy(rows["image_pos"].astype(np.int64)),
-    }
-
-
-def box_columns(rows: dict[str, np.ndarray]) -> Batch:
-    """Return boxes float32 [B, N, 4], box_labels int64 [B, N] and box_mask bool [B, N] (False for
-    padding).
-
-    N is the largest number of boxes of a row. Empty without box columns.
-    """
-    if "boxes" not in rows:
-        return {}
-    num_boxes = torch.from_numpy(rows["num_boxes"])
-    most = int(num_boxes.max())
-    return {
-        "boxes": torch.from_numpy(rows["boxes"][:, :most]),
-        "box_labels": torch.from_numpy(rows["box_labels"][:, :most]),
-        "box_mask": torch.arange(most) < num_boxes[:, None],
     }

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from mmray.data.images import boxes
+from mmray.data.columns import extra_columns
 from mmray.data.images.boxes import NO_LABEL
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
@@ -36,6 +36,13 @@ CRASH_NOTE = (
 T = TypeVar("T")
 
 
+class DecodedImage(NamedTuple):
+    """Pixels uint8 [3, S, S] of a row, and (width, height) of its image before the transform."""
+
+    pixels: np.ndarray
+    image_size: tuple[int, int]
+
+
 class RowReader:
     """Reads rows of a prepared set as model inputs.
 
@@ -54,8 +61,9 @@ class RowReader:
         self.prepared, self.inputs, self.max_pixels = prepared, _to_namespace(inputs), max_pixels
         self.augment = _to_namespace(augment) if augment is not None and augment.is_active else None
         fits = prepared.num_rows * 3 * inputs.image_side**2 <= image_cache_mb * 1e6
+        self.extra_columns = extra_columns(self.inputs, self.augment)
         # Decoded images by row; used only if all of them fit, because hits would be rare otherwise.
-        self.image_cache: dict[int, np.ndarray] | None = (
+        self.image_cache: dict[int, DecodedImage] | None = (
             {} if fits and self.augment is None else None
         )
         self.encoder = build_encoder(tokenizer_json, self.inputs)
@@ -80,11 +88,11 @@ class RowReader:
 
         image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R]; key int64 [R] (hash
         of the row's key); label int64 [R], -1 for none; valid bool [R]; pos int64 [R]. Generative
-        models also get loss_mask bool [R, T] and image_pos int32 [R] (data/text/chat.py);
-        `inputs.max_boxes` M adds boxes float32 [R, M, 4] in fractions of the square, box_labels
-        int64 [R, M], num_boxes int32 [R]. A row with a bad image keeps its label, input_ids and
-        loss_mask but has valid=False, key 0, num_tokens 1, zero pixels and no boxes. Padding and
-        unreadable rows also have label -1 and an empty text.
+        models also get loss_mask bool [R, T] and image_pos int32 [R] (data/text/chat.py); further
+        columns are those that the model's inputs ask for (data/columns.py). A row with a bad image
+        keeps its label, input_ids and loss_mask but has valid=False, key 0, num_tokens 1, zero
+        pixels and no values in further columns. Padding and unreadable rows also have label -1 and
+        an empty text.
 
         Args:
             plan: The sample order.
@@ -107,16 +115,17 @@ class RowReader:
         if pixels is None:
             pixels = np.empty((len(rows), *self.pixel_shape), np.uint8)
         valid = np.zeros(len(rows), bool)
-        box_columns = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
+        columns: Block = {}
+        for extra in self.extra_columns:
+            columns |= extra.empty(len(rows))
         for index, row in enumerate(rows):
             if row is not None and row.checksum_ok:
                 with suppress(BadImage):
-                    pixels[index], values = self.decode_row(
-                        int(row_ids[index]), row, uniforms[index]
-                    )
+                    image = self.decode_row(int(row_ids[index]), row, uniforms[index])
+                    pixels[index] = image.pixels
                     valid[index] = True
-                    for name, value in values.items():
-                        box_columns[name][index] = value
+                    for extra in self.extra_columns:
+                        extra.set_row(columns, index, row, image.image_size, uniforms[index])
         pixels[~valid] = 0
         texts = [
             self.encoder.format_texts(row) if row else [self.encoder.EMPTY_TEXT] for row in rows
@@ -138,7 +147,7 @@ class RowReader:
             ),
             "valid": valid,
             "pos": positions,
-        } | box_columns
+        } | columns
 
     def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
         """Return the row, if it can be read, and reason and detail of why it cannot be used (for
@@ -157,28 +166,21 @@ class RowReader:
             return stored, error.reason, error.detail
         return stored, "temporary", "readable at the second attempt"
 
-    def decode_row(
-        self, row_id: int, row: Row, uniforms: np.ndarray | None
-    ) -> tuple[np.ndarray, Block]:
-        """Return the pixels of a row, augmented by `uniforms` [NUM_UNIFORMS], and its box columns.
-
-        Raises BadImage.
-        """
-        has_boxes = bool(self.inputs.max_boxes and row.boxes)
-        if self.image_cache is not None and row_id in self.image_cache and not has_boxes:
-            return self.image_cache[row_id], {}
+    def decode_row(self, row_id: int, row: Row, uniforms: np.ndarray | None) -> DecodedImage:
+        """Return the image of a row, augmented by `uniforms` [NUM_UNIFORMS]. Raises BadImage."""
+        if self.image_cache is not None and row_id in self.image_cache:
+            return self.image_cache[row_id]
         if self.subprocess_decoder is not None:
             self.subprocess_decoder.check(
                 row.image, self.max_pixels, (self.inputs, self.augment, uniforms)
             )
         rgb = decode(row.image, self.max_pixels)
+        height, width = rgb.shape[:2]
         pixels = transform(rgb, self.inputs, self.augment, uniforms)
-        if has_boxes:
-            size, args = (rgb.shape[1], rgb.shape[0]), (self.inputs, self.augment, uniforms)
-            return pixels, boxes.transform_boxes(row.boxes, row.box_labels, size, *args)
+        image = DecodedImage(pixels, (width, height))
         if self.image_cache is not None:
-            self.image_cache[row_id] = pixels
-        return pixels, {}
+            self.image_cache[row_id] = image
+        return image
 
 
 def _to_namespace(settings: T) -> T:

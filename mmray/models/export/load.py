@@ -17,7 +17,6 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mmray.data.images.boxes import clip_boxes, to_model_coords
 from mmray.data.images.decode import MAX_PIXELS, decode
 from mmray.data.images.transform import transform
 from mmray.data.rows import BadRow
@@ -27,7 +26,7 @@ from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.export.export import CONFIG, TOKENIZER, WEIGHTS, from_hf_state
-from mmray.models.regions import region_logits
+from mmray.models.regions import boxes_on_square, region_logits
 from mmray.storage.paths import AnyPath, local_copy, to_path
 
 if TYPE_CHECKING:
@@ -148,24 +147,8 @@ class Embedder:
         """
         self._require_head("region_head", "model.regions True")
         height, width = _decode_image(0, image).shape[:2]
-        corners = np.reshape([[x, y, x + w, y + h] for x, y, w, h in boxes], (-1, 4)) / (
-            width,
-            height,
-            width,
-            height,
-        )
-        square, is_visible = clip_boxes(
-            to_model_coords(corners, (width, height), self.inputs, None, None)
-        )
-        if not is_visible.all():
-            first = int(np.flatnonzero(~is_visible)[0])
-            raise DataError(
-                f"box {first} {tuple(boxes[first])} is outside the part of the {width} x {height} "
-                "image that the "
-                f"model gets (model.inputs.fit {self.inputs.fit})"
-            )
         pixels = self._pixels(0, [image])
-        model_boxes = torch.from_numpy(square.astype(np.float32))[None].to(self.device)
+        model_boxes = boxes_on_square(boxes, (width, height), self.inputs)[None].to(self.device)
         if texts is None:
             logits = self.model.classify_regions(pixels, model_boxes)
         else:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmray.config import Augment, Inputs
-from mmray.data.images.boxes import NO_LABEL, clip_boxes, to_model_coords, transform_boxes
+from mmray.data.columns import extra_columns
+from mmray.data.images.boxes import NO_LABEL, BoxColumns, clip_boxes, to_model_coords
 from mmray.data.images.transform import NUM_UNIFORMS, transform
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import PADDING, SamplePlan, hash_uniform
@@ -90,19 +91,28 @@ def test_boxes_outside_the_crop_are_dropped():
     assert not clip_boxes(np.array([[-0.95, 0.0, 0.05, 1.0]]))[1][0]  # a twentieth is visible
 
 
+def columns_of(boxes, labels, **settings):
+    """The columns of one row, whose image has 9 x 9 pixels."""
+    made = row(0)
+    made.boxes = boxes
+    made.box_labels = labels
+    extra = BoxColumns(inputs(**settings))
+    columns = extra.empty(1)
+    extra.set_row(columns, 0, made, (9, 9), None)
+    return {name: column[0] for name, column in columns.items()}
+
+
 def test_largest_boxes_are_kept_in_order():
     boxes = [[0, 0, side, side] for side in (0.3, 0.1, 0.9, 0.5)]
-    found = transform_boxes(boxes, [7, 8, 9, 10], (9, 9), inputs(max_boxes=3))
-    assert found["box_labels"].tolist() == [7, 9, 10] and np.allclose(
-        found["boxes"][:, 2], [0.3, 0.9, 0.5]
-    )
-    found = transform_boxes(boxes[:1], [7], (9, 9), inputs(max_boxes=3))
+    found = columns_of(boxes, [7, 8, 9, 10], max_boxes=3)
+    assert found["box_labels"].tolist() == [7, 9, 10]
+    assert np.allclose(found["boxes"][:, 2], [0.3, 0.9, 0.5])
+    found = columns_of(boxes[:1], [7], max_boxes=3)
     assert found["box_labels"].tolist() == [7, NO_LABEL, NO_LABEL] and not found["boxes"][1:].any()
-    assert [
-        transform_boxes(part, None, (9, 9), inputs())["num_boxes"] for part in (None, [], boxes)
-    ] == [0, 0, 4]
-    assert transform_boxes(boxes, None, (9, 9), inputs())["box_labels"].tolist() == [NO_LABEL] * 4
-    assert transform_boxes(boxes, None, (9, 9), inputs(max_boxes=0)) == {}
+    counts = [columns_of(part, None)["num_boxes"] for part in (None, [], boxes)]
+    assert counts == [0, 0, 4]
+    assert columns_of(boxes, None)["box_labels"].tolist() == [NO_LABEL] * 4
+    assert extra_columns(inputs(max_boxes=0)) == []
 
 
 def boxed(number, count):
@@ -125,7 +135,9 @@ def test_batches_carry_boxes_with_a_mask(tmp_path, augment):
     assert block["num_boxes"].tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
     assert not {"boxes", "box_labels", "num_boxes"} & set(plain)
     assert all(np.array_equal(block[name], plain[name]) for name in plain)
-    micros = [micro for step in iter_micro_batches([block], plan.rank_rows, 2) for micro in step]
+    extra = extra_columns(inputs())
+    steps = iter_micro_batches([block], plan.rank_rows, 2, extra=extra)
+    micros = [micro for step in steps for micro in step]
     assert [tuple(micro["boxes"].shape) for micro in micros] == [
         (2, 1, 4),
         (2, 2, 4),
