@@ -16,7 +16,7 @@ import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
@@ -91,7 +91,7 @@ class Heartbeat(HeartbeatState):
         self._step = 0
         self._frames: list[FrameSummary] = []
         self._compiling = False
-        self._observes_compiler = False
+        self._compiler_callbacks: Any = None  # torch's handler, once this object is registered
         self._ended = threading.Event()
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
@@ -111,6 +111,7 @@ class Heartbeat(HeartbeatState):
         finally:
             self._ended.set()
             thread.join(2 * INTERVAL_S)
+            self._stop_observing_compiler()
             self._send({**self._process_info, "ended": True})
 
     def _run(self) -> None:
@@ -155,14 +156,27 @@ class Heartbeat(HeartbeatState):
         """Register for the start and the end of compilations, once torch's compiler is imported."""
         dynamo = sys.modules.get("torch._dynamo.callback")
         handler = getattr(dynamo, "callback_handler", None)
-        if handler is None or self._observes_compiler:
+        if handler is None or self._compiler_callbacks is not None:
             return
-        self._observes_compiler = True
-        handler.register_start_callback(lambda *_: self._set_compiling(True))
-        handler.register_end_callback(lambda *_: self._set_compiling(False))
+        self._compiler_callbacks = handler
+        handler.register_start_callback(self._compilation_started)
+        handler.register_end_callback(self._compilation_ended)
 
-    def _set_compiling(self, compiling: bool) -> None:
-        self._compiling = compiling
+    def _stop_observing_compiler(self) -> None:
+        """Remove the callbacks, because the process may start another run."""
+        handler = self._compiler_callbacks
+        if handler is None:
+            return
+        with suppress(ValueError):  # the user's code may have cleared the callbacks
+            handler.remove_start_callback(self._compilation_started)
+            handler.remove_end_callback(self._compilation_ended)
+
+    def _compilation_started(self, _: Any) -> None:
+        self._compiling = True
+        self.count_progress()
+
+    def _compilation_ended(self, _: Any) -> None:
+        self._compiling = False
         self.count_progress()
 
 

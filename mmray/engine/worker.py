@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from mmray import objectives, plugins
 from mmray.data.stream.collate import PixelMemory, iter_micro_batches
-from mmray.data.stream.order import ResumePoint
+from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import Block
 from mmray.data.text.chat import build_encoder
 from mmray.engine import loop, precision
 from mmray.engine.bad_rows import quarantine_bad_rows
+from mmray.engine.batch import BatchShape
 from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
@@ -79,27 +80,14 @@ def train_worker(
             arrays are used until the next block is requested. If they have `pixels`, an array that
             contains the pixels of all blocks, a GPU reads them there.
     """
-    if device.type == "cuda":
-        # The current GPU of the process is otherwise the first, and code that names no device
-        # would create a context there.
-        torch.cuda.set_device(device)
-    config, plan = context.config, resume_point.plan
+    plan = resume_point.plan
+    config = context.config
     driver.stage("building the model")
-    torch.set_num_threads(config.cluster.num_threads)  # fixed: the order of sums changes rounding
-    seed_everything(config.train.seed, config.train.deterministic)
+    _start_process(config, device)
     group = Group.current(device, config.cluster.collective_timeout_s)
-    chooses_compile = config.train.compile == "auto"
-    config = config.replace(train=resolve_auto(config.train, group, driver.notify))
-    context = replace(context, config=config)
     checkpoint = None if resume_point.checkpoint is None else to_path(resume_point.checkpoint)
-    architecture = None if checkpoint is None else files.load_meta(checkpoint)["architecture"]
-    model = build_model(config, group, architecture, resumes=checkpoint is not None)
-    if chooses_compile and not _earns_compile(config, model, group, plan.rank_rows, plan.steps):
-        driver.notify("device", "compile none: the run is too short to earn it")
-        config = config.replace(train=config.train.replace(compile="none"))
-        context = replace(context, config=config)
-    if text := configure_torch(config.train, device):
-        driver.notify("device", text)
+    config, model = _build_for_device(config, plan, checkpoint, group, driver)
+    context = replace(context, config=config)
     model = _prepare_model(context, group, model)
     objective = objectives.build(config.objective)
     if device.type == "cpu":
@@ -109,34 +97,18 @@ def train_worker(
         config, model, objective, group, context.batch_shape, plan.steps
     )
     driver.report({"batch_shape": batch_shape})
+    if context.batch_shape.auto:
+        driver.notify("memory", f"micro-batches of {batch_shape.micro_batch_size} rows fit")
     branches = branches_of(model)
     if text := graph_branches(branches, config.train, batch_shape, device, driver.notify):
         driver.notify("device", text)
     checkpoints = _checkpoint_manager(context, group, model, driver)
     rank0_checkpoints = checkpoints if group.rank == 0 else None
-    callbacks = [
-        *(plugins.load_class(name, "train.callbacks")() for name in config.train.callbacks),
-        driver.heartbeat,
-    ]
     log = profile_path = None
     if rank0_checkpoints is not None:
         log = rank0_checkpoints.log_from(resume_point.step)
         profile_path = rank0_checkpoints.uploader.local_folder / "profile" / "rank-0.json"
         driver.report({"wasted_steps": log.wasted_steps})
-        hint = DataBoundHint(context, driver.notify, "GPU" if device.type == "cuda" else "CPU")
-        callbacks += [ProgressReporter(driver.report, rank0_checkpoints), hint]
-
-    def save(
-        step: int, state: CheckpointState, metrics: dict[str, Any], last: bool
-    ) -> float | None:
-        if last:
-            driver.phase("saving the last checkpoint")
-        return (
-            None
-            if checkpoints is None
-            else checkpoints.save(step, plan.rows_start(step), state, metrics, last)
-        )
-
     spec = TrainSpec(
         model=model,
         objective=objective,
@@ -145,11 +117,11 @@ def train_worker(
         group=group,
         train=config.train,
         optimizer=config.optimizer,
-        save=save,
+        save=_save_fn(checkpoints, plan, driver),
         evaluate=_evaluate_fn(context, group, objective, plan.global_rows, driver, log),
         evaluate_every=config.evaluate.every,
         log=log,
-        callbacks=tuple(callbacks),
+        callbacks=_callbacks(context, rank0_checkpoints, device, driver),
         stop=driver.stop_requested,
         interrupt_stream=getattr(blocks, "interrupt", lambda: None),
         group_by_length=config.batch.group_by_length,
@@ -158,37 +130,91 @@ def train_worker(
         notify=driver.notify,
         heartbeat=driver.heartbeat,
     )
-    if context.batch_shape.auto:
-        driver.notify("memory", f"micro-batches of {batch_shape.micro_batch_size} rows fit")
     pixels = getattr(blocks, "pixels", None) if device.type == "cuda" else None
     pinned = nullcontext() if pixels is None else register_pinned(pixels, driver.notify)
     with _closing(log, checkpoints, driver.heartbeat), pinned:
-        rows = quarantine_bad_rows(
+        readable = quarantine_bad_rows(
             blocks, config, context.folder, context.reader, plan, driver.count_bad_row
         )
-        # Split here, so that group_by_length and the trimming of captions see the final
-        # micro-batches.
-        eager = config.train.compile == "none" and device.type == "cpu"
-        multiple = 1 if eager else TOKEN_MULTIPLE
-        steps = iter_micro_batches(
-            rows,
-            rank_rows=plan.rank_rows,
-            micro_batch_size=batch_shape.micro_batch_size,
-            group_by_length=config.batch.group_by_length,
-            token_multiple=multiple,
-            max_tokens=config.model.inputs.max_tokens,
-            memory=PixelMemory(pin=device.type == "cuda"),
-            extra=context.reader.extra_columns,
-        )
+        steps = _micro_batches(readable, context, plan, batch_shape, device)
+        load = None
         if checkpoint is not None:
             driver.stage("loading the checkpoint")
-        load = (
-            None
-            if checkpoint is None
-            else partial(_load, checkpoint, driver.heartbeat.count_progress)
-        )
+            load = partial(_load, checkpoint, driver.heartbeat.count_progress)
         outcome = loop.train_loop(spec, _report_first(steps, driver), load)
     return result_fields(**vars(outcome))
+
+
+def _start_process(config: Config, device: torch.device) -> None:
+    """Set the current GPU, the number of threads and the seeds of this process."""
+    if device.type == "cuda":
+        # The current GPU of the process is otherwise the first, and code that names no device
+        # would create a context there.
+        torch.cuda.set_device(device)
+    torch.set_num_threads(config.cluster.num_threads)  # fixed: the order of sums changes rounding
+    seed_everything(config.train.seed, config.train.deterministic)
+
+
+def _build_for_device(
+    config: Config,
+    plan: SamplePlan,
+    checkpoint: AnyPath | None,
+    group: Group,
+    driver: DriverHandle,
+) -> tuple[Config, nn.Module]:
+    """Build the model; return it with the config in which no setting of `train` is `auto`."""
+    chooses_compile = config.train.compile == "auto"
+    config = config.replace(train=resolve_auto(config.train, group, driver.notify))
+    architecture = None if checkpoint is None else files.load_meta(checkpoint)["architecture"]
+    model = build_model(config, group, architecture, resumes=checkpoint is not None)
+    if chooses_compile and not _earns_compile(config, model, group, plan.rank_rows, plan.steps):
+        driver.notify("device", "compile none: the run is too short to earn it")
+        config = config.replace(train=config.train.replace(compile="none"))
+    if text := configure_torch(config.train, group.device):
+        driver.notify("device", text)
+    return config, model
+
+
+def _callbacks(
+    context: WorkerContext,
+    rank0_checkpoints: CheckpointManager | None,
+    device: torch.device,
+    driver: DriverHandle,
+) -> tuple[Any, ...]:
+    """Return the callbacks of the loop: the user's, the heartbeat and, on rank 0, reports."""
+    names = context.config.train.callbacks
+    callbacks: list[Any] = [plugins.load_class(name, "train.callbacks")() for name in names]
+    callbacks.append(driver.heartbeat)
+    if rank0_checkpoints is not None:
+        callbacks.append(ProgressReporter(driver.report, rank0_checkpoints))
+        device_name = "GPU" if device.type == "cuda" else "CPU"
+        callbacks.append(DataBoundHint(context, driver.notify, device_name))
+    return tuple(callbacks)
+
+
+def _micro_batches(
+    rows: Iterable[Block],
+    context: WorkerContext,
+    plan: SamplePlan,
+    batch_shape: BatchShape,
+    device: torch.device,
+) -> Iterator[list[Batch]]:
+    """Yield the micro-batches of each step.
+
+    They are split here, so that `group_by_length` and the trimming of captions see the final ones.
+    """
+    config = context.config
+    eager = config.train.compile == "none" and device.type == "cpu"
+    return iter_micro_batches(
+        rows,
+        rank_rows=plan.rank_rows,
+        micro_batch_size=batch_shape.micro_batch_size,
+        group_by_length=config.batch.group_by_length,
+        token_multiple=1 if eager else TOKEN_MULTIPLE,
+        max_tokens=config.model.inputs.max_tokens,
+        memory=PixelMemory(pin=device.type == "cuda"),
+        extra=context.reader.extra_columns,
+    )
 
 
 def _earns_compile(
@@ -338,6 +364,23 @@ def _checkpoint_manager(
         max_wait_s=config.cluster.group_timeout_s / 2 if waits_for_others else None,
         cpu_group=cpu_group,
     )
+
+
+def _save_fn(
+    checkpoints: CheckpointManager | None, plan: SamplePlan, driver: DriverHandle
+) -> Callable[[int, CheckpointState, dict[str, Any], bool], float | None]:
+    """Return the function that saves a checkpoint; it saves nothing on ranks without a manager."""
+
+    def save(
+        step: int, state: CheckpointState, metrics: dict[str, Any], last: bool
+    ) -> float | None:
+        if last:
+            driver.phase("saving the last checkpoint")
+        if checkpoints is None:
+            return None
+        return checkpoints.save(step, plan.rows_start(step), state, metrics, last)
+
+    return save
 
 
 def _evaluate_fn(

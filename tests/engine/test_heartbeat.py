@@ -53,12 +53,16 @@ def test_compilation_in_a_backward_is_no_wait_for_other_ranks(tmp_path, monkeypa
         def backward(ctx, grad):
             return torch.compile(lambda grad: grad * 2, backend=compiler)(grad)
 
+    callbacks = torch._dynamo.callback.callback_handler
+    before = [*callbacks.start_callbacks, *callbacks.end_callbacks]
     one = torch.ones(1, requires_grad=True)
     states = states_of(lambda: Function.apply(one).backward(), messages, tmp_path)
     assert one.grad == 2 and "compiling" in states and set(states) <= set(Cluster().state_limits_s)
     assert not any(
         message["in_collective"] for message in messages[:-1] if message["state"] == "compiling"
     )
+    # the next run of this process registers its own
+    assert [*callbacks.start_callbacks, *callbacks.end_callbacks] == before
 
 
 @pytest.mark.parametrize(
