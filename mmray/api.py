@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mmray.data.store.manifest import Manifest
     from mmray.training.driver import RunOutcome
     from mmray.training.reporter import RunReporter
+    from mmray.tuning.request import SweepRequest
     from mmray.tuning.sweep import SweepReporter
 
 Settings = Mapping[str, Any] | Section  # {field: value}, or an object of mmray.config
@@ -416,37 +417,26 @@ def tune(
         ResourceError: the cluster cannot provide the resources.
     """
     from mmray.tuning import trials
+    from mmray.tuning.request import Budget, SweepRequest
 
-    for name, value, known in (
-        ("goal", goal, get_args(Goal)),
-        ("search", search, get_args(Search)),
-        ("scheduler", scheduler, get_args(Scheduler)),
-    ):
-        if value not in known:
-            raise UsageError(f"{name}: unknown {name} `{value}`; {suggest(str(value), known)}")
-    for name, number in (("samples", samples), ("concurrency", concurrency)):
-        if number is not None and number <= 0:
-            raise UsageError(f"--{name}: must be above 0 (got {number})")
+    _check_choice("goal", goal, Goal)
+    _check_choice("search", search, Search)
+    _check_choice("scheduler", scheduler, Scheduler)
+    _check_positive("samples", samples)
+    _check_positive("concurrency", concurrency)
     own = _load(recipe)
     settings = _override(trials.clear_length_and_derived_batch(own, list(space or ())), sections)
     base = trials.restore_length(settings, own)
     if trials.is_shape_probe(goal, space or ()):
-        options = {
-            "samples": samples is not None,
-            "search": search != "random",
-            "scheduler": scheduler != "halving",
-            "budget": budget is not None,
-            "concurrency": concurrency is not None,
-        }
-        _refuse_options_of_trials([name for name, given in options.items() if given])
-        axes = build_space(space, seed=base.train.seed) if space else None
-        with _shown(reporter, "starting") as shown:
-            from mmray.tuning.shape_probe import probe_shapes
-
-            sweep = probe_shapes(base, axes, shown)
+        _refuse_options_of_trials(
+            samples=samples is not None,
+            search=search != "random",
+            scheduler=scheduler != "halving",
+            budget=budget is not None,
+            concurrency=concurrency is not None,
+        )
+        sweep = _measure_shapes(base, space, reporter)
     else:
-        from mmray.tuning.request import Budget, SweepRequest
-
         given = trials.default_axes(base) if space is None else space
         request = SweepRequest(
             base=base,
@@ -459,25 +449,57 @@ def tune(
             scheduler=scheduler,
             budget=Budget.parse(budget),
         )
-        # Report invalid values before Ray and torch are imported.
-        trials.corner_trials(base, request.space, goal)
-        with _shown(reporter, "starting Ray") as shown:
-            from mmray.tuning.search import search as run_search
-
-            sweep = run_search(request, shown)
-            _log_sweep(sweep, shown)
+        sweep = _run_trials(request, reporter)
     _check_recommendation(sweep)
     return sweep
 
 
-def _refuse_options_of_trials(given: Sequence[str]) -> None:
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    """Raise UsageError for a value that is not in the Literal type `choices`."""
+    known = get_args(choices)
+    if value not in known:
+        raise UsageError(f"{name}: unknown {name} `{value}`; {suggest(str(value), known)}")
+
+
+def _check_positive(name: str, number: int | None) -> None:
+    """Raise UsageError for a number that is given and not above 0."""
+    if number is not None and number <= 0:
+        raise UsageError(f"--{name}: must be above 0 (got {number})")
+
+
+def _refuse_options_of_trials(**given: bool) -> None:
     """Raise UsageError for options that measuring batch shapes, without trials, does not have."""
-    if given:
-        options = ", ".join(f"--{name}" for name in given)
+    options = ", ".join(f"--{name}" for name, is_given in given.items() if is_given)
+    if options:
         raise UsageError(
             f"{options}: no effect on --goal throughput without --space, which runs no trials; "
             "list what to measure, as in --space batch.micro=8,16,32, or use --goal loss"
         )
+
+
+def _measure_shapes(
+    base: Config, space: Mapping[str, str | Sequence[Any]] | None, reporter: SweepReporter | None
+) -> SweepRecord:
+    """Find the fastest batch shape on synthetic batches."""
+    axes = build_space(space, seed=base.train.seed) if space else None
+    with _shown(reporter, "starting") as shown:
+        from mmray.tuning.shape_probe import probe_shapes
+
+        return probe_shapes(base, axes, shown)
+
+
+def _run_trials(request: SweepRequest, reporter: SweepReporter | None) -> SweepRecord:
+    """Train the trials of a sweep, and log how many were measured."""
+    from mmray.tuning import trials
+
+    # Report invalid values before Ray and torch are imported.
+    trials.corner_trials(request.base, request.space, request.goal)
+    with _shown(reporter, "starting Ray") as shown:
+        from mmray.tuning.search import search
+
+        sweep = search(request, shown)
+        _log_sweep(sweep, shown)
+    return sweep
 
 
 def _log_sweep(sweep: SweepRecord, reporter: SweepReporter) -> None:

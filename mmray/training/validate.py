@@ -22,63 +22,92 @@ def unsupported_reasons(config: Config) -> list[str]:
 
     Imports no torch, so it can run before Ray.
     """
-    train, kind, workers = config.train, config.model.kind, config.cluster.max_workers
+    return (
+        config.model.unsupported_reasons()
+        + evaluation_reasons(config)
+        + objective_reasons(config)
+        + parallel_reasons(config)
+        + batch_norm_reasons(config)
+        + transform_reasons(config)
+    )
+
+
+def parallel_reasons(config: Config) -> list[str]:
+    """Reasons why `train.parallel` cannot train this model with these workers and settings."""
+    train = config.train
     model: Any = config.model
-    reasons, batch_norm = config.model.unsupported_reasons(), getattr(model, "batch_norm", "frozen")
-    reasons += evaluation_reasons(config) + objective_reasons(config)
+    workers = config.cluster.max_workers
+    reasons = []
     if train.parallel in ("single", "branches") and workers != 1:
         reasons.append(
             f"train.parallel {train.parallel} uses one worker; set --cluster.workers 1 "
             f"(got {workers})"
         )
     if train.parallel in ("fsdp", "hsdp"):
-        if config.cluster.min_workers < 2:
-            needs = f"train.parallel {train.parallel} shards over workers"
-            reasons.append(f"{needs}; set --cluster.workers 2 or more, or use `single`")
-        if train.precision == "fp16":
-            reasons.append(f"{train.parallel} supports fp32 and bf16; set --train.precision bf16")
-        if config.optimizer.kind == "adamw8bit":
-            reasons.append(
-                "optimizer.kind adamw8bit cannot update sharded weights; use adamw, or "
-                "--train.parallel ddp"
-            )
-        if train.ema:
-            reasons.append(
-                f"train.ema needs whole weights, which {train.parallel} shards; use "
-                "`ddp`, or --train.ema 0"
-            )
-        if config.evaluate.num_generations:
-            reasons.append(
-                f"evaluate.num_generations is not supported with {train.parallel}; set it to 0"
-            )
+        reasons += _sharding_reasons(config)
     if train.parallel == "branches":
         if not model.shares_only_loss:
             reasons.append(
-                f"train.parallel branches needs an image and a text tower, not `{kind}`; use `ddp`"
+                f"train.parallel branches needs an image and a text tower, not `{model.kind}`; "
+                "use `ddp`"
             )
-        if getattr(getattr(model, "text", None), "dropout", 0) or getattr(
-            model, "patch_dropout", 0
-        ):
+        text_dropout = getattr(getattr(model, "text", None), "dropout", 0)
+        if text_dropout or getattr(model, "patch_dropout", 0):
             problem = "train.parallel branches cannot repeat dropout masks"
             reasons.append(f"{problem}; set model.text.dropout and model.patch_dropout to 0")
-    if config.batch.micro == "auto" and batch_norm == "synced":
+    return reasons
+
+
+def _sharding_reasons(config: Config) -> list[str]:
+    train = config.train
+    reasons = []
+    if config.cluster.min_workers < 2:
+        needs = f"train.parallel {train.parallel} shards over workers"
+        reasons.append(f"{needs}; set --cluster.workers 2 or more, or use `single`")
+    if train.precision == "fp16":
+        reasons.append(f"{train.parallel} supports fp32 and bf16; set --train.precision bf16")
+    if config.optimizer.kind == "adamw8bit":
+        reasons.append(
+            "optimizer.kind adamw8bit cannot update sharded weights; use adamw, or "
+            "--train.parallel ddp"
+        )
+    if train.ema:
+        reasons.append(
+            f"train.ema needs whole weights, which {train.parallel} shards; use "
+            "`ddp`, or --train.ema 0"
+        )
+    if config.evaluate.num_generations:
+        reasons.append(
+            f"evaluate.num_generations is not supported with {train.parallel}; set it to 0"
+        )
+    return reasons
+
+
+def batch_norm_reasons(config: Config) -> list[str]:
+    """Reasons why the statistics of BatchNorm cannot be synchronized."""
+    model: Any = config.model
+    if getattr(model, "batch_norm", "frozen") != "synced":
+        return []
+    reasons = []
+    if config.batch.micro == "auto":
         reasons.append(
             "batch.micro auto does not support model.batch_norm synced; set --batch.micro"
         )
-    if (
-        batch_norm == "synced"
-        and config.cluster.accelerator == "cpu"
-        and model.image.name.startswith("resnet")
-    ):
+    if config.cluster.accelerator == "cpu" and model.image.name.startswith("resnet"):
         reasons.append(
             "model.batch_norm: `synced` needs GPUs; take `local` or `frozen` with "
             "--cluster.accelerator cpu"
         )
-    if (
-        train.deterministic
-        and getattr(model, "regions", False)
-        and config.cluster.accelerator != "cpu"
-    ):
+    return reasons
+
+
+def transform_reasons(config: Config) -> list[str]:
+    """Reasons why the model cannot be deterministic, or its activations not be recomputed."""
+    train = config.train
+    model: Any = config.model
+    reasons = []
+    has_regions = getattr(model, "regions", False)
+    if train.deterministic and has_regions and config.cluster.accelerator != "cpu":
         reasons.append(
             "train.deterministic: on a GPU the gradient of regions (roi_align) is not "
             "deterministic; set --model.regions False, or --cluster.accelerator cpu"
