@@ -7,7 +7,10 @@ Recognized by shape: {role, content} with a text or with parts (OpenAI, TRL, tra
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmray.data.store.prepared_set import Row
 
 # {"role": "system" | "user" | "assistant", "content": [part, ...]}; a part is {"type": "text",
 # "text": ...}, or {"type": "image", "text": None}, which is the next image of the row.
@@ -64,6 +67,21 @@ def parse_messages(value: Any) -> tuple[list[Message], list[Any]]:
 def message_text(message: Message) -> str:
     """Return the text parts of a message, joined by line breaks."""
     return "\n".join(part["text"] for part in message["content"] if part["type"] == "text")
+
+
+def conversations_of(row: Row, question: str) -> list[list[Message]]:
+    """Return the conversation of a row, or for each caption one with it as the answer to
+    `question` about its images.
+    """
+    if row.messages:
+        return [row.messages]
+    asked: Message = {"role": "user", "content": [_text_part(question)]}
+    return [
+        insert_images(
+            [asked, {"role": "assistant", "content": [_text_part(caption)]}], len(row.media)
+        )
+        for caption in row.texts
+    ]
 
 
 def insert_images(messages: list[Message], count: int) -> list[Message]:

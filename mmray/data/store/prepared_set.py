@@ -349,6 +349,11 @@ class PreparedSet:
         return PreparedSet(self.folder, self.manifest, self.split, cache, shuffle_block)
 
     @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards with rows of this set, in order."""
+        return tuple(self._shards)
+
+    @property
     def num_rows(self) -> int:
         return int(self._starts[-1])
 

@@ -6,11 +6,13 @@ MB instead of 700 MB. Pixels stay uint8; the model normalizes them on its device
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -94,6 +96,22 @@ class ProcessorEncoder:
         self._has_marks = re.search(r"{%-?\s*generation\b", self._template) is not None
         self._special_tokens = sorted(self._user_forbidden_tokens(), key=len, reverse=True)
         self._replacements: dict[Any, str] = {}
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of what determines the tokens of a row: tokenizer, chat template, and settings
+        of the processor.
+        """
+        parts = (
+            version("transformers"),
+            self.config["model_type"],
+            self.tokenizer.backend_tokenizer.to_str(),
+            self.tokenizer.special_tokens_map,
+            self._template,
+            self.processor.image_processor.to_json_string(),
+            self._image_arguments,
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def encode(self, messages: Sequence[Message], images: Sequence[Any]) -> EncodedRow:
         """Encode one row.

@@ -6,9 +6,13 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from mmray.data.messages import conversations_of
+from mmray.data.store.prepared_set import Media, Row
 from mmray.data.vlm.encoder import ProcessorEncoder, RowError
+from mmray.data.vlm.token_counter import ProcessorCounter
 from mmray.errors import UsageError
 from tests.models.vlm.folders import TEMPLATES
 from tests.models.vlm.rows import IMAGE, ROWS, encode_rows, photo, text
@@ -130,3 +134,20 @@ def test_data_process_encodes_without_torch(folder_of):
     torch_module, peak_kib = done.stdout.split()
     assert torch_module == "None"
     assert int(peak_kib) < 300_000
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+def test_token_counts_of_stored_rows_are_those_of_the_encoded_rows(folder_of, family):
+    counter = ProcessorCounter(str(folder_of(family)), question="what")
+    count = counter.build()
+    encoder = ProcessorEncoder(str(folder_of(family)), 5000)
+    for messages, images in ROWS:
+        media = [Media("image", b"", width=each.shape[1], height=each.shape[0]) for each in images]
+        stored = Row("k", media, ["a"], messages=list(messages))
+        assert count(stored) == len(encoder.encode(messages, images).input_ids)
+    captions = Row("k", [Media("image", b"", width=40, height=30)], ["one", "a longer one of five"])
+    answered = conversations_of(captions, "what")[1]
+    pixels = np.zeros((30, 40, 3), np.uint8)
+    assert count(captions) == len(encoder.encode(answered, [pixels]).input_ids)
+    assert counter.digest == ProcessorCounter(counter.weights, question="what").digest
+    assert counter.digest != ProcessorCounter(counter.weights, question="who").digest

@@ -1,0 +1,186 @@
+"""Token counts of the rows of a set: 4 bytes a row, computed once for each set and processor.
+
+Counts are files next to the shards, `tokens/PROCESSOR/SHARD.npy`. A shard that has one is not
+counted again, so a killed job resumes, and a set that grew is counted where it is new. Sizes and
+texts are enough: no image is decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from mmray.data.images.decode import BadImage, header_size
+from mmray.data.prepare.tasks import Result, map_tasks
+from mmray.data.store.manifest import Manifest, Shard
+from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, read_each
+from mmray.errors import ResourceError
+from mmray.storage.paths import AnyPath, list_names, to_path, write_atomic
+from mmray.storage.requests import iter_parallel
+
+TOKENS_DIR = "tokens"
+# Count of a row that cannot be read or encoded. Its reason is written when the run reads it.
+NOT_COUNTED = 0
+READ_BATCH_ROWS = 64
+RowCounter = Callable[[Row], int]
+
+
+class TokenCounter(Protocol):
+    """Counts the tokens of rows; pickled to the tasks.
+
+    `digest` identifies what determines the counts: tokenizer, chat template and sizes of images.
+    """
+
+    @property
+    def digest(self) -> str: ...
+
+    def build(self) -> RowCounter:
+        """Return the function that counts the tokens of a row without its pixels, called once in
+        each process. It raises ValueError for a row that cannot be encoded.
+        """
+        ...
+
+
+def token_counts(
+    prepared: PreparedSet | PreparedMixture,
+    counter: TokenCounter,
+    on_rows: Callable[[int, int], None] = lambda done, total: None,
+) -> np.ndarray:
+    """Return the tokens of each row of a set, uint32 [rows]; of a mixture, set by set.
+
+    Args:
+        prepared: The set; rows that have no counts yet are counted, on Ray if it is initialized.
+        counter: See `TokenCounter`.
+        on_rows: Called with the counted rows and their total.
+
+    Raises:
+        ResourceError: The counts cannot be written, or tasks die.
+    """
+    if isinstance(prepared, PreparedMixture):
+        return np.concatenate([token_counts(each, counter, on_rows) for each in prepared.sets])
+    folder = prepared.folder / TOKENS_DIR / counter.digest[:32]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        existing = set(list_names(folder))
+        missing = [shard for shard in prepared.shards if _file_name(shard) not in existing]
+        done = 0
+        total = sum(shard.num_kept for shard in missing)
+        on_rows(done, total)
+        without_shards = replace(prepared.manifest, shards=())
+        work = partial(
+            _count_task,
+            set_address=str(prepared.folder),
+            manifest=without_shards,
+            counts_address=str(folder),
+            counter=counter,
+        )
+        with closing(map_tasks(work, [asdict(shard) for shard in missing])) as results:
+            for result in results:
+                done += result["num_rows"]
+                on_rows(done, total)
+        return _load(folder, prepared.shards)
+    except OSError as error:
+        raise ResourceError(
+            f"cannot write the token counts of {prepared.folder} to {folder}: {error}. Make the "
+            "folder of the set writable, or copy the set"
+        ) from error
+
+
+def long_rows(
+    prepared: PreparedSet | PreparedMixture, counts: np.ndarray, max_tokens: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the quarantine entries of the rows with more than `max_tokens`, which a run does not
+    use.
+    """
+    numbers = np.flatnonzero(counts > max_tokens)
+    for start in range(0, len(numbers), READ_BATCH_ROWS):
+        part = numbers[start : start + READ_BATCH_ROWS]
+        for number, row in zip(part.tolist(), read_each(prepared, part), strict=True):
+            key, source = (row.key, row.source) if isinstance(row, Row) else (None, None)
+            yield {
+                "key": key,
+                "source": source,
+                "row": number,
+                "stage": "tokens",
+                "reason": "too-long",
+                "detail": f"{counts[number]} tokens, over model.inputs.max_tokens {max_tokens}",
+            }
+
+
+def _file_name(shard: Shard) -> str:
+    """Return the name of the counts of a shard, which are of the rows that are not dropped."""
+    return f"{hashlib.sha256(f'{shard.sha256} {shard.dropped}'.encode()).hexdigest()[:32]}.npy"
+
+
+def _load(folder: AnyPath, shards: tuple[Shard, ...]) -> np.ndarray:
+    def read(shard: Shard) -> np.ndarray:
+        data = (folder / _file_name(shard)).read_bytes()
+        return np.asarray(np.load(io.BytesIO(data), allow_pickle=False), np.uint32)
+
+    return np.concatenate([np.zeros(0, np.uint32), *iter_parallel(read, shards)])
+
+
+# The counter of this process by its digest: building one takes seconds.
+_COUNTERS: dict[str, RowCounter] = {}
+
+
+def _count_task(
+    item: dict[str, Any],
+    set_address: str,
+    manifest: Manifest,
+    counts_address: str,
+    counter: TokenCounter,
+) -> Result:
+    """Ray task: write the token counts of a shard."""
+    if counter.digest not in _COUNTERS:
+        _COUNTERS.clear()
+        _COUNTERS[counter.digest] = counter.build()
+    count = _COUNTERS[counter.digest]
+    shard = Shard.from_json(item)
+    prepared = PreparedSet(to_path(set_address), replace(manifest, shards=(shard,)))
+    counts = np.full(prepared.num_rows, NOT_COUNTED, np.uint32)
+    for start in range(0, prepared.num_rows, READ_BATCH_ROWS):
+        numbers = np.arange(start, min(start + READ_BATCH_ROWS, prepared.num_rows))
+        for number, row in zip(numbers.tolist(), _read_sized(prepared, numbers), strict=True):
+            if isinstance(row, Exception):
+                continue
+            try:
+                counts[number] = count(row)
+            except ValueError:
+                counts[number] = NOT_COUNTED
+    file = io.BytesIO()
+    np.save(file, counts)
+    write_atomic(to_path(counts_address) / _file_name(shard), file.getvalue())
+    return {"num_rows": prepared.num_rows}
+
+
+def _read_sized(prepared: PreparedSet, numbers: np.ndarray) -> list[Row | Exception]:
+    """Return rows, or the error of a row, with the sizes of their images; images are read only if
+    the set does not have their sizes.
+    """
+    try:
+        rows: list[Row | Exception] = [*prepared.read_without_references(numbers)]
+    except ValueError:
+        rows = read_each(prepared, numbers)
+    if not any(isinstance(row, Row) and _lacks_size(row) for row in rows):
+        return rows
+    rows = read_each(prepared, numbers)
+    for index, row in enumerate(rows):
+        if isinstance(row, Row) and _lacks_size(row):
+            try:
+                for media in row.media:
+                    media.width, media.height = header_size(media.data)
+            except BadImage as error:
+                rows[index] = error
+    return rows
+
+
+def _lacks_size(row: Row) -> bool:
+    return any(not media.width for media in row.media)

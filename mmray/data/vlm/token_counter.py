@@ -1,0 +1,50 @@
+"""Counts the tokens of rows with the processor of a model (data/prepare/token_counts.py)."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+
+from mmray.data.messages import conversations_of
+from mmray.data.prepare.token_counts import RowCounter
+from mmray.data.store.prepared_set import Row
+from mmray.data.vlm.encoder import ProcessorEncoder
+
+
+@dataclass(frozen=True)
+class ProcessorCounter:
+    """The token counts of a model's rows; cheap to pickle.
+
+    Args:
+        weights: Folder saved by transformers, or a name of the hub.
+        max_pixels: Most pixels of an image after resizing; None: the processor's.
+        min_pixels: Fewest pixels; None: the processor's.
+        question: The user's message of a row that has only captions. Of several captions the
+            longest counts.
+    """
+
+    weights: str
+    max_pixels: int | None = None
+    min_pixels: int | None = None
+    question: str = ""
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of what determines the counts. Loads the processor."""
+        return hashlib.sha256(f"{self._encoder().digest} {self.question}".encode()).hexdigest()
+
+    def build(self) -> RowCounter:
+        """Return the function that counts the tokens of a row."""
+        encoder = self._encoder()
+
+        def count(row: Row) -> int:
+            sizes = [(media.width, media.height) for media in row.media]
+            conversations = conversations_of(row, self.question)
+            return max(encoder.count_tokens(messages, sizes) for messages in conversations)
+
+        return count
+
+    def _encoder(self) -> ProcessorEncoder:
+        return ProcessorEncoder(self.weights, sys.maxsize, self.max_pixels, self.min_pixels)

@@ -1,0 +1,131 @@
+"""Token counts are computed once for each row and processor, and stored next to the set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmray.data.messages import message_text
+from mmray.data.prepare import token_counts as module
+from mmray.data.prepare.token_counts import NOT_COUNTED, RowCounter, long_rows, token_counts
+from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
+from mmray.errors import ResourceError
+from tests.made import png, row, write_set
+
+
+@dataclass(frozen=True)
+class Words:
+    """Counts words, and an image as its height."""
+
+    digest: str = "words"
+
+    def build(self) -> RowCounter:
+        def count(row: Row) -> int:
+            if row.key == "row-3":
+                raise ValueError("it cannot be encoded")
+            words = [*row.texts, *map(message_text, row.messages or ())]
+            return len(" ".join(words).split()) + sum(media.height for media in row.media)
+
+        return count
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run without Ray; the shards that were counted."""
+    shards: list[str] = []
+
+    def run(work: Any, items: Any) -> Any:
+        for item in items:
+            yield work(item)
+            shards.append(item["file"])
+
+    monkeypatch.setattr(module, "map_tasks", run)
+    monkeypatch.setattr(module, "_COUNTERS", {})
+    return shards
+
+
+def make(folder: Any, num_shards: int = 3) -> PreparedSet:
+    """Shards of 70 rows with one image of 10 pixels, without row 5 of each."""
+    shards = []
+    for shard in range(num_shards):
+        rows = [row(70 * shard + number, png(number, 10)) for number in range(70)]
+        shards.append((rows, None, (5,)))
+    return PreparedSet.open(write_set(folder, shards))
+
+
+def expected(prepared: PreparedSet) -> np.ndarray:
+    rows = prepared.read(np.arange(prepared.num_rows))
+    counts = [len(" ".join(row.texts).split()) + 10 for row in rows]
+    return np.where([row.key == "row-3" for row in rows], NOT_COUNTED, counts)
+
+
+def test_counts_are_stored_and_reused(tmp_path: Path, counted: list[str]) -> None:
+    prepared = make(tmp_path)
+    seen: list[tuple[int, int]] = []
+    counts = token_counts(prepared, Words(), lambda *rows: seen.append(rows))
+    assert np.array_equal(counts, expected(prepared)) and counts.dtype == np.uint32
+    assert seen[-1] == (207, 207) and len(counted) == 3
+    assert np.array_equal(token_counts(prepared, Words()), counts) and len(counted) == 3
+    token_counts(prepared, Words("another processor"))
+    assert len(counted) == 6
+    files = list((tmp_path / "tokens" / "words").iterdir())
+    assert sum(file.stat().st_size for file in files) == 4 * 207 + 3 * 128  # heads of the files
+
+
+def test_killed_job_resumes_with_the_shards_that_are_missing(
+    tmp_path: Path, counted: list[str]
+) -> None:
+    prepared = make(tmp_path)
+
+    def stop(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        token_counts(prepared, Words(), stop)
+    finished = len(list((tmp_path / "tokens" / "words").iterdir()))
+    counted.clear()
+    assert np.array_equal(token_counts(prepared, Words()), expected(prepared))
+    assert finished == 1 and len(counted) == 2
+
+
+def test_sizes_that_prepare_did_not_read_are_those_of_the_images(
+    tmp_path: Path, counted: list[str]
+) -> None:
+    rows = [row(number, png(number, 10)) for number in range(8)]
+    for each in rows:
+        each.media[0].width = each.media[0].height = 0
+    rows[6] = row(6, b"no image")
+    prepared = PreparedSet.open(write_set(tmp_path, [(rows, None, ())]))
+    counts = token_counts(prepared, Words())
+    assert counts.tolist()[6] == NOT_COUNTED
+    assert np.array_equal(np.delete(counts, 6), np.delete(expected(prepared), 6))
+
+
+def test_counts_of_a_set_on_a_store_and_of_a_mixture(memory: str, counted: list[str]) -> None:
+    sets = [make(f"{memory}/a", 1), make(f"{memory}/b", 2)]
+    counts = token_counts(PreparedMixture(sets, [1.0, 2.0]), Words())
+    assert np.array_equal(counts, np.concatenate([*map(expected, sets)]))
+
+
+def test_long_rows_are_listed_with_their_count(tmp_path: Path, counted: list[str]) -> None:
+    prepared = make(tmp_path, 1)
+    counts = np.full(69, 7, np.uint32)
+    counts[[2, 50]] = 9, 5000
+    entries = list(long_rows(prepared, counts, 8))
+    assert [(entry["key"], entry["row"], entry["reason"]) for entry in entries] == [
+        ("row-2", 2, "too-long"),
+        ("row-51", 50, "too-long"),
+    ]
+    assert entries[1]["detail"] == "5000 tokens, over model.inputs.max_tokens 8"
+
+
+def test_folder_that_is_not_writable_is_named(tmp_path: Path, counted: list[str]) -> None:
+    prepared = make(tmp_path, 1)
+    (tmp_path / "tokens").write_text("a file where the counts would be")
+    with pytest.raises(ResourceError, match=r"cannot write the token counts of .* writable"):
+        token_counts(prepared, Words())
