@@ -139,7 +139,8 @@ class Heartbeat(HeartbeatState):
 
     def _observe(self) -> dict[str, Any]:
         self._observe_compiler()
-        state = "compiling" if self._compiling else self._state
+        compiling = self._compiling  # read once, because it changes meanwhile
+        state = "compiling" if compiling else self._state
         frames = stack_of_thread(self._thread_id)
         if state in STATES_WITHOUT_STEPS and frames != self._frames:
             self.count_progress()
@@ -149,7 +150,7 @@ class Heartbeat(HeartbeatState):
             "progress": self._progress,
             "state": state,
             "where": _location(frames),
-            "in_collective": not self._compiling and _waits_in_collective(frames),
+            "in_collective": not compiling and _waits_in_collective(frames),
         }
 
     def _observe_compiler(self) -> None:
