@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from mmray.data.images.decode import detect_format, header_size
+from mmray.data.images.decode import header_size
+from mmray.data.images.formats import detect_format
 from mmray.data.prepare.pack import open_shard
 from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, fingerprint
 from mmray.data.store.prepared_set import Media, PreparedSet, Row

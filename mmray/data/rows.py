@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from mmray.data.images.formats import UNREAD_SUFFIXES
 from mmray.data.messages import Message, insert_images, message_text, parse_messages
 from mmray.storage.address import is_url, redact_url, rejection_reason
 
@@ -253,7 +254,20 @@ def _parse_image(value: Any, hosts: tuple[str, ...]) -> ImageRef:
         raise BadRow(
             "columns", "path", f"{shown!r} is not a path inside the folder of the source{hint}"
         )
+    check_suffix(name)
     return ImageRef(name, file=name)
+
+
+def check_suffix(name: str) -> None:
+    """Raise BadRow for the file of an image format that is not read.
+
+    Of a camera's raw file, which is a TIFF, only a thumbnail would be decoded.
+    """
+    suffix = PurePosixPath(name).suffix.lower()
+    if suffix in UNREAD_SUFFIXES:
+        raise BadRow(
+            "decode", "format", f"{name}: {suffix} is not read: convert it to PNG, JPEG or WebP"
+        )
 
 
 def _decode_data_uri(uri: str) -> bytes:

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
-from mmray.data.formats.source import IMAGE_SUFFIXES, SourceChunk, check_columns, known_columns
+from mmray.data.formats.source import SourceChunk, check_columns, known_columns
 from mmray.data.formats.text_lines import JsonlSource, LineReader, load_json
+from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.rows import MESSAGE_COLUMNS, BadRow
 from mmray.errors import DataError
 from mmray.storage.paths import open_sequential

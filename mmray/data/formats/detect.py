@@ -11,8 +11,8 @@ from pathlib import PurePosixPath
 
 from mmray import plugins
 from mmray.builtin import FORMATS
-from mmray.data.formats.listing import is_image, split_and_class_of
-from mmray.data.formats.source import Source, list_visible_files, read_head
+from mmray.data.formats.listing import CAPTION_SUFFIXES, is_image, split_and_class_of
+from mmray.data.formats.source import Source, is_about_the_data, list_visible_files, read_head
 from mmray.data.formats.text_lines import BOM
 from mmray.data.rows import is_valid_name
 from mmray.data.store.manifest import is_prepared
@@ -152,12 +152,15 @@ def _check_class_folders(folder: AnyPath, names: list[str]) -> None:
     """Raise DataError if the folders of the images may not be classes: their names would become the
     captions.
     """
-    caption_suffixes = (".txt", *_file_suffixes())
+    caption_suffixes = (*CAPTION_SUFFIXES, *_file_suffixes())
+    images = list(filter(is_image, names))
+    stems = {name.rpartition(".")[0] for name in images}
     captions = [
         name
         for name in names
-        if name.lower().endswith(caption_suffixes)
-        and not name.rpartition("/")[2].lower().startswith(("readme", "license"))
+        if not is_about_the_data(name)
+        and (name.lower().endswith(caption_suffixes) or name.rpartition(".")[0] in stems)
+        and not is_image(name)
     ]
     force = "to make captions from the names of the folders, use --format folders"
     if captions:
@@ -166,7 +169,6 @@ def _check_class_folders(folder: AnyPath, names: list[str]) -> None:
             "their captions "
             f"({', '.join(captions[:5])}): give the path of such a file with rows, or {force}"
         )
-    images = list(filter(is_image, names))
     classes = {class_name for _, class_name in split_and_class_of(images)} - {None}
     if len(classes) < 2:
         names_found = ", ".join(map(repr, classes)) or (

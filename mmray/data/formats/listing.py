@@ -15,9 +15,10 @@ from typing import Any
 
 import orjson
 
-from mmray.data.formats.source import IMAGE_SUFFIXES, RawRow, Source, SourceChunk, read_head
+from mmray.data.formats.source import RawRow, Source, SourceChunk, is_about_the_data, read_head
 from mmray.data.formats.splits import split_of_folder, splits_of_files
 from mmray.data.formats.text_lines import BOM, MAX_LINE_BYTES, JsonlSource
+from mmray.data.images.formats import IMAGE_SUFFIXES, UNREAD_SUFFIXES
 from mmray.data.images.read import os_error_as_bad_row, read_file, stat_signature
 from mmray.data.rows import BadRow, is_safe_path, is_valid_name
 from mmray.errors import DataError
@@ -25,6 +26,7 @@ from mmray.storage.paths import AnyPath, RemotePath, open_output, open_sequentia
 from mmray.storage.requests import iter_parallel
 
 LISTING = "listing.jsonl"
+CAPTION_SUFFIXES = (".txt", ".caption", ".captions", ".cap")  # of a file next to each image
 _PIECE_BYTES = 1 << 20  # of a JSON array
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
 Rows = Iterator[dict[str, Any]]
@@ -79,7 +81,12 @@ class ListingSource(Source):
 
 
 def is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGE_SUFFIXES)
+    """Return whether a file is an image by its suffix, read or not."""
+    return name.lower().endswith((*IMAGE_SUFFIXES, *UNREAD_SUFFIXES))
+
+
+def _stem(name: str) -> str:
+    return str(PurePosixPath(name).with_suffix(""))
 
 
 def split_and_class_of(names: Sequence[str]) -> list[tuple[str | None, str | None]]:
@@ -124,7 +131,9 @@ class ClassFolders(ListingSource):
         return any("/" in name for name in filter(is_image, names))
 
     def list_rows(self) -> Rows:
-        names = [name for name in self.visible_files() if is_image(name)]
+        files = self.visible_files()
+        names = [name for name in files if is_image(name)]
+        self.ignored.update(PurePosixPath(name).suffix for name in files if not is_image(name))
         folders = split_and_class_of(names)
         labels = {
             name: label
@@ -145,8 +154,8 @@ class ClassFolders(ListingSource):
 
 
 class ImageTextPairs(ListingSource):
-    """Rows of a/b.jpg with a/b.txt; an image or a text without its counterpart is an incomplete
-    row.
+    """Rows of a/b.jpg with a/b.txt or a/b.jpg.txt; an image or a text without its counterpart is an
+    incomplete row.
     """
 
     title = "image and text pairs"
@@ -155,18 +164,21 @@ class ImageTextPairs(ListingSource):
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
-        texts = {str(PurePosixPath(name).with_suffix(".txt")) for name in filter(is_image, names)}
-        return not texts.isdisjoint(names)
+        images = set(filter(is_image, names))
+        stems = images | {_stem(name) for name in images}
+        return any(_stem(name) in stems for name in names if name.endswith(CAPTION_SUFFIXES))
 
     def list_rows(self) -> Rows:
         images: dict[str, list[str]] = defaultdict(list)
         texts: dict[str, str] = {}
         for name in self.visible_files():
-            stem = str(PurePosixPath(name).with_suffix(""))
+            stem = _stem(name)
             if is_image(name):
                 images[stem].append(name)
-            elif name.lower().endswith(".txt"):
-                texts[stem] = name
+            elif name.lower().endswith(CAPTION_SUFFIXES) and not is_about_the_data(name):
+                texts[_stem(stem) if is_image(stem) else stem] = name
+            else:
+                self.ignored[PurePosixPath(name).suffix] += 1
         # Folders only: photos of trains may be named train-12.jpg.
         splits = splits_of_files([f"{stem.rpartition('/')[0]}/" for stem in images | texts])
         for stem in sorted(images.keys() | texts.keys()):

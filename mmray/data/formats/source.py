@@ -16,11 +16,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from mmray.builtin import COLUMNS
 from mmray.data.formats.values import normalize_values
+from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.rows import IMAGE_COLUMNS, MESSAGE_COLUMNS, BadRow, is_valid_name, rename_columns
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, list_files, open_sequential
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 # Common names of columns in public data sets, to suggest one in a message.
 _COMMON_NAMES = {
     "image": "img image_file file_name filename file filepath file_path path image_url url "
@@ -65,8 +65,8 @@ class Source:
     `columns` maps our column names to those of the source. Listings are stored in
     `prepared_folder`. `files` are the visible files of the folder, if it was listed to detect its
     format. `scan` sets the names of box labels (`box_names`) and of the labels 0, 1, ...
-    (`class_names`), if known, and `split_rows`, the rows by split that the layout of listed files
-    defines.
+    (`class_names`), if known; of listed files also `split_rows`, the rows by split that the layout
+    defines, and `ignored`, the files that are no part of a row by suffix.
     """
 
     title: ClassVar[str]  # format name in messages
@@ -95,6 +95,7 @@ class Source:
         self.box_names: dict[str, str] = {}
         self.class_names: tuple[str, ...] = ()
         self.split_rows: Counter[str] = Counter()
+        self.ignored: Counter[str] = Counter()
 
     @classmethod
     def matches_file(cls, folder: AnyPath, name: str) -> bool:
@@ -265,8 +266,18 @@ def list_visible_files(folder: AnyPath) -> list[str]:
     """Return the sorted files of the folder without hidden ones and those that macOS adds to
     archives.
     """
-    return [
-        name
-        for name in list_files(folder)
-        if not any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
-    ]
+    return [name for name in list_files(folder) if not is_hidden(name)]
+
+
+def is_hidden(path: str) -> bool:
+    """Return whether a part of the path is hidden (`._0.jpg`), or one that macOS adds."""
+    return any(
+        (part.startswith(".") and part not in (".", "..")) or part == "__MACOSX"
+        for part in path.split("/")
+    )
+
+
+def is_about_the_data(path: str) -> bool:
+    """Return whether a file is a README or a license."""
+    name = path.rpartition("/")[2].lower()
+    return name.startswith(("readme", "license", "licence")) and not name.endswith(IMAGE_SUFFIXES)

@@ -19,17 +19,20 @@ from operator import itemgetter
 from typing import Any
 
 from mmray.data.formats.source import (
-    IMAGE_SUFFIXES,
     Source,
     SourceChunk,
     check_unchanged,
     file_signature,
+    is_about_the_data,
+    is_hidden,
     read_head,
 )
 from mmray.data.formats.splits import splits_of_files
-from mmray.data.formats.text_lines import parse_json
+from mmray.data.formats.text_lines import BOM, parse_json
+from mmray.data.formats.values import class_name
+from mmray.data.images.formats import IMAGE_SUFFIXES
 from mmray.data.images.read import MAX_IMAGE_BYTES
-from mmray.data.rows import MESSAGE_COLUMNS, BadRow, ImageRef, is_safe_path
+from mmray.data.rows import MESSAGE_COLUMNS, BadRow, ImageRef, check_suffix, is_safe_path
 from mmray.errors import DataError
 from mmray.storage.paths import AnyPath, open_sequential
 from mmray.storage.requests import iter_parallel
@@ -41,6 +44,9 @@ _OTHER_COLUMNS = ("label", "split", "language", "boxes", "box_labels", *MESSAGE_
 _NUMBER = re.compile(r"[0-9]{1,4}")  # of an image of several in a sample
 _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
+_MAX_COMPARED_SAMPLES = 100_000  # to find samples whose files are not adjacent
+# Names of the classes 0, 1, ..., one a line, next to the tars.
+_CLASS_FILES = ("classnames.txt", "classes.txt")
 
 
 class WebDatasetSource(Source):
@@ -50,7 +56,7 @@ class WebDatasetSource(Source):
     reads_folder = True
     magic = b"ustar"
     magic_offset = 257
-    suffixes = (".tar",)
+    suffixes = (".tar", ".tar.gz", ".tgz")
 
     @classmethod
     def matches_folder(cls, names: list[str]) -> bool:
@@ -59,7 +65,11 @@ class WebDatasetSource(Source):
     def scan(
         self, rows_per_chunk: int, previous_chunk_ends: Collection[int]
     ) -> Iterator[SourceChunk]:
-        names = self.files_with_suffix(".tar")
+        files = [] if self.name else self.visible_files()
+        names = self.files_with_suffix(self.suffixes)
+        for name in set(_CLASS_FILES).intersection(files):
+            lines = (self.folder / name).read_bytes().decode("utf-8-sig").splitlines()
+            self.class_names = tuple(class_name(line) for line in lines if line.strip())
         splits = splits_of_files(names) if not self.name else dict.fromkeys(names)
         for index, (size, signature) in enumerate(iter_parallel(self._check_tar, names)):
             name = names[index]
@@ -68,13 +78,22 @@ class WebDatasetSource(Source):
     def _check_tar(self, name: str) -> tuple[int, str]:
         """Return the size and the signature of a tar. Raises DataError if it is compressed."""
         if read_head(self.folder, name).startswith(b"\x1f\x8b"):
-            raise DataError(f"{self.folder / name} is gzip: unpack it to a plain tar first")
+            raise DataError(f"{self.folder / name} is gzip: unpack it first with `gunzip {name}`")
         return (self.folder / name).stat().st_size, file_signature(self.folder, name)
 
     def records(self, chunk: SourceChunk) -> Iterator[tuple[int, str, Any]]:
-        for number, (stem, sample) in enumerate(
-            _group_samples(_iter_members(self.folder, chunk.file)), 1
-        ):
+        samples = _group_samples(_iter_members(self.folder, chunk.file))
+        extensions: dict[str, frozenset[str]] = {}  # of the samples before
+        for number, (stem, sample) in enumerate(samples, 1):
+            before = extensions.get(stem)
+            if before is not None and before.isdisjoint(sample):
+                raise DataError(
+                    f"{self.folder / chunk.file}: the files of the sample {stem} are not adjacent "
+                    f"(.{min(before)} and, after other samples, .{min(sample)}). Sort the tar: "
+                    "`mkdir t && tar -xf OLD -C t && tar --sort=name -cf NEW -C t .`"
+                )
+            if len(extensions) < _MAX_COMPARED_SAMPLES:
+                extensions[stem] = frozenset(sample)
             yield number, f"{chunk.file}/{stem}", sample
         check_unchanged(self.folder, chunk)
 
@@ -95,7 +114,7 @@ class WebDatasetSource(Source):
             }
             has_text = "txt" in members or not self.columns.keys().isdisjoint(_TEXT_COLUMNS)
             used = mapped.union(_OTHER_COLUMNS, () if has_text else _TEXT_COLUMNS)
-            parsed = parse_json(members["json"].data or b"", strict=False)
+            parsed = parse_json((members["json"].data or b"").removeprefix(BOM), strict=False)
             values = {name: value for name, value in parsed.items() if name in used}
             if "caption" in values and "caption" not in mapped:
                 caption = values.pop("caption")
@@ -106,6 +125,8 @@ class WebDatasetSource(Source):
             values["label"] = _decode_text("cls", members["cls"])
             with suppress(ValueError):  # parse_row rejects a text
                 values["label"] = int(values["label"])
+        for extension in members:
+            check_suffix(f"KEY.{extension}")
         if images := _image_members(members):
             values["images"] = images
         elif others := [extension for extension in members if extension.endswith(IMAGE_SUFFIXES)]:
@@ -129,7 +150,7 @@ def _image_members(members: dict[str, TarMember]) -> list[TarMember]:
 
 def _decode_text(extension: str, member: TarMember) -> str:
     try:
-        return (member.data or b"").decode()
+        return (member.data or b"").decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadRow(
             "parse", "encoding", f"the {extension} is not UTF-8 at byte {error.start}"
@@ -198,7 +219,10 @@ def _group_samples(
     current = None
     members = {}
     for name, member in tar_members:
-        folder, _, base = name.removeprefix("./").rpartition("/")
+        path = name.removeprefix("./")
+        if is_hidden(path) or is_about_the_data(path):
+            continue
+        folder, _, base = path.rpartition("/")
         first, _, extension = base.partition(".")
         stem = f"{folder}/{first}".lstrip("/")
         extension = extension.lower()

@@ -10,10 +10,14 @@ from __future__ import annotations
 import io
 import warnings
 import zlib
+from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import simplejpeg
 from PIL import Image, ImageFile
+
+from mmray.data.images.formats import NAMES, detect_format
 
 # Another library in the process may have set this. A truncated JPEG would then decode to mostly
 # gray pixels.
@@ -40,9 +44,11 @@ _TRANSPOSITIONS = (
 _TRANSPOSE = {
     orientation: Image.Transpose[name] for orientation, name in enumerate(_TRANSPOSITIONS, 2)
 }
-_MAGIC = {b"\xff\xd8\xff": "JPEG", b"\x89PNG\r\n\x1a\n": "PNG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
 # PNG raw mode -> factor from the transparent gray value in the file to the value in Pillow's
 # pixels.
+# Keywords of the texts of a PNG in which ImageMagick and Adobe store EXIF, and their maximum size.
+_ORIENTATION_TEXTS = (b"Raw profile type exif", b"XML:com.adobe.xmp")
+_MAX_ORIENTATION_TEXT = 65536
 _GRAY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
 
 
@@ -81,14 +87,9 @@ def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Return (width, height) of the upright image according to its header. Raises BadImage."""
     image = _open(data, max_pixels)
-    return (image.height, image.width) if _orientation(image) >= 5 else image.size
-
-
-def detect_format(data: bytes) -> str | None:
-    """Return the decoder for these bytes by magic number (Pillow's JPEG decoder handles MPO)."""
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "WEBP"
-    return next((name for magic, name in _MAGIC.items() if data.startswith(magic)), None)
+    # Pillow has already applied the orientation to the size of a TIFF.
+    is_turned = _orientation(image) >= 5 and image.format != "TIFF"
+    return (image.height, image.width) if is_turned else image.size
 
 
 def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
@@ -97,7 +98,13 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
         raise BadImage("empty", "no bytes")
     decoder = detect_format(data)
     if decoder is None:
-        raise BadImage("format", f"not JPEG, PNG, WebP, GIF or MPO: it starts with {data[:12]!r}")
+        raise BadImage("format", f"not {NAMES}: it starts with {data[:12]!r}")
+    if decoder == "HEIF" and not _register_heif():
+        raise BadImage("format", "HEIF (HEIC) needs an extra: pip install 'mmray[heif]'")
+    if decoder == "PNG":
+        data = _without_metadata(data)
+    elif decoder == "ICO":
+        _check_icon(data, max_pixels)
     try:
         image = Image.open(io.BytesIO(data), formats=(decoder,))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -119,7 +126,32 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
     return image
 
 
+@cache
+def _register_heif() -> bool:
+    """Add the HEIF decoder to Pillow; return False if its package is not installed."""
+    if find_spec("pillow_heif") is None:
+        return False
+    import pillow_heif
+
+    pillow_heif.register_heif_opener(thumbnails=False)
+    return True
+
+
+def _check_icon(data: bytes, max_pixels: int) -> None:
+    """Raise BadImage if an icon has a PNG of too many pixels: its own header has a byte a side."""
+    for start in range(6, 6 + 16 * int.from_bytes(data[4:6], "little"), 16):
+        offset = int.from_bytes(data[start + 12 : start + 16], "little")
+        header = data[offset : offset + 24]
+        if detect_format(header) == "PNG":
+            width = int.from_bytes(header[16:20], "big")
+            height = int.from_bytes(header[20:24], "big")
+            if width * height > max_pixels:
+                raise BadImage("too-large", f"{width} x {height} is over {max_pixels} pixels")
+
+
 def _decode_with_pillow(image: ImageFile.ImageFile, data: bytes, max_pixels: int) -> Image.Image:
+    if image.mode == "F":
+        raise BadImage("format", "its samples are floats of unknown range: convert it to 8 bits")
     if image.format == "PNG":
         _check_png_chunks(data)
         transparent, raw_mode = (
@@ -181,7 +213,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I"):  # 16-bit gray, which Pillow's own conversion clips to white
-        wide = np.asarray(image).astype(np.uint32)
+        wide = np.asarray(image).astype(np.int64)
+        if wide.min() < 0 or wide.max() > 65535:
+            raise ValueError("32-bit samples of unknown range: convert it to 8 bits")
         gray = ((wide * 255 + 32767) // 65535).astype(np.uint8)
         if isinstance(transparent := image.info.get("transparency"), int):
             gray[wide == transparent] = 255
@@ -192,6 +226,25 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     canvas = Image.new("RGB", image.size, WHITE)
     canvas.paste(rgba, mask=rgba.getchannel("A"))
     return canvas
+
+
+def _without_metadata(data: bytes) -> bytes:
+    """Return a PNG without texts and color profiles, which Pillow refuses if they are large.
+
+    Short texts that may hold the EXIF orientation stay.
+    """
+    kept = [data[:8]]
+    start = 8
+    while start + 12 <= len(data):
+        length = int.from_bytes(data[start : start + 4], "big")
+        kind = data[start + 4 : start + 8]
+        end = start + 12 + length
+        text = data[start + 8 : start + 8 + _MAX_ORIENTATION_TEXT]
+        has_orientation = length < _MAX_ORIENTATION_TEXT and text.startswith(_ORIENTATION_TEXTS)
+        if kind not in (b"tEXt", b"zTXt", b"iTXt", b"iCCP") or has_orientation:
+            kept.append(data[start:end])
+        start = end
+    return data if len(kept) == 1 else b"".join([*kept, data[start:]])
 
 
 def _check_png_chunks(data: bytes) -> None:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from mmray.data.images.decode import WHITE, detect_format
+from mmray.data.images.decode import WHITE
+from mmray.data.images.formats import detect_format
 
 try:  # no build for Linux on ARM
     import cykooz_resizer as simd
@@ -34,6 +35,7 @@ _PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resam
 _FILTER_RADIUS = 2  # radius in pixels of the widest filter, bicubic
 _THREAD = threading.local()  # a resizer owns its buffers, so threads must not share one
 _ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+_LOSSLESS = ("PNG", "GIF", "BMP", "PPM", "ICO")
 CROP_TRIES = 10
 CROP_RATIO = (3 / 4, 4 / 3)  # width by height, as in torchvision's RandomResizedCrop
 FLIP_INDEX = 4 * CROP_TRIES
@@ -108,8 +110,8 @@ def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
     """Encode the image with its shorter side reduced to `side`; return `data` itself if the image
     is not larger.
 
-    `rgb` is `decode(data)`. The format is JPEG with quality 90, or PNG if the source is PNG, GIF or
-    lossless WebP.
+    `rgb` is `decode(data)`. The format is JPEG with quality 90, or PNG if the source is lossless
+    (PNG, GIF, BMP, PPM, ICO or lossless WebP).
     """
     height, width = rgb.shape[:2]
     shorter = min(width, height)
@@ -118,7 +120,7 @@ def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
     size = (max(1, round(width * side / shorter)), max(1, round(height * side / shorter)))
     small = Image.fromarray(resize(rgb, size, "bicubic", (0, 0, width, height)))
     out = io.BytesIO()
-    if detect_format(data) in ("PNG", "GIF") or data[12:16] == b"VP8L":
+    if detect_format(data) in _LOSSLESS or data[12:16] == b"VP8L":
         small.save(out, "PNG")
     else:
         small.save(out, "JPEG", quality=90)

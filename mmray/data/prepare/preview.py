@@ -69,6 +69,9 @@ def describe_source(
     yield f"{path}: {size} of {source.describe()}", "source"
     if layout := _format_layout_splits(source, chunks):
         yield f"{layout} {_SPLIT_HINTS.get(job.settings.split, _OTHER_SPLIT_HINT)}", "splits"
+    if source.ignored:
+        counts = [f"{name or 'none'} {n:,}" for name, n in source.ignored.most_common(10)]
+        yield f"{source.ignored.total():,} files by suffix: {', '.join(counts)}", "ignored"
     if columns := _format_columns(source, chunks, first_rows):
         yield columns, "columns"
     for row in first_rows:

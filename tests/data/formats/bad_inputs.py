@@ -3,6 +3,7 @@
 `python -m tests.data.formats.bad_inputs` prints the table.
 """
 
+import base64
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import tarfile
 import zlib
 
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from tests.made import encode
 
@@ -80,6 +82,12 @@ def damaged(data, name):
     return data[: at + 5] + b"\xff" + data[at + 6 :]
 
 
+def long_text():
+    text = PngInfo()
+    text.add_text("Comment", "x" * 3_000_000, zip=True)
+    return text
+
+
 # name -> (bytes of the image file, outcome of the row, note)
 IMAGES = {
     "a truncated JPEG": (
@@ -96,7 +104,25 @@ IMAGES = {
     "zero bytes": (b"", "decode empty", ""),
     "HTML named .jpg": (b"<html><body>404</body></html>", "decode format", ""),
     "SVG named .jpg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "decode format", ""),
-    "TIFF": (encoded("TIFF"), "decode format", "libtiff is never called"),
+    **{
+        f"{kind} named .jpg": (
+            encoded(kind, size=(24, 24), color=(9, 9, number)),
+            KEPT,
+            "format by content, not by name",
+        )
+        for number, kind in enumerate(("TIFF", "BMP", "AVIF", "JPEG2000", "PPM", "ICO"))
+    },
+    "HEIF without the extra `heif`": (
+        b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64),
+        "decode format",
+        "",
+    ),
+    "a PNG with megabytes of text": (
+        encoded(pnginfo=long_text(), color=(9, 9, 30)),
+        KEPT,
+        "texts and color profiles are skipped",
+    ),
+    "TIFF of floats": (encoded("TIFF", "F", color=0.5), "decode format", ""),
     "WebP named .jpg": (encoded("WEBP", color=(1, 2, 3)), KEPT, "format by content, not by name"),
     "CMYK JPEG": (encoded("JPEG", "CMYK", color=(0, 255, 255, 0)), KEPT, "converted to RGB"),
     "gray": (encoded(mode="L", color=77), KEPT, "converted to RGB"),
@@ -170,6 +196,26 @@ LINES = {
     "a lone surrogate": (b'{"image": "good.png", "text": "\\ud800"}', "text encoding", ""),
     "a line that is not UTF-8": (b'{"image": "good.png", "text": "caf\xe9"}', "parse encoding", ""),
     "a blank caption": (GOOD | {"text": " \n"}, "text blank", ""),
+    "a missing and a blank caption of three": (
+        {"image": "good.png", "texts": [None, " ", "x"]},
+        KEPT,
+        "the other caption is kept",
+    ),
+    "an image in base64, or as data URI": (
+        {"image": base64.b64encode(encoded(size=(40, 40))).decode(), "text": "x"},
+        KEPT,
+        "",
+    ),
+    "pixels in a row": (
+        {"image": [[[0, 0, 0]]], "text": "x"},
+        "columns image",
+        "store encoded bytes",
+    ),
+    "a camera's raw file": (
+        {"image": "a.dng", "text": "x"},
+        "decode format",
+        "its thumbnail is never taken for the image",
+    ),
     "a caption of 1 MB": (GOOD | {"text": "x" * 1_000_000}, "text too-long", "the limit is 64 KiB"),
     "several images in one row": (
         GOOD | {"id": "several", "image": ["good.png"] * 2},
@@ -256,6 +302,16 @@ TARS = {
         "a separate row without image",
     ),
     "NaN in an unused field of a tar's JSON": (UNUSED_NAN, KEPT, ""),
+    "a hidden file (._m.png), a README and a LICENSE in a tar": (
+        tar(("._m.png", b"x"), ("README.md", b"x"), ("LICENSE", b"x"), ("m.png", encoded()), TEXT),
+        KEPT,
+        "hidden files, README and LICENSE are skipped",
+    ),
+    "a byte order mark in the text of a tar": (
+        tar(("m.png", encoded()), ("m.txt", b"\xef\xbb\xbfx")),
+        KEPT,
+        "the mark is removed",
+    ),
     "a truncated tar": (tar()[:2300], "read truncated", "the rows before are kept"),
     "a damaged header in a tar": (
         damaged(tar(), "z.png"),

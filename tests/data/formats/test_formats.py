@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from mmray.config import Prepare
 from mmray.data.formats.detect import detect_source
@@ -550,3 +551,70 @@ def test_folder_walk_follows_links_without_cycles(tmp_path):
     assert list_files(tmp_path / "a")[:2] == ["1.txt", "other/2.txt"]
     with pytest.raises(FileNotFoundError):
         list_files(tmp_path / "none")
+
+
+def test_files_of_samples_that_are_not_adjacent_are_refused_with_the_fix(tmp_path):
+    members = [(f"{stem}.png", color_image(n)) for n, stem in enumerate("abc")]
+    members += [(f"{stem}.txt", b"x") for stem in "abc"]
+    with pytest.raises(DataError, match=r"sample a are not adjacent \(\.png .* \.txt\).*--sort"):
+        prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
+
+
+def test_tars_take_their_class_names_from_a_file(tmp_path):
+    members = [("a.png", color_image(0)), ("a.cls", b"1"), ("b.png", color_image(1))]
+    source = folder_of_tar(tmp_path / "raw", [*members, ("b.cls", b"0")])
+    (source / "classnames.txt").write_text("cat\nred_fox\n")
+    manifest, rows, _ = prepared(source, tmp_path / "out", caption="the {}")
+    assert manifest.class_names == ("cat", "red fox")
+    assert [row.texts for row in rows] == [["the red fox"], ["the cat"]]
+
+
+def test_compressed_tars_name_the_command_that_unpacks_them(tmp_path):
+    (tmp_path / "a.tar.gz").write_bytes(b"\x1f\x8b" + bytes(600))
+    with pytest.raises(DataError, match=r"gunzip a\.tar\.gz"):
+        prepared(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("caption", ["{}.caption", "{}.png.txt", "{}.cap", "{}.txt"])
+def test_caption_files_of_other_names_are_read(tmp_path, caption):
+    for number, folder in enumerate(("10_cat", "5_dog")):
+        images(tmp_path / "raw" / folder, 0)
+        image = f"{folder}/{number}"
+        (tmp_path / "raw" / f"{image}.png").write_bytes(color_image(number))
+        (tmp_path / "raw" / caption.format(image)).write_text(f"caption {number}")
+    (tmp_path / "raw" / "README.txt").write_text("about")
+    logs = []
+    _, rows, faults = prepared(
+        tmp_path / "raw", tmp_path / "out", log=lambda *line: logs.append(line)
+    )
+    assert [row.texts for row in rows] == [["caption 0"], ["caption 1"]] and not faults
+    assert ("1 files by suffix: .txt 1", "ignored") in logs
+
+
+def test_other_files_named_like_images_may_be_captions(tmp_path):
+    for folder in ("cat", "dog"):
+        images(tmp_path / folder, 1)
+        (tmp_path / folder / "0.xml").write_text("<x/>")
+    with pytest.raises(DataError, match=r"may have their captions \(cat/0\.xml, dog/0\.xml\)"):
+        detect_source(str(tmp_path))
+
+
+def test_images_that_are_not_read_are_bad_rows_and_other_files_are_counted(tmp_path):
+    for number, folder in enumerate(("cat", "dog")):
+        images(tmp_path / "raw" / folder, 0)
+        (tmp_path / "raw" / folder / "a.png").write_bytes(color_image(number))
+        (tmp_path / "raw" / folder / "b.cr2").write_bytes(encode_tiff())
+        (tmp_path / "raw" / folder / "c.mp4").write_bytes(b"x")
+    logs = {}
+    manifest, _, faults = prepared(
+        tmp_path / "raw", tmp_path / "out", log=lambda text, heading: logs.update({heading: text})
+    )
+    assert faults == {"cat/b.cr2": "format", "dog/b.cr2": "format"} and manifest.num_rows == 2
+    assert ".cr2 is not read" in quarantine(tmp_path / "out")[0]["detail"]
+    assert logs["ignored"] == "2 files by suffix: .mp4 2"
+
+
+def encode_tiff():
+    out = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(out, "TIFF")
+    return out.getvalue()
