@@ -2,7 +2,7 @@
 
 Each function takes a `reporter` that receives messages and progress. By default these are shown as
 on the command line: a live bar in a terminal and in Jupyter with ipywidgets, lines elsewhere. An
-object with the methods of `mmray.training.reporter.RunReporter` receives them instead. Results are
+object with the methods of `mmray.training.RunReporter` receives them instead. Results are
 returned, not printed.
 
 Errors are MmrayError. Ctrl-C (interrupting the kernel) stops a run at a checkpoint, as on the
@@ -28,8 +28,8 @@ from mmray.storage.paths import AnyPath, to_path
 
 if TYPE_CHECKING:
     from mmray.data.store.manifest import Manifest
+    from mmray.training import RunReporter
     from mmray.training.driver import RunOutcome
-    from mmray.training.reporter import RunReporter
     from mmray.tuning.request import SweepRequest
     from mmray.tuning.sweep import SweepReporter
 

@@ -55,7 +55,7 @@ class _Display(Progress):
 class ConsoleReporter:
     """Print messages and tables, and show the progress of the current work.
 
-    Implements the reporters of `mmray.training.reporter` and `mmray.tuning.sweep`. A terminal, and
+    Implements the reporters of `mmray.training` and `mmray.tuning.sweep`. A terminal, and
     Jupyter with ipywidgets, show a live bar. Anything else, such as a file, gets a line every few
     seconds, so that a log shows progress too.
 

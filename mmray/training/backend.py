@@ -20,9 +20,8 @@ from mmray.storage.paths import AnyPath
 from mmray.training.resolve import ResolvedRun
 
 if TYPE_CHECKING:
-    from mmray.training.monitor import AttemptMonitor
-    from mmray.training.reporter import RunReporter
-    from mmray.training.worker_group import Workers
+    from mmray.training import RunReporter
+    from mmray.training.monitor import AttemptMonitor, Workers
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from mmray.config.data import parse_mixture
 from mmray.data.store.manifest import QUARANTINE
 from mmray.data.store.prepared_set import PreparedMixture
 from mmray.engine.batch import resolve_batch_shape
+from mmray.engine.worker_context import TRAINING
 from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines, to_path
-from mmray.training import run_dir, trackers, validate
+from mmray.training import RunReporter, run_dir, trackers, validate
 from mmray.training.backend import Backend, num_gpus
 from mmray.training.local import LocalBackend
-from mmray.training.reporter import RunReporter, StartTimeline
 from mmray.training.resolve import ResolvedRun, resolve_run
 from mmray.training.supervisor import Supervisor
 
@@ -38,6 +38,29 @@ class RunOutcome:
     path: AnyPath
     result: dict[str, Any]
     already_done: bool = False
+
+
+class StartTimeline:
+    """Passes progress to another reporter; keeps the stages of each start, from the command or a
+    restart to step 1.
+
+    start_s: time.monotonic() at the command.
+    """
+
+    def __init__(self, reporter: RunReporter, start_s: float) -> None:
+        self.log = reporter.log
+        self.phase = reporter.phase
+        self.step = reporter.step
+        self.prepare_progress = reporter.prepare_progress
+        self.starts: list[list[dict[str, Any]]] = [[{"stage": "importing", "at_s": 0.0}]]
+        self._reporter = reporter
+        self._start_s = start_s
+
+    def status(self, title: str) -> None:
+        if self.starts[-1][-1]["stage"] == TRAINING:
+            self.starts.append([])
+        self.starts[-1].append({"stage": title, "at_s": round(time.monotonic() - self._start_s, 2)})
+        self._reporter.status(title)
 
 
 def train(

@@ -34,9 +34,8 @@ from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.models.pretrained import pretrained_settings
 from mmray.storage.paths import AnyPath, to_path
-from mmray.training import validate
+from mmray.training import RunReporter, validate
 from mmray.training.local import count_gpus, resolve_on_this_machine
-from mmray.training.reporter import RunReporter
 from mmray.training.resolve import eval_prepare_settings
 from mmray.training.run_dir import RunDir
 

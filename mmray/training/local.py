@@ -21,9 +21,8 @@ from mmray.training.coordinator import Coordinator
 from mmray.training.local_worker import run_worker
 
 if TYPE_CHECKING:
-    from mmray.training.monitor import AttemptMonitor
-    from mmray.training.reporter import RunReporter
-    from mmray.training.worker_group import HeartbeatRecord
+    from mmray.training import RunReporter
+    from mmray.training.monitor import AttemptMonitor, HeartbeatRecord
 
 POLL_INTERVAL_S = 0.1
 # Of a worker with a GPU: one for the thread that launches kernels, one for the thread that moves

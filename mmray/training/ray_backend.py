@@ -57,9 +57,8 @@ from mmray.training.coordinator import Coordinator
 from mmray.training.worker import train_loop_per_worker
 
 if TYPE_CHECKING:
-    from mmray.training.monitor import AttemptMonitor
-    from mmray.training.reporter import RunReporter
-    from mmray.training.worker_group import HeartbeatRecord
+    from mmray.training import RunReporter
+    from mmray.training.monitor import AttemptMonitor, HeartbeatRecord
 
 JOIN_INTERVAL_S = 0.25
 POLL_INTERVAL_S = 0.5  # of the free resources, while workers of the last attempt release theirs

@@ -23,7 +23,7 @@ from mmray.engine.bad_rows import MAX_BAD_ROWS
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import DataError, UsageError
 from mmray.storage.paths import RemotePath, to_path
-from mmray.training.reporter import RunReporter
+from mmray.training import RunReporter
 
 
 @dataclass(frozen=True)

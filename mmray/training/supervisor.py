@@ -28,8 +28,15 @@ from mmray.errors import (
 from mmray.evaluation.build import best_metric
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_appended_lines
+from mmray.training import RunReporter
 from mmray.training.backend import Attempt, Backend
-from mmray.training.monitor import WASTED_STEPS, AttemptMonitor, RunProgress, signal_handlers
+from mmray.training.monitor import (
+    WASTED_STEPS,
+    AttemptMonitor,
+    RunProgress,
+    Workers,
+    signal_handlers,
+)
 from mmray.training.recovery import (
     Failure,
     Restart,
@@ -37,10 +44,8 @@ from mmray.training.recovery import (
     count_failures,
     decide_recovery,
 )
-from mmray.training.reporter import RunReporter
 from mmray.training.resolve import ResolvedRun
 from mmray.training.run_dir import RunDir, redact_text
-from mmray.training.worker_group import Workers
 
 STORAGE_RETRIES_S = (1.0, 5.0, 30.0)  # pauses while the storage fails between two attempts
 

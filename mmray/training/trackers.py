@@ -30,7 +30,7 @@ from mmray.training.run_dir import redact, redact_text
 
 if TYPE_CHECKING:
     from mmray.config import Config
-    from mmray.training.reporter import RunReporter
+    from mmray.training import RunReporter
 
 BUILT_IN = {
     "mlflow": "mmray.training.trackers:MlflowTracker",

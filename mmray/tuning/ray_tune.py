@@ -26,11 +26,11 @@ from mmray.errors import ResourceError, TrainingError
 from mmray.report.run import read_lines
 from mmray.storage.paths import remove_tree
 from mmray.sweep_files import GOALS, Rung, TrialRow
+from mmray.training import RunReporter
 from mmray.training.coordinator import IMPORTING
 from mmray.training.driver import train
 from mmray.training.monitor import signal_handlers
 from mmray.training.ray_backend import check_capacity, ray_storage, run_in_thread
-from mmray.training.reporter import RunReporter
 from mmray.tuning.concurrency import apply_trial_resources
 from mmray.tuning.request import SweepRequest
 from mmray.tuning.results import ENDED, TrialOutcome, classify_error, newest_value

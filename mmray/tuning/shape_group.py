@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mmray.config import Config
 from mmray.errors import MmrayError, OutOfMemoryError, TrainingError, first_line, is_out_of_memory
 from mmray.storage.paths import AnyPath
+from mmray.training import RunReporter
 from mmray.training.coordinator import Coordinator
 from mmray.training.local import WorkerFailed
 from mmray.training.ray_backend import (
@@ -23,7 +24,6 @@ from mmray.training.ray_backend import (
     start_timeout_error,
     torch_trainer,
 )
-from mmray.training.reporter import RunReporter
 from mmray.tuning.shape import Measurements, ShapeTask
 
 

@@ -28,9 +28,9 @@ from mmray.report.write import write_report_safely
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, remove_tree
 from mmray.sweep_files import SWEEP, Recommendation, TrialRow
+from mmray.training import RunReporter
 from mmray.training.driver import check_classes
 from mmray.training.local import WorkerFailed, check_gpus, resolve_on_this_machine
-from mmray.training.reporter import RunReporter
 from mmray.training.run_dir import collect_environment
 from mmray.training.validate import unsupported_reasons
 from mmray.tuning.shape import Failure, Measurements, ShapeTask, build_rows, recommend

@@ -20,8 +20,8 @@ from mmray.report.run import read_lines
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
 from mmray.sweep_files import SWEEP, TRIALS, Recommendation, Rung, TrialRow
+from mmray.training import RunReporter
 from mmray.training.backend import num_gpus
-from mmray.training.reporter import RunReporter
 from mmray.training.run_dir import RunDir, forbidden_changes, has_other_files, select_folder
 from mmray.tuning.request import Budget
 from mmray.tuning.results import ENDED, TrialOutcome, measured_row

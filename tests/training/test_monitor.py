@@ -18,12 +18,12 @@ from mmray.training.coordinator import Coordinator
 from mmray.training.monitor import (
     AttemptMonitor,
     HangDetector,
+    HeartbeatRecord,
     RunProgress,
     checkpoint_request_time_s,
     stuck_ranks,
 )
 from mmray.training.ray_backend import run_in_thread
-from mmray.training.worker_group import HeartbeatRecord
 from tests.training.runs import Silent, config
 
 
