@@ -452,6 +452,12 @@ class ClipFamily(HfModel, EmbeddingModel):
     patch_dropout: float = Field(
         0.0, ge=0, lt=1, description="Fraction of image patches dropped in training."
     )
+    kept_positions: int = Field(
+        0,
+        ge=0,
+        description="Leading text positions that keep their weights if max_tokens exceeds those of "
+        "the weights (Long-CLIP: 20); the others are interpolated.",
+    )
 
 
 class Clip(ClipFamily):

@@ -167,6 +167,8 @@ def _build_for_device(
     config = config.replace(train=resolve_auto(config.train, group, driver.notify))
     architecture = None if checkpoint is None else files.load_meta(checkpoint)["architecture"]
     model = build_model(config, group, architecture, resumes=checkpoint is not None)
+    for note in getattr(model, "build_notes", ()):
+        driver.notify("model", note)
     if chooses_compile and not _earns_compile(config, model, group, plan.rank_rows, plan.steps):
         driver.notify("device", "compile none: the run is too short to earn it")
         config = config.replace(train=config.train.replace(compile="none"))

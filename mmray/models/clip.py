@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mmray.errors import UsageError
 from mmray.models.pixels import PatchEmbeddings, residual_stream
+from mmray.models.positions import lengthen_text_model, resize_vision_model
 from mmray.models.protocol import Architecture
 from mmray.models.weights import HfModel, transformer_config, vision_config
 
@@ -83,7 +84,26 @@ def l2_normalize(embedding: Tensor) -> Tensor:
 LEGACY_EOS_ID = 2  # with this eos id transformers' CLIP pools at the largest id instead
 
 
-class Clip(HfModel, DualEncoder):
+class PretrainedDualEncoder(HfModel, DualEncoder):
+    """A dual encoder of transformers, also for other image sizes and longer texts than those of its
+    weights.
+    """
+
+    build_notes: tuple[str, ...] = ()  # lines for the console
+
+    @classmethod
+    def fit_positions(cls, net: Any, spec: Any) -> None:
+        """Interpolate learned positions. Raises UsageError if patches do not tile an image."""
+        notes = (
+            resize_vision_model(net.vision_model, spec.inputs.image_side, spec.weights),
+            lengthen_text_model(
+                net.text_model, spec.inputs.max_tokens, spec.kept_positions, spec.weights
+            ),
+        )
+        net.build_notes = tuple(note for note in notes if note is not None)
+
+
+class Clip(PretrainedDualEncoder):
     """transformers' CLIPModel as two branches."""
 
     hf_class = "CLIPModel"
@@ -106,6 +126,7 @@ class Clip(HfModel, DualEncoder):
         )
         super().__init__(image, ClipText(net.text_model, net.text_projection), spec)
         self._hf_config = net.config
+        self.build_notes = net.build_notes
         if architecture is None and spec.weights != "none":
             self.log_scale.data.copy_(net.logit_scale.detach())
 
@@ -173,7 +194,7 @@ def initialize_clip(net: Any) -> None:
     nn.init.normal_(net.text_projection.weight, std=text_width**-0.5)
 
 
-class Siglip(HfModel, DualEncoder):
+class Siglip(PretrainedDualEncoder):
     """transformers' SiglipModel as two branches; the temperature is not clamped."""
 
     max_log_scale = None
@@ -201,6 +222,7 @@ class Siglip(HfModel, DualEncoder):
         image = VisionBranch(net.vision_model, None, spec.inputs, spec.patch_dropout)
         super().__init__(image, SiglipText(net.text_model, text), spec)
         self._hf_config = net.config
+        self.build_notes = net.build_notes
         if architecture is None and spec.weights != "none":
             self.log_scale.data.copy_(net.logit_scale.detach().squeeze())
             if self.logit_bias is not None:

@@ -247,6 +247,19 @@ class HfModel:
         return 0
 
     @classmethod
+    def fit_positions(cls, net: Any, spec: Any) -> None:
+        """Fit the model to the sizes of the settings.
+
+        Raises UsageError for an image size other than the model's.
+        """
+        vision = net.config.vision_config
+        if vision.image_size != spec.inputs.image_side:
+            raise UsageError(
+                f"model.inputs.image_side: {spec.weights} needs images of {vision.image_size} "
+                f"pixels, not {spec.inputs.image_side}"
+            )
+
+    @classmethod
     def build_hf(cls, spec: Any, vocab_size: int, architecture: Architecture) -> Any:
         """Build the transformers model.
 
@@ -279,22 +292,14 @@ class HfModel:
             )
             load_state(net, hf_state, problem)
             add_language_rows(net, vocab_size, token)
-        vision = net.config.vision_config
+        cls.fit_positions(net, spec)
         text = net.config.text_config
-        inputs = spec.inputs
-        if vision.image_size != inputs.image_side:
+        positions = spec.inputs.max_tokens + cls.num_image_tokens(net.config)
+        if positions > text.max_position_embeddings:
             raise UsageError(
-                f"model.inputs.image_side: {spec.weights} needs images of {vision.image_size} "
-                "pixels, not "
-                f"{inputs.image_side}"
-            )
-        if (
-            positions := inputs.max_tokens + cls.num_image_tokens(net.config)
-        ) > text.max_position_embeddings:
-            raise UsageError(
-                f"model.inputs.max_tokens: {inputs.max_tokens} (with image tokens {positions}) "
-                "exceeds the "
-                f"{text.max_position_embeddings} positions of {spec.weights}; reduce it"
+                f"model.inputs.max_tokens: {spec.inputs.max_tokens} (with image tokens "
+                f"{positions}) exceeds the {text.max_position_embeddings} positions of "
+                f"{spec.weights}; reduce it"
             )
         check_vocab_size(WEIGHTS_SETTING, spec.weights, text.vocab_size, vocab_size)
         return net

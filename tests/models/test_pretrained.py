@@ -411,13 +411,9 @@ def test_activation_that_nothing_defines_must_be_given(
 
 def test_setting_that_contradicts_the_weights_is_refused(tmp_path: Path) -> None:
     config = pretrained_config(str(saved(tmp_path, OpenClip(False), {"model_cfg": GELU})))
-    for setting, value, message in (
-        ("image_side", 64, "needs images of 48 pixels, not 64"),
-        ("max_tokens", 13, "exceeds the 12 positions"),
-    ):
-        inputs = config.model.inputs.replace(**{setting: value})
-        with pytest.raises(UsageError, match=message):
-            build(config.model.replace(inputs=inputs), ROWS)
+    inputs = config.model.inputs.replace(image_side=50)
+    with pytest.raises(UsageError, match="do not tile an image of 50 pixels"):
+        build(config.model.replace(inputs=inputs), ROWS)
     state = torch.load(tmp_path / "clip.pt")
     del state["visual.ln_pre.weight"]
     torch.save(state, tmp_path / "clip.pt")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmray.builtin import GROUP_CHANNELS
 from mmray.errors import UsageError, first_line
+from mmray.models.positions import resize_vision_model
 from mmray.models.protocol import Architecture
 from mmray.models.weights import (
     build_hf_encoder,
@@ -149,6 +150,8 @@ def _hf_network(
         weights = spec.weights if architecture is None else None
     net = build_hf_encoder(WEIGHTS_SETTING, weights, config)
     config = net.config
+    if config.model_type == "vit":
+        resize_vision_model(net, image_side, spec.weights)
     # it interpolates its positions
     if config.model_type == "dinov2" and image_side % config.patch_size:
         raise UsageError(

@@ -1,0 +1,119 @@
+"""Learned positions of pretrained transformers, for other image sizes and longer texts than theirs.
+
+Sources: bicubic interpolation of image positions as in open_clip and timm, linear interpolation of
+text positions as in open_clip, and the first of them kept as in Long-CLIP (Zhang et al. 2024,
+arXiv:2403.15378).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmray.errors import UsageError
+
+
+def resize_vision_model(model: Any, side: int, weights: str) -> str | None:
+    """Interpolate the positions of a vision model for images of another size.
+
+    Args:
+        model: A CLIPVisionModel or SiglipVisionModel of transformers (or its inner transformer),
+            or a ViTModel. Its config gets the new size.
+        side: Height and width of the images in pixels.
+        weights: Name of the weights, for errors.
+
+    Returns:
+        A line for the console; None if the model has this size already.
+
+    Raises:
+        UsageError: Patches do not tile an image of this size.
+    """
+    config = model.config
+    old_side = config.image_size
+    if old_side == side:
+        return None
+    patch = config.patch_size
+    if side % patch:
+        raise UsageError(
+            f"model.inputs.image_side: {weights} has patches of {patch} pixels, which do not tile "
+            f"an image of {side} pixels; use a multiple of {patch}"
+        )
+    grid = side // patch
+    embeddings = model.embeddings
+    if hasattr(embeddings, "position_embedding"):  # CLIP, SigLIP
+        table = embeddings.position_embedding
+        positions = image_positions(table.weight, grid)
+        embeddings.position_embedding = _embedding(positions)
+        embeddings.position_ids = torch.arange(len(positions)).expand(1, -1)
+        embeddings.num_positions = len(positions)
+        embeddings.num_patches = grid**2
+        embeddings.image_size = side
+    else:  # ViT
+        positions = image_positions(embeddings.position_embeddings[0], grid)
+        embeddings.position_embeddings = nn.Parameter(positions[None])
+        embeddings.image_size = (side, side)
+        embeddings.patch_embeddings.image_size = (side, side)
+        embeddings.patch_embeddings.num_patches = grid**2
+    config.image_size = side
+    return (
+        f"image positions of {weights} interpolated from {old_side // patch} x {old_side // patch} "
+        f"to {grid} x {grid} patches, for images of {side} pixels"
+    )
+
+
+def lengthen_text_model(model: Any, length: int, kept: int, weights: str) -> str | None:
+    """Interpolate the positions of a text model for longer texts; shorter ones use the first.
+
+    Args:
+        model: A CLIPTextModel or SiglipTextModel of transformers (or its inner transformer). Its
+            config gets the new length.
+        length: Number of tokens.
+        kept: Leading positions that keep their values; the others are interpolated.
+        weights: Name of the weights, for the console.
+
+    Returns:
+        A line for the console; None if the model has as many positions.
+    """
+    embeddings = model.embeddings
+    table = embeddings.position_embedding
+    old_length = len(table.weight)
+    if length <= old_length:
+        return None
+    embeddings.position_embedding = _embedding(text_positions(table.weight, length, kept))
+    embeddings.position_ids = torch.arange(length).expand(1, -1)
+    model.config.max_position_embeddings = length
+    but_first = f", but the first {kept}" if kept else ""
+    return (
+        f"text positions of {weights} interpolated from {old_length} to {length} tokens{but_first}"
+    )
+
+
+@torch.no_grad()
+def image_positions(weight: Tensor, grid: int) -> Tensor:
+    """Return positions [P + grid x grid, W] for weights [P + old x old, W], where P is 0 or 1.
+
+    The class token keeps its position. Patches are interpolated in float32, bicubic with
+    antialiasing.
+    """
+    old_grid = math.isqrt(len(weight))
+    num_prefix = len(weight) - old_grid**2
+    patches = weight[num_prefix:].float().T.unflatten(1, (old_grid, old_grid))[None]
+    resized = F.interpolate(patches, (grid, grid), mode="bicubic", antialias=True)
+    rows = resized[0].flatten(1).T.to(weight.dtype)
+    return torch.cat([weight[:num_prefix], rows]).contiguous()
+
+
+@torch.no_grad()
+def text_positions(weight: Tensor, length: int, kept: int) -> Tensor:
+    """Return positions [length, W] for weights [N, W]: the first `kept`, the others linear."""
+    rest = weight[kept:].float().T[None]
+    resized = F.interpolate(rest, length - kept, mode="linear")[0].T.to(weight.dtype)
+    return torch.cat([weight[:kept], resized]).contiguous()
+
+
+def _embedding(weight: Tensor) -> nn.Embedding:
+    return nn.Embedding.from_pretrained(weight, freeze=False)
