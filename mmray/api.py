@@ -12,6 +12,7 @@ command line. The functions import Ray and torch when they are called, because t
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -559,6 +560,15 @@ def _log_manifest(manifest: Manifest, out: str, reporter: RunReporter) -> None:
     """Log the rows of a prepared set, and what its user should know about them."""
     splits = ", ".join(f"{name} {rows:,}" for name, rows in sorted(manifest.splits.items()))
     reporter.log(f"{manifest.num_rows:,} rows ({splits or 'no splits'}) in {out}", "prepared")
+    by_number: Counter[int] = Counter()
+    for counts in manifest.num_images.values():
+        by_number.update({int(number): rows for number, rows in counts.items()})
+    if by_number.keys() - {1}:
+        several = sum(rows for number, rows in by_number.items() if number > 1)
+        text = (
+            f"{by_number[0]:,} rows have none, {by_number[1]:,} have one, {several:,} have several"
+        )
+        reporter.log(text, "images")
     quarantined = f"{manifest.num_quarantined:,} rows"
     if manifest.num_quarantined:
         quarantined += f"; reasons are in {out}/quarantine.jsonl"

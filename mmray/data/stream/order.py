@@ -358,8 +358,7 @@ class BlockPlan:
         first = self.first_step + group * self.steps_per_block
         last = min(first + self.steps_per_block, self.plan.steps)
         rows = np.concatenate([self.plan.positions(step, rank) for step in range(first, last)])
-        size = len(rows) // self.blocks_per_step
-        return rows[slice_index * size : (slice_index + 1) * size]
+        return np.array_split(rows, self.blocks_per_step)[slice_index]
 
 
 @dataclass(frozen=True)

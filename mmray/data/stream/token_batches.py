@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from mmray.data.stream.order import SamplePlan
+from mmray.data.stream.order import PADDING, SamplePlan
 from mmray.errors import DataError
 
 # The rows of each micro-batch of each rank: [rank][micro-batch] -> int64 indices in the step.
@@ -148,12 +148,11 @@ def _deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     return dealt
 
 
-@dataclass(frozen=True)
-class TokenBatches:
-    """The rows of each rank and micro-batch of each step of a run.
+@dataclass(frozen=True, kw_only=True)
+class TokenPlan(SamplePlan):
+    """The rows of each step, rank and micro-batch by tokens; steps have the rows of a SamplePlan.
 
     Args:
-        plan: The sample order.
         num_tokens: uint32 [rows of the set], see data/prepare/token_counts.py; of a mixture, set by
             set.
         max_row_tokens: Rows with more are not used: they count as 0 tokens.
@@ -162,20 +161,34 @@ class TokenBatches:
         ranks_per_group: See `assign_rows`.
     """
 
-    plan: SamplePlan
-    num_tokens: np.ndarray
+    num_tokens: np.ndarray = field(compare=False)
     max_row_tokens: int
     max_tokens: int
     padded: bool = False
     ranks_per_group: int | None = None
 
-    def positions(self, step: int) -> Assignment:
-        """Return the positions of the rows of a step: [rank][micro-batch] -> int64 [rows]."""
-        first = self.plan.rows_start(step)
-        positions = first + np.arange(self.plan.global_rows)
-        tokens = self.num_tokens[self.plan.row_ids_at(positions)].astype(np.int64)
+    def positions(self, step: int, rank: int) -> np.ndarray:
+        """Return the positions int64 of a rank's rows in a step, micro-batch by micro-batch.
+
+        PADDING follows, so that all ranks have equally many.
+        """
+        micro_batches, width = self._micro_batches(step, rank)
+        rows = self.rows_start(step) + np.concatenate(micro_batches)
+        return np.pad(rows, (0, width - len(rows)), constant_values=PADDING)
+
+    def micro_batch_sizes(self, step: int, rank: int) -> list[int]:
+        """Return the positions of each micro-batch; the last one has the padding too."""
+        micro_batches, width = self._micro_batches(step, rank)
+        sizes = [len(rows) for rows in micro_batches]
+        sizes[-1] += width - sum(sizes)
+        return sizes
+
+    def _micro_batches(self, step: int, rank: int) -> tuple[list[np.ndarray], int]:
+        """Return the rows of each micro-batch of a rank, and the most rows of a rank."""
+        positions = self.rows_start(step) + np.arange(self.global_rows)
+        tokens = self.num_tokens[self.row_ids_at(positions)].astype(np.int64)
         tokens[tokens > self.max_row_tokens] = 0
         assignment = assign_rows(
-            tokens, self.plan.world_size, self.max_tokens, self.padded, self.ranks_per_group
+            tokens, self.world_size, self.max_tokens, self.padded, self.ranks_per_group
         )
-        return [[first + rows for rows in micro_batches] for micro_batches in assignment]
+        return assignment[rank], max(sum(map(len, each)) for each in assignment)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmray.data.stream.order import SamplePlan
-from mmray.data.stream.token_batches import Assignment, TokenBatches, assign_rows
+from mmray.data.stream.order import PADDING, BlockPlan, SamplePlan
+from mmray.data.stream.token_batches import Assignment, TokenPlan, assign_rows
 from mmray.errors import DataError
 
 STEPS = st.lists(st.integers(0, 900), min_size=1, max_size=120).map(np.array)
@@ -93,12 +93,47 @@ def test_realistic_lengths_are_balanced(
     assert worst[0] <= imbalance and worst[1] <= padding and filled > 0.75
 
 
-def test_positions_of_steps_are_those_of_the_order_at_any_world_size() -> None:
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_steps_have_the_rows_of_the_order_at_any_world_size(world_size: int) -> None:
     tokens = mixed_lengths(100, 3).astype(np.uint32)
     tokens[[4, 40]] = 50_000  # not used
-    for world_size in (1, 3, 4):
-        plan = SamplePlan(100, 24, world_size, seed=5, steps=9)
-        batches = TokenBatches(plan, tokens, max_row_tokens=4096, max_tokens=6000)
-        for step in (0, 4, 8):
-            taken = [part for rank in batches.positions(step) for part in rank]
-            assert sorted(np.concatenate(taken).tolist()) == list(range(step * 24, step * 24 + 24))
+    plan = TokenPlan(
+        100,
+        24,
+        world_size,
+        seed=5,
+        steps=9,
+        num_tokens=tokens,
+        max_row_tokens=4096,
+        max_tokens=6000,
+    )
+    for step in (0, 4, 8):
+        ranks = [plan.positions(step, rank) for rank in range(world_size)]
+        assert len({len(positions) for positions in ranks}) == 1
+        taken = np.concatenate(ranks)
+        expected = np.arange(step * 24, step * 24 + 24)
+        assert sorted(taken[taken != PADDING].tolist()) == expected.tolist()
+        sizes = [plan.micro_batch_sizes(step, rank) for rank in range(world_size)]
+        assert len({len(each) for each in sizes}) == 1
+        for positions, each in zip(ranks, sizes, strict=True):
+            for part in np.split(positions, np.cumsum(each)[:-1]):
+                rows = plan.row_ids_at(part[part != PADDING])
+                used = tokens[rows][tokens[rows] <= 4096]
+                assert used.sum() <= 6000
+            assert sum(each) == len(positions)
+
+
+@pytest.mark.parametrize("block_mb", [0.002, 0.02, 1.0])
+def test_blocks_of_a_stream_have_the_rows_of_each_rank_in_order(block_mb: float) -> None:
+    tokens = mixed_lengths(100, 4).astype(np.uint32)
+    plan = TokenPlan(
+        100, 24, 3, seed=5, steps=7, num_tokens=tokens, max_row_tokens=4096, max_tokens=6000
+    )
+    blocks = BlockPlan.sized(plan, 2, 1000, block_mb)
+    # Blocks are assigned to the ranks in turn.
+    for rank in range(3):
+        rows = [blocks.positions(number) for number in range(rank, blocks.count, 3)]
+        expected = [plan.positions(step, rank) for step in range(2, 7)]
+        assert np.concatenate(rows).tolist() == np.concatenate(expected).tolist()
+    for first in range(0, blocks.count, 3):
+        assert len({len(blocks.positions(first + rank)) for rank in range(3)}) == 1
