@@ -184,9 +184,13 @@ class Data(Section, settings_prefix="data"):
         "auto: single rows on disks; on object stores by the size of rows and cache.",
     )
     local_cache: str | None = Field(
-        None, description="Folder on each data node that caches reads from object stores."
+        "auto",
+        description="Folder on each data node that caches blocks of sets on object stores; auto: "
+        "in its temporary folder; None: read rows without a cache.",
     )
-    local_cache_gb: float = Field(20.0, gt=0, description="Size limit of the local cache in GB.")
+    local_cache_gb: float = Field(
+        20.0, gt=0, description="Size limit of the local cache in GB; a larger one shuffles better."
+    )
     block_mb: float = Field(
         24.0, gt=0, le=512, description="Maximum size of a Ray Data block in MB."
     )

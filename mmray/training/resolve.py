@@ -13,6 +13,7 @@ from mmray.config import Batch, Config, Prepare
 from mmray.config.data import FULL_SHUFFLE, format_mixture, is_mixture, parse_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.rows import HELD_OUT_SPLITS
+from mmray.data.store.cache import AUTO
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
 from mmray.data.store.region_labels import with_region_labels
 from mmray.data.stream.shuffle import resolve_block_shuffle, with_local_cache
@@ -77,7 +78,7 @@ def resolve_run(config: Config, reporter: RunReporter) -> ResolvedRun:
     )
     train_sets = [with_local_cache(config.data, each, shuffle) for each in train_sets]
     eval_set = eval_set and with_local_cache(config.data, eval_set, shuffle)
-    if config.data.local_cache and not any(
+    if config.data.local_cache not in (None, AUTO) and not any(
         isinstance(each.folder, RemotePath) for each in [*train_sets, eval_set] if each
     ):
         reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")

@@ -10,11 +10,15 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
+import tempfile
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -26,15 +30,54 @@ LOCKS = 1024
 RECOUNT_FRACTION = 1 / 256
 
 
-class ShardCache:
-    """Entries in `folder` of at most `max_bytes` in total; cheap to pickle."""
+AUTO = "auto"  # a folder in the temporary folder of the node
 
-    def __init__(self, folder: str, max_bytes: int) -> None:
-        self.folder = Path(folder).expanduser().absolute()
+
+class ShardCache:
+    """Entries in `folder` of at most `max_bytes` in total; cheap to pickle.
+
+    Args:
+        folder: A folder of each node, or AUTO.
+        max_bytes: Limit of all entries, also of other sets.
+        used_bytes: How much of it a run uses at a time; the disk must have it.
+    """
+
+    def __init__(self, folder: str, max_bytes: int, used_bytes: int = 0) -> None:
+        self._address = folder
         self.max_bytes = max_bytes
+        self._used_bytes = used_bytes
         # the folder may hold entries of earlier processes
         self._bytes_since_count: float = max_bytes
         self._warned = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardCache, (self._address, self.max_bytes, self._used_bytes)
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder on this node, which is created. Raises UsageError if it cannot be used."""
+        folder = Path(self._address).expanduser().absolute()
+        if self._address == AUTO:
+            folder = Path(tempfile.gettempdir()) / f"mmray-cache-{os.getuid()}"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Another user may have created the folder, and would choose what this process reads.
+            if self._address == AUTO and folder.stat().st_uid != os.getuid():
+                raise PermissionError("it belongs to another user")
+            (folder / "locks").mkdir(exist_ok=True)
+            free = shutil.disk_usage(folder).free + sum(size for _, size, _ in _entries(folder))
+        except OSError as error:
+            raise UsageError(
+                f"data.local_cache {folder} cannot be used on this node: {error}. Name another "
+                "folder with --data.local-cache, or `None` for no cache"
+            ) from None
+        if free < self._used_bytes:
+            raise UsageError(
+                f"data.local_cache {folder} needs {self._used_bytes / 1e9:.1f} GB, and the disk "
+                f"has {free / 1e9:.1f} GB: name a folder on a larger disk with "
+                "--data.local-cache, or lower --data.local-cache-gb"
+            )
+        return folder
 
     def get(
         self, name: str, size: int, fetch: Callable[[], bytes], refresh: bool = False
@@ -50,17 +93,18 @@ class ShardCache:
         Raises:
             UsageError: The folder cannot be created.
         """
-        entry = None if refresh else self._mapped(name, size)
+        entry = None if refresh else self.find(name, size)
         if entry is None:
             with self._file_lock(str(zlib.crc32(name.encode()) % LOCKS)):
-                entry = None if refresh else self._mapped(name, size)
+                entry = None if refresh else self.find(name, size)
                 if entry is None:
                     data = fetch()
                     self._write(name, data)
                     entry = pa.py_buffer(data)
         return entry
 
-    def _mapped(self, name: str, size: int) -> pa.Buffer | None:
+    def find(self, name: str, size: int) -> pa.Buffer | None:
+        """Return an entry, if there is one of this size; it is then the most recently used one."""
         try:
             os.utime(self.folder / name)  # the modification time is the time of last use
             entry = pa.memory_map(str(self.folder / name)).read_buffer()
@@ -88,14 +132,7 @@ class ShardCache:
     def _evict(self) -> None:
         """Delete the least recently used entries until the total is below the limit."""
         with self._file_lock("evict"):
-            # last use in ns, bytes, path; also partial files
-            entries: list[tuple[int, int, str]] = []
-            for file in os.scandir(self.folder):
-                with suppress(FileNotFoundError):  # just renamed
-                    stat = file.stat()
-                    entries += (
-                        [(stat.st_mtime_ns, stat.st_size, file.path)] if file.is_file() else []
-                    )
+            entries = _entries(self.folder)
             total = sum(size for _, size, _ in entries)
             for _, size, path in sorted(entries):
                 if total <= self.max_bytes:
@@ -109,16 +146,20 @@ class ShardCache:
         """Exclude other threads and processes of this node; the OS releases the lock of a dead
         process.
         """
-        locks = self.folder / "locks"
-        try:
-            locks.mkdir(parents=True, exist_ok=True)
-            handle = os.open(locks / name, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise UsageError(
-                f"data.local_cache {self.folder} cannot be used on this node: {error}"
-            ) from None
+        handle = os.open(self.folder / "locks" / name, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
         finally:
             os.close(handle)
+
+
+def _entries(folder: Path) -> list[tuple[int, int, str]]:
+    """Return (last use in ns, bytes, path) of the entries in a folder, also of partial files."""
+    entries = []
+    for file in os.scandir(folder):
+        with suppress(FileNotFoundError):  # just renamed or deleted
+            if file.is_file():
+                stat = file.stat()
+                entries.append((stat.st_mtime_ns, stat.st_size, file.path))
+    return entries

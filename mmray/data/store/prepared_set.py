@@ -168,6 +168,15 @@ class ReadRequest(NamedTuple):
     rows_in_batch: np.ndarray
 
 
+class Fetch(NamedTuple):
+    """Bytes start..stop of a shard, for the record batches of these requests."""
+
+    start: int
+    stop: int
+    requests: list[ReadRequest]
+    is_block: bool  # an entry of the cache
+
+
 Consumer = Callable[[ReadRequest, pa.RecordBatch], None]
 
 
@@ -192,13 +201,19 @@ class ShardReader:
         return ShardReader, (self._folder, self._cache, self._schema)
 
     def for_each_record_batch(
-        self, requests: Sequence[ReadRequest], consume: Consumer, refresh: bool = False
+        self,
+        requests: Sequence[ReadRequest],
+        consume: Consumer,
+        whole_blocks: bool = True,
+        refresh: bool = False,
     ) -> None:
         """Call `consume` with each request and its record batch.
 
         Args:
             requests: Record batches to read, in any order.
             consume: Called from several threads on an object store.
+            whole_blocks: Fetch the block of a record batch that is not in the cache; False: only
+                the record batch.
             refresh: Replace the entries of the cache.
 
         Raises:
@@ -209,42 +224,64 @@ class ShardReader:
             for request in requests:
                 consume(request, self._read_mapped(request.shard.file, request.batch))
             return
-        fetches = list(self._plan(requests))
+        fetches = list(self._plan(requests, whole_blocks))
         # so that actors that start a window together fetch different blocks of it
         if self._cache is not None:
             random.shuffle(fetches)
-        parallel_map(lambda fetch: self._fetch(*fetch, consume, refresh), fetches)
+        parallel_map(lambda fetch: self._read_fetched(fetch, consume, refresh), fetches)
 
-    def _plan(
-        self, requests: Sequence[ReadRequest]
-    ) -> Iterator[tuple[int, int, list[ReadRequest]]]:
-        """Yield byte range and requests of each fetch; a fetch is of one shard."""
+    def fetch_blocks(self, requests: Sequence[ReadRequest]) -> None:
+        """Fetch the blocks of these requests that are not in the cache, one after the other.
+
+        Raises OSError or ValueError.
+        """
+        fetches = list(self._plan(requests, whole_blocks=True))
+        random.shuffle(fetches)
+        for fetch in fetches:
+            self._fetch(fetch)
+
+    def _plan(self, requests: Sequence[ReadRequest], whole_blocks: bool) -> Iterator[Fetch]:
+        """Yield fetches of one shard each."""
         groups: dict[tuple[Any, ...], list[ReadRequest]] = {}
         for request in requests:
             groups.setdefault((request.shard.file, request.block), []).append(request)
         for (_, block), group in groups.items():
             offsets = group[0].shard.batch_offsets
             if block is not None:
-                yield offsets[block[0]], offsets[block[1] + 1], group
-                continue
+                fetch = Fetch(offsets[block[0]], offsets[block[1] + 1], group, is_block=True)
+                if whole_blocks or self._find(fetch) is not None:
+                    yield fetch
+                    continue
             for start, stop, indices in coalesce_ranges(
                 [(offsets[r.batch], offsets[r.batch + 1]) for r in group]
             ):
-                yield start, stop, [group[index] for index in indices]
+                yield Fetch(start, stop, [group[index] for index in indices], is_block=False)
 
-    def _fetch(
-        self, start: int, stop: int, requests: list[ReadRequest], consume: Consumer, refresh: bool
-    ) -> None:
-        shard = requests[0].shard
-        offsets = requests[0].shard.batch_offsets
-        fetch = partial(self._ranges.read, shard.file, start, stop)
-        if self._cache is None:
-            data = pa.py_buffer(fetch())
-        else:
-            key = f"{self._folder / shard.file} {shard.sha256} {shard.num_bytes} {start} {stop}"
-            entry = hashlib.sha256(key.encode()).hexdigest()[:32]
-            data = self._cache.get(entry, stop - start, fetch, refresh)
-        for request in requests:
+    def _find(self, fetch: Fetch) -> pa.Buffer | None:
+        """Return a block if it is in the cache."""
+        assert self._cache is not None, "only a set with a cache has blocks"
+        return self._cache.find(self._entry_name(fetch), fetch.stop - fetch.start)
+
+    def _entry_name(self, fetch: Fetch) -> str:
+        shard = fetch.requests[0].shard
+        identity = f"{self._folder / shard.file} {shard.sha256} {shard.num_bytes}"
+        key = f"{identity} {fetch.start} {fetch.stop}"
+        return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+    def _fetch(self, fetch: Fetch, refresh: bool = False) -> pa.Buffer:
+        """Return the bytes of a fetch, of a block from the cache."""
+        file = fetch.requests[0].shard.file
+        read = partial(self._ranges.read, file, fetch.start, fetch.stop)
+        if not fetch.is_block or self._cache is None:
+            return pa.py_buffer(read())
+        return self._cache.get(self._entry_name(fetch), fetch.stop - fetch.start, read, refresh)
+
+    def _read_fetched(self, fetch: Fetch, consume: Consumer, refresh: bool) -> None:
+        data = self._fetch(fetch, refresh)
+        shard = fetch.requests[0].shard
+        offsets = shard.batch_offsets
+        start = fetch.start
+        for request in fetch.requests:
             message = data[offsets[request.batch] - start : offsets[request.batch + 1] - start]
             with self._name_damaged_shard(shard.file, request.batch):
                 record_batch = pa.ipc.read_record_batch(pa.ipc.read_message(message), self._schema)
@@ -396,14 +433,15 @@ class PreparedSet:
             else None
         )
 
-    def read(self, rows: np.ndarray) -> list[Row]:
+    def read(self, rows: np.ndarray, whole_blocks: bool = True) -> list[Row]:
         """Return the rows with these numbers (int64 [N], any order, duplicates allowed), in this
         order.
 
-        Raises IndexError for a number outside the set. Raises OSError or ValueError with the shard
-        name if a file is missing or damaged.
+        With a cache, `whole_blocks` fetches the blocks of these rows into it; otherwise only rows
+        that are not in it are read from the store. Raises IndexError for a number outside the set.
+        Raises OSError or ValueError with the shard name if a file is missing or damaged.
         """
-        out: list[Row] = self._read_batches(rows)
+        out: list[Row] = self._read_batches(rows, whole_blocks=whole_blocks)
         with_refs = [(media, media.ref) for row in out for media in row.media if media.ref]
         if with_refs:
             image_refs = [ImageRef(ref["file"], **ref) for _, ref in with_refs]
@@ -435,7 +473,9 @@ class PreparedSet:
         """Return the captions of these rows."""
         return self._read_batches(rows, "texts")
 
-    def _read_batches(self, rows: np.ndarray, column: str | None = None) -> list[Any]:
+    def _read_batches(
+        self, rows: np.ndarray, column: str | None = None, whole_blocks: bool = True
+    ) -> list[Any]:
         """Return these rows, or one column of them, in their order."""
         rows = np.asarray(rows, np.int64)
         out: list[Any] = [None] * len(rows)
@@ -451,7 +491,7 @@ class PreparedSet:
 
         requests = list(self._requests(rows))
         try:
-            self._shard_reader.for_each_record_batch(requests, fill)
+            self._shard_reader.for_each_record_batch(requests, fill, whole_blocks)
             is_intact = (
                 not self._cached_block_rows
                 or column is not None
@@ -465,6 +505,19 @@ class PreparedSet:
         if not is_intact:
             self._shard_reader.for_each_record_batch(requests, fill, refresh=True)
         return out
+
+    def fetch_blocks(self, rows: np.ndarray) -> None:
+        """Fetch the blocks of these rows into the cache, if the set has one.
+
+        Raises OSError or ValueError.
+        """
+        if self.is_cached:
+            self._shard_reader.fetch_blocks(list(self._requests(rows)))
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether reads go through a cache of this node."""
+        return self._cached_block_rows > 0
 
     def _requests(self, rows: np.ndarray) -> Iterator[ReadRequest]:
         """Group rows by their record batch."""
@@ -563,43 +616,65 @@ class PreparedMixture:
         """Tokenizer of the first set that has one."""
         return next((text for each in self.sets if (text := each.tokenizer_json)), None)
 
-    def read(self, rows: np.ndarray) -> list[Row]:
-        """Return the rows with these numbers, in this order.
+    def read(self, rows: np.ndarray, whole_blocks: bool = True) -> list[Row]:
+        """Return the rows with these numbers, in this order, as PreparedSet.read does.
 
-        Raises the same errors as PreparedSet.read.
+        Raises the same errors.
         """
         rows = np.asarray(rows, np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
             raise IndexError(f"rows {rows.min()}..{rows.max()} of sets of {self.num_rows}")
         out: list[Row | None] = [None] * len(rows)
-        owner = np.searchsorted(self._starts, rows, side="right") - 1
-        for number in np.unique(owner).tolist():
-            indices = np.flatnonzero(owner == number)
+        for number, indices, in_set in self._by_set(rows):
             for index, row in zip(
-                indices, self.sets[number].read(rows[indices] - self._starts[number]), strict=True
+                indices, self.sets[number].read(in_set, whole_blocks), strict=True
             ):
                 out[index] = replace(row, key=f"{self.names[number]}/{row.key}")
         return out  # type: ignore[return-value]  # every row belongs to a set
+
+    def fetch_blocks(self, rows: np.ndarray) -> None:
+        """Fetch the blocks of these rows into the caches of the sets that have one.
+
+        Raises OSError or ValueError.
+        """
+        for number, _, in_set in self._by_set(rows):
+            self.sets[number].fetch_blocks(in_set)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether reads of a set go through a cache of this node."""
+        return any(each.is_cached for each in self.sets)
+
+    def _by_set(self, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield the number of each set with rows, their indices in `rows`, and their numbers in the
+        set.
+        """
+        owner = np.searchsorted(self._starts, rows, side="right") - 1
+        for number in np.unique(owner).tolist():
+            indices = np.flatnonzero(owner == number)
+            yield number, indices, rows[indices] - self._starts[number]
 
 
 def read_each(
     prepared: PreparedSet | PreparedMixture,
     rows: np.ndarray,
     errors: tuple[type[Exception], ...] = ROW_ERRORS,
+    whole_blocks: bool = True,
 ) -> list[Row | Exception]:
     """Return the rows with these numbers, or the error of a row that cannot be read.
 
     Args:
         prepared: A set or a mixture.
         rows: Row numbers, int64 [N].
+        whole_blocks: As of PreparedSet.read.
         errors: Errors that belong to a row; others are raised.
     """
     try:
-        return list(prepared.read(rows))
+        return list(prepared.read(rows, whole_blocks))
     except errors as error:
         if len(rows) <= 1:
             return [error] * len(rows)
         middle = len(rows) // 2
-        return read_each(prepared, rows[:middle], errors) + read_each(
-            prepared, rows[middle:], errors
-        )
+        halves = (rows[:middle], rows[middle:])
+        first, second = (read_each(prepared, half, errors, whole_blocks) for half in halves)
+        return first + second

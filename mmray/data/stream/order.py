@@ -272,11 +272,19 @@ class SamplePlan:
         """
         if self.block_shuffle is None or not self.shuffle:
             return positions[:0]
-        shape = self.block_shuffle
-        rows_in_windows = shape.lanes * shape.rows_per_block * shape.blocks_per_window
-        steps = -(-rows_in_windows // self.global_rows)
-        later = positions[positions != PADDING] + steps * self.global_rows
+        later = positions[positions != PADDING] + self.window_positions
         return later[later < self.steps * self.global_rows]
+
+    @property
+    def window_positions(self) -> int:
+        """Positions in which the lanes take about a window each, in whole steps; without a block
+        shuffle an epoch.
+        """
+        if self.block_shuffle is None or not self.shuffle:
+            return self.num_rows
+        shape = self.block_shuffle
+        rows = shape.lanes * shape.rows_per_block * shape.blocks_per_window
+        return -(-rows // self.global_rows) * self.global_rows
 
     def _shuffle_key(self, epoch: np.ndarray) -> np.ndarray:
         return splitmix64(splitmix64(epoch.astype(np.uint64)) ^ np.uint64(self.seed))

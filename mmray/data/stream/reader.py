@@ -19,6 +19,7 @@ from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.subprocess_decoder import SubprocessDecoder
 from mmray.data.images.transform import NUM_UNIFORMS, transform
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, hash_key, read_each
+from mmray.data.stream.block_fetcher import BlockFetcher
 from mmray.data.stream.blocks import Block
 from mmray.data.stream.order import PADDING, SamplePlan, hash_choice, hash_uniform
 from mmray.data.text.chat import build_encoder
@@ -70,6 +71,9 @@ class RowReader:
         # Decodes each image in a child process first; used in a process that was restarted after a
         # crash.
         self.subprocess_decoder: SubprocessDecoder | None = None
+        self.fetcher = BlockFetcher(prepared) if prepared.is_cached else None
+        # Whole blocks are awaited from this position of the sample order on.
+        self.first_fetched: int | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -102,9 +106,9 @@ class RowReader:
         row_ids, pass_index = plan.row_ids_and_pass_indices_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
         rows: list[Row | None] = [None] * len(row_ids)
-        for index, stored_row in zip(
-            stored.tolist(), read_each(self.prepared, row_ids[stored]), strict=True
-        ):
+        whole_blocks = self._request_blocks(plan, positions[stored])
+        read = read_each(self.prepared, row_ids[stored], whole_blocks=whole_blocks)
+        for index, stored_row in zip(stored.tolist(), read, strict=True):
             rows[index] = None if isinstance(stored_row, Exception) else stored_row
         row_hash = np.array([hash_key(row.key) if row else 0 for row in rows], np.int64)
         uniforms = (
@@ -148,6 +152,21 @@ class RowReader:
             "valid": valid,
             "pos": positions,
         } | columns
+
+    def _request_blocks(self, plan: SamplePlan, positions: np.ndarray) -> bool:
+        """Fetch the blocks of these positions and of the next window in the background; return
+        whether to wait for those that are missing.
+
+        In the first window of a process nothing was fetched ahead: its rows are read one by one
+        until their blocks are there, so that the first step need not wait for all blocks of a
+        window.
+        """
+        if self.fetcher is None or not positions.size:
+            return True
+        self.fetcher.request(plan, positions)
+        if self.first_fetched is None:
+            self.first_fetched = int(positions.min()) + plan.window_positions
+        return bool(positions.min() >= self.first_fetched)
 
     def explain_bad_row(self, row_id: int) -> tuple[Row | None, str, str]:
         """Return the row, if it can be read, and reason and detail of why it cannot be used (for

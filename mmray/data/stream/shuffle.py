@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmray.data.store.cache import ShardCache
+from mmray.data.store.cache import AUTO, ShardCache
 from mmray.data.store.manifest import RECORD_BATCH_ROWS
 from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet
 from mmray.data.stream.order import BlockShuffle
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Without a cache: small blocks, 16 of them mixed, so that a stream block has all rows of a request.
 REQUEST_BYTES, MAX_ROWS, WINDOW = 512 << 10, 32, 16
 # With a cache: blocks as large as a request should be, of at least MIN_CACHED_ROWS if these fit.
-MIN_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_CACHED_ROWS = 32e6, 64e6, 640
+MIN_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_CACHED_ROWS = 32e6, 64e6, 1400
 # The window in use and the next one are in the cache, and held-out rows.
 WINDOW_FRACTION = 0.4
 MIN_BLOCKS_PER_WINDOW = 8  # of a node; smaller blocks if its cache is small
@@ -59,7 +59,7 @@ def resolve_block_shuffle(
     row_bytes = max(_average_row_bytes(each) for each in sets)
     if not row_bytes:
         return None
-    if data.local_cache is None:
+    if not all(_is_cached(data, each) for each in sets):
         rows = _in_record_batches(min(REQUEST_BYTES / row_bytes, MAX_ROWS))
         return BlockShuffle(min(num_workers, global_rows), rows, WINDOW)
     window_bytes = WINDOW_FRACTION * 1e9 * data.local_cache_gb
@@ -116,18 +116,25 @@ def with_local_cache(
     data: Data, prepared: PreparedSet, shuffle: BlockShuffle | None
 ) -> PreparedSet:
     """Return the set with `data.local_cache` for reads from an object store. Raises UsageError."""
-    folders = [prepared.folder]
-    if prepared.manifest.is_index_only:
-        folders.append(prepared.image_folder)
-    if data.local_cache is None or all(isinstance(folder, Path) for folder in folders):
+    if not _is_cached(data, prepared) or isinstance(prepared.folder, Path):
         return prepared
-    # cache entries are verified by checksums, which references may not have
-    if prepared.manifest.is_index_only:
-        raise UsageError(
-            f"data.local_cache cannot cache {prepared.folder}, which only refers to its "
-            "images: prepare it "
-            "without --index-only, or leave data.local_cache out."
-        )
-    cache = ShardCache(data.local_cache, int(data.local_cache_gb * 1e9))
+    max_bytes = data.local_cache_gb * 1e9
+    used_bytes = min(2 * WINDOW_FRACTION * max_bytes, prepared.num_bytes)
+    cache = ShardCache(str(data.local_cache), int(max_bytes), int(used_bytes))
     rows = cached_block_rows(_average_row_bytes(prepared), data.local_cache_gb)
     return prepared.with_cache(cache, rows if shuffle is None else shuffle.rows_per_block)
+
+
+def _is_cached(data: Data, prepared: PreparedSet) -> bool:
+    """Whether the cache can have the rows of a set, or the set is on a disk. Raises UsageError."""
+    if data.local_cache is None or not prepared.manifest.is_index_only:
+        return data.local_cache is not None
+    if isinstance(prepared.folder, Path) and isinstance(prepared.image_folder, Path):
+        return True
+    # cache entries are verified by checksums, which references may not have
+    if data.local_cache != AUTO:
+        raise UsageError(
+            f"data.local_cache cannot cache {prepared.folder}, which only refers to its "
+            "images: prepare it without --index-only, or leave data.local_cache out."
+        )
+    return False

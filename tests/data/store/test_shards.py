@@ -15,12 +15,13 @@ from mmray.config import Data
 from mmray.data.images.read import read_image, read_images
 from mmray.data.rows import BadRow, ImageRef
 from mmray.data.store import cache as shard_cache
-from mmray.data.store.cache import ShardCache
+from mmray.data.store.cache import AUTO, ShardCache
 from mmray.data.store.manifest import MANIFEST, Manifest
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
 from mmray.data.stream import shuffle
 from mmray.data.stream.order import BlockShuffle, SamplePlan
 from mmray.data.stream.shuffle import resolve_block_shuffle
+from mmray.errors import UsageError
 from mmray.storage import ranges
 from mmray.storage.paths import to_path, write_atomic
 from mmray.storage.ranges import RangeReader, coalesce_ranges
@@ -225,6 +226,21 @@ def test_cache_evicts_least_recently_used_entries(tmp_path):
     assert fetched.count("kept") == 1 and len(files_of(cache)) == 11
     get("entry-29"), get("entry-0")
     assert fetched.count("entry-29") == 1 and fetched.count("entry-0") == 2
+
+
+def test_cache_is_in_a_folder_of_its_user_on_a_disk_that_is_large_enough(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    cache = pickle.loads(pickle.dumps(ShardCache(AUTO, 10**9)))
+    assert cache.get("one", 1, lambda: b"1") == b"1"
+    assert cache.folder.parent == tmp_path and cache.folder.stat().st_mode & 0o77 == 0
+    monkeypatch.setattr(shard_cache.os, "getuid", lambda: 12345)
+    other = tmp_path / "mmray-cache-12345"
+    other.mkdir()
+    with pytest.raises(UsageError, match="it belongs to another user"):
+        ShardCache(AUTO, 10**9).get("one", 1, lambda: b"1")
+    too_much = ShardCache(str(tmp_path / "cache"), 10**18, used_bytes=10**18)
+    with pytest.raises(UsageError, match=r"needs 1000000000.0 GB, and the disk has"):
+        too_much.get("one", 1, lambda: b"1")
 
 
 def test_concurrent_readers_fetch_an_entry_once(cache):

@@ -69,19 +69,20 @@ def resolved(data, sets, global_rows=64, workers=1):
 )
 def test_blocks_without_a_cache_follow_row_bytes(there, here, row_bytes, expected):
     on_store, on_disk = with_row_bytes(there, row_bytes), with_row_bytes(here, row_bytes)
-    assert resolved(Data(), [on_store]) == resolved(Data(), [on_disk, on_store]) == expected
-    assert resolved(Data(), [on_store], workers=8) == expected.replace("1x", "8x", 1)
-    assert resolved(Data(), [on_disk]) is None
+    data = Data(local_cache=None)
+    assert resolved(data, [on_store]) == resolved(data, [on_disk, on_store]) == expected
+    assert resolved(data, [on_store], workers=8) == expected.replace("1x", "8x", 1)
+    assert resolved(data, [on_disk]) is None
 
 
 @pytest.mark.parametrize(
     ("row_bytes", "workers", "settings", "expected"),
     [
         # 8 GB of the default cache hold blocks of 32 to 64 MB
-        (30_000, 1, {}, "8x1064x31"), (30_000, 8, {}, "56x1064x4"),
-        (30_000, 64, {}, "448x1064x4"), (100_000, 8, {}, "24x640x5"), (1_000_000, 8, {}, "24x64x5"),
-        (30_000, 8, {"local_cache_gb": 200.0}, "64x1064x39"),
-        (30_000, 8, {"local_cache_gb": 1.0}, "8x1064x1"),
+        (30_000, 1, {}, "8x1400x23"), (30_000, 8, {}, "40x1400x4"),
+        (30_000, 64, {}, "320x1400x4"), (100_000, 8, {}, "24x640x5"), (1_000_000, 8, {}, "24x64x5"),
+        (30_000, 8, {"local_cache_gb": 200.0}, "64x1400x29"),
+        (30_000, 8, {"local_cache_gb": 1.0}, "8x1400x1"),
         (80, 8, {}, None),  # every node caches the set
         (30_000, 8, {"shuffle_blocks": 1}, None), (30_000, 8, {"shuffle_blocks": "1x1"}, None),
         (30_000, 8, {"shuffle_blocks": "5x9x2"}, "5x9x2"),
@@ -94,7 +95,7 @@ def test_blocks_with_a_cache_follow_rows_workers_and_cache(
     (shard,) = with_row_bytes(there, row_bytes).manifest.shards
     shards = (replace(shard, num_rows=10**8, num_bytes=row_bytes * 10**8),)
     large = PreparedSet(there.folder, replace(there.manifest, shards=shards))
-    data = Data(**{"local_cache": "/c"} | settings)
+    data = Data(**settings)
     assert resolved(data, [large], 32_768, workers) == expected
 
 
@@ -120,10 +121,11 @@ def test_cache_is_for_sets_on_a_store_that_contain_their_images(there, here, tmp
     ):
         with pytest.raises(UsageError, match=r"data\.local_cache cannot cache .* only refers"):
             with_local_cache(data, indexed, None)
+        assert with_local_cache(Data(), indexed, None) is indexed
     on_disks = with_refs(here, str(tmp_path))
     blocks = BlockShuffle(1, 16, 1)
     assert with_local_cache(data, on_disks, None) is on_disks
-    assert with_local_cache(Data(), there, blocks) is there
+    assert with_local_cache(Data(local_cache=None), there, blocks) is there
     there = put("memory://set", [(make_rows(20), None, ())])
     assert with_local_cache(data, there, blocks).read(np.arange(20)) == make_rows(20)
     assert len([file for file in (tmp_path / "cache").iterdir() if file.is_file()]) == 2

@@ -1,0 +1,53 @@
+"""Fetch the blocks of the next window into the cache of the node, while this one is read."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
+from mmray.data.stream.order import PADDING, SamplePlan
+
+Request = tuple[SamplePlan, np.ndarray]
+
+
+class BlockFetcher:
+    """A thread of a data process; starts with the first request. Cheap to pickle.
+
+    Args:
+        prepared: A set that has a cache.
+    """
+
+    def __init__(self, prepared: PreparedSet | PreparedMixture) -> None:
+        self._prepared = prepared
+        self._requests: SimpleQueue[Request | None] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockFetcher, (self._prepared,)
+
+    def request(self, plan: SamplePlan, positions: np.ndarray) -> None:
+        """Fetch the blocks of these positions, and those that are needed one window later."""
+        if self._requests is None:
+            self._requests = SimpleQueue()
+            arguments = (self._prepared, self._requests)
+            threading.Thread(target=_fetch_all, args=arguments, daemon=True).start()
+        self._requests.put((plan, positions))
+
+    def __del__(self) -> None:
+        if self._requests is not None:
+            self._requests.put(None)
+
+
+def _fetch_all(
+    prepared: PreparedSet | PreparedMixture, requests: SimpleQueue[Request | None]
+) -> None:
+    while (request := requests.get()) is not None:
+        plan, positions = request
+        for needed in (positions[positions != PADDING], plan.one_window_later(positions)):
+            # The process that reads these rows raises the error.
+            with suppress(OSError, ValueError):
+                prepared.fetch_blocks(plan.row_ids_at(needed))
