@@ -7,10 +7,7 @@ Recognized by shape: {role, content} with a text or with parts (OpenAI, TRL, tra
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from mmray.data.store.prepared_set import Row
+from typing import Any, Protocol
 
 # {"role": "system" | "user" | "assistant", "content": [part, ...]}; a part is {"type": "text",
 # "text": ...}, or {"type": "image", "text": None}, which is the next image of the row.
@@ -69,7 +66,15 @@ def message_text(message: Message) -> str:
     return "\n".join(part["text"] for part in message["content"] if part["type"] == "text")
 
 
-def conversations_of(row: Row, question: str) -> list[list[Message]]:
+class RowTexts(Protocol):
+    """What a conversation is made of: a stored row has it."""
+
+    messages: list[Message] | None
+    texts: list[str]
+    media: list[Any]
+
+
+def conversations_of(row: RowTexts, question: str) -> list[list[Message]]:
     """Return the conversation of a row, or for each caption one with it as the answer to
     `question` about its images.
     """
