@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
+import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from mmray.config import Config, recipes
@@ -17,6 +18,7 @@ from mmray.errors import UsageError
 
 STYLE = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 BOOLS = {"True": True, "False": False, "true": True, "false": False}  # Python's and YAML's spelling
+WITH_OWN_INPUTS = ("clip", "siglip")  # kinds whose weights define the preprocessing
 Command = TypeVar("Command")
 RunPath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
 SourcePath = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SOURCE")]]
@@ -68,12 +70,36 @@ def flag_values(flag: str, words: Sequence[str]) -> list[str]:
 
 
 def load_recipe(name: str, words: Sequence[str]) -> Config:
-    """Return the recipe with the model kind of `--model.kind`, because it determines the other
-    flags.
+    """Return the recipe with the defaults that the other flags depend on.
+
+    `--model.kind` determines which flags there are. Local `model.weights`, of a flag or the recipe
+    file, define image size, preprocessing and tokenizer, unless the file sets them.
     """
     recipe = recipes.load(name)
     kinds = flag_values("--model.kind", words)
-    return recipe.with_model_kind(kinds[-1]) if kinds else recipe
+    if kinds:
+        recipe = recipe.with_model_kind(kinds[-1])
+    model = _model_of_file(name)
+    weights = flag_values("--model.weights", words) or [str(model.get("weights", "none"))]
+    if recipe.model.kind in WITH_OWN_INPUTS and Path(weights[-1]).expanduser().exists():
+        # It imports transformers.
+        from mmray.models.pretrained import pretrained_settings
+
+        settings = pretrained_settings(weights[-1])
+        if settings["kind"] == recipe.model.kind:
+            given = model.get("inputs", {})
+            own = {key: value for key, value in settings["inputs"].items() if key not in given}
+            inputs = recipe.model.inputs.replace(**own)
+            recipe = recipe.replace(model=recipe.model.replace(inputs=inputs))
+    return recipe
+
+
+def _model_of_file(name: str) -> dict[str, Any]:
+    """Return the section `model` of a recipe file, {} for a built-in recipe."""
+    if Path(name).suffix not in (".yaml", ".yml"):
+        return {}
+    values = yaml.safe_load(Path(name).read_bytes())  # recipes.load has checked it
+    return dict((values or {}).get("model") or {})
 
 
 def parse_config(argv: Sequence[str], command_name: str) -> tuple[Config, bool]:

@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 import mmray
+from mmray.cli.args import parse_config
 from mmray.config import (
     Clip,
     ClipImage,
@@ -143,6 +144,23 @@ def test_patches_that_do_not_tile_the_image_are_refused(tmp_path: Path) -> None:
     inputs = INPUTS.model_copy(update={"image_side": 50})
     with pytest.raises(UsageError, match="patches of 8 pixels"):
         build(SPECS["clip"].model_copy(update={"weights": first, "inputs": inputs}), VOCAB)
+
+
+def test_weights_on_the_command_line_define_inputs_that_are_not_given(tmp_path: Path) -> None:
+    """In a recipe file too, where its own inputs win."""
+    out = exported(SPECS["clip"], tmp_path / "first")
+    flags = ["--model.weights", out]
+    config, _ = parse_config(["clip", *flags], "train")
+    inputs = config.model.inputs
+    assert (inputs.image_side, inputs.max_tokens, inputs.fit) == (32, 10, "squash")
+    assert inputs.mean == INPUTS.mean and inputs.tokenizer == f"{out}/tokenizer.json"
+    config, _ = parse_config(["clip", *flags, "--model.inputs.image-side", "48"], "train")
+    assert config.model.inputs.replace(image_side=32) == inputs
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"recipe: clip\nmodel: {{weights: {out}, inputs: {{max_tokens: 7}}}}\n")
+    config, _ = parse_config([str(recipe)], "train")
+    assert config.model.inputs == inputs.replace(max_tokens=7)
+    assert parse_config(["siglip", *flags], "train")[0].model.inputs.image_side == 224
 
 
 def test_smooth_positions_stay_smooth() -> None:
