@@ -73,9 +73,8 @@ def spawn_workers(measure: Measure, config: Config, device_type: str = "") -> An
     """
     device_type = device_type or select_device(config).type
     with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
-        args = measure, config, device_type, Path(folder)
         workers = [
-            ChildProcess("worker", _run_worker, rank, *args)
+            ChildProcess("worker", _run_worker, rank, measure, config, device_type, Path(folder))
             for rank in range(config.cluster.max_workers)
         ]
         try:

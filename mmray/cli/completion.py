@@ -20,6 +20,7 @@ from mmray.cli.tune import TuneCommand
 from mmray.config import Config, recipes
 
 SAMPLE = recipes.sample()
+TUNE_SAMPLE = TuneCommand(SAMPLE)
 PARSED = {
     "prepare": PrepareCommand,
     "evaluate": EvaluateCommand,
@@ -36,7 +37,7 @@ def _train(settings: Annotated[Config, arg(name="")] = SAMPLE) -> None:
 
 
 @configure(AvoidSubcommands)
-def _tune(command: Annotated[TuneCommand, arg(name="")] = TuneCommand(SAMPLE)) -> None:  # noqa: B008
+def _tune(command: Annotated[TuneCommand, arg(name="")] = TUNE_SAMPLE) -> None:
     """Search settings."""
 
 

@@ -7,7 +7,6 @@ runs in a notebook, under torchrun and under Ray Train.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -146,21 +145,6 @@ class Group:
     def new_cpu_group(timeout_s: float) -> Any:
         """Create a second gloo group of all ranks, for collectives of another thread."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-
-    def time_all_reduces(self, tensor: Tensor, num_ranks: int, repeats: int) -> list[float]:
-        """Seconds of all-reduces of `tensor` over the first ranks, on rank 0's clock; all ranks
-        call this.
-        """
-        first_ranks: Any = dist.new_group(list(range(num_ranks)))  # on other ranks not a group
-        times_s: list[float] = []
-        for _ in range(repeats):
-            self.barrier()
-            start_s = time.perf_counter()
-            if self.rank < num_ranks:
-                dist.all_reduce(tensor, group=first_ranks)
-                self.to_host(tensor[:1])  # waits for the device
-            times_s.append(time.perf_counter() - start_s)
-        return list(self.broadcast_object(times_s))
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""

@@ -292,7 +292,8 @@ def _architecture(model: nn.Module) -> Architecture:
 
     None for a user's model without the method.
     """
-    return model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
+    describe: Any = getattr(model, "architecture", None)
+    return None if describe is None else describe()
 
 
 def _load(

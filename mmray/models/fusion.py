@@ -39,10 +39,17 @@ class CrossEncoder(nn.Module):
         self.from_text = nn.Linear(text_width, spec.width)
         # feature maps have no positions
         self.position = nn.Parameter(0.02 * torch.randn(1, num_positions, spec.width))
-        sizes = spec.width, spec.heads, transformer_config(spec)["intermediate_size"], spec.dropout
-        options: dict[str, Any] = {"activation": "gelu", "batch_first": True, "norm_first": True}
         self.layers = nn.ModuleList(
-            nn.TransformerDecoderLayer(*sizes, **options) for _ in range(spec.depth)
+            nn.TransformerDecoderLayer(
+                spec.width,
+                spec.heads,
+                dim_feedforward=transformer_config(spec)["intermediate_size"],
+                dropout=spec.dropout,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(spec.depth)
         )
         self.norm = nn.LayerNorm(spec.width)
 

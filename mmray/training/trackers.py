@@ -181,10 +181,11 @@ class TrackerThread(threading.Thread):
             known = json.loads(self._file.read_text())
             run_id = known["id"]
             last_step = known["last_step"]
+        # A library may raise anything, and training continues.
         try:
             tracker: Tracker = plugins.load_class(self._spec, "run.trackers")()
             run_id = tracker.start(self._run_info, run_id)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a library may raise anything; training continues
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             self._warn("could not start, so nothing of this run is sent", error)
             return
         for step, metrics in iter(self._next_line, None):

@@ -174,10 +174,11 @@ def _run_trial(
     outcome = TrialOutcome(row.status, row.error)
     if row.status not in ended:
         reporter = _TrialReporter(on_started=lambda: tune.report(last | {STARTED: True}))
+        # An error is the outcome of this trial only.
         try:
             trial = plan.trial(name, row.settings)
             outcome = train_rungs(trial, plan, len(row.rungs), num_rungs, reporter, report_rung)
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the outcome of this trial only
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
             outcome = classify_error(error)
     tune.report(last | {OUTCOME: outcome._asdict()})
 

@@ -170,7 +170,8 @@ def _iter_members(folder: AnyPath, name: str) -> Iterator[tuple[str, TarMember |
                     if not member.isdir():
                         last = member.name
                         yield last, _read_member(name, tar, member)
-                    tar.members.clear()  # type: ignore[attr-defined]  # otherwise tarfile keeps all members in memory
+                    # otherwise tarfile keeps all members in memory
+                    tar.members.clear()  # type: ignore[attr-defined]
                 end = tar.offset
             file.seek(end)
             is_complete = file.read(_BLOCK) == bytes(_BLOCK)

@@ -205,7 +205,7 @@ def _orientation(image: Image.Image) -> int:
         return int(Image.Image.getexif(image).get(_EXIF_ORIENTATION, 1))
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - damaged EXIF raises many types and does not affect the pixels
+    except Exception:  # noqa: BLE001 - damaged EXIF raises many types; the pixels are intact
         return 1
 
 

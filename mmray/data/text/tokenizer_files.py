@@ -110,11 +110,12 @@ def _load_file(file: Path) -> str:
     """
     settings = _read_settings(file.with_name(TOKENIZER_CONFIG))
     kind = _tokenizer_kind(file, settings)
+    # tokenizers and protobuf raise bare exceptions for invalid files
     try:
         tokenizer = _read_tokenizer(file, settings, kind)
     except UsageError:
         raise
-    except Exception as error:  # noqa: BLE001 - tokenizers and protobuf raise bare Exceptions for invalid files
+    except Exception as error:  # noqa: BLE001
         raise UsageError(
             f"{_SETTING}: {file} cannot be read as a tokenizer: {first_line(error)}. Set "
             f"tokenizer_class in {TOKENIZER_CONFIG} next to it, or save it as {TOKENIZER} with "
