@@ -331,6 +331,7 @@ def export(
     out: str | AnyPath,
     *,
     step: int | Literal["best"] | None = None,
+    interpolate: float = 1.0,
     reporter: RunReporter | None = None,
 ) -> AnyPath:
     """Write the model of a run to a folder for `mmray.load` or transformers.
@@ -339,18 +340,21 @@ def export(
         run: the run or its folder.
         out: folder to write, or its address.
         step: step of the checkpoint, or `best`; None: the newest valid one.
+        interpolate: share of the trained weights; the rest is of the weights that the run started
+            with (WiSE-FT).
         reporter: receives messages and progress; None: they are shown.
 
     Returns:
         The folder.
 
     Raises:
-        UsageError: the folder is not a run, has no such checkpoint, or `out` has other files.
+        UsageError: the folder is not a run, has no such checkpoint, or `out` has other files; or
+            weights are interpolated of a run that started from random ones.
     """
     with _shown(reporter, "exporting"):
         from mmray.training import evaluate_export
 
-        return evaluate_export.export_run(to_path(_folder(run)), str(out), step)
+        return evaluate_export.export_run(to_path(_folder(run)), str(out), step, interpolate)
 
 
 def export_weights(

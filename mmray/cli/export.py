@@ -29,6 +29,8 @@ class ExportCommand:
     """Folder (or address, s3://...) to write."""
     step: int | Literal["best"] | None = None
     """Step of the checkpoint, or `best`; None: the newest valid one."""
+    interpolate: float = 1.0
+    """Share of the trained weights; the rest is of those that the run started with (WiSE-FT)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +47,21 @@ class ExportWeightsCommand:
 
 
 def export(argv: Sequence[str], console: ConsoleReporter) -> int:
-    """mmray export RUN OUT [--step N|best], or mmray export --weights FILE OUT [--model.SETTING
-    VALUE ...]
+    """mmray export RUN OUT [--step N|best] [--interpolate SHARE], or --weights FILE OUT
+    [--model.SETTING VALUE ...]
     """
     if weights := flag_values("--weights", argv):
         out = _export_weights(weights[-1], argv, console)
     else:
         command = parse_args(ExportCommand, argv, "mmray export")
         with console.show_progress("exporting"):
-            out = api.export(command.run, command.out, step=command.step, reporter=console)
+            out = api.export(
+                command.run,
+                command.out,
+                step=command.step,
+                interpolate=command.interpolate,
+                reporter=console,
+            )
     _print_exported(out, console)
     return 0
 

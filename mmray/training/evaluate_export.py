@@ -97,12 +97,53 @@ def pretrained_config(weights: str) -> Config:
     return recipe.replace(model=recipe.model.replace(**settings, inputs=inputs))
 
 
-def export_run(folder: AnyPath, out: str | AnyPath, step: Step) -> AnyPath:
-    """Export the model of a run's checkpoint to `out`, for `mmray.load`."""
+def export_run(
+    folder: AnyPath, out: str | AnyPath, step: Step, interpolate: float = 1.0
+) -> AnyPath:
+    """Export the model of a run's checkpoint to `out`, for `mmray.load`.
+
+    Args:
+        folder: Folder of the run.
+        out: Folder to write, or its address.
+        step: Step of the checkpoint, or `best`; None: the newest valid one.
+        interpolate: Share of the checkpoint's weights; the rest is of `model.weights`.
+
+    Raises:
+        UsageError: There is no such checkpoint, or the run did not start from `model.weights`.
+    """
     config, tokenizer_json, checkpoint = open_run(folder, step)
     model = lora.merge_adapters(load_model(config, checkpoint))
+    if interpolate != 1:
+        interpolate_from_start(model, config, interpolate)
     model_config = config.model.replace(lora=Lora())  # the adapters are merged into the weights
     return export(model, model_config.model_dump(mode="json"), tokenizer_json, out)
+
+
+@torch.no_grad()
+def interpolate_from_start(model: nn.Module, config: Config, share: float) -> None:
+    """Set weights on the line from those the run started with to those of the model, in place.
+
+    Source: WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903): weights in between often keep the
+    accuracy of the start on other data.
+
+    Args:
+        model: The trained model, without adapters.
+        config: Config of its run.
+        share: Share of the trained weights, 0 (the start) to 1.
+
+    Raises:
+        UsageError: The share is outside 0 to 1, or the run did not start from `model.weights`.
+    """
+    if not 0 <= share <= 1:
+        raise UsageError(f"--interpolate {share:g}: must be between 0 (the start) and 1 (the end)")
+    if getattr(config.model, "weights", "none") == "none":
+        raise UsageError(
+            "--interpolate needs a run that started from `model.weights`; this run has random ones"
+        )
+    start = build(config.model.replace(lora=Lora()), config.model.vocab_size).state_dict()
+    for name, trained in model.state_dict().items():
+        if trained.is_floating_point():
+            trained.copy_(torch.lerp(start[name].to(trained), trained, share))
 
 
 def export_pretrained(

@@ -14,17 +14,20 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mmray
 from mmray import cli
-from mmray.config import Batch
+from mmray.config import Batch, Clip, ClipImage, ClipText, Config, Inputs, Lora
 from mmray.console.reporter import ConsoleReporter
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.engine.checkpoint import state_io
 from mmray.engine.run_state import EMA_KEY
+from mmray.errors import UsageError
 from mmray.evaluation.build import best_metric
 from mmray.models.build import build
+from mmray.models.export.export import export
+from mmray.models.lora import merge_adapters
 from mmray.storage.paths import AnyPath, to_path
 from mmray.training import evaluate_export, run_dir
-from mmray.training.evaluate_export import load_model
+from mmray.training.evaluate_export import interpolate_from_start, load_model
 from tests.checkpoints import save_checkpoint
 from tests.data.prepare.test_pipeline import make_source, run_here
 from tests.made import CAPTIONS, make_set, row
@@ -54,6 +57,37 @@ def test_ema_weights_are_used_if_present(tmp_path: Path, ema: float) -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True)
     )
+
+
+def test_interpolated_weights_lie_between_start_and_end(tmp_path: Path) -> None:
+    """Also the weights of an adapter, which is merged first; a random start is refused."""
+    tokenizer = train_tokenizer(CAPTIONS, 60)
+    inputs = Inputs(image_side=32, max_tokens=8)
+    shape = {"width": 32, "depth": 1, "heads": 2}
+    image = ClipImage(patch=8, **shape)
+    spec = Clip(inputs=inputs, image=image, text=ClipText(**shape), embed_dim=16, vocab_size=60)
+    torch.manual_seed(0)
+    values = spec.model_dump(mode="json")
+    weights = export(build(spec, 60), values, tokenizer, tmp_path / "start")
+    spec = spec.model_copy(update={"weights": str(weights), "lora": Lora(rank=2)})
+    config = Config(recipe="mine", model=spec)
+    start = build(spec.model_copy(update={"lora": Lora()}), 60).state_dict()
+    model = build(spec, 60)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.normal_()
+    merged = merge_adapters(model)
+    end = {name: weight.clone() for name, weight in merged.state_dict().items()}
+    assert any(not torch.equal(end[name], start[name]) for name in end)
+    interpolate_from_start(merged, config, 0.25)
+    for name, weight in merged.state_dict().items():
+        torch.testing.assert_close(weight, 0.75 * start[name] + 0.25 * end[name])
+    with pytest.raises(UsageError, match="between 0"):
+        interpolate_from_start(merged, config, 1.5)
+    random = config.model_copy(update={"model": spec.model_copy(update={"weights": "none"})})
+    with pytest.raises(UsageError, match="this run has random ones"):
+        interpolate_from_start(merged, random, 0.5)
 
 
 def test_default_set_is_what_the_run_held_out(
