@@ -102,10 +102,10 @@ def test_damaged_record_skips_only_its_rows(
 ) -> None:
     read = PreparedSet.read
 
-    def damaged(self: PreparedSet, rows: np.ndarray) -> list[Row]:
+    def damaged(self: PreparedSet, rows: np.ndarray, *options: Any) -> list[Row]:
         if 9 in rows:
             raise ValueError("shard 0, record batch 1: damaged")
-        return read(self, rows)
+        return read(self, rows, *options)
 
     monkeypatch.setattr(PreparedSet, "read", damaged)
     reading = batches(prepared)
@@ -117,7 +117,7 @@ def test_damaged_record_skips_only_its_rows(
 def test_failing_store_raises_instead_of_skipping(
     prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def silent(self: PreparedSet, rows: np.ndarray) -> list[Row]:
+    def silent(self: PreparedSet, rows: np.ndarray, *options: Any) -> list[Row]:
         raise TimeoutError("the store does not answer")
 
     monkeypatch.setattr(PreparedSet, "read", silent)

@@ -162,9 +162,7 @@ def test_contamination_covers_every_image_of_a_row(
         for extra in [{"messages": [{"role": "user", "content": f"q{number}"}, *chat(0)[1:2]]}]
     ]
     (folder / "rows.jsonl").write_text("".join(lines))
-    settings = LAX.replace(
-        check_contamination=(str(tmp_path / "eval"),), drop_overlap=True, phash_distance=20
-    )
+    settings = LAX.replace(check_contamination=(str(tmp_path / "eval"),), drop_overlap=True)
     manifest = prepare(str(folder / "rows.jsonl"), str(tmp_path / "out"), settings)
     assert (manifest.leakage["exact"], manifest.leakage["near"]) == (1, 1)
     assert PreparedSet.open(str(tmp_path / "out")).keys() == ["t0", "t1"]
