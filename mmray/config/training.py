@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -191,7 +192,9 @@ class EvalSettings(Section, settings_prefix="evaluate"):
         0, ge=0, description="Answers that a generative model writes, for BLEU and CIDEr."
     )
     classes: tuple[str, ...] = Field(
-        (), description="Names of the labels 0, 1, ...; empty: those of the set, if any."
+        (),
+        description="Names of the labels 0, 1, ..., or a .txt file with one a line; empty: those "
+        "of the set, if any.",
     )
     prompts: tuple[Prompt, ...] = Field(
         ("a photo of a {}.",),
@@ -202,6 +205,17 @@ class EvalSettings(Section, settings_prefix="evaluate"):
     language: str | None = Field(
         None, description="Language of `classes` and `prompts`, for language tokens."
     )
+
+    @field_validator("classes")
+    @classmethod
+    def _read_classes(cls, classes: tuple[str, ...]) -> tuple[str, ...]:
+        if len(classes) != 1 or not classes[0].endswith(".txt"):
+            return classes
+        try:
+            lines = Path(classes[0]).read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read the names in {classes[0]}: {error}") from None
+        return tuple(line.strip() for line in lines if line.strip())
 
 
 class Evaluate(EvalSettings):

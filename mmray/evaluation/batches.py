@@ -37,6 +37,7 @@ class EvalRow(NamedTuple):
     columns: Block  # [1, ...], further columns of the model
     texts: list[Any]
     label: int  # -1: none
+    image_hash: int  # equal for equal images
 
 
 class EvalDataset:
@@ -86,11 +87,11 @@ class EvalDataset:
 class EvalBatches:
     """Batches of one rank's part of the first `limit` rows; can be iterated repeatedly.
 
-    A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids,
-    attention_mask int64 [C, T], all captions of these rows; caption_row int64 [C], the row of each;
-    text_hash int64 [C], equal for equal captions; labels and image_pos for generative models
-    (data/stream/collate.py); further columns of the model (data/columns.py). Unreadable rows are
-    listed in `skipped`; a failing object store raises OSError.
+    A batch: image uint8 [B, 3, S, S]; row, label (-1: no label) and image_hash int64 [B];
+    input_ids, attention_mask int64 [C, T], all captions of these rows; caption_row int64 [C], the
+    row of each; text_hash int64 [C], equal for equal captions; labels and image_pos for
+    generative models (data/stream/collate.py); further columns of the model (data/columns.py).
+    Unreadable rows are listed in `skipped`; a failing object store raises OSError.
     """
 
     data: EvalDataset
@@ -161,7 +162,8 @@ class EvalBatches:
             columns |= extra.empty(1)
             extra.set_row(columns, 0, record, image.image_size, None)
         label = NO_LABEL if record.label is None else record.label
-        return EvalRow(image.pixels, columns, data.encoder.format_texts(record), label)
+        texts = data.encoder.format_texts(record)
+        return EvalRow(image.pixels, columns, texts, label, _image_hash(record))
 
     def _collate(self, readable: list[tuple[int, EvalRow]]) -> Batch:
         rows = [row for _, row in readable]
@@ -178,9 +180,15 @@ class EvalBatches:
                 "image": torch.from_numpy(np.stack([row.pixels for row in rows])),
                 "row": torch.tensor([number for number, _ in readable]),
                 "label": torch.tensor([row.label for row in rows]),
+                "image_hash": torch.tensor([row.image_hash for row in rows]),
                 "caption_row": torch.tensor(
                     [number for number, row in readable for _ in row.texts]
                 ),
                 "text_hash": torch.tensor([hash_key(str(text)) for text in texts]),
             }
         )
+
+
+def _image_hash(record: Row) -> int:
+    """Return a hash of the bytes of a row's images, or of their location without a checksum."""
+    return hash_key(" ".join(media.sha256 or str(media.ref) for media in record.media))

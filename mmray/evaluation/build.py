@@ -5,7 +5,7 @@ The driver imports this without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmray.data.store.prepared_set import PreparedSet
@@ -30,8 +30,33 @@ def build_evaluator(
     from mmray.evaluation.generation import GenerationEvaluator
 
     evaluator_class = GenerationEvaluator if is_generative(config) else Evaluator
+    check_classes(config.evaluate.classes, prepared)
     inputs, max_pixels = config.model.inputs, max(config.prepare.max_pixels, prepared.max_pixels)
     return evaluator_class(prepared, inputs, tokenizer_json, config.evaluate, max_pixels, on_rows)
+
+
+def check_classes(classes: Sequence[str], prepared: PreparedSet) -> None:
+    """Raise UsageError if the names of `evaluate.classes` are not those of the labels of a set.
+
+    Other words for the classes are accepted, but not another number, or a name of the set at the
+    place of another.
+    """
+    names = prepared.manifest.class_names
+    if not classes or not names:
+        return
+    given = [name.replace("_", " ").strip().casefold() for name in classes]
+    expected = [name.casefold() for name in names]
+    moved = [
+        f"label {label} is {names[label]!r}, given is {classes[label]!r}"
+        for label, name in enumerate(given[: len(expected)])
+        if name != expected[label] and name in expected
+    ]
+    if moved or len(given) != len(expected):
+        raise UsageError(
+            f"evaluate.classes: {len(classes)} names, and {prepared.folder} has {len(names)} labels"
+            f"{''.join(f'; {each}' for each in moved[:3])}. Leave it out to use the names of the "
+            f"set in their order: {', '.join(names)[:200]}"
+        )
 
 
 def num_evaluated_rows(config: Config, prepared: PreparedSet) -> int:

@@ -24,6 +24,7 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective, split_objective
 
 TOP_K = (1, 5)
+PART_COLUMNS = ("row", "caption_row", "text_hash", "label", "image_hash")
 Group = Any  # engine/collectives.py:Group: rank, world, device and all_gather_variable
 
 
@@ -59,6 +60,11 @@ class Evaluator(EvalDataset):
             data = self.prepared, group.device, self.max_pixels
             save_examples(retrieval.retrieval_examples(embedded, retrieval_ranks, *data))
         if classes := settings.classes or self.prepared.manifest.class_names:
+            if (num_labels := int(embedded.label.max()) + 1) > len(classes):
+                raise DataError(
+                    f"evaluate.classes has {len(classes)} names, and {self.prepared.folder} "
+                    f"has the label {num_labels - 1}: give a name for each of the labels 0, 1, ..."
+                )
             metrics |= self._zero_shot(model, embedded, group, classes)
         for name, head in embedded.heads.items():
             metrics |= topk_accuracy(head.hits, name, head.num_classes, head.unit)
@@ -202,6 +208,7 @@ def embed_dataset(
             "text_hash": none,
             "text": no_rows,
             "label": none,
+            "image_hash": none,
         }
         heads = model.head_scores(synthetic) if hasattr(model, "head_scores") else {}
         parts = [empty | {_hits_name(name): no_hits for name in heads}]
@@ -211,15 +218,26 @@ def embed_dataset(
         ]
     local = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     gathered = {name: _gather(local[name], group) for name in local}
-    by_row, by_caption = gathered["row"].argsort(), gathered["caption_row"].argsort(stable=True)
+    by_row = gathered["row"].argsort()
+    rows = {name: gathered[name][by_row] for name in ("row", "image", "label")}
+    # The first row of each image gets the captions of the others.
+    _, image_id = gathered["image_hash"][by_row].unique(return_inverse=True)
+    first_row = first_index(image_id)[image_id]
+    own_row = gathered["caption_row"]
+    caption_row = rows["row"][first_row[torch.searchsorted(rows["row"], own_row)]]
+    # captions of one row keep their order
+    by_own_row = own_row.argsort(stable=True)
+    by_caption = by_own_row[caption_row[by_own_row].argsort(stable=True)]
     _, text_id = gathered["text_hash"][by_caption].unique(return_inverse=True)
+    is_first = first_row == torch.arange(len(first_row))
     return EmbeddingSet(
-        **{name: gathered[name][by_row] for name in ("row", "image", "label")},
+        **{name: values[is_first] for name, values in rows.items()},
         heads={
             name: HeadHits(gathered[_hits_name(name)].sum(dim=0), head.num_classes, head.unit)
             for name, head in heads.items()
         },
-        caption_row=gathered["caption_row"][by_caption],
+        caption_row=caption_row[by_caption],
+        own_row=own_row[by_caption],
         # equal captions differ by rounding
         text=gathered["text"][by_caption][first_index(text_id)][text_id],
         text_id=text_id,
@@ -236,7 +254,7 @@ def _embed_batch(
     """
     pixels = batch["image"].to(device)
     text = _embed_texts(model, batch, text_rows, device)
-    part = {name: batch[name] for name in ("row", "caption_row", "text_hash", "label")}
+    part = {name: batch[name] for name in PART_COLUMNS}
     part |= {"image": model.embed_image(pixels).float().cpu(), "text": text}
     if hasattr(model, "head_scores"):  # each image with its first caption
         first = torch.searchsorted(batch["caption_row"], batch["row"])

@@ -41,12 +41,14 @@ class HeadHits(NamedTuple):
 class EmbeddingSet:
     """Embeddings on the CPU, sorted by row.
 
-    Equal captions have one embedding and are correct for all their images.
+    Rows with the same image are one image with the captions of all. Equal captions have one
+    embedding and are correct for all their images.
     """
 
-    row: Tensor  # int64 [N]
+    row: Tensor  # int64 [N], the first row with the image
     image: Tensor  # float32 [N, D]
-    caption_row: Tensor  # int64 [C], row of each caption
+    caption_row: Tensor  # int64 [C], `row` of the image of each caption
+    own_row: Tensor  # int64 [C], row that has the caption
     text: Tensor  # float32 [C, D]
     text_id: Tensor  # int64 [C], 0, 1, ...; equal for equal captions
     label: Tensor  # int64 [N], -1 for none
@@ -168,14 +170,9 @@ def retrieval_examples(
     correct}]}; an image is represented by its first caption. `images` maps a row to a data URI, for
     the rows that can be read.
     """
-    rows_of_text = embedded.caption_row
     # the last: caption within its row
     image = embedded.image, embedded.row, torch.zeros_like(embedded.row)
-    text = (
-        embedded.text,
-        rows_of_text,
-        torch.arange(len(rows_of_text)) - torch.searchsorted(rows_of_text, rows_of_text),
-    )
+    text = embedded.text, embedded.own_row, _index_in_run(embedded.own_row)
     examples: dict[str, Any] = {"image_to_text": [], "text_to_image": []}
     rows: dict[int, Row | None] = {}
 
@@ -217,6 +214,13 @@ def retrieval_examples(
             if (row := rows[number]) is not None:
                 images[str(number)] = thumbnail(decode(row.image, max_pixels))
     return {"rows": len(embedded.row), **examples, "images": images}
+
+
+def _index_in_run(values: Tensor) -> Tensor:
+    """Return the index of each value in its run of equal values."""
+    _, lengths = values.unique_consecutive(return_counts=True)
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(len(values)) - starts.repeat_interleave(lengths)
 
 
 def select_queries(ranks: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from mmray.config import Inputs
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.text.tokenizer import TextEncoder
-from mmray.errors import DataError
+from mmray.errors import DataError, UsageError
 from mmray.evaluation import retrieval
+from mmray.evaluation.build import check_classes
 from mmray.evaluation.evaluator import (
     Evaluator,
     compute_retrieval_ranks,
@@ -180,6 +181,7 @@ def test_scores_of_a_case_computed_by_hand() -> None:
         image=axes,
         caption_row=torch.tensor([10, 11, 11, 12]),
         text=axes[[0, 1, 2, 0]],
+        own_row=torch.tensor([10, 11, 11, 12]),
         text_id=torch.arange(4),
         label=torch.full((3,), -1),
         heads={},
@@ -282,14 +284,12 @@ def head(gray: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int) -> None:
-    """Rows 0..11 with class row % 3, two of them without a label and one with a label outside the
-    classes.
-    """
+    """Rows 0..11 with class row % 3, three of them without a label."""
     rows = [replace(row(number), label=number % 3) for number in range(12)]
     rows[3], rows[4], rows[5] = (
         replace(rows[3], label=None),
         replace(rows[4], label=None),
-        replace(rows[5], label=7),
+        replace(rows[5], label=None),
     )
     held_out = make_set(tmp_path / "set", rows)
     classes, prompts = ("a", "red", "one"), ("{}", "a {}")
@@ -312,6 +312,48 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
         assert metrics["classification/top_1"] == pytest.approx(6 / 9)
         assert "classification/top_5" not in metrics  # of three classes
         assert metrics["zero_shot/top_1"] == pytest.approx(sum(hits) / 9)
+
+
+def test_names_of_classes_that_do_not_match_the_labels_are_refused(tmp_path: Path) -> None:
+    rows = [replace(row(number), label=number % 3) for number in range(9)]
+    held_out = make_set(tmp_path / "set", rows)
+    (error,) = score(held_out, Labeled, classes=("a", "red"))
+    assert "has 2 names" in str(error) and "label 2" in str(error)
+    names = ("apple", "red fox", "candle")
+    named = PreparedSet(held_out.folder, replace(held_out.manifest, class_names=names))
+    for classes, message in (
+        (("apple", "red_fox"), "2 names, .* has 3 labels"),
+        (("candle", "apple", "red fox"), "label 0 is 'apple', given is 'candle'"),
+        (("apple", "red fox", "candle", "x"), "4 names"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            check_classes(classes, named)
+    check_classes(("Apple", "red_fox", "a candle"), named)  # other words for the same classes
+    check_classes((), named)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_rows_of_one_image_are_one_image_with_several_captions(tmp_path: Path, world: int) -> None:
+    """One row per caption, as the CSV files of Flickr and COCO, scores like one row per image."""
+    captions = [[" ".join(["a"] * (3 * number + k + 1)) for k in range(3)] for number in range(4)]
+    one = make_set(tmp_path / "one", [row(n, texts=captions[n]) for n in range(4)])
+    repeated = [
+        replace(row(n, texts=[captions[n][k]]), key=f"{n}-{k}") for k in range(3) for n in range(4)
+    ]
+    several = make_set(tmp_path / "several", repeated)
+    examples: list[Any] = []
+    of_one = score(one, Toy, world)[0]
+    of_several = score(several, Toy, world)[0]
+    assert of_several == pytest.approx(of_one)
+    assert of_one["rows"] == 4
+    embedded = Evaluator(several, INPUTS, several.tokenizer_json or "", SETTINGS).score(
+        Toy(), Rank(0, 1, [None], threading.Barrier(1)), Contrastive(), 4, examples.append
+    )
+    shown = examples[0]["text_to_image"]
+    assert embedded and {item["caption"] for item in shown} <= {
+        text for texts in captions for text in texts
+    }
+    assert len({item["caption"] for item in shown}) == len(shown)
 
 
 class Naming(Toy):
