@@ -62,9 +62,8 @@ def test_box_label_without_name_ends_the_run(
         "valid": np.array([True]),
         "pos": np.array([0]),
     }
-    config = SimpleNamespace(
-        model=SimpleNamespace(region_labels=("", "cat")), data=SimpleNamespace(train="made")
-    )
+    model = Fusion(inputs=Inputs(max_boxes=4), regions=True, region_labels=("", "cat"))
+    config = SimpleNamespace(model=model, data=SimpleNamespace(train="made"))
     plan = SimpleNamespace(row_ids_at=lambda positions: positions)
     passing = quarantine_bad_rows([block], config, tmp_path, None, plan, lambda _: 0)  # type: ignore[arg-type]
     if bad is None:
@@ -72,6 +71,6 @@ def test_box_label_without_name_ends_the_run(
     else:
         with pytest.raises(
             DataError,
-            match=f"a box of made has label {bad}, which has no name in model.region_labels",
+            match=f"made has a box with label {bad}, which has no name in model.region_labels",
         ):
             list(passing)
