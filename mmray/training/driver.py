@@ -15,15 +15,13 @@ from typing import Any
 from mmray import plugins
 from mmray.cluster.connect import needs_ray, ray_session
 from mmray.config import Config
-from mmray.config.data import parse_mixture
 from mmray.data.store.manifest import QUARANTINE
 from mmray.data.store.prepared_set import PreparedMixture
-from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.worker_context import TRAINING
-from mmray.errors import ForceExit, TrainingError, UsageError
+from mmray.errors import ForceExit, TrainingError
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
-from mmray.storage.paths import AnyPath, merge_appended_lines, to_path
+from mmray.storage.paths import AnyPath, merge_appended_lines
 from mmray.training import RunReporter, run_dir, trackers, validate
 from mmray.training.backend import Backend, num_gpus
 from mmray.training.local import LocalBackend
@@ -79,7 +77,7 @@ def train(
     nodes can use it.
     """
     timeline = StartTimeline(reporter, time.monotonic() if start_s is None else start_s)
-    validate_settings(config)
+    validate.validate_settings(config)
     if local or not needs_ray(config.cluster):
         timeline.status("checking the settings")
         with closing(LocalBackend()) as backend:
@@ -94,18 +92,6 @@ def train(
         outcome = _train(config, timeline, RayBackend(check_storage), should_stop)
         timeline.phase("stopping Ray")
         return outcome
-
-
-def validate_settings(config: Config) -> None:
-    """Raise UsageError for settings that contradict each other; uses neither Ray nor data nor
-    weights.
-    """
-    resolve_batch_shape(config.batch, config.cluster.max_workers)
-    if reasons := validate.unsupported_reasons(config):
-        raise UsageError("\n".join(reasons))
-    sources = [config.data.eval, *(source for source, _ in parse_mixture(config.data.train))]
-    for address in filter(None, [*sources, config.data.cache, config.run.storage]):
-        to_path(address)  # raises UsageError for an address that cannot be opened
 
 
 def check_classes(config: Config) -> None:

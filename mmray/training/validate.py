@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mmray.builtin import KINDS
+from mmray.config.data import parse_mixture
 from mmray.config.model import model_section
+from mmray.engine.batch import resolve_batch_shape
+from mmray.errors import UsageError
+from mmray.storage.paths import to_path
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -15,6 +19,20 @@ HEADS = {  # objective: setting of `fusion`, with its value if it has such a hea
     "classification": ("classes", "N", "0"),
     "region_text": ("regions", "True", "False"),
 }
+
+
+def validate_settings(config: Config) -> None:
+    """Raise UsageError for settings of a run that contradict each other.
+
+    Uses neither Ray nor data nor weights.
+    """
+    resolve_batch_shape(config.batch, config.cluster.max_workers)
+    reasons = unsupported_reasons(config)
+    if reasons:
+        raise UsageError("\n".join(reasons))
+    sources = [config.data.eval, *(source for source, _ in parse_mixture(config.data.train))]
+    for address in filter(None, [*sources, config.data.cache, config.run.storage]):
+        to_path(address)  # raises UsageError for an address that cannot be opened
 
 
 def unsupported_reasons(config: Config) -> list[str]:

@@ -30,7 +30,7 @@ from mmray.engine.memory_probe import dry_run
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.training import driver
-from mmray.training.validate import unsupported_reasons
+from mmray.training.validate import unsupported_reasons, validate_settings
 
 
 def config(recipe="sample", workers=1, **sections):
@@ -214,7 +214,7 @@ def clip(weights="none", **image):
 )
 def test_models_that_cannot_be_built_are_refused_with_and_without_a_driver(spec, message):
     with pytest.raises(UsageError, match=message):
-        driver.validate_settings(Config(model=spec, batch=Batch(micro=2)))
+        validate_settings(Config(model=spec, batch=Batch(micro=2)))
     with pytest.raises(UsageError, match=message):
         build(spec, 20)
 
